@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Downloads what run.sh installs on a machine with a GPU and no network: wheels for Python 3.12 on x86-64.
+# usage: collect_wheels.sh [DIR]     (default: wheels, which git ignores)
+#
+# The machine has torch with CUDA, and with it numpy; it has cmake and a C++ compiler. What comes along: the
+# build, networkx, the solver (its Python side imports pandas and protobuf), pytest, hypothesis: 47 MiB.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+target=${1:-wheels}
+limit_mib=60
+
+mkdir -p "$target"
+pip download --quiet --no-deps --only-binary=:all: --dest "$target" --constraint constraints.txt \
+  --python-version 3.12 --implementation cp \
+  --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
+  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+  nanobind scikit-build-core packaging pathspec ninja \
+  ortools absl-py immutabledict protobuf typing-extensions pandas python-dateutil six networkx \
+  pytest pluggy iniconfig pygments hypothesis sortedcontainers
+
+size_mib=$(du -sm "$target" | cut -f1)
+echo "$target: $(ls "$target" | wc -l) wheels, $size_mib MiB"
+if [ "$size_mib" -gt "$limit_mib" ]; then
+  echo "more than $limit_mib MiB" >&2
+  exit 1
+fi

@@ -1,0 +1,1 @@
+"""Compile-time: programs in, slots and plans out."""

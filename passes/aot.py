@@ -1,0 +1,63 @@
+"""What AOTAutograd knows of a graph: which outputs reach the user, which arguments come back as views."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+
+from teraio.schedule import ProgramKind
+
+
+def outputs_to_caller(kind: ProgramKind, outputs: int) -> int:
+    """How many leading outputs leave to the caller; the rest are saved for the backward.
+
+    A partitioned forward returns mutated inputs, user outputs and intermediate bases first: all of them are
+    touched by AOTAutograd's own wrapper or by the user.
+    """
+    if kind != "forward":
+        return outputs
+    metadata = _metadata()
+    return outputs if metadata is None else int(metadata.num_forward_returns)
+
+
+def held_arguments(kind: ProgramKind) -> frozenset[int]:
+    """Arguments whose views AOTAutograd replays after the program returned: they must be resident then."""
+    metadata = _metadata()
+    if metadata is None or kind == "backward":
+        return frozenset()
+    kept = {"alias_of_input", "is_input"}
+    return frozenset(
+        info.base_idx
+        for info in metadata.output_info
+        if info.output_type.name in kept and info.base_idx is not None
+    )
+
+
+def _metadata() -> Any:
+    tracing = TracingContext.try_get()
+    return tracing.fw_metadata if tracing is not None else None
+
+
+def placeholder_names(gm: torch.fx.GraphModule) -> tuple[str, ...]:
+    """The user's names for the tensors that enter a captured graph: `model.layers.0.mlp.up_proj.weight` where
+    they have one."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    tensors = [node for node in placeholders if isinstance(node.meta.get("example_value"), torch.Tensor)]
+    return tuple(_source_name(node) for node in tensors)
+
+
+def _source_name(node: torch.fx.Node) -> str:
+    source = getattr(node, "_dynamo_source", None)
+    text = getattr(source, "name", None) or node.name
+    text = text() if callable(text) else str(text)
+    if "['_parameters']" not in text and "._parameters[" not in text and "._buffers[" not in text:
+        return node.name
+    parts = [
+        p for p in text.replace("[", ".").replace("]", "").replace("'", "").replace('"', "").split(".") if p
+    ]
+    return (
+        ".".join(p for p in parts[2:] if p not in {"_modules", "_parameters", "_buffers", "_orig_mod"})
+        or node.name
+    )

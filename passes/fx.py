@@ -1,0 +1,235 @@
+"""Slots in an AOTAutograd FX graph that is executed in order: the inner program `eager`.
+
+The graph itself carries its slots as nodes and prints them. A view counts as a use: on an emptied storage it
+raises.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.graph import _BoxedCodeGen
+
+from teraio.schedule import ProgramKind, Schedule
+
+from . import aot, sizes
+from .fx_symbols import Symbols
+from .slots import Alias, Event, Forget, Launch, Make, Signature, lay_slots, own_bytes
+
+SlotFunction = Callable[..., None]
+
+
+def is_tensor(node: object) -> bool:
+    return isinstance(node, torch.fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def storage_key(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def storage_size(value: torch.Tensor) -> tuple[int, Any]:
+    """Bytes of a fake tensor's storage (a hint where the size is symbolic) and the expression for them, None
+    where it is static."""
+    size = value.untyped_storage().nbytes()
+    if isinstance(size, int):
+        return size, None
+    node = size.node
+    if not hasattr(node.shape_env, "optimization_hint"):  # torch 2.11
+        return int(node.shape_env.size_hint(node.expr, allow_none=True) or 0), node.expr
+    return int(node.shape_env.optimization_hint(node.expr, fallback=0)), node.expr
+
+
+def elements(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a node's value, however nested, each with its name: `split.1.0` is no variable's."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, tuple | list):
+        for position, part in enumerate(value):
+            yield from elements(f"{name}.{position}", part)
+
+
+def value_of(node: torch.fx.Node) -> Any:
+    """What a node makes, in fake tensors; some operators leave that to what is taken out of their result."""
+    value = node.meta.get("val")
+    taken = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    if value is None and taken:
+        return [value_of(taken[n]) if n in taken else None for n in range(max(map(int, taken)) + 1)]  # type: ignore[arg-type]
+    return value
+
+
+class Reader:
+    """Writes the nodes of a graph down as events. Which storage a node's value has is what its fake tensor
+    says."""
+
+    def __init__(self, gm: torch.fx.GraphModule) -> None:
+        self.gm = gm
+        self.nodes = list(gm.graph.nodes)
+        self.symbols = Symbols()
+        self.owner: dict[int, str] = {}  # fake storage -> the name under which it appeared
+        self.dies: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+        last_user = {used: node for node in self.nodes for used in (*node.all_input_nodes, node)}
+        for used, node in last_user.items():
+            if node.op != "placeholder":
+                self.dies.setdefault(node, []).append(used)
+
+    def events(self) -> Iterator[Event]:
+        for at, node in enumerate(self.nodes):
+            self.symbols.see(at, node)
+            if node.op == "placeholder" and is_tensor(node):
+                self.owner.setdefault(storage_key(node.meta["val"]), node.name)
+            elif node.op not in {"placeholder", "output", "get_attr"}:
+                yield from self.call(at, node)
+            if node.op != "output":
+                for dead in self.dies.get(node, ()):
+                    yield from (Forget(at, name) for name, _ in elements(dead.name, value_of(dead)))
+
+    def call(self, at: int, node: torch.fx.Node) -> Iterator[Event]:
+        value = value_of(node)
+        if node.target is operator.getitem:
+            yield from self.take(at, node, value)
+            return
+        aliases: list[Alias] = []
+        made: list[Make] = []
+        for name, result in elements(node.name, value):
+            key = storage_key(result)
+            if key in self.owner:
+                aliases.append(Alias(at, name, self.owner[key]))
+            else:
+                self.owner[key] = name
+                made.append(Make(at, name, *storage_size(result)))
+        yield from made
+        own = self.own(at, node, made)
+        if own is not None:
+            yield own
+        reads = frozenset(n.name for n in node.all_input_nodes if is_tensor(n))
+        yield Launch(at, node.name, reads, frozenset(m.name for m in made) | mutated(node))
+        if own is not None:
+            yield Forget(at, own.name)
+        yield from aliases
+
+    def take(self, at: int, node: torch.fx.Node, value: Any) -> Iterator[Alias]:
+        """Out of a tuple, by its place in it: some operators' results have other fake storages there."""
+        source: Any = node.args[0]
+        for name, result in elements(node.name, value):
+            element = f"{source.name}.{node.args[1]}{name.removeprefix(node.name)}"
+            self.owner.setdefault(storage_key(result), name)
+            yield Alias(at, name, element)
+
+    def own(self, at: int, node: torch.fx.Node, made: list[Make]) -> Make | None:
+        """What the largest of the bodies takes that an operator runs (`cond`, `scan`): it is one kernel."""
+        bodies = [getattr(self.gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+        loops = any(word in str(node.target) for word in ("while", "scan"))
+        sums: list[Make] = []
+        for body in bodies:
+            if isinstance(body, torch.fx.GraphModule):
+                reader = Reader(body)
+                events = list(reader.events())
+                outputs: Any = body.graph.output_node().args[0]
+                parts = outputs if isinstance(outputs, tuple | list) else [outputs]
+                kept = {reader.owner[storage_key(n.meta["val"])] for n in parts if is_tensor(n)}
+                sums += own_bytes(events, () if loops else kept)
+        largest = sizes.largest(sums, f"{node.name}.own")
+        if loops:  # what the last round made is alive in the next one, and stacked in the end
+            largest = sizes.total([largest, *made, *made], largest.name)
+        return Make(at, largest.name, largest.size_bytes, largest.size) if sums else None
+
+
+def mutated(node: torch.fx.Node) -> frozenset[str]:
+    """Arguments that the operator's schema says it writes."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return frozenset()
+    written: set[str] = set()
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value: Any = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            parts = value if isinstance(value, (tuple, list)) else [value]
+            written.update(part.name for part in parts if is_tensor(part))
+    return frozenset(written)
+
+
+def read_signature(graph: torch.fx.Graph, kind: ProgramKind) -> Signature:
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    returned: Any = graph.output_node().args[0]
+    outputs = [node.name if is_tensor(node) else None for node in returned]
+    held = aot.held_arguments(kind)
+    return Signature(
+        kind=kind,
+        arguments=tuple((n.name, storage_size(n.meta["val"])[0]) for n in placeholders if is_tensor(n)),
+        outputs=tuple(outputs),
+        saved=frozenset(range(aot.outputs_to_caller(kind, len(outputs)), len(outputs))),
+        held=frozenset(placeholders[index].name for index in held if index < len(placeholders)),
+    )
+
+
+def insert_slots(
+    gm: torch.fx.GraphModule, kind: ProgramKind
+) -> tuple[Schedule, Callable[[SlotFunction], None]]:
+    """Puts slot nodes into the graph. Returns the schedule and a function that says whom the slots call."""
+    graph = gm.graph
+    nodes = list(graph.nodes)
+    by_name = {node.name: node for node in nodes}
+    reader = Reader(gm)
+    events = list(reader.events())
+    schedule, places = lay_slots(read_signature(graph, kind), events, len(nodes) - 1)
+    first = next(position for position, node in enumerate(nodes) if node.op != "placeholder")
+    target: list[SlotFunction] = []
+
+    def teraio_slot(index: int, tensors: Sequence[torch.Tensor], live_bytes: int | None = None) -> None:
+        target[0](index, tensors, live_bytes)
+
+    teraio_slot.__module__ = "teraio"
+    for index, place in enumerate(places):
+        at = max(first, place.at)
+        with graph.inserting_before(nodes[at]):
+            tensors = tuple(by_name[name] for name in place.names)
+            live = reader.symbols.code(graph, place.live, at)
+            graph.call_function(teraio_slot, (index, tensors) if live is None else (index, tensors, live))
+    return schedule, target.append
+
+
+class Boxed:
+    """A program that takes its arguments in one list and clears it: whoever holds a tensor keeps its bytes
+    alive."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+        self._boxed_call = True  # on the instance: AOTAutograd's wrapper loses a class attribute
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        return self.run(arguments)
+
+
+def boxed(gm: torch.fx.GraphModule) -> Boxed:
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    return Boxed(gm.forward)
+
+
+def compiler(
+    transform: Callable[[torch.fx.GraphModule, ProgramKind], None],
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
+) -> Callable[..., Any]:
+    """A Dynamo backend that runs AOTAutograd's graphs in order after `transform` has changed each of them;
+    `around` wraps their calls."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    def compile_as(kind: ProgramKind) -> Callable[..., Boxed]:
+        def compile_graph(gm: torch.fx.GraphModule, example_inputs: Any) -> Boxed:
+            transform(gm, kind)
+            program = boxed(gm)
+            program.run = around(program.run)
+            return program
+
+        return compile_graph
+
+    return aot_autograd(
+        fw_compiler=compile_as("forward"),
+        bw_compiler=compile_as("backward"),
+        inference_compiler=compile_as("inference"),
+        partition_fn=min_cut_rematerialization_partition,
+    )

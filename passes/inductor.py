@@ -1,0 +1,258 @@
+"""Slots in Inductor's wrapper IR: the typed lines it is about to print, after scheduling, fusion and buffer
+reuse.
+
+This file and its siblings `inductor_*.py` are the only ones that know Inductor's internals. Lines are written
+down as events (`slots.py` decides where slots stand) and each slot becomes one more line. Kernels stay the
+same, name for name.
+
+The schedule is printed into the program as a literal, so that it travels through Inductor's cache. The pass's
+`uuid` is part of the cache key: without it a program that was cached without slots comes back, silently and
+over budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._inductor import config, ir
+from torch._inductor.codegen import common, wrapper
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.virtualized import V
+
+from teraio.errors import UnsupportedError
+from teraio.schedule import ProgramKind, Schedule
+from teraio.units import fmt_bytes
+
+from . import aot, sizes
+from .inductor_calls import Program, Subprogram, subprogram
+from .inductor_lines import UnknownLine, UserStreams, storage_size
+from .slots import Make, Place, Signature, lay_slots, own_bytes, whole_program
+
+# Part of Inductor's cache key: raise it with every change to the pass or to what a slot line calls.
+VERSION = "teraio-slots-3"
+
+SLOT = "_teraio_slot"
+REGISTRY = "teraio.runtime.engine"  # whose `program` a compiled program calls when it is loaded
+
+
+@dataclasses.dataclass
+class SlotLine(wrapper.WrapperLine):
+    wrapper: Any
+    index: int
+    names: tuple[str, ...]
+    live: Any  # bytes; an expression of the graph's symbols is printed, and evaluated at run time
+
+    def codegen(self, code: Any) -> None:
+        tensors = "".join(f"{name}, " for name in self.names)
+        live = "" if isinstance(self.live, int) else f", {self.wrapper.codegen_python_sizevar(self.live)}"
+        code.writeline(f"{SLOT}({self.index}, ({tensors}){live})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """The graph that is being compiled now, for the wrapper that Inductor makes deep inside."""
+
+    kind: ProgramKind
+    to_caller: int
+    held: frozenset[int]
+    notice: Callable[[str], None]
+    registry: str
+    subprograms: dict[str, Subprogram] = dataclasses.field(default_factory=dict)
+
+
+COMPILING: list[Compilation] = []
+
+
+class SlottedWrapper(wrapper.PythonWrapperCodegen):
+    """Inductor's wrapper with slots: one pass more over its lines, one literal more in its source."""
+
+    schedule: Schedule
+
+    @staticmethod
+    def create(
+        is_subgraph: bool, subgraph_name: Any, parent_wrapper: Any, partition_signatures: Any = None
+    ) -> Any:
+        if is_subgraph:
+            return SubprogramWrapper(subgraph_name, parent_wrapper, partition_signatures)
+        return SlottedWrapper()
+
+    def run_wrapper_ir_passes(self, is_inference: bool) -> None:
+        super().run_wrapper_ir_passes(is_inference)
+        compilation = COMPILING[-1]
+        signature = read_signature(compilation)
+        program = Program(self.lines, set(V.graph.get_output_names()), compilation.subprograms)
+        try:
+            self.schedule, places = lay_slots(signature, list(program.events()), len(self.lines))
+        except UnknownLine as line:
+            self.schedule, places = run_whole(signature, program, str(line), compilation.notice)
+        except UserStreams:
+            raise UnsupportedError(
+                "the model puts kernels on streams of its own: teraio moves memory in the order of one "
+                "stream. Leave torch.cuda.stream(...) out of the compiled model"
+            ) from None
+        bounded = [dataclasses.replace(p, live=program.symbols.bounded(p.live, p.at)) for p in places]
+        self.lines = merge(self, bounded)
+
+    def generate_before_suffix(self, result: Any) -> None:
+        super().generate_before_suffix(result)
+        result.writeline(f"{SLOT} = _teraio_program({self.schedule.text!r})")
+
+    def write_header(self) -> None:
+        super().write_header()
+        self.imports.splice(f"from {COMPILING[-1].registry} import program as _teraio_program")
+
+
+class SubprogramWrapper(wrapper.SubgraphPythonWrapperCodegen):
+    """A branch or body: no slots, but its caller's slot knows what it takes."""
+
+    def run_wrapper_ir_passes(self, is_inference: bool) -> None:
+        super().run_wrapper_ir_passes(is_inference)
+        compilation = COMPILING[-1]
+        compilation.subprograms[V.graph.name] = subprogram(
+            self.lines,
+            compilation.subprograms,
+            lambda line: compilation.notice(
+                f"teraio: a branch or body has a wrapper line {line} that teraio cannot read: the memory "
+                f"that it takes is not counted"
+            ),
+        )
+
+
+def run_whole(
+    signature: Signature, program: Program, line: str, notice: Callable[[str], None]
+) -> tuple[Schedule, list[Place]]:
+    """Something in the program cannot be read: no slot could be trusted but the first and the last."""
+    made = list(program.events(unknown=lambda line: None))
+    own = sizes.largest(own_bytes(made), "program")
+    arguments = sum(size_bytes for _, size_bytes in signature.arguments)
+    notice(
+        f"teraio: a {signature.kind} program has a wrapper line {line} that teraio cannot read, so it runs "
+        f"whole: all of its arguments ({fmt_bytes(arguments)}) and what it makes (about "
+        f"{fmt_bytes(own.size_bytes)}) are in memory at once, and none of it moves while it runs"
+    )
+    sized = {event.name: event.size_bytes for event in made if isinstance(event, Make)}
+    outputs = [(name, sized.get(name, 0)) for name in signature.outputs if name]
+    return whole_program(signature, "program", own, len(program.lines), outputs)
+
+
+def merge(wrapped: SlottedWrapper, places: list[Place]) -> list[Any]:
+    by_position: dict[int, list[SlotLine]] = {}
+    for index, place in enumerate(places):
+        by_position.setdefault(place.at, []).append(SlotLine(wrapped, index, place.names, place.live))
+    merged: list[Any] = []
+    for position in range(len(wrapped.lines) + 1):
+        merged += by_position.get(position, ())
+        merged += wrapped.lines[position : position + 1]
+    return merged
+
+
+def read_signature(compilation: Compilation) -> Signature:
+    graph = V.graph
+    tensors = (ir.TensorBox, ir.StorageBox, ir.Buffer)
+    names = list(graph.graph_inputs)
+    constants = (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)
+    outputs = [None if isinstance(output, constants) else output.get_name() for output in graph.graph_outputs]
+    return Signature(
+        kind=compilation.kind,
+        arguments=tuple(
+            (n, storage_size(v)[0]) for n, v in graph.graph_inputs.items() if isinstance(v, tensors)
+        ),
+        outputs=tuple(outputs),
+        saved=frozenset(range(compilation.to_caller, len(outputs))),
+        held=frozenset(names[index] for index in compilation.held if index < len(names)),
+    )
+
+
+class SlotsInCacheKey(CustomGraphPass):
+    """Does nothing to the graph; its `uuid` keeps programs with other slots, or none, out of the cache.
+
+    A pass that the user put in the same place still runs, and its own uuid counts.
+    """
+
+    def __init__(self, inner: Any, registry: str) -> None:
+        self.inner = inner
+        self.version = f"{VERSION} {registry}"
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        if self.inner is not None:
+            self.inner(graph)
+
+    def uuid(self) -> Any:
+        if self.inner is None:
+            return self.version
+        inner = self.inner.uuid() if hasattr(self.inner, "uuid") else None
+        return None if inner is None else f"{self.version}+{inner}"
+
+
+@contextmanager
+def slotted_codegen(compilation: Compilation) -> Iterator[None]:
+    common.init_backend_registration()
+    saved = dict(common.device_codegens)
+    for device in ("cpu", "cuda"):
+        if device in saved:
+            codegen = dataclasses.replace(saved[device], wrapper_codegen=SlottedWrapper)
+            common.device_codegens[device] = codegen
+    COMPILING.append(compilation)
+    try:
+        key = SlotsInCacheKey(config.post_grad_custom_post_pass, compilation.registry)
+        with config.patch(post_grad_custom_post_pass=key):
+            yield
+    finally:
+        COMPILING.pop()
+        common.device_codegens.update(saved)
+
+
+def compile_program(
+    gm: torch.fx.GraphModule,
+    example_inputs: Any,
+    notice: Callable[[str], None] | None,
+    loaded: Callable[[bool], None] = lambda backward: None,
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
+    registry: str = REGISTRY,
+) -> Any:
+    """A captured graph through Inductor, with slots; plainly if nobody takes notices.
+
+    The backward is compiled lazily, at its first run: slots are set up per graph, not around the whole.
+    `loaded` hears of each program of the graph when it is there, and whether it is the backward; `around`
+    wraps its calls.
+    """
+    if notice is None:
+        plain: Any = compile_fx(gm, example_inputs)
+        return plain
+
+    def inner_compile(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        compiled = _compile_inner(graph, inputs, notice, registry, **kwargs)
+        loaded(kwargs.get("is_backward", False))
+        if getattr(compiled, "current_callable", None) is not None:
+            compiled.current_callable = around(compiled.current_callable)
+        return compiled
+
+    slotted: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile)
+    return slotted
+
+
+def _compile_inner(
+    gm: torch.fx.GraphModule, example_inputs: Any, notice: Callable[[str], None], registry: str, **kwargs: Any
+) -> Any:
+    """Inductor's `compile_fx_inner` with slots. The backward is compiled lazily: everything is set up per
+    graph."""
+    kind: ProgramKind = "forward"
+    if kwargs.get("is_backward"):
+        kind = "backward"
+    elif kwargs.get("is_inference"):
+        kind = "inference"
+    returned: Any = gm.graph.output_node().args[0]
+    compilation = Compilation(
+        kind, aot.outputs_to_caller(kind, len(returned)), aot.held_arguments(kind), notice, registry
+    )
+    with slotted_codegen(compilation):
+        compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+    source = getattr(compiled, "source_code", None)
+    # A program without a slot would run over budget in silence: that is our bug, never the user's problem.
+    assert source is None or SLOT in source, "a compiled program came back without slots"
+    return compiled

@@ -1,0 +1,236 @@
+"""The device whose memory is budgeted, and the order in which bytes leave it and come back.
+
+A device's kernels run on its compute stream, in order and later than the host says so; copies run on side
+streams or on threads of their own. Four waits keep them apart, and only this file makes them:
+
+    evict   host      begin ............................. end: wait until issued     free
+            compute   K1 (1)mark  K2    K3                       (2)wait             K4 may reuse the memory
+            side             +--wait  copy out  event ...............^
+
+    fetch   host      allocate, begin ................... end: (3)wait until issued
+            compute   K1 (4)mark  K2    K3                       (2)wait             K4 reads the tensor
+            side             +--wait  copy in   event ...............^
+
+ 1  K1 may still be writing the tensor: the copy waits for it.
+ 2  The compute stream waits for the copy before memory is used again, or for the first time.
+ 3  Waiting for an event that is not recorded yet is a silent no-op: so the host first waits until the
+    transfer is issued. That is also where its errors are raised.
+ 4  Fresh memory may still be in use by kernels that were given before it was freed: the copy waits for them.
+
+The storage is held by `Pending` until its end, so the source outlives its copy without `record_stream`. A
+ticket without an event has nothing to order: when its `wait` returns, the bytes have arrived. On the CPU all
+tickets are so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from teraio import _native
+
+from . import memory
+from .memory import return_freed_memory
+
+__all__ = [
+    "CpuDevice",
+    "Device",
+    "Mark",
+    "Ordered",
+    "Pending",
+    "Start",
+    "StreamTicket",
+    "Ticket",
+    "available_bytes",
+    "current",
+    "return_freed_memory",
+]
+
+CPU_MARGIN_PERCENT = 10  # of RAM: libraries, the interpreter and the page tables are not in the ledger
+
+
+class Ticket(Protocol):
+    """A pending transfer."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when nothing is left that the host must wait for; raises what went wrong."""
+        ...
+
+
+@runtime_checkable
+class StreamTicket(Ticket, Protocol):
+    """A ticket whose `wait` returns when the copy has been issued; what follows waits for `event`."""
+
+    event: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A point on the compute stream, behind all kernels given so far. `handle` is what native code knows the
+    event by; 0 where there is none. Whoever holds the mark keeps the event alive."""
+
+    event: Any = None
+    handle: int = 0
+
+
+Start = Callable[[Any, Mark], Ticket]
+"""Issues a copy of this storage that waits for this mark. For example
+`lambda storage, mark: store.write(extent, storage.data_ptr(), name, event=mark.handle)`."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A transfer between begin and end. Holds what the copy uses: the storage and the mark's event."""
+
+    storage: Any
+    ticket: Ticket
+    mark: Mark
+
+    def done(self) -> bool:
+        return self.ticket.done()
+
+
+class Device(Protocol):
+    """All that the engine asks of a device. One end per begin, on the thread that launches the kernels."""
+
+    kind: str
+
+    @property
+    def copier(self) -> _native.Copier | None:
+        """For the store's `_native.Transfers`; None: tensors are in RAM."""
+        ...
+
+    def capacity_bytes(self) -> int:
+        """All memory there is, for a machine file."""
+        ...
+
+    def available_bytes(self) -> int:
+        """What a budget can be taken from."""
+        ...
+
+    def default_budget_bytes(self) -> int:
+        """The budget where the user gives none."""
+        ...
+
+    def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
+        """Slabs that the copier can use: on huge pages, and pinned where the device copies them itself."""
+        ...
+
+    def begin_evict(self, storage: Any, start: Start) -> Pending:
+        """Starts the copy out. Until the end it may be read, not written."""
+        ...
+
+    def end_evict(self, pending: Pending) -> None:
+        """Frees the storage in place once its copy is confirmed. If that failed: raises, frees nothing."""
+        ...
+
+    def keep(self, pending: Pending) -> None:
+        """Ends an eviction without freeing: from here on the storage may be written again."""
+        ...
+
+    def drop(self, storage: Any) -> None:
+        """Frees a storage in place whose bytes exist elsewhere unchanged."""
+        ...
+
+    def begin_fetch(self, storage: Any, size_bytes: int, start: Start) -> Pending:
+        """Allocates in place and starts the copy in."""
+        ...
+
+    def end_fetch(self, pending: Pending) -> None:
+        """From here on kernels may use the storage. A copy that failed raises and empties the storage."""
+        ...
+
+
+class Ordered:
+    """What is the same for all kinds of devices, over four primitives that each kind has its own of."""
+
+    def resize(self, storage: Any, size_bytes: int) -> None:
+        storage.resize_(size_bytes)
+
+    def mark(self) -> Mark:
+        return Mark()
+
+    def compute_waits(self, event: Any) -> None:
+        """Kernels given from now on wait for `event`."""
+
+    def drain(self) -> None:
+        """The host waits until no copy is running."""
+
+    def begin_evict(self, storage: Any, start: Start) -> Pending:
+        mark = self.mark()
+        return Pending(storage, start(storage, mark), mark)
+
+    def end_evict(self, pending: Pending) -> None:
+        self.join(pending.ticket)
+        self.resize(pending.storage, 0)
+
+    def keep(self, pending: Pending) -> None:
+        self.join(pending.ticket)
+
+    def drop(self, storage: Any) -> None:
+        self.resize(storage, 0)
+
+    def begin_fetch(self, storage: Any, size_bytes: int, start: Start) -> Pending:
+        self.resize(storage, size_bytes)  # before the mark: it must stand behind whatever used this memory
+        mark = self.mark()
+        try:
+            return Pending(storage, start(storage, mark), mark)
+        except BaseException:
+            self.resize(storage, 0)
+            raise
+
+    def end_fetch(self, pending: Pending) -> None:
+        try:
+            self.join(pending.ticket)
+        except BaseException:
+            if not pending.ticket.done():  # Ctrl-C while waiting: the copy still runs, the end comes later
+                raise
+            self.drain()
+            self.resize(pending.storage, 0)
+            raise
+
+    def join(self, ticket: Ticket) -> None:
+        """Host first, then compute: the other way round the event may not be recorded yet."""
+        ticket.wait()
+        if isinstance(ticket, StreamTicket):
+            self.compute_waits(ticket.event)
+
+
+class CpuDevice(Ordered):
+    """RAM. Kernels run when they are called and tickets end with the bytes in place: nothing to order."""
+
+    kind = "cpu"
+    copier = None
+
+    def capacity_bytes(self) -> int:
+        return memory.read().capacity_bytes
+
+    def available_bytes(self) -> int:
+        return available_bytes()
+
+    def default_budget_bytes(self) -> int:
+        return self.available_bytes() * (100 - CPU_MARGIN_PERCENT) // 100
+
+    def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
+        return _native.Slabs(slab_bytes, count)
+
+
+def available_bytes() -> int:
+    """The smaller of the control group's limit and available memory."""
+    return memory.read().obtainable_bytes
+
+
+def current(kind: str | None = None) -> Device:
+    """The device of this process: `cuda` where one works, else `cpu`; or the `kind` asked for."""
+    if kind != "cpu":
+        from . import cuda
+
+        if cuda.reason_without() is None:
+            return cuda.CudaDevice()
+        assert kind is None, f"asked for {kind}: {cuda.reason_without()}"
+    return CpuDevice()

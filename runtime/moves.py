@@ -1,0 +1,136 @@
+"""Moves of one record: evict, fetch, drop. The ledger counts a storage from the start of its fetch to the end
+of its eviction; nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .device import Device, Pending
+from .records import Record, State
+from .store import Store
+
+
+@dataclass
+class Counts:
+    """What happened since the engine was made; `teraio.stats()` shows it."""
+
+    slots: int = 0
+    misses: int = 0
+    evictions: int = 0
+    drops: int = 0
+    fetches: int = 0
+    stall_ns: int = 0
+    planned_moves: int = 0
+    skipped_moves: int = 0
+    failed_moves: int = 0
+    peak_bytes: int = 0
+
+
+class Mover:
+    def __init__(self, store: Store, device: Device) -> None:
+        self.store = store
+        self.device = device
+        self.resident_bytes = 0
+        self.counts = Counts()
+
+    def begin_evict(self, record: Record) -> None:
+        """Starts the write. A clean record needs none: its bytes exist elsewhere unchanged."""
+        assert record.state is State.DEVICE and record.evictable and not record.pins, record.name
+        storage = record.storage()
+        if storage is None:
+            return
+        if not record.clean:
+            extent = record.extent or self.store.reserve(record.size_bytes, record.name)
+            record.extent = extent
+            record.pending = self.device.begin_evict(
+                storage,
+                lambda s, mark: self.store.write(extent, s.data_ptr(), record.name, event=mark.handle),
+            )
+        record.state = State.LEAVING
+
+    def end_evict(self, record: Record) -> None:
+        """The bytes are gone from the device once the write is confirmed; if it failed they stay."""
+        assert record.state is State.LEAVING, record.name
+        pending, record.pending = record.pending, None
+        if pending is None:
+            storage = record.storage()
+            if storage is not None:
+                self.device.drop(storage)
+            self.counts.drops += 1
+        else:
+            record.state = State.DEVICE  # where a write that fails leaves it
+            self._timed(self.device.end_evict, pending)
+            record.clean = True
+            self.counts.evictions += 1
+        record.state = State.AWAY
+        self.resident_bytes -= record.size_bytes
+
+    def undo_evict(self, record: Record) -> None:
+        """The record is needed after all: it never left. Its copy is good once the write is confirmed."""
+        assert record.state is State.LEAVING, record.name
+        pending, record.pending = record.pending, None
+        record.state = State.DEVICE
+        if pending is not None:
+            self._timed(self.device.keep, pending)
+            record.clean = True
+
+    def begin_fetch(self, record: Record, demand: bool = False) -> None:
+        extent = record.extent
+        assert record.state is State.AWAY and extent is not None, record.name
+        storage = record.storage()
+        if storage is None:
+            return
+        record.pending = self.device.begin_fetch(
+            storage,
+            record.size_bytes,
+            lambda s, mark: self.store.read(extent, s.data_ptr(), record.name, demand, event=mark.handle),
+        )
+        record.state = State.ARRIVING
+        self.resident_bytes += record.size_bytes
+        self.counts.fetches += 1
+
+    def end_fetch(self, record: Record) -> None:
+        """A failed read leaves the record away: its bytes are never taken for good."""
+        assert record.state is State.ARRIVING and record.pending is not None, record.name
+        try:
+            self._timed(self.device.end_fetch, record.pending)
+        except Exception:
+            record.pending = None
+            record.state = State.AWAY
+            self.resident_bytes -= record.size_bytes
+            raise
+        record.pending = None
+        record.state = State.DEVICE
+
+    def fill_with_nan(self, record: Record) -> None:
+        """What was away is lost. Reading an emptied storage would crash: it gets bytes that no one can take
+        for good (all ones is NaN in every floating type)."""
+        assert record.state is State.AWAY, record.name
+        storage = record.storage()
+        if storage is not None:
+            storage.resize_(record.size_bytes)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(0xFF)
+        record.state = State.DEVICE
+        record.clean = False
+        self.resident_bytes += record.size_bytes
+
+    def _timed(self, end: Callable[[Pending], None], pending: Pending) -> None:
+        began_ns = time.perf_counter_ns()
+        try:
+            end(pending)
+        finally:
+            self.counts.stall_ns += time.perf_counter_ns() - began_ns
+
+    def forget(self, record: Record) -> None:
+        """The last tensor of this storage is gone: its bytes were freed with it."""
+        assert record.pending is None and record.state is not State.ARRIVING, record.name
+        if record.state is not State.AWAY:
+            self.resident_bytes -= record.size_bytes
+        if record.extent is not None:
+            self.store.release(record.extent)
+        record.release()

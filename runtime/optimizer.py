@@ -1,0 +1,44 @@
+"""The optimizer's step as part of the step: global hooks see every optimizer, the user's loop does not
+change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from . import engine as _engine
+
+_installed = False
+
+
+def install() -> None:
+    """Once per process; without an engine the hooks do nothing."""
+    global _installed
+    if not _installed:
+        register_optimizer_step_pre_hook(_before)
+        register_optimizer_step_post_hook(_after)
+        _installed = True
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _engine.ENGINE is not None:
+        _engine.ENGINE.at_optimizer(_parameters(optimizer))
+
+
+def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    engine = _engine.ENGINE
+    if engine is None:
+        return
+    for number, parameter in enumerate(_parameters(optimizer)):
+        if parameter.grad is not None:
+            engine.count(parameter.grad, f"grad.{number}", "grad")
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                engine.count(value, f"{name}.{number}", "state")
+    engine.end_step()

@@ -1,0 +1,92 @@
+"""The `torch.compile` backend: programs get slots, the engine gets a plan.
+
+torch.compile(model, backend="teraio", options={"memory": "20GiB"})
+
+captured graph -> AOTAutograd -> inner program with slots (passes/) -> runs, calling the engine (runtime/)
+
+What then happens between the engine, the measured steps and the planner is in session.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+
+from teraio import versions
+from teraio.options import Options, disabled
+from teraio.passes import selftest
+from teraio.runtime import engine
+from teraio.runtime.adopt import foreign_weight, weights_of_compiled_modules
+from teraio.schedule import ProgramKind
+from teraio.session import start
+
+log = logging.getLogger("teraio")
+
+
+def backend(
+    gm: torch.fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """What `torch.compile(backend="teraio")` calls for every captured graph."""
+    parsed = Options.parse({**(options or {}), **({"mode": mode} if mode else {})})
+    inner = parsed.inner
+    if not disabled():
+        on = "cuda" if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs) else "cpu"
+        inner = versions.check(inner, torch.__version__, on, selftest.run_apart, parsed.on_fallback)
+    # Imported after the check: in a torch that is not known, this may fail. Inductor's is its own matter.
+    from teraio.passes import aot, fx
+
+    if inner != "eager":
+        from teraio.passes import inductor
+
+    labels = aot.placeholder_names(gm)
+    if disabled():
+        if inner == "eager":
+            return fx.compiler(lambda graph, kind: None)(gm, example_inputs)
+        return inductor.compile_program(gm, example_inputs, notice=None)
+    start(parsed)
+    _adopt(labels, example_inputs)
+    # AOTAutograd's own cache would hand back a compiled graph without ever calling us.
+    with functorch_config.patch(enable_autograd_cache=False):
+        if inner == "eager":
+            slotted = fx.compiler(lambda graph, kind: _slot_eager(graph, kind, labels), engine.guarded)
+            return slotted(gm, example_inputs)
+        return inductor.compile_program(
+            gm, example_inputs, log.warning, lambda backward: _label(labels, backward), engine.guarded
+        )
+
+
+def _adopt(labels: tuple[str, ...], inputs: list[Any]) -> None:
+    """Before the first step: weights that files, numpy or other libraries own become torch's."""
+    assert engine.ENGINE is not None
+    stuck = engine.ENGINE.stuck
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    foreign = [
+        (name, t) for name, t in zip(labels, tensors) if foreign_weight(t) and name not in stuck.refused
+    ]
+    if foreign:
+        blocks = [(name, t) for name, t in weights_of_compiled_modules() if foreign_weight(t)]
+        stuck.adopt([*foreign, *blocks])
+
+
+def _slot_eager(graph: torch.fx.GraphModule, kind: ProgramKind, labels: tuple[str, ...]) -> None:
+    from teraio.passes import fx
+
+    schedule, connect = fx.insert_slots(graph, kind)
+    connect(engine.program(schedule.text))
+    _label(labels, kind == "backward")
+
+
+def _label(labels: tuple[str, ...], backward: bool) -> None:
+    """Tells the programs that were just loaded what the user calls their arguments."""
+    for program in engine.PROGRAMS:
+        if not backward:
+            program.labels = labels
+    engine.PROGRAMS.clear()

@@ -1,0 +1,199 @@
+"""`teraio demo`: trains a small Llama twice, plainly and within half of its memory, and lays the two side by
+side.
+
+Each run is a process of its own, so that its memory can be told from the outside: what counts is the peak of
+the process' resident memory in the measured steps, less what the process holds that is not a tensor (the
+interpreter, the compiler), taken between two steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from teraio.errors import TeraioError
+from teraio.units import fmt_bytes
+
+WARMUP = 5  # steps before the measured ones: compile, one that makes the optimizer states, three that measure
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--part", type=float, default=0.5, help="memory to give, as a part of the plain peak")
+    parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="inner program")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps")
+    parser.add_argument("--layers", type=int, default=6, help="layers of the model")
+    parser.add_argument("--batch", type=int, default=8, help="sequences in a batch")
+    parser.add_argument("--length", type=int, default=256, help="tokens in a sequence")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.child is not None:
+        print(json.dumps(_train(args)))
+        return 0
+    say = (lambda text: None) if args.json else print
+    say(
+        f"A Llama of {args.layers} layers, AdamW, batch {args.batch} x {args.length} tokens, "
+        f"{WARMUP} + {args.steps} steps, inner program {args.inner}."
+    )
+    say("1/2 plainly ...")
+    plain = _run(args, 0)
+    budget = int(plain["tensor_peak_bytes"] * args.part)
+    say(f"    {fmt_bytes(plain['tensor_peak_bytes'])}, {plain['step_s']:.2f} s per step")
+    say(f"2/2 within {fmt_bytes(budget)} ({args.part:.0%} of that) ...")
+    ours = _run(args, budget)
+    equal = plain["losses"] == ours["losses"]
+    if args.json:
+        print(json.dumps({"plain": plain, "teraio": ours, "budget_bytes": budget, "equal": equal}))
+    else:
+        print(_table(plain, ours, budget, equal))
+        print(_picture(plain["memory"], ours["memory"], budget))
+    return 0 if equal else 1
+
+
+def _run(args: argparse.Namespace, budget: int) -> dict[str, Any]:
+    """One training run in a process of its own."""
+    command = [sys.executable, "-m", "teraio", "demo", "--child", str(budget), "--inner", args.inner]
+    for name in ("steps", "layers", "batch", "length"):
+        command += [f"--{name}", str(getattr(args, name))]
+    environment = {**os.environ, "TERAIO_DISABLE": "" if budget else "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise TeraioError(
+            f"the {'budgeted' if budget else 'plain'} run failed:\n{done.stderr.strip()[-2000:]}"
+        )
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def _train(args: argparse.Namespace) -> dict[str, Any]:
+    """In the child: trains, and returns losses, times and memory."""
+    import torch
+
+    from teraio import session
+    from teraio.demo_model import Llama, Shape
+    from teraio.runtime import device, resident
+
+    device.return_freed_memory()
+    # One compute thread: with two, plain differs from plain in the last bit (sums by atomics).
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    base = 0
+    model = Llama(Shape(layers=args.layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    budget = int(args.child)
+    options = {"inner": args.inner, **({"memory": budget} if budget else {})}
+    compiled = torch.compile(model, backend="teraio", options=options)
+    random = torch.Generator().manual_seed(1)
+    losses, times = [], []
+    memory: list[int] = []
+    for step in range(WARMUP + args.steps):
+        tokens = torch.randint(0, model.shape.vocabulary, (args.batch, args.length + 1), generator=random)
+        if step == WARMUP:
+            base = resident.resident_bytes() - _alive_bytes(optimizer)
+            resident.reset_peak()
+        with _Sampler(memory if step == WARMUP + args.steps - 1 else None):
+            began = time.perf_counter()
+            loss = compiled(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            del loss
+            times.append(time.perf_counter() - began)
+    return {
+        "losses": losses,
+        "step_s": sorted(times[WARMUP:])[args.steps // 2],
+        "tensor_peak_bytes": resident.peak_bytes() - base,
+        "tokens": args.batch * args.length,
+        "memory": [max(0, m - base) for m in memory],
+        "stats": session.stats(),
+    }
+
+
+def _alive_bytes(optimizer: Any) -> int:
+    """Bytes of weights and optimizer states that are in memory between two steps."""
+    import torch
+
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors += [
+        v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)
+    ]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class _Sampler:
+    """Appends the process' resident memory to a list, every few milliseconds, while the block runs."""
+
+    def __init__(self, into: list[int] | None) -> None:
+        self.into = into
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> None:
+        if self.into is not None:
+            self.thread.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop.set()
+        if self.into is not None:
+            self.thread.join()
+
+    def _sample(self) -> None:
+        from teraio.runtime import resident
+
+        assert self.into is not None
+        while not self.stop.wait(0.004):
+            self.into.append(resident.resident_bytes())
+
+
+def _table(plain: dict[str, Any], ours: dict[str, Any], budget: int, equal: bool) -> str:
+    stats = ours["stats"]
+    rows = [
+        ("", "plain", "teraio"),
+        ("memory allowed", "-", fmt_bytes(budget)),
+        (
+            "peak memory of tensors",
+            fmt_bytes(plain["tensor_peak_bytes"]),
+            fmt_bytes(ours["tensor_peak_bytes"]),
+        ),
+        ("time per step", f"{plain['step_s']:.2f} s", f"{ours['step_s']:.2f} s"),
+        ("tokens per second", *(f"{r['tokens'] / r['step_s']:.0f}" for r in (plain, ours))),
+        (
+            "written to / read from disk",
+            "-",
+            f"{fmt_bytes(stats['written_bytes'])} / {fmt_bytes(stats['read_bytes'])}",
+        ),
+        ("waited for the disk", "-", f"{stats['stall_ns'] / 1e9:.2f} s"),
+        ("fetches that no plan asked for", "-", str(stats["misses"])),
+        ("losses equal, bit for bit", "", "yes" if equal else "NO"),
+    ]
+    return "\n".join(f"  {name:<32}{one:>14}{other:>26}" for name, one, other in rows)
+
+
+def _picture(plain: list[int], ours: list[int], budget: int, width: int = 72, height: int = 12) -> str:
+    """Memory over one step as a text picture: plain run, ours, and the budget line."""
+    top = max([*plain, *ours, 1])
+
+    def columns(samples: list[int]) -> list[int]:
+        count = max(1, len(samples))
+        return [max(samples[i * count // width : (i + 1) * count // width + 1] or [0]) for i in range(width)]
+
+    one, other = columns(plain), columns(ours)
+    lines = []
+    for row in range(height, 0, -1):
+        level = top * (row - 0.5) / height
+        line = "".join("#" if b >= level else ":" if a >= level else " " for a, b in zip(one, other))
+        if abs(budget - level) <= top / height / 2:
+            line = "".join("-" if c == " " else c for c in line)
+        lines.append(f"  {fmt_bytes(int(top * row / height)):>10} |{line}")
+    lines.append(f"  {'':>10} +{'-' * width}")
+    lines.append(f"  {'':>10}  one step   : plain   # teraio   --- the budget")
+    return "\n".join(lines)

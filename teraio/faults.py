@@ -1,0 +1,163 @@
+"""What is wrong with a piece of JSON text that the grammar of `jsontext` did not match.
+
+A window of text and a position come in; the JSON path below the entry, the exact position and the words go
+out. Used only after a mismatch: it explains, it never accepts. One pass without recursion, so hostile text
+costs linear time.
+"""
+
+from __future__ import annotations
+
+import re
+
+from teraio.units import shown
+
+Finding = tuple[str, int, str]  # path below what was expected, position, what is wrong
+
+_SPACE = re.compile(r"[ \t\n\r]*+")
+_STRING = re.compile(r'"([^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+)"')
+_STRING_START = re.compile(r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+')
+_WORD = re.compile(r'[^\s"\[\]{},:]++')
+_INTEGER = re.compile(r"0|[1-9][0-9]*+")
+_NUMBER = re.compile(r"-?[0-9]++(?:\.[0-9]*+)?(?:[eE][-+]?[0-9]*+)?")
+_BAD_NUMBERS = (
+    (re.compile(r"-?(?:NaN|nan|Infinity|inf)"), ", which JSON does not have; expected an integer"),
+    (re.compile(r"null"), "; leave the key out instead"),
+    (re.compile(r"-[0-9]++"), "; expected an integer of at least 0"),
+    (re.compile(r"[0-9]++"), "; integers have no leading zero"),
+    (_NUMBER, "; expected an integer (bytes and nanoseconds are whole)"),
+)
+_SPACES = "white space goes on for more than an entry may take; write one entry per line"
+_CUT = "the text ends here, in the middle; was the file truncated?"
+
+
+def explain(text: str, pos: int, at_end: bool, expected: str) -> Finding:
+    """Why nothing of the expected kind stands at `pos`; `at_end`: the window reaches the end of the file."""
+    match expected:
+        case "key" | "name":
+            return _string(text, pos, at_end)
+        case "value":
+            return _value(text, pos, at_end, "a number or a string")[:3]
+        case _:
+            return _entry(text, pos, at_end)
+
+
+def instead(text: str, pos: int, expected: str) -> str:
+    """What stands at `pos` instead of a mark."""
+    if pos >= len(text):
+        return f"the text ends here; expected {expected}; was the file truncated?"
+    if text[pos] in " \t\r\n":
+        return _SPACES
+    word = _WORD.match(text, pos)
+    return f"found {shown(word[0] if word else text[pos], 20)}; expected {expected}"
+
+
+def _entry(text: str, pos: int, at_end: bool) -> Finding:
+    """Walk one flat object until something is wrong."""
+    if text[pos : pos + 1] != "{":
+        return _wrong(text, pos, at_end, "an object")
+    at, path = _skip(text, pos + 1), ""
+    if text[at : at + 1] == "}":
+        return "", pos, "is an empty object"
+    while True:
+        key = _STRING.match(text, at)
+        if key is None:
+            return (path, *_string(text, at, at_end)[1:])
+        path = f".{shown(key[1], 40)}"
+        at = _skip(text, key.end())
+        if text[at : at + 1] != ":":
+            return _wrong(text, at, at_end, ":", path)
+        _, where, what, end = _value(
+            text, _skip(text, at + 1), at_end, "a number, a string or a list of ticks"
+        )
+        if what:
+            return path, where, what
+        at = _skip(text, end)
+        mark = text[at : at + 1]
+        if mark != ",":
+            return (
+                _wrong(text, at, at_end, ", or }", path) if mark != "}" else (path, at, "cannot be read here")
+            )
+        at = _skip(text, at + 1)
+
+
+def _value(text: str, pos: int, at_end: bool, expected: str) -> tuple[str, int, str, int]:
+    """A path (always empty), position, what is wrong or "", and where the value ends."""
+    mark = text[pos : pos + 1]
+    if mark == '"':
+        whole = _STRING.match(text, pos)
+        if whole:
+            return "", pos, "", whole.end()
+        return (*_string(text, pos, at_end), pos)
+    if mark == "[" and "list" in expected:
+        return _ticks(text, pos, at_end)
+    word = _WORD.match(text, pos)
+    if word is None:
+        return (*_wrong(text, pos, at_end, expected), pos)
+    if word.end() == len(text) and at_end:
+        return "", pos, _CUT, pos
+    return "", pos, "" if word[0] in ("true", "false") else _number(word[0]), word.end()
+
+
+def _ticks(text: str, pos: int, at_end: bool) -> tuple[str, int, str, int]:
+    """A list of integers."""
+    at = _skip(text, pos + 1)
+    if text[at : at + 1] == "]":
+        return "", pos, "", at + 1
+    while True:
+        word = _WORD.match(text, at)
+        if word is None:
+            return (*_wrong(text, at, at_end, "an integer"), at)
+        if what := _number(word[0]):
+            return "", at, _CUT if word.end() == len(text) and at_end else what, at
+        at = _skip(text, word.end())
+        mark = text[at : at + 1]
+        if mark == "]":
+            return "", pos, "", at + 1
+        if mark != ",":
+            return (*_wrong(text, at, at_end, ", or ]"), at)
+        at = _skip(text, at + 1)
+
+
+def _number(word: str) -> str:
+    """What is wrong with a bare word where an integer stands, or ""."""
+    if _INTEGER.fullmatch(word):
+        return (
+            "" if len(word) <= 16 else "is a number of more than 16 digits; expected an integer below 2**53"
+        )
+    for pattern, what in _BAD_NUMBERS:
+        if pattern.fullmatch(word):
+            return f"is {shown(word, 24)}{what}"
+    return f"is {shown(word, 24)}, which is not JSON; expected an integer"
+
+
+def _string(text: str, pos: int, at_end: bool) -> Finding:
+    """Why no string stands at `pos`."""
+    start = _STRING_START.match(text, pos)
+    if start is None:
+        return _wrong(text, pos, at_end, "a string")
+    at = start.end()
+    if at >= len(text) or (text[at] == "\\" and at + 6 > len(text)):
+        return _wrong(text, len(text), at_end, 'the closing "')
+    if text[at] == "\\":
+        return "", at, f"a string holds {shown(text[at : at + 6])}, which is not an escape"
+    return "", at, f"a string holds the control character {shown(text[at])}; names are plain text"
+
+
+def _wrong(text: str, pos: int, at_end: bool, expected: str, path: str = "") -> Finding:
+    """Something else, or nothing, stands where something was expected."""
+    if pos >= len(text):
+        return path, pos, _CUT if at_end else "one entry is longer than 2**20 characters; no entry needs that"
+    mark = text[pos]
+    kind = {"[": "is a list", "{": "is an object", '"': "is a string"}.get(mark)
+    if mark in " \t\r\n":
+        return path, pos, _SPACES
+    if kind is None:
+        word = _WORD.match(text, pos)
+        kind = f"found {shown(word[0] if word else mark, 24)}"
+    return path, pos, f"{kind}; expected {expected}"
+
+
+def _skip(text: str, pos: int) -> int:
+    space = _SPACE.match(text, pos)
+    assert space is not None
+    return space.end()

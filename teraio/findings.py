@@ -1,0 +1,214 @@
+"""What `teraio doctor` says: each function takes facts and returns one finding, with the fix beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from teraio.units import fmt_bytes, fmt_rate
+
+HUGE_BYTES = 2 * 2**20
+ROOM_WARN_BYTES, ROOM_FAIL_BYTES = 20 * 2**30, 2**30
+SLOW_BYTES_PER_S = 300 * 10**6  # a hard disk or a throttled volume; any SSD does more
+CPU_WARN_NS_PER_GB = 10**9  # a core per GB/s: with checksums 0.2 s were measured on huge pages
+KEPT_WARN_PERCENT = 10
+
+
+class Verdict(Enum):
+    PASS = "PASS"
+    WARN = "WARN"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `fix` is what to do about it, empty where nothing is wrong."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+
+
+def good(name: str, found: str) -> Finding:
+    return Finding(name, Verdict.PASS, found)
+
+
+def warn(name: str, found: str, fix: str) -> Finding:
+    return Finding(name, Verdict.WARN, found, fix)
+
+
+def fail(name: str, found: str, fix: str) -> Finding:
+    return Finding(name, Verdict.FAIL, found, fix)
+
+
+# ---- software
+
+
+def torch_version(version: str, requirement: str) -> Finding:
+    """`requirement` is what the package declares, such as `torch<2.14,>=2.11`."""
+    name = "torch"
+    bounds = re.findall(r"(<=|>=|<|>)\s*(\d+)\.(\d+)", requirement)
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if not version or not match:
+        return fail(name, "not installed", f"pip install '{requirement or 'torch'}'")
+    own = (int(match[1]), int(match[2]))
+    for sign, major, minor in bounds:
+        bound = (int(major), int(minor))
+        if (sign == ">=" and own < bound) or (sign == "<" and own >= bound):
+            return warn(
+                name,
+                f"{version} was not tested with this teraio ({requirement} was)",
+                f"pip install '{requirement}', or use inner='eager', which knows less of torch's insides",
+            )
+    return good(name, f"{version}, in the tested range {requirement}")
+
+
+def compiler(path: str | None) -> Finding:
+    """On the CPU, Inductor writes C++."""
+    if path:
+        return good("compiler", path)
+    return warn("compiler", "no C++ compiler", "apt install g++, or use inner='eager' (slower kernels)")
+
+
+# ---- memory
+
+
+def memory(available: int, total: int, limit: int | None, used: int, where: str, budget: int) -> Finding:
+    name = "memory"
+    found = f"{fmt_bytes(available)} available of {fmt_bytes(total)}; memory={fmt_bytes(budget)} by default"
+    if limit is None:
+        return good(name, found + "; no control group limits it")
+    found += f"; the control group {where} allows {fmt_bytes(limit)} and uses {fmt_bytes(used)}"
+    if budget > limit - used:
+        return warn(
+            name,
+            found,
+            f"memory='{(limit - used) * 9 // 10 >> 20}MiB' leaves the others in the group what they use",
+        )
+    return good(name, found)
+
+
+def huge_pages(setting: str) -> Finding:
+    """`setting` is the text of transparent_hugepage/enabled, with the choice in brackets."""
+    name = "huge pages"
+    chosen = re.search(r"\[(\w+)\]", setting)
+    if not chosen:
+        return warn(
+            name, "this kernel has none", "boot a kernel with transparent huge pages: 2 to 3 times the rate"
+        )
+    if chosen[1] == "never":
+        fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+        return warn(name, "switched off (never): slabs run at a half to a third of the rate", fix)
+    return good(name, f"{chosen[1]}: slabs ask for them")
+
+
+def slab_pages(page_bytes: int, setting: str) -> Finding:
+    name = "slab pages"
+    if page_bytes >= HUGE_BYTES:
+        return good(name, f"{fmt_bytes(page_bytes)} in effect")
+    fix = "free some memory (echo 1 | sudo tee /proc/sys/vm/compact_memory) and try again"
+    if "[never]" in setting:
+        fix = "as for huge pages"
+    return warn(name, f"{fmt_bytes(page_bytes)} in effect: the kernel gave no huge pages", fix)
+
+
+def freed_bytes(allocated: int, kept: int, preload: str) -> Finding:
+    name = "freed memory"
+    if kept * 100 <= allocated * KEPT_WARN_PERCENT:
+        return good(name, "goes back to the system at once")
+    fix = f"start without LD_PRELOAD={preload}" if preload else "start with MALLOC_MMAP_THRESHOLD_=65536"
+    return warn(
+        name, f"the C allocator keeps {fmt_bytes(kept)} of {fmt_bytes(allocated)}: budgets are overrun", fix
+    )
+
+
+def locked_memory(limit: int | None, gpu: bool, pinned: str) -> Finding:
+    """`pinned`: what pinning a slab arena said, empty when it worked or was not tried."""
+    found = "no limit" if limit is None else f"limit {fmt_bytes(limit)}"
+    if not gpu:
+        return good("locked memory", f"{found}; nothing is pinned without a GPU")
+    if pinned:
+        return warn(
+            "locked memory",
+            f"{found}; pinning failed: {pinned}",
+            "ulimit -l unlimited, or --ulimit memlock=-1",
+        )
+    return good("locked memory", f"{found}; slabs can be pinned")
+
+
+# ---- store
+
+
+def file_system(kind: str, path: str) -> Finding:
+    if kind in ("overlayfs", "FUSE", "9p", "other"):
+        found = f"{path} lies on {kind}"
+        return warn(
+            "file system", found, "name a directory of a mounted disk with --store, if these rates are low"
+        )
+    return good("file system", f"{path} lies on {kind}")
+
+
+def room(free: int) -> Finding:
+    found = f"{fmt_bytes(free)} free"
+    if free < ROOM_FAIL_BYTES:
+        return fail("free space", found, "free at least 1 GiB, or name another directory with --store")
+    if free < ROOM_WARN_BYTES:
+        return warn(
+            "free space",
+            found,
+            "large models need more: weights and optimizer states are 16 bytes a parameter",
+        )
+    return good("free space", found)
+
+
+def direct_io(direct: bool) -> Finding:
+    if direct:
+        return good("direct I/O", "O_DIRECT is taken")
+    return warn(
+        "direct I/O",
+        "refused: bytes go through the page cache, at 5 times the CPU time and more",
+        "name a directory on ext4 or xfs with --store",
+    )
+
+
+def store_rate(evict: int, fetch: int, cpu_ns_per_gb: int) -> Finding:
+    found = f"evict {fmt_rate(evict)}, fetch {fmt_rate(fetch)}, {cpu_ns_per_gb / 1e9:.2f} s of CPU per GB"
+    if min(evict, fetch) < SLOW_BYTES_PER_S:
+        return warn(
+            "store speed",
+            found,
+            "training will wait for this drive: use an NVMe SSD, or several, with --store",
+        )
+    if cpu_ns_per_gb > CPU_WARN_NS_PER_GB:
+        return warn(
+            "store speed", found, "see huge pages and direct I/O above; checksum='off' saves about a half"
+        )
+    return good("store speed", found)
+
+
+# ---- device
+
+
+def gpu(names: Sequence[str], reason: str | None) -> Finding:
+    """`reason`: why torch cannot use one, None where it can."""
+    if reason is None:
+        return good("GPU", ", ".join(names))
+    if names:
+        return warn(
+            "GPU", f"{', '.join(names)}, but {reason}", "install a CUDA build of torch: https://pytorch.org"
+        )
+    return good("GPU", f"none ({reason}): the device is RAM, and tensors are evicted to the store")
+
+
+def direct_storage(gpu_there: bool, reason: str | None) -> Finding:
+    """`reason`: why bytes do not go from the drive to the GPU directly, None where they do."""
+    if not gpu_there:
+        return good("GPUDirect", "not used: there is no GPU")
+    if reason is None:
+        return good("GPUDirect", "direct, verified on a file of the store")
+    return good(
+        "GPUDirect", f"not used: {reason}. One or two drives lose nothing; with more it spares CPU and RAM"
+    )

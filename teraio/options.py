@@ -1,0 +1,339 @@
+"""Options: one field each, and from it three doors (`options={"memory": …}`, `TERAIO_MEMORY`, `--memory`) and
+its docs.
+
+A dict, an environment or a parsed command line comes in; a frozen, hashable `Options` goes out. Every value
+is parsed here once, so that the rest of the house sees bytes, nanoseconds and words that were checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field as DataField
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from typing import Any
+
+from teraio.errors import OptionError
+from teraio.records import nearest
+from teraio.units import DURATIONS, SIZES, parse_bytes, parse_ns, shown
+
+PLANNERS = ("auto", "none", "greedy", "search", "ilp", "zero-infinity", "g10", "teraio-paper", "10cache")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """An amount: bytes, a percentage of what there is, or, with neither, the smallest that works (`min`)."""
+
+    size_bytes: int | None = None
+    percent: Fraction | None = None
+
+    def resolve(self, available_bytes: int, smallest_bytes: int) -> int:
+        """The amount in bytes, given what there is and what is the least that works."""
+        if self.size_bytes is not None:
+            return self.size_bytes
+        return smallest_bytes if self.percent is None else int(available_bytes * self.percent / 100)
+
+    def __str__(self) -> str:
+        """A form that parses back to the same amount."""
+        if self.size_bytes is not None:
+            return f"{self.size_bytes}B"
+        return "min" if self.percent is None else f"{float(self.percent):g}%"
+
+
+Scalar = bool | int | float | str
+
+
+def _share(value: Any) -> Memory:
+    """`20GiB`, `80%` or a number of bytes; not `min`."""
+    if isinstance(value, Memory):
+        return value
+    if isinstance(value, str) and value.strip().endswith("%"):
+        match = re.fullmatch(r"([0-9]{1,3})(?:\.([0-9]{1,2}))?\s*%", value.strip(), re.ASCII)
+        percent = Fraction(f"{match[1]}.{match[2] or 0}") if match else Fraction(0)
+        if not 0 < percent <= 100:
+            raise ValueError(f"'{shown(value)}' is not a percentage above 0% and up to 100%")
+        return Memory(percent=percent)
+    number = parse_bytes(value)
+    if not number:
+        raise ValueError(f"'{shown(value)}' is nothing; expected more than 0 bytes")
+    return Memory(number)
+
+
+def _memory(value: Any) -> Memory:
+    if isinstance(value, str) and value.strip().lower() == "min":
+        return Memory()
+    try:
+        return _share(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; accepted are 20GiB, 80% and min") from None
+
+
+def _store_size(value: Any) -> Memory:
+    share = _share(value)
+    if share == Memory():
+        raise ValueError(f"'min' is not {SIZES} or a percentage of the free space")
+    return share
+
+
+def _per_day(value: Any) -> int:
+    text = value.strip() if isinstance(value, str) else value
+    return parse_bytes(text.removesuffix("/day") if isinstance(text, str) else text)
+
+
+def _whole(low: int, high: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
+        if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or not low <= int(text) <= high:
+            raise ValueError(f"'{shown(value)}' is not a whole number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def _duration(value: Any) -> int:
+    if isinstance(value, float) and 0 <= value < 10**6:
+        return round(value * 10**9)
+    number = parse_ns(value)
+    if not number:
+        raise ValueError(f"'{shown(value)}' is nothing; expected {DURATIONS}")
+    return number
+
+
+def _word(*words: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        word = value.strip().lower() if isinstance(value, str) else value
+        if word not in words:
+            raise ValueError(f"'{shown(value)}' is not one of {', '.join(words)}{nearest(word, words)}")
+        return str(word)
+
+    return parse
+
+
+def _switch(value: Any) -> bool:
+    word = str(value).strip().lower() if isinstance(value, str | bool | int) else ""
+    if word in ("on", "true", "1", "yes"):
+        return True
+    if word in ("off", "false", "0", "no"):
+        return False
+    raise ValueError(f"'{shown(value)}' is not one of on, off")
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", value.strip(), re.ASCII):
+        raise ValueError(f"'{shown(value)}' is not a name of letters, digits and dashes")
+    return value.strip()
+
+
+def _path(value: Any) -> str:
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
+    if not isinstance(path, str) or not path.strip() or "\0" in path:
+        raise ValueError(f"'{shown(value)}' is not the path of a file or directory")
+    return os.path.expanduser(path)
+
+
+def _paths(value: Any) -> tuple[str, ...]:
+    """One path, several joined by the system's path separator as in PATH, or a list of them."""
+    parts = value.split(os.pathsep) if isinstance(value, str) else value
+    return tuple(map(_path, parts if isinstance(parts, list | tuple) else [parts]))
+
+
+def _globs(value: Any) -> tuple[str, ...]:
+    """Text such as `*.embed_tokens.*,lm_head.*`, or a list of such."""
+    parts = [value] if isinstance(value, str) else value
+    if isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts):
+        globs = tuple(glob.strip() for part in parts for glob in part.split(","))
+        if all(globs):
+            return globs
+    raise ValueError(f"'{shown(value)}' is not a list of name globs such as '*.embed_tokens.*,lm_head.*'")
+
+
+def _settings(value: Any) -> tuple[tuple[str, Scalar], ...]:
+    """A dict, or text such as `max_autotune=true,shape_padding=false` -> pairs ordered by name."""
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        if not all(equals for _, equals, _ in pairs):
+            raise ValueError(f"'{shown(value)}' is not of the form name=value,name=value")
+        value = {name.strip(): _scalar(text.strip()) for name, _, text in pairs}
+    if isinstance(value, tuple):
+        value = dict(value)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"'{shown(value)}' is neither a dict nor of the form name=value,name=value")
+    for name, setting in value.items():
+        if not isinstance(name, str) or not isinstance(setting, bool | int | float | str):
+            raise ValueError(f"'{shown(name)}' is '{shown(setting)}'; expected a bool, a number or a string")
+    return tuple(sorted(value.items()))
+
+
+def _scalar(text: str) -> Scalar:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _option(
+    parse: Callable[[Any], Any], doc: str, default: Any = None, *, program: bool = False, many: bool = False
+) -> Any:
+    """A field. `program`: it changes the compiled program; `many`: its flag may be given more than once."""
+    return field(default=default, metadata={"parse": parse, "doc": doc, "program": program, "many": many})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the user asked for, checked. None: not asked for, the place that needs it decides."""
+
+    memory: Memory | None = _option(  # noqa: RUF009
+        _memory, "budget of device memory: `20GiB`, `80%` of what there is, or `min`"
+    )
+    host_memory: Memory | None = _option(  # noqa: RUF009
+        _memory, "budget of host memory for evicted tensors: `64GiB`, `50%`, `min`"
+    )
+    store: tuple[str, ...] = _option(
+        _paths,
+        f"directories on the SSDs, joined by `{os.pathsep}`; default: the largest disk of cache and temp",
+        (),
+    )
+    store_size: Memory | None = _option(  # noqa: RUF009
+        _store_size, "how much of the store's file systems to use: `500GiB`, `80%`"
+    )
+    warmup: int = _option(_whole(1, 1000), "measured steps before planning", 3)
+    inner: str = _option(
+        _word("inductor", "eager"), "inner program: `inductor` or `eager`", "inductor", program=True
+    )
+    mode: str | None = _option(_name, "Inductor's mode, such as `max-autotune-no-cudagraphs`", program=True)
+    inductor: tuple[tuple[str, Scalar], ...] = _option(
+        _settings, "Inductor's options: a dict, or `name=value,name=value`", (), program=True
+    )
+    plan: str | None = _option(_path, "replay this plan file")
+    profile: str | None = _option(_path, "write the measured profile to this file")
+    timeline: str | None = _option(_path, "write the measured timeline to this file")
+    planner: str = _option(
+        _word(*PLANNERS), f"who plans: {', '.join(f'`{name}`' for name in PLANNERS)}", "auto"
+    )
+    plan_time: int = _option(_duration, "time limit of the planner: `10s`, `2min`, or seconds", 30 * 10**9)
+    optimizer_step: str = _option(
+        _word("auto", "device", "host"), "where the optimizer computes: `auto`, `device`, `host`", "auto"
+    )
+    recompute: str = _option(
+        _word("off", "auto"),
+        "recompute activations instead of moving them: `off`, `auto`",
+        "off",
+        program=True,
+    )
+    keep: tuple[str, ...] = _option(
+        _globs, "name globs of tensors that never move, joined by `,`", (), many=True
+    )
+    max_write_per_day: int | None = _option(_per_day, "cap on bytes written to the SSDs: `2TB`, `500GiB/day`")
+    checksum: bool = _option(_switch, "verify bytes that come back from the store: `on`, `off`", True)
+    on_fallback: str = _option(
+        _word("warn", "error"), "what a slower path does: `warn` once, or `error`", "warn"
+    )
+
+    @classmethod
+    def parse(
+        cls, mapping: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+    ) -> Options:
+        """A dict over the environment over the defaults; OptionError names the option and its forms."""
+        mapping, environ = mapping or {}, os.environ if environ is None else environ
+        options = {f.name: f for f in fields(cls)}
+        for key in mapping:
+            if key not in options:
+                known = f"options are {', '.join(options)}"
+                raise OptionError(f"option '{shown(key)}' is unknown{nearest(key, list(options))}; {known}")
+        values = {}
+        for name, option in options.items():
+            if mapping.get(name) is not None:
+                values[name] = _parsed(option, mapping[name], f"option {name!r}")
+            elif environ.get(env_name(name), "").strip():
+                values[name] = _parsed(option, environ[env_name(name)], env_name(name))
+        return cls(**values)._consistent()
+
+    def _consistent(self) -> Options:
+        if self.inner == "eager" and (self.mode or self.inductor):
+            name = "mode" if self.mode else "inductor"
+            raise OptionError(f"option {name!r} is for Inductor, but inner is 'eager'; leave one of them out")
+        return self
+
+    def key(self, *, program_only: bool = False) -> str:
+        """What was asked for in a stable, readable form: equal options give equal keys. For caches.
+
+        `program_only`: only what changes the compiled program. Defaults are left out; the version has them.
+        """
+        parts = []
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value != option.default and (option.metadata["program"] or not program_only):
+                parts.append(f"{option.name}={value if isinstance(value, Memory) else repr(value)}")
+        return " ".join(parts) or "defaults"
+
+
+def _parsed(option: DataField[Any], value: Any, door: str) -> Any:
+    try:
+        return option.metadata["parse"](value)
+    except (ValueError, TypeError) as error:
+        raise OptionError(f"{door}: {error}") from None
+
+
+def env_name(name: str) -> str:
+    """`store_size` -> `TERAIO_STORE_SIZE`."""
+    return f"TERAIO_{name.upper()}"
+
+
+def flag_name(name: str) -> str:
+    """`store_size` -> `--store-size`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def disabled(environ: Mapping[str, str] | None = None) -> bool:
+    """True if `TERAIO_DISABLE` asks for the plain inner backend."""
+    value = (os.environ if environ is None else environ).get("TERAIO_DISABLE", "").strip()
+    try:
+        return bool(value) and _switch(value)
+    except ValueError as error:
+        raise OptionError(f"TERAIO_DISABLE: {error}") from None
+
+
+def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Add the flags of some options; what was given is found by `from_flags`."""
+    options = {f.name: f for f in fields(Options)}
+    for name in names:
+        meta = options[name].metadata
+        action = "append" if meta["many"] else "store"
+        doc = meta["doc"].replace("`", "").replace("%", "%%")
+        parser.add_argument(flag_name(name), dest=name, action=action, default=None, metavar="X", help=doc)
+
+
+def from_flags(namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> Options:
+    """A parsed command line over the environment -> Options."""
+    given = {
+        f.name: value for f in fields(Options) if (value := getattr(namespace, f.name, None)) is not None
+    }
+    return Options.parse(given, environ)
+
+
+def options_table() -> str:
+    """All options as a Markdown table; the docs are made from it."""
+    rows = ["| option | environment | flag | default | meaning |", "|---|---|---|---|---|"]
+    for f in fields(Options):
+        doc = f.metadata["doc"].replace("|", "\\|")
+        rows.append(f"| `{f.name}` | `{env_name(f.name)}` | `{flag_name(f.name)}` | {_default(f)} | {doc} |")
+    return "\n".join(rows) + "\n"
+
+
+def _default(option: DataField[Any]) -> str:
+    match option.default:
+        case bool(switch):
+            return "`on`" if switch else "`off`"
+        case int(number) if option.metadata["parse"] is _duration:
+            return f"`{number // 10**9}s`"
+        case None | ():
+            return ""
+        case default:
+            return f"`{default}`"

@@ -1,0 +1,353 @@
+"""Field tables: how a frozen dataclass looks in a file, and what each of its values may be.
+
+One table per type serves reading, writing and validation, so that what is written can be read and what is
+read has been checked. A check takes a value and returns what is wrong with it, or "" if nothing is. Decoding
+takes the pairs of one JSON object and returns the dataclass; the first fault raises `Fault` with its JSON
+path.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from teraio.units import LIMIT, shown
+
+TEXT_CHARS_MAX = 1024
+TICKS_END = 2**32  # a tick in a profile
+Check = Callable[[Any], str]
+Pairs = Sequence[tuple[str, Any]]
+
+# What a name may not hold: control characters (C0, DEL, C1) and the invisible characters that reorder or hide
+# text on a terminal, lone surrogates (not UTF-8), and the byte order mark. Everything else, slashes included,
+# is only matched.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+
+
+class Fault(Exception):
+    """Something in a file that cannot be taken: where (a JSON path) and what; becomes a FileFormatError."""
+
+    def __init__(self, path: str, what: str, place: tuple[int, int] | None = None) -> None:
+        super().__init__(path, what)
+        self.path = path
+        self.what = what
+        self.place = place  # line and column, both from 1, where they are known
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+
+REQUIRED: Any = _Required()
+
+
+def integer(low: int = 0, end: int = LIMIT) -> Check:
+    """An integer in [low, end); `True` is not an integer."""
+
+    def check(value: Any) -> str:
+        if type(value) is not int:
+            return f"is {_shown(value)}; expected an integer"
+        return "" if low <= value < end else f"is {_shown(value)}; expected an integer in [{low}, {end})"
+
+    return check
+
+
+def text(chars_min: int = 1, chars_max: int = TEXT_CHARS_MAX) -> Check:
+    """A name: of bounded length and without characters that a terminal would obey."""
+
+    def check(value: Any) -> str:
+        if type(value) is not str:
+            return f"is {_shown(value)}; expected a string"
+        if not chars_min <= len(value) <= chars_max:
+            return f"has {len(value)} characters; expected {chars_min} to {chars_max}"
+        if not (value.isascii() and value.isprintable()) and (unsafe := _UNSAFE.search(value)):
+            return f"holds {shown(unsafe[0])} in {_shown(value)}; control characters are refused in names"
+        return ""
+
+    return check
+
+
+def one_of(*names: str) -> Check:
+    """One of a few words."""
+
+    def check(value: Any) -> str:
+        if type(value) is str and value in names:
+            return ""
+        return f"is {_shown(value)}; expected one of {', '.join(names)}{nearest(value, names)}"
+
+    return check
+
+
+def boolean(value: Any) -> str:
+    """`true` or `false`."""
+    return "" if type(value) is bool else f"is {_shown(value)}; expected true or false"
+
+
+def ticks(value: Any) -> str:
+    """A list of ticks, ascending, each once."""
+    if type(value) is not tuple:
+        return f"is {_shown(value)}; expected a list of ticks"
+    last = -1
+    for tick in value:
+        if type(tick) is not int or not 0 <= tick < TICKS_END:
+            return f"holds {_shown(tick)}; expected integers in [0, {TICKS_END})"
+        if tick <= last:
+            return f"holds {tick} after {last}; ticks ascend and appear once"
+        last = tick
+    return ""
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON would show it, short."""
+    match value:
+        case str():
+            return f'"{shown(value)}"'
+        case bool():
+            return str(value).lower()
+        case None:
+            return "null"
+        case list() | tuple():
+            return f"a list of {len(value)}"
+        case _:
+            return shown(value)
+
+
+def nearest(name: Any, names: Sequence[str]) -> str:
+    """`; did you mean memory?`, or nothing. Long names are not compared: that is quadratic."""
+    if not isinstance(name, str) or len(name) > 64:
+        return ""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+class Field(NamedTuple):
+    """One key of an object in a file, in the order of the dataclass's own fields."""
+
+    key: str
+    check: Check
+    default: Any = REQUIRED
+    attribute: str = ""  # where it differs from the key, such as "source" for "from"
+
+    @property
+    def name(self) -> str:
+        return self.attribute or self.key
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One object in a file and the dataclass it becomes."""
+
+    build: Callable[..., Any]
+    fields: tuple[Field, ...]
+    view: Callable[[Any], Any] = lambda value: value  # gives a plain tuple its names
+
+    def decode(self, pairs: Pairs) -> Any:
+        """The pairs of one JSON object -> the dataclass; Fault with a path relative to the object."""
+        return self.make(_values(pairs))
+
+    def make(self, values: dict[str, Any]) -> Any:
+        """As `decode`, from keys that are known to appear once; `values` is used up."""
+        arguments = []
+        for key, check, default, _ in self.fields:
+            value = values.pop(key, REQUIRED)
+            if value is REQUIRED:
+                if default is REQUIRED:
+                    self._refuse_unknown(values)
+                    raise Fault(f".{key}", "is missing")
+                value = default
+            else:
+                if type(value) is list:
+                    value = tuple(value)
+                if complaint := check(value):
+                    raise Fault(f".{key}", complaint)
+            arguments.append(value)
+        if values:
+            self._refuse_unknown(values)
+        return self.build(*arguments)
+
+    def _refuse_unknown(self, values: dict[str, Any]) -> None:
+        known = [field.key for field in self.fields]
+        for key in values:
+            if key not in known:
+                raise Fault(
+                    path_key(key), f"is unknown{nearest(key, known)}; known keys are {', '.join(known)}"
+                )
+
+    def encode(self, value: Any) -> dict[str, Any]:
+        """The dataclass -> a JSON object; absent where the value is None."""
+        value = self.view(value)
+        return {f.key: got for f in self.fields if (got := getattr(value, f.name)) is not None}
+
+    def complaints(self, value: Any) -> None:
+        """Fault for the first value that its field refuses."""
+        value = self.view(value)
+        for field in self.fields:
+            got = getattr(value, field.name)
+            if (got is not None or field.default is not None) and (complaint := field.check(got)):
+                raise Fault(f".{field.key}", complaint)
+
+
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """Objects of several kinds, told apart by one key; `tag_of` picks the kind for writing."""
+
+    key: str
+    tags: dict[str, Record]
+    tag_of: Callable[[Any], str]
+
+    def decode(self, pairs: Pairs) -> Any:
+        """As a Record's, by the tag among the pairs."""
+        values = _values(pairs)
+        tag = values.pop(self.key, None)
+        record = self.tags.get(tag) if type(tag) is str else None
+        if record is None:
+            what = (
+                one_of(*self.tags)(tag)
+                if tag is not None
+                else f"is missing; expected {' or '.join(self.tags)}"
+            )
+            raise Fault(f".{self.key}", what)
+        return record.make(values)
+
+    def encode(self, value: Any) -> dict[str, Any]:
+        tag = self.tag_of(value)
+        return {self.key: tag} | self.tags[tag].encode(value)
+
+    def complaints(self, value: Any) -> None:
+        self.tags[self.tag_of(value)].complaints(value)
+
+
+Form = Record | Variants
+
+
+def _values(pairs: Pairs) -> dict[str, Any]:
+    """The pairs of one JSON object, none of whose keys may appear twice."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise Fault(path_key(twice), "appears twice")
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One key at the top of a file. `form` says how its value looks:
+
+    value    a number or a string, checked by `check`
+    names    a list of strings, each checked by `check` and each once
+    record   one object
+    records  a list of objects
+    table    an object of objects; the outer key becomes the record's first field
+    """
+
+    key: str
+    form: str
+    record: Form | None = None
+    check: Check | None = None
+    default: Any = REQUIRED
+    count_max: int = 2**17  # 16 MiB hold 140,000 moves of ordinary names; keeps the worst file under a second
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One kind of file: its name, its parts in the order of the dataclass's fields, and its own law."""
+
+    name: str
+    size_max_bytes: int
+    build: Callable[..., Any]
+    parts: tuple[Part, ...]
+    law: Callable[[Any], None]  # what no single field can know: Fault if broken
+    version: int = 1
+
+
+def path_key(key: str) -> str:
+    """A step in a JSON path; keys that are not plain words are quoted and escaped."""
+    return f".{key}" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,40}", key) else f'["{shown(key, 40)}"]'
+
+
+def validate(form: Format, value: Any) -> None:
+    """Fault for the first thing in `value` that a file of this format may not hold."""
+    for part in form.parts:
+        _validate_part(part, getattr(value, part.key))
+    form.law(value)
+
+
+def _validate_part(part: Part, got: Any) -> None:
+    if part.form == "value":
+        assert part.check is not None
+        if complaint := part.check(got):
+            raise Fault(part.key, complaint)
+        return
+    if part.form == "record":
+        assert part.record is not None
+        _within(part.key, part.record.complaints, got)
+        return
+    if type(got) is not tuple:
+        raise Fault(part.key, f"is a {type(got).__name__}; expected a tuple")
+    if len(got) > part.count_max:
+        raise Fault(part.key, f"has {len(got)} entries; at most {part.count_max} are taken")
+    for index, entry in enumerate(got):
+        if part.form == "names":
+            assert part.check is not None
+            if complaint := part.check(entry):
+                raise Fault(f"{part.key}[{index}]", complaint)
+        else:
+            assert part.record is not None
+            _within(f"{part.key}[{index}]", part.record.complaints, entry)
+
+
+def _within(path: str, act: Callable[[Any], Any], value: Any) -> Any:
+    """Run `act`, with `path` put before the path of a Fault."""
+    try:
+        return act(value)
+    except Fault as fault:
+        raise Fault(path + fault.path, fault.what) from None
+
+
+def unique(path: str, names: Iterator[Any], key: str = "") -> None:
+    """Fault for the first name that appears twice; `path` is the list's."""
+    seen: dict[Any, int] = {}
+    for index, name in enumerate(names):
+        if seen.setdefault(name, index) != index:
+            shown_name = " to ".join(map(shown, name)) if isinstance(name, tuple) else _shown(name)
+            raise Fault(f"{path}[{index}]{key}", f"{shown_name} appears already at {path}[{seen[name]}]")
+
+
+def encode(form: Format, value: Any) -> str:
+    """The text of a file: keys sorted, one entry of a list or table per line, a newline at the end."""
+    lines = {"format": _json(form.name), "version": _json(form.version)}
+    for part in form.parts:
+        got = getattr(value, part.key)
+        if part.form == "value":
+            lines[part.key] = _json(got)
+        elif part.form == "record":
+            assert part.record is not None
+            lines[part.key] = _json(part.record.encode(got))
+        elif part.form == "names":
+            lines[part.key] = _listed("[", [_json(name) for name in got], "]")
+        elif part.form == "records":
+            assert part.record is not None
+            lines[part.key] = _listed("[", [_json(part.record.encode(entry)) for entry in got], "]")
+        else:
+            assert isinstance(part.record, Record)
+            lines[part.key] = _table(part.record, got)
+    return "{\n" + ",\n".join(f"{_json(key)}:{lines[key]}" for key in sorted(lines)) + "\n}\n"
+
+
+def _table(record: Record, rows: Sequence[Any]) -> str:
+    first = record.fields[0].key
+    objects = sorted((entry.pop(first), entry) for entry in map(record.encode, rows))
+    return _listed("{", [f"{_json(name)}:{_json(entry)}" for name, entry in objects], "}")
+
+
+def _listed(left: str, entries: list[str], right: str) -> str:
+    return left + "\n" + ",\n".join(entries) + "\n" + right if entries else left + right
+
+
+_json = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False).encode

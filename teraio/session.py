@@ -1,0 +1,234 @@
+"""The engine of this process, from the first compile to the installed plan.
+
+start       budget, store, links measured
+on_step     warm-up steps -> profile -> plan, or the plan file, if it is for this step -> engine
+reset       everything comes back, the store is given up
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+from teraio.cache import fingerprint_of
+from teraio.doctor import machine_of
+from teraio.errors import OptionError, TeraioError, UnsupportedError
+from teraio.machine import Machine
+from teraio.options import Memory, Options
+from teraio.passes import lifetimes, planner
+from teraio.plan import Plan
+from teraio.profile import Profile
+from teraio.runtime import device, engine, measure, optimizer
+from teraio.runtime.store import Store
+from teraio.schedule import Step
+from teraio.units import fmt_bytes, fmt_ns
+
+log = logging.getLogger("teraio")
+
+# What the ledger does not see: storages too small for a record, workspaces of library kernels. The spike of
+# the design met 0.3 to 0.8 MB in Llama shapes of 9 to 40 million parameters.
+RESERVE_BYTES = 2 * 2**20
+
+NAMED = 5  # tensors that a message lists
+
+# Accepted by the readers, because the names are settled; refused here until they do something.
+NOT_BUILT = ("host_memory", "timeline", "optimizer_step", "recompute", "max_write_per_day")
+
+
+class Session:
+    def __init__(self, options: Options) -> None:
+        _refuse(options)
+        self.options = options
+        self.steps: list[Step] = []
+        self.planned = False
+        self.replay = Plan.read(options.plan) if options.plan else None
+        device.return_freed_memory()
+        self.device = device.current("cpu")
+        self.budget_bytes = _budget(options, self.device)
+        size = options.store_size
+        store = Store.open(
+            options.store or None,
+            None if size is None else lambda free_bytes: size.resolve(free_bytes, 0),
+            checksums=options.checksum,
+            memory_bytes=self.budget_bytes,
+            on_fallback=options.on_fallback,
+        )
+        self.machine = _machine(store.directories[0], self.budget_bytes, store.capacity_bytes)
+        # The slabs are memory too: the only copies of bytes on their way.
+        reserve = RESERVE_BYTES + store.slab_bytes_total
+        self.engine = engine.Engine(
+            store, self.device, self.budget_bytes, reserve, self.on_step, keep=options.keep
+        )
+        log.info(
+            "teraio: memory %s, %s of it in reserve; store in %s",
+            fmt_bytes(self.budget_bytes),
+            fmt_bytes(reserve),
+            ", ".join(map(str, store.directories)),
+        )
+
+    def on_step(self, step: Step) -> None:
+        """One more measured step. The first is not like the others: optimizer states are made in it."""
+        if self.planned:
+            return
+        if not self.steps:
+            self._report_stuck()
+        self.steps.append(step)
+        warmup = 1 if self.replay else self.options.warmup
+        if len(self.steps) > 1:
+            log.info("teraio: measured step %d/%d", len(self.steps) - 1, warmup)
+        if len(self.steps) <= warmup:
+            return
+        self.planned = True
+        profile = lifetimes.profile_of(self.steps[1:], "run")
+        self.steps.clear()
+        if self.options.profile:
+            self._write(profile, self.options.profile)
+        plan = self._plan(profile)
+        if plan is not None:
+            self.engine.install(plan)
+
+    def _report_stuck(self) -> None:
+        stuck = self.engine.stuck.records
+        if stuck:
+            reasons = [f"{r.name} ({self.engine.stuck.refused[r.name].reason})" for r in stuck[:NAMED]]
+            log.warning(
+                "teraio: %d weights (%s) stay in memory: their bytes belong to a file or another "
+                "library and cannot be copied out unnoticed: %s%s. Clone them before compiling",
+                len(stuck),
+                fmt_bytes(sum(record.size_bytes for record in stuck)),
+                "; ".join(reasons),
+                "; ..." if len(stuck) > NAMED else "",
+            )
+
+    def _write(self, profile: Profile, path: str) -> None:
+        """A profile that cannot be written is no reason to end a training."""
+        try:
+            profile.write(path)
+        except TeraioError as error:
+            log.warning("teraio: the profile was not written: %s", error)
+
+    def _plan(self, profile: Profile) -> Plan | None:
+        """The plan file if it is for this step, else a new plan; None: on demand, said why."""
+        fingerprint = fingerprint_of(profile)
+        if self.replay is not None:
+            if self.replay.fingerprint == fingerprint:
+                log.info("teraio: replaying %s: %d moves", self.options.plan, len(self.replay.moves))
+                return self.replay
+            log.warning(
+                "teraio: %s is a plan for another step (fingerprint %s, this one has %s): not used, tensors "
+                "are moved on demand",
+                self.options.plan,
+                self.replay.fingerprint,
+                fingerprint,
+            )
+            return None
+        try:
+            plan = planner.plan(
+                profile,
+                self.machine,
+                self.budget_bytes,
+                planner=self.options.planner,
+                fingerprint=fingerprint,
+                time_limit_s=self.options.plan_time / 1e9,
+            )
+        except TeraioError as error:
+            log.warning("teraio: no plan, tensors are moved on demand: %s", error)
+            return None
+        log.info(
+            "teraio: planned by %s: %d moves, a step of %s predicted, compute alone %s",
+            plan.planner,
+            len(plan.moves),
+            fmt_ns(plan.predicted.step_ns),
+            fmt_ns(profile.step_ns),
+        )
+        return plan
+
+
+SESSION: Session | None = None
+
+
+def start(options: Options) -> None:
+    """One engine for all programs of the process; a second compile may not ask for another budget."""
+    global SESSION
+    if SESSION is None:
+        _speak()
+        SESSION = Session(options)
+        engine.ENGINE = SESSION.engine
+        optimizer.install()
+    elif SESSION.options != options:
+        raise OptionError(
+            f"this process already runs with other options ({_difference(SESSION.options, options)}); one "
+            f"process has one budget and one store. Compile both models with the same options, or call "
+            f"teraio.reset() in between"
+        )
+
+
+def reset() -> None:
+    """Ends the engine of this process: everything that is away comes back first."""
+    global SESSION
+    session, SESSION, engine.ENGINE = SESSION, None, None
+    if session is not None:
+        session.engine.shut_down()
+
+
+def stats() -> dict[str, int]:
+    """What the engine has done so far, for loggers."""
+    return {} if SESSION is None else SESSION.engine.stats()
+
+
+def _refuse(options: Options) -> None:
+    """Before anything is opened: what cannot be done, by name."""
+    defaults = Options()
+    for name in NOT_BUILT:
+        if getattr(options, name) not in {getattr(defaults, name), "off", "device"}:
+            raise UnsupportedError(f"option {name!r} is not built yet; leave it out")
+    if options.planner not in planner.PLANNERS:
+        raise UnsupportedError(
+            f"planner {options.planner!r} is not built yet; there are {', '.join(sorted(planner.PLANNERS))}"
+        )
+    if options.memory == Memory():
+        raise UnsupportedError(
+            "memory='min' is not built yet; give a size such as '20GiB', or '80%'. A budget that is too "
+            "small is answered with the smallest that works"
+        )
+    if options.profile and not Path(options.profile).absolute().parent.is_dir():
+        raise OptionError(f"option 'profile': the folder of {options.profile} does not exist; make it first")
+
+
+def _budget(options: Options, on: device.Device) -> int:
+    available = on.default_budget_bytes()
+    return available if options.memory is None else options.memory.resolve(available, 0)
+
+
+def _machine(directory: Path, device_bytes: int, ssd_bytes: int) -> Machine:
+    return machine_of("here", [_link(directory)], device_bytes, ssd_bytes)
+
+
+@cache
+def _link(directory: Path) -> measure.Link:
+    """How fast the store is, in about half a second; once per process and directory."""
+    return measure.store_link(directory, seconds=0.1, limit_bytes=64 * 2**20).link
+
+
+def _difference(one: Options, other: Options) -> str:
+    names = [f.name for f in fields(Options) if getattr(one, f.name) != getattr(other, f.name)]
+    return ", ".join(f"{name}: {getattr(one, name)} and {getattr(other, name)}" for name in names)
+
+
+def _speak() -> None:
+    """Shows our lines on stderr, unless the program has said where log lines go."""
+    if not log.handlers and not logging.getLogger().handlers and log.level == logging.NOTSET:
+        lines = logging.StreamHandler()
+        lines.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(lines)
+        log.setLevel(logging.INFO)
+
+
+@atexit.register
+def _at_exit() -> None:
+    with contextlib.suppress(Exception):
+        reset()

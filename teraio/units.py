@@ -1,0 +1,107 @@
+"""Bytes, durations and rates as people write them. Text comes in, exact integers go out, and back.
+
+Sizes are whole bytes, durations whole nanoseconds, rates whole bytes per second; a fraction such as `1.5 GB`
+is worked out with integers and rounded down. `GB` is 10**9 and `GiB` is 2**30; a bare `G` is refused, because
+half of the tools mean one and half the other.
+"""
+
+from __future__ import annotations
+
+import re
+
+LIMIT = 2**53  # every number in every file and option stays below it: exact in JSON readers that use doubles
+
+_BYTES = {"B": 1} | {
+    prefix + suffix: base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGTP", start=1)
+}
+_NANOSECONDS = {
+    "ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9,
+}  # fmt: skip
+_BINARY = (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_PER_SECOND = (("TB/s", 10**12), ("GB/s", 10**9), ("MB/s", 10**6), ("kB/s", 10**3))
+_NUMBER = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?\s*([A-Za-zµμ]{0,5})", re.ASCII)
+
+SIZES = "a size such as 20GiB, 1.5 GB or a number of bytes"
+DURATIONS = "a duration such as 30s, 1.5 ms, 2min or a number of seconds"
+RATES = "a rate such as 20GB/s, 6.5 GiB/s or a number of bytes per second"
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """Anything, as one printable line of bounded length; what a terminal would obey is escaped."""
+    text = value if isinstance(value, str) else repr(value)
+    cut = text[: limit + 1]
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut[:limit])
+    return line + ("..." if len(cut) > limit else "")
+
+
+def parse_bytes(value: str | int) -> int:
+    """`"20GiB"`, `"1.5 GB"`, `"123"` or `123` -> bytes; ValueError names the text and the accepted forms."""
+    return _parse(value, _BYTES, plain=1, forms=SIZES)
+
+
+def parse_ns(value: str | int) -> int:
+    """`"30s"`, `"1.5 ms"` or `30` (seconds) -> nanoseconds; ValueError as above."""
+    return _parse(value, _NANOSECONDS, plain=10**9, forms=DURATIONS)
+
+
+def parse_rate(value: str | int) -> int:
+    """`"20GB/s"` or `20000000000` -> bytes per second; ValueError as above."""
+    if isinstance(value, str):
+        size, slash, second = value.strip().partition("/")
+        if slash and second.strip() != "s":
+            raise ValueError(f"'{shown(value)}' is not {RATES}")
+        value = size
+    return _parse(value, _BYTES, plain=1, forms=RATES)
+
+
+def _parse(value: str | int, units: dict[str, int], *, plain: int, forms: str) -> int:
+    whole, fraction, unit = 0, "", ""
+    if isinstance(value, int) and not isinstance(value, bool):
+        whole = value
+    elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
+        whole, fraction, unit = int(match[1]), match[2] or "", match[3].replace("μ", "µ")
+    else:
+        raise ValueError(f"'{shown(value)}' is not {forms}")
+    scale = plain if not unit else units.get(unit) or _without_case(unit, units)
+    if not scale:
+        raise ValueError(f"'{shown(value)}' has an unknown unit '{unit}'; units are {', '.join(units)}")
+    number = whole * scale + int(fraction or "0") * scale // 10 ** len(fraction)
+    if not 0 <= number < LIMIT:
+        raise ValueError(f"'{shown(value)}' is out of range; it must lie in [0, 2**53)")
+    return number
+
+
+def _without_case(unit: str, units: dict[str, int]) -> int:
+    """`20gib` and `20 gb` are clear enough; 0 where no unit fits."""
+    return next((scale for name, scale in units.items() if name.lower() == unit.lower()), 0)
+
+
+def fmt_bytes(size_bytes: int, *, up: bool = False) -> str:
+    """`23.1 GiB`; `up` rounds towards more, for messages that tell how much to give."""
+    return _scaled(size_bytes, _BINARY, "B", up)
+
+
+def fmt_ns(duration_ns: int) -> str:
+    """`812 µs`, `1.23 s`."""
+    return _scaled(duration_ns, (("s", 10**9), ("ms", 10**6), ("µs", 10**3)), "ns", False, digits=3)
+
+
+def fmt_rate(bandwidth_bytes_per_s: int) -> str:
+    """`6.2 GB/s`: decimal, as drives and links are sold."""
+    return _scaled(bandwidth_bytes_per_s, _PER_SECOND, "B/s", False)
+
+
+def _scaled(number: int, units: tuple[tuple[str, int], ...], base: str, up: bool, digits: int = 0) -> str:
+    """One decimal, or `digits` significant digits. Integer arithmetic, so that `up` is exact."""
+    sign, number = ("-", -number) if number < 0 else ("", number)
+    for unit, scale in units:
+        if number >= scale:
+            decimals = max(0, digits - len(str(number // scale))) if digits else 1
+            tens = 10**decimals
+            scaled = -(-number * tens // scale) if up else (number * tens + scale // 2) // scale
+            whole, rest = divmod(scaled, tens)
+            point = f".{rest:0{decimals}d}".rstrip("0").rstrip(".") if decimals else ""
+            return f"{sign}{whole}{point} {unit}"
+    return f"{sign}{number} {base}"

@@ -1,0 +1,335 @@
+"""A device that runs later than the host says so, without a GPU: streams, events and memory in virtual time.
+
+    host      launches, marks and waits in program order; time passes while it does
+    streams   queues of work; each piece takes a seeded time, some streams of a schedule are 100 times slower
+    memory    cells that hold numbers; while a cell is being written or was freed it holds POISON
+
+Nothing here is an estimate of a GPU's speed. A schedule is an order of events that CUDA allows: an order that
+a missing wait makes possible turns up in some of a few hundred seeds, as a kernel that reads something else
+than it would read if everything ran at once in program order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from teraio.runtime.device import Mark, Ordered
+
+POISON = -1
+
+
+class Event:
+    """As CUDA's: to wait for one that was not recorded yet is a no-op."""
+
+    def __init__(self) -> None:
+        self.recorded = False
+        self.fired = False
+        self.waiters: list[Stream] = []
+
+
+@dataclass(slots=True)
+class Work:
+    """What a stream does: `begin` when it starts, `end` when its time is over."""
+
+    begin: Callable[[], None]
+    end: Callable[[], None]
+    duration: int
+
+
+@dataclass(slots=True)
+class Wait:
+    event: Event
+
+
+@dataclass(slots=True)
+class Record:
+    event: Event
+
+
+class World:
+    """Virtual time and everything that happens in it. Deterministic: one seed, one schedule."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.now = 0
+        self.faults: list[str] = []
+        self._due: list[tuple[int, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def at(self, delay: int, then: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._due, (self.now + delay, self._count, then))
+
+    def pass_time(self) -> None:
+        """What the host does takes time, now and then much."""
+        self._advance(self.now + self.random.choice((0, 0, 1, 3, 10, 100)))
+
+    def _advance(self, until: int) -> None:
+        while self._due and self._due[0][0] <= until:
+            self._step()
+        self.now = max(self.now, until)
+
+    def _step(self) -> None:
+        self.now, _, then = heapq.heappop(self._due)
+        then()
+
+    def run_until(self, reached: Callable[[], bool]) -> None:
+        """The host blocks."""
+        while not reached():
+            assert self._due, "deadlock: the host waits for what will never happen"
+            self._step()
+
+    def run_out(self) -> None:
+        while self._due:
+            self._step()
+
+
+class Stream:
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.pace = world.random.choice((1, 1, 10, 100))
+        self._queue: deque[Work | Wait | Record] = deque()
+        self._busy = False
+
+    def give(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._put(Work(begin, end, self.world.random.randint(1, 4) * self.pace))
+
+    def record(self, event: Event) -> None:
+        event.recorded = True
+        self._put(Record(event))
+
+    def wait_event(self, event: Event) -> None:
+        if event.recorded:
+            self._put(Wait(event))
+
+    @property
+    def idle(self) -> bool:
+        return not self._busy and not self._queue
+
+    def _put(self, item: Work | Wait | Record) -> None:
+        self._queue.append(item)
+        self.go_on()
+
+    def go_on(self) -> None:
+        while self._queue and not self._busy:
+            match self._queue[0]:
+                case Record(event):
+                    self._queue.popleft()
+                    event.fired = True
+                    for stream in event.waiters:
+                        self.world.at(0, stream.go_on)
+                case Wait(event) if event.fired:
+                    self._queue.popleft()
+                case Wait(event):
+                    event.waiters.append(self)
+                    return
+                case Work(begin, end, duration):
+                    self._queue.popleft()
+                    self._busy = True
+                    begin()
+                    self.world.at(duration, lambda end=end: self._end(end))  # type: ignore[misc]
+
+    def _end(self, end: Callable[[], None]) -> None:
+        end()
+        self._busy = False
+        self.go_on()
+
+
+@dataclass(slots=True)
+class Storage:
+    """A tensor's cells; where they lie, or None while it is away."""
+
+    name: str
+    size: int
+    at: int | None = None
+
+
+@dataclass(slots=True)
+class Place:
+    """Host memory or disk: what was copied there."""
+
+    cells: list[int] = field(default_factory=list)
+
+
+class FakeTicket:
+    """Some other thread issues it. `wait` returns when the bytes have arrived: there is no event."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.issued = False
+
+    def done(self) -> bool:
+        return self.issued
+
+    def wait(self) -> None:
+        self.world.run_until(self.done)
+
+
+class FakeStreamTicket(FakeTicket):
+    """`wait` returns when the transfer is issued; the compute stream must wait for its event."""
+
+    def __init__(self, world: World, event: Event) -> None:
+        super().__init__(world)
+        self.event = event
+
+
+class FakeDevice(Ordered):
+    """Device memory of `cells` cells; what is freed last is given out first, and at once."""
+
+    kind = "fake"
+    copier = None
+
+    def __init__(self, world: World, cells: int) -> None:
+        self.world = world
+        self.compute = Stream(world, "compute")
+        self.side = [Stream(world, f"side {number}") for number in range(3)]
+        self.cells = [POISON] * cells
+        self._free: list[tuple[int, int]] = [(0, cells)]
+
+    # ---- the primitives of a device
+
+    def resize(self, storage: Storage, size_bytes: int) -> None:
+        self.world.pass_time()
+        if size_bytes:
+            assert storage.at is None, f"{storage.name} has memory already"
+            storage.at = self._take(size_bytes)
+        else:
+            assert storage.at is not None, f"{storage.name} is freed twice"
+            where = range(storage.at, storage.at + storage.size)
+            storage.at = None
+            self._free.append((where.start, storage.size))
+            # From here on whatever the compute stream is given may lie there: something does at once.
+            self.compute.give(lambda: None, lambda: self._poison(where))
+
+    def mark(self) -> Mark:
+        event = Event()
+        self.compute.record(event)
+        self.world.pass_time()
+        return Mark(event)
+
+    def compute_waits(self, event: Any) -> None:
+        self.compute.wait_event(event)
+        self.world.pass_time()
+
+    def drain(self) -> None:
+        self.world.run_until(lambda: all(stream.idle for stream in self.side))
+
+    # ---- memory
+
+    def _take(self, size: int) -> int:
+        assert self.room(size), f"{size} cells do not fit"
+        index = max(index for index, (_, there) in enumerate(self._free) if there >= size)
+        start, there = self._free.pop(index)
+        if there > size:
+            self._free.insert(0, (start + size, there - size))
+        return start
+
+    def room(self, size: int) -> bool:
+        """Whether so many cells lie side by side; neighbours are merged only when nothing else is left."""
+        if not any(there >= size for _, there in self._free):
+            merged: list[tuple[int, int]] = []
+            for start, there in sorted(self._free):
+                if merged and sum(merged[-1]) == start:
+                    before, size_before = merged.pop()
+                    merged.append((before, size_before + there))
+                else:
+                    merged.append((start, there))
+            self._free = merged
+        return any(there >= size for _, there in self._free)
+
+    def _poison(self, where: range) -> None:
+        for cell in where:
+            self.cells[cell] = POISON
+
+    def _range(self, storage: Storage) -> range:
+        assert storage.at is not None, f"{storage.name} is used while it is away"
+        return range(storage.at, storage.at + storage.size)
+
+    # ---- work
+
+    def launch(self, reads: Sequence[tuple[Storage, list[int]]], target: Storage, result: list[int]) -> None:
+        """A kernel: reads storages, which must then hold what is given with them, and writes a result."""
+        sources = [(storage.name, self._range(storage), wanted) for storage, wanted in reads]
+        where = self._range(target)
+
+        def look(moment: str) -> None:
+            for name, cells, wanted in sources:
+                found = [self.cells[cell] for cell in cells]
+                if found != wanted and not (moment == "end" and cells == where):
+                    self.world.faults.append(
+                        f"a kernel read {name} as {found}, not {wanted}, at its {moment}"
+                    )
+
+        def begin() -> None:
+            look("begin")
+            self._poison(where)
+
+        def end() -> None:
+            look("end")
+            for cell, value in zip(where, result):
+                self.cells[cell] = value
+
+        self.compute.give(begin, end)
+        self.world.pass_time()
+
+    def copy_out(self, place: Place) -> Callable[[Storage, Mark], FakeTicket]:
+        def start(storage: Storage, mark: Mark) -> FakeTicket:
+            where = self._range(storage)
+            seen: list[int] = []
+
+            def begin() -> None:
+                place.cells = [POISON] * len(where)
+                seen.extend(self.cells[cell] for cell in where)
+
+            def end() -> None:
+                now = [self.cells[cell] for cell in where]
+                place.cells = [one if one == two else POISON for one, two in zip(seen, now)]
+
+            return self._by_thread(mark, begin, end)
+
+        return start
+
+    def copy_in(self, place: Place) -> Callable[[Storage, Mark], FakeTicket]:
+        def start(storage: Storage, mark: Mark) -> FakeTicket:
+            where = self._range(storage)
+
+            def end() -> None:
+                for cell, value in zip(where, place.cells):
+                    self.cells[cell] = value
+
+            return self._by_thread(mark, lambda: self._poison(where), end)
+
+        return start
+
+    def _by_thread(self, mark: Mark, begin: Callable[[], None], end: Callable[[], None]) -> FakeTicket:
+        """Somebody else gives a side stream the copy: at once, soon, or after a disk has answered."""
+        random = self.world.random
+        stream, event = random.choice(self.side), Event()
+        blocking = random.random() < 0.3
+        ticket = FakeTicket(self.world) if blocking else FakeStreamTicket(self.world, event)
+
+        def finish() -> None:
+            end()
+            if blocking:
+                ticket.issued = True
+
+        def issue() -> None:
+            stream.wait_event(mark.event)
+            stream.give(begin, finish)
+            stream.record(event)
+            if not blocking:
+                ticket.issued = True
+
+        delay = random.choice((0, 1, 20, 300))
+        if delay:
+            self.world.at(delay, issue)
+        else:
+            issue()
+        self.world.pass_time()
+        return ticket

@@ -1,0 +1,76 @@
+"""What each suite of tests may cost, and what it did cost: rows of budget.toml against measured seconds.
+
+A suite is a file in tests/ or a folder of them. Its row holds seconds on two idle cores. What is compared
+with the row is the smaller of wall time and CPU time: on a shared machine wall time grows with what the
+neighbours do and CPU time does not, while on an idle one a suite that keeps both cores busy has less wall
+time than CPU time. A suite that only waits would pass for free that way, so its wall time is held too, three
+times as loosely.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+TOTAL_SECONDS = 900.0
+GROWTH = 1.5
+FLOOR_SECONDS = 5.0  # first imports and compiles land on whichever suite runs first
+WAITING = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.wall_s - other.wall_s, self.cpu_s - other.cpu_s)
+
+    @property
+    def seconds(self) -> float:
+        return min(self.wall_s, self.cpu_s)
+
+
+def now() -> Cost:
+    """The clocks of this process and of its children that have ended, such as compilers."""
+    used = os.times()
+    return Cost(time.perf_counter(), used.user + used.system + used.children_user + used.children_system)
+
+
+def rows(path: Path = TESTS / "budget.toml") -> dict[str, float]:
+    """Seconds by suite."""
+    return {name: float(seconds) for name, seconds in tomllib.loads(path.read_text())["seconds"].items()}
+
+
+def suite_of(path: Path, tests: Path = TESTS) -> str:
+    """`tests/native/test_faults.py` -> `native`, `tests/test_files.py` -> `test_files`."""
+    return path.relative_to(tests).parts[0].removesuffix(".py")
+
+
+def suites(tests: Path = TESTS) -> set[str]:
+    """What pytest collects here; tests/long is for people with an afternoon."""
+    found = {suite_of(path, tests) for path in tests.rglob("test_*.py")}
+    return found - {"long"}
+
+
+def complaints(budget: dict[str, float], spent: dict[str, Cost]) -> list[str]:
+    """One line for each suite that costs more than its row allows; without a row, nothing is exceeded."""
+    lines = []
+    for suite, cost in sorted(spent.items()):
+        row = budget.get(suite)
+        if row is None:
+            continue
+        limit = row * GROWTH + FLOOR_SECONDS
+        if cost.seconds > limit or cost.wall_s > limit * WAITING:
+            lines.append(
+                f"{suite} took {cost.wall_s:.0f} s, {cost.cpu_s:.0f} s of CPU; its row of {row:.0f} s allows "
+                f"{limit:.0f} s. Make it cheaper, move cases to tests/long, or take seconds from another row"
+            )
+    return lines

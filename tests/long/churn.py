@@ -1,0 +1,89 @@
+"""Tensors of mixed sizes come and go for a long time; nothing grows.
+
+    python tests/long/churn.py [--tensors 20000] [--stores 20] [--dir /mnt/ssd]
+
+Prints `name value target PASS|FAIL`; exit code 0 or 1. Memory is compared after a warm-up, in the same state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from store_rig import MIB, churn, disk_near
+
+from teraio.runtime.store import Store
+
+M_MMAP_THRESHOLD = -3
+CAPACITY = 256 * MIB
+LARGEST = 4 * MIB
+LIVE = 7  # tensors at a time, in store_rig.churn
+
+
+def resident_kib() -> int:
+    """Of this process, now."""
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * (os.sysconf("SC_PAGE_SIZE") // 1024)
+
+
+def counts() -> tuple[int, int]:
+    """(descriptors, threads)."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tensors", type=int, default=20_000)
+    parser.add_argument("--stores", type=int, default=20)
+    parser.add_argument("--dir", type=Path, default=None)
+    args = parser.parse_args()
+    root = args.dir or disk_near(Path(tempfile.mkdtemp(prefix="teraio-churn-")))
+    if root is None:
+        print("no disk here, only memory; give --dir")
+        return 1
+    ctypes.CDLL(None).mallopt(
+        M_MMAP_THRESHOLD, 65536
+    )  # what the test's own buffers take goes back when they go
+    empty = counts()
+    store = Store(root, CAPACITY)
+    rounds = max(1, args.tensors // 500)
+    ends, figures = [], []
+    for number in range(rounds):
+        churn(store, 500, seed=number % 5, largest=LARGEST)
+        ends.append((resident_kib(), *counts()))
+    warm = len(ends) // 4
+    grown = max(end[0] for end in ends[-warm or -1 :]) - max(end[0] for end in ends[: warm or 1])
+    figures.append(("rss-growth-kib", grown, 4096))
+    figures.append(("descriptors-grown", ends[-1][1] - ends[0][1], 0))
+    figures.append(("threads-grown", ends[-1][2] - ends[0][2], 0))
+    figures.append(("bytes-not-free", store.capacity_bytes - store.free_bytes, 0))
+    figures.append(("file-bytes", store._files[0].allocated_bytes, 2 * max(64 * MIB, LIVE * LARGEST)))
+    figures.append(("blocks-remembered", int(store._transfers.stats()["blocks"]), 0))
+    store.close()
+    del store
+    base = resident_kib()
+    for number in range(args.stores):
+        with_one = Store(root, CAPACITY)
+        churn(with_one, 20, number)
+        with_one.close()
+    del with_one
+    figures.append(("rss-per-store-kib", (resident_kib() - base) // args.stores, 64))
+    figures.append(("descriptors-left", counts()[0] - empty[0], 0))
+    figures.append(("threads-left", counts()[1] - empty[1], 0))
+    figures.append(("files-left", len(list(root.iterdir())), 0))
+    for name, value, target in figures:
+        print(f"churn-{name} {value} {target} {'PASS' if value <= target else 'FAIL'}")
+    return int(any(value > target for _, value, target in figures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""`kill -9`, a hundred times at random moments and at every named point.
+
+    python tests/long/kill.py [--moments 100] [--times 3] [--dir /mnt/ssd] [--seed 1]
+
+After each kill: no bytes in files with names, no names after the next start, nobody holds the dead store's
+file, and the store of another process in the same directory still has its tensor. Prints `name value target
+PASS|FAIL`; exit code 0 or 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from store_rig import POINTS, Bystander, Left, disk_near, killed_at_moment, killed_at_point
+
+# Between making and unlinking an empty file and its directory have names.
+NAMES = {"made": 1, "locked": 1, "created": 2, "unlinked": 1}
+
+
+class Tally:
+    """What all kills left together; each figure must stay 0."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.bystander = Bystander(root)
+        self.figures = dict.fromkeys(
+            ("named-bytes", "names", "names-after-start", "held", "bystander-damaged"), 0
+        )
+
+    def count(self, names: int) -> None:
+        left = Left(self.root)
+        self.figures["named-bytes"] += left.named_bytes
+        self.figures["names"] += max(0, left.names - names)
+        self.figures["names-after-start"] += left.names_after_start
+        self.figures["held"] += left.owners != {os.getpid()}
+        self.figures["bystander-damaged"] += not self.bystander.intact()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--moments", type=int, default=100)
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--dir", type=Path, default=None)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    root = args.dir or disk_near(Path(tempfile.mkdtemp(prefix="teraio-kill-")))
+    if root is None:
+        print("no disk here, only memory; give --dir")
+        return 1
+    tally = Tally(root)
+    random_ = random.Random(args.seed)
+    for _ in range(args.moments):
+        killed_at_moment(root, random_.uniform(0, 0.08))
+        tally.count(max(NAMES.values()))
+    for point in POINTS * args.times:
+        killed_at_point(root, point)
+        tally.count(NAMES.get(point, 0))
+    tally.bystander.store.close()
+    tally.figures["left-at-end"] = len(list(root.iterdir()))
+    kills = args.moments + args.times * len(POINTS)
+    print(f"kill-kills {kills} {kills} PASS")
+    for name, value in tally.figures.items():
+        print(f"kill-{name} {value} 0 {'PASS' if value == 0 else 'FAIL'}")
+    return int(any(tally.figures.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+// A CUDA driver without a device, as cruel as the real one: what is
+// asynchronous there happens late here.
+//
+// A stream is a thread with a queue; before each piece of work it sleeps for a
+// seeded moment. To wait for an event that was never recorded is a silent
+// no-op. Fresh and released memory is full of poison (0xDD). So a missing wait
+// shows as poison or as the bytes of another moment, on any machine.
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+
+namespace {
+struct Mark {  // one recording of an event
+  std::mutex mutex;
+  std::condition_variable passed;
+  bool done = false;
+  void pass() {
+    std::lock_guard lock(mutex);
+    done = true;
+    passed.notify_all();
+  }
+  void wait() {
+    std::unique_lock lock(mutex);
+    passed.wait(lock, [&] { return done; });
+  }
+};
+
+struct Event {
+  std::shared_ptr<Mark> last;  // null: never recorded
+};
+
+std::atomic<unsigned> seed{1}, delay_us{2000};
+std::atomic<int> fail_code{0}, streams_alive{0}, events_alive{0}, pinned{0};
+
+struct Stream {
+  std::mutex mutex;
+  std::condition_variable more;
+  std::deque<std::function<void()>> queue;
+  bool stop = false;
+  std::minstd_rand draw{seed.fetch_add(1)};
+  const unsigned delay = delay_us;
+  std::thread thread{[this] { run(); }};
+
+  void run() {
+    for (;;) {
+      std::unique_lock lock(mutex);
+      more.wait(lock, [&] { return stop || !queue.empty(); });
+      if (queue.empty()) return;
+      auto work = std::move(queue.front());
+      queue.pop_front();
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(draw() % (delay + 1)));
+      work();
+    }
+  }
+  void push(std::function<void()> work) {
+    std::lock_guard lock(mutex);
+    queue.push_back(std::move(work));
+    more.notify_one();
+  }
+};
+
+int context;
+}  // namespace
+
+extern "C" {
+int cuCtxGetCurrent(void** out) {
+  return *out = &context, 0;
+}
+int cuCtxSetCurrent(void* c) {
+  return c == &context ? 0 : 201;
+}
+int cuStreamCreate(void** out, unsigned) {
+  return *out = new Stream, ++streams_alive, 0;
+}
+int cuStreamDestroy_v2(void* p) {
+  auto* s = static_cast<Stream*>(p);
+  {
+    std::lock_guard lock(s->mutex);
+    s->stop = true;
+    s->more.notify_one();
+  }
+  s->thread.join();
+  delete s;
+  return --streams_alive, 0;
+}
+int cuEventCreate(void** out, unsigned) {
+  return *out = new Event, ++events_alive, 0;
+}
+int cuEventDestroy_v2(void* e) {
+  return delete static_cast<Event*>(e), --events_alive, 0;
+}
+int cuEventRecord(void* e, void* s) {
+  auto mark = static_cast<Event*>(e)->last = std::make_shared<Mark>();
+  static_cast<Stream*>(s)->push([mark] { mark->pass(); });
+  return 0;
+}
+int cuEventSynchronize(void* e) {
+  if (auto mark = static_cast<Event*>(e)->last) mark->wait();
+  return 0;
+}
+int cuStreamWaitEvent(void* s, void* e, unsigned) {
+  auto mark = static_cast<Event*>(e)->last;
+  if (mark) static_cast<Stream*>(s)->push([mark] { mark->wait(); });
+  return 0;
+}
+int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t n, void* s) {
+  if (const int code = fail_code.exchange(0)) return code;
+  static_cast<Stream*>(s)->push([=] { std::memcpy(to, reinterpret_cast<void*>(from), n); });
+  return 0;
+}
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t n, void* s) {
+  if (const int code = fail_code.exchange(0)) return code;
+  static_cast<Stream*>(s)->push([=] { std::memcpy(reinterpret_cast<void*>(to), from, n); });
+  return 0;
+}
+int cuMemHostRegister_v2(void*, size_t, unsigned) {
+  return ++pinned, 0;
+}
+int cuMemHostUnregister(void*) {
+  return --pinned, 0;
+}
+
+// What only the tests call.
+uint64_t fake_alloc(size_t n) {
+  return reinterpret_cast<uint64_t>(std::memset(::operator new(n), 0xDD, n));
+}
+void fake_free(uint64_t p, size_t n) {
+  std::memset(reinterpret_cast<void*>(p), 0xDD, n);
+}  // kept: late uses show
+void fake_kernel_write(void* s, uint64_t p, const void* bytes, size_t n) {
+  static_cast<Stream*>(s)->push([=] { std::memcpy(reinterpret_cast<void*>(p), bytes, n); });
+}
+void fake_kernel_read(void* s, void* out, uint64_t p, size_t n) {
+  static_cast<Stream*>(s)->push([=] { std::memcpy(out, reinterpret_cast<void*>(p), n); });
+}
+// Work behind this waits until fake_open(): a kernel that takes as long as the test wants.
+Mark* fake_gate(void* s) {
+  auto* gate = new Mark;
+  static_cast<Stream*>(s)->push([gate] { gate->wait(); });
+  return gate;
+}
+void fake_open(void* gate) {
+  static_cast<Mark*>(gate)->pass();
+}
+void fake_set(unsigned first_seed, unsigned delay) {
+  seed = first_seed, delay_us = delay;
+}
+void fake_fail_next(int code) {
+  fail_code = code;
+}
+int fake_alive() {
+  return streams_alive + events_alive + pinned;
+}
+}

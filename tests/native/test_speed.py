@@ -1,0 +1,29 @@
+"""The engine is as fast as the drive: against a plain loop of preads and pwrites on the same slabs, in
+turns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "transfer.py"
+TRIES = 4  # a drive that others share gives a wrong ratio now and then, not four times
+
+
+def test_reads_and_writes_reach_nine_tenths_of_a_plain_loop(tmp_path: Path) -> None:
+    tried = []
+    for _ in range(TRIES):
+        out = tmp_path / "speed.json"
+        command = [sys.executable, str(SCRIPT), "--dir", str(tmp_path), "--json", str(out), "--no-fio"]
+        ran = subprocess.run(
+            [*command, "--size-mib", "256", "--reps", "3"], capture_output=True, text=True, check=False
+        )
+        assert out.exists(), ran.stderr
+        text = out.read_text()
+        figures = json.loads(text).get("figures", json.loads(text))
+        tried.append((figures["write_of_loop"], figures["read_of_loop"]))
+        if min(tried[-1]) >= 0.9:
+            return
+    raise AssertionError(f"(write, read) of a plain loop's rate, {TRIES} tries: {tried}")

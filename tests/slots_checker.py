@@ -1,0 +1,161 @@
+"""An independent look at a laid-out program: it is run once more, with storages instead of names.
+
+For tests of slots: makers of events, and the one checker that all of them share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from teraio.passes.slots import Alias, Event, Forget, Launch, Make, Place, Signature, lay_slots
+from teraio.schedule import MADE, READ, WRITE, Schedule
+
+
+def launch(at: int, kernel: str, reads: str = "", writes: str = "") -> Launch:
+    return Launch(at, kernel, frozenset(reads.split()), frozenset(writes.split()))
+
+
+def signature(outputs: str = "", saved: Sequence[int] = (), arguments: str = "w") -> Signature:
+    sizes = tuple((name, 100) for name in arguments.split())
+    return Signature("forward", sizes, tuple(outputs.split()), frozenset(saved))
+
+
+def lay(about: Signature, events: Sequence[Event]) -> tuple[Schedule, list[Place]]:
+    end = max((event.at for event in events), default=0) + 1
+    return lay_slots(about, events, end)
+
+
+# ---- the checker: runs the program once more, in its own way, with storages instead of roots
+
+
+@dataclass(eq=False)
+class Storage:
+    size_bytes: int
+    buffer: int | None = None  # which buffer of the schedule it is, once it was handed over
+    known: bool = False
+
+
+@dataclass
+class Machine:
+    """Variables that hold storages; what a Python interpreter and an allocator would have."""
+
+    variables: dict[str, Storage] = field(default_factory=dict)
+    ever: dict[str, Storage] = field(default_factory=dict)
+
+    def hold(self, name: str, storage: Storage) -> None:
+        self.variables[name] = self.ever[name] = storage
+
+    def alive(self) -> list[Storage]:
+        return list({id(storage): storage for storage in self.variables.values()}.values())
+
+
+class Checker:
+    def __init__(self, about: Signature, events: Sequence[Event], laid: tuple[Schedule, list[Place]]) -> None:
+        self.about, self.events = about, events
+        self.schedule, self.places = laid
+        self.machine = Machine()
+        self.given: set[int] = set()  # buffers that were handed over
+        self.slot = -1
+        self.high = 0  # most bytes alive since the slot that no buffer of the schedule is
+        self.outputs = {name for name in about.outputs if name}
+
+    def run(self) -> None:
+        assert (
+            len(self.schedule.slots)
+            == len(self.places)
+            == 2 + sum(isinstance(event, Launch) for event in self.events)
+        )
+        assert [place.at for place in self.places] == sorted(place.at for place in self.places)
+        for name, size_bytes in self.about.arguments:
+            self.machine.hold(name, Storage(size_bytes))
+        self.stand(argument=True)
+        launched = True
+        last = max((n for n, event in enumerate(self.events) if isinstance(event, Launch)), default=-1)
+        for number, event in enumerate(self.events):
+            if launched and number <= last and isinstance(event, Make | Launch):
+                self.stand()
+                launched = False
+            self.do(event)
+            self.high = max(self.high, self.unknown_bytes())
+            launched = launched or isinstance(event, Launch)
+        self.stand()
+        assert self.slot == len(self.places) - 1
+        self.ended()
+
+    def do(self, event: Event) -> None:
+        place, slot = self.places[self.slot], self.schedule.slots[self.slot]
+        match event:
+            case Make(at, name, size_bytes):
+                assert place.at <= at, f"{slot.kernel}: {name} is allocated before its slot"
+                self.machine.hold(name, Storage(size_bytes))
+            case Alias(_, new, old):
+                if old in self.machine.variables:
+                    self.machine.hold(new, self.machine.variables[old])
+            case Forget(_, name):
+                self.machine.variables.pop(name, None)
+            case Launch(at, kernel, reads, writes):
+                assert place.at <= at and slot.kernel == kernel
+                self.launched(kernel, reads, writes)
+
+    def stand(self, argument: bool = False) -> None:
+        """The next slot is visited: what it is handed is alive under that name."""
+        self.slot += 1
+        self.high = 0
+        place, slot = self.places[self.slot], self.schedule.slots[self.slot]
+        assert len(slot.buffers) == len(slot.flags) == len(place.names) == len(set(slot.buffers))
+        for buffer, flags, name in zip(slot.buffers, slot.flags, place.names):
+            assert name in self.machine.variables, f"{slot.kernel} is handed {name}, which is no name there"
+            storage = self.machine.variables[name]
+            about = self.schedule.buffers[buffer]
+            if flags & MADE or argument:
+                assert buffer not in self.given, f"{about.name} is made twice"
+                assert not storage.known, f"{name} has two buffers"
+                assert (about.role == "argument") == argument
+                self.given.add(buffer)
+                storage.buffer, storage.known = buffer, True
+            assert storage.buffer == buffer, f"{slot.kernel}: {name} is handed over as {about.name}"
+
+    def launched(self, kernel: str, reads: frozenset[str], writes: frozenset[str]) -> None:
+        slot = self.schedule.slots[self.slot]
+        flags = dict(zip(slot.buffers, slot.flags))
+        for names, flag in ((reads, READ), (writes, WRITE)):
+            for name in names & self.machine.variables.keys():
+                storage = self.machine.variables[name]
+                if storage.known:
+                    assert storage.buffer is not None
+                    assert flags.get(storage.buffer, 0) & flag, f"{kernel} touches {name} unasked"
+                elif flag == WRITE and self.leaves(storage):
+                    storage.known = False  # handed over at the next slot, at the earliest
+        alive = max(self.high, self.unknown_bytes())
+        assert slot.live_bytes >= alive, f"{kernel}: {alive} bytes are alive, {slot.live_bytes} are counted"
+
+    def unknown_bytes(self) -> int:
+        return sum(storage.size_bytes for storage in self.machine.alive() if not storage.known)
+
+    def leaves(self, storage: Storage) -> bool:
+        return any(self.machine.ever.get(name) is storage for name in self.outputs)
+
+    def ended(self) -> None:
+        """Everything that leaves was handed over, and as what it is."""
+        visible = {
+            id(self.machine.ever[name])
+            for position, name in enumerate(self.about.outputs)
+            if name and position not in self.about.saved
+        }
+        for name in self.outputs:
+            storage = self.machine.ever[name]
+            assert storage.buffer is not None, f"{name} leaves without a word"
+            about = self.schedule.buffers[storage.buffer]
+            if about.role != "argument":
+                assert about.role == ("result" if id(storage) in visible else "saved")
+                assert about.size_bytes == storage.size_bytes
+        results = sum(b.size_bytes for b in self.schedule.buffers if b.role == "result")
+        results *= self.about.kind == "forward"
+        assert self.schedule.slots[-1].live_bytes >= max(self.unknown_bytes(), results)
+
+
+def check(
+    about: Signature, events: Sequence[Event], laid: tuple[Schedule, list[Place]] | None = None
+) -> None:
+    Checker(about, events, laid or lay(about, events)).run()

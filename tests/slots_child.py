@@ -1,0 +1,198 @@
+"""Models whose slots call the tightest engine there is, in a process where every byte is counted.
+
+    slots_child.py '[{"model": "block", "inner": "eager"}, ...]'
+
+At each slot all that may be evicted and is not needed is evicted, and what is needed comes back. Between two
+slots no more bytes may be alive than the first of them knew of. Prints one JSON object per case: whether the
+numbers are those of the same program without slots, the kernels that took more than was known, and the rest
+that the tests look at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import allocator
+import slots_models
+import torch
+import torch._functorch.config as functorch_config
+
+from teraio.passes import fx, inductor
+from teraio.schedule import MADE, READ, WRITE, Schedule
+
+sys.modules["slots_child"] = sys.modules[__name__]  # where the generated programs look for `program`
+
+
+class Known:
+    """A storage that a slot was handed."""
+
+    def __init__(self, storage: torch.UntypedStorage, movable: bool, weight: bool) -> None:
+        self.weak: Any = storage._weak_ref()
+        self.size_bytes = storage.nbytes()
+        self.movable = movable
+        self.weight = weight
+        self.away: bytearray | None = None
+
+    def storage(self) -> torch.UntypedStorage | None:
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak)
+        return storage
+
+    def leave(self) -> None:
+        storage = self.storage()
+        if storage is not None and self.away is None and self.size_bytes:
+            self.away = bytearray(ctypes.string_at(storage.data_ptr(), self.size_bytes))
+            storage.resize_(0)
+
+    def come(self) -> None:
+        storage = self.storage()
+        if storage is not None and self.away is not None:
+            storage.resize_(self.size_bytes)
+            source = (ctypes.c_char * self.size_bytes).from_buffer(self.away)
+            ctypes.memmove(storage.data_ptr(), source, self.size_bytes)
+            self.away = None
+
+
+class Tightest:
+    def __init__(self, counting: allocator.Counting) -> None:
+        self.counting = counting
+        self.known: dict[int, Known] = {}
+        self.bound: dict[int, Known] = {}
+        self.allowed = 0
+        self.others = 0
+        self.excess: dict[str, int] = {}
+        self.kernel = ""
+        self.slots = 0
+        self.evicted = 0
+        self.programs: list[Schedule] = []
+        self.notices: list[str] = []
+
+    def program(self, text: str) -> Callable[..., None]:
+        schedule = Schedule.parse(text)
+        self.programs.append(schedule)
+
+        def slot(index: int, tensors: Any, live_bytes: int | None = None) -> None:
+            self.visit(schedule, index, tensors, live_bytes)
+
+        return slot
+
+    def visit(self, schedule: Schedule, index: int, tensors: Any, live_bytes: int | None) -> None:
+        about = schedule.slots[index]
+        over = self.counting.peak_bytes() - self.allowed
+        if index and over > 0:
+            self.excess[self.kernel] = max(over, self.excess.get(self.kernel, 0))
+        self.slots += 1
+        if index == 0:
+            self.bound.clear()
+        assert len(tensors) == len(about.buffers)
+        needed: list[Known] = []
+        for buffer, flags, tensor in zip(about.buffers, about.flags, tensors):
+            if flags & MADE or index == 0:
+                self.bound[buffer] = self.register(schedule, buffer, tensor)
+            if flags & (READ | WRITE):
+                needed.append(self.bound[buffer])
+        last = index == len(schedule.slots) - 1
+        self.known = {key: known for key, known in self.known.items() if known.storage() is not None}
+        if last:
+            needed += [known for known in self.known.values() if known.weight]
+        for known in self.known.values():
+            if known.movable and known not in needed and known.away is None:
+                known.leave()
+                self.evicted += 1
+        for known in needed:
+            known.come()
+        resident = sum(known.size_bytes for known in self.known.values() if known.away is None)
+        if index == 0:
+            self.others = self.counting.alive_bytes() - resident
+        live = about.live_bytes if live_bytes is None else live_bytes
+        assert isinstance(live, int), f"{about.kernel}: {live!r} is no number of bytes"
+        self.allowed, self.kernel = self.others + resident + live, about.kernel
+        self.counting.reset_peak()
+
+    def register(self, schedule: Schedule, buffer: int, tensor: Any) -> Known:
+        storage, about = tensor.untyped_storage(), schedule.buffers[buffer]
+        weight = isinstance(tensor, torch.nn.Parameter) and about.role == "argument" and not about.held
+        if storage._cdata not in self.known:
+            self.known[storage._cdata] = Known(storage, about.role == "saved" or weight, weight)
+        return self.known[storage._cdata]
+
+
+WATCH: list[Tightest] = []
+
+
+def program(text: str) -> Callable[..., None]:
+    return WATCH[-1].program(text)
+
+
+def backend(inner: str, slotted: bool) -> Callable[..., Any]:
+    def transform(gm: torch.fx.GraphModule, kind: Any) -> None:
+        if slotted:
+            schedule, connect = fx.insert_slots(gm, kind)
+            connect(program(schedule.text))
+
+    def compile_graph(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        with functorch_config.patch(enable_autograd_cache=False):
+            if inner == "eager":
+                return fx.compiler(transform)(gm, inputs)
+            notice = WATCH[-1].notices.append if slotted else None
+            return inductor.compile_program(gm, inputs, notice, registry="slots_child")
+
+    return compile_graph
+
+
+def train(case: dict[str, Any], slotted: bool) -> tuple[list[bytes], list[float]]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    about = slots_models.MODELS[case["model"]]
+    model = about.make()
+    compiled = torch.compile(model, backend=backend(case["inner"], slotted), dynamic=about.dynamic)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    losses = []
+    for step, batch in enumerate(about.batches):
+        torch.manual_seed(step)
+        x = about.input(batch)
+        with torch.set_grad_enabled(about.trains):
+            loss = compiled(x)
+        if about.trains:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        del loss, x
+    return [p.detach().numpy().tobytes() for p in model.parameters()], losses
+
+
+def run(case: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]:
+    plain = train(case, slotted=False)
+    WATCH.append(Tightest(counting))
+    ours = train(case, slotted=True)
+    watch = WATCH.pop()
+    return {
+        "equal": plain == ours,
+        "losses": ours[1],
+        "excess": watch.excess,
+        "slots": watch.slots,
+        "evicted": watch.evicted,
+        "kernels": [[slot.kernel for slot in schedule.slots] for schedule in watch.programs],
+        "symbolic": [schedule.symbolic for schedule in watch.programs],
+        "notices": watch.notices,
+    }
+
+
+def main() -> None:
+    counting = allocator.install()
+    torch.set_num_threads(1)
+    results = []
+    for case in json.loads(sys.argv[1]):
+        try:
+            results.append(run(case, counting))
+        except Exception as error:  # noqa: BLE001  the test looks at it
+            results.append({"error": f"{type(error).__name__}: {error}"})
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""A store on a bench: memory that knows what it should hold, a disk, and processes that get killed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+from teraio import _native
+from teraio.errors import StoreError
+from teraio.runtime import leftovers, store_files, store_places
+from teraio.runtime.extents import Extents, Piece, rounded
+from teraio.runtime.store import Extent, Store
+
+MIB = 1 << 20
+
+# The process dies before the drive has done something, or after it and before anyone is told.
+OPERATIONS = ("kill write", "killed write", "kill read", "killed read")
+POINTS = (*store_files.POINTS, *OPERATIONS)
+
+
+class Memory:
+    """Bytes at an address."""
+
+    def __init__(self, size: int, seed: int | None = None) -> None:
+        self.size = size
+        self.raw = ctypes.create_string_buffer(size)
+        self.address = ctypes.addressof(self.raw)
+        if seed is not None:
+            self.raw.raw = random.Random(seed).randbytes(size)
+
+    def get(self) -> bytes:
+        return self.raw.raw
+
+
+def disk_near(folder: Path) -> Path | None:
+    """`folder`, or a new one beside the tests if that lies in memory; None if there is no disk at all."""
+    for candidate in (folder, Path.cwd() / "build" / f"store-{os.getpid()}"):
+        candidate.mkdir(parents=True, exist_ok=True)
+        fd = os.open(candidate, os.O_RDONLY)
+        try:
+            if not store_places.Place(candidate, fd, 0, store_places.kind_of(fd)).in_memory:
+                return candidate
+        finally:
+            os.close(fd)
+    return None
+
+
+class Faulty:
+    """A store over a fault shim; "memory": on the deterministic engine, "threads": on the real file."""
+
+    def __init__(
+        self, root: Path, where: str = "threads", size_bytes: int = 8 * MIB, **settings: Any
+    ) -> None:
+        self.fault: _native.FaultIo
+
+        def wrap(io: _native.Io) -> _native.Io:
+            inner = io if where == "threads" else _native.MemoryIo(size_bytes=64 * MIB, depth=4)
+            self.fault = _native.FaultIo(inner)
+            return self.fault
+
+        self.store = Store(root, size_bytes, wrap=wrap, **settings)
+
+    def put(self, memory: Memory, name: str) -> Extent:
+        extent = self.store.reserve(memory.size, name)
+        self.store.write(extent, memory.address, name).wait()
+        return extent
+
+    def __enter__(self) -> Faulty:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.store.close()
+
+
+def check_extents(extents: Extents, live: list[tuple[Piece, ...]]) -> None:
+    """The one invariant: every block of every file is live, free, dead or fresh, and only one of these."""
+    owner: list[dict[int, str]] = [{} for _ in extents.files]
+
+    def claim(file: int, offset: int, size: int, what: str, over: str = "") -> None:
+        for block in range(offset, offset + rounded(size), 4096):
+            assert owner[file].get(block, over) == over, (
+                f"block {block} of file {file}: {what}, and {owner[file][block]}"
+            )
+            owner[file][block] = what
+
+    for pieces in live:
+        for piece in pieces:
+            claim(*piece, what="live")
+    for kept in extents._recent.values():
+        for pieces in kept:
+            for piece in pieces:
+                claim(*piece, what="recent")
+    dead = {(f, b) for f, o, s in extents._dead for b in range(o, o + s, 4096)}
+    for number, space in enumerate(extents.files):
+        runs = space.runs()
+        assert all(a + size < b for (a, size), (b, _) in pairwise(runs)), "runs that touch are one run"
+        for offset, size in runs:
+            claim(number, offset, size, "run")
+            assert offset + size < space.end, "a run that touches the end is no run"
+        taken = set(owner[number])
+        assert all(block < space.end for block in taken)
+        missing = set(range(0, space.end, 4096)) - taken
+        assert missing <= {b for f, b in dead if f == number}, f"lost: {sorted(missing)[:5]}"
+        assert not any(owner[f].get(b) in {"run", "recent"} for f, b in dead), "a dead block is free"
+    assert extents.dead_bytes == 4096 * len(dead)
+
+
+# ---- processes
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Forks; the child does the work and ends without cleaning up. Returns its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:  # noqa: BLE001 - the parent sees the exit code
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def churn(store: Store, rounds: int, seed: int = 0, largest: int = 3 * MIB) -> int:
+    """Tensors of mixed sizes come, go out, come back right, and go. Returns how many."""
+    random_ = random.Random(seed)
+    live: list[tuple[Extent, Memory]] = []
+    for number in range(rounds):
+        memory = Memory(random_.randrange(1, largest), seed=random_.randrange(4))
+        extent = store.reserve(memory.size, f"t{number}")
+        store.write(extent, memory.address, f"t{number}").wait()
+        live.append((extent, memory))
+        if len(live) > 6:
+            extent, memory = live.pop(random_.randrange(len(live)))
+            back = Memory(memory.size)
+            store.read(extent, back.address, extent.name, demand=bool(number % 2)).wait()
+            assert back.get() == memory.get()
+            store.release(extent)
+    for extent, _ in live:
+        store.release(extent)
+    return rounds
+
+
+def work_until_killed(root: Path, ready: int) -> NoReturn:
+    """Opens stores, uses them and closes them, again and again."""
+    os.write(ready, b"x")
+    for seed in range(10**9):
+        store = Store(root, 32 * MIB, accept=("tmpfs",))
+        churn(store, 10, seed)
+        store.close()
+    raise AssertionError
+
+
+def die_at(last: str) -> None:
+    """From now on this process kills itself where the store says `last`."""
+
+    def reach(point: str) -> None:
+        if point == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    store_files.reach = reach
+
+
+def killed_at_moment(root: Path, delay_s: float) -> None:
+    """A working process, and SIGKILL after the delay."""
+    reader, writer = os.pipe()
+    pid = in_child(lambda: work_until_killed(root, writer))
+    os.close(writer)
+    assert os.read(reader, 1) == b"x"
+    os.close(reader)
+    time.sleep(delay_s)
+    os.kill(pid, signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+
+
+def killed_at_point(root: Path, point: str) -> None:
+    """A process that kills itself at a named point of the store, or at an operation: `kill write`, `killed
+    read`."""
+
+    def work() -> None:
+        if point in OPERATIONS:
+            rig = Faulty(root, size_bytes=128 * MIB, accept=("tmpfs",))
+            kind, op = point.split()
+            rig.fault.add(kind, op, nth=5)  # type: ignore[arg-type]
+        else:
+            die_at(point)
+            rig = Faulty(root, size_bytes=128 * MIB, accept=("tmpfs",))
+        churn(rig.store, 16)
+        rig.store.close()
+
+    status = os.waitpid(in_child(work), 0)[1]
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (
+        f"{point} was not reached: {status}"
+    )
+
+
+class Left:
+    """What a kill left: bytes in files with names, names before and after the next start, live stores."""
+
+    def __init__(self, root: Path) -> None:
+        paths = list(root.rglob("*"))
+        self.named_bytes = sum(p.stat().st_blocks * 512 for p in paths if p.is_file())
+        self.names = len(paths)
+        self.owners = {one.pid for one in leftovers.running(root)}
+        leftovers.clear(root)
+        self.names_after_start = len(list(root.rglob("*")))
+
+
+class Bystander:
+    """Another process's store in the same directory, with a tensor in it that must stay as it is."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = Store(root, 16 * MIB, accept=("tmpfs",))
+        self.memory = Memory(2 * MIB + 17, seed=77)
+        self.extent = self.store.reserve(self.memory.size, "bystander")
+        self.store.write(self.extent, self.memory.address, "bystander").wait()
+
+    def intact(self) -> bool:
+        back = Memory(self.memory.size)
+        try:
+            self.store.read(self.extent, back.address, "bystander").wait()
+        except StoreError:
+            return False
+        return back.get() == self.memory.get()

@@ -1,0 +1,368 @@
+"""The CUDA device without a GPU: its streams, events and pinned copies on the fake driver, which is late."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from teraio import _native
+from teraio.runtime import cuda
+from teraio.runtime.cuda import CudaDevice, HostTier, Place
+
+KIB = 1024
+GIB = 2**30
+SIZE = 64 * KIB
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to build the fake driver with")
+    target = tmp_path_factory.mktemp("fake") / "libcuda_fake.so"
+    source = Path(__file__).parent / "native" / "fake_cuda.cpp"
+    subprocess.run(
+        [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", source, "-o", target], check=True
+    )
+    return str(target)
+
+
+class FakeCuda:
+    """As much of `torch.cuda` as the device uses, over the fake driver. Kernels read and write bytes."""
+
+    def __init__(self, library: str) -> None:
+        self.driver = ctypes.CDLL(library)
+        self.driver.fake_alloc.restype = ctypes.c_uint64
+        driver = self.driver
+
+        class FakeEvent:
+            def __init__(self) -> None:
+                self.handle = ctypes.c_void_p()
+                driver.cuEventCreate(ctypes.byref(self.handle), 0)
+
+            @property
+            def cuda_event(self) -> int:
+                return self.handle.value or 0
+
+            def record(self, stream: FakeStream) -> None:
+                driver.cuEventRecord(self.handle, stream.handle)
+
+            def __del__(self) -> None:
+                driver.cuEventDestroy_v2(self.handle)
+
+        class FakeStream:
+            def __init__(self, device: Any = None, priority: int = 0) -> None:
+                self.handle = ctypes.c_void_p()
+                driver.cuStreamCreate(ctypes.byref(self.handle), 0)
+
+            def wait_event(self, event: FakeEvent) -> None:
+                driver.cuStreamWaitEvent(self.handle, event.handle, 0)
+
+            def wait_stream(self, other: FakeStream) -> None:
+                event = FakeEvent()
+                event.record(other)
+                self.wait_event(event)
+
+            def synchronize(self) -> None:
+                event = FakeEvent()
+                event.record(self)
+                driver.cuEventSynchronize(event.handle)
+
+        self.Event, self.Stream = FakeEvent, FakeStream
+        self.compute: Any = FakeStream()
+        self.free, self.total, self.reserved = 30, 100, 50
+
+    def current_device(self) -> int:
+        return 0
+
+    def synchronize(self, device: Any = None) -> None:
+        self.compute.synchronize()
+
+    def current_stream(self, device: Any = None) -> Any:
+        return self.compute
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return self.free, self.total
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return self.reserved
+
+    # ---- what a program does
+
+    def copy_on(self, stream: Any, storage: FakeStorage, address: int, size: int, out: bool) -> None:
+        there, here, count = (
+            ctypes.c_uint64(storage.data_ptr()),
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(size),
+        )
+        if out:
+            self.driver.cuMemcpyDtoHAsync_v2(here, there, count, stream.handle)
+        else:
+            self.driver.cuMemcpyHtoDAsync_v2(there, here, count, stream.handle)
+
+    def write(self, storage: FakeStorage, data: bytes) -> Any:
+        """A kernel that writes. Returns what must live until it has run."""
+        held = ctypes.create_string_buffer(data, len(data))
+        self.write_at(storage.data_ptr(), held)
+        return held
+
+    def write_at(self, address: int, held: Any) -> None:
+        self.driver.fake_kernel_write(
+            self.compute.handle, ctypes.c_uint64(address), held, ctypes.c_size_t(len(held))
+        )
+
+    def read(self, storage: FakeStorage) -> Any:
+        """A kernel that reads: the buffer that it fills when it runs."""
+        seen = ctypes.create_string_buffer(SIZE)
+        there = ctypes.c_uint64(storage.data_ptr())
+        self.driver.fake_kernel_read(self.compute.handle, seen, there, ctypes.c_size_t(SIZE))
+        return seen
+
+
+POISON = ctypes.create_string_buffer(b"\xdd" * SIZE, SIZE)
+
+
+class FakeStorage:
+    """Freed memory goes at once to whatever the compute stream runs next: a kernel that poisons it."""
+
+    pool: list[int]
+
+    def __init__(self, fake: FakeCuda, pool: list[int]) -> None:
+        self.fake = fake
+        self.pool = pool
+        self.address = 0
+        self.resize_(SIZE)
+
+    def resize_(self, size: int) -> None:
+        if size:
+            assert not self.address
+            self.address = (
+                self.pool.pop() if self.pool else self.fake.driver.fake_alloc(ctypes.c_size_t(SIZE))
+            )
+        else:
+            self.fake.write_at(self.address, POISON)
+            self.pool.append(self.address)
+            self.address = 0
+
+    def nbytes(self) -> int:
+        return SIZE if self.address else 0
+
+    def data_ptr(self) -> int:
+        assert self.address, "a storage is used while it is away"
+        return self.address
+
+
+@pytest.fixture
+def fake(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    made = FakeCuda(library)
+    made.driver.fake_set(random.randrange(1000), 300)
+    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=made, device=lambda *about: about))
+    monkeypatch.setattr(cuda, "copy_on", made.copy_on)
+    native = SimpleNamespace(Slabs=_native.Slabs, CudaCopier=lambda: _native.CudaCopier(library))
+    monkeypatch.setattr(cuda, "_native", native)
+    yield made
+    made.synchronize()
+
+
+def bytes_of(seed: int) -> bytes:
+    return random.Random(seed).randbytes(SIZE)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_tensor_survives_the_host_tier_whatever_the_streams_do(fake: FakeCuda, seed: int) -> None:
+    """Six tensors in memory for three, back and forth without ever stopping the host."""
+    fake.driver.fake_set(seed * 100, 300)
+    device, order = CudaDevice(), random.Random(seed)
+    tier, held = HostTier(device, 16 * 2**20), []
+    pool: list[int] = []
+    tensors = [FakeStorage(fake, pool) for _ in range(6)]
+    holds = [bytes_of(seed * 10 + index) for index in range(6)]
+    places: list[Place | None] = [None] * 6
+    seen: list[tuple[Any, bytes]] = []
+    for index, storage in enumerate(tensors):
+        held.append(fake.write(storage, holds[index]))
+    for turn in range(40):
+        index = order.randrange(6)
+        storage, place = tensors[index], places[index]
+        if place is None:
+            place = places[index] = tier.reserve(SIZE)
+            assert place is not None
+            device.end_evict(device.begin_evict(storage, tier.write(place)))
+        else:
+            pending = device.begin_fetch(storage, SIZE, tier.read(place, demand=turn % 2 == 0))
+            device.end_fetch(pending)
+            tier.release(place)
+            places[index] = None
+            seen.append((fake.read(storage), holds[index]))
+            if order.random() < 0.5:
+                holds[index] = bytes_of(1000 + turn)
+                held.append(fake.write(storage, holds[index]))
+    fake.synchronize()
+    assert seen
+    assert all(buffer.raw == data for buffer, data in seen)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tensor_survives_the_ssd_tier(fake: FakeCuda, seed: int, tmp_path: Path) -> None:
+    """The same through pinned slabs and a file: the copier waits for the mark by its handle."""
+    fake.driver.fake_set(seed * 100, 300)
+    device = CudaDevice()
+    fd = os.open(tmp_path / "store", os.O_RDWR | os.O_CREAT)
+    transfers = _native.Transfers(
+        _native.ThreadIo([(fd, "store")]), device.slabs(16 * KIB, 4), copier=device.copier
+    )
+    os.close(fd)
+    storage, data = FakeStorage(fake, []), bytes_of(seed)
+    held = fake.write(storage, data)
+
+    class Ticket:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def done(self) -> bool:
+            return transfers.done(self.number)
+
+        def wait(self) -> None:
+            transfers.wait(self.number)
+
+    def out(storage: Any, mark: Any) -> Ticket:
+        return Ticket(transfers.out(storage.data_ptr(), SIZE, [(0, 0, SIZE)], 1, 1, event=mark.handle))
+
+    def into(storage: Any, mark: Any) -> Ticket:
+        return Ticket(transfers.into(storage.data_ptr(), SIZE, [(0, 0, SIZE)], 1, 1, event=mark.handle))
+
+    device.end_evict(device.begin_evict(storage, out))
+    device.end_fetch(device.begin_fetch(storage, SIZE, into))
+    seen = fake.read(storage)
+    fake.synchronize()
+    assert seen.raw == data == held.raw
+    transfers.close()
+
+
+def test_a_missing_wait_shows_here_too(fake: FakeCuda) -> None:
+    """The compute stream does not wait for the copy out before the memory is used again."""
+    wrong = 0
+    for seed in range(30):
+        fake.driver.fake_set(seed * 10, 2000)
+        device = CudaDevice()
+        device.compute_waits = lambda event: None  # type: ignore[method-assign]
+        tier, storage = HostTier(device, 16 * 2**20), FakeStorage(fake, [])
+        place = tier.reserve(SIZE)
+        assert place is not None
+        held = fake.write(storage, bytes_of(seed))
+        device.end_evict(device.begin_evict(storage, tier.write(place)))
+        device.drain()
+        wrong += ctypes.string_at(place.address, SIZE) != held.raw
+        fake.synchronize()
+    assert wrong >= 3
+
+
+def test_another_current_stream_is_put_behind_the_last_one(fake: FakeCuda) -> None:
+    device, first = CudaDevice(), fake.compute
+    storage = FakeStorage(fake, [])
+    fake.driver.fake_set(1, 20_000)
+    held = fake.write(storage, bytes_of(1))
+    fake.compute = fake.Stream()
+    device.mark()
+    seen = fake.read(storage)
+    fake.synchronize()
+    assert seen.raw == held.raw
+    assert fake.compute is not first
+
+
+def test_a_mark_inside_a_side_stream_is_a_programmer_error(fake: FakeCuda) -> None:
+    device = CudaDevice()
+    fake.compute = device.fetch_stream
+    with pytest.raises(AssertionError, match="inside a side stream"):
+        device.mark()
+
+
+def test_the_budget_is_free_and_held_memory_less_five_percent(fake: FakeCuda) -> None:
+    device = CudaDevice()
+    assert (device.capacity_bytes(), device.available_bytes(), device.default_budget_bytes()) == (100, 80, 76)
+
+
+def test_memory_that_cannot_be_pinned_is_refused_with_the_remedy(fake: FakeCuda) -> None:
+    device = CudaDevice()
+    device.copier = SimpleNamespace(pin=lambda slabs: 2)  # type: ignore[assignment]
+    with pytest.raises(OSError, match=r"refuses to pin 8 KiB \(error 2\).*ulimit -l"):
+        device.slabs(4096, 2)
+
+
+# ---- places in pinned memory
+
+
+class Toy:
+    """Pins nothing: an arena is an address."""
+
+    def __init__(self) -> None:
+        self.at = GIB
+
+    def slabs(self, slab_bytes: int, count: int) -> Any:
+        self.at += 4 * GIB
+        return SimpleNamespace(address=self.at, arena_bytes=slab_bytes * count)
+
+
+def toy_tier(limit: int) -> HostTier:
+    return HostTier(Toy(), limit)  # type: ignore[arg-type]
+
+
+def test_places_never_overlap_and_all_memory_comes_back() -> None:
+    tier, order = toy_tier(3 * GIB), random.Random(1)
+    live: list[Place] = []
+    for _ in range(3000):
+        if order.random() < 0.5 and live:
+            tier.release(live.pop(order.randrange(len(live))))
+        else:
+            place = tier.reserve(order.randrange(1, GIB // 4))
+            live += [place] if place else []
+        edges = sorted(live)
+        assert all(one.address + one.size_bytes <= two.address for one, two in pairwise(edges))
+    for place in live:
+        tier.release(place)
+    assert tier.pinned_bytes == 3 * GIB
+    assert sorted(place.size_bytes for place in tier._free) == [GIB] * 3
+
+
+def test_the_limit_is_kept_and_a_freed_place_serves_again() -> None:
+    tier = toy_tier(GIB + GIB // 2)
+    one, two = tier.reserve(GIB), tier.reserve(GIB // 2)
+    assert one and two
+    assert tier.reserve(1) is None
+    tier.release(one)
+    assert tier.reserve(GIB - 5) == one
+    assert tier.pinned_bytes == GIB + GIB // 2
+
+
+def test_a_tensor_larger_than_a_segment_has_one_of_its_own() -> None:
+    tier = toy_tier(8 * GIB)
+    place = tier.reserve(2 * GIB + 1)
+    assert place is not None
+    assert place.size_bytes >= 2 * GIB + 1
+    assert tier.pinned_bytes == 3 * GIB
+
+
+def test_when_no_more_can_be_pinned_what_there_is_stays_in_use() -> None:
+    tier = toy_tier(8 * GIB)
+    one = tier.reserve(GIB)
+    assert one is not None
+
+    def refuse(slab_bytes: int, count: int) -> Any:
+        raise OSError(12, "no")
+
+    tier.device.slabs = refuse  # type: ignore[method-assign]
+    assert tier.reserve(GIB) is None
+    assert "no" in str(tier.refused)
+    tier.release(one)
+    assert tier.reserve(GIB // 2) is not None
+    assert tier.reserve(2 * GIB) is None

@@ -1,0 +1,309 @@
+"""The doctor: a finding says what to do, the worst sets the exit code, planners take the machine file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from teraio import _native, doctor, findings
+from teraio.errors import StoreError
+from teraio.findings import Finding, Verdict
+from teraio.machine import Machine
+from teraio.runtime import measure, memory, store_slabs
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def report(disk: Path) -> doctor.Report:
+    return doctor.run(disk, seconds=0.2, name="toy")
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+# ---- a whole run
+
+
+def test_the_doctor_finds_this_machine_usable(report: doctor.Report) -> None:
+    assert report.exit_code in (0, 1), report.text()
+    assert [link.tier for link in report.links] == ["ssd"]
+    link = report.links[0]
+    assert min(link.evict_bytes_per_s, link.fetch_bytes_per_s, link.together_bytes_per_s) > 10**6
+    assert 0 < link.fetch_latency_ns < 10**9
+
+
+def test_what_is_not_right_has_its_fix_beside_it(report: doctor.Report) -> None:
+    for finding in report.findings:
+        assert finding.found
+        assert bool(finding.fix) == (finding.verdict is not Verdict.PASS), finding
+        assert f"{finding.verdict.value}  {finding.name}" in report.text()
+        assert not finding.fix or f"fix: {finding.fix}" in report.text()
+
+
+def test_the_report_is_one_json_object_of_words_and_integers(report: doctor.Report) -> None:
+    read = json.loads(report.json(), parse_float=lambda text: pytest.fail(f"{text} is no integer"))
+    assert read["exit_code"] == report.exit_code
+    assert {finding["verdict"] for finding in read["findings"]} <= {"PASS", "WARN", "FAIL"}
+    assert read["links"][0]["evict_bytes_per_s"] == report.links[0].evict_bytes_per_s
+
+
+def test_the_machine_file_is_read_back(disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "here.machine.json"
+    args = options("--store", str(disk), "-o", str(path), "--json", "--seconds", "0.1")
+    assert doctor.main(args) in (0, 1)
+    machine = Machine.read(path)
+    assert machine.name == "here"
+    assert {tier.name for tier in machine.tiers} == {"device", "ssd"}
+    assert {(link.source, link.target) for link in machine.links} == {("device", "ssd"), ("ssd", "device")}
+
+
+def test_nothing_is_left_behind_and_nobody_else_can_look(
+    disk: Path, report: doctor.Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(disk.iterdir()) == []
+    modes: list[int] = []
+    real = os.open
+
+    def watched(path: str, flags: int, mode: int = 0o777) -> int:
+        modes.append(mode)
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", watched)
+    with measure.private_file(disk) as (fd, _):
+        about = os.fstat(fd)
+        assert about.st_nlink == 0
+        assert stat.S_IMODE(about.st_mode) == 0o600
+    assert modes == [0o600]
+
+
+# ---- what cannot work
+
+
+def test_an_unusable_store_is_exit_code_2_with_the_path(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    report = doctor.run(blocked, seconds=0.1)
+    assert report.exit_code == 2
+    assert any(
+        finding.verdict is Verdict.FAIL and str(blocked) in finding.found for finding in report.findings
+    )
+    assert report.links == ()
+    assert "not usable" in report.text()
+
+
+def test_no_machine_file_is_written_without_a_measured_link(tmp_path: Path) -> None:
+    blocked, out = tmp_path / "file", tmp_path / "x.machine.json"
+    blocked.write_text("")
+    assert doctor.main(options("--store", str(blocked), "-o", str(out))) == 2
+    assert not out.exists()
+
+
+def faulty(**fault: Any) -> Any:
+    def around(io: _native.Io) -> _native.Io:
+        shim = _native.FaultIo(io)
+        shim.add(sticky=True, **fault)
+        return shim
+
+    return around
+
+
+def test_a_crawling_drive_is_refused_in_bounded_time(disk: Path) -> None:
+    begun = time.monotonic()
+    with pytest.raises(StoreError, match=r"writes .*/s; a store needs 4 MB/s and more"):
+        measure.store_link(disk, 0.2, around=faulty(kind="delay", delay_s=1.5))
+    assert time.monotonic() - begun < 15
+
+
+def test_a_drive_that_fails_is_named(disk: Path) -> None:
+    with pytest.raises(StoreError, match="a measured block"):
+        measure.store_link(disk, 0.1, around=faulty(kind="EIO", op="read"))
+
+
+def test_a_slow_drive_is_measured_with_small_blocks_and_as_fast_as_a_fast_one(disk: Path) -> None:
+    begun = time.monotonic()
+    measured = measure.store_link(disk, 0.4, around=faulty(kind="delay", delay_s=0.05))
+    assert time.monotonic() - begun < 10
+    assert measured.link.evict_latency_ns > 50 * 10**6
+    assert (
+        measured.link.evict_bytes_per_s < 8 * store_slabs.SLAB_BYTES * 20 * 1.2
+    )  # 8 slabs per 50 ms at most
+
+
+# ---- sharing
+
+
+def link(evict: int, fetch: int, both_evict: int, both_fetch: int) -> measure.Link:
+    return measure.Link("ssd", evict, fetch, both_evict, both_fetch, 1000, 1000)
+
+
+@pytest.mark.parametrize(
+    ("rates", "shares", "shared"),
+    [
+        ((100, 100, 100, 100), False, 200),
+        ((100, 100, 90, 88), False, 178),
+        ((100, 100, 50, 50), True, 100),
+        ((100, 40, 30, 30), True, 100),  # less than one alone: what one carries is there
+        ((100, 60, 70, 50), True, 120),
+    ],
+)
+def test_links_share_when_both_at_once_carry_clearly_less(
+    rates: tuple[int, int, int, int], shares: bool, shared: int
+) -> None:
+    assert link(*rates).shares is shares
+    assert link(*rates).shared_bytes_per_s == shared
+
+
+def test_a_shared_bandwidth_is_in_the_machine_file() -> None:
+    machine = doctor.machine_of("toy", [link(100, 100, 50, 50)], 10**9, 10**9)
+    assert machine.shared == (("device_ssd", 100),)
+    assert {one.shares for one in machine.links} == {"device_ssd"}
+    assert Machine.loads(machine.dumps()) == machine
+    assert doctor.machine_of("toy", [link(100, 100, 100, 100)], 10**9, 10**9).shared == ()
+
+
+# ---- single findings
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict", "word"),
+    [
+        (findings.torch_version("2.13.0+cpu", "torch<2.14,>=2.11"), Verdict.PASS, "tested"),
+        (findings.torch_version("2.14.1", "torch<2.14,>=2.11"), Verdict.WARN, "not tested"),
+        (findings.torch_version("2.10.0", "torch<2.14,>=2.11"), Verdict.WARN, "not tested"),
+        (findings.torch_version("", "torch>=2.11"), Verdict.FAIL, "not installed"),
+        (findings.compiler(None), Verdict.WARN, "no C++ compiler"),
+        (findings.huge_pages("always madvise [never]"), Verdict.WARN, "never"),
+        (findings.huge_pages("always [madvise] never"), Verdict.PASS, "madvise"),
+        (findings.huge_pages(""), Verdict.WARN, "none"),
+        (findings.slab_pages(4096, "[madvise]"), Verdict.WARN, "4 KiB"),
+        (findings.slab_pages(2 * MIB, "[madvise]"), Verdict.PASS, "2 MiB"),
+        (findings.freed_bytes(100 * MIB, 50 * MIB, "/usr/lib/libjemalloc.so"), Verdict.WARN, "50 MiB"),
+        (findings.freed_bytes(100 * MIB, 0, ""), Verdict.PASS, "at once"),
+        (findings.locked_memory(65536, False, ""), Verdict.PASS, "nothing is pinned"),
+        (findings.locked_memory(65536, True, "error 2"), Verdict.WARN, "error 2"),
+        (findings.file_system("overlayfs", "/tmp"), Verdict.WARN, "overlayfs"),
+        (findings.room(100 * MIB), Verdict.FAIL, "100 MiB"),
+        (findings.room(2**33), Verdict.WARN, "8 GiB"),
+        (findings.direct_io(False), Verdict.WARN, "page cache"),
+        (findings.store_rate(10**8, 10**8, 10**8), Verdict.WARN, "100 MB/s"),
+        (findings.store_rate(10**10, 10**10, 2 * 10**9), Verdict.WARN, "2.00 s of CPU"),
+        (
+            findings.memory(2**34, 2**35, 2**33, 2**32, "/sys/fs/cgroup/a", 2**33 - 1),
+            Verdict.WARN,
+            "/sys/fs/cgroup/a",
+        ),
+        (findings.memory(2**34, 2**35, None, 0, "", 2**33), Verdict.PASS, "no control group"),
+        (findings.gpu(("H100",), "torch is built without CUDA"), Verdict.WARN, "H100, but"),
+        (findings.gpu((), "torch is built without CUDA"), Verdict.PASS, "none"),
+        (findings.gpu(("H100",), None), Verdict.PASS, "H100"),
+        (findings.direct_storage(True, "the file is in compat mode"), Verdict.PASS, "compat"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Finding) else None,
+)
+def test_a_finding_judges_one_fact(finding: Finding, verdict: Verdict, word: str) -> None:
+    assert finding.verdict is verdict
+    assert word.replace(" MiB", ".0 MiB") in finding.found or word in finding.found, finding.found
+    assert bool(finding.fix) == (verdict is not Verdict.PASS)
+
+
+def test_exit_codes_follow_the_worst_finding() -> None:
+    one = {verdict: Finding("x", verdict, "y", "z") for verdict in Verdict}
+    assert doctor.Report((one[Verdict.PASS],), (), None).exit_code == 0
+    assert doctor.Report((one[Verdict.PASS], one[Verdict.WARN]), (), None).exit_code == 1
+    assert doctor.Report((one[Verdict.FAIL], one[Verdict.WARN]), (), None).exit_code == 2
+
+
+def test_kept_memory_is_noticed() -> None:
+    """Blocks of 64 KiB come from the heap; one that lies behind them keeps all of them with the process."""
+    memory.return_freed_memory()
+    doctor.churn(32 * MIB)
+    assert doctor.churn(64 * MIB) < 6 * MIB
+
+
+# ---- memory and control groups
+
+
+def tree(root: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
+    everything = {
+        "proc/meminfo": "MemTotal: 16777216 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\n",
+        "proc/self/cgroup": groups,
+        "proc/self/mountinfo": mounts,
+        **files,
+    }
+    for name, text in everything.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n"
+V1 = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+
+
+def test_without_a_control_group_memory_is_what_is_available(tmp_path: Path) -> None:
+    found = memory.read(tree(tmp_path, "0::/\n", V2, {"sys/fs/cgroup/cgroup.procs": ""}))
+    assert (found.obtainable_bytes, found.capacity_bytes, found.group) == (2**33, 2**34, None)
+
+
+def test_the_lowest_limit_above_the_process_counts(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/a/memory.max": f"{2**32}\n",
+        "sys/fs/cgroup/a/memory.current": "1000\n",
+        "sys/fs/cgroup/a/b/memory.max": "max\n",
+        "sys/fs/cgroup/a/b/memory.current": "500\n",
+        "sys/fs/cgroup/a/b/c/memory.max": f"{2**33}\n",
+        "sys/fs/cgroup/a/b/c/memory.current": "5\n",
+    }
+    found = memory.read(tree(tmp_path, "0::/a/b/c\n", V2, files))
+    assert found.obtainable_bytes == found.capacity_bytes == 2**32
+    assert found.group is not None
+    assert found.group.path.name == "a"
+    assert found.group.used_bytes == 1000
+
+
+def test_version_1_beside_version_2(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "7\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{2**31}\n",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "7\n",
+    }
+    groups = "9:name=systemd:/\n4:cpu,memory:/job\n0::/\n"
+    assert memory.read(tree(tmp_path, groups, V1 + V2, files)).obtainable_bytes == 2**31
+
+
+def test_in_a_container_the_mount_shows_only_the_own_part_of_the_tree(tmp_path: Path) -> None:
+    mounts = V1.replace(" / /sys", " /docker/abc /sys")
+    files = {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**30}\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "7\n",
+    }
+    assert memory.read(tree(tmp_path, "4:memory:/docker/abc\n", mounts, files)).obtainable_bytes == 2**30
+
+
+def test_a_tree_that_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        "0::/../../x\n",
+        V2,
+        {"sys/fs/cgroup/memory.max": "garbage", "sys/fs/cgroup/memory.current": ""},
+    )
+    assert memory.read(root).obtainable_bytes == 2**33
+    (root / "proc/self/mountinfo").unlink()
+    assert memory.read(root).group is None

@@ -1,0 +1,130 @@
+"""Promises about slots in FX graphs: with the tightest engine there is the numbers are those of the same
+program without slots, and no kernel takes more than its slot knew of."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import slots_models
+import torch
+from torch.fx import GraphModule
+
+from teraio.passes import fx
+from teraio.schedule import Schedule
+
+HERE = Path(__file__).parent
+
+# What a library kernel takes for itself, and no one outside knows: bytes at most, at these shapes.
+WORKSPACES = {
+    "_scaled_dot_product_flash_attention": 16 * 1024,
+    "native_layer_norm_backward": 1024,
+    "native_dropout_backward": 64 * 1024,
+    "run_": 64 * 1024,  # dropout and attention with a random state kept
+    "index_put": 4096,
+    "flex_attention": 640 * 1024,  # not fused here: all scores at once
+    "sum": 128 * 1024,  # of truth values: they become integers first
+}
+SCALAR_BYTES = 64
+
+
+def run(*cases: dict[str, Any]) -> list[dict[str, Any]]:
+    command = [sys.executable, str(HERE / "slots_child.py"), json.dumps(cases)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return results
+
+
+@cache
+def eager_runs() -> dict[str, dict[str, Any]]:
+    names = list(slots_models.MODELS)
+    return dict(zip(names, run(*({"model": name, "inner": "eager"} for name in names))))
+
+
+def beyond(excess: dict[str, int], workspaces: dict[str, int]) -> dict[str, int]:
+    """Kernels that took more than was known, and more than a library kernel's workspace."""
+
+    def limit(kernel: str) -> int:
+        return max(
+            (most for name, most in workspaces.items() if kernel.startswith(name)), default=SCALAR_BYTES
+        )
+
+    return {kernel: over for kernel, over in excess.items() if over > limit(kernel)}
+
+
+@pytest.mark.parametrize("model", slots_models.MODELS)
+def test_an_engine_that_evicts_all_it_may_changes_no_bit_and_sees_every_byte(model: str) -> None:
+    result = eager_runs()[model]
+    assert not result.get("error")
+    assert result["equal"]
+    assert result["evicted"] >= 15, "nothing moved: the test shows nothing"
+    assert beyond(result["excess"], WORKSPACES) == {}
+
+
+def test_one_program_serves_every_batch_and_its_slots_evaluate_their_bytes() -> None:
+    result = eager_runs()["any batch"]
+    assert result["symbolic"][:2] == [True, True]
+    assert len(result["kernels"]) <= 4  # and one for a batch of one
+
+
+def slotted(model: torch.nn.Module, batch: torch.Tensor) -> list[tuple[GraphModule, Schedule]]:
+    graphs: list[tuple[GraphModule, Schedule]] = []
+
+    def transform(gm: GraphModule, kind: Any) -> None:
+        schedule, connect = fx.insert_slots(gm, kind)
+        connect(lambda index, tensors, live=None: None)
+        graphs.append((gm, schedule))
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=fx.compiler(transform), dynamic=True)(batch).backward()
+    return graphs
+
+
+def test_the_graph_carries_its_slots_and_prints_them() -> None:
+    about = slots_models.MODELS["any batch"]
+    (forward, schedule), (backward, _) = slotted(about.make(), about.input(4))
+    assert forward.code.count("teraio_slot(") == len(schedule.slots)
+    assert "teraio_slot(0, (" in backward.code
+
+
+def test_nothing_symbolic_is_left_when_the_graph_runs() -> None:
+    """The bytes of a slot are made by nodes of plain integer arithmetic."""
+    about = slots_models.MODELS["rows of any batch"]
+    for gm, schedule in slotted(about.make(), about.input(4)):
+        assert schedule.symbolic
+        lives = [
+            node.args[2]
+            for node in gm.graph.nodes
+            if node.op == "call_function"
+            and len(node.args) == 3
+            and getattr(node.target, "__name__", "") == "teraio_slot"
+        ]
+        assert any(isinstance(live, torch.fx.Node) for live in lives)
+        assert "sympy" not in gm.code
+
+
+def test_a_size_that_data_decide_is_bounded_until_it_is_known() -> None:
+    about = slots_models.MODELS["rows"]
+    (gm, schedule), _ = slotted(about.make(), about.input(4))
+    chosen = next(index for index, slot in enumerate(schedule.slots) if slot.kernel == "index")
+    slots = [node for node in gm.graph.nodes if getattr(node.target, "__name__", "") == "teraio_slot"]
+    before = inputs_of(slots[chosen].args[2])
+    after = [inputs_of(slot.args[2]) for slot in slots[chosen + 1 :] if len(slot.args) == 3]
+    gm.graph.lint()  # every node that is used stands before its use
+    rows = {node.name for node in gm.graph.nodes if node.target == "size" and node.args[0].name == "index"}
+    assert rows, "nobody asks how many rows there are"
+    assert before and not rows & before
+    assert any(rows & names for names in after)
+
+
+def inputs_of(value: Any) -> set[str]:
+    """Names of all nodes that a value is computed from."""
+    if not isinstance(value, torch.fx.Node):
+        return set()
+    return {value.name}.union(*(inputs_of(node) for node in value.all_input_nodes))

@@ -1,0 +1,181 @@
+"""Options: one field, three doors, and words that name what is accepted."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from teraio.errors import OptionError
+from teraio.options import (
+    Memory,
+    Options,
+    add_flags,
+    disabled,
+    env_name,
+    flag_name,
+    from_flags,
+    options_table,
+)
+
+NAMES = [field.name for field in dataclasses.fields(Options)]
+
+# name, as text, what it becomes; every option is here
+GOOD: list[tuple[str, str, Any]] = [
+    ("memory", "20GiB", Memory(20 * 2**30)),
+    ("memory", "80%", Memory(percent=Fraction(80))),
+    ("memory", "12.5 %", Memory(percent=Fraction(25, 2))),
+    ("memory", "min", Memory()),
+    ("host_memory", "50%", Memory(percent=Fraction(50))),
+    ("store", "/mnt/a", ("/mnt/a",)),
+    ("store", f"/mnt/a{os.pathsep}/mnt/b", ("/mnt/a", "/mnt/b")),
+    ("store", "null", ("null",)),
+    ("store_size", "1TB", Memory(10**12)),
+    ("warmup", "5", 5),
+    ("inner", "eager", "eager"),
+    ("mode", "max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs"),
+    ("inductor", "max_autotune=true,a.b=3,c=x", (("a.b", 3), ("c", "x"), ("max_autotune", True))),
+    ("plan", "run.plan.json", "run.plan.json"),
+    ("profile", "run.profile.json", "run.profile.json"),
+    ("timeline", "run.timeline.json", "run.timeline.json"),
+    ("planner", "greedy", "greedy"),
+    ("planner", "zero-infinity", "zero-infinity"),
+    ("plan_time", "10s", 10**10),
+    ("optimizer_step", "host", "host"),
+    ("recompute", "auto", "auto"),
+    ("keep", "*.embed.*", ("*.embed.*",)),
+    ("keep", "*.embed.*, lm_head.*", ("*.embed.*", "lm_head.*")),
+    ("max_write_per_day", "2TB/day", 2 * 10**12),
+    ("checksum", "off", False),
+    ("on_fallback", "error", "error"),
+]
+
+
+def test_every_option_is_tried() -> None:
+    assert {name for name, _, _ in GOOD} == set(NAMES)
+
+
+@pytest.mark.parametrize(("name", "text", "value"), GOOD)
+def test_three_doors_lead_to_the_same_value(name: str, text: str, value: Any) -> None:
+    by_dict = Options.parse({name: text}, {})
+    by_environment = Options.parse({}, {env_name(name): text})
+    parser = argparse.ArgumentParser()
+    add_flags(parser, NAMES)
+    by_flag = from_flags(parser.parse_args([flag_name(name), text]), {})
+    assert getattr(by_dict, name) == value
+    assert by_dict == by_environment == by_flag
+    # and what was parsed parses again
+    if name != "plan_time":  # whose bare numbers are seconds
+        assert Options.parse({name: getattr(by_dict, name)}, {}) == by_dict
+    assert by_dict.key() == by_environment.key() != Options().key()
+    assert hash(by_dict) == hash(by_flag)
+
+
+BAD: list[tuple[dict[Any, Any], str]] = [
+    ({"memry": "1GiB"}, "option 'memry' is unknown; did you mean memory?; options are memory, host_memory"),
+    ({"Memory": "1GiB"}, "did you mean memory?"),
+    ({"\x1b[2J": 1}, r"option '\x1b[2J' is unknown"),
+    ({3: 1}, "option '3' is unknown"),
+    ({"memory": "20G"}, "option 'memory': '20G' has an unknown unit 'G'"),
+    ({"memory": "0%"}, "'0%' is not a percentage above 0% and up to 100%"),
+    ({"memory": "101%"}, "accepted are 20GiB, 80% and min"),
+    ({"memory": 0}, "'0' is nothing"),
+    ({"memory": 0.8}, "accepted are 20GiB, 80% and min"),
+    ({"memory": True}, "accepted are 20GiB, 80% and min"),
+    ({"store_size": "min"}, "option 'store_size': 'min' is not"),
+    ({"store": ""}, "is not the path of a file or directory"),
+    ({"store": "a\0b"}, "is not the path of a file or directory"),
+    ({"store": 5}, "is not the path of a file or directory"),
+    ({"warmup": 0}, "'0' is not a whole number from 1 to 1000"),
+    ({"warmup": 2.5}, "'2.5' is not a whole number"),
+    ({"warmup": True}, "'True' is not a whole number"),
+    ({"inner": "inductr"}, "is not one of inductor, eager; did you mean inductor?"),
+    ({"inner": ["eager"]}, "is not one of inductor, eager"),
+    ({"mode": "x; y"}, "is not a name"),
+    ({"inductor": "fast"}, "is not of the form name=value"),
+    ({"inductor": {"a": [1]}}, "expected a bool, a number or a string"),
+    ({"inductor": 5}, "is neither a dict nor"),
+    ({"planner": "gredy"}, "did you mean greedy?"),
+    ({"plan_time": "0s"}, "is nothing; expected a duration"),
+    ({"plan_time": "5 weeks"}, "unknown unit 'weeks'"),
+    ({"plan_time": float("nan")}, "is not a duration"),
+    ({"keep": [1]}, "is not a list of name globs"),
+    ({"keep": 5}, "is not a list of name globs"),
+    ({"max_write_per_day": "2TB/hour"}, "is not a size"),
+    ({"checksum": "maybe"}, "'maybe' is not one of on, off"),
+    ({"on_fallback": "ignore"}, "is not one of warn, error"),
+    ({"inner": "eager", "mode": "default"}, "option 'mode' is for Inductor, but inner is 'eager'"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), BAD, ids=[said for _, said in BAD])
+def test_what_is_wrong_is_named_with_what_is_accepted(given: dict[Any, Any], said: str) -> None:
+    with pytest.raises(OptionError) as error:
+        Options.parse(given, {})
+    line = str(error.value)
+    assert said in line and line.isprintable() and len(line) < 700
+
+
+def test_a_dict_wins_over_the_environment_and_empty_means_unset() -> None:
+    environ = {"TERAIO_MEMORY": "1GiB", "TERAIO_WARMUP": "", "TERAIO_PLANNER": " "}
+    assert Options.parse({"memory": "2GiB"}, environ).memory == Memory(2 * 2**30)
+    assert Options.parse({"memory": None}, environ).memory == Memory(2**30)
+    assert Options.parse({}, environ).warmup == 3
+    with pytest.raises(OptionError, match=r"^TERAIO_MEMORY: 'much'"):
+        Options.parse({}, {"TERAIO_MEMORY": "much"})
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERAIO_WARMUP", "7")
+    assert Options.parse().warmup == 7
+
+
+def test_memory_becomes_bytes() -> None:
+    assert Memory(5).resolve(100, 40) == 5
+    assert Memory(percent=Fraction(80)).resolve(101, 40) == 80
+    assert Memory().resolve(100, 40) == 40
+    assert [str(Memory(5)), str(Memory(percent=Fraction(25, 2))), str(Memory())] == ["5B", "12.5%", "min"]
+
+
+def test_a_key_tells_apart_what_was_asked_and_what_shapes_the_program() -> None:
+    some = Options.parse({"memory": "2GiB", "inner": "eager"}, {})
+    assert some.key() == "memory=2147483648B inner='eager'"
+    assert some.key(program_only=True) == "inner='eager'"
+    assert Options().key() == "defaults"
+    inductor = [
+        Options.parse({"inductor": order}, {}).key() for order in ({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    ]
+    assert inductor[0] == inductor[1]
+
+
+def test_paths_and_lists_are_taken_as_python_has_them(tmp_path: Path) -> None:
+    some = Options.parse({"store": [tmp_path, "~/x"], "profile": tmp_path / "p.json", "keep": ("a", "b")}, {})
+    assert some.store == (str(tmp_path), os.path.expanduser("~/x"))
+    assert some.profile == str(tmp_path / "p.json")
+    parser = argparse.ArgumentParser()
+    add_flags(parser, ["keep", "memory"])
+    assert from_flags(parser.parse_args(["--keep", "a", "--keep", "b"]), {}).keep == ("a", "b")
+    assert "--memory" in parser.format_help() and "--store" not in parser.format_help()
+
+
+def test_teraio_disable() -> None:
+    assert not disabled({}) and not disabled({"TERAIO_DISABLE": ""}) and not disabled({"TERAIO_DISABLE": "0"})
+    assert disabled({"TERAIO_DISABLE": "1"})
+    with pytest.raises(OptionError, match="TERAIO_DISABLE"):
+        disabled({"TERAIO_DISABLE": "perhaps"})
+
+
+def test_the_table_has_a_row_with_words_for_each_option() -> None:
+    rows = options_table().splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == NAMES
+    for field, row in zip(dataclasses.fields(Options), rows, strict=True):
+        assert field.metadata["doc"] and row.count(" | ") == 4
+
+
+def test_readme_has_the_options_as_the_code_has_them() -> None:
+    assert options_table() in (Path(__file__).parents[1] / "README.md").read_text()

@@ -1,0 +1,341 @@
+"""Promises about slots: whatever the program, every slot stands before the memory is taken, is handed what
+the next kernel touches under a name that holds it there, and knows all bytes that are alive."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from slots_checker import check, launch, lay, signature
+
+from teraio.passes import slots
+from teraio.passes.slots import (
+    Alias,
+    Event,
+    Forget,
+    Make,
+    Place,
+    Signature,
+    own_bytes,
+    whole_program,
+)
+from teraio.schedule import MADE, READ, WRITE, Schedule
+
+# ---- by hand
+
+
+def test_a_slot_stands_before_the_allocations_of_its_kernel() -> None:
+    events: list[Event] = [Make(3, "a", 8), Make(4, "b", 16), launch(5, "mm", "w", "a b")]
+    schedule, places = lay(signature("a"), events)
+    assert [(slot.kernel, place.at) for slot, place in zip(schedule.slots, places)] == [
+        ("enter", 0),
+        ("mm", 3),
+        ("exit", 6),
+    ]
+    assert schedule.slots[1].live_bytes == 24
+    check(signature("a"), events, (schedule, places))
+
+
+def test_an_output_that_the_next_kernel_reads_is_made_and_needed_at_one_slot() -> None:
+    events: list[Event] = [
+        Make(0, "a", 8),
+        launch(1, "first", "w", "a"),
+        Make(2, "b", 8),
+        launch(3, "second", "a", "b"),
+        Forget(4, "b"),
+    ]
+    about = signature("a", saved=[0])
+    schedule, places = lay(about, events)
+    second = schedule.slots[2]
+    assert [schedule.buffers[buffer].name for buffer in second.buffers] == ["a"]
+    assert second.flags == (MADE | READ,)
+    check(about, events, (schedule, places))
+
+
+def test_a_storage_that_is_renamed_before_the_kernel_is_handed_over_under_the_name_it_has_at_the_slot() -> (
+    None
+):
+    events: list[Event] = [
+        Make(0, "a", 8),
+        launch(1, "first", "w", "a"),
+        Make(2, "other", 8),
+        Alias(3, "b", "a"),
+        Forget(3, "a"),
+        launch(4, "second", "b", "b other"),
+    ]
+    about = signature("b")
+    schedule, places = lay(about, events)
+    assert places[2].names == ("a",) and places[3].names == ("b",)
+    check(about, events, (schedule, places))
+
+
+def test_what_dies_between_the_slot_and_its_kernel_still_counts() -> None:
+    events: list[Event] = [
+        Make(0, "a", 8),
+        launch(1, "first", "w", "a"),
+        Make(2, "b", 16),
+        Forget(3, "a"),
+        launch(4, "second", "b", "b"),
+        launch(5, "third", "b"),
+    ]
+    schedule, _ = lay(signature(), events)
+    assert [slot.live_bytes for slot in schedule.slots] == [0, 8, 24, 16, 16]
+
+
+def test_a_storage_that_the_user_sees_through_one_output_is_never_evictable() -> None:
+    events: list[Event] = [Make(0, "a", 8), launch(0, "k", "", "a"), Alias(1, "view", "a")]
+    schedule, _ = lay(signature("a view", saved=[1]), events)
+    assert [buffer.role for buffer in schedule.buffers] == ["argument", "result"]
+
+
+def test_an_argument_that_leaves_stays_an_argument() -> None:
+    schedule, _ = lay(signature("v", saved=[0]), [Alias(0, "v", "w"), launch(0, "k", "v", "v")])
+    assert [buffer.role for buffer in schedule.buffers] == ["argument"]
+    assert schedule.slots[1].flags == (READ | WRITE,)
+
+
+def test_an_element_of_a_tuple_is_handed_over_once_it_has_a_name() -> None:
+    events: list[Event] = [
+        Make(0, "t.0", 8),
+        launch(0, "split", "w", "t.0"),
+        launch(1, "between", "w"),
+        Alias(2, "a", "t.0"),
+        Forget(3, "t.0"),
+        launch(4, "after", "a"),
+    ]
+    about = signature("a", saved=[0])
+    schedule, places = lay(about, events)
+    assert [place.names for place in places] == [("w",), ("w",), ("w",), ("a",), ("a",)]
+    check(about, events, (schedule, places))
+
+
+def test_results_count_twice_until_the_backward_has_used_them() -> None:
+    schedule, _ = lay(signature("a"), [Make(0, "a", 8), launch(0, "k", "", "a")])
+    assert schedule.slots[-1].live_bytes == 8  # the zero gradient that autograd may make
+
+
+def test_sizes_of_symbols_add_up_to_one_expression() -> None:
+    class Term:
+        """Adds up like a symbolic expression; printed for the assertion."""
+
+        def __init__(self, text: str) -> None:
+            self.text = text
+
+        def __add__(self, other: Any) -> Term:
+            return Term(f"{self.text}+{getattr(other, 'text', other)}")
+
+        def __radd__(self, other: Any) -> Term:
+            return Term(f"{other}+{self.text}")
+
+    events: list[Event] = [Make(0, "a", 8, Term("s*4")), Make(1, "b", 16), launch(2, "k", "w", "a b")]
+    schedule, places = lay(signature(), events)
+    assert schedule.symbolic
+    assert places[1].live.text == "0+s*4+16"
+    assert schedule.slots[1].live_bytes == 24
+    (own,) = own_bytes(events)
+    assert (own.size_bytes, own.size.text) == (24, "0+s*4+16")
+
+
+def test_own_bytes_are_what_a_program_takes_at_each_launch_beside_its_outputs() -> None:
+    events: list[Event] = [
+        Make(0, "a", 8),
+        launch(1, "first", "w", "a"),
+        Make(2, "b", 16),
+        launch(3, "second", "a", "b"),
+        Forget(4, "a"),
+        launch(5, "third", "b"),
+    ]
+    assert [made.size_bytes for made in own_bytes(events)] == [8, 24, 16]
+    assert [made.size_bytes for made in own_bytes(events, ["b"])] == [8, 8, 0]
+
+
+def test_a_program_that_cannot_be_slotted_needs_every_argument_and_moves_no_output() -> None:
+    about = signature("a w", saved=[0], arguments="w x")
+    schedule, places = whole_program(about, "program", Make(0, "own", 50), 9, [("a", 8), ("w", 100)])
+    assert [place.at for place in places] == [0, 0, 9]
+    assert [slot.live_bytes for slot in schedule.slots] == [0, 50, 8]
+    assert schedule.slots[1].flags == (READ | WRITE,) * 2
+    assert [(buffer.name, buffer.role) for buffer in schedule.buffers] == [
+        ("w", "argument"),
+        ("x", "argument"),
+        ("a", "result"),
+    ]
+
+
+# ---- generated
+
+
+class Generator:
+    """Random programs of every event in every order that a compiler could print."""
+
+    def __init__(self, seed: int) -> None:
+        self.choose = random.Random(seed)
+        self.at = 0
+        self.count = 0
+        self.arguments = tuple(
+            (f"w{n}", 10 ** self.choose.randrange(4)) for n in range(self.choose.randrange(4))
+        )
+        self.names: dict[str, str] = {name: name for name, _ in self.arguments}  # name -> storage
+        self.named = set(self.names)  # storages that had a variable
+
+    def name(self) -> str:
+        self.count += 1
+        return f"b{self.count}" if self.choose.random() < 0.8 else f"b{self.count}.0"
+
+    def call(self, name: str, storage: str) -> None:
+        self.names[name] = storage
+        if name.isidentifier():
+            self.named.add(storage)
+
+    def events(self) -> Iterator[Event]:
+        for _ in range(self.choose.randrange(1, 25)):
+            kind = self.choose.random()
+            if kind < 0.3 or not self.names:
+                yield self.make()
+            elif kind < 0.5:
+                yield from self.alias()
+            elif kind < 0.65:
+                name = self.choose.choice(sorted(self.names))
+                del self.names[name]
+                yield Forget(self.at, name)
+            else:
+                yield launch(self.at, f"k{self.at}", " ".join(self.some()), " ".join(self.some()))
+            self.at += self.choose.random() < 0.7
+
+    def make(self) -> Make:
+        name = self.name()
+        self.call(name, name)
+        return Make(self.at, name, 10 ** self.choose.randrange(5))
+
+    def alias(self) -> Iterator[Event]:
+        """A tuple's element is unpacked once: what had a name is called by it from then on."""
+        old, new = self.choose.choice(sorted(self.names)), self.name()
+        root = self.names[old]
+        if not old.isidentifier() and root in self.named:
+            return
+        self.call(new, root)
+        yield Alias(self.at, new, old)
+        if self.choose.random() < 0.5:
+            del self.names[old]
+            yield Forget(self.at, old)
+
+    def some(self) -> list[str]:
+        names = sorted(name for name in self.names if name.isidentifier())
+        return self.choose.sample(names, self.choose.randrange(min(4, len(names) + 1)))
+
+    def program(self) -> tuple[Signature, list[Event]]:
+        events = list(self.events())
+        kept = [name for name in sorted(self.names) if name.isidentifier()]
+        outputs = self.choose.choices(kept, k=self.choose.randrange(4)) if kept else []
+        saved = frozenset(n for n in range(len(outputs)) if self.choose.random() < 0.6)
+        kind: Any = self.choose.choice(["forward", "backward", "inference"])
+        return Signature(kind, self.arguments, tuple(outputs), saved), events
+
+
+SEEDS = range(3000)
+
+
+def test_generated_programs_keep_every_promise() -> None:
+    for seed in SEEDS:
+        about, events = Generator(seed).program()
+        try:
+            check(about, events)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+# ---- planted bugs: the checker finds each of them in these programs
+
+
+def late(schedule: Schedule, places: list[Place]) -> tuple[Schedule, list[Place]]:
+    """Each slot stands before its kernel, after its allocations."""
+    return schedule, [replace(place, at=place.at + 1) for place in places]
+
+
+def only_made(schedule: Schedule, places: list[Place]) -> tuple[Schedule, list[Place]]:
+    """A fresh output is not needed by its next reader."""
+    changed = [replace(s, flags=tuple(f & MADE or f for f in s.flags)) for s in schedule.slots]
+    return replace(schedule, slots=tuple(changed)), places
+
+
+def forget_bytes(schedule: Schedule, places: list[Place]) -> tuple[Schedule, list[Place]]:
+    changed = [replace(slot, live_bytes=slot.live_bytes - 1) for slot in schedule.slots]
+    return replace(schedule, slots=tuple(changed)), places
+
+
+@pytest.mark.parametrize("bug", [late, only_made, forget_bytes])
+def test_a_wrong_schedule_is_found(bug: Callable[..., tuple[Schedule, list[Place]]]) -> None:
+    assert found(lambda about, events: bug(*lay(about, events)))
+
+
+@pytest.mark.parametrize(
+    ("where", "bug"),
+    [
+        # the name that the storage has at the kernel, not at the slot: a reuse may have renamed it
+        ("at_mark", lambda self, root: self._variables(root)),
+        # a name that is gone
+        (
+            "_variables",
+            lambda self, root: tuple(n for n, r in self.root.items() if r == root and n.isidentifier()),
+        ),
+        # a storage dies with its first name
+        (
+            "forget",
+            lambda self, name: self.root.get(name) if self.alive.pop(self.root.get(name), None) else None,
+        ),
+        # an alias is a storage of its own
+        ("alias", lambda self, new, old: self.make(new)),
+    ],
+)
+def test_wrong_names_are_found(where: str, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots._Names, where, bug)
+    assert found(lay)
+
+
+def forget_at_once(layout: slots._Layout, event: Event) -> None:
+    """What dies between a slot and its kernel is not counted at that slot."""
+    if isinstance(event, Forget):
+        layout.live.pop(layout.names.forget(event.name) or "", None)
+    else:
+        ADD(layout, event)
+
+
+def stand_at_the_last_allocation(layout: slots._Layout, at: int) -> None:
+    layout.before = at
+    layout.names.mark()
+
+
+def hand_over_nothing(layout: slots._Layout, at: int) -> None:
+    layout._place(at, "exit", {})
+
+
+ADD = slots._Layout.add
+
+
+@pytest.mark.parametrize(
+    ("where", "bug"),
+    [
+        ("add", forget_at_once),
+        ("_stand_here", stand_at_the_last_allocation),
+        ("leave", hand_over_nothing),
+    ],
+)
+def test_a_wrong_layout_is_found(
+    where: str, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots._Layout, where, bug)
+    assert found(lay)
+
+
+def found(layer: Callable[[Signature, Sequence[Event]], tuple[Schedule, list[Place]]]) -> bool:
+    """Whether the checker refuses one of the generated programs."""
+    for seed in SEEDS:
+        about, events = Generator(seed).program()
+        try:
+            check(about, events, layer(about, events))
+        except (AssertionError, KeyError, IndexError):
+            return True
+    return False

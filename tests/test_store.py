@@ -1,0 +1,394 @@
+"""The store: bytes come back or an error says why, whatever the drive does."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_rig import MIB, Faulty, Memory, check_extents, churn, disk_near
+
+from teraio.errors import (
+    CorruptTensorError,
+    StoreError,
+    StoreFullError,
+    StoreReadError,
+    StoreWriteError,
+    TransferTimeoutError,
+)
+from teraio.runtime.extents import BLOCK
+from teraio.runtime.store import Extent, Store, Ticket
+from teraio.runtime.store_slabs import HUGE_PAGE, slab_shape
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    disk = disk_near(tmp_path)
+    if disk is None:
+        pytest.skip("no disk here, only memory")
+    return disk
+
+
+def fetched(store: Store, extent: Extent, size: int) -> bytes:
+    back = Memory(size)
+    store.read(extent, back.address, extent.name, demand=True).wait()
+    return back.get()
+
+
+# ---- what goes right
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+@pytest.mark.parametrize("files", [1, 3])
+def test_bytes_come_back(root: Path, files: int, checksums: bool) -> None:
+    store = Store([root] * files, 128 * MIB, checksums=checksums)
+    memories = [Memory(size, seed=size) for size in (1, 4095, 4096, 4097, 3 * MIB + 5, 21 * MIB)]
+    extents = [store.reserve(memory.size, f"t{memory.size}") for memory in memories]
+    tickets = [store.write(e, m.address, e.name) for e, m in zip(extents, memories)]
+    for ticket in tickets:
+        ticket.wait()
+        assert ticket.done() and not ticket.cancel() and not ticket.promote()
+        ticket.wait()
+    for extent, memory in zip(extents, memories):
+        assert fetched(store, extent, memory.size) == memory.get()
+    assert store.written_bytes == store.read_bytes == sum(memory.size for memory in memories)
+    store.close()
+    store.close()
+
+
+def test_slabs_are_a_twentieth_of_memory_and_at_most_64_mib() -> None:
+    for memory in (None, 0, 50 * MIB, 200 * MIB, 1 << 40):
+        for files in (1, 2, 5, 16):
+            size, count = slab_shape(memory, files)
+            assert size % BLOCK == 0
+            assert size * count <= max(HUGE_PAGE, min(64 * MIB, (memory or 1 << 60) // 20), count * BLOCK)
+
+
+def test_a_full_store_says_what_it_needs_and_what_it_has(root: Path) -> None:
+    with Faulty(root, size_bytes=MIB) as rig:
+        extent = rig.store.reserve(MIB - 10, "first")
+        with pytest.raises(
+            StoreFullError, match=r"'layers.0.wq'.* needs 4 KiB, 0 B of 1 MiB.*store_size"
+        ) as got:
+            rig.store.reserve(100, "layers.0.wq")
+        assert got.value.tensor == "layers.0.wq" and str(root) in got.value.path
+        rig.store.release(extent)
+        assert rig.store.free_bytes == rig.store.capacity_bytes == MIB
+        rig.store.reserve(MIB, "second")
+
+
+def test_churn_of_mixed_sizes_grows_nothing(root: Path) -> None:
+    def counts() -> tuple[int, int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
+
+    before = counts()
+    store = Store(root, 64 * MIB)
+    churn(store, 20)
+    running = counts()
+    for seed in range(4):
+        churn(store, 20, seed)
+        assert counts() == running
+    assert store.free_bytes == store.capacity_bytes
+    assert store._transfers.stats()["blocks"] == 0 and not store._orphans
+    store.close()
+    assert counts()[1:] == before[1:]
+    del store  # and with it the engine's own descriptor
+    assert counts() == before
+    assert not list(root.iterdir())
+
+
+def test_a_prefetch_can_be_promoted_and_a_demand_overtakes(root: Path) -> None:
+    with Faulty(root, "memory", size_bytes=64 * MIB) as rig:
+        memory = Memory(4 * MIB, seed=1)
+        extents = [rig.put(memory, f"t{number}") for number in range(8)]
+        backs = [Memory(memory.size) for _ in extents]
+        tickets = [rig.store.read(e, b.address, e.name) for e, b in zip(extents, backs)]
+        assert tickets[-1].promote()
+        tickets[-1].wait()
+        assert not all(ticket.done() for ticket in tickets)
+        for ticket, back in zip(tickets, backs):
+            ticket.wait()
+            assert back.get() == memory.get()
+
+
+def test_many_threads_may_wait_for_one_ticket(root: Path) -> None:
+    with Faulty(root) as rig:
+        memory = Memory(4 * MIB, seed=1)
+        for number in range(5):
+            rig.fault.add("EIO", "write", nth=1 + number % 2)
+            rig.fault.add("delay", "any", delay_s=0.02)
+            extent = rig.store.reserve(memory.size, "t")
+            ticket = rig.store.write(extent, memory.address, "t")
+            raised: list[BaseException] = []
+
+            def wait(ticket: Ticket = ticket, raised: list[BaseException] = raised) -> None:
+                try:
+                    ticket.wait()
+                except BaseException as error:  # noqa: BLE001 - the test looks at it
+                    raised.append(error)
+
+            threads = [threading.Thread(target=wait) for _ in range(6)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not raised
+            rig.fault.clear()
+            assert fetched(rig.store, extent, memory.size) == memory.get()
+            rig.store.release(extent)
+
+
+# ---- tickets that are given up, dropped or interrupted
+
+
+def test_a_cancelled_transfer_says_so_and_the_extent_lives_on(root: Path) -> None:
+    with Faulty(root, "memory") as rig:
+        memory = Memory(3 * MIB, seed=1)
+        extent = rig.store.reserve(memory.size, "t")
+        ticket = rig.store.write(extent, memory.address, "t")
+        assert ticket.cancel()
+        with pytest.raises(StoreError, match="given up"):
+            ticket.wait()
+        with pytest.raises(CorruptTensorError):
+            fetched(rig.store, extent, memory.size)
+        rig.store.write(extent, memory.address, "t").wait()
+        assert fetched(rig.store, extent, memory.size) == memory.get()
+
+
+def test_an_extent_released_under_a_dropped_ticket_is_not_reused_before_its_end(root: Path) -> None:
+    with Faulty(root, size_bytes=2 * MIB) as rig:
+        memory = Memory(2 * MIB, seed=1)
+        rig.fault.add("delay", "write", sticky=True, delay_s=0.1)
+        extent = rig.store.reserve(memory.size, "t")
+        rig.store.write(extent, memory.address, "t")
+        rig.store.release(extent)
+        with pytest.raises(StoreFullError):
+            rig.store.reserve(BLOCK, "next")
+        deadline = time.monotonic() + 5
+        while rig.store.free_bytes == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+            rig.store._reap()
+        assert rig.store.free_bytes == 2 * MIB and not rig.store._orphans
+
+
+def test_ctrl_c_leaves_no_transfer_behind(root: Path) -> None:
+    """The memory may be freed as soon as the exception is seen."""
+    with Faulty(root) as rig:
+        memory = Memory(4 * MIB, seed=1)
+        extent = rig.put(memory, "t")
+        rig.fault.add("delay", "read", sticky=True, delay_s=0.3)
+        back = Memory(memory.size)
+        ticket = rig.store.read(extent, back.address, "t")
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            ticket.wait()
+        assert time.monotonic() - began < 2
+        assert ticket.done() and rig.store._transfers.stats()["unfinished"] == 0
+        then = back.get()
+        time.sleep(0.4)
+        assert back.get() == then
+        rig.fault.clear()
+        assert fetched(rig.store, extent, memory.size) == memory.get()
+
+
+def test_ctrl_c_at_any_moment_ends_the_transfer_and_the_store_goes_on(root: Path) -> None:
+    random_ = random.Random(8)
+    interrupted = 0
+    with Faulty(root, size_bytes=32 * MIB) as rig:
+        memory = Memory(MIB, seed=1)
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        for _ in range(80):
+            extent = rig.store.reserve(memory.size, "t")
+            ticket = rig.store.write(extent, memory.address, "t")
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random_.uniform(1e-5, 3e-3))
+                ticket.wait()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert ticket.done() and rig.store._transfers.stats()["unfinished"] == 0
+            rig.store.write(extent, memory.address, "t").wait()
+            assert fetched(rig.store, extent, memory.size) == memory.get()
+            rig.store.release(extent)
+        check_extents(rig.store.extents, [])
+        assert rig.store.free_bytes == 32 * MIB
+    assert interrupted > 5
+
+
+# ---- what goes wrong
+
+
+@pytest.mark.parametrize("where", ["threads", "memory"])
+def test_eio_on_write_goes_to_another_extent_once(root: Path, where: str) -> None:
+    with Faulty(root, where, size_bytes=4 * MIB) as rig:
+        memory = Memory(MIB, seed=1)
+        rig.fault.add("EIO", "write", nth=1)
+        rig.fault.add("EIO", "write", nth=2)
+        extent = rig.store.reserve(memory.size, "t")
+        first = extent.pieces
+        ticket = rig.store.write(extent, memory.address, "t")
+        while not ticket.done():
+            pass
+        ticket.wait()
+        assert extent.pieces != first
+        assert fetched(rig.store, extent, memory.size) == memory.get()
+        assert rig.store.extents.dead_bytes > 0, "the block that failed is not used again"
+        check_extents(rig.store.extents, [extent.pieces])
+
+
+def test_a_dead_drive_raises_once_names_the_tensor_and_costs_no_capacity(root: Path) -> None:
+    with Faulty(root, size_bytes=4 * MIB) as rig:
+        memory = Memory(MIB, seed=1)
+        rig.fault.add("EIO", "write", sticky=True)
+        extent = rig.store.reserve(memory.size, "layers.3.w")
+        ticket = rig.store.write(extent, memory.address, "layers.3.w")
+        with pytest.raises(StoreWriteError, match=r"'layers\.3\.w'.*EIO.*memory was kept") as got:
+            ticket.wait()
+        assert (
+            got.value.tensor == "layers.3.w" and got.value.path == str(root) and got.value.errno == errno.EIO
+        )
+        assert memory.get() == Memory(MIB, seed=1).get()
+        assert rig.store.capacity_bytes == 4 * MIB
+        check_extents(rig.store.extents, [extent.pieces])
+        rig.fault.clear()
+        rig.store.write(extent, memory.address, "layers.3.w").wait()
+        assert fetched(rig.store, extent, memory.size) == memory.get()
+
+
+def test_enospc_in_mid_run_is_a_full_store_and_the_memory_copy_is_kept(root: Path) -> None:
+    with Faulty(root) as rig:
+        memory = Memory(MIB, seed=1)
+        rig.fault.add("ENOSPC", "write", nth=1)
+        extent = rig.store.reserve(memory.size, "t")
+        with pytest.raises(StoreFullError, match="memory was kept"):
+            rig.store.write(extent, memory.address, "t").wait()
+        rig.store.write(extent, memory.address, "t").wait()
+        assert fetched(rig.store, extent, memory.size) == memory.get()
+
+
+def test_an_extent_never_yields_the_bytes_of_another(root: Path) -> None:
+    """Were the books ever wrong and two extents in one place, the drive's blocks know whose they are."""
+    with Faulty(root) as rig:
+        memory = Memory(MIB, seed=1)
+        mine, other = rig.put(memory, "mine"), rig.put(memory, "other")
+        other.pieces, kept = mine.pieces, other.pieces
+        with pytest.raises(CorruptTensorError, match="'other'"):
+            fetched(rig.store, other, memory.size)
+        other.pieces = kept
+
+
+def test_eio_on_read_is_retried_twice_then_names_the_tensor(root: Path) -> None:
+    with Faulty(root, "memory") as rig:
+        memory = Memory(100, seed=1)
+        extent = rig.put(memory, "t")
+        rig.fault.add("EIO", "read", nth=1)
+        rig.fault.add("EIO", "read", nth=2)
+        assert fetched(rig.store, extent, memory.size) == memory.get()
+        rig.fault.add("EIO", "read", sticky=True)
+        with pytest.raises(StoreReadError, match="'t'"):
+            fetched(rig.store, extent, memory.size)
+
+
+def test_a_hung_write_loses_its_place_and_only_that(root: Path) -> None:
+    """The write may come at any time: its blocks are out of use for good, the tensor finds others."""
+    with Faulty(root, "memory", size_bytes=8 * MIB) as rig:
+        memory, other = Memory(3 * MIB, seed=1), Memory(3 * MIB, seed=2)
+        rig.fault.add("drop", "write", nth=2)
+        extent = rig.store.reserve(memory.size, "t")
+        with pytest.raises(TransferTimeoutError):
+            rig.store.write(extent, memory.address, "t").wait()
+        lost = rig.store._transfers.lost()
+        assert lost and rig.store.extents.dead_bytes == sum(size for _, _, size in lost)
+        with pytest.raises(StoreError, match="last write failed"):
+            rig.store.read(extent, other.address, "t")
+        rig.store.write(extent, memory.address, "t").wait()
+        extents = [rig.put(Memory(BLOCK, seed=3), "small") for _ in range(rig.store.free_bytes // BLOCK)]
+        check_extents(rig.store.extents, [one.pieces for one in [extent, *extents]])
+        assert rig.fault.deliver() == 1
+        assert fetched(rig.store, extent, memory.size) == memory.get()
+        assert all(fetched(rig.store, one, BLOCK) == Memory(BLOCK, seed=3).get() for one in extents)
+
+
+def test_a_hung_write_that_nobody_waits_for_loses_its_place_too(root: Path) -> None:
+    with Faulty(root, size_bytes=8 * MIB, deadline_s=0.2) as rig:
+        memory = Memory(MIB, seed=1)
+        rig.fault.add("drop", "write", nth=1)
+        extent = rig.store.reserve(memory.size, "t")
+        rig.store.write(extent, memory.address, "t")
+        lost_in = extent.pieces
+        time.sleep(0.3)
+        rig.store.release(rig.store.reserve(BLOCK, "other"))
+        assert not rig.store._orphans and extent.pieces == () != lost_in
+        rig.store.write(extent, memory.address, "t").wait()
+        assert rig.fault.deliver() == 1
+        assert fetched(rig.store, extent, memory.size) == memory.get()
+
+
+def scenario(rig: Faulty, wrong: list[str]) -> int:
+    """Three tensors are written twice and read. Returns how many came back; notes those that came wrong."""
+    right = 0
+    for generation in range(2):
+        for number, size in enumerate((5000, MIB // 4 + 1, MIB // 2)):
+            memory, back = Memory(size, seed=10 * generation + number), Memory(size)
+            try:
+                extent = rig.store.reserve(size, f"t{number}")
+            except StoreFullError:
+                continue  # buried blocks made it too small; that is loud, too
+            try:
+                rig.store.write(extent, memory.address, "t").wait()
+                rig.store.read(extent, back.address, "t", demand=True).wait()
+                right += 1
+                if back.get() != memory.get():
+                    wrong.append(f"t{number}")
+            except StoreError:
+                pass
+            rig.store.release(extent)
+    return right
+
+
+@pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "short", "drop", "flip", "stale", "neighbour"])
+def test_every_operation_fails_in_turn_and_no_byte_is_wrong(root: Path, kind: Any) -> None:
+    for op in ("read", "write"):
+        for sticky in (False, True):
+            nth = 1
+            while True:
+                with Faulty(root, "memory", size_bytes=4 * MIB, memory_bytes=1) as rig:
+                    wrong: list[str] = []
+                    rig.fault.add(kind, op, nth=nth, sticky=sticky)
+                    scenario(rig, wrong)
+                    hits = rig.fault.hits
+                    rig.fault.clear()
+                    rig.fault.deliver()
+                    usable = rig.store._slabs.quarantined == 0
+                    assert not usable or scenario(rig, wrong) == 6, (kind, op, sticky, nth)
+                    assert not wrong, (kind, op, sticky, nth, wrong)
+                    check_extents(rig.store.extents, [])
+                if not hits:
+                    break
+                nth += 1
+            assert nth > 4
+
+
+# ---- the end
+
+
+def test_a_closed_store_says_so(root: Path) -> None:
+    store = Store(root, 16 * MIB)
+    extent = store.reserve(100, "t")
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        store.reserve(100, "t")
+    with pytest.raises(StoreError, match="closed"):
+        store.read(extent, Memory(100).address, "t")
+    store.release(extent)

@@ -1,0 +1,179 @@
+"""The style guide as failing tests: what linter, formatter and type checker say, and what they cannot."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import tree
+
+FUNCTION_LINES = 60
+FILE_LINES = 400
+LINE_CHARACTERS = 110
+SOURCES = (".py", ".pyi", ".cpp", ".h")
+
+# They say nothing, or, like `swap`, not which way. `process` is refused where it is a verb: `process_batch`.
+UNUSED_WORDS = {"manager", "handler", "helper", "helpers", "util", "utils", "context", "swap"}
+# A CUDA context is called nothing else.
+CUDA_WORDS = {suffix: {"context"} for suffix in (".cpp", ".h", ".pyi")}
+
+
+def silent(*command: str) -> None:
+    ran = subprocess.run(command, cwd=tree.ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_linter_has_nothing_to_say() -> None:
+    silent(sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", ".")
+
+
+def test_the_formatters_have_nothing_to_do() -> None:
+    silent(sys.executable, "-m", "ruff", "format", "--no-cache", "--check", "--output-format=concise", ".")
+    sources = [str(path) for path in tree.files(".cpp", ".h")]
+    # Not a module that runs with -m, but a program beside this interpreter's.
+    program = str(Path(sys.executable).with_name("clang-format"))
+    silent(program, "--style=file:csrc/.clang-format", "--dry-run", "--Werror", *sources)
+
+
+def test_the_type_checker_has_nothing_to_say(tmp_path: Path) -> None:
+    silent(sys.executable, "-m", "mypy", "--no-error-summary", "--cache-dir", str(tmp_path))
+
+
+def test_lines_are_short_enough_to_read_side_by_side() -> None:
+    """The linter sees to Python; this sees to the rest."""
+    wrong = [
+        f"{path}:{number} has {len(line)} characters"
+        for path in tree.files(".cpp", ".h", ".toml", ".sh")
+        for number, line in enumerate(tree.text(path).splitlines(), start=1)
+        if len(line) > LINE_CHARACTERS and not line.startswith("description = ")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_file_has_one_subject() -> None:
+    lengths = {path: len(tree.text(path).splitlines()) for path in tree.files(*SOURCES)}
+    wrong = [f"{path} has {length} lines" for path, length in lengths.items() if length > FILE_LINES]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_function_fits_a_screen() -> None:
+    wrong = [
+        f"{path}:{first} is {last - first + 1} lines"
+        for path in tree.files(*SOURCES)
+        for first, last in (python_functions if path.suffix.startswith(".py") else cpp_functions)(path)
+        if last - first + 1 > FUNCTION_LINES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def python_functions(path: Path) -> Iterator[tuple[int, int]]:
+    for node in ast.walk(tree.tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.end_lineno or node.lineno
+
+
+# Comments, literals and the preprocessor's lines; what is left of them are their line ends.
+CPP_NOISE = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+'|^[ \t]*\#(?:\\\n|[^\n])*""",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def cpp_code(path: Path) -> str:
+    return CPP_NOISE.sub(lambda noise: "\n" * noise.group().count("\n"), tree.text(path))
+
+
+def cpp_functions(path: Path) -> Iterator[tuple[int, int]]:
+    """(first, last) line of each block that follows a parameter list, in namespaces and classes too."""
+    code = cpp_code(path)
+    opened: list[
+        tuple[bool, int]
+    ] = []  # per open brace: does it belong to a function, and where its text starts
+    text_from = 0
+    for mark in re.finditer(r"[;{}]", code):
+        if mark.group() == "{":
+            before = code[text_from : mark.start()]
+            start = text_from + len(before) - len(before.lstrip())
+            opened.append(("(" in before and not re.match(r"\s*(namespace|extern)\b", before), start))
+        elif mark.group() == "}" and opened:
+            is_function, start = opened.pop()
+            if is_function and not any(outer for outer, _ in opened):
+                yield code.count("\n", 0, start) + 1, code.count("\n", 0, mark.end()) + 1
+        text_from = mark.end()
+
+
+def words(identifier: str) -> list[str]:
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", identifier)]
+
+
+def python_names(path: Path) -> Iterator[str]:
+    """What this file names itself: not the names that it uses from elsewhere."""
+    yield path.stem
+    for node in ast.walk(tree.tree(path)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.arg(arg=name) | ast.alias(asname=str(name)) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(attr=name, value=ast.Name(id="self"), ctx=ast.Store()):
+                yield name
+
+
+def cpp_names(path: Path) -> Iterator[str]:
+    """Every identifier but what follows `::`, `.` or `->`: `std::swap` was not named here."""
+    yield path.stem
+    yield from re.findall(r"(?<![:.>\w])[A-Za-z_]\w*", cpp_code(path))
+
+
+def test_names_say_something() -> None:
+    wrong = [
+        f"{path} calls something {name!r}"
+        for path in tree.files(*SOURCES)
+        for name in sorted(set(python_names(path) if path.suffix.startswith(".py") else cpp_names(path)))
+        if (UNUSED_WORDS - CUDA_WORDS.get(path.suffix, set())) & set(words(name))
+        or words(name)[:1] == ["process"] != words(name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# A path of one machine: absolute, and neither the system's nor an example's.
+ABSOLUTE = re.compile(r"""(?<![\w./$}\])*"'<>~+:?&=%-])/([A-Za-z]\w*)(?=[/\s"'`),.:;]|$)""")
+QUOTED_ABSOLUTE = re.compile(r"""["'=:]/([A-Za-z]\w*)/""")
+SYSTEM = {"bin", "boot", "dev", "etc", "lib", "mnt", "opt", "proc", "run", "sys", "tmp", "usr", "var"}
+EXAMPLES = {"a", "docker", "nvme", "nvme0", "nvme1", "path", "scratch"}
+TALK = re.compile(
+    r"\bissue\s+#?\d|\bpart \d+ of \d+|\b(?:this|last|previous|earlier) session\b", re.IGNORECASE
+)
+
+
+def test_no_file_speaks_of_the_place_it_was_written_in() -> None:
+    wrong = []
+    ours = SYSTEM | EXAMPLES | {path.parts[0].split(".")[0] for path in tree.files()}
+    for path in tree.files():
+        try:
+            text = (tree.ROOT / path).read_text()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), start=1):
+            roots = {*ABSOLUTE.findall(line), *QUOTED_ABSOLUTE.findall(line)} - ours
+            if roots or TALK.search(line):
+                wrong.append(f"{path}:{number}: {line.strip()[:100]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_readme_and_ci_run_the_same_commands() -> None:
+    """README's shell blocks: set-up (two commands), the main job, the tests. CI runs set-up and tests."""
+    blocks = re.findall(r"```bash\n(.*?)```", (tree.ROOT / "README.md").read_text(), re.DOTALL)
+    setup, job, tests = (block.strip().splitlines() for block in blocks[:3])
+    script = (tree.ROOT / ".ci/run").read_text().splitlines()
+    assert len(setup) == 2
+    assert job == ["python -m teraio demo"]
+    assert tests == ["python -m pytest"]
+    commands = [line.removesuffix(" || exit") for line in script]
+    assert [line for line in commands if line in (*setup, *tests)] == [*setup, *tests]
+    assert script[-1] == tests[-1], "the exit code of CI is the one of the tests"
+    assert (tree.ROOT / ".ci/run").stat().st_mode & 0o111

@@ -1,0 +1,353 @@
+"""Promises about torch versions: one that was tested is taken as it is; one that was not is tried, aloud, and
+what fails there is replaced or refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tree
+
+from teraio import versions
+from teraio.errors import UnsupportedError
+from teraio.passes import fx, selftest
+from teraio.passes.slots import Place
+from teraio.runtime import engine
+from teraio.schedule import READ, WRITE, Schedule
+
+UNKNOWN = "2.99.0"
+
+
+class SelfTest:
+    """Says what it is told to, and counts."""
+
+    def __init__(self, **failing: str) -> None:
+        self.failing = failing
+        self.asked: list[str] = []
+
+    def __call__(self, inner: str, device: str) -> str:
+        self.asked.append(inner)
+        return self.failing.get(inner, "")
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test is a process that has said and tried nothing yet."""
+    monkeypatch.setattr(versions, "VERDICTS", {})
+    monkeypatch.setattr(versions, "SAID", set())
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+# ---- which inner program
+
+
+def test_a_tested_version_is_taken_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    for version in ("2.13.0+cpu", "2.13.1", "2.15.0", "2.11.0+cu130"):
+        nothing = SelfTest(inductor="asked", eager="asked")
+        assert versions.check("inductor", version, "cpu", nothing) == "inductor"
+        assert not nothing.asked
+    assert not warnings(caplog)
+
+
+def test_the_tests_ran_with_this_version_and_the_metadata_claims_no_other() -> None:
+    assert versions.tested(torch.__version__)
+    first, last = versions.TESTED[0], versions.TESTED[-1].split(".")
+    project = tomllib.loads((tree.ROOT / "pyproject.toml").read_text())["project"]
+    assert f"torch>={first},<{last[0]}.{int(last[1]) + 1}" in project["dependencies"]
+
+
+@pytest.mark.parametrize("version", ["2.99.0", "2.1.0", "3.0", "2.13.0a0+git1", "2.13.0rc2", "2.13", "next"])
+def test_any_other_is_warned_of_once_and_tried_once(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    passing = SelfTest()
+    for _ in range(3):
+        assert versions.check("inductor", version, "cpu", passing) == "inductor"
+    assert versions.check("eager", version, "cpu", passing) == "eager"
+    assert passing.asked == ["inductor", "eager"]
+    (warning,) = warnings(caplog)
+    assert f"not tested with torch {version} " in warning
+    assert ", ".join(versions.TESTED) in warning
+
+
+def test_each_kind_of_device_is_tried() -> None:
+    passing = SelfTest()
+    for device in ("cpu", "cuda", "cpu", "cuda"):
+        versions.check("eager", UNKNOWN, device, passing)
+    assert passing.asked == ["eager", "eager"]
+
+
+def test_where_inductor_fails_eager_is_used_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    failing = SelfTest(inductor="slot 3 came where slot 2 was due")
+    for _ in range(2):
+        assert versions.check("inductor", UNKNOWN, "cpu", failing) == "eager"
+    assert failing.asked == ["inductor", "eager"]
+    _, said = warnings(caplog)
+    for part in (
+        UNKNOWN,
+        "slot 3 came where slot 2 was due",
+        "inner='eager'",
+        "take longer",
+        "Install torch 2.",
+    ):
+        assert part in said
+
+
+def test_a_fallback_that_is_not_wanted_is_an_error() -> None:
+    failing = SelfTest(inductor="no such line")
+    for _ in range(2):
+        with pytest.raises(UnsupportedError) as error:
+            versions.check("inductor", UNKNOWN, "cpu", failing, "error")
+        for part in (f"torch {UNKNOWN}", "no such line", "Install torch 2.", "or inner='eager'"):
+            assert part in str(error.value)
+    assert failing.asked == ["inductor"]
+
+
+def test_where_both_fail_the_version_is_refused() -> None:
+    failing = SelfTest(inductor="no such line", eager="no such graph")
+    with pytest.raises(UnsupportedError) as error:
+        versions.check("inductor", UNKNOWN, "cpu", failing)
+    for part in (f"torch {UNKNOWN}", "no such line", "no such graph", "Install torch 2."):
+        assert part in str(error.value)
+    with pytest.raises(UnsupportedError, match="no such graph"):
+        versions.check("eager", UNKNOWN, "cpu", failing)
+
+
+# ---- the self-test itself
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_slots_work_here(inner: str) -> None:
+    assert selftest.run(inner) == ""
+
+
+def test_the_self_test_leaves_the_engine_and_random_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Untouched:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+    programs = [*engine.PROGRAMS]
+    monkeypatch.setattr(engine, "ENGINE", Untouched())
+    before = torch.get_rng_state()
+    for inner in ("eager", "inductor"):
+        assert selftest.run(inner) == ""
+    assert programs == engine.PROGRAMS
+    assert torch.equal(before, torch.get_rng_state())
+    assert not selftest.WATCH
+
+
+VIEWS = ("expand", "t", "view", "detach", "permute", "squeeze", "unsqueeze", "alias")
+
+Lay = Callable[..., tuple[Schedule, list[Place]]]
+Laid = tuple[Schedule, list[Place]]
+
+
+def planted(
+    module: Any, bug: Callable[[Schedule, list[Place]], Laid], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lay: Lay = module.lay_slots
+    monkeypatch.setattr(module, "lay_slots", lambda *given: bug(*lay(*given)))
+
+
+def without(items: Sequence[Any], at: int) -> list[Any]:
+    return [*items[:at], *items[at + 1 :]]
+
+
+def drop_the_place(at: int, schedule: Schedule, places: list[Place]) -> Laid:
+    """The schedule has the slot, the program does not: the places behind it have the numbers before them."""
+    return schedule, without(places, at)
+
+
+def drop_the_slot(at: int, schedule: Schedule, places: list[Place]) -> Laid:
+    """Neither has it: nothing is out of order."""
+    return replace(schedule, slots=tuple(without(schedule.slots, at))), without(places, at)
+
+
+def drop_a_tensor(at: int, schedule: Schedule, places: list[Place]) -> Laid:
+    slot, place = schedule.slots[at], places[at]
+    used = next((n for n, flags in enumerate(slot.flags) if flags & (READ | WRITE)), None)
+    if used is None or slot.kernel.rstrip("_0123456789") in VIEWS:  # its kernel reads no bytes that can move
+        return schedule, []
+    slot = replace(slot, buffers=tuple(without(slot.buffers, used)), flags=tuple(without(slot.flags, used)))
+    slots = (*schedule.slots[:at], slot, *schedule.slots[at + 1 :])
+    return replace(schedule, slots=slots), [
+        *places[:at],
+        replace(place, names=tuple(without(place.names, used))),
+        *places[at + 1 :],
+    ]
+
+
+def hand_over_another(at: int, schedule: Schedule, places: list[Place]) -> Laid:
+    places = [*places]
+    places[at] = replace(places[at], names=places[at].names[::-1])
+    return schedule, places if len(places[at].names) > 1 else []
+
+
+def a_slot_late(at: int, schedule: Schedule, places: list[Place]) -> Laid:
+    """Each slot from this one on stands where the next one should, behind its kernel."""
+    return schedule, [
+        replace(place, at=places[min(n + (n >= at), len(places) - 1)].at) for n, place in enumerate(places)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "bug", [drop_the_place, drop_the_slot, drop_a_tensor, hand_over_another, a_slot_late]
+)
+def test_it_finds_a_planted_bug_at_any_kernel(
+    bug: Callable[[int, Schedule, list[Place]], Laid], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every slot of the forward and every third of the backward, one at a time."""
+    found: dict[int, str] = {}
+    length = [2]
+    at = 0
+    while at < length[0] - 1:
+
+        def plant(schedule: Schedule, places: list[Place], at: int = at) -> Laid:
+            if schedule.kind != kind:
+                return schedule, places
+            length[0] = len(schedule.slots)
+            wrong = bug(at, schedule, places)
+            changed = wrong[1] and wrong != (schedule, places)
+            found[at] = "" if changed else "nothing to plant here"
+            return wrong if changed else (schedule, places)
+
+        with monkeypatch.context() as patch:
+            planted(fx, plant, patch)
+            found[at] = selftest.run("eager") or found[at]
+        at += 1 if kind == "forward" else 3
+    print(found)
+    assert len(found) > 4
+    assert all(found.values()), "not found"
+    assert set(found.values()) != {"nothing to plant here"}
+
+
+def test_it_finds_a_dropped_slot_in_inductors_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from teraio.passes import inductor
+
+    monkeypatch.setattr(inductor, "VERSION", "planted")  # or the cache has a program without the bug
+    found = []
+    for at in range(1, 5):
+        with monkeypatch.context() as patch:
+            planted(inductor, partial(drop_the_slot, at), patch)
+            found.append(selftest.run("inductor"))
+    assert all(found), found
+    assert any("without a tensor it reads" in each for each in found), found
+
+
+def test_what_torch_no_longer_has_is_named() -> None:
+    """In a process in which parts of torch are gone before teraio looks for them."""
+    ran = subprocess.run(
+        [sys.executable, "-c", GONE], capture_output=True, text=True, check=False, env=os.environ, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    inductor, eager = json.loads(ran.stdout.splitlines()[-1])
+    assert "WrapperLine" in inductor and inductor.startswith(("AttributeError", "ImportError"))
+    assert "aot_autograd" in eager and eager.startswith("ImportError")
+    assert "Traceback" not in ran.stdout + ran.stderr
+
+
+GONE = """
+import json
+import torch._dynamo.backends.common as common
+import torch._inductor.codegen.wrapper as wrapper
+from teraio.passes import selftest
+del wrapper.WrapperLine
+inductor = selftest.run("inductor")
+del common.aot_autograd
+print(json.dumps([inductor, selftest.run("eager")]))
+"""
+
+
+def test_a_self_test_that_crashes_is_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os; os.kill(os.getpid(), 11)")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert selftest.run_apart("eager", "cpu").startswith("its process ended with -11")
+
+
+# ---- all of it
+
+
+def test_a_model_trains_on_an_unknown_torch_on_what_works_there(tmp_path: Path) -> None:
+    """What the slots of Inductor's programs stand on is gone: the model trains in the other inner program."""
+    (tmp_path / "sitecustomize.py").write_text(LOST)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    ran = subprocess.run(
+        [sys.executable, "-c", TRAIN],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    plain, ours, error, causes = json.loads(ran.stdout.splitlines()[-1])
+    assert ours == plain
+    assert ran.stderr.count(f"not tested with torch {UNKNOWN}") == 1
+    assert ran.stderr.count("inner='eager' is used") == 1
+    assert "run_wrapper_ir_passes" in error and f"torch {UNKNOWN}" in error
+    assert causes == ["UnsupportedError"]
+    assert "Traceback" not in ran.stderr
+
+
+# In every process: a finder that lets the module load and then takes a method away.
+LOST = """
+import importlib.abc, importlib.machinery, sys
+class Taker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "torch._inductor.codegen.wrapper":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            del module.PythonWrapperCodegen.run_wrapper_ir_passes
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Taker())
+"""
+
+TRAIN = """
+import json, torch, teraio
+torch.__version__ = "2.99.0"
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+batch = torch.randn(16, 64)
+
+def train(run):
+    model.zero_grad()
+    loss = run(batch).square().sum()
+    loss.backward()
+    return [loss.item(), *(p.grad.sum().item() for p in model.parameters())]
+
+def options(**more):
+    return {"memory": "1GiB", **more}
+
+plain = train(model)
+ours = train(torch.compile(model, backend="teraio", options=options()))
+again = train(torch.compile(model, backend="teraio", options=options(), dynamic=True))
+assert again == ours and teraio.stats()["slots"] > 10
+teraio.reset()
+try:
+    train(torch.compile(model, backend="teraio", options=options(on_fallback="error")))
+except Exception as caught:
+    error = getattr(caught, "inner_exception", caught)
+    causes = []
+    each = error
+    while each is not None:
+        causes.append(type(each).__name__)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    print(json.dumps([plain, ours, str(error), causes]))
+"""

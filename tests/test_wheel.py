@@ -1,0 +1,121 @@
+"""What people install: an sdist with each file once, and from it a wheel whose every module imports."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tree
+
+MODULES = sorted(tree.package())
+
+# Takes the folder of the wheel and names of modules; prints where each module was loaded from.
+IMPORT_ALL = """
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+for name in sys.argv[2:]:
+    print(importlib.import_module(name).__file__)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    sdist_names: tuple[str, ...]
+    wheel: Path
+    wheel_names: tuple[str, ...]
+
+
+def build(source: Path, target: Path) -> None:
+    """An sdist, and a wheel from that sdist. Nothing is fetched; no optimization, which halves the time."""
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        str(target),
+        "-C",
+        "cmake.build-type=Debug",
+    ]
+    ran = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    """From a copy of what git has: whatever else lies about in the tree must not be needed, nor travel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for path in tree.listed():
+        target = folder / "source" / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(tree.ROOT / path, target, follow_symlinks=False)
+    build(folder / "source", folder / "dist")
+    (sdist,), (wheel,) = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        sdist_names = tuple(
+            member.name.partition("/")[2] for member in archive.getmembers() if not member.isdir()
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "unpacked")
+        yield Built(sdist_names, folder / "unpacked", tuple(archive.namelist()))
+
+
+def test_the_wheel_has_every_module(built: Built) -> None:
+    assert {name.split(".")[1] for name in MODULES if "." in name} >= {"passes", "runtime"}
+    files = {
+        name.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".") for name in built.wheel_names
+    }
+    assert set(MODULES) - files == set()
+    assert any(name.startswith("teraio/_native.") and name.endswith(".so") for name in built.wheel_names)
+
+
+def test_every_module_of_the_wheel_imports(built: Built) -> None:
+    """In a fresh interpreter in which `teraio` is the wheel's: not this tree's, and not an installed one."""
+    names = [name for name in (*MODULES, "teraio._native") if not name.endswith("__main__")]
+    # -S leaves out the folders of installed packages, and with them the hook of an editable teraio; as plain
+    # entries of the path they come back without it, so that torch is found and teraio is the wheel's.
+    installed = os.pathsep.join(path for path in sys.path if path.endswith("-packages"))
+    ran = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", IMPORT_ALL, str(built.wheel), *names],
+        cwd=built.wheel.parent,
+        env={**os.environ, "PYTHONPATH": installed},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    places = ran.stdout.splitlines()
+    assert len(places) == len(names)
+    assert all(Path(place).is_relative_to(built.wheel) for place in places), places
+
+
+def test_the_sdist_has_one_copy_of_each_file(built: Built) -> None:
+    names = built.sdist_names
+    assert len(names) == len(set(names))
+    code = sorted(name for name in names if name.endswith(".py") and not name.startswith("tests/"))
+    assert sorted(tree.module_name(Path(name)) for name in code) == MODULES
+    assert {"LICENSE", "README.md", "pyproject.toml", "csrc/CMakeLists.txt"} <= set(names)
+
+
+def test_the_wheel_says_what_it_is(built: Built) -> None:
+    (folder,) = built.wheel.glob("teraio-*.dist-info")
+    assert (folder / "licenses" / "LICENSE").read_text() == (tree.ROOT / "LICENSE").read_text()
+    assert "[torch_dynamo_backends]\nteraio=teraio.backend:backend" in (
+        folder / "entry_points.txt"
+    ).read_text().replace(" = ", "=")
+    metadata = (folder / "METADATA").read_text()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "Requires-Dist: torch<2.16,>=2.11" in metadata.replace("torch>=2.11,<2.16", "torch<2.16,>=2.11")
+
+
+def test_the_wheel_holds_nothing_else(built: Built) -> None:
+    tops = {name.split("/")[0] for name in built.wheel_names}
+    assert all(top == "teraio" or top.endswith(".dist-info") for top in tops), tops

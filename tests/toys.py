@@ -1,0 +1,127 @@
+"""Toy physics and toy profiles: small enough to be worked out by hand, or generated from a seed.
+
+The toy machine has a device of 8 bytes and links that carry 1 byte per microsecond; a kernel takes 1
+microsecond.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from teraio.machine import Link, Machine, Tier
+from teraio.profile import Kernel, Kind, Profile, Tensor
+
+US = 1_000  # nanoseconds
+BYTE_PER_US = 1_000_000  # bytes per second
+
+
+def machine(
+    device: int = 8, ssd: int = 1_000, rate: int = BYTE_PER_US, latency_ns: int = 0, host: int = 0
+) -> Machine:
+    """A device, an SSD, and a host tier (twice as fast) if it has a capacity."""
+    tiers = [Tier("device", device), Tier("ssd", ssd)]
+    links = [Link("device", "ssd", rate, latency_ns), Link("ssd", "device", rate, latency_ns)]
+    if host:
+        tiers.append(Tier("host", host))
+        links += [Link("device", "host", 2 * rate), Link("host", "device", 2 * rate)]
+    return Machine("toy", tuple(tiers), tuple(links))
+
+
+def profile(tensors: list[Tensor], kernels: int, workspace: dict[int, int] | None = None) -> Profile:
+    """Kernels k0, k1, ... of 1 us each."""
+    rows = tuple(Kernel(f"k{i}", 0, US, (workspace or {}).get(i, 0)) for i in range(kernels))
+    return Profile("toy", 0, rows, tuple(tensors))
+
+
+def weight(name: str, size: int, reads: tuple[int, ...], writes: tuple[int, ...] = ()) -> Tensor:
+    return Tensor(name, "weight", size, True, reads, writes)
+
+
+def activation(name: str, size: int, made: int, reads: tuple[int, ...]) -> Tensor:
+    return Tensor(name, "activation", size, False, reads, (made,))
+
+
+def diamond() -> Profile:
+    """Activation a (4 bytes) is made at tick 0, idle in ticks 1..8, used at 9; b (6 bytes) in 4..5.
+
+    tick   0   1   2   3   4   5   6   7   8   9
+    a 4    W                                   R
+    b 6                    W   R
+    """
+    return profile([activation("a", 4, 0, (9,)), activation("b", 6, 4, (5,))], 10)
+
+
+def random_profile(seed: int, most_kernels: int = 24, most_tensors: int = 14) -> Profile:
+    """Any profile a reader would take: all kinds, short-lived, persistent, unused, read-only, workspaces."""
+    random = Random(seed)
+    ticks = random.randint(1, most_kernels)
+    kernels = tuple(
+        Kernel(f"k{i}", i // 8, random.choice((0, 1, 5, 20)) * US, random.choice((0, 0, 0, 3)))
+        for i in range(ticks)
+    )
+    tensors = []
+    for index in range(random.randint(0, most_tensors)):
+        kind: Kind = random.choice(("weight", "grad", "state", "activation", "input"))
+        persistent = kind in ("weight", "state") or (kind == "grad" and random.random() < 0.5)
+        uses = sorted(random.sample(range(ticks), min(ticks, random.choice((0, 1, 2, 2, 3, 5)))))
+        if not persistent and not uses:
+            uses = [random.randrange(ticks)]
+        writes = {tick for tick in uses if random.random() < 0.3}
+        if not persistent and kind != "input":
+            writes.add(uses[0])
+        reads = tuple(t for t in uses if t not in writes or (random.random() < 0.5 and t != uses[0]))
+        tensors.append(
+            Tensor(
+                f"{kind}{index}",
+                kind,
+                random.choice((0, 1, 2, 4, 8, 30)),
+                persistent,
+                reads,
+                tuple(sorted(writes)),
+            )
+        )
+    return Profile(f"random-{seed}", 0, kernels, tuple(tensors))
+
+
+def training_profile(layers: int = 8, size: int = 100) -> Profile:
+    """Forward, backward and optimizer of a chain: weights, saved activations, gradients, states.
+
+    Layer i runs forward at tick i, backward at 2L-1-i, its optimizer at 2L+i.
+    """
+    total = 3 * layers
+    tensors = []
+    for i in range(layers):
+        forward, backward, step = i, 2 * layers - 1 - i, 2 * layers + i
+        tensors.append(weight(f"w{i}", size, (forward, backward), (step,)))
+        tensors.append(Tensor(f"m{i}", "state", 2 * size, True, (step,), (step,)))
+        tensors.append(Tensor(f"g{i}", "grad", size, False, (step,), (backward,)))
+        tensors.append(
+            activation(f"a{i}", size, forward, tuple(sorted({min(forward + 1, layers), backward})))
+        )
+    return Profile("training", 0, tuple(Kernel(f"k{i}", 0, 200 * US) for i in range(total)), tuple(tensors))
+
+
+def llama_like(blocks: int = 32, per_block: int = 15) -> Profile:
+    """About 1,000 kernels and 1,900 tensors with the rhythm of a decoder: for the time planning takes."""
+    random, tensors, half = Random(0), [], blocks * per_block
+    for block in range(blocks):
+        for k in range(per_block):
+            forward = block * per_block + k
+            backward = 2 * half - 1 - forward
+            tensors.append(
+                activation(
+                    f"a{block}.{k}",
+                    random.choice((8, 16, 32)) << 20,
+                    forward,
+                    tuple({min(forward + 1, 2 * half - 1), backward} - {forward}),
+                )
+            )
+            if k % 2:
+                step = 2 * half + block
+                size = random.choice((16, 64, 128)) << 20
+                tensors.append(weight(f"w{block}.{k}", size, tuple(sorted({forward, backward})), (step,)))
+                tensors.append(Tensor(f"m{block}.{k}", "state", 2 * size, True, (step,), (step,)))
+                tensors.append(Tensor(f"v{block}.{k}", "state", 2 * size, True, (step,), (step,)))
+                tensors.append(Tensor(f"g{block}.{k}", "grad", size, False, (step,), (backward,)))
+    kernels = tuple(Kernel(f"k{i}", 0, 1_000_000) for i in range(2 * half + blocks))
+    return Profile("llama-like", 0, kernels, tuple(tensors))
