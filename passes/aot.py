@@ -41,8 +41,8 @@ def _metadata() -> Any:
 
 
 def placeholder_names(gm: torch.fx.GraphModule) -> tuple[str, ...]:
-    """The user's names for the tensors that enter a captured graph: `model.layers.0.mlp.up_proj.weight` where
-    they have one."""
+    """The user's names for the weights and buffers that enter a captured graph, such as
+    `layers.0.mlp.up_proj.weight`; "" for other tensors."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     tensors = [node for node in placeholders if isinstance(node.meta.get("example_value"), torch.Tensor)]
     return tuple(_source_name(node) for node in tensors)
@@ -53,7 +53,7 @@ def _source_name(node: torch.fx.Node) -> str:
     text = getattr(source, "name", None) or node.name
     text = text() if callable(text) else str(text)
     if "['_parameters']" not in text and "._parameters[" not in text and "._buffers[" not in text:
-        return node.name
+        return ""
     parts = [
         p for p in text.replace("[", ".").replace("]", "").replace("'", "").replace('"', "").split(".") if p
     ]

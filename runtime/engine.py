@@ -1,12 +1,13 @@
 """The engine: at each slot it makes sure that the next kernel finds its tensors, within the budget.
 
-    slot i      1 unpin what the kernel before used    4 the law: room for what the kernel needs and makes,
-                2 take in what the kernel before made    then everything it reads or writes is resident
-                3 the plan's moves for this tick       5 pin it until the next slot
-    kernel i    runs
+    slot i      1 take in what the kernel before made    3 the law: room for what the kernel needs and makes,
+                2 the plan's moves for this tick           then everything it reads or writes is resident
+    kernel i    runs; what it uses stays until slot i + 1
 
 A plan is a hint; residency is the law. Without a plan, with a stale one or with a hostile one the same code
 fetches on demand and evicts by furthest next use: it costs time and never correctness.
+
+Between two programs user code runs. What it touches comes back (`guard.py`); what it holds stays.
 """
 
 from __future__ import annotations
@@ -20,36 +21,25 @@ from typing import Any, NoReturn
 import torch
 
 from teraio.errors import StoreError, TornStepError
-from teraio.plan import Evict, Fetch, Plan
-from teraio.schedule import MADE, READ, WRITE, Buffer, Schedule, Slot, Step
+from teraio.plan import Plan
+from teraio.schedule import READ, WRITE, Buffer, Schedule, Slot, Step
 
+from . import guard as _guard
 from .adopt import SMALLEST_BYTES, movable
 from .device import Device
+from .follow import Follower, table_of
 from .moves import Mover
-from .records import Record, State
+from .programs import Program
+from .records import Record
 from .residency import Residency
-from .step import StepTracker
+from .step import Expectation, StepTracker
 from .store import Store
 from .stuck import Stuck
+from .user_code import UserCode
 
 TensorFacts = tuple[str, str, int, bool]  # name, kind, size_bytes, persistent
 
-CALLS_MAX = 4096  # of a step: inference never comes to an optimizer, and what is kept per call must end
-
-EVICT, FREE, FETCH = 0, 1, 2  # operations of the table that a plan becomes
-
-
-class Program:
-    """A compiled program, as its slots see it. `bound` holds the records of the call that is running."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.identity = schedule.identity
-        self.labels: tuple[str, ...] = ()  # the user's names of the arguments, where known
-        self.bound: list[Record | None] = [None] * len(schedule.buffers)
-
-    def label(self, buffer: int) -> str:
-        return self.labels[buffer] if buffer < len(self.labels) else self.schedule.buffers[buffer].name
+CALLS_MAX = 4096  # of a step: one that never ends is none, and what is kept per call must end
 
 
 class Engine:
@@ -67,41 +57,50 @@ class Engine:
         self.on_step = on_step
         self.keep = keep  # name globs of tensors that never move
         self.tracker = StepTracker()
-        self.table: dict[int, list[tuple[int, str]]] = {}
         self.described: dict[str, TensorFacts] = {}  # all tensors of this step that move, dead ones too
         self.stuck = Stuck(self.residency, self._kept)
+        self.user = UserCode(self.residency, self.mover)
+        self.guard = self.user.guard
+        self.follower = Follower(self.residency, self.mover)
 
     # ---- slots
 
     def visit(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int | None) -> None:
         began_ns = time.perf_counter_ns()
-        slot = program.schedule.slots[index]
+        residency, tracker = self.residency, self.tracker
+        stop = program.stops[index]
         if live_bytes is None:
-            live_bytes = slot.live_bytes
-        last = index == len(program.schedule.slots) - 1
-        if self.residency.torn is not None:
-            self._refuse_torn(self.residency.torn)
+            live_bytes = stop.live_bytes
+        if residency.torn is not None:
+            self._refuse_torn(residency.torn)
         self.mover.counts.slots += 1
-        self.residency.unpin()
+        residency.serial += 1
         if index == 0 and program.schedule.kind != "optimizer":
-            self._enter(program)
-        tick = self.tracker.tick(index)
-        needed = self._take_in(program, index, tensors)
-        if last:
-            self.residency.bury()
-            needed += [r for r in self.residency.reachable.values() if r not in needed]
-        if tick is not None:
-            self._follow_plan(tick, live_bytes)
-        self.residency.ensure(needed, live_bytes, slot.kernel, tick)
-        self._mark_written(program, index)
-        if last:
-            self._hand_to_user()
-        self.tracker.visited(
-            index,
-            began_ns,
-            time.perf_counter_ns(),
-            live_bytes + self.residency.fixed_bytes + self.residency.reserve_bytes,
-        )
+            self._enter(program, tensors)
+        bound = program.bound
+        for position, buffer in stop.made:
+            bound[buffer] = self._register(program, buffer, tensors[position])
+        if index == 0 and not program.checked:
+            self._check_floor(program)
+        needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
+        exposed = self.user.exposed() if index == program.last else []
+        tick = tracker.tick(index)
+        if tick is not None and (operations := tracker.expected.table.get(tick)):
+            for record in (*needed, *exposed):
+                record.used_at = residency.serial
+            self.follower.follow(operations, live_bytes)
+        residency.ensure(needed, live_bytes, stop.kernel, tick)
+        self._mark_written(bound, stop.written)
+        if exposed:
+            self.user.bring(exposed, live_bytes, "what it holds of")
+        if tracker.running is not None:
+            unmovable = live_bytes + residency.fixed_bytes + residency.reserve_bytes
+            tracker.visited(index, began_ns, time.perf_counter_ns(), unmovable)
+
+    def _mark_written(self, bound: list[Record | None], written: tuple[int, ...]) -> None:
+        for buffer in written:
+            if (record := bound[buffer]) is not None:
+                record.clean = False
 
     def _refuse_torn(self, lost: StoreError) -> NoReturn:
         raise TornStepError(
@@ -109,71 +108,64 @@ class Engine:
             f"the last checkpoint, after teraio.reset()"
         ) from lost
 
-    def _enter(self, program: Program) -> None:
-        if len(self.tracker.calls) >= CALLS_MAX:
+    def _enter(self, program: Program, tensors: Sequence[Any]) -> None:
+        mark = next((id(t) for t in tensors if isinstance(t, torch.nn.Parameter)), None)
+        if self.tracker.is_over(program, mark):
+            self.end_step()
+        if len(self.tracker.programs) >= CALLS_MAX:
             self.tracker.drop()
             self._forget_names()
         self.stuck.look()
-        self.tracker.enter(program)  # before `bound` is cleared: the call before may be of this program
+        self.tracker.enter(program, mark)  # before `bound` is cleared: the call before may be of this program
+        self._expect(self.tracker.expected)
         program.bound = [None] * len(program.schedule.buffers)
 
-    def _take_in(self, program: Program, index: int, tensors: Sequence[Any]) -> list[Record]:
-        """Registers what is new, binds it to its buffer, and returns what the next kernel touches."""
-        slot = program.schedule.slots[index]
-        needed: list[Record] = []
-        for buffer, flags, tensor in zip(slot.buffers, slot.flags, tensors):
-            record = program.bound[buffer]
-            if record is None or flags & MADE:
-                record = program.bound[buffer] = self._register(program, buffer, tensor)
-            if record is None:
-                continue
-            record.last_tick = self.mover.counts.slots
-            if flags & (READ | WRITE):
-                needed.append(record)
-        return needed
+    def _expect(self, expected: Expectation) -> None:
+        self.residency.uses, self.residency.step_ticks = expected.uses, expected.length
 
-    def _hand_to_user(self) -> None:
-        """User code runs next and may write any weight, through `.data` without a trace: no copy of one is
-        good."""
-        for record in self.residency.reachable.values():
-            record.clean = False
+    def _check_floor(self, program: Program) -> None:
+        """Before anything of the step is lost: whether its largest kernel fits when all else is away."""
+        program.checked = True
+        residency = self.residency
+        if program.schedule.symbolic:
+            return
+        movable_bytes, kernel = program.floor()
+        floor_bytes = movable_bytes + residency.fixed_bytes + residency.reserve_bytes
+        residency.largest_bytes = max(residency.largest_bytes, floor_bytes)
+        if floor_bytes > residency.budget_bytes:
+            residency.refuse(floor_bytes, movable_bytes, kernel)
 
-    def _mark_written(self, program: Program, index: int) -> None:
-        slot = program.schedule.slots[index]
-        for buffer, flags in zip(slot.buffers, slot.flags):
-            if flags & WRITE:
-                record = program.bound[buffer]
-                if record is not None:
-                    record.clean = False
+    # ---- records
 
     def _register(self, program: Program, buffer: int, tensor: Any) -> Record | None:
         if not isinstance(tensor, torch.Tensor):
             return None
         storage = tensor.untyped_storage()
         record = self.residency.records.get(storage._cdata)
-        if record is not None:
-            return record
-        if storage.nbytes() < SMALLEST_BYTES:
-            return None
         about = program.schedule.buffers[buffer]
-        weight = isinstance(tensor, torch.nn.Parameter)
-        kind = {"saved": "activation", "result": "activation"}.get(
-            about.role, "weight" if weight else "input"
-        )
+        weight = about.role == "argument" and program.is_weight(buffer, tensor)
+        if record is None:
+            if storage.nbytes() < SMALLEST_BYTES:
+                return None
+            record = self._add(program, about, storage, program.label(buffer) if weight else "")
+        if weight and record.kind == "weight" and not self._kept(record.name):
+            self.guard.watch(tensor, record)
+        return record
+
+    def _add(self, program: Program, about: Buffer, storage: torch.UntypedStorage, label: str) -> Record:
+        kind = "weight" if label else {"argument": "input"}.get(about.role, "activation")
         if program.schedule.kind == "backward" and about.role == "result":
             kind = "grad"
-        name = f"{self.tracker.number}.{about.name}"
-        if weight:
-            name = self._weight_name(program.label(buffer))
-        wanted = about.role == "saved" or (weight and not about.held)
+        name = self._weight_name(label) if label else f"{self.tracker.label}.{about.name}"
+        wanted = about.role == "saved" or (bool(label) and not about.held)
         wanted = wanted and not self._kept(name)
         evictable = wanted and movable(storage)
         record = self.residency.add(storage, name, kind, evictable)
         if evictable:
             self.described[name] = (name, kind, record.size_bytes, record.persistent)
-        if weight and evictable:
+        if label and evictable:
             self.residency.reachable[record.key] = record
-        elif weight and wanted:
+        elif label and wanted:
             self.stuck.records.append(record)
         return record
 
@@ -182,7 +174,7 @@ class Engine:
 
     def _weight_name(self, label: str) -> str:
         """One program may serve many layers: the second weight of the same name gets the call's number."""
-        return label if label not in self.residency.by_name else f"{self.tracker.number}.{label}"
+        return label if label not in self.residency.by_name else f"{self.tracker.label}.{label}"
 
     def count(self, tensor: torch.Tensor, name: str, kind: str) -> None:
         """Registers a tensor that is never moved, so that the ledger knows its bytes."""
@@ -190,93 +182,43 @@ class Engine:
         if storage._cdata not in self.residency.records and storage.nbytes() >= SMALLEST_BYTES:
             self.residency.add(storage, name, kind, evictable=False)
 
-    # ---- the plan
-
-    def install(self, plan: Plan) -> None:
-        """The plan becomes a table: tick -> operations, releases before new transfers."""
-        table: dict[int, list[tuple[int, str]]] = {}
-        length = max(self.tracker.length, 1)
-        for move in plan.moves:
-            match move:
-                case Evict(tensor, _, free, trigger):
-                    if trigger is not None and trigger < free:
-                        table.setdefault(trigger % length, []).append((EVICT, tensor))
-                    table.setdefault(free % length, []).append((FREE, tensor))
-                case Fetch(tensor, _, trigger, _):
-                    table.setdefault(trigger % length, []).append((FETCH, tensor))
-        for operations in table.values():
-            operations.sort(key=lambda operation: (operation[0] != FREE, operation[0]))
-        self.table = table
-
-    def _follow_plan(self, tick: int, live_bytes: int) -> None:
-        """A move that does not fit what is there is skipped and counted, never an error."""
-        counts = self.mover.counts
-        for operation, name in self.table.get(tick, ()):
-            record = self.residency.by_name.get(name)
-            if (
-                record is None
-                or record.dead()
-                or record.pins
-                or not self._move(operation, record, live_bytes)
-            ):
-                counts.skipped_moves += 1
-            else:
-                counts.planned_moves += 1
-
-    def _move(self, operation: int, record: Record, live_bytes: int) -> bool:
-        if operation == FETCH:
-            if record.state is not State.AWAY or not self.residency.fits(record.size_bytes + live_bytes):
-                return False
-            self.mover.begin_fetch(record)
-            return True
-        if (
-            not record.evictable
-            or record.key in self.residency.failed
-            or record.state not in {State.DEVICE, State.LEAVING}
-        ):
-            return False
-        try:
-            if record.state is State.DEVICE:
-                self.mover.begin_evict(record)
-            if operation == FREE and record.state is State.LEAVING:
-                self.mover.end_evict(record)
-        except StoreError as error:
-            self.residency.keep_failed(record, error)
-            return False
-        return True
-
     # ---- the step
 
     def at_optimizer(self, tensors: Sequence[torch.Tensor]) -> None:
         """User code is about to read and write these: one more call of the step, of one kernel."""
         self.stuck.look()
-        known = [
-            r
-            for t in tensors
-            if (r := self.residency.records.get(t.untyped_storage()._cdata)) and r.evictable
-        ]
-        buffers = tuple(Buffer(record.name, "argument", record.size_bytes) for record in known)
+        self.guard.take_off(tensors)
+        records = self.residency.records
+        known = [(r, t) for t in tensors if (r := records.get(t.untyped_storage()._cdata)) and r.evictable]
+        buffers = tuple(Buffer(record.name, "argument", record.size_bytes) for record, _ in known)
         flags = (READ | WRITE,) * len(known)
         slot = Slot("optimizer.step", tuple(range(len(known))), flags, 0)
         program = Program(Schedule("optimizer", buffers, (slot,)))
         self.tracker.enter(program)
-        program.bound = list(known)
-        self.visit(program, 0, known, 0)
+        self._expect(self.tracker.expected)
+        self.visit(program, 0, [tensor for _, tensor in known], 0)
+
+    def after_optimizer(self) -> None:
+        """Its code saw plain weights: what it kept of them counts. The step is over, unless another optimizer
+        steps now."""
+        self.user.keeps_after_optimizer()
+        self.tracker.stepped_at_ns = time.perf_counter_ns()
+        self.user.hand_over()
 
     def end_step(self) -> None:
         """The step is over: what was measured becomes the next step's expectation."""
-        self.residency.unpin()
+        self.residency.serial += 1
         self.residency.failed.clear()
         self.residency.bury()
         for record in self.stuck.retry():
             self.described[record.name] = (record.name, record.kind, record.size_bytes, record.persistent)
-        movable = frozenset(record.name for record in self.residency.reachable.values())
-        step = self.tracker.finish(self.described.get, movable)
+        step = self.tracker.finish(self.described.get, self.user.end_step())
         self._forget_names()
         if step is not None:
             self._learn(step)
             if self.on_step is not None:
                 self.on_step(step)
+        self._expect(self.tracker.expected)
 
     def _forget_names(self) -> None:
         """Names of what does not outlive the step are given anew in the next."""
@@ -287,13 +229,23 @@ class Engine:
             name: about for name, about in self.described.items() if name in self.residency.by_name
         }
 
+    def install(self, plan: Plan) -> None:
+        """For the step that was last."""
+        self.tracker.expected.table = table_of(plan, max(self.tracker.length, 1))
+
+    def settle(self, plan: Plan | None) -> None:
+        """The step that was last is measured; this is the plan for it, if there is one."""
+        self.tracker.expected.settled = True
+        if plan is not None:
+            self.install(plan)
+
     def abandon(self) -> None:
-        """A program ended with an exception, anywhere in it: user code runs next, so the weights come back,
-        budget or not. One that cannot come back is filled with NaN, and no further step is taken."""
-        self.residency.unpin()
+        """A program ended with an exception, anywhere in it: user code runs next, so what it could reach
+        unseen comes back, budget or not. A weight that cannot come back is filled with NaN, and no further
+        step is taken."""
         self.tracker.abandon()
-        self.residency.bring_back(self.residency.reachable.values())
-        self._hand_to_user()
+        self.residency.bring_back(self.user.exposed())
+        self.user.hand_over()
 
     def _learn(self, step: Step) -> None:
         uses: dict[str, list[int]] = {}
@@ -304,8 +256,7 @@ class Engine:
                     if flags and call.tensors[buffer]:
                         uses.setdefault(call.tensors[buffer], []).append(tick + index)
             tick += len(call.schedule.slots)
-        self.residency.uses = uses
-        self.residency.step_ticks = tick
+        self.tracker.expected.uses = uses
 
     # ---- for the outside
 
@@ -321,7 +272,10 @@ class Engine:
 
     def shut_down(self) -> None:
         """Everything that is away comes back, budget or not, and the store is given up."""
-        self.residency.unpin()
+        if self.tracker.stepped_at_ns:
+            self.end_step()
+        self.guard.end()
+        self.residency.serial += 1
         self.residency.bury()
         self.residency.bring_back(self.residency.records.values())
         self.mover.store.close()
@@ -331,6 +285,32 @@ class Engine:
 
 ENGINE: Engine | None = None
 PROGRAMS: list[Program] = []  # registered since the backend last looked
+
+
+def use(engine: Engine | None) -> None:
+    """The engine of this process from now on."""
+    global ENGINE
+    ENGINE = engine
+    _guard.ACTIVE[:] = [engine.guard] if engine is not None else []
+
+
+def weights_off_guard() -> None:
+    """A program may run next: to it they are plain tensors."""
+    if ENGINE is not None:
+        ENGINE.user.forget_others()
+        ENGINE.guard.take_off()
+
+
+def weights_on_guard() -> None:
+    """It does not: user code goes on."""
+    if ENGINE is not None:
+        ENGINE.guard.put_on()
+
+
+def foreign_program() -> None:
+    """Another backend compiled something that may read weights where no guard sees it."""
+    if ENGINE is not None:
+        ENGINE.user.expose_all("another compiler's program may read weights")
 
 
 def program(text: str) -> Callable[..., None]:
@@ -346,16 +326,23 @@ def program(text: str) -> Callable[..., None]:
 
 
 def guarded(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A compiled program that leaves everything in order when an exception ends it: ours, a kernel's,
-    Ctrl-C."""
+    """A compiled program between two stretches of user code. It leaves everything in order when an exception
+    ends it: ours, a kernel's, Ctrl-C."""
 
     def call(arguments: list[Any]) -> Any:
-        try:
+        engine = ENGINE
+        if engine is None:
             return run(arguments)
+        engine.guard.take_off(arguments)
+        try:
+            result = run(arguments)
         except BaseException:
             if ENGINE is not None:
                 ENGINE.abandon()
             raise
+        if ENGINE is not None:
+            ENGINE.user.hand_over()
+        return result
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

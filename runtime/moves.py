@@ -28,6 +28,8 @@ class Counts:
     planned_moves: int = 0
     skipped_moves: int = 0
     failed_moves: int = 0
+    touches: int = 0  # of user code on what was away
+    overrun_bytes: int = 0  # the most that user code needed beyond the budget
     peak_bytes: int = 0
 
 
@@ -44,6 +46,8 @@ class Mover:
         storage = record.storage()
         if storage is None:
             return
+        if record.faces and (version := record.versions()) != record.version:
+            record.version, record.clean = version, False
         if not record.clean:
             extent = record.extent or self.store.reserve(record.size_bytes, record.name)
             record.extent = extent

@@ -6,9 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.optim.optimizer as _torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import engine as _engine
+from .guard import GuardedParameter
 
 _installed = False
 
@@ -19,6 +21,10 @@ def install() -> None:
     if not _installed:
         register_optimizer_step_pre_hook(_before)
         register_optimizer_step_post_hook(_after)
+        if isinstance(supported := getattr(_torch_optimizer, "_foreach_supported_types", None), list):
+            supported.append(
+                GuardedParameter
+            )  # which of its implementations an optimizer takes does not change
         _installed = True
 
 
@@ -27,8 +33,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """A parameter without a gradient is left alone by its optimizer, unless a closure will make gradients."""
     if _engine.ENGINE is not None:
-        _engine.ENGINE.at_optimizer(_parameters(optimizer))
+        closure = bool(args[1:] or kwargs.get("closure"))
+        stepped = [p for p in _parameters(optimizer) if closure or p.grad is not None]
+        _engine.ENGINE.at_optimizer(stepped)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -41,4 +50,4 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 engine.count(value, f"{name}.{number}", "state")
-    engine.end_step()
+    engine.after_optimizer()

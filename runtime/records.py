@@ -10,11 +10,27 @@ from __future__ import annotations
 
 from enum import Enum
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 
 from .device import Pending
 from .store import Extent
+
+
+def _storage_counts() -> tuple[int, int]:
+    """What a storage's count says of its one tensor, once Python has seen the storage and let go of it, and
+    how much more it says while Python holds it: torch 2.13 keeps the object, older ones may not."""
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    key = storage._cdata
+    held = int(torch._C._storage_Use_Count(key))
+    del storage
+    kept = int(torch._C._storage_Use_Count(key))
+    return kept - 1, held - kept
+
+
+KEPT, HOLDS = _storage_counts()
 
 
 class State(Enum):
@@ -26,18 +42,24 @@ class State(Enum):
 
 class Record:
     __slots__ = (
+        "aliased",
         "clean",
         "evictable",
         "extent",
+        "faces",
+        "guardable",
+        "held",
         "key",
         "kind",
-        "last_tick",
         "name",
         "pending",
         "persistent",
         "pins",
+        "pointed",
         "size_bytes",
         "state",
+        "used_at",
+        "version",
         "weak",
     )
 
@@ -53,8 +75,14 @@ class Record:
         self.clean = False  # the extent holds the bytes of now
         self.extent: Extent | None = None
         self.pending: Pending | None = None  # a copy in flight; holds the storage
-        self.pins = 0
-        self.last_tick = 0
+        self.pins = 0  # of user code; a slot pins by `used_at`
+        self.used_at = 0  # the last slot that touched it, counted from the start
+        self.faces: list[ReferenceType[torch.Tensor]] = []  # tensors by which user code reaches a weight
+        self.guardable = True  # all of them can wear the guard class
+        self.aliased = False  # tensors that are no faces shared the bytes when user code last touched it
+        self.held = False  # C++ held one of them when user code last touched it
+        self.pointed = False  # user code asked for its address in this step
+        self.version = 0  # of its faces, when the copy was made that `clean` speaks of
 
     def dead(self) -> bool:
         return bool(torch.UntypedStorage._expired(self.weak))
@@ -62,6 +90,44 @@ class Record:
     def storage(self) -> torch.UntypedStorage | None:
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak)
         return storage
+
+    def live_faces(self) -> list[torch.Tensor]:
+        return [tensor for face in self.faces if (tensor := face()) is not None]
+
+    def versions(self) -> int:
+        """Grows with every write that torch knows of."""
+        return sum(tensor._version for tensor in self.live_faces())
+
+    def references(self) -> int:
+        """How many tensors share the bytes. A storage object that someone holds does not count: torch makes
+        one and keeps it."""
+        return int(torch._C._storage_Use_Count(self.key)) - KEPT - (HOLDS if self.pending is not None else 0)
+
+    def holders(self) -> int:
+        """How often C++ holds its tensors: autograd saved one, a function is being applied to it."""
+        return sum(tensor._use_count() - 1 for tensor in self.live_faces())  # type: ignore[attr-defined]
+
+    def watch_others(self) -> tuple[int, int]:
+        """To be compared later, by `notice_others`."""
+        return self.references(), self.holders()
+
+    def notice_others(self, before: tuple[int, int]) -> None:
+        """User code has used it: a tensor more that shares the bytes, a holder more?"""
+        self.aliased |= self.references() > before[0]
+        self.held |= self.holders() > before[1]
+
+    def forget_others(self) -> None:
+        """At a moment when nothing runs: what user code had is seen to be gone. A program's own views of its
+        weights, which autograd keeps from a forward to its backward, are not told apart: they delay it."""
+        if self.aliased:
+            self.aliased = self.references() > len(self.live_faces())
+        if self.held:
+            self.held = self.holders() > 0
+
+    @property
+    def exposed(self) -> bool:
+        """User code may read or write the bytes unseen."""
+        return self.aliased or self.held or self.pointed or not self.guardable
 
     def release(self) -> None:
         torch.UntypedStorage._free_weak_ref(self.weak)

@@ -1,14 +1,17 @@
-"""The law: what a kernel needs is resident, and everything that is resident fits the budget.
+"""The law: before a kernel runs, everything it touches is resident, and it fits the budget. No plan is asked.
 
-The ledger counts every storage that has a record, in full, from the start of its fetch to the end of its
-eviction. Room is made by furthest next use: by the last step's order where it is known, else by least recent
-use.
+    bytes of records on the device
+  + bytes that the kernel's program holds and no one registers
+  + reserve                                       <= budget
+
+If that does not hold, tensors leave by furthest next use: by the order of the last step where it is known,
+else by least recent use. Records that never move (results, gradients, states, inputs) count and stay.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -29,11 +32,12 @@ class Residency:
         self.reserve_bytes = reserve_bytes
         self.records: dict[int, Record] = {}  # storage address -> record
         self.by_name: dict[str, Record] = {}
-        self.reachable: dict[int, Record] = {}  # weights: resident whenever user code runs
-        self.pinned: list[Record] = []
+        self.reachable: dict[int, Record] = {}  # weights that can move: what user code may touch
+        self.serial = 1  # of the slot: a record with `used_at` equal to it is in use
         self.fixed_bytes = 0  # of records that never move
-        self.uses: dict[str, list[int]] = {}  # name -> ticks of the last step, ascending
-        self.step_ticks = 0  # how many that step had
+        self.uses: dict[str, list[int]] = {}  # name -> ticks of the expected step, ascending
+        self.step_ticks = 0  # how many that step has
+        self.largest_bytes = 0  # of what is known of the step, the most that must be there at once
         self.failed: dict[int, Record] = {}  # could not be written: not tried again in this step
         self.torn: StoreError | None = None  # what was lost with a weight
 
@@ -49,14 +53,20 @@ class Residency:
     def ensure(self, needed: Sequence[Record], live_bytes: int, kernel: str, tick: int | None) -> None:
         """Everything in `needed` is resident, and `live_bytes` more fit, when this returns."""
         missing = 0
+        serial = self.serial
         for record in needed:
-            record.pins += 1
+            record.used_at = serial
             if record.state is State.LEAVING:
                 self.mover.undo_evict(record)
             elif record.state is State.AWAY:
                 missing += record.size_bytes
-        self.pinned += needed
         self.make_room(missing + live_bytes, kernel, tick)
+        self.fetch(needed)
+        counts = self.mover.counts
+        counts.peak_bytes = max(counts.peak_bytes, self.mover.resident_bytes + live_bytes)
+
+    def fetch(self, needed: Iterable[Record]) -> None:
+        """These are resident when this returns; room was made before."""
         for record in needed:
             if record.state is State.AWAY:
                 self.mover.counts.misses += 1
@@ -64,8 +74,6 @@ class Residency:
         for record in needed:
             if record.state is State.ARRIVING:
                 self.mover.end_fetch(record)
-        counts = self.mover.counts
-        counts.peak_bytes = max(counts.peak_bytes, self.mover.resident_bytes + live_bytes)
 
     def short_bytes(self, extra_bytes: int) -> int:
         return self.mover.resident_bytes + extra_bytes + self.reserve_bytes - self.budget_bytes
@@ -76,25 +84,37 @@ class Residency:
         return self.short_bytes(extra_bytes) <= 0
 
     def make_room(self, extra_bytes: int, kernel: str, tick: int | None) -> None:
-        if self.fits(extra_bytes):
+        short, failure = self.free(extra_bytes, tick)
+        if short <= 0:
             return
-        failure: StoreError | None = None
-        while (short := self.short_bytes(extra_bytes)) > 0:
-            victims = self._victims(short, tick)
-            if not victims:
-                if failure is not None:
-                    raise failure
-                self._refuse(short, extra_bytes, kernel)
-            failure = self._evict(victims) or failure
+        if failure is not None:
+            raise failure
+        self.refuse(self.budget_bytes + short, extra_bytes, kernel)
 
-    def _victims(self, short: int, tick: int | None) -> list[Record]:
+    def free(
+        self, extra_bytes: int, tick: int | None, stays: Callable[[Record], bool] | None = None
+    ) -> tuple[int, StoreError | None]:
+        """Evicts until so many bytes fit; returns how many are still missing, and what went wrong if
+        something did."""
+        failure: StoreError | None = None
+        if self.fits(extra_bytes):
+            return 0, None
+        while (short := self.short_bytes(extra_bytes)) > 0:
+            victims = self._victims(short, tick, stays)
+            if not victims:
+                return short, failure
+            failure = self._evict(victims) or failure
+        return 0, failure
+
+    def _victims(self, short: int, tick: int | None, stays: Callable[[Record], bool] | None) -> list[Record]:
         """By furthest next use, as many as make up for `short` bytes, or all there are."""
         victims: list[Record] = []
         for record in sorted(self._candidates(), key=lambda r: self._next_use(r, tick), reverse=True):
             if short <= 0:
                 break
-            victims.append(record)
-            short -= record.size_bytes
+            if stays is None or not stays(record):
+                victims.append(record)
+                short -= record.size_bytes
         return victims
 
     def _evict(self, victims: Sequence[Record]) -> StoreError | None:
@@ -121,13 +141,16 @@ class Residency:
         self.mover.counts.failed_moves += 1
         return error
 
+    def in_use(self, record: Record) -> bool:
+        return record.used_at == self.serial or record.pins > 0
+
     def _candidates(self) -> list[Record]:
         return [
             record
             for record in self.records.values()
             if record.evictable
-            and not record.pins
             and record.state is not State.AWAY
+            and not self.in_use(record)
             and record.key not in self.failed
         ]
 
@@ -136,25 +159,20 @@ class Residency:
         known)."""
         ticks = self.uses.get(record.name)
         if not ticks or tick is None:
-            return (0, -record.last_tick)
+            return (0, -record.used_at)
         return (1, next((t for t in ticks if t > tick), ticks[0] + self.step_ticks))
 
-    def _refuse(self, short: int, extra_bytes: int, kernel: str) -> NoReturn:
-        need = self.budget_bytes + short
-        needed, given = fmt_bytes(need, up=True), fmt_bytes(self.budget_bytes)
+    def refuse(self, need_bytes: int, extra_bytes: int, kernel: str) -> NoReturn:
+        need_bytes = max(need_bytes, self.largest_bytes)
+        needed, given = fmt_bytes(need_bytes, up=True), fmt_bytes(self.budget_bytes)
         if needed == given:  # a few bytes are missing
-            needed, given = f"{need} bytes", f"{self.budget_bytes} bytes"
+            needed, given = f"{need_bytes} bytes", f"{self.budget_bytes} bytes"
         raise BudgetError(
             f"the step needs {needed} at kernel {kernel} ({fmt_bytes(self.mover.resident_bytes)} "
             f"that cannot leave, {fmt_bytes(extra_bytes)} that the kernel needs, "
             f"{fmt_bytes(self.reserve_bytes)} in reserve); "
             f"memory is {given}. Give at least {needed}, more if a later kernel needs it, or a smaller batch"
         )
-
-    def unpin(self) -> None:
-        for record in self.pinned:
-            record.pins -= 1
-        self.pinned.clear()
 
     def bury(self) -> None:
         """Forgets the storages whose last tensor is gone."""

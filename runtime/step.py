@@ -1,20 +1,23 @@
-"""Which call of the step is this? The tracker compares the programs that run with those of the step before.
+"""Which call of the step is this? The tracker compares the programs that run with those of earlier steps.
 
-A step is a list of calls; a tick is a slot's place in the whole step. Ticks are known as long as the programs
-come in the order of the last step; from the first one that does not, until the step ends, they are not, and
-the engine works on demand. The step ends when the optimizer has stepped.
+A step is a list of calls; a tick is a slot's place in the whole step. Several expectations are kept: one per
+order of programs that a step had (another shape of batch, an evaluation). A program that the expected step
+does not have at this place is foreign: it runs on demand, and the step goes on where it was. A step is over
+when optimizers have stepped and a program comes; among programs of inference, when the first comes again.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from teraio.schedule import Call, Step
 
 if TYPE_CHECKING:
-    from .engine import Program
+    from .programs import Program
+
+EXPECTATIONS_MAX = 8
 
 
 class Running:
@@ -34,29 +37,86 @@ class Running:
         )
 
 
+class Expectation:
+    """A step as it was: its programs in order, when each tensor is used in it, and the plan for it."""
+
+    def __init__(self, programs: tuple[str, ...], lengths: tuple[int, ...]) -> None:
+        self.programs = programs  # identities, in order
+        bases = [0]
+        for length in lengths:
+            bases.append(bases[-1] + length)
+        self.base = bases[:-1]  # tick at which each call begins
+        self.length = bases[-1]
+        self.uses: dict[str, list[int]] = {}  # name -> ticks, ascending
+        self.table: dict[int, list[tuple[int, str]]] = {}  # the plan: tick -> operations
+        self.settled = False  # it needs no more measuring
+
+
 class StepTracker:
     def __init__(self) -> None:
-        self.expected: tuple[str, ...] = ()  # identities of the last step's programs
-        self.base: tuple[int, ...] = ()  # tick at which each of its calls begins
-        self.length = 0  # ticks of the last step
+        self.known: dict[tuple[str, ...], Expectation] = {}  # the most recent is the last
+        self.expected = Expectation((), ())
+        self.at = 0  # calls of the expected step that have begun
+        self.base: int | None = None  # the tick of the running call's first slot
         self.number = 0  # of the call that runs, within the step
-        self.calls: list[Call] = []
+        self.programs: list[Program] = []  # that ran so far in this step
+        self.calls: list[Call] = []  # as far as they were measured
         self.running: Running | None = None
-        self.on_track = True
+        self.foreign = False  # the running call is no part of the expected step
+        self.first: Any = None  # what the step began with
+        self.stepped_at_ns = 0  # when an optimizer last did in this step
+        self.training = False  # a program of this step will have a backward, or is one
 
-    def enter(self, program: Program) -> None:
+    @property
+    def length(self) -> int:
+        return self.expected.length
+
+    @property
+    def label(self) -> str:
+        """The running call in the names of what it makes: its place in the step, whatever foreign ran."""
+        if self.foreign:
+            return f"x{self.number}"
+        return str(self.number if self.base is None else self.at - 1)
+
+    def is_over(self, program: Program, mark: Any) -> bool:
+        """Whether the step so far ends before this program: an optimizer has stepped, or there was nothing
+        but inference, and it comes round again or a training step begins."""
+        if self.stepped_at_ns:
+            return True
+        if self.training or not self.programs:
+            return False
+        return program.schedule.kind == "forward" or self.first == (program.identity, mark)
+
+    def enter(self, program: Program, mark: Any = None) -> None:
         self._close()
-        self.number = len(self.calls)
-        self.running = Running(program)
-        if self.expected:
-            known = self.number < len(self.expected) and self.expected[self.number] == program.identity
-            self.on_track = self.on_track and known
+        self.number = len(self.programs)
+        if not self.programs:
+            self.first = (program.identity, mark)
+        self.programs.append(program)
+        self.training |= program.schedule.kind != "inference"
+        self.base = self._place(program.identity)
+        self.foreign = self.base is None and bool(self.known)
+        settled = self.base is not None and self.expected.settled
+        whole = len(self.calls) == self.number  # else no step can be made of them
+        self.running = Running(program) if whole and not settled else None
+
+    def _place(self, identity: str) -> int | None:
+        """The tick of this call's first slot, if the step is one that is known."""
+        expected = self.expected
+        if self.at < len(expected.programs) and expected.programs[self.at] == identity:
+            self.at += 1
+            return expected.base[self.at - 1]
+        so_far = (*expected.programs[: self.at], identity)
+        for other in reversed(self.known.values()):
+            if other.programs[: len(so_far)] == so_far:
+                self.expected = other
+                self.at = len(so_far)
+                return other.base[self.at - 1]
+        return None
 
     def tick(self, index: int) -> int | None:
-        """The tick of this slot, or None where the step does not follow the last one."""
-        if not self.expected or not self.on_track:
-            return None
-        return self.base[self.number] + index
+        """The tick of this slot, or None where the step does not follow one that is known."""
+        return None if self.base is None else self.base + index
 
     def visited(self, index: int, began_ns: int, left_ns: int, live_bytes: int) -> None:
         running = self.running
@@ -73,28 +133,36 @@ class StepTracker:
 
     def drop(self) -> None:
         """The step has become too long to be one: what it was so far is forgotten, and what was expected."""
-        self.calls, self.running, self.on_track = [], None, True
-        self.expected, self.base, self.length = (), (), 0
+        self.programs, self.calls, self.running, self.training = [], [], None, False
+        self.expected, self.at, self.base = Expectation((), ()), 0, None
 
     def abandon(self) -> None:
-        """The call that runs ended with an exception: it is no part of the step."""
+        """The call that runs ended with an exception: it is no part of the step, nor does the step go on."""
+        if self.programs:
+            self.programs.pop()
         self.running = None
-        self.on_track = False
+        self.base = None
+        self.at = len(self.expected.programs)
 
     def finish(
         self, describe: Callable[[str], tuple[str, str, int, bool] | None], reachable: frozenset[str]
     ) -> Step | None:
-        """Ends the step; returns it if anything ran in it."""
+        """Ends the step and expects another one like it; returns it if all of it was measured."""
         self._close()
+        ended_ns, self.stepped_at_ns = self.stepped_at_ns or time.perf_counter_ns(), 0
+        programs, self.programs = self.programs, []
         calls, self.calls = tuple(self.calls), []
-        self.on_track = True
-        if not calls:
+        self.at, self.base, self.training, self.foreign = 0, None, False, False
+        if not programs:
+            return None
+        order = tuple(program.identity for program in programs)
+        lengths = tuple(len(program.schedule.slots) for program in programs)
+        self.expected = self.known.pop(order) if order in self.known else Expectation(order, lengths)
+        self.known[order] = self.expected
+        while len(self.known) > EXPECTATIONS_MAX:
+            del self.known[next(iter(self.known))]
+        if len(calls) < len(programs):
             return None
         names = {name for call in calls for name in call.tensors if name}
         kinds = tuple(sorted(k for name in names if (k := describe(name)) is not None))
-        self.expected = tuple(call.schedule.identity for call in calls)
-        bases = [0]
-        for call in calls:
-            bases.append(bases[-1] + len(call.schedule.slots))
-        self.base, self.length = tuple(bases[:-1]), bases[-1]
-        return Step(calls, time.perf_counter_ns(), kinds, reachable)
+        return Step(calls, ended_ns, kinds, reachable)

@@ -22,7 +22,7 @@ from teraio.passes import selftest
 from teraio.runtime import engine
 from teraio.runtime.adopt import foreign_weight, weights_of_compiled_modules
 from teraio.schedule import ProgramKind
-from teraio.session import start
+from teraio.session import guard_this_graph, start
 
 log = logging.getLogger("teraio")
 
@@ -52,6 +52,7 @@ def backend(
             return fx.compiler(lambda graph, kind: None)(gm, example_inputs)
         return inductor.compile_program(gm, example_inputs, notice=None)
     start(parsed)
+    guard_this_graph()
     _adopt(labels, example_inputs)
     # AOTAutograd's own cache would hand back a compiled graph without ever calling us.
     with functorch_config.patch(enable_autograd_cache=False):
@@ -88,5 +89,5 @@ def _label(labels: tuple[str, ...], backward: bool) -> None:
     """Tells the programs that were just loaded what the user calls their arguments."""
     for program in engine.PROGRAMS:
         if not backward:
-            program.labels = labels
+            program.name_arguments(labels)
     engine.PROGRAMS.clear()

@@ -14,12 +14,14 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from teraio.cache import fingerprint_of
 from teraio.doctor import machine_of
 from teraio.errors import OptionError, TeraioError, UnsupportedError
 from teraio.machine import Machine
 from teraio.options import Memory, Options
-from teraio.passes import lifetimes, planner
+from teraio.passes import dynamo_guards, lifetimes, planner
 from teraio.plan import Plan
 from teraio.profile import Profile
 from teraio.runtime import device, engine, measure, optimizer
@@ -43,8 +45,7 @@ class Session:
     def __init__(self, options: Options) -> None:
         _refuse(options)
         self.options = options
-        self.steps: list[Step] = []
-        self.planned = False
+        self.steps: dict[tuple[str, ...], list[Step]] = {}  # measured, by the order of their programs
         self.replay = Plan.read(options.plan) if options.plan else None
         device.return_freed_memory()
         self.device = device.current("cpu")
@@ -71,25 +72,24 @@ class Session:
         )
 
     def on_step(self, step: Step) -> None:
-        """One more measured step. The first is not like the others: optimizer states are made in it."""
-        if self.planned:
-            return
+        """One more measured step. The first of its kind is not like the others: optimizer states are made in
+        it, programs are compiled."""
+        order = tuple(call.schedule.identity for call in step.calls)
         if not self.steps:
             self._report_stuck()
-        self.steps.append(step)
+        measured = self.steps.setdefault(order, [])
+        measured.append(step)
         warmup = 1 if self.replay else self.options.warmup
-        if len(self.steps) > 1:
-            log.info("teraio: measured step %d/%d", len(self.steps) - 1, warmup)
-        if len(self.steps) <= warmup:
+        if len(measured) > 1:
+            log.info("teraio: measured step %d/%d", len(measured) - 1, warmup)
+        if len(measured) <= warmup:
             return
-        self.planned = True
-        profile = lifetimes.profile_of(self.steps[1:], "run")
-        self.steps.clear()
+        profile = lifetimes.profile_of(measured[1:], "run")
+        measured.clear()
         if self.options.profile:
             self._write(profile, self.options.profile)
         plan = self._plan(profile)
-        if plan is not None:
-            self.engine.install(plan)
+        self.engine.settle(plan)
 
     def _report_stuck(self) -> None:
         stuck = self.engine.stuck.records
@@ -157,8 +157,9 @@ def start(options: Options) -> None:
     if SESSION is None:
         _speak()
         SESSION = Session(options)
-        engine.ENGINE = SESSION.engine
+        engine.use(SESSION.engine)
         optimizer.install()
+        _watch_guards(SESSION.engine)
     elif SESSION.options != options:
         raise OptionError(
             f"this process already runs with other options ({_difference(SESSION.options, options)}); one "
@@ -167,10 +168,35 @@ def start(options: Options) -> None:
         )
 
 
+WATCH: dynamo_guards.Watch | None = None
+
+
+def _watch_guards(running: engine.Engine) -> None:
+    """Weights wear a guard class while user code runs; Dynamo's guards must not see it."""
+    global WATCH
+    if not dynamo_guards.SUPPORTED:
+        log.warning(
+            "teraio: torch %s does not say when it evaluates guards: between compiled programs all weights "
+            "are in memory",
+            torch.__version__,
+        )
+        running.guard.end()
+    elif WATCH is None:
+        WATCH = dynamo_guards.Watch(engine.weights_off_guard, engine.weights_on_guard, engine.foreign_program)
+        WATCH.install()
+
+
+def guard_this_graph() -> None:
+    """The backend compiles a graph: its guards find plain weights."""
+    if WATCH is not None:
+        WATCH.guard_this_graph()
+
+
 def reset() -> None:
     """Ends the engine of this process: everything that is away comes back first."""
     global SESSION
-    session, SESSION, engine.ENGINE = SESSION, None, None
+    session, SESSION = SESSION, None
+    engine.use(None)
     if session is not None:
         session.engine.shut_down()
 

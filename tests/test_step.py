@@ -7,12 +7,12 @@ from typing import Any
 
 from teraio.runtime import engine
 from teraio.runtime.step import StepTracker
-from teraio.schedule import Schedule, Slot
+from teraio.schedule import ProgramKind, Schedule, Slot
 
 
-def program(name: str, slots: int = 3) -> Any:
+def program(name: str, slots: int = 3, kind: ProgramKind = "forward") -> Any:
     """What the tracker looks at, of a program of so many slots."""
-    schedule = Schedule("forward", (), tuple(Slot(f"{name}{i}", (), (), 0) for i in range(slots)))
+    schedule = Schedule(kind, (), tuple(Slot(f"{name}{i}", (), (), 0) for i in range(slots)))
     return SimpleNamespace(schedule=schedule, identity=schedule.identity, bound=[])
 
 
@@ -41,13 +41,13 @@ def test_the_first_step_has_no_ticks_and_the_second_has_them_all() -> None:
     assert tracker.length == 8
 
 
-def test_another_program_ends_the_ticks_until_the_step_ends() -> None:
+def test_another_order_is_followed_from_the_second_time_on() -> None:
     tracker = StepTracker()
     run(tracker, A, B)
     finish(tracker)
-    assert run(tracker, A, A, B) == [[0, 1, 2], [None] * 3, [None] * 2]
+    assert run(tracker, A, A, B) == [[0, 1, 2], [None] * 3, [3, 4]]
     finish(tracker)
-    assert run(tracker, A, A, B)[2] == [6, 7]
+    assert run(tracker, A, A, B) == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
 def test_a_step_longer_than_the_last_has_no_ticks_beyond_it() -> None:
@@ -70,13 +70,68 @@ def test_nothing_that_ran_is_no_step() -> None:
     assert finish(StepTracker()) is None
 
 
-def test_what_is_kept_per_call_is_bounded() -> None:
-    """Inference never comes to an optimizer."""
+def test_an_optimizer_ends_the_step_and_a_second_one_belongs_to_it() -> None:
+    tracker = StepTracker()
+    run(tracker, A)
+    for name in ("first", "second"):
+        run(tracker, program(name, slots=1))
+        tracker.stepped_at_ns = 7
+    assert tracker.is_over(A, None)
+    step = finish(tracker)
+    assert len(step.calls) == 3
+    assert step.end_ns == 7
+    assert not tracker.is_over(A, None)
+
+
+def test_inference_is_a_step_each_time_it_comes_round() -> None:
+    tracker = StepTracker()
+    block = program("block", kind="inference")
+    for mark in ("layer 0", "layer 1"):
+        assert not tracker.is_over(block, mark)
+        tracker.enter(block, mark)
+    assert tracker.is_over(block, "layer 0")
+    assert len(finish(tracker).calls) == 2
+
+
+def test_an_evaluation_in_the_middle_does_not_advance_the_step() -> None:
+    tracker = StepTracker()
+    other = program("evaluation", kind="inference")
+    run(tracker, A, B)
+    finish(tracker)
+    assert run(tracker, A, other, B) == [[0, 1, 2], [None] * 3, [3, 4]]
+
+
+def test_two_orders_of_programs_are_both_known() -> None:
+    tracker = StepTracker()
+    for order in ((A, B), (B, A), (A, B)):
+        run(tracker, *order)
+        finish(tracker)
+    assert run(tracker, B, A) == [[0, 1], [2, 3, 4]]
+    finish(tracker)
+    assert run(tracker, A, B) == [[0, 1, 2], [3, 4]]
+
+
+def test_a_step_that_is_settled_is_measured_no_more() -> None:
+    tracker = StepTracker()
+    run(tracker, A, B)
+    assert finish(tracker) is not None
+    tracker.expected.settled = True
+    run(tracker, A, B)
+    assert finish(tracker) is None
+    run(tracker, B, A)
+    assert finish(tracker) is None, "the first call of it was not measured"
+    run(tracker, B, A)
+    assert finish(tracker) is not None
+
+
+def test_a_step_that_never_ends_is_none() -> None:
+    """Forwards without an optimizer: what is kept per call is bounded."""
     loop = SimpleNamespace(
         tracker=StepTracker(),
         stuck=SimpleNamespace(look=lambda: None),
         _forget_names=lambda: None,
+        _expect=lambda expected: None,
     )
     for _ in range(2 * engine.CALLS_MAX + 10):
-        engine.Engine._enter(loop, A)  # type: ignore[arg-type]
+        engine.Engine._enter(loop, A, ())  # type: ignore[arg-type]
         assert len(loop.tracker.calls) <= engine.CALLS_MAX

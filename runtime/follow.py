@@ -1,0 +1,75 @@
+"""A plan becomes a table, tick -> operations, and a slot carries out those of its tick. A move that does not
+fit what is there is skipped and counted, never an error: a plan is a hint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from teraio.errors import StoreError
+from teraio.plan import Evict, Fetch, Plan
+
+from .moves import Mover
+from .records import Record, State
+from .residency import Residency
+
+EVICT, FREE, FETCH = 0, 1, 2
+
+Table = dict[int, list[tuple[int, str]]]
+
+
+def table_of(plan: Plan, length: int) -> Table:
+    """For a step of so many ticks: at each of them releases before new transfers."""
+    table: Table = {}
+    for move in plan.moves:
+        match move:
+            case Evict(tensor, _, free, trigger):
+                if trigger is not None and trigger < free:
+                    table.setdefault(trigger % length, []).append((EVICT, tensor))
+                table.setdefault(free % length, []).append((FREE, tensor))
+            case Fetch(tensor, _, trigger, _):
+                table.setdefault(trigger % length, []).append((FETCH, tensor))
+    for operations in table.values():
+        operations.sort(key=lambda operation: (operation[0] != FREE, operation[0]))
+    return table
+
+
+class Follower:
+    def __init__(self, residency: Residency, mover: Mover) -> None:
+        self.residency = residency
+        self.mover = mover
+
+    def follow(self, operations: Sequence[tuple[int, str]], live_bytes: int) -> None:
+        counts = self.mover.counts
+        for operation, name in operations:
+            record = self.residency.by_name.get(name)
+            if (
+                record is None
+                or record.dead()
+                or self.residency.in_use(record)
+                or not self._move(operation, record, live_bytes)
+            ):
+                counts.skipped_moves += 1
+            else:
+                counts.planned_moves += 1
+
+    def _move(self, operation: int, record: Record, live_bytes: int) -> bool:
+        if operation == FETCH:
+            if record.state is not State.AWAY or not self.residency.fits(record.size_bytes + live_bytes):
+                return False
+            self.mover.begin_fetch(record)
+            return True
+        if (
+            not record.evictable
+            or record.key in self.residency.failed
+            or record.state not in {State.DEVICE, State.LEAVING}
+        ):
+            return False
+        try:
+            if record.state is State.DEVICE:
+                self.mover.begin_evict(record)
+            if operation == FREE and record.state is State.LEAVING:
+                self.mover.end_evict(record)
+        except StoreError as error:
+            self.residency.keep_failed(record, error)
+            return False
+        return True
