@@ -202,6 +202,8 @@ class Engine:
         """Its code saw plain weights: what it kept of them counts. The step is over, unless another optimizer
         steps now."""
         self.user.keeps_after_optimizer()
+        for record in self.stuck.retry():  # now: no program holds them
+            self.described[record.name] = (record.name, record.kind, record.size_bytes, record.persistent)
         self.tracker.stepped_at_ns = time.perf_counter_ns()
         self.user.hand_over()
 
@@ -210,8 +212,6 @@ class Engine:
         self.residency.serial += 1
         self.residency.failed.clear()
         self.residency.bury()
-        for record in self.stuck.retry():
-            self.described[record.name] = (record.name, record.kind, record.size_bytes, record.persistent)
         step = self.tracker.finish(self.described.get, self.user.end_step())
         self._forget_names()
         if step is not None:
