@@ -6,10 +6,10 @@ compute   the plain program, without slots' work: no transfers
 planned   the greedy planner's plan: transfers are issued ahead
 forced    the same moves, each issued where its bytes are needed: compute waits for every transfer
 
-Operations of the drive are delayed at the I/O seam until writes and reads of a step together take `--transfer`
-of its compute; evictions happen in the forward third, so they get 0.3 of that time. One compute thread;
-the three are interleaved, medians over rounds. `--pace-ms` and `--attempts` are for machines with
-neighbours. Prints one JSON object.
+Operations of the drive are delayed at the I/O seam until writes and reads of a step together take
+`--transfer` of its compute; evictions happen in the forward, a third of the step, so they get 0.3 of that
+time. One compute thread; the three are interleaved, medians over rounds. `--pace-ms` and `--attempts` are for
+machines with neighbours. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Bench:
         self.optimizer = torch.optim.SGD(ours.parameters(), lr=1e-3)
         os.environ["TERAIO_DISABLE"] = "1"
         # Other options, or Dynamo may take the one's program for the other.
-        options = {"inner": "eager", "on_fallback": "warn"}
+        options: Any = {"inner": "eager", "on_fallback": "warn"}
         self.plain = torch.compile(plain, backend="teraio", options=options)
         self.plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
         self.compute()
