@@ -40,6 +40,8 @@ def main() -> int:
                 done.update(asdict(one.engine.mover.counts))
                 done["wrong"] += len(one.world.faults)
                 done["over"] += len(one.over)
+            if (seed - args.first) % 500 == 499:
+                print(f"{seed - args.first + 1} schedules, {len(failed)} failed", file=sys.stderr, flush=True)
             if faults:
                 failed.append(seed)
                 if len(failed) <= NAMED:
