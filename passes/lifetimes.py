@@ -8,7 +8,7 @@ from statistics import median_low
 from typing import cast
 
 from teraio.profile import Kernel, Kind, Profile, Tensor
-from teraio.schedule import MADE, READ, WRITE, Step
+from teraio.schedule import MADE, READ, WRITE, Call, Step
 
 
 def profile_of(steps: Sequence[Step], name: str) -> Profile:
@@ -17,11 +17,23 @@ def profile_of(steps: Sequence[Step], name: str) -> Profile:
     order = [call.schedule.identity for call in last.calls]
     alike = [step for step in steps if [call.schedule.identity for call in step.calls] == order]
     durations = [median_low(values) for values in zip(*(_durations(step) for step in alike))]
+    sizes = {tensor: size_bytes for tensor, _, size_bytes, _ in last.kinds}
     kernels: list[Kernel] = []
     for number, call in enumerate(last.calls):
-        for slot, live_bytes in zip(call.schedule.slots, call.live_bytes):
-            kernels.append(Kernel(slot.kernel, number, durations[len(kernels)], live_bytes))
+        for index, (slot, live_bytes) in enumerate(zip(call.schedule.slots, call.live_bytes)):
+            workspace = max(0, live_bytes - _handed_over(call, index + 1, sizes))
+            kernels.append(Kernel(slot.kernel, number, durations[len(kernels)], workspace))
     return Profile(name, sum(durations), tuple(kernels), _tensors(last))
+
+
+def _handed_over(call: Call, index: int, sizes: dict[str, int]) -> int:
+    """Bytes of tensors that the kernel before this slot made: there they were still among the bytes that no
+    one can move, here they are tensors that live from that kernel on. They count once."""
+    if index == len(call.schedule.slots):
+        return 0
+    slot = call.schedule.slots[index]
+    made = {call.tensors[buffer] for buffer, flags in zip(slot.buffers, slot.flags) if flags & MADE}
+    return sum(sizes.get(tensor, 0) for tensor in made)
 
 
 def _durations(step: Step) -> list[int]:

@@ -114,7 +114,7 @@ def test_inductor_trains_bit_equal_within_little_more_than_half_of_its_memory() 
     assert same(half, runs["plain"])
     assert max(half["peaks"]) <= half["budget"]
     assert half["counts"][-1]["misses"] == 0
-    assert half["counts"][-1]["fetches"] > 20
+    assert half["counts"][-1]["fetches"] > 10
 
 
 @pytest.mark.parametrize("bug", PLANTED)

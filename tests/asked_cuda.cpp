@@ -1,0 +1,59 @@
+// A CUDA driver that knows nothing: every call is a question to the test, which answers with a fake device's
+// streams and events in virtual time. So the copier of the transfer engine runs on the same clock as
+// kernels do.
+#include <cstddef>
+#include <cstdint>
+
+namespace {
+uint64_t (*ask)(int what, uint64_t a, uint64_t b, uint64_t c, uint64_t d) = nullptr;
+int context;
+uint64_t number(const void* pointer) {
+  return reinterpret_cast<uint64_t>(pointer);
+}
+enum { kStream, kWait, kEvent, kRecord, kSynchronize, kToHost, kToDevice };
+}  // namespace
+
+extern "C" {
+void asked_by(uint64_t (*who)(int, uint64_t, uint64_t, uint64_t, uint64_t)) {
+  ask = who;
+}
+int cuCtxGetCurrent(void** out) {
+  return *out = &context, 0;
+}
+int cuCtxSetCurrent(void*) {
+  return 0;
+}
+int cuStreamCreate(void** out, unsigned) {
+  return *out = reinterpret_cast<void*>(ask(kStream, 0, 0, 0, 0)), 0;
+}
+int cuStreamDestroy_v2(void*) {
+  return 0;
+}
+int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  return static_cast<int>(ask(kWait, number(stream), number(event), 0, 0));
+}
+int cuEventCreate(void** out, unsigned) {
+  return *out = reinterpret_cast<void*>(ask(kEvent, 0, 0, 0, 0)), 0;
+}
+int cuEventRecord(void* event, void* stream) {
+  return static_cast<int>(ask(kRecord, number(event), number(stream), 0, 0));
+}
+int cuEventSynchronize(void* event) {
+  return static_cast<int>(ask(kSynchronize, number(event), 0, 0, 0));
+}
+int cuEventDestroy_v2(void*) {
+  return 0;
+}
+int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
+  return static_cast<int>(ask(kToHost, number(to), from, bytes, number(stream)));
+}
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
+  return static_cast<int>(ask(kToDevice, to, number(from), bytes, number(stream)));
+}
+int cuMemHostRegister_v2(void*, size_t, unsigned) {
+  return 0;
+}
+int cuMemHostUnregister(void*) {
+  return 0;
+}
+}

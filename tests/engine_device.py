@@ -1,0 +1,258 @@
+"""The fake asynchronous device as the engine meets it: torch storages lie in its memory, and the store's
+copies run on its streams.
+
+    engine -> torch storage -> cells of 4 KiB in one arena
+    kernels, copies         -> streams in virtual time
+    store   native             the real Store on MemoryIo; its CudaCopier asks a driver that this file answers
+            streams            tickets that are issued and then have an event, as GPUDirect may give
+
+`native` copies when somebody drives the in-memory I/O, which the passing of time does at random; `streams`
+issues its copies by itself, at once or after a disk has answered. A seed decides every delay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from fake_device import POISON, Event, FakeDevice, Place, Storage, Stream, World
+
+from teraio import _native
+from teraio.runtime.device import Mark, Pending, Start
+from teraio.runtime.store import Store
+
+CELL = 4096  # bytes: the least that the engine makes a record of
+TORN = -2  # a cell whose words differ
+SLABS = 3  # of one cell: tensors of two and three cells go through them in pieces
+
+SOURCE = Path(__file__).with_name("asked_cuda.cpp")
+
+
+def cell_bytes(value: int) -> bytes:
+    return value.to_bytes(8, "little", signed=True) * (CELL // 8)
+
+
+class Arena:
+    """Cells that are real bytes at an address, each full of one number."""
+
+    def __init__(self, cells: int) -> None:
+        self.raw = bytearray(cells * CELL)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.raw))
+        for cell in range(cells):
+            self[cell] = POISON
+
+    def __getitem__(self, cell: int) -> int:
+        block = self.raw[cell * CELL : (cell + 1) * CELL]
+        word = block[:8]
+        return int.from_bytes(word, "little", signed=True) if block == word * (CELL // 8) else TORN
+
+    def __setitem__(self, cell: int, value: int) -> None:
+        self.raw[cell * CELL : (cell + 1) * CELL] = cell_bytes(value)
+
+
+class DiskWorld(World):
+    """While time passes the disk goes on, too."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.flying: list[Any] = []  # the store's tickets
+        self.disk = Random(seed)
+
+    def pass_time(self) -> None:
+        super().pass_time()
+        while self.flying and self.disk.random() < 0.4:
+            ticket = self.disk.choice(self.flying)
+            if ticket.done():
+                self.flying.remove(ticket)
+
+
+class Address:
+    """A storage as a store sees it."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+class EngineDevice(FakeDevice):
+    """A device for the real engine. The streams' events are numbers, as native code knows them."""
+
+    world: DiskWorld
+
+    def __init__(self, world: DiskWorld, cells: int) -> None:
+        super().__init__(world, cells)
+        self.arena = Arena(cells)
+        self.cells: Any = self.arena
+        self.size = cells
+        self.known: dict[int, tuple[Storage, Any]] = {}  # torch storage -> (cells, weak reference)
+        self.events: dict[int, Event] = {}
+        self.streams: dict[int, Stream] = {}
+
+    # ---- torch's storages
+
+    def place(self, storage: torch.UntypedStorage) -> Storage:
+        return self.known[storage._cdata][0]
+
+    def empty(self, name: str, cells: int, parameter: bool = False) -> torch.Tensor:
+        """A new tensor, as an allocation of a program or of user code."""
+        self.sweep()
+        tensor = torch.empty(cells * CELL, dtype=torch.uint8)
+        storage = tensor.untyped_storage()
+        fake = Storage(name, cells)
+        self.known[storage._cdata] = (fake, storage._weak_ref())
+        super().resize(fake, cells)
+        return torch.nn.Parameter(tensor, requires_grad=False) if parameter else tensor
+
+    def sweep(self) -> None:
+        """Memory goes back when the last tensor of its storage has gone."""
+        for key, (fake, weak) in list(self.known.items()):
+            if torch.UntypedStorage._expired(weak):
+                torch.UntypedStorage._free_weak_ref(weak)
+                del self.known[key]
+                if fake.at is not None:
+                    super().resize(fake, 0)
+
+    def used_bytes(self) -> int:
+        return (self.size - sum(size for _, size in self._free)) * CELL
+
+    def resize(self, storage: Any, size_bytes: int) -> None:
+        self.sweep()
+        storage.resize_(size_bytes)
+        super().resize(self.place(storage), size_bytes // CELL)
+
+    def storage_at(self, address: int) -> Storage:
+        cell = (address - self.arena.address) // CELL
+        return next(fake for fake, _ in self.known.values() if fake.at == cell)
+
+    # ---- what the store is given
+
+    def begin_evict(self, storage: Any, start: Start) -> Pending:
+        return super().begin_evict(storage, self._with_address(start))
+
+    def begin_fetch(self, storage: Any, size_bytes: int, start: Start) -> Pending:
+        return super().begin_fetch(storage, size_bytes, self._with_address(start))
+
+    def _with_address(self, start: Start) -> Start:
+        def begin(storage: Any, mark: Mark) -> Any:
+            at = self.place(storage).at
+            assert at is not None
+            ticket = start(Address(self.arena.address + at * CELL), mark)
+            self.world.flying.append(ticket)
+            return ticket
+
+        return begin
+
+    def mark(self) -> Mark:
+        event = super().mark().event
+        return Mark(event, self.number_of(event))
+
+    def number_of(self, event: Event) -> int:
+        self.events[len(self.events) + 1] = event
+        return len(self.events)
+
+    # ---- the driver that the copier asks
+
+    def answer(self, what: int, a: int, b: int, c: int, d: int) -> int:
+        """In the order of asked_cuda.cpp's enum."""
+        try:
+            match what:
+                case 0:
+                    self.streams[len(self.streams) + 1] = Stream(self.world, "copier")
+                    return len(self.streams)
+                case 1:
+                    self.streams[a].wait_event(self.events[b])
+                case 2:
+                    return self.number_of(Event())
+                case 3:
+                    again = self.events[a] = Event()  # recorded once more: a new point
+                    self.streams[b].record(again)
+                case 4:
+                    event = self.events[a]
+                    self.world.run_until(lambda: event.fired or not event.recorded)
+                case _:
+                    target, source, stream = a, b, self.streams[d]
+                    (self._to_slab if what == 5 else self._from_slab)(stream, target, source, c)
+        except BaseException as error:  # noqa: BLE001  nothing passes through C++
+            self.world.faults.append(f"the driver: {error!r}")
+        return 0
+
+    def _to_slab(self, stream: Stream, slab: int, source: int, size: int) -> None:
+        """What changes under the copy is no good."""
+        seen: list[bytes] = []
+
+        def end() -> None:
+            now = ctypes.string_at(source, size)
+            ctypes.memmove(slab, now if seen == [now] else cell_bytes(POISON) * (size // CELL), size)
+
+        stream.give(lambda: seen.append(ctypes.string_at(source, size)), end)
+
+    def _from_slab(self, stream: Stream, target: int, slab: int, size: int) -> None:
+        def begin() -> None:
+            ctypes.memmove(target, cell_bytes(POISON) * (size // CELL), size)
+
+        def end() -> None:
+            ctypes.memmove(target, slab, size)
+
+        stream.give(begin, end)
+
+
+# ---- the two stores
+
+
+class StreamStore:
+    """A store whose tickets are issued and then have an event: the device waits for it, not the host."""
+
+    def __init__(self, device: EngineDevice) -> None:
+        self.device = device
+        self.slab_bytes_total = self.written_bytes = self.read_bytes = 0
+
+    def reserve(self, size_bytes: int, name: str) -> Place:
+        return Place()
+
+    def release(self, extent: Place) -> None:
+        pass
+
+    def write(self, extent: Place, address: int, name: str, demand: bool = False, event: int = 0) -> Any:
+        return self._start(self.device.copy_out(extent), address, event)
+
+    def read(self, extent: Place, address: int, name: str, demand: bool = False, event: int = 0) -> Any:
+        return self._start(self.device.copy_in(extent), address, event)
+
+    def _start(self, copy: Callable[[Storage, Mark], Any], address: int, event: int) -> Any:
+        return copy(self.device.storage_at(address), Mark(self.device.events[event]))
+
+    def close(self) -> None:
+        pass
+
+
+@cache
+def driver() -> tuple[str, ctypes.CDLL]:
+    """The asking driver, compiled once per process."""
+    target = Path(tempfile.mkdtemp(prefix="teraio-test-driver-")) / "libcuda_asked.so"
+    subprocess.run(["g++", "-std=c++20", "-O1", "-shared", "-fPIC", SOURCE, "-o", target], check=True)
+    return str(target), ctypes.CDLL(str(target))
+
+
+QUESTION = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int, *[ctypes.c_uint64] * 4)
+
+
+def native_store(device: EngineDevice, seed: int, folder: Path) -> Store:
+    """The real store over the deterministic engine, its copies on the device's streams."""
+    path, library = driver()
+    device.question = QUESTION(device.answer)  # type: ignore[attr-defined]  # C++ keeps only the address
+    library.asked_by(device.question)  # type: ignore[attr-defined]
+    side = SimpleNamespace(
+        copier=_native.CudaCopier(path), slabs=lambda size, count: _native.Slabs(CELL, SLABS)
+    )
+    io = _native.MemoryIo(size_bytes=64 << 20, depth=2, jitter=3.0, seed=seed)
+    return Store(folder, 4 << 20, accept=("tmpfs",), device=side, wrap=lambda _: io)

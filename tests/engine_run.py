@@ -1,0 +1,337 @@
+"""Random training steps under the real engine on the fake asynchronous device.
+
+    random blocks -> the real slot layout -> executed event by event; every kernel runs on the fake's compute
+    stream and there reads what it should: what it would read if everything ran at once in program order
+
+A step is some micro-batches of forwards and backwards over the blocks (some of which share one program, as
+with per-block compile), then an optimizer. Between steps a random plan may be installed: valid moves in gaps
+of tensors, moves that make no sense, or one of the real planner's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from engine_device import CELL, DiskWorld, EngineDevice, StreamStore, native_store
+
+from teraio.errors import BudgetError, PlanError
+from teraio.machine import Link, Machine, Tier
+from teraio.passes import lifetimes, planner
+from teraio.passes.slots import Event, Forget, Launch, Make, Place, Signature, lay_slots
+from teraio.plan import Evict, Fetch, Move, Plan
+from teraio.profile import Profile
+from teraio.runtime.engine import Engine, Program
+from teraio.schedule import Step
+
+STEPS = 3
+LINKS = (Link("device", "ssd", 10**9), Link("ssd", "device", 10**9))
+
+
+@dataclass
+class Value:
+    """A tensor and what it holds in program order."""
+
+    tensor: torch.Tensor
+    holds: list[int]
+
+    @property
+    def cells(self) -> int:
+        return len(self.holds)
+
+
+class Compiled:
+    """A random program with its slots: what a compiler would have made."""
+
+    def __init__(self, signature: Signature, events: Sequence[Event], sizes: dict[str, int]) -> None:
+        self.signature = signature
+        self.events = events
+        self.sizes = sizes
+        schedule, places = lay_slots(signature, events, len(events))
+        self.program = Program(schedule)
+        self.program.labels = tuple(name for name, _ in signature.arguments)
+        self.slots: dict[int, list[tuple[int, Place]]] = {}
+        for index, place in enumerate(places):
+            self.slots.setdefault(place.at, []).append((index, place))
+
+
+def with_forgets(events: Sequence[tuple[str, Any]], outputs: Sequence[str], given: set[str]) -> list[Event]:
+    """Numbers the events, and lets every name that is not an output, and not kept by the caller, go after
+    its last use."""
+    last: dict[str, int] = {}
+    for position, (kind, event) in enumerate(events):
+        names = {event[0]} if kind == "make" else {*event[1], *event[2]}
+        last.update(dict.fromkeys(names, position))
+    numbered: list[Event] = []
+    for position, (kind, event) in enumerate(events):
+        at = len(numbered)
+        if kind == "make":
+            numbered.append(Make(at, event[0], event[1] * CELL))
+        else:
+            numbered.append(Launch(at, event[0], frozenset(event[1]), frozenset(event[2])))
+        for name in sorted(name for name, end in last.items() if end == position):
+            if name not in outputs and name not in given:
+                numbered.append(Forget(len(numbered), name))
+    return numbered
+
+
+class Block:
+    """Weights' sizes, and a forward and a backward program over them."""
+
+    def __init__(self, random: Random) -> None:
+        self.weights = [random.randint(1, 3) for _ in range(random.randint(1, 3))]
+        self.saved: list[str] = []
+        self.forward = self._forward(random)
+        self.backward = self._backward(random)
+
+    def _forward(self, random: Random) -> Compiled:
+        sizes = {"x": 1, **{f"w{n}": size for n, size in enumerate(self.weights)}}
+        arguments = list(sizes)
+        events: list[tuple[str, Any]] = []
+        made: list[str] = []
+        for number in range(random.randint(3, 7)):
+            reads = random.sample(list(sizes), min(len(sizes), random.randint(1, 3)))
+            if made and random.random() < 0.2:
+                events.append(("launch", (f"f{number}", reads, [random.choice(made)])))
+                continue
+            name = f"a{number}"
+            size = 1 if number == 0 else random.randint(1, 3)
+            events += [("make", (name, size)), ("launch", (f"f{number}", reads, [name]))]
+            sizes[name] = size
+            made.append(name)
+        result = next(name for name in reversed(made) if sizes[name] == 1)
+        self.saved = [name for name in made if name != result and random.random() < 0.6]
+        outputs = [result, *self.saved]
+        self.sizes = sizes
+        signature = Signature(
+            "forward",
+            tuple((name, sizes[name] * CELL) for name in arguments),
+            tuple(outputs),
+            frozenset(range(1, len(outputs))),
+        )
+        return Compiled(signature, with_forgets(events, outputs, set(arguments)), sizes)
+
+    def _backward(self, random: Random) -> Compiled:
+        arguments = {name: self.sizes[name] for name in self.saved}
+        arguments |= {f"w{n}": size for n, size in enumerate(self.weights)} | {"g": 1}
+        given = {f"w{n}" for n in range(len(self.weights))} | {"g"}
+        sizes = dict(arguments)
+        events: list[tuple[str, Any]] = []
+        saved = list(reversed(self.saved))
+        grads = []
+        for number, size in enumerate([1, *self.weights]):
+            reads = random.sample(list(sizes), min(len(sizes), 2)) + saved[:2]
+            saved = saved[2:]
+            if random.random() < 0.5:
+                events += [
+                    ("make", (f"t{number}", 1)),
+                    ("launch", (f"i{number}", reads[:1], [f"t{number}"])),
+                ]
+                sizes[f"t{number}"] = 1
+                reads.append(f"t{number}")
+            grads.append(f"d{number}")
+            events += [
+                ("make", (grads[-1], size)),
+                ("launch", (f"b{number}", sorted(set(reads)), [grads[-1]])),
+            ]
+            sizes[grads[-1]] = size
+        signature = Signature(
+            "backward",
+            tuple((name, size * CELL) for name, size in arguments.items()),
+            tuple(grads),
+            frozenset(),
+        )
+        return Compiled(signature, with_forgets(events, grads, given), sizes)
+
+
+class Broken(Exception):
+    """A kernel that ends with an error."""
+
+
+class Run:
+    """One seed: a model, a budget, a store, a schedule of delays, and some steps."""
+
+    def __init__(
+        self, seed: int, folder: Path, kind: type[EngineDevice] = EngineDevice, more: int = 0
+    ) -> None:
+        self.random = random = Random(seed)
+        self.world = DiskWorld(seed)
+        shapes = [Block(random) for _ in range(random.randint(1, 2))]
+        self.blocks = [random.choice(shapes) for _ in range(random.randint(1, 4))]
+        self.batches = random.choice((1, 1, 2))
+        everything = sum(
+            sum(b.weights) * 2 + self.batches * sum(b.sizes[s] for s in b.saved) + 4 for b in self.blocks
+        )
+        self.budget = int(everything * random.uniform(0.3, 1.1)) + more
+        self.device = kind(self.world, 3 * everything + 64)
+        self.native = random.random() < 0.5
+        store: Any = native_store(self.device, seed, folder) if self.native else StreamStore(self.device)
+        self.engine = Engine(store, self.device, self.budget * CELL, 0, self._on_step)  # type: ignore[arg-type]
+        self.number = 0
+        self.steps = 0
+        self.over: list[str] = []
+        self.plans = random.choice(("none", "gaps", "gaps", "hostile", "greedy"))
+        self.part = random.choice((0.3, 0.6, 1.0))
+        self.weights = [
+            [self._made(f"b{b}w{n}", size, parameter=True) for n, size in enumerate(block.weights)]
+            for b, block in enumerate(self.blocks)
+        ]
+
+    # ---- kernels
+
+    def _made(self, name: str, cells: int, parameter: bool = False) -> Value:
+        """User code makes a tensor and fills it."""
+        value = Value(self.device.empty(name, cells, parameter), [0] * cells)
+        self._launch([], value)
+        return value
+
+    def _launch(self, reads: Sequence[Value], target: Value) -> None:
+        self.number += 1
+        result = [1000 * self.number + cell for cell in range(target.cells)]
+        place = self.device.place
+        given = [(place(v.tensor.untyped_storage()), v.holds) for v in reads]
+        self.device.launch(given, place(target.tensor.untyped_storage()), result)
+        target.holds = result
+
+    def _execute(self, compiled: Compiled, arguments: dict[str, Value], breaks: bool = False) -> list[Value]:
+        """Runs a program as generated code would; `arguments` is the caller's only hold on them."""
+        env = dict(arguments)
+        arguments.clear()
+        stop = self.random.randrange(len(compiled.events)) if breaks else -1
+        for at in range(len(compiled.events) + 1):
+            for index, place in compiled.slots.get(at, ()):
+                self.engine.visit(compiled.program, index, [env[n].tensor for n in place.names], None)
+            if at == stop:
+                raise Broken
+            if at < len(compiled.events):
+                self._event(compiled, compiled.events[at], env)
+        return [env[name] for name in compiled.signature.outputs if name is not None]
+
+    def _event(self, compiled: Compiled, event: Event, env: dict[str, Value]) -> None:
+        match event:
+            case Make(_, name, _):
+                cells = compiled.sizes[name]
+                env[name] = Value(self.device.empty(name, cells), [0] * cells)
+            case Forget(_, name):
+                del env[name]
+            case Launch(_, kernel, reads, writes):
+                (target,) = writes
+                self._launch([env[name] for name in sorted(reads)], env[target])
+                used = self.device.used_bytes()
+                if used > self.budget * CELL and self.steps:  # the first step meets weights it does not know
+                    self.over.append(f"{used // CELL} cells at {kernel}, memory is {self.budget}")
+
+    # ---- a step
+
+    def step(self) -> None:
+        grads: list[list[list[Value]]] = []
+        for _ in range(self.batches):
+            grads.append(self._batch())
+        parameters = [value for block in self.weights for value in block]
+        self.engine.at_optimizer([value.tensor for value in parameters])
+        for batch in grads:
+            for weights, found in zip(self.weights, batch):
+                for weight, grad in zip(weights, found):
+                    self._launch([weight, grad], weight)
+                    self.engine.count(grad.tensor, f"grad.{id(grad)}", "grad")
+        self.engine.end_step()
+        self.steps += 1
+
+    def _batch(self) -> list[list[Value]]:
+        x = self._made("x", 1)
+        saved: list[dict[str, Value]] = []
+        for block, weights in zip(self.blocks, self.weights):
+            arguments = {"x": x, **{f"w{n}": weight for n, weight in enumerate(weights)}}
+            x, *kept = self._execute(block.forward, arguments)
+            saved.append(dict(zip(block.saved, kept)))
+            kept.clear()
+        g = self._made("g", 1)
+        del x
+        grads: list[list[Value]] = []
+        for block, weights in zip(reversed(self.blocks), reversed(self.weights)):
+            arguments = {**saved.pop(), **{f"w{n}": weight for n, weight in enumerate(weights)}, "g": g}
+            g, *found = self._execute(block.backward, arguments)
+            grads.insert(0, found)
+        return grads
+
+    def _broken_batch(self) -> None:
+        """A forward that a kernel's error ends; user code goes on."""
+        block, weights = self.blocks[0], self.weights[0]
+        arguments = {"x": self._made("x", 1), **{f"w{n}": weight for n, weight in enumerate(weights)}}
+        try:
+            self._execute(block.forward, arguments, breaks=True)
+        except Broken:
+            self.engine.abandon()
+
+    def go(self) -> list[str]:
+        """Everything; what went wrong."""
+        for _ in range(STEPS):
+            if self.random.random() < 0.1:
+                self._broken_batch()
+            self.step()
+        self.engine.shut_down()
+        for value in [value for block in self.weights for value in block]:
+            self._launch([value], value)
+        self.world.run_out()
+        return self.world.faults + self.over
+
+    # ---- plans
+
+    def _on_step(self, step: Step) -> None:
+        made: dict[str, Callable[[Profile], Plan]] = {
+            "gaps": self._moves_in_gaps,
+            "hostile": self._any_moves,
+            "greedy": self._planned,
+        }
+        if self.plans in made:
+            with contextlib.suppress(PlanError):  # the planner sees no way in this budget: on demand
+                self.engine.install(made[self.plans](lifetimes.profile_of([step], "fake")))
+
+    def _plan(self, moves: Sequence[Move]) -> Plan:
+        return Plan("", self.plans, self.budget * CELL, (), tuple(moves))
+
+    def _moves_in_gaps(self, profile: Profile) -> Plan:
+        """Out and in again between uses of a tensor, anywhere there is time."""
+        random, ticks = self.random, len(profile.kernels)
+        moves: list[Move] = []
+        for tensor in profile.tensors:
+            uses = sorted({*tensor.reads, *tensor.writes})
+            ends = [*uses[1:], *([uses[0] + ticks] if tensor.persistent else [])]
+            for start, end in zip(uses, ends):
+                if end - start >= 3 and random.random() < self.part:
+                    first, free, back = sorted(random.randint(start + 1, end) for _ in range(3))
+                    moves += [Evict(tensor.name, "ssd", free, first), Fetch(tensor.name, "ssd", back, end)]
+        return self._plan(moves)
+
+    def _any_moves(self, profile: Profile) -> Plan:
+        random, ticks = self.random, len(profile.kernels)
+        names = [tensor.name for tensor in profile.tensors] + ["no such tensor"]
+        moves: list[Move] = []
+        for _ in range(random.randrange(10, 100)):
+            first, second = sorted(random.randrange(2 * ticks) for _ in range(2))
+            if random.random() < 0.5:
+                moves.append(Evict(random.choice(names), "ssd", second, random.choice((first, None))))
+            else:
+                moves.append(Fetch(random.choice(names), "ssd", first, second))
+        return self._plan(moves)
+
+    def _planned(self, profile: Profile) -> Plan:
+        machine = Machine("fake", (Tier("device", self.budget * CELL), Tier("ssd", 2**40)), LINKS)
+        return planner.plan(profile, machine, self.budget * CELL, time_limit_s=0.005)
+
+
+def run(seed: int, folder: Path, kind: type[EngineDevice] = EngineDevice) -> tuple[list[str], Run]:
+    """The seed's run in the smallest budget, from the random one upwards, that is not refused."""
+    more = 0
+    while True:
+        one = Run(seed, folder, kind, more)
+        try:
+            return one.go(), one
+        except BudgetError:
+            one.engine.shut_down()
+            more += 2

@@ -1,0 +1,62 @@
+"""Many random schedules under the whole engine: 0 early reads, 0 poisoned reads, 0 bytes over the budget.
+
+    python tests/long/engine_schedules.py [--schedules 5000] [--first 1000]
+
+Prints `name value target PASS|FAIL`; exit code 0 or 1. A seed that fails is named: engine_run.run(seed, ...)
+repeats it exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from engine_run import run
+
+NAMED = 5  # failures that are printed in full
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--schedules", type=int, default=5000)
+    parser.add_argument("--first", type=int, default=1000, help="the first seed")
+    args = parser.parse_args()
+    done: Counter[str] = Counter()
+    failed: list[int] = []
+    with tempfile.TemporaryDirectory(prefix="teraio-schedules-") as folder:
+        for seed in range(args.first, args.first + args.schedules):
+            try:
+                faults, one = run(seed, Path(folder))
+            except Exception:  # noqa: BLE001  a seed that raises has failed, the next one is another
+                faults = [traceback.format_exc()]
+            else:
+                done.update(asdict(one.engine.mover.counts))
+                done["wrong"] += len(one.world.faults)
+                done["over"] += len(one.over)
+            if (seed - args.first) % 500 == 499:
+                print(f"{seed - args.first + 1} schedules, {len(failed)} failed", file=sys.stderr, flush=True)
+            if faults:
+                failed.append(seed)
+                if len(failed) <= NAMED:
+                    print(f"seed {seed}: {faults[0]}", file=sys.stderr)
+    figures = [
+        ("wrong-reads", done["wrong"], 0),
+        ("kernels-over-the-budget", done["over"], 0),
+        ("seeds-that-failed", len(failed), 0),
+        ("fetches-short-of-20-per-schedule", max(0, 20 * args.schedules - done["fetches"]), 0),
+    ]
+    for name, value, target in figures:
+        print(f"engine-schedules-{name} {value} {target} {'PASS' if value <= target else 'FAIL'}")
+    print(", ".join(f"{name} {value}" for name, value in sorted(done.items())), file=sys.stderr)
+    return int(any(value > target for _, value, target in figures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

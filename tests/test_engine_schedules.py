@@ -1,0 +1,102 @@
+"""Whatever the delays, the whole engine never lets a kernel read what is not there: random programs, budgets
+and plans on the fake asynchronous device.
+
+tests/long/engine_schedules.py runs as many as there is time for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_device import EngineDevice
+from engine_run import run
+from fake_device import Event
+
+from teraio.runtime.device import Mark, Pending, Start
+
+SCHEDULES = 700
+PLANTED = 60
+
+
+def test_no_schedule_of_the_engine_lets_a_kernel_read_what_is_not_there(tmp_path: Path) -> None:
+    """Every read is right, within the budget, over both stores and all kinds of plans; and much moves."""
+    done: Counter[str] = Counter()
+    for seed in range(SCHEDULES):
+        faults, one = run(seed, tmp_path)
+        assert faults == [], f"seed {seed}"
+        done.update(asdict(one.engine.mover.counts))
+        done[one.plans] += 1
+        done["native" if one.native else "streams"] += 1
+    print(dict(done))
+    assert min(done[kind] for kind in ("none", "gaps", "hostile", "greedy")) > SCHEDULES / 10
+    assert min(done["native"], done["streams"]) > SCHEDULES / 3
+    assert done["evictions"] > 20 * SCHEDULES
+    assert done["fetches"] > 20 * SCHEDULES
+    assert done["drops"] > SCHEDULES / 2
+    assert done["misses"] > 4 * SCHEDULES
+    assert done["planned_moves"] > 30 * SCHEDULES
+
+
+# ---- each wait, left out
+
+
+class FreesBeforeTheCopy(EngineDevice):
+    """The wait before memory of an evicted tensor is used again."""
+
+    def end_evict(self, pending: Pending) -> None:
+        self.resize(pending.storage, 0)
+
+
+class ReadsBeforeTheCopy(EngineDevice):
+    """The wait before a fetched tensor is read."""
+
+    def end_fetch(self, pending: Pending) -> None:
+        pass
+
+
+class EvictsBeforeCompute(EngineDevice):
+    """The copy's wait for the kernel that wrote the tensor."""
+
+    def begin_evict(self, storage: torch.UntypedStorage, start: Start) -> Pending:
+        never = Event()
+        mark = Mark(never, self.number_of(never))
+        return Pending(storage, self._with_address(start)(storage, mark), mark)
+
+
+class FetchesBeforeCompute(EngineDevice):
+    """The copy's wait for the kernels that used its memory before."""
+
+    def begin_fetch(self, storage: Any, size_bytes: int, start: Start) -> Pending:
+        self.resize(storage, size_bytes)
+        never = Event()
+        mark = Mark(never, self.number_of(never))
+        return Pending(storage, self._with_address(start)(storage, mark), mark)
+
+
+@pytest.mark.parametrize(
+    "planted", [FreesBeforeTheCopy, ReadsBeforeTheCopy, EvictsBeforeCompute, FetchesBeforeCompute]
+)
+def test_a_missing_wait_is_caught(planted: type[EngineDevice], tmp_path: Path) -> None:
+    """Over either store a kernel reads something else; an assertion of the engine or the store counts too."""
+    caught: Counter[str] = Counter()
+    for seed in range(PLANTED):
+        try:
+            faults, one = run(seed, tmp_path, planted)
+        except AssertionError:
+            caught["assertion"] += 1
+        else:
+            caught["native" if one.native else "streams"] += bool(faults)
+    print(planted.__name__, dict(caught))
+    assert sum(caught.values()) >= PLANTED / 10, f"{planted.__doc__} Left out, and only {caught} noticed"
+    assert caught["native"] + caught["streams"] >= 3
+
+
+def test_a_seed_is_a_schedule_of_the_engine(tmp_path: Path) -> None:
+    for seed in range(4):
+        (_, one), (_, two) = run(seed, tmp_path), run(seed, tmp_path)
+        assert (one.world.now, one.number) == (two.world.now, two.number)

@@ -1,0 +1,34 @@
+"""Measured steps become profiles: what the planner is told is what was there."""
+
+from __future__ import annotations
+
+from teraio.check import check
+from teraio.passes.lifetimes import profile_of
+from teraio.passes.slots import Event, Launch, Make, Signature, lay_slots
+from teraio.plan import Plan
+from teraio.schedule import Call, Step
+
+
+def test_a_saved_output_counts_once_at_the_kernel_that_makes_it() -> None:
+    """A weight of 10 bytes, a saved output of 100 and a result of 1: 110 bytes at k1, 111 at k2."""
+    signature = Signature("forward", (("w", 10),), ("r", "s"), frozenset({1}))
+    events: list[Event] = [
+        Make(0, "s", 100),
+        Launch(1, "k1", frozenset({"w"}), frozenset({"s"})),
+        Make(2, "r", 1),
+        Launch(3, "k2", frozenset({"s"}), frozenset({"r"})),
+    ]
+    schedule, _ = lay_slots(signature, events, 4)
+    names = tuple(buffer.name if buffer.name != "r" else "" for buffer in schedule.buffers)
+    times = tuple(range(len(schedule.slots)))
+    live = tuple(slot.live_bytes for slot in schedule.slots)
+    call = Call(schedule, names, times, live, (0,) * len(times))
+    kinds = (("s", "activation", 100, False), ("w", "weight", 10, True))
+    profile = profile_of([Step((call,), len(times), kinds, frozenset())], "toy")
+    assert [(k.name, k.workspace_bytes) for k in profile.kernels] == [
+        ("enter", 0),
+        ("k1", 0),
+        ("k2", 1),
+        ("exit", 1),
+    ]
+    assert check(Plan("", "none", 2**40), profile).peak_bytes == 111
