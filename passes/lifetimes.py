@@ -47,7 +47,7 @@ def _tensors(step: Step) -> tuple[Tensor, ...]:
     reads: dict[str, set[int]] = {}
     writes: dict[str, set[int]] = {}
     tick = 0
-    for call in step.calls:
+    for number, call in enumerate(step.calls):
         for slot in call.schedule.slots:
             for buffer, flags in zip(slot.buffers, slot.flags):
                 tensor = call.tensors[buffer]
@@ -58,7 +58,7 @@ def _tensors(step: Step) -> tuple[Tensor, ...]:
                 if flags & WRITE:
                     writes.setdefault(tensor, set()).add(tick)
             tick += 1
-        for tensor in step.reachable:  # user code runs now, and may read or write any of these
+        for tensor in (name for at, name in step.exposed if at == number):  # user code runs: reads, writes
             reads.setdefault(tensor, set()).add(tick - 1)
             writes.setdefault(tensor, set()).add(tick - 1)
     tensors: list[Tensor] = []

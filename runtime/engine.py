@@ -32,12 +32,10 @@ from .moves import Mover
 from .programs import Program
 from .records import Record
 from .residency import Residency
-from .step import Expectation, StepTracker
+from .step import Expectation, StepTracker, TensorFacts
 from .store import Store
 from .stuck import Stuck
 from .user_code import UserCode
-
-TensorFacts = tuple[str, str, int, bool]  # name, kind, size_bytes, persistent
 
 CALLS_MAX = 4096  # of a step: one that never ends is none, and what is kept per call must end
 
@@ -83,7 +81,7 @@ class Engine:
         if index == 0 and not program.checked:
             self._check_floor(program)
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
-        exposed = self.user.exposed() if index == program.last else []
+        exposed = self.user.exposed(tracker.number) if index == program.last else []
         tick = tracker.tick(index)
         if tick is not None and (operations := tracker.expected.table.get(tick)):
             for record in (*needed, *exposed):
@@ -187,6 +185,7 @@ class Engine:
     def at_optimizer(self, tensors: Sequence[torch.Tensor]) -> None:
         """User code is about to read and write these: one more call of the step, of one kernel."""
         self.stuck.look()
+        self.user.forget_others()
         self.guard.take_off(tensors)
         records = self.residency.records
         known = [(r, t) for t in tensors if (r := records.get(t.untyped_storage()._cdata)) and r.evictable]
@@ -244,7 +243,7 @@ class Engine:
         unseen comes back, budget or not. A weight that cannot come back is filled with NaN, and no further
         step is taken."""
         self.tracker.abandon()
-        self.residency.bring_back(self.user.exposed())
+        self.residency.bring_back(self.user.exposed(self.tracker.number))
         self.user.hand_over()
 
     def _learn(self, step: Step) -> None:

@@ -42,12 +42,7 @@ class Follower:
         counts = self.mover.counts
         for operation, name in operations:
             record = self.residency.by_name.get(name)
-            if (
-                record is None
-                or record.dead()
-                or self.residency.in_use(record)
-                or not self._move(operation, record, live_bytes)
-            ):
+            if record is None or record.dead() or not self._move(operation, record, live_bytes):
                 counts.skipped_moves += 1
             else:
                 counts.planned_moves += 1
@@ -60,6 +55,7 @@ class Follower:
             return True
         if (
             not record.evictable
+            or self.residency.in_use(record)
             or record.key in self.residency.failed
             or record.state not in {State.DEVICE, State.LEAVING}
         ):

@@ -24,6 +24,8 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo.eval_frame import skip_code
 
 from .no_bytes import NO_BYTES
 
@@ -118,6 +120,14 @@ def _touched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if func in NO_BYTES:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    prior = set_eval_frame(None)  # Dynamo runs the frame that touched it, and would compile us
+    try:
+        return _serve(func, args, kwargs)
+    finally:
+        set_eval_frame(prior)
+
+
+def _serve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     worn = [tensor for tensor in _tensors(args, kwargs) if type(tensor) in BARE]
     guard = ACTIVE[0] if ACTIVE and ACTIVE[0].pid == os.getpid() else None
     records = [] if guard is None else _records(guard, worn)
@@ -178,6 +188,9 @@ class GuardedParameter(_Guarded, torch.nn.Parameter):
 class GuardedTensor(_Guarded, torch.Tensor):
     """A module's buffer that may be away."""
 
+
+for _function in (_touched, _Guarded.__torch_function__, _Guarded.__deepcopy__, _Guarded.__reduce_ex__):
+    skip_code(_function.__code__)
 
 GUARDED.update({torch.nn.Parameter: GuardedParameter, torch.Tensor: GuardedTensor})
 BARE.update({guarded: bare for bare, guarded in GUARDED.items()})

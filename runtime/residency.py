@@ -104,6 +104,7 @@ class Residency:
             if not victims:
                 return short, failure
             failure = self._evict(victims) or failure
+            self.bury()  # a fetch that was the last to hold a dropped tensor
         return 0, failure
 
     def _victims(self, short: int, tick: int | None, stays: Callable[[Record], bool] | None) -> list[Record]:

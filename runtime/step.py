@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 EXPECTATIONS_MAX = 8
 
+TensorFacts = tuple[str, str, int, bool]  # name, kind, size_bytes, persistent
+
 
 class Running:
     """The call that is going on, as it is measured."""
@@ -145,7 +147,9 @@ class StepTracker:
         self.at = len(self.expected.programs)
 
     def finish(
-        self, describe: Callable[[str], tuple[str, str, int, bool] | None], reachable: frozenset[str]
+        self,
+        describe: Callable[[str], tuple[str, str, int, bool] | None],
+        exposed: frozenset[tuple[int, str]],
     ) -> Step | None:
         """Ends the step and expects another one like it; returns it if all of it was measured."""
         self._close()
@@ -165,4 +169,4 @@ class StepTracker:
             return None
         names = {name for call in calls for name in call.tensors if name}
         kinds = tuple(sorted(k for name in names if (k := describe(name)) is not None))
-        return Step(calls, ended_ns, kinds, reachable)
+        return Step(calls, ended_ns, kinds, exposed)

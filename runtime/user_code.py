@@ -26,18 +26,18 @@ class UserCode:
         self.residency = residency
         self.mover = mover
         self.guard = Guard(self)
-        self.touched: set[str] = set()  # in this step
+        self.kept: set[tuple[int, str]] = set()  # in this step: (call, tensor) that was exposed when it ended
 
-    def exposed(self) -> list[Record]:
-        """User code runs next. What it could reach unseen is resident then, over the budget if it must be,
-        and may be written."""
+    def exposed(self, call: int) -> list[Record]:
+        """User code runs after this call. What it could reach unseen is resident then, over the budget if it
+        must be, and may be written."""
         self.residency.bury()
         if not self.guard.off and torch.distributed.is_available() and torch.distributed.is_initialized():
             self.expose_all("torch.distributed reads and writes weights")
         exposed = [r for r in self.residency.reachable.values() if self.guard.exposed(r)]
         for record in exposed:
             record.clean = False
-            self.touched.add(record.name)
+            self.kept.add((call, record.name))
         return exposed
 
     def expose_all(self, why: str) -> None:
@@ -60,7 +60,6 @@ class UserCode:
         """User code is about to use these: they come back. Returns who had them before."""
         for record in records:
             record.pins += 1
-            self.touched.add(record.name)
         self.bring(records, 0, place)
         return [record.watch_others() for record in records]
 
@@ -117,10 +116,10 @@ class UserCode:
             record.aliased |= record.references() > len(record.live_faces())
         self.forget_others()
 
-    def end_step(self) -> frozenset[str]:
-        """What was touched in the step. An address that was asked for is taken to be forgotten."""
+    def end_step(self) -> frozenset[tuple[int, str]]:
+        """What was exposed in the step. An address that was asked for is taken to be forgotten."""
         for record in self.residency.reachable.values():
             record.pointed = False
-        touched = frozenset(self.touched)
-        self.touched.clear()
-        return touched
+        kept = frozenset(self.kept)
+        self.kept.clear()
+        return kept

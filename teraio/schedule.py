@@ -101,4 +101,4 @@ class Step:
     calls: tuple[Call, ...]
     end_ns: int
     kinds: tuple[tuple[str, str, int, bool], ...]  # (name, kind, size_bytes, persistent)
-    reachable: frozenset[str]  # what user code can touch between calls: resident whenever a program returns
+    exposed: frozenset[tuple[int, str]]  # (call, tensor): resident when it returned, because user code held it

@@ -1,0 +1,309 @@
+"""User code that touches weights in every way, in a process of its own.
+
+    guard_train.py '["plain", "prints", ...]' [bug]
+
+trains a small model per scenario, plainly and within a budget that its weights do not fit in beside the
+gradients, and prints one JSON object: per scenario whether losses and weights are the same bit for bit, what
+the engine counted, and how many graphs were compiled. `bug` names one that is planted into the guard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import io
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+import torch
+
+import teraio
+from teraio.errors import EvictedError
+from teraio.runtime import engine, guard, records
+
+WIDTH, ROWS, STEPS = 256, 32, 8
+BUDGET = dict.fromkeys(("streamed", "frozen", "frozen, touched", "frozen, written"), "8MiB")
+USUAL = "11.5MiB"  # weights 6 MiB, gradients 6 MiB, 4 MiB in reserve; one block is updated at a time
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = torch.nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return out
+
+
+class Model(torch.nn.Module):
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(6))
+        self.breaks = breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if self.breaks and number == 3:
+                torch._dynamo.graph_break()
+                assert block.up.weight.abs().max().item() < 100  # type: ignore[union-attr, operator]
+            x = block(x)
+        return x
+
+
+class Run:
+    """One training. `model` is what user code sees, `compiled` what it calls."""
+
+    def __init__(self, scenario: str, memory: str | None) -> None:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        self.scenario = scenario
+        self.model = Model(scenario == "breaks")
+        if scenario.startswith("frozen"):
+            for number, parameter in enumerate(self.model.parameters()):
+                parameter.requires_grad_(number >= 22)
+        trained = [[p for p in b.parameters() if p.requires_grad] for b in self.model.blocks]
+        self.optimizers = [torch.optim.SGD(block, lr=0.1) for block in trained if block]
+        if memory is None:
+            os.environ["TERAIO_DISABLE"] = "1"
+        else:
+            os.environ.pop("TERAIO_DISABLE", None)
+        options: Any = {"inner": "eager", "warmup": 2, **({"memory": memory} if memory else {})}
+        if scenario == "blocks":
+            for block in self.model.blocks:
+                block.compile(backend="teraio", options=options)
+        self.compiled: Any = (
+            self.model
+            if scenario == "blocks"
+            else torch.compile(self.model, backend="teraio", options=options)
+        )
+        self.losses: list[float] = []
+        self.kept: list[Any] = []  # what user code holds on to
+        self.written: list[int] = []  # bytes so far, after each step
+        self.away: set[int] = set()  # how many weights were away when user code ran
+
+    def train(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        for step in range(STEPS):
+            x = torch.randn(ROWS, WIDTH, generator=generator)
+            x = BEFORE.get(self.scenario, lambda run, x: x)(self, x)
+            if self.scenario == "streamed":
+                with torch.no_grad():
+                    self.losses.append(self.compiled(x).square().mean().item())
+            else:
+                loss = self.compiled(x).square().mean()
+                loss = BETWEEN.get(self.scenario, lambda run, step, loss: loss)(self, step, loss)
+                self.look()
+                loss.backward()
+                self.look()
+                LATER.get(self.scenario, lambda run: None)(self)
+                for optimizer in self.optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                self.losses.append(loss.item())
+                AFTER.get(self.scenario, lambda run, step: None)(self, step)
+            self.look()
+            self.written.append(teraio.stats().get("written_bytes", 0))
+
+    def look(self) -> None:
+        if engine.ENGINE is not None:
+            known = engine.ENGINE.residency.reachable.values()
+            self.away.add(sum(record.state is records.State.AWAY for record in known))
+
+    def first(self) -> torch.nn.Parameter:
+        return self.model.blocks[0].up.weight  # type: ignore[return-value, union-attr]
+
+
+# ---- what user code does before the forward: (run, input) -> input
+
+
+def mixes_in(run: Run, x: torch.Tensor) -> torch.Tensor:
+    """Eager autograd saves weights, and reads them in C++ after the compiled backward."""
+    return x + 1e-3 * sum(block.up.weight.square().mean() for block in run.model.blocks)  # type: ignore
+
+
+BEFORE: dict[str, Callable[[Run, torch.Tensor], torch.Tensor]] = {"mixes in": mixes_in}
+
+
+# ---- between forward and backward: (run, step, loss) -> loss
+
+
+def prints(run: Run, step: int, loss: torch.Tensor) -> torch.Tensor:
+    for parameter in run.model.parameters():
+        run.losses.append(float(repr(parameter.sum().item())))
+    repr(run.first())
+    return loss
+
+
+BETWEEN: dict[str, Callable[[Run, int, torch.Tensor], torch.Tensor]] = {
+    "prints": prints,
+    "frozen, touched": prints,
+}
+
+
+# ---- between backward and optimizer, when most of the memory is gradients
+
+
+def prints_later(run: Run) -> None:
+    prints(run, 0, torch.zeros(()))
+
+
+def clips(run: Run) -> None:
+    run.losses.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.01).item())
+
+
+LATER: dict[str, Callable[[Run], None]] = {
+    "prints": prints_later,
+    "clips": clips,
+    "writes data": lambda run: writes_data(run, 0),
+    "keeps views": lambda run: keeps_views(run, 1),
+}
+
+
+# ---- and after the step: (run, step)
+
+
+def writes_data(run: Run, step: int) -> None:
+    for block in run.model.blocks:
+        block.up.weight.data.mul_(0.99)  # type: ignore[union-attr, operator]
+
+
+def writes_in_place(run: Run, step: int) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(run.model.parameters()), 0.99)
+
+
+def keeps_views(run: Run, step: int) -> None:
+    """Made once, written in every later step: nothing tells of it but that they exist."""
+    if step == 0:
+        run.kept = [block.up.weight.data for block in run.model.blocks]  # type: ignore[union-attr]
+    for view in run.kept:
+        view.mul_(0.99)
+
+
+def writes_by_pointer(run: Run, step: int) -> None:
+    address = run.first().data_ptr()
+    (ctypes.c_float * 4).from_address(address)[0] = 0.25 * step
+
+
+def saves(run: Run, step: int) -> None:
+    stream = io.BytesIO()
+    torch.save(run.model.state_dict(), stream)
+    run.losses.append(float(len(stream.getvalue())))
+    if step == 3:
+        stream.seek(0)
+        run.model.load_state_dict({k: v * 0.5 for k, v in torch.load(stream).items()})
+
+
+def copies(run: Run, step: int) -> None:
+    twin = copy.deepcopy(run.model)
+    again = pickle.loads(pickle.dumps(run.model))
+    for one, other, mine in zip(twin.parameters(), again.parameters(), run.model.parameters()):
+        assert type(one) is type(other) is torch.nn.Parameter
+        assert torch.equal(one, mine)
+        assert torch.equal(other, mine)
+
+
+def evaluates(run: Run, step: int) -> None:
+    """Eagerly, then compiled in another shape."""
+    with torch.no_grad():
+        run.losses.append(run.model(torch.ones(4, WIDTH)).sum().item())
+        run.losses.append(run.compiled(torch.ones(ROWS, WIDTH)).sum().item())
+
+
+def averages(run: Run, step: int) -> None:
+    if not run.kept:
+        run.kept = [copy.deepcopy(run.model)]
+    with torch.no_grad():
+        for mean, now in zip(run.kept[0].parameters(), run.model.parameters()):
+            mean.lerp_(now, 0.1)
+    run.losses.append(sum(p.sum().item() for p in run.kept[0].parameters()))
+
+
+def replaces(run: Run, step: int) -> None:
+    """Another storage under the same parameter."""
+    if step == 4:
+        run.first().data = torch.full_like(run.first(), 0.01)
+
+
+def forks(run: Run, step: int) -> None:
+    """In the child the engine is inert; what is here can be read, what is away says so."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(EvictedError):
+            for parameter in run.model.parameters():
+                parameter.sum()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+AFTER: dict[str, Callable[[Run, int], None]] = {
+    function.__name__.replace("_", " "): function
+    for function in (
+        writes_data,
+        writes_in_place,
+        keeps_views,
+        writes_by_pointer,
+        saves,
+        copies,
+        evaluates,
+        averages,
+        replaces,
+        forks,
+    )
+}
+AFTER["frozen, written"] = writes_in_place
+
+
+# Each of these bugs must change the numbers, or end in an error.
+PLANTS: dict[str, list[Any]] = {
+    "nothing is exposed": [patch.object(records.Record, "exposed", PropertyMock(return_value=False))],
+    "no version is looked at": [patch.object(records.Record, "versions", lambda self: 0)],
+    "weights go unguarded": [patch.object(guard.Guard, "put_on", lambda self, tensors=None: None)],
+}
+
+
+@contextlib.contextmanager
+def planted(bug: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for plant in PLANTS.get(bug, ()):
+            stack.enter_context(plant)
+        yield
+
+
+def compare(scenario: str) -> dict[str, Any]:
+    plain, ours = Run(scenario, None), None
+    plain.train()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    ours = Run(scenario, BUDGET.get(scenario, USUAL))
+    ours.train()
+    counts = teraio.stats()
+    result = {
+        "graphs": [graphs, torch._dynamo.utils.counters["stats"]["unique_graphs"]],
+        "counts": counts,
+        "written": [after - before for before, after in zip(ours.written, ours.written[1:])],
+        "away": max(ours.away),
+    }
+    teraio.reset()
+    weights = list(zip(plain.model.parameters(), ours.model.parameters()))
+    result["same"] = plain.losses == ours.losses and all(torch.equal(one, other) for one, other in weights)
+    result["plain types"] = all(type(p) is torch.nn.Parameter for p in ours.model.parameters())
+    return result
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with planted(sys.argv[2] if len(sys.argv) > 2 else ""):
+        print(json.dumps({scenario: compare(scenario) for scenario in json.loads(sys.argv[1])}))
+
+
+if __name__ == "__main__":
+    main()
