@@ -7,34 +7,50 @@ same, name for name.
 
 The schedule is printed into the program as a literal, so that it travels through Inductor's cache. The pass's
 `uuid` is part of the cache key: without it a program that was cached without slots comes back, silently and
-over budget.
+over budget. What Inductor is asked for on top of that is checked in inductor_options.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.utils import count_calls
 from torch._inductor import config, ir
 from torch._inductor.codegen import common, wrapper
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.virtualized import V
 
+from teraio import schedule as schedules
 from teraio.errors import UnsupportedError
 from teraio.schedule import ProgramKind, Schedule
 from teraio.units import fmt_bytes
 
-from . import aot, sizes
+from . import aot, inductor_calls, inductor_lines, sizes, slots
 from .inductor_calls import Program, Subprogram, subprogram
 from .inductor_lines import UnknownLine, UserStreams, storage_size
+from .inductor_options import refuse_unfit
 from .slots import Make, Place, Signature, lay_slots, own_bytes, whole_program
 
-# Part of Inductor's cache key: raise it with every change to the pass or to what a slot line calls.
-VERSION = "teraio-slots-3"
+
+def _version() -> str:
+    """Of everything that decides what is printed into a program: the bytes of these files."""
+    files = [__file__, *(m.__file__ for m in (aot, inductor_calls, inductor_lines, sizes, slots, schedules))]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(Path(str(file)).read_bytes())
+    return f"teraio-slots-3 {digest.hexdigest()[:32]}"
+
+
+# Part of Inductor's cache key. Raise the number if what a slot line calls takes other arguments.
+VERSION = _version()
 
 SLOT = "_teraio_slot"
 REGISTRY = "teraio.runtime.engine"  # whose `program` a compiled program calls when it is loaded
@@ -62,10 +78,12 @@ class Compilation:
     held: frozenset[int]
     notice: Callable[[str], None]
     registry: str
+    guard: bool  # whether calls of the program go through the registry's `guarded`
     subprograms: dict[str, Subprogram] = dataclasses.field(default_factory=dict)
 
 
 COMPILING: list[Compilation] = []
+ONE_AT_A_TIME = threading.RLock()  # backwards are compiled in the threads that run them first
 
 
 class SlottedWrapper(wrapper.PythonWrapperCodegen):
@@ -79,6 +97,8 @@ class SlottedWrapper(wrapper.PythonWrapperCodegen):
     ) -> Any:
         if is_subgraph:
             return SubprogramWrapper(subgraph_name, parent_wrapper, partition_signatures)
+        if V.graph.name:  # not the program, but a variant of a part of it that is only timed while tuning
+            return wrapper.PythonWrapperCodegen()
         return SlottedWrapper()
 
     def run_wrapper_ir_passes(self, is_inference: bool) -> None:
@@ -87,9 +107,10 @@ class SlottedWrapper(wrapper.PythonWrapperCodegen):
         signature = read_signature(compilation)
         program = Program(self.lines, set(V.graph.get_output_names()), compilation.subprograms)
         try:
-            self.schedule, places = lay_slots(signature, list(program.events()), len(self.lines))
-        except UnknownLine as line:
-            self.schedule, places = run_whole(signature, program, str(line), compilation.notice)
+            try:
+                self.schedule, places = lay_slots(signature, list(program.events()), len(self.lines))
+            except UnknownLine as line:
+                self.schedule, places = run_whole(signature, program, str(line), compilation.notice)
         except UserStreams:
             raise UnsupportedError(
                 "the model puts kernels on streams of its own: teraio moves memory in the order of one "
@@ -102,9 +123,15 @@ class SlottedWrapper(wrapper.PythonWrapperCodegen):
         super().generate_before_suffix(result)
         result.writeline(f"{SLOT} = _teraio_program({self.schedule.text!r})")
 
+    def generate_end(self, result: Any) -> None:
+        super().generate_end(result)
+        if COMPILING[-1].guard:
+            result.writeline("call = _teraio_guarded(call)")
+
     def write_header(self) -> None:
         super().write_header()
-        self.imports.splice(f"from {COMPILING[-1].registry} import program as _teraio_program")
+        guarded = ", guarded as _teraio_guarded" if COMPILING[-1].guard else ""
+        self.imports.splice(f"from {COMPILING[-1].registry} import program as _teraio_program{guarded}")
 
 
 class SubprogramWrapper(wrapper.SubgraphPythonWrapperCodegen):
@@ -169,14 +196,15 @@ def read_signature(compilation: Compilation) -> Signature:
 
 
 class SlotsInCacheKey(CustomGraphPass):
-    """Does nothing to the graph; its `uuid` keeps programs with other slots, or none, out of the cache.
+    """Does nothing to the graph; its `uuid` keeps programs with other slots, or none, out of the caches: of
+    whole models (AOTAutograd's) and of single graphs (Inductor's).
 
     A pass that the user put in the same place still runs, and its own uuid counts.
     """
 
-    def __init__(self, inner: Any, registry: str) -> None:
+    def __init__(self, inner: Any, about: str) -> None:
         self.inner = inner
-        self.version = f"{VERSION} {registry}"
+        self.version = f"{VERSION} {about}"
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         if self.inner is not None:
@@ -199,7 +227,10 @@ def slotted_codegen(compilation: Compilation) -> Iterator[None]:
             common.device_codegens[device] = codegen
     COMPILING.append(compilation)
     try:
-        key = SlotsInCacheKey(config.post_grad_custom_post_pass, compilation.registry)
+        # Two models may have the same forward graph, and one of them returns to the user what the other
+        # saves for its backward: the graph alone is not the key.
+        about = f"{compilation.kind} returns {compilation.to_caller} holds {sorted(compilation.held)}"
+        key = SlotsInCacheKey(config.post_grad_custom_post_pass, about)
         with config.patch(post_grad_custom_post_pass=key):
             yield
     finally:
@@ -211,33 +242,70 @@ def compile_program(
     gm: torch.fx.GraphModule,
     example_inputs: Any,
     notice: Callable[[str], None] | None,
-    loaded: Callable[[bool], None] = lambda backward: None,
-    around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
+    loaded: Callable[[], int] = lambda: 1,
+    guard: bool = False,
     registry: str = REGISTRY,
+    settings: Mapping[str, Any] | None = None,
 ) -> Any:
     """A captured graph through Inductor, with slots; plainly if nobody takes notices.
 
-    The backward is compiled lazily, at its first run: slots are set up per graph, not around the whole.
-    `loaded` hears of each program of the graph when it is there, and whether it is the backward; `around`
-    wraps its calls.
+    The backward is compiled lazily, at its first run: slots are set up per graph, not around the whole, and
+    Inductor does the same with `settings`, its own that are asked for. `loaded` says how many programs have
+    reported since it was last asked. All that a program needs is printed into it, the `guard` of its calls
+    too: from AOTAutograd's cache both programs come back without any of this being run.
     """
+    patches = dict(settings or {})
     if notice is None:
-        plain: Any = compile_fx(gm, example_inputs)
+        plain: Any = compile_fx(gm, example_inputs, config_patches=patches)
         return plain
+    about = f"{registry} guard {guard}"
+    patches["post_grad_custom_post_pass"] = SlotsInCacheKey(config.post_grad_custom_post_pass, about)
+    asked = 0
 
     def inner_compile(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        compiled = _compile_inner(graph, inputs, notice, registry, **kwargs)
-        loaded(kwargs.get("is_backward", False))
-        if getattr(compiled, "current_callable", None) is not None:
-            compiled.current_callable = around(compiled.current_callable)
+        nonlocal asked
+        asked += 1
+        empty = count_calls(graph.graph) == 0  # asked before: compiling changes the graph
+        compiled = _compile_inner(graph, inputs, notice, registry, guard, **kwargs)
+        if not empty:  # with no kernel there is no program: Inductor returns the graph itself
+            _require_slots(compiled, loaded())
         return compiled
 
-    slotted: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile)
+    slotted: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+    if not asked and not loaded():
+        raise UnsupportedError(
+            "Inductor has compiled a model without asking teraio for any of its graphs: it would run without "
+            "slots, whatever the budget. Is something set that replaces Inductor's compiler (TORCH_BISECT_*, "
+            "a cache of compiled models)? Leave it out, or compile without teraio"
+        )
     return slotted
 
 
+def _require_slots(compiled: Any, reported: int) -> None:
+    """A program without a slot would run over budget in silence."""
+    source = getattr(compiled, "source_code", None) or ""
+    if f"{SLOT}(0, " not in source:
+        raise UnsupportedError(
+            f"Inductor has returned a program without teraio's slots ({type(compiled).__name__}, "
+            f"{len(source)} characters of source): it would run over the budget unseen. It is made for a "
+            f"device other than CPU and CUDA, or something replaces Inductor's wrapper. Compile without "
+            f"teraio, or with inner='eager'"
+        )
+    if not reported:
+        raise UnsupportedError(
+            "a compiled program did not report to teraio when it was loaded, so its slots would do nothing: "
+            "it came from a cache that hands back what was loaded before. Set "
+            "torch._inductor.config.force_disable_caches = True"
+        )
+
+
 def _compile_inner(
-    gm: torch.fx.GraphModule, example_inputs: Any, notice: Callable[[str], None], registry: str, **kwargs: Any
+    gm: torch.fx.GraphModule,
+    example_inputs: Any,
+    notice: Callable[[str], None],
+    registry: str,
+    guard: bool,
+    **kwargs: Any,
 ) -> Any:
     """Inductor's `compile_fx_inner` with slots. The backward is compiled lazily: everything is set up per
     graph."""
@@ -248,11 +316,12 @@ def _compile_inner(
         kind = "inference"
     returned: Any = gm.graph.output_node().args[0]
     compilation = Compilation(
-        kind, aot.outputs_to_caller(kind, len(returned)), aot.held_arguments(kind), notice, registry
+        kind, aot.outputs_to_caller(kind, len(returned)), aot.held_arguments(kind), notice, registry, guard
     )
-    with slotted_codegen(compilation):
-        compiled = compile_fx_inner(gm, example_inputs, **kwargs)
-    source = getattr(compiled, "source_code", None)
-    # A program without a slot would run over budget in silence: that is our bug, never the user's problem.
-    assert source is None or SLOT in source, "a compiled program came back without slots"
-    return compiled
+    with ONE_AT_A_TIME:
+        # Once more: since the forward was compiled a setting may have changed, or the model asks for CUDA
+        # graphs by itself (torch.compiler.override_cudagraphs), which reaches us as an argument.
+        graphs = kwargs.get("cudagraphs")
+        refuse_unfit({"triton.cudagraphs": True} if graphs is not None and graphs.value else {})
+        with slotted_codegen(compilation):
+            return compile_fx_inner(gm, example_inputs, **kwargs)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
+from torch._dynamo import eval_frame
 
 from teraio import versions
 from teraio.options import Options, disabled
@@ -22,7 +23,7 @@ from teraio.passes import selftest
 from teraio.runtime import engine
 from teraio.runtime.adopt import foreign_weight, weights_of_compiled_modules
 from teraio.schedule import ProgramKind
-from teraio.session import guard_this_graph, start
+from teraio.session import guard_this_graph, reset, start
 
 log = logging.getLogger("teraio")
 
@@ -37,31 +38,56 @@ def backend(
     """What `torch.compile(backend="teraio")` calls for every captured graph."""
     parsed = Options.parse({**(options or {}), **({"mode": mode} if mode else {})})
     inner = parsed.inner
+    _hear_of_resets()
     if not disabled():
         on = "cuda" if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs) else "cpu"
         inner = versions.check(inner, torch.__version__, on, selftest.run_apart, parsed.on_fallback)
     # Imported after the check: in a torch that is not known, this may fail. Inductor's is its own matter.
     from teraio.passes import aot, fx
 
+    settings: dict[str, Any] = {}
     if inner != "eager":
-        from teraio.passes import inductor
+        from teraio.passes import inductor, inductor_options
 
+        settings = inductor_options.settings(parsed.mode, dict(parsed.inductor))
+    elif parsed.inner != "eager" and (parsed.mode or parsed.inductor):
+        log.warning("teraio: options 'mode' and 'inductor' have no effect, because inner='eager' is used")
     labels = aot.placeholder_names(gm)
     if disabled():
         if inner == "eager":
             return fx.compiler(lambda graph, kind: None)(gm, example_inputs)
-        return inductor.compile_program(gm, example_inputs, notice=None)
+        return inductor.compile_program(gm, example_inputs, notice=None, settings=settings)
+    if inner != "eager":
+        inductor_options.refuse_unfit(settings, parsed.mode)
     start(parsed)
     guard_this_graph()
+    engine.PROGRAMS.clear()  # of a compilation that failed
     _adopt(labels, example_inputs)
-    # AOTAutograd's own cache would hand back a compiled graph without ever calling us.
-    with functorch_config.patch(enable_autograd_cache=False):
-        if inner == "eager":
+    if inner == "eager":
+        # AOTAutograd's own cache would hand back a compiled graph without ever calling us.
+        with functorch_config.patch(enable_autograd_cache=False):
             slotted = fx.compiler(lambda graph, kind: _slot_eager(graph, kind, labels), engine.guarded)
             return slotted(gm, example_inputs)
-        return inductor.compile_program(
-            gm, example_inputs, log.warning, lambda backward: _label(labels, backward), engine.guarded
-        )
+    return inductor.compile_program(
+        gm, example_inputs, log.warning, lambda: _label(labels), guard=True, settings=settings
+    )
+
+
+def _reset() -> None:
+    """`torch._dynamo.reset()` forgets all compiled models; so do we."""
+    engine.PROGRAMS.clear()
+    reset()
+
+
+backend.reset = _reset  # type: ignore[attr-defined]
+
+
+def _hear_of_resets() -> None:
+    """Dynamo tells the backends of all `torch.compile` calls since its last reset; of a model that was
+    compiled before that and is used again, it would not."""
+    registered = getattr(eval_frame, "cached_backends", None)
+    if registered is not None:
+        registered.setdefault(id(backend), backend)
 
 
 def _adopt(labels: tuple[str, ...], inputs: list[Any]) -> None:
@@ -82,12 +108,14 @@ def _slot_eager(graph: torch.fx.GraphModule, kind: ProgramKind, labels: tuple[st
 
     schedule, connect = fx.insert_slots(graph, kind)
     connect(engine.program(schedule.text))
-    _label(labels, kind == "backward")
+    _label(labels)
 
 
-def _label(labels: tuple[str, ...], backward: bool) -> None:
-    """Tells the programs that were just loaded what the user calls their arguments."""
-    for program in engine.PROGRAMS:
-        if not backward:
-            program.name_arguments(labels)
+def _label(labels: tuple[str, ...]) -> int:
+    """Tells the programs that were just loaded what the user calls their arguments; how many they are."""
+    loaded = list(engine.PROGRAMS)
     engine.PROGRAMS.clear()
+    for program in loaded:
+        if program.schedule.kind != "backward":
+            program.name_arguments(labels)
+    return len(loaded)

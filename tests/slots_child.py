@@ -127,7 +127,7 @@ def program(text: str) -> Callable[..., None]:
     return WATCH[-1].program(text)
 
 
-def backend(inner: str, slotted: bool) -> Callable[..., Any]:
+def backend(inner: str, slotted: bool, settings: dict[str, Any] | None = None) -> Callable[..., Any]:
     def transform(gm: torch.fx.GraphModule, kind: Any) -> None:
         if slotted:
             schedule, connect = fx.insert_slots(gm, kind)
@@ -138,7 +138,7 @@ def backend(inner: str, slotted: bool) -> Callable[..., Any]:
             if inner == "eager":
                 return fx.compiler(transform)(gm, inputs)
             notice = WATCH[-1].notices.append if slotted else None
-            return inductor.compile_program(gm, inputs, notice, registry="slots_child")
+            return inductor.compile_program(gm, inputs, notice, registry="slots_child", settings=settings)
 
     return compile_graph
 
@@ -148,7 +148,8 @@ def train(case: dict[str, Any], slotted: bool) -> tuple[list[bytes], list[float]
     torch.manual_seed(0)
     about = slots_models.MODELS[case["model"]]
     model = about.make()
-    compiled = torch.compile(model, backend=backend(case["inner"], slotted), dynamic=about.dynamic)
+    made = backend(case["inner"], slotted, case.get("settings"))
+    compiled = torch.compile(model, backend=made, dynamic=about.dynamic)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     losses = []
     for step, batch in enumerate(about.batches):

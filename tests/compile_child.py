@@ -1,0 +1,176 @@
+"""Compilations through Inductor in a process of their own: what came from its cache, what was printed,
+whether the numbers are right and the budget is kept.
+
+    compile_child.py '[{"task": "train", "name": "ours", "budget": 5000000}, {"task": "twins"}, ...]'
+
+Inductor's cache is where TORCHINDUCTOR_CACHE_DIR says, so that one process finds what another one left.
+Prints one JSON object: the results by name.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest.mock import patch
+
+import allocator
+import slots_child
+import torch
+import torch._functorch.config as functorch_config
+from torch._dynamo.utils import counters
+from torch._inductor.graph import GraphLowering
+from train import digest
+
+import teraio
+from teraio.demo_model import Llama, Shape
+from teraio.passes import inductor, inductor_options
+from teraio.runtime import engine
+
+SHAPE = Shape(vocabulary=256, hidden=128, intermediate=352, layers=2, heads=2, key_heads=1)
+BATCH, LENGTH, STEPS = 24, 64, 5
+
+
+@contextmanager
+def sources() -> Iterator[list[str]]:
+    """The programs that Inductor prints meanwhile."""
+    printed: list[str] = []
+    with patch.object(GraphLowering, "save_output_code", staticmethod(printed.append)):
+        yield printed
+
+
+def looked_up() -> dict[str, int]:
+    found = counters["inductor"]
+    return {
+        "hits": found["fxgraph_cache_hit"],
+        "misses": found["fxgraph_cache_miss"],
+        "bypasses": found["fxgraph_cache_bypass"],
+        "whole": counters["aot_autograd"]["autograd_cache_hit"],
+    }
+
+
+def interrupted(run: Callable[[], Any]) -> int:
+    """How often the engine heard of a program that Ctrl-C ended."""
+    with (
+        patch.object(engine.Engine, "visit", side_effect=KeyboardInterrupt),
+        patch.object(engine.Engine, "abandon") as abandon,
+        suppress(KeyboardInterrupt),
+    ):
+        run()
+    return abandon.call_count
+
+
+def train(asked: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]:
+    """A small Llama, with a budget or plainly; `version` stands in for another version of the pass, `whole`
+    lets AOTAutograd's cache answer before Inductor's is asked."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    others = counting.alive_bytes()
+    model = Llama(SHAPE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    budget = asked.get("budget", 0)
+    os.environ["TERAIO_DISABLE"] = "" if budget else "1"
+    compiled = torch.compile(model, backend="teraio", options={"memory": budget} if budget else {})
+    losses, peaks = [], []
+    generator = torch.Generator().manual_seed(1)
+    with sources() as printed, patch.object(inductor, "VERSION", asked.get("version", inductor.VERSION)):
+        for _ in range(STEPS):
+            tokens = torch.randint(0, SHAPE.vocabulary, (BATCH, LENGTH + 1), generator=generator)
+            counting.reset_peak()
+            loss = compiled(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            peaks.append(counting.peak_bytes() - others)
+            del loss
+    stats, ran = teraio.stats(), engine.ENGINE.tracker.length if engine.ENGINE is not None else 0
+    abandoned = interrupted(lambda: compiled(tokens[:, :-1], tokens[:, 1:])) if budget else 0
+    teraio.reset()
+    return {
+        **looked_up(),
+        "losses": losses,
+        "digest": digest(model, optimizer),
+        "peak": max(peaks),
+        "evictions": stats.get("evictions", 0),
+        "slots": ran,
+        "abandoned": abandoned,
+        "printed": printed,
+    }
+
+
+class Hides(torch.autograd.Function):
+    """Saves a product for its backward; the user never sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x @ w)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (product,) = ctx.saved_tensors
+        return gradients[0] * product, None
+
+
+class Shows(torch.autograd.Function):
+    """The same forward, and the user gets the product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> Any:
+        product = x @ w
+        ctx.mark_non_differentiable(product)
+        return x.sin(), product
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] * 2, None
+
+
+def twins(asked: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]:
+    """Roles of the product in the two forwards, and what came from the cache for the second."""
+    roles, results = [], []
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+    for twin in (Hides, Shows):
+        torch._dynamo.reset()
+        counters.clear()
+        slots_child.WATCH.append(slots_child.Tightest(counting))
+        compiled = torch.compile(
+            lambda x, twin=twin: twin.apply(x, w), backend=slots_child.backend("inductor", slotted=True)
+        )
+        results.append(compiled(x))
+        (schedule,) = slots_child.WATCH.pop().programs
+        roles.append(sorted(buffer.role for buffer in schedule.buffers if buffer.role != "argument"))
+    seen = results[1][1].detach()
+    return {"roles": roles, "equal": torch.equal(seen, x.detach() @ w), **looked_up()}
+
+
+def slotted(asked: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]:
+    """A model of slots_models.py under the tightest engine, with settings of Inductor's."""
+    settings = inductor_options.settings(asked.get("mode"), asked.get("inductor", {}))
+    with sources() as printed:
+        result = slots_child.run({**asked, "inner": "inductor", "settings": settings}, counting)
+    return {**result, "printed": printed}
+
+
+TASKS: dict[str, Callable[..., dict[str, Any]]] = {"train": train, "twins": twins, "slotted": slotted}
+
+
+def main() -> None:
+    counting = allocator.install()
+    torch.set_num_threads(1)
+    results = {}
+    for asked in json.loads(sys.argv[1]):
+        with functorch_config.patch(enable_autograd_cache=asked.get("whole", False)):
+            results[asked["name"]] = TASKS[asked["task"]](asked, counting)
+        gc.collect()
+    print(json.dumps({"optimized": not __debug__, **results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Promises about the two ways to compile and about forgetting: `model.compile` is `torch.compile`, and after
+`torch._dynamo.reset()` nothing of ours is left and everything is where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import teraio
+from teraio import session
+from teraio.runtime import engine
+
+WIDTH, LAYERS, BATCH = 256, 8, 1024
+# 16 MiB of activations, 2 of weights, 2 of gradients; 4 of reserve.
+OPTIONS: dict[str, Any] = {"inner": "eager", "memory": 14 * 2**20, "planner": "none"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    teraio.reset()
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
+
+
+class Model(nn.Module):
+    """Of a class of its own: of torch.nn's, `compile` compiles nothing, whatever the backend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(x)
+        return result
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def step(compiled: Any, number: int) -> list[torch.Tensor]:
+    """The loss and all gradients of one step."""
+    loss = compiled(batch(number)).square().mean()
+    loss.backward()
+    gradients = [p.grad.clone() for p in compiled.parameters()]
+    compiled.zero_grad()
+    return [loss.detach(), *gradients]
+
+
+def plainly(number: int) -> list[torch.Tensor]:
+    """By the same inner program without slots, with any memory."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TERAIO_DISABLE", "1")
+        expected = step(torch.compile(model(), backend="teraio", options={"inner": "eager"}), number)
+    torch._dynamo.reset()
+    return expected
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) > 2 * LAYERS and all(map(torch.equal, one, other))
+
+
+def moved() -> bool:
+    return bool(teraio.stats()["evictions"] > 3)
+
+
+def test_a_model_compiles_itself() -> None:
+    expected = plainly(1)
+    compiled = model()
+    compiled.compile(backend="teraio", options=OPTIONS)
+    assert same(step(compiled, 1), expected)
+    assert moved()
+
+
+def test_torch_compile_gives_the_same() -> None:
+    expected = plainly(1)
+    assert same(step(torch.compile(model(), backend="teraio", options=OPTIONS), 1), expected)
+    assert moved()
+
+
+def test_a_reset_of_dynamo_resets_us() -> None:
+    compiled: Any = torch.compile(model(), backend="teraio", options=OPTIONS)
+    first = step(compiled, 1)
+    assert moved()
+    torch._dynamo.reset()
+    assert session.SESSION is None
+    assert engine.ENGINE is None
+    assert engine.PROGRAMS == []
+    assert teraio.stats() == {}
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in compiled.parameters())
+    # The same model, with another budget: it is compiled anew, and knows nothing of the first.
+    again = torch.compile(model(), backend="teraio", options={**OPTIONS, "memory": 15 * 2**20})
+    assert same(step(again, 1), first)
+    assert moved()
+    assert session.SESSION is not None
+    assert teraio.stats()["budget_bytes"] == 15 * 2**20
+
+
+def test_a_reset_is_heard_every_time() -> None:
+    """Dynamo forgets its backends at a reset, also the one of a model that is used on."""
+    compiled: Any = torch.compile(model(), backend="teraio", options=OPTIONS)
+    for _ in range(3):
+        step(compiled, 1)
+        assert session.SESSION is not None
+        torch._dynamo.reset()
+        assert session.SESSION is None
+
+
+def test_a_reset_between_forward_and_backward_brings_the_activations_back() -> None:
+    expected = plainly(1)
+    compiled: Any = torch.compile(model(), backend="teraio", options=OPTIONS)
+    loss = compiled(batch(1)).square().mean()
+    assert moved()
+    torch._dynamo.reset()
+    loss.backward()
+    gradients = [p.grad for p in compiled.parameters()]
+    assert same([loss.detach(), *gradients], expected)
+
+
+def test_a_failed_compilation_leaves_nothing_registered() -> None:
+    engine.PROGRAMS.append("of a compilation that failed")  # type: ignore[arg-type]
+    step(torch.compile(model(), backend="teraio", options=OPTIONS), 1)
+    assert engine.PROGRAMS == []
