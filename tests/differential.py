@@ -143,15 +143,15 @@ class Result:
 class Rig:
     """One model, compiled plainly and with slots, and an engine."""
 
-    def __init__(self, seed: int, inner: str, counting: allocator.Counting) -> None:
-        self.model = make(seed)
+    def __init__(self, seed: int, asked: Asked, counting: allocator.Counting) -> None:
+        self.model = make(seed, asked.most_blocks)
         self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.counting = counting
         self.others_bytes = self.peak_bytes = 0
-        self.options = {**OPTIONS, "inner": inner}
+        self.options = {**OPTIONS, "inner": asked.inner}
         self.ours = compiled(self.model, self.options)
         # Compiled with the same options, Dynamo would give both the program that comes first.
-        self.plain = compiled(self.model, {"inner": inner})
+        self.plain = compiled(self.model, {"inner": asked.inner})
 
     def run(self, call: Call, steps: int) -> Seen:
         self.model.load_state_dict(self.start)
@@ -203,7 +203,7 @@ class Rig:
 def counts_every_byte(what: str) -> bool:
     """Compiled whole, and nothing of size is computed beside it."""
     style, manner = what.split(" | ")[1].split(", ")[:2]
-    return style == "whole" and manner not in {"penalty", "look", "two forwards"}
+    return style == "whole" and manner not in {"penalty", "look", "two forwards", "hold"}
 
 
 def running() -> engine.Engine:
@@ -213,7 +213,8 @@ def running() -> engine.Engine:
 
 def compiled(model: Generated, options: dict[str, Any]) -> Call:
     if model.style != "blocks":
-        whole: Call = torch.compile(model, backend="teraio", options=options)
+        dynamic = model.style == "dynamic"
+        whole: Call = torch.compile(model, backend="teraio", options=options, dynamic=dynamic)
         return whole
     blocks = [torch.compile(block, backend="teraio", options=options) for block in model.blocks]
 
@@ -253,7 +254,7 @@ def examine(seed: int, plant: str, asked: Asked, counting: allocator.Counting) -
     with drive(seed) as name, watched_device():
         result = Result(seed, plant, "", name)
         try:
-            _examine(Rig(seed, asked.inner, counting), asked, result)
+            _examine(Rig(seed, asked, counting), asked, result)
         except Exception:  # noqa: BLE001  the next model is another one
             result.error = traceback.format_exc()[-3000:]
         with contextlib.suppress(TeraioError):
@@ -296,6 +297,7 @@ class Asked:
     seeds: list[int]
     plans: int = 10
     inner: str = "eager"
+    most_blocks: int = 4
     plants: tuple[str, ...] = ("",)
     steps: int = 3
 

@@ -14,10 +14,10 @@ from torch import nn
 VOCABULARY = 160
 
 # How a model is compiled, and how a step uses it.
-STYLES = ("whole",) * 8 + ("blocks", "break")
+STYLES = ("whole",) * 8 + ("blocks", "break", "dynamic")
 MANNERS = (
     *("once",) * 5,
-    *("accumulate", "two forwards", "penalty", "evaluate", "clip", "not none"),
+    *("accumulate", "two forwards", "queue", "hold", "penalty", "evaluate", "clip", "not none"),
     *("look", "write", "write data"),
 )
 OPTIMIZERS = ("sgd", "sgd", "momentum", "adamw")
@@ -26,16 +26,16 @@ OPTIMIZERS = ("sgd", "sgd", "momentum", "adamw")
 class Generated(nn.Module):
     """`run`: the blocks, compiled one by one, where that is the style."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, most_blocks: int) -> None:
         super().__init__()
         draw = Random(seed)
-        size = Size(draw.choice([2, 3]), draw.choice([8, 12]), draw.choice([64, 64, 96]))
+        size = Size(3, draw.choice([8, 12]), draw.choice([64, 64, 96]))
         self.size = size
         self.style = draw.choice(STYLES)
         self.manner = MANNERS[seed % len(MANNERS)]
         self.optimizer = draw.choice(OPTIMIZERS)
-        kinds = draw.sample(BLOCKS, draw.randint(2, 4))
-        if draw.random() < 0.3:
+        kinds = draw.sample(BLOCKS, draw.randint(2, most_blocks))
+        if draw.random() < 0.3 and most_blocks > 2:
             kinds.append(kinds[0])
         self.blocks = nn.ModuleList([kind(size, draw) for kind in kinds])
         if draw.random() < 0.2:
@@ -50,6 +50,7 @@ class Generated(nn.Module):
         self.unused = nn.Linear(size.width, size.width) if draw.random() < 0.1 else None
         self.mutates = not self.tokens and draw.random() < 0.15
         self.input_grad = not self.tokens and not self.mutates and draw.random() < 0.3
+        self.held: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = x
@@ -101,22 +102,23 @@ def _way(block: nn.Module) -> str:
     return "" if way is None else f"({way})"
 
 
-def make(seed: int) -> Generated:
+def make(seed: int, most_blocks: int = 4) -> Generated:
     torch.manual_seed(seed)
-    return Generated(seed)
+    return Generated(seed, most_blocks)
 
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def batch(model: Generated, number: int) -> Batch:
-    """The same for the same number, whoever asks."""
+    """The same for the same number, whoever asks. Where sizes are dynamic, the second step's is short."""
     generator = torch.Generator().manual_seed(1000 + number)
-    size = model.size
-    target = torch.randint(0, VOCABULARY, (size.batch, size.length), generator=generator)
+    short = model.style == "dynamic" and number // 2 == 1
+    size = (model.size.batch - short, model.size.length)
+    target = torch.randint(0, VOCABULARY, size, generator=generator)
     if model.tokens:
-        return torch.randint(0, VOCABULARY, (size.batch, size.length), generator=generator), target
-    x = torch.randn(size.batch, size.length, size.width, generator=generator)
+        return torch.randint(0, VOCABULARY, size, generator=generator), target
+    x = torch.randn(*size, model.size.width, generator=generator)
     return x.requires_grad_(model.input_grad), target
 
 
@@ -161,6 +163,7 @@ def train(model: Generated, call: Callable[..., Any], steps: int, watch: Watch) 
     seen |= {f"the end: {name}": value.clone() for name, value in model.state_dict().items()}
     seen["the end: random numbers"] = torch.get_rng_state()
     model.zero_grad()
+    model.held = None
     optimizer.state.clear()  # an optimizer is part of a cycle, and its states would stay for a while
     return seen
 
@@ -184,7 +187,7 @@ def _backward(model: Generated, call: Callable[..., Any], step: int) -> Seen:
             shown[f"{model.extra} {part}"] = extra
         if model.mutates:
             shown[f"input {part}"] = x
-        if model.input_grad and loss.requires_grad:
+        if model.input_grad and loss.requires_grad and not (model.manner == "hold" and part):
             shown[f"input's {part}"] = x
         return loss + rest[0] if model.extra == "used" else loss
 
@@ -200,6 +203,13 @@ def _backward(model: Generated, call: Callable[..., Any], step: int) -> Seen:
         case "penalty":
             some = [p for p in model.parameters() if p.requires_grad][:3]
             backward(forward(0) + sum(p.abs().square().mean() for p in some))
+        case "queue":
+            losses = [forward(0), forward(1)]
+            backward(losses[0])
+            backward(losses[1])
+        case "hold":  # a forward whose backward never comes; it lives on into the next step
+            backward(forward(0))
+            model.held = forward(1)
         case "evaluate":
             backward(forward(0))
             with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from random import Random
 from typing import Any
@@ -18,21 +19,38 @@ from generated_plans import gaps, moved_share, random_plan, resident_bytes, work
 
 from teraio.check import check
 
-EAGER, INDUCTOR = range(50), range(1000, 1005)
+EAGER = range(50)
+# Convolution and attention; dropout and a mixture of experts; views and checkpoints; buffers and in-place
+# operators; tied weights and experts. Two blocks each: Inductor takes seconds per block.
+INDUCTOR = (1060, 1020, 1043, 1031, 1083)
 INNERS = ("eager", "inductor")
 
 
 @cache
+def sweeping(inner: str) -> tuple[Iterator[dict[str, Any]], dict[int, dict[str, Any]]]:
+    """What two children are at, and what they have said so far, by seed."""
+    seeds, most = (EAGER, 4) if inner == "eager" else (INDUCTOR, 2)
+    return sweep(seeds, per_child=-(-len(seeds) // 2), inner=inner, plans=10, most_blocks=most), {}
+
+
+def result_of(inner: str, seed: int) -> dict[str, Any]:
+    sweep, found = sweeping(inner)
+    while seed not in found:
+        result = next(sweep)
+        found[result["seed"]] = result
+    return found[seed]
+
+
 def results(inner: str) -> list[dict[str, Any]]:
-    seeds = EAGER if inner == "eager" else INDUCTOR
-    found = list(sweep(seeds, per_child=-(-len(seeds) // 2), inner=inner, plans=10))
-    print(inner, totals(found))
-    return found
+    return [result_of(inner, seed) for seed in (EAGER if inner == "eager" else INDUCTOR)]
 
 
-@pytest.mark.parametrize("inner", INNERS)
-def test_every_model_trains_bit_equal_under_every_plan(inner: str) -> None:
-    wrong = [line for result in results(inner) for line in complaints(result)]
+CASES = [*(("eager", seed) for seed in EAGER), *(("inductor", seed) for seed in INDUCTOR)]
+
+
+@pytest.mark.parametrize(("inner", "seed"), CASES)
+def test_a_model_trains_bit_equal_under_every_plan(inner: str, seed: int) -> None:
+    wrong = complaints(result_of(inner, seed))
     assert not wrong, "\n".join(wrong)
 
 
@@ -42,17 +60,19 @@ def test_plain_training_agrees_with_itself(inner: str) -> None:
     assert [(result["seed"], result["unstable"]) for result in results(inner) if result["unstable"]] == []
 
 
-@pytest.mark.parametrize(("inner", "models"), [("eager", 50), ("inductor", 5)])
-def test_enough_has_moved_to_show_anything(inner: str, models: int) -> None:
+@pytest.mark.parametrize(("inner", "models", "least"), [("eager", 50, 100), ("inductor", 5, 50)])
+def test_enough_has_moved_to_show_anything(inner: str, models: int, least: int) -> None:
+    """`least` fetches per plan, and in proportion. Measured: 150, and 75 where Inductor has fused kernels."""
     total = totals(results(inner))
-    assert total["models"] == models
-    assert total["plans"] == 10 * models
-    assert total["planned"] >= 2000 * models  # moves that plans asked for and that were made
-    assert total["fetches"] >= 800 * models
-    assert total["evictions"] >= 400 * models
-    assert total["drops"] >= 200 * models
-    assert total["early"] >= 100 * models  # kernels that came before the bytes
-    assert total["misses on demand"] >= 8 * models
+    print(inner, total)
+    plans = 10 * models
+    assert (total["models"], total["plans"]) == (models, plans)
+    assert total["fetches"] >= least * plans
+    assert total["planned"] >= 2 * least * plans  # what plans asked for and got: starts, ends and fetches
+    assert total["evictions"] >= least * plans // 4
+    assert total["drops"] >= least * plans // 4
+    assert total["early"] >= least * plans // 5  # kernels that came before the bytes
+    assert total["misses on demand"] >= 3 * models
     for result in results(inner):
         for row in result["rows"]:
             assert row["fetches"] > 0, f"nothing moved: seed {result['seed']}, plan {row['plan']}"
@@ -60,12 +80,13 @@ def test_enough_has_moved_to_show_anything(inner: str, models: int) -> None:
 
 @pytest.mark.parametrize("inner", INNERS)
 def test_a_valid_plan_is_followed_to_the_letter(inner: str) -> None:
-    """None of its moves is left out, and nothing is left to demand."""
+    """None of its moves is left out, and nothing is left to demand. Where sizes are dynamic, a short batch has
+    tensors that are too small to move."""
     odd = [
         (result["seed"], row["plan"], row["skipped"], row["misses"])
         for result in results(inner)
         for row in result["rows"]
-        if row["plan"] >= 0 and (row["skipped"] or row["misses"])
+        if row["plan"] >= 0 and (row["skipped"] * ("| dynamic" not in result["what"]) or row["misses"])
     ]
     assert odd == []
 
