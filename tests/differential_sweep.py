@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-CHILD = Path(__file__).with_name("differential.py")
+CHILD = Path(__file__).with_name("differential_run.py")
 TAIL = 3000  # characters of what a child said last
 
 

@@ -4,7 +4,7 @@
                                       [--json results.jsonl]
 
 Prints what went wrong as it is found, a line of progress every ten models, and in the end what moved. Exit
-code 0 or 1. A seed that fails is tried alone with `python tests/differential.py '{"seeds": [SEED]}'`.
+code 0 or 1. A seed that fails is tried alone with `python tests/differential_run.py '{"seeds": [SEED]}'`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Generated models train under random valid plans and must agree with plain training in every bit.
 
-    differential.py '{"seeds": [0, 1, 2], "plans": 10, "inner": "eager", "plants": [""], "steps": 3}'
+    differential_run.py '{"seeds": [0, 1, 2], "plans": 10, "inner": "eager", "plants": [""], "steps": 3}'
 
 prints one JSON object per model: what it is, where plain training differs from itself, and per plan what it
 asked for, what the engine did, and where the bits differ. A process of its own, because every byte is counted
