@@ -170,8 +170,9 @@ def train(model: Generated, call: Callable[..., Any], steps: int, watch: Watch) 
 
 def _copied(name: str, value: torch.Tensor) -> torch.Tensor:
     """Reading an emptied storage would end everything without a word."""
-    emptied = value.numel() > 0 and value.untyped_storage().nbytes() == 0
-    assert not emptied or isinstance(value, torch.nn.Parameter), f"the user got {name} without its bytes"
+    if not isinstance(value, torch.nn.Parameter):
+        emptied = value.numel() > 0 and value.untyped_storage().nbytes() == 0
+        assert not emptied, f"the user got {name} without its bytes"
     return value.detach().clone()
 
 
