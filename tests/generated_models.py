@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from generated_blocks import BLOCKS, Size
+from generated_blocks import BLOCKS
+from generated_layers import Size
 from torch import nn
 
 VOCABULARY = 160
