@@ -112,9 +112,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def batch(model: Generated, number: int) -> Batch:
-    """The same for the same number, whoever asks. Where sizes are dynamic, the second step's is short."""
+    """The same for the same number, whoever asks. Where sizes are dynamic, the first step's is short."""
     generator = torch.Generator().manual_seed(1000 + number)
-    short = model.style == "dynamic" and number // 2 == 1
+    short = model.style == "dynamic" and number < 2
     size = (model.size.batch - short, model.size.length)
     target = torch.randint(0, VOCABULARY, size, generator=generator)
     if model.tokens:
