@@ -1,0 +1,94 @@
+"""Bugs to put into the product: the differential suite must find each of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from teraio import backend
+from teraio.runtime.device import CpuDevice, Pending
+from teraio.runtime.store import Store
+
+
+class Done:
+    """A ticket that says the bytes are there."""
+
+    _demand = False
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def scaled_gradients() -> Iterator[None]:
+    """Every backward program returns its results times 1.01."""
+    slot_eager = backend._slot_eager
+
+    def scaled(graph: torch.fx.GraphModule, kind: Any, labels: Any) -> None:
+        output = graph.graph.output_node()
+        if kind == "backward":
+            with graph.graph.inserting_before(output):
+                results = [_scaled(graph.graph, node) for node in output.args[0]]  # type: ignore[union-attr]
+            output.args = (tuple(results),)
+        slot_eager(graph, kind, labels)
+
+    with patch.object(backend, "_slot_eager", scaled):
+        yield
+
+
+def _scaled(graph: torch.fx.Graph, node: Any) -> Any:
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return node
+    result = graph.call_function(torch.ops.aten.mul.Tensor, (node, 1.01))
+    result.meta["val"] = torch.empty_like(value)
+    return result
+
+
+@contextlib.contextmanager
+def stale_bytes() -> Iterator[None]:
+    """What was evicted once is never written again: its bytes of then come back."""
+    write = Store.write
+
+    def first_only(self: Store, extent: Any, *rest: Any, **named: Any) -> Any:
+        return write(self, extent, *rest, **named) if extent.generation == 0 else Done()
+
+    with patch.object(Store, "write", first_only):
+        yield
+
+
+@contextlib.contextmanager
+def dropped_wait() -> Iterator[None]:
+    """A fetch counts as ready at once. Its read ends when the engine next moves something: late, and harmless
+    to anything but the numbers."""
+    late: list[Pending] = []
+
+    def unwaited(self: CpuDevice, pending: Pending) -> None:
+        late.append(pending)
+
+    def settled(name: str) -> Any:
+        original = getattr(CpuDevice, name)
+
+        def call(self: CpuDevice, *rest: Any) -> Any:
+            while late:
+                late.pop().ticket.wait()
+            return original(self, *rest)
+
+        return patch.object(CpuDevice, name, call)
+
+    with settled("begin_evict"), settled("resize"), patch.object(CpuDevice, "end_fetch", unwaited):
+        yield
+
+
+PLANTS = {"scaled gradients": scaled_gradients, "stale bytes": stale_bytes, "dropped wait": dropped_wait}
+
+
+def planted(name: str) -> contextlib.AbstractContextManager[None]:
+    return PLANTS[name]() if name else contextlib.nullcontext()

@@ -1,0 +1,107 @@
+"""Many generated models in a few child processes; what becomes of each comes back as one dictionary."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+CHILD = Path(__file__).with_name("differential_run.py")
+TAIL = 3000  # characters of what a child said last
+
+
+def sweep(seeds: Iterable[int], jobs: int = 2, per_child: int = 50, **asked: Any) -> Iterator[dict[str, Any]]:
+    """One result per seed, as they come. A child that dies is a result too: the next goes on behind it."""
+    chunks: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    seeds = list(seeds)
+    for first in range(0, len(seeds), per_child):
+        chunks.put(seeds[first : first + per_child])
+    results: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    workers = [
+        threading.Thread(target=_work, args=(chunks, results, asked), daemon=True) for _ in range(jobs)
+    ]
+    for worker in workers:
+        worker.start()
+    running = len(workers)
+    while running:
+        result = results.get()
+        if result is None:
+            running -= 1
+        else:
+            yield result
+
+
+def _work(
+    chunks: queue.SimpleQueue[list[int]],
+    results: queue.SimpleQueue[dict[str, Any] | None],
+    asked: dict[str, Any],
+) -> None:
+    try:
+        while True:
+            left = chunks.get_nowait()
+            while left:
+                left = _child(left, results, asked)
+    except queue.Empty:
+        pass
+    finally:
+        results.put(None)
+
+
+def _child(
+    seeds: list[int], results: queue.SimpleQueue[dict[str, Any] | None], asked: dict[str, Any]
+) -> list[int]:
+    """The seeds that are left when the child has ended."""
+    command = [sys.executable, "-X", "faulthandler", str(CHILD), json.dumps({**asked, "seeds": seeds})]
+    left = list(seeds)
+    said: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stderr is not None
+        listener = threading.Thread(target=said.extend, args=(child.stderr,), daemon=True)
+        listener.start()
+        for line in child.stdout:
+            result = json.loads(line)
+            results.put(result)
+            if result["plant"] == asked.get("plants", [""])[-1]:
+                left.pop(0)
+        listener.join()
+    if child.returncode or left:
+        error = f"the process ended with {child.returncode}: {''.join(said)[-TAIL:]}"
+        results.put({"seed": left[0] if left else -1, "what": "", "rows": [], "unstable": [], "error": error})
+    return left[1:]
+
+
+def complaints(result: dict[str, Any]) -> list[str]:
+    """Everything about one model that must not be."""
+    name = f"seed {result['seed']} ({result['what']})"
+    found = [f"{name}: {result['error']}"] if result["error"] else []
+    for row in result["rows"]:
+        where = f"{name}, plan {row['plan']} at {row['budget_bytes']} bytes"
+        if row["error"]:
+            found.append(f"{where}: {row['error']}")
+        if row["differences"]:
+            found.append(f"{where}: other bits in {row['differences']}")
+        if row["plan"] >= 0 and row["moved"] < row["share"]:
+            found.append(f"{where}: moved {row['moved']} of the gap bytes, {row['share']} were asked for")
+    return found
+
+
+def totals(results: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """What was tried and what moved, summed."""
+    keys = ("planned", "skipped", "misses", "early", "fetches", "evictions", "drops")
+    results = list(results)
+    rows = [row for result in results for row in result["rows"]]
+    planned = [row for row in rows if row["plan"] >= 0]
+    return {
+        "models": len(results),
+        "plans": len(planned),
+        "complaints": sum(len(complaints(result)) for result in results),
+        "unstable": sum(bool(result["unstable"]) for result in results),
+        **{key: sum(row[key] for row in planned) for key in keys},
+        "misses on demand": sum(row["misses"] for row in rows if row["plan"] < 0),
+        "most over": max((row["over_bytes"] for row in rows if not row["error"]), default=0),
+    }

@@ -1,0 +1,184 @@
+"""Random valid plans: which gaps move, and when, is drawn; `teraio.check` has the last word.
+
+    tick    start      out ...... free ........ trigger ...... ready    end
+    kernel  [last use]  | write    | bytes gone   | read        | there  [next use]
+
+All ticks count from the step in which the gap begins; those at or beyond the step's length lie in the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from random import Random
+
+from teraio.check import check
+from teraio.plan import Evict, Fetch, Home, Move, Plan
+from teraio.profile import Profile, Tensor
+
+TIER = "ssd"
+
+
+@dataclass(frozen=True)
+class Gap:
+    tensor: Tensor
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Absence:
+    gap: Gap
+    out: int
+    free: int
+    trigger: int
+    ready: int
+    drop: bool = False
+
+    def covers(self, tick: int) -> bool:
+        return self.free <= tick < self.trigger
+
+
+def gaps(profile: Profile) -> list[Gap]:
+    """Every idle interval with at least one kernel in it."""
+    ticks = len(profile.kernels)
+    found = []
+    for tensor in profile.tensors:
+        uses = sorted({*tensor.reads, *tensor.writes}) if _moves(tensor) else []
+        following = [*uses[1:], *([uses[0] + ticks] if tensor.persistent and uses else [])]
+        found += [Gap(tensor, start, end) for start, end in zip(uses, following) if end - start > 1]
+    return found
+
+
+def _moves(tensor: Tensor) -> bool:
+    """Inputs belong to the user."""
+    return tensor.kind != "input" and tensor.size_bytes > 0
+
+
+def working_set_bytes(profile: Profile) -> list[int]:
+    """Per tick: what the kernel uses, and all that cannot move. No plan comes below the largest."""
+
+    def needed(tensor: Tensor) -> Iterable[int]:
+        uses = {*tensor.reads, *tensor.writes}
+        return uses if uses and _moves(tensor) else _life(profile, tensor)
+
+    return _ledger(profile, needed)
+
+
+def resident_bytes(profile: Profile) -> list[int]:
+    """Per tick: everything that is alive."""
+    return _ledger(profile, lambda tensor: _life(profile, tensor))
+
+
+def _life(profile: Profile, tensor: Tensor) -> Iterable[int]:
+    uses = {*tensor.reads, *tensor.writes}
+    if tensor.persistent:
+        return range(len(profile.kernels))
+    return range(0 if tensor.kind == "input" else min(uses), max(uses) + 1) if uses else ()
+
+
+def _ledger(profile: Profile, when: Callable[[Tensor], Iterable[int]]) -> list[int]:
+    rows = [kernel.workspace_bytes for kernel in profile.kernels]
+    for tensor in profile.tensors:
+        for tick in when(tensor):
+            rows[tick] += tensor.size_bytes
+    return rows
+
+
+def random_plan(profile: Profile, budget_bytes: int, share: float, seed: int) -> Plan:
+    """Moves at least `share` of the gaps' bytes, within a budget that is at least the largest working set."""
+    draw = Random(seed)
+    todo = gaps(profile)
+    draw.shuffle(todo)
+    wanted = share * sum(gap.tensor.size_bytes for gap in todo)
+    chosen: list[Absence] = []
+    for gap in todo:
+        if wanted <= 0:
+            break
+        wanted -= gap.tensor.size_bytes
+        chosen.append(_absence(gap, draw))
+    chosen = _within(profile, budget_bytes, todo, chosen, draw)
+    chosen = _with_drops(profile, chosen, draw)
+    plan = _plan(profile, budget_bytes, chosen)
+    verdict = check(plan, profile)
+    assert verdict.feasible, verdict.problems
+    assert moved_share(profile, plan) >= share
+    return plan
+
+
+def moved_share(profile: Profile, plan: Plan) -> float:
+    """Of the bytes of all gaps, those that come back once per step."""
+    sizes = {tensor.name: tensor.size_bytes for tensor in profile.tensors}
+    moved = sum(sizes[move.tensor] for move in plan.moves if isinstance(move, Fetch))
+    return moved / max(1, sum(gap.tensor.size_bytes for gap in gaps(profile)))
+
+
+def _absence(gap: Gap, draw: Random) -> Absence:
+    """At any four ticks of the gap; often at its ends, where order matters most."""
+    first, last = gap.start + 1, gap.end
+    ends = [draw.choice([first, last, draw.randint(first, last)]) for _ in range(4)]
+    out, free, trigger, ready = sorted(ends)
+    return Absence(gap, out, free, trigger, ready)
+
+
+def _within(
+    profile: Profile, budget_bytes: int, todo: list[Gap], chosen: list[Absence], draw: Random
+) -> list[Absence]:
+    """Where the ledger is over the budget, one more tensor is absent, or one is absent for longer."""
+    ticks = len(profile.kernels)
+    absences = {absence.gap: absence for absence in chosen}
+    rows = resident_bytes(profile)
+    for absence in chosen:
+        _count(rows, absence, -1)
+    for tick in draw.sample(range(ticks), ticks):
+        open_to = [(gap, at) for gap in todo for at in (tick, tick + ticks) if gap.start < at < gap.end]
+        draw.shuffle(open_to)
+        while rows[tick] > budget_bytes:
+            gap, at = open_to.pop()  # an empty list: the budget is below the working set
+            old = absences.get(gap)
+            if old is not None and old.covers(at):
+                continue
+            free = draw.randint(gap.start + 1, at) if old is None else min(old.free, at)
+            trigger = draw.randint(at + 1, gap.end) if old is None else max(old.trigger, at + 1)
+            new = Absence(
+                gap, draw.randint(gap.start + 1, free), free, trigger, draw.randint(trigger, gap.end)
+            )
+            if old is not None:
+                _count(rows, old, 1)
+            _count(rows, new, -1)
+            absences[gap] = new
+    return list(absences.values())
+
+
+def _count(rows: list[int], absence: Absence, sign: int) -> None:
+    for tick in range(absence.free, absence.trigger):
+        rows[tick % len(rows)] += sign * absence.gap.tensor.size_bytes
+
+
+def _with_drops(profile: Profile, chosen: list[Absence], draw: Random) -> list[Absence]:
+    """Half of the evictions whose tensor has a good copy already need not write."""
+    kernels = tuple(replace(kernel, workspace_bytes=0) for kernel in profile.kernels)
+    for index in draw.sample(range(len(chosen)), len(chosen) // 2):
+        tensor = chosen[index].gap.tensor
+        old, chosen[index] = chosen[index], replace(chosen[index], drop=True)
+        alone = replace(profile, kernels=kernels, tensors=(tensor,))
+        same = [absence for absence in chosen if absence.gap.tensor is tensor]
+        if not check(_plan(alone, tensor.size_bytes, same), alone).feasible:
+            chosen[index] = old
+    return chosen
+
+
+def _plan(profile: Profile, budget_bytes: int, absences: Iterable[Absence]) -> Plan:
+    ticks = len(profile.kernels)
+    moves: list[Move] = []
+    homes: list[Home] = []
+    for absence in absences:
+        name = absence.gap.tensor.name
+        out = absence.free if absence.drop else absence.out
+        shift = out // ticks * ticks
+        moves.append(Evict(name, TIER, absence.free - shift, None if absence.drop else out - shift))
+        shift = absence.trigger // ticks * ticks
+        moves.append(Fetch(name, TIER, absence.trigger - shift, absence.ready - shift))
+        if absence.free < ticks <= absence.ready:  # away, or on its way back, when the step ends
+            homes.append(Home(name, TIER))
+    return Plan("", "random", budget_bytes, tuple(homes), tuple(moves))

@@ -1,0 +1,58 @@
+"""Many generated models, and on each many random plans, against plain training: 2,000 and 100 of them.
+
+    python tests/long/differential.py [--eager 2000] [--inductor 100] [--plans 10] [--first 10000] [--jobs 2]
+                                      [--json results.jsonl]
+
+Prints what went wrong as it is found, a line of progress every ten models, and in the end what moved. Exit
+code 0 or 1. A seed that fails is tried alone with `python tests/differential_run.py '{"seeds": [SEED]}'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from differential_sweep import complaints, sweep, totals
+
+
+def run(inner: str, models: int, args: argparse.Namespace, file: TextIO | None) -> bool:
+    began = time.monotonic()
+    done: list[dict[str, Any]] = []
+    for result in sweep(range(args.first, args.first + models), args.jobs, 20, inner=inner, plans=args.plans):
+        done.append(result)
+        for line in complaints(result):
+            print(line, flush=True)
+        if result["unstable"]:
+            print(f"seed {result['seed']}: plain training differs from itself in {result['unstable'][:5]}")
+        if file is not None:
+            file.write(json.dumps({"inner": inner, **result}) + "\n")
+            file.flush()
+        if len(done) % 10 == 0:
+            each = (time.monotonic() - began) / len(done)
+            left = (models - len(done)) * each / 60
+            print(f"{inner}: {len(done)} of {models}, {left:.0f} min left, {totals(done)}", flush=True)
+    print(f"{inner}, all: {totals(done)}")
+    return len(done) >= models and not any(complaints(result) for result in done)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--eager", type=int, default=2000)
+    parser.add_argument("--inductor", type=int, default=100)
+    parser.add_argument("--plans", type=int, default=10)
+    parser.add_argument("--first", type=int, default=10_000, help="the first seed")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", type=argparse.FileType("w"), default=None)
+    args = parser.parse_args()
+    good = [run(inner, getattr(args, inner), args, args.json) for inner in ("eager", "inductor")]
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
