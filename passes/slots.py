@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from teraio.schedule import MADE, READ, WRITE, Buffer, ProgramKind, Role, Schedule, Slot
+from teraio.schedule import MADE, READ, RETURNED, WRITE, Buffer, ProgramKind, Role, Schedule, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class _Layout:
         self.results: dict[str, Make] = {}
         self.before: int | None = None  # where the next slot stands
         self.dying: list[str] = []  # died between a slot and its kernel: alive at the allocations
-        self.roles = _output_roles(signature, events)
+        self.roles, self.returned = _output_roles(signature, events)
         for name, size_bytes in signature.arguments:
             self.names.make(name)
             self._register(name, "argument", size_bytes)
@@ -230,6 +230,9 @@ class _Layout:
                 flags[root] = MADE if root in self.live else 0
                 if root in self.live:
                     self._hand_over(root)
+        for root in self.returned:
+            if self.names.at_mark(root):
+                flags[root] = READ | RETURNED
         if self.signature.kind == "forward":
             self.live = max(self.live, self.results, key=_size_bytes)
         self._place(at, "exit", flags)
@@ -239,8 +242,9 @@ def _size_bytes(storages: dict[str, Make]) -> int:
     return sum(made.size_bytes for made in storages.values())
 
 
-def _output_roles(signature: Signature, events: Iterable[Event]) -> dict[str, Role]:
-    """Root of each output -> its role. A storage that the user sees through any output is never `saved`."""
+def _output_roles(signature: Signature, events: Iterable[Event]) -> tuple[dict[str, Role], list[str]]:
+    """Root of each output -> its role, and the arguments that are returned: a gradient may take the memory of
+    an activation. A storage that the user sees through any output is never `saved`."""
     root = {name: name for name, _ in signature.arguments}
     for event in events:
         if isinstance(event, Make):
@@ -249,13 +253,18 @@ def _output_roles(signature: Signature, events: Iterable[Event]) -> dict[str, Ro
             root[event.new] = root[event.old]
     arguments = {name for name, _ in signature.arguments}
     roles: dict[str, Role] = {}
+    returned: dict[str, None] = {}
     for position, name in enumerate(signature.outputs):
-        if name is None or name not in root or root[name] in arguments:
+        if name is None or name not in root:
             continue
         role: Role = "saved" if position in signature.saved else "result"
+        if root[name] in arguments:
+            if role == "result":
+                returned[root[name]] = None
+            continue
         if roles.setdefault(root[name], role) != role:
             roles[root[name]] = "result"
-    return roles
+    return roles, list(returned)
 
 
 def lay_slots(signature: Signature, events: Sequence[Event], end: int) -> tuple[Schedule, list[Place]]:

@@ -89,6 +89,9 @@ class Engine:
             self.follower.follow(operations, live_bytes)
         residency.ensure(needed, live_bytes, stop.kernel, tick)
         self._mark_written(bound, stop.written)
+        for buffer in stop.returned:
+            if (record := bound[buffer]) is not None and record.kind != "weight":
+                residency.settle(record)
         if exposed:
             self.user.bring(exposed, live_bytes, "what it holds of")
         if tracker.running is not None:
@@ -127,6 +130,7 @@ class Engine:
         residency = self.residency
         if program.schedule.symbolic:
             return
+        residency.bury()
         movable_bytes, kernel = program.floor()
         floor_bytes = movable_bytes + residency.fixed_bytes + residency.reserve_bytes
         residency.largest_bytes = max(residency.largest_bytes, floor_bytes)
@@ -195,7 +199,11 @@ class Engine:
         program = Program(Schedule("optimizer", buffers, (slot,)))
         self.tracker.enter(program)
         self._expect(self.tracker.expected)
-        self.visit(program, 0, [tensor for _, tensor in known], 0)
+        try:
+            self.visit(program, 0, [tensor for _, tensor in known], 0)
+        except BaseException:
+            self.abandon()
+            raise
 
     def after_optimizer(self) -> None:
         """Its code saw plain weights: what it kept of them counts. The step is over, unless another optimizer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from teraio.schedule import MADE, READ, WRITE, Schedule
+from teraio.schedule import MADE, READ, RETURNED, WRITE, Schedule
 
 from .records import Record
 
@@ -20,6 +20,7 @@ class Stop:
     made: tuple[tuple[int, int], ...]
     needed: tuple[int, ...]  # buffers that the kernel reads or writes
     written: tuple[int, ...]
+    returned: tuple[int, ...]  # arguments whose memory is the caller's from here on
     live_bytes: int
 
 
@@ -83,7 +84,8 @@ def _stops(schedule: Schedule) -> tuple[Stop, ...]:
                 given.add(buffer)
         touched = _with_flags(slot.buffers, slot.flags, READ | WRITE)
         written = _with_flags(slot.buffers, slot.flags, WRITE)
-        stops.append(Stop(slot.kernel, tuple(made), touched, written, slot.live_bytes))
+        returned = _with_flags(slot.buffers, slot.flags, RETURNED)
+        stops.append(Stop(slot.kernel, tuple(made), touched, written, returned, slot.live_bytes))
     return tuple(stops)
 
 

@@ -50,6 +50,13 @@ class Residency:
         self.fixed_bytes += 0 if evictable else record.size_bytes
         return record
 
+    def settle(self, record: Record) -> None:
+        """From now on it is someone else's: it counts, and never moves."""
+        if record.evictable:
+            record.evictable = False
+            self.fixed_bytes += record.size_bytes
+            self.reachable.pop(record.key, None)
+
     def ensure(self, needed: Sequence[Record], live_bytes: int, kernel: str, tick: int | None) -> None:
         """Everything in `needed` is resident, and `live_bytes` more fit, when this returns."""
         missing = 0

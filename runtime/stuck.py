@@ -37,9 +37,7 @@ class Stuck:
         for record in list(self.residency.reachable.values()):
             storage = record.storage()
             if storage is not None and record.state is State.DEVICE and not storage.resizable():
-                record.evictable = False
-                self.residency.fixed_bytes += record.size_bytes
-                del self.residency.reachable[record.key]
+                self.residency.settle(record)
                 self.records.append(record)
                 if record.name in self.asked_again:
                     log.warning("teraio: %s stays in memory from now on: numpy had it again", record.name)

@@ -20,7 +20,8 @@ from typing import Any, Literal
 ProgramKind = Literal["forward", "backward", "inference", "optimizer"]
 Role = Literal["argument", "saved", "result"]
 
-READ, WRITE, MADE = 1, 2, 4  # what a slot says of a buffer; MADE: by a kernel before this slot
+# What a slot says of a buffer. MADE: by a kernel before this slot. RETURNED: an argument that the caller gets.
+READ, WRITE, MADE, RETURNED = 1, 2, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
