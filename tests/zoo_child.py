@@ -161,6 +161,7 @@ def train(row: zoo_models.Row, inner: str, steps: int, counting: allocator.Count
         "plain": plain,
         "floor": floor.floor_bytes,
         "floor_kernel": floor.kernel,
+        "calls": floor.calls,
         "smallest": smallest,
         "total": sum(floor.weights.values()) + sum(floor.saved_names.values()),
         "runs": [trainer.run(steps, budget) for budget in budgets],

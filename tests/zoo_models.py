@@ -162,7 +162,7 @@ HUGGING_FACE = [
     decoder("Olmo2", "adamw", num_key_value_heads=4),
     decoder("StableLm", "sgd", num_key_value_heads=4),
     decoder("Starcoder2", "adamw", 5, num_key_value_heads=2),
-    decoder("Mamba", "sgd", 4, text(12, 12), state_size=8, conv_kernel=3),
+    decoder("Mamba", "sgd", 4, text(10, 12), state_size=8, conv_kernel=3),
     encoder("Bert", "adamw"),
     encoder("Roberta", "sgd"),
     Row(

@@ -12,6 +12,7 @@ from typing import Any
 HERE = Path(__file__).parent
 
 MANAGED_MIN = 0.95  # of the bytes of weights and saved activations
+SMALL_BYTES = 4096  # loose scalars: of a peak and of a floor there may be some more or less
 FLOOR_MAX = 1.1  # the smallest budget that works, against the floor
 HEAD = f"{'class':13} {'plain':>7} {'floor':>7} {'least':>7} {'/floor':>6} {'managed':>8}   peak/budget, MB"
 
@@ -52,9 +53,11 @@ def faults(result: dict[str, Any]) -> list[str]:
             found.append(f"{where}: losses {run['losses']}, not {plain['losses']}")
         if run["digest"] != plain["digest"]:
             found.append(f"{where}: weights, buffers or states are not those of the plain run")
-        if max(run["peaks"]) > run["budget"]:
+        # What eager code takes between the programs of a broken graph is only known from the second step on.
+        peaks = run["peaks"] if result["calls"] <= 2 else run["peaks"][1:]
+        if max(peaks) > run["budget"]:
             found.append(f"{where}: peaks {run['peaks']}")
-        if max(run["peaks"]) < floor:
+        if max(run["peaks"]) + SMALL_BYTES < floor:
             found.append(f"{where}: peaks {run['peaks']}: the floor of {floor} is none")
         if floor and run["managed"]["bytes"] < MANAGED_MIN * result["total"]:
             found.append(
