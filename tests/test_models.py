@@ -16,7 +16,7 @@ from teraio.runtime import engine
 
 assert scenarios_loops and scenarios_people  # they fill the table
 
-MEMORY = "12MiB"  # weights and gradients take 2, the engine keeps 4; the plain runs need 15 or more
+MEMORY = "14MiB"  # weights and gradients take 2, the engine keeps 4; the plain runs need 18 or more
 
 # Nothing is asked of these but to be right: there is too little to move in them.
 STILL = {"inference alone", "blocks that share a program and are checkpointed"}
@@ -51,4 +51,4 @@ def test_it_is_the_same_with_a_budget(name: str, monkeypatch: pytest.MonkeyPatch
         equal = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
         assert equal, f"thing {number} of {len(plain.seen)} that was seen: {one} instead of {other}"
     if name not in STILL:
-        assert teraio.stats()["fetches"] > 10, "nothing moved: the test shows nothing"
+        assert teraio.stats()["fetches"] > 3, "nothing moved: the test shows nothing"
