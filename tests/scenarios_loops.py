@@ -120,7 +120,7 @@ def autocast_around_the_model(run: Run) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return compiled(x).float()
 
-    run.loop(model, forward)
+    run.loop(model, forward, (2 * ROWS,) * 4)  # in half as many bytes each
 
 
 # ---- the loop

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from scenarios import BLOCKS, WIDTH, Block, Net, Run, scenario, sgd
+from scenarios import BLOCKS, ROWS, WIDTH, Block, Net, Run, scenario, sgd
 from torch import nn
 
 # ---- hooks
@@ -182,7 +182,7 @@ def a_part_of_the_model(run: Run) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return rest(model.blocks[0](x))
 
-    run.loop(model, forward)
+    run.loop(model, forward, (ROWS + 256,) * 4)
 
 
 @scenario

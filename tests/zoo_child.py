@@ -172,7 +172,7 @@ def train(row: zoo_models.Row, inner: str, steps: int, counting: allocator.Count
 def main() -> None:
     counting = allocator.install()
     torch.set_num_threads(1)
-    # Layers share their code, and each model is compiled twice: at the limit Dynamo goes on without compiling.
+    # Layers share their code, and each is compiled twice: at the limit Dynamo goes on without compiling.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
     asked = json.loads(sys.argv[1])
     rows = {row.name: row for row in zoo_models.ROWS}
