@@ -16,7 +16,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from teraio.schedule import ProgramKind, Schedule
 
-from . import aot, sizes
+from . import aot, sizes, workspace
 from .fx_symbols import Symbols
 from .slots import Alias, Event, Forget, Launch, Make, Signature, lay_slots, own_bytes
 
@@ -120,7 +120,8 @@ class Reader:
             yield Alias(at, name, element)
 
     def own(self, at: int, node: torch.fx.Node, made: list[Make]) -> Make | None:
-        """What the largest of the bodies takes that an operator runs (`cond`, `scan`): it is one kernel."""
+        """What a kernel takes besides its results: its workspace, or what the largest of the bodies takes
+        that an operator runs (`cond`, `scan`)."""
         bodies = [getattr(self.gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
         loops = any(word in str(node.target) for word in ("while", "scan"))
         sums: list[Make] = []
@@ -135,6 +136,9 @@ class Reader:
         largest = sizes.largest(sums, f"{node.name}.own")
         if loops:  # what the last round made is alive in the next one, and stacked in the end
             largest = sizes.total([largest, *made, *made], largest.name)
+        for copied in workspace.copies(node):
+            sums.append(sizes.total([Make(at, "", *storage_size(tensor)) for tensor in copied], largest.name))
+            largest = sizes.largest(sums, largest.name)
         return Make(at, largest.name, largest.size_bytes, largest.size) if sums else None
 
 

@@ -1,0 +1,178 @@
+"""The least memory that a step can take, found without the engine: a plain run is executed node by node, and
+at each kernel the bytes that could be elsewhere are taken off those that are there.
+
+    floor(kernel) = peak while it runs, of all tensors that there are      (counted by the allocator)
+                  - weights and saved activations that it does not touch
+
+What remains is what the kernel reads and writes, its workspace, what its program holds for itself, and what
+cannot move in this version: gradients, optimizer states, inputs, results. The optimizer's step is one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import allocator
+import torch
+from torch._guards import TracingContext
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from teraio.passes import fx
+
+
+def storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    """Of all tensors in a value, however nested."""
+    if isinstance(value, torch.Tensor):
+        yield value.untyped_storage()
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from storages(part)
+    elif isinstance(value, dict):
+        yield from storages(list(value.values()))
+
+
+class Floor:
+    """Watches the programs that `backend` compiled, from `start` to `stop`. Resets the allocator's peak."""
+
+    def __init__(self, counting: allocator.Counting) -> None:
+        self.counting = counting
+        self.others = 0  # bytes that are not the training's
+        self.watching = False
+        self.weights: dict[int, int] = {}
+        self.saved: dict[int, tuple[StorageWeakRef, int]] = {}  # while it is held, no other has its address
+        self.saved_names: dict[str, int] = {}  # what forwards kept for their backwards, and its bytes
+        self.floor_bytes = 0
+        self.kernel = ""
+        self.calls = 0
+
+    def backend(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        """The inner program `eager` as it is without a budget; watched programs run node by node."""
+        latest: list[Program] = []
+
+        def note(graph: torch.fx.GraphModule, kind: str) -> None:
+            latest.append(Program(graph, kind))
+
+        def around(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+            program = latest[-1]
+
+            def call(arguments: list[Any]) -> Any:
+                return program.run(arguments, self) if self.watching else run(arguments)
+
+            return call
+
+        return fx.compiler(note, around)(gm, example_inputs)
+
+    def start(self, model: torch.nn.Module, others: int) -> None:
+        """With the step that is about to begin."""
+        self.others = others
+        self.weights = {s._cdata: s.nbytes() for p in model.parameters() for s in storages(p.data)}
+        self.saved.clear()
+        self.saved_names.clear()
+        self.watching, self.calls = True, 0
+
+    def stop(self, optimizer: torch.optim.Optimizer) -> None:
+        """With the optimizer's step: it is the last kernel, and touches every weight."""
+        self.counting.reset_peak()
+        optimizer.step()
+        self.take("optimizer.step", self.at_least(set(self.weights)))
+        self.watching = False
+
+    def at_least(self, touched: set[int]) -> int:
+        """The peak of the kernel that just ran, less the weights and saved activations that it did not
+        touch."""
+        self.saved = {key: kept for key, kept in self.saved.items() if not kept[0].expired()}
+        elsewhere = sum(size for key, size in self.weights.items() if key not in touched)
+        elsewhere += sum(size for key, (_, size) in self.saved.items() if key not in touched)
+        return self.counting.peak_bytes() - self.others - elsewhere
+
+    def take(self, kernel: str, size_bytes: int) -> None:
+        if size_bytes > self.floor_bytes:
+            self.floor_bytes, self.kernel = size_bytes, kernel
+
+
+class Moment(NamedTuple):
+    """A kernel has run."""
+
+    kernel: str
+    touched: set[int]
+    size_bytes: int
+    made_count: int  # storages that its program has made so far
+
+
+class Program:
+    def __init__(self, gm: torch.fx.GraphModule, kind: str) -> None:
+        self.gm = gm
+        self.nodes = list(gm.graph.nodes)
+        self.kind = kind
+        tracing = TracingContext.try_get()
+        assert tracing is not None and tracing.fw_metadata is not None
+        self.to_caller = tracing.fw_metadata.num_forward_returns
+        last_user = {used: node for node in self.nodes for used in (*node.all_input_nodes, node)}
+        self.dies: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+        for used, node in last_user.items():
+            self.dies.setdefault(node, []).append(used)
+
+    def run(self, arguments: list[Any], floor: Floor) -> Any:
+        placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        values: dict[torch.fx.Node, Any] = dict(zip(placeholders, arguments))
+        known = {s._cdata: StorageWeakRef(s) for s in storages(arguments)}
+        argument_keys = set(known)
+        arguments.clear()
+        made: dict[int, str] = {}
+        moments: list[Moment] = []
+        for node in self.nodes:
+            if node.op == "output":
+                result = torch.fx.node.map_arg(node.args[0], values.__getitem__)
+                kept = self._kept(result, argument_keys, made)
+                self._settle(floor, moments, made, known, kept)
+                return result
+            if node.op == "get_attr":
+                values[node] = getattr(self.gm, str(node.target))
+            elif node.op == "call_function":
+                assert callable(node.target)
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                floor.counting.reset_peak()
+                values[node] = node.target(*args, **kwargs)
+                touched = [*storages(args), *storages(kwargs), *storages(values[node])]
+                for storage in touched:
+                    if storage._cdata not in known:
+                        known[storage._cdata] = StorageWeakRef(storage)
+                        made[storage._cdata] = node.name
+                keys = {s._cdata for s in touched}
+                del args, kwargs, touched
+                moments.append(Moment(node.name, keys, floor.at_least(keys), len(made)))
+            else:
+                assert node.op == "placeholder", node.op
+            for dead in self.dies.get(node, ()):
+                values.pop(dead, None)
+        raise AssertionError("a graph without an output")
+
+    def _kept(self, result: Any, arguments: set[int], made: dict[int, str]) -> dict[int, int]:
+        """Storages that leave a forward for its backward alone, and their bytes."""
+        if self.kind != "forward":
+            return {}
+        seen = {s._cdata for s in storages(list(result[: self.to_caller]))}
+        kept = {s._cdata: s.nbytes() for s in storages(list(result[self.to_caller :]))}
+        return {key: size for key, size in kept.items() if key not in seen and key not in arguments}
+
+    def _settle(
+        self,
+        floor: Floor,
+        moments: list[Moment],
+        made: dict[int, str],
+        known: dict[int, StorageWeakRef],
+        kept: dict[int, int],
+    ) -> None:
+        """Only at its end it is known what the program keeps for its backward. That may leave once it is
+        made."""
+        order = list(made)
+        for moment in moments:
+            made_by_now = order[: moment.made_count]
+            elsewhere = sum(kept.get(key, 0) for key in made_by_now if key not in moment.touched)
+            floor.take(f"{self.kind} {moment.kernel}", moment.size_bytes - elsewhere)
+        for key, size in kept.items():
+            floor.saved[key] = (known[key], size)
+            name = f"{floor.calls}.{made[key]}"
+            floor.saved_names[name] = floor.saved_names.get(name, 0) + size
+        floor.calls += 1
