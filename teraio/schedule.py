@@ -20,7 +20,7 @@ from typing import Any, Literal
 ProgramKind = Literal["forward", "backward", "inference", "optimizer"]
 Role = Literal["argument", "saved", "result"]
 
-# What a slot says of a buffer. MADE: by a kernel before this slot. RETURNED: an argument that the caller gets.
+# What a slot says of a buffer. MADE: by a kernel before this slot. RETURNED: the caller gets this argument.
 READ, WRITE, MADE, RETURNED = 1, 2, 4, 8
 
 
@@ -102,4 +102,4 @@ class Step:
     calls: tuple[Call, ...]
     end_ns: int
     kinds: tuple[tuple[str, str, int, bool], ...]  # (name, kind, size_bytes, persistent)
-    exposed: frozenset[tuple[int, str]]  # (call, tensor): resident when it returned, because user code held it
+    exposed: frozenset[tuple[int, str]]  # (call, tensor): user code held it when the call returned
