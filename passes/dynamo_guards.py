@@ -36,9 +36,16 @@ class Watch:
         self.other: Callable[[bool], bool] | None = None
 
     def install(self) -> None:
-        callback.on_compile_start(self._started)
-        callback.on_compile_end(self._ended)
         self.other = set_guard_complete_hook(self._evaluated)  # type: ignore[arg-type]
+        self._listen()
+
+    def _listen(self) -> None:
+        """`torch._dynamo.reset()` forgets who listens."""
+        handler = callback.callback_handler
+        if self._started not in handler.start_callbacks:
+            handler.register_start_callback(self._started)
+            handler.register_end_callback(self._ended)
+            self.graphs = counters["stats"]["unique_graphs"] - self.ours
 
     def _evaluated(self, found: bool) -> bool:
         """Called by Dynamo after all guards of a frame; returns whether to use the program that was found."""
@@ -59,6 +66,7 @@ class Watch:
 
     def guard_this_graph(self) -> None:
         """Called by the backend while a graph is compiled: its guards will begin with ours."""
+        self._listen()
         self.ours += 1
         tracing = TracingContext.try_get()
         if tracing is not None:

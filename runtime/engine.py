@@ -55,6 +55,7 @@ class Engine:
         self.on_step = on_step
         self.keep = keep  # name globs of tensors that never move
         self.tracker = StepTracker()
+        self.new_weights: list[Record] = []  # that this program brought in
         self.described: dict[str, TensorFacts] = {}  # all tensors of this step that move, dead ones too
         self.stuck = Stuck(self.residency, self._kept)
         self.user = UserCode(self.residency, self.mover)
@@ -78,8 +79,8 @@ class Engine:
         bound = program.bound
         for position, buffer in stop.made:
             bound[buffer] = self._register(program, buffer, tensors[position])
-        if index == 0 and not program.checked:
-            self._check_floor(program)
+        if index == 0:
+            self._meet(program)
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
         exposed = self.user.exposed(tracker.number) if index == program.last else []
         tick = tracker.tick(index)
@@ -124,9 +125,21 @@ class Engine:
     def _expect(self, expected: Expectation) -> None:
         self.residency.uses, self.residency.step_ticks = expected.uses, expected.length
 
+    def _meet(self, program: Program) -> None:
+        """Its arguments are known. Weights that were never seen may be held by eager autograd already: they
+        have more holders than those beside them, which are all handed over in the same way."""
+        if self.new_weights:
+            weights = [r for r in program.bound if r is not None and r.kind == "weight"]
+            least = min(record.holders() for record in weights)
+            for record in self.new_weights:
+                record.held = record.holders() > least
+            self.new_weights.clear()
+        if not program.checked:
+            program.checked = True
+            self._check_floor(program)
+
     def _check_floor(self, program: Program) -> None:
         """Before anything of the step is lost: whether its largest kernel fits when all else is away."""
-        program.checked = True
         residency = self.residency
         if program.schedule.symbolic:
             return
@@ -167,6 +180,7 @@ class Engine:
             self.described[name] = (name, kind, record.size_bytes, record.persistent)
         if label and evictable:
             self.residency.reachable[record.key] = record
+            self.new_weights.append(record)
         elif label and wanted:
             self.stuck.records.append(record)
         return record

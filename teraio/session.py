@@ -160,7 +160,7 @@ def start(options: Options) -> None:
         engine.use(SESSION.engine)
         optimizer.install()
         _watch_guards(SESSION.engine)
-    elif SESSION.options != options:
+    elif _difference(SESSION.options, options):
         raise OptionError(
             f"this process already runs with other options ({_difference(SESSION.options, options)}); one "
             f"process has one budget and one store. Compile both models with the same options, or call "
@@ -241,8 +241,10 @@ def _link(directory: Path) -> measure.Link:
 
 
 def _difference(one: Options, other: Options) -> str:
-    names = [f.name for f in fields(Options) if getattr(one, f.name) != getattr(other, f.name)]
-    return ", ".join(f"{name}: {getattr(one, name)} and {getattr(other, name)}" for name in names)
+    """In what belongs to the process; each compiled program may have its own inner program and mode."""
+    names = [f.name for f in fields(Options) if not f.metadata["program"]]
+    differing = [name for name in names if getattr(one, name) != getattr(other, name)]
+    return ", ".join(f"{name}: {getattr(one, name)} and {getattr(other, name)}" for name in differing)
 
 
 def _speak() -> None:

@@ -79,10 +79,10 @@ def test_what_user_code_holds_is_in_memory_and_beyond_the_budget_that_is_said() 
 
 def test_weights_that_do_not_change_are_written_once() -> None:
     """Inference, and frozen weights, looked at or not: what is written is what was trained."""
-    trained_bytes = 2 * 256 * 512 * 4 // 2  # one matrix of the two in the last block, biases aside
+    trained_bytes = 256 * 512 * 4  # the one weight that the frozen model trains
     assert results()["streamed"]["written"][2:] == [0] * 5
-    assert results()["frozen"]["written"][2:] == [0] * 5
-    assert max(results()["frozen, touched"]["written"][2:]) <= 2 * trained_bytes
+    for scenario in ("frozen", "frozen, touched"):
+        assert max(results()[scenario]["written"][2:]) <= trained_bytes
     for scenario in FEW_WRITES:
         assert results()[scenario]["counts"]["drops"] > 40
 
