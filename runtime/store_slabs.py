@@ -31,8 +31,9 @@ class DeviceSide(Protocol):
 def slab_shape(memory_bytes: int | None, files: int) -> tuple[int, int]:
     """(slab bytes, count): one per lane, of at most 2 MiB; at most 64 MiB and a 20th of the memory in all."""
     share = SLABS_AT_MOST if memory_bytes is None else min(SLABS_AT_MOST, memory_bytes // MEMORY_SHARE)
+    share = max(HUGE_PAGE, share // HUGE_PAGE * HUGE_PAGE)  # pages are taken whole
     count = LANES * files
-    return max(BLOCK, min(SLAB_BYTES, max(HUGE_PAGE, share) // count // BLOCK * BLOCK)), count
+    return max(BLOCK, min(SLAB_BYTES, share // count // BLOCK * BLOCK)), count
 
 
 def make_slabs(
