@@ -30,7 +30,7 @@ from .device import Device
 from .follow import Follower, table_of
 from .moves import Mover
 from .programs import Program
-from .records import Record
+from .records import DEVICE, Record
 from .residency import Residency
 from .step import Expectation, StepTracker, TensorFacts
 from .store import Store
@@ -65,20 +65,47 @@ class Engine:
     # ---- slots
 
     def visit(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int | None) -> None:
-        began_ns = time.perf_counter_ns()
-        residency, tracker = self.residency, self.tracker
+        """Most slots have nothing to do, and must not take longer than it takes to see that."""
         stop = program.stops[index]
         if live_bytes is None:
             live_bytes = stop.live_bytes
+        residency, mover, tracker, bound = self.residency, self.mover, self.tracker, program.bound
+        mover.counts.slots += 1
+        serial = residency.serial = residency.serial + 1
+        if tracker.running is not None or not 0 < index < program.last:
+            self._attend(program, index, tensors, live_bytes)
+            return
+        for position, buffer in stop.made:
+            bound[buffer] = self._register(program, buffer, tensors[position])
+        here = True
+        for buffer in stop.needed:
+            if (record := bound[buffer]) is not None:
+                record.used_at = serial
+                here = here and record.state is DEVICE
+        table = tracker.expected.table
+        tick = tracker.tick(index) if table or not here else None
+        total_bytes = mover.resident_bytes + live_bytes
+        fits = total_bytes + residency.reserve_bytes <= residency.budget_bytes
+        if here and fits and (tick is None or tick not in table) and residency.torn is None:
+            mover.counts.peak_bytes = max(mover.counts.peak_bytes, total_bytes)
+            if stop.written:
+                self._mark_written(bound, stop.written)
+        else:
+            self._attend(program, index, (), live_bytes)
+
+    def _attend(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int) -> None:
+        """A slot that has something to do, or is measured."""
+        began_ns = time.perf_counter_ns()
+        residency, tracker = self.residency, self.tracker
+        stop = program.stops[index]
         if residency.torn is not None:
             self._refuse_torn(residency.torn)
-        self.mover.counts.slots += 1
-        residency.serial += 1
         if index == 0 and program.schedule.kind != "optimizer":
             self._enter(program, tensors)
         bound = program.bound
-        for position, buffer in stop.made:
-            bound[buffer] = self._register(program, buffer, tensors[position])
+        if tensors:
+            for position, buffer in stop.made:
+                bound[buffer] = self._register(program, buffer, tensors[position])
         if index == 0:
             self._meet(program)
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
@@ -91,8 +118,8 @@ class Engine:
         residency.ensure(needed, live_bytes, stop.kernel, tick)
         self._mark_written(bound, stop.written)
         for buffer in stop.returned:
-            if (record := bound[buffer]) is not None and record.kind != "weight":
-                residency.settle(record)
+            if (returned := bound[buffer]) is not None and returned.kind != "weight":
+                residency.settle(returned)
         if exposed:
             self.user.bring(exposed, live_bytes, "what it holds of")
         if tracker.running is not None:

@@ -40,6 +40,9 @@ class State(Enum):
     ARRIVING = "arriving"
 
 
+DEVICE = State.DEVICE  # the hot path looks at nothing else
+
+
 class Record:
     __slots__ = (
         "aliased",
