@@ -114,11 +114,12 @@ def moved_share(profile: Profile, plan: Plan) -> float:
 
 
 def _absence(gap: Gap, draw: Random) -> Absence:
-    """At any four ticks of the gap; often at its ends, where order matters most."""
+    """At any four ticks of the gap; often at its ends, where order matters most. It is gone before the tick
+    of its use: what a kernel needs the engine does not let go for that kernel."""
     first, last = gap.start + 1, gap.end
     ends = [draw.choice([first, last, draw.randint(first, last)]) for _ in range(4)]
     out, free, trigger, ready = sorted(ends)
-    return Absence(gap, out, free, trigger, ready)
+    return Absence(gap, min(out, last - 1), min(free, last - 1), trigger, ready)
 
 
 def _within(

@@ -29,7 +29,7 @@ INNERS = ("eager", "inductor")
 @cache
 def sweeping(inner: str) -> tuple[Iterator[dict[str, Any]], dict[int, dict[str, Any]]]:
     """What two children are at, and what they have said so far, by seed."""
-    seeds, most = (EAGER, 4) if inner == "eager" else (INDUCTOR, 2)
+    seeds, most = (EAGER, 3) if inner == "eager" else (INDUCTOR, 2)
     return sweep(seeds, per_child=-(-len(seeds) // 2), inner=inner, plans=10, most_blocks=most), {}
 
 
