@@ -138,6 +138,9 @@ class Session:
         except TeraioError as error:
             log.warning("teraio: no plan, tensors are moved on demand: %s", error)
             return None
+        if not plan.moves and plan.planner != "none":
+            log.info("teraio: the step fits into %s whole: nothing moves", fmt_bytes(self.budget_bytes))
+            return plan
         log.info(
             "teraio: planned by %s: %d moves, a step of %s predicted, compute alone %s",
             plan.planner,
