@@ -22,7 +22,8 @@ from teraio.passes.slots import (
     own_bytes,
     whole_program,
 )
-from teraio.schedule import MADE, READ, WRITE, Schedule
+from teraio.runtime.programs import Program
+from teraio.schedule import MADE, READ, RETURNED, WRITE, Schedule
 
 # ---- by hand
 
@@ -150,6 +151,23 @@ def test_own_bytes_are_what_a_program_takes_at_each_launch_beside_its_outputs() 
     ]
     assert [made.size_bytes for made in own_bytes(events)] == [8, 24, 16]
     assert [made.size_bytes for made in own_bytes(events, ["b"])] == [8, 8, 0]
+
+
+def test_an_activation_whose_memory_becomes_a_gradient_is_the_callers_in_the_end() -> None:
+    """Inductor: `buf3 = mm; del mm  # reuse`, and buf3 is returned."""
+    events: list[Event] = [Alias(0, "buf3", "mm"), Forget(0, "mm"), launch(1, "mul", "buf3", "buf3")]
+    about = replace(signature("buf3", arguments="w mm"), kind="backward")
+    schedule, places = lay(about, events)
+    returned = schedule.slots[-1]
+    assert [schedule.buffers[buffer].name for buffer in returned.buffers] == ["mm"]
+    assert returned.flags == (READ | RETURNED,)
+    assert places[-1].names == ("buf3",)
+    assert Program(schedule).stops[-1].returned == returned.buffers
+
+
+def test_a_weight_that_is_saved_for_the_backward_is_not_given_away() -> None:
+    schedule, _ = lay(signature("w", saved=(0,)), [launch(0, "mm", "w", "")])
+    assert schedule.slots[-1].buffers == ()
 
 
 def test_a_program_that_cannot_be_slotted_needs_every_argument_and_moves_no_output() -> None:
