@@ -41,10 +41,10 @@ class Watch:
 
     def _listen(self) -> None:
         """`torch._dynamo.reset()` forgets who listens."""
-        handler = callback.callback_handler
-        if self._started not in handler.start_callbacks:
-            handler.register_start_callback(self._started)
-            handler.register_end_callback(self._ended)
+        compiles = callback.callback_handler
+        if self._started not in compiles.start_callbacks:
+            compiles.register_start_callback(self._started)
+            compiles.register_end_callback(self._ended)
             self.graphs = counters["stats"]["unique_graphs"] - self.ours
 
     def _evaluated(self, found: bool) -> bool:

@@ -72,7 +72,7 @@ class Guard:
         face = ref(tensor, gone)
         self.records[key] = record
         self.bare[key] = face
-        record.faces.append(face)
+        record.faces = [*(known for known in record.faces if known() is not None), face]
         record.aliased |= record.references() > len(record.live_faces())
         record.guardable = record.guardable and type(tensor) in GUARDED
 
