@@ -31,7 +31,7 @@ from .follow import Follower, table_of
 from .moves import Mover
 from .programs import Program
 from .records import DEVICE, Record
-from .residency import Residency
+from .residency import Need, Residency
 from .step import Expectation, StepTracker, TensorFacts
 from .store import Store
 from .stuck import Stuck
@@ -171,11 +171,11 @@ class Engine:
         if program.schedule.symbolic:
             return
         residency.bury()
-        movable_bytes, kernel = program.floor()
-        floor_bytes = movable_bytes + residency.fixed_bytes + residency.reserve_bytes
-        residency.largest_bytes = max(residency.largest_bytes, floor_bytes)
-        if floor_bytes > residency.budget_bytes:
-            residency.refuse(floor_bytes, movable_bytes, kernel)
+        need = Need(residency.fixed_bytes, *program.floor())
+        least_bytes = need.stays_bytes + need.kernel_bytes + residency.reserve_bytes
+        if least_bytes > residency.budget_bytes:
+            residency.refuse(need)
+        residency.largest = max(residency.largest, need, key=lambda n: n.stays_bytes + n.kernel_bytes)
 
     # ---- records
 

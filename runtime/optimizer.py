@@ -19,8 +19,9 @@ def install() -> None:
     """Once per process; without an engine the hooks do nothing."""
     global _installed
     if not _installed:
-        register_optimizer_step_pre_hook(_before)
-        register_optimizer_step_post_hook(_after)
+        # A compiled optimizer runs them between its graphs: Dynamo is not to trace the engine.
+        register_optimizer_step_pre_hook(torch.compiler.disable(_before))
+        register_optimizer_step_post_hook(torch.compiler.disable(_after))
         if isinstance(supported := getattr(_torch_optimizer, "_foreach_supported_types", None), list):
             supported.append(
                 GuardedParameter

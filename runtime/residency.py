@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -23,6 +23,17 @@ from .moves import Mover
 from .records import Record, State
 
 log = logging.getLogger("teraio")
+
+
+class Need(NamedTuple):
+    """What must be in memory at once at a kernel, whatever leaves."""
+
+    stays_bytes: int  # cannot move
+    kernel_bytes: int  # movable, touched by the kernel, or made by it
+    kernel: str
+
+
+NOTHING = Need(0, 0, "")
 
 
 class Residency:
@@ -37,7 +48,7 @@ class Residency:
         self.fixed_bytes = 0  # of records that never move
         self.uses: dict[str, list[int]] = {}  # name -> ticks of the expected step, ascending
         self.step_ticks = 0  # how many that step has
-        self.largest_bytes = 0  # of what is known of the step, the most that must be there at once
+        self.largest = NOTHING  # of the programs that are known, the most that must be there at once
         self.failed: dict[int, Record] = {}  # could not be written: not tried again in this step
         self.torn: StoreError | None = None  # what was lost with a weight
 
@@ -96,7 +107,7 @@ class Residency:
             return
         if failure is not None:
             raise failure
-        self.refuse(self.budget_bytes + short, extra_bytes, kernel)
+        self.refuse(Need(self.mover.resident_bytes, extra_bytes, kernel))
 
     def free(
         self, extra_bytes: int, tick: int | None, stays: Callable[[Record], bool] | None = None
@@ -170,16 +181,17 @@ class Residency:
             return (0, -record.used_at)
         return (1, next((t for t in ticks if t > tick), ticks[0] + self.step_ticks))
 
-    def refuse(self, need_bytes: int, extra_bytes: int, kernel: str) -> NoReturn:
-        need_bytes = max(need_bytes, self.largest_bytes)
+    def refuse(self, need: Need) -> NoReturn:
+        need = max(need, self.largest, key=lambda n: n.stays_bytes + n.kernel_bytes)
+        need_bytes = need.stays_bytes + need.kernel_bytes + self.reserve_bytes
         needed, given = fmt_bytes(need_bytes, up=True), fmt_bytes(self.budget_bytes)
         if needed == given:  # a few bytes are missing
             needed, given = f"{need_bytes} bytes", f"{self.budget_bytes} bytes"
+        stays, kernel, reserve = map(fmt_bytes, (need.stays_bytes, need.kernel_bytes, self.reserve_bytes))
         raise BudgetError(
-            f"the step needs {needed} at kernel {kernel} ({fmt_bytes(self.mover.resident_bytes)} "
-            f"that cannot leave, {fmt_bytes(extra_bytes)} that the kernel needs, "
-            f"{fmt_bytes(self.reserve_bytes)} in reserve); "
-            f"memory is {given}. Give at least {needed}, more if a later kernel needs it, or a smaller batch"
+            f"the step needs {needed} at kernel {need.kernel} ({stays} that cannot leave, {kernel} that "
+            f"the kernel needs, {reserve} in reserve); memory is {given}. Give at least {needed}, more if a "
+            f"later kernel needs it, or a smaller batch"
         )
 
     def bury(self) -> None:

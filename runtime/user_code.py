@@ -85,6 +85,7 @@ class UserCode:
         for record in records:
             record.pins += 1
         try:
+            self.forget_others()
             short, _ = residency.free(missing + live_bytes, None, self.guard.exposed)
             if short > 0:
                 self._overrun(short, f"{place} {records[0].name}")
@@ -101,7 +102,7 @@ class UserCode:
 
     def _overrun(self, short: int, place: str) -> None:
         counts = self.mover.counts
-        if short > counts.overrun_bytes:
+        if short > 2 * counts.overrun_bytes:  # not a line per tensor
             log.warning(
                 "teraio: overrun: user code (%s) needs %s more than the memory of %s; it gets it",
                 place,

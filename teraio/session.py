@@ -222,7 +222,7 @@ def _refuse(options: Options) -> None:
     if options.memory == Memory():
         raise UnsupportedError(
             "memory='min' is not built yet; give a size such as '20GiB', or '80%'. A budget that is too "
-            "small is answered with the smallest that works"
+            "small is answered with what the kernel takes that does not fit"
         )
     if options.profile and not Path(options.profile).absolute().parent.is_dir():
         raise OptionError(f"option 'profile': the folder of {options.profile} does not exist; make it first")
