@@ -23,16 +23,18 @@ def outputs_to_caller(kind: ProgramKind, outputs: int) -> int:
 
 
 def held_arguments(kind: ProgramKind) -> frozenset[int]:
-    """Arguments whose views AOTAutograd replays after the program returned: they must be resident then."""
+    """Arguments that AOTAutograd touches after the program returned: it replays views of them, or writes to
+    them what the program made of them, as to a running mean. They must be resident then."""
     metadata = _metadata()
     if metadata is None or kind == "backward":
         return frozenset()
     kept = {"alias_of_input", "is_input"}
-    return frozenset(
+    viewed = {
         info.base_idx
         for info in metadata.output_info
         if info.output_type.name in kept and info.base_idx is not None
-    )
+    }
+    return frozenset(viewed | set(metadata.mutated_inp_runtime_indices))
 
 
 def _metadata() -> Any:

@@ -19,7 +19,7 @@ from fake_device import Event
 
 from teraio.runtime.device import Mark, Pending, Start
 
-SCHEDULES = 700
+SCHEDULES = 500
 PLANTED = 60
 
 
