@@ -44,7 +44,9 @@ def forget_an_alias(candidate: adoption.Candidate) -> None:
 
 
 def forget_the_bytes(candidate: adoption.Candidate) -> None:
-    candidate.storage._swap_data_ptr_(torch.UntypedStorage(candidate.storage.nbytes()))  # type: ignore[attr-defined]
+    other = torch.UntypedStorage(candidate.storage.nbytes())
+    other.fill_(0xA5)  # type: ignore[attr-defined]  # fresh memory may hold the very bytes, of a case before this one
+    candidate.storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
 REAL_OWN_BYTES = adoption.give_own_bytes
