@@ -57,11 +57,12 @@ void raise_failure(const Failure& f, const std::string& path, const std::string&
 }  // namespace teraio
 
 NB_MODULE(_native, m) {
-  m.attr("__doc__") = "teraio's native transfer engine";
+  m.attr("__doc__") = "teraio's native part: the transfer engine, the planner's simulator and search";
   nb::set_leak_warnings(false);  // tickets and engines may well be alive when the interpreter ends
   nb::register_exception_translator(teraio::translate_system_error);
   teraio::bind_io(m);
   teraio::bind_transfers(m);
+  teraio::bind_planner(m);
   m.def(
       "digest",
       [](uint64_t address, uint64_t bytes) {

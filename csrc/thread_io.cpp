@@ -13,6 +13,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "check.h"
 #include "fork.h"
@@ -230,6 +231,8 @@ bool ThreadIo::close(uint64_t within_ns) {
   // A thread that hangs in the kernel cannot be joined. It keeps the state alive and touches only quarantined
   // slabs.
   for (auto& thread : state_->threads) all ? thread.join() : thread.detach();
+  if (all)
+    for (auto& file : state_->files) ::close(std::exchange(file->fd, -1));
   return all;
 }
 }  // namespace teraio

@@ -37,6 +37,17 @@ def held_arguments(kind: ProgramKind) -> frozenset[int]:
     return frozenset(viewed | set(metadata.mutated_inp_runtime_indices))
 
 
+def gradients(kind: ProgramKind, outputs: int) -> tuple[int, ...]:
+    """Of a backward's outputs: which of the inputs that want a gradient each belongs to, -1 for those
+    that are none. The edges of the autograd node that runs it are in the same order."""
+    metadata = _metadata()
+    if kind != "backward" or metadata is None or len(metadata.input_info) > outputs:
+        return ()
+    wanted = [info.requires_grad for info in metadata.input_info]
+    positions = [sum(wanted[:at]) if wants else -1 for at, wants in enumerate(wanted)]
+    return (*positions, *[-1] * (outputs - len(positions)))
+
+
 def _metadata() -> Any:
     tracing = TracingContext.try_get()
     return tracing.fw_metadata if tracing is not None else None

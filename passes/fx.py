@@ -167,6 +167,7 @@ def read_signature(graph: torch.fx.Graph, kind: ProgramKind) -> Signature:
         outputs=tuple(outputs),
         saved=frozenset(range(aot.outputs_to_caller(kind, len(outputs)), len(outputs))),
         held=frozenset(placeholders[index].name for index in held if index < len(placeholders)),
+        gradients=aot.gradients(kind, len(outputs)),
     )
 
 

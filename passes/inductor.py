@@ -192,6 +192,7 @@ def read_signature(compilation: Compilation) -> Signature:
         outputs=tuple(outputs),
         saved=frozenset(range(compilation.to_caller, len(outputs))),
         held=frozenset(names[index] for index in compilation.held if index < len(names)),
+        gradients=aot.gradients(compilation.kind, len(outputs)),
     )
 
 

@@ -63,6 +63,7 @@ class Signature:
     outputs: tuple[str | None, ...]
     saved: frozenset[int]
     held: frozenset[str] = frozenset()  # arguments whose views the caller gets back
+    gradients: tuple[int, ...] = ()  # per output: the edge of the backward's node that it goes to, or -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class _Layout:
         self.results: dict[str, Make] = {}
         self.before: int | None = None  # where the next slot stands
         self.dying: list[str] = []  # died between a slot and its kernel: alive at the allocations
-        self.roles, self.returned = _output_roles(signature, events)
+        self.roles, self.returned, self.edges = _output_roles(signature, events)
         for name, size_bytes in signature.arguments:
             self.names.make(name)
             self._register(name, "argument", size_bytes)
@@ -139,7 +140,8 @@ class _Layout:
     def _register(self, root: str, role: Role, size_bytes: int) -> int:
         if root not in self.index:
             self.index[root] = len(self.buffers)
-            self.buffers.append(Buffer(root, role, size_bytes, root in self.signature.held))
+            held, edge = root in self.signature.held, self.edges.get(root, -1)
+            self.buffers.append(Buffer(root, role, size_bytes, held, edge))
         return self.index[root]
 
     def add(self, event: Event) -> None:
@@ -242,9 +244,12 @@ def _size_bytes(storages: dict[str, Make]) -> int:
     return sum(made.size_bytes for made in storages.values())
 
 
-def _output_roles(signature: Signature, events: Iterable[Event]) -> tuple[dict[str, Role], list[str]]:
-    """Root of each output -> its role, and the arguments that are returned: a gradient may take the memory of
-    an activation. A storage that the user sees through any output is never `saved`."""
+def _output_roles(
+    signature: Signature, events: Iterable[Event]
+) -> tuple[dict[str, Role], list[str], dict[str, int]]:
+    """Root of each output -> its role; the arguments that are returned: a gradient may take the memory of an
+    activation; root of each gradient that is the only output in its storage -> its edge. A storage that the
+    user sees through any output is never `saved`."""
     root = {name: name for name, _ in signature.arguments}
     for event in events:
         if isinstance(event, Make):
@@ -254,9 +259,12 @@ def _output_roles(signature: Signature, events: Iterable[Event]) -> tuple[dict[s
     arguments = {name for name, _ in signature.arguments}
     roles: dict[str, Role] = {}
     returned: dict[str, None] = {}
+    edges: dict[str, int] = {}
     for position, name in enumerate(signature.outputs):
         if name is None or name not in root:
             continue
+        edge = signature.gradients[position] if signature.gradients else -1
+        edges[root[name]] = -1 if root[name] in edges else edge
         role: Role = "saved" if position in signature.saved else "result"
         if root[name] in arguments:
             if role == "result":
@@ -264,7 +272,7 @@ def _output_roles(signature: Signature, events: Iterable[Event]) -> tuple[dict[s
             continue
         if roles.setdefault(root[name], role) != role:
             roles[root[name]] = "result"
-    return roles, list(returned)
+    return roles, list(returned), {name: edge for name, edge in edges.items() if edge >= 0}
 
 
 def lay_slots(signature: Signature, events: Sequence[Event], end: int) -> tuple[Schedule, list[Place]]:
@@ -276,7 +284,8 @@ def lay_slots(signature: Signature, events: Sequence[Event], end: int) -> tuple[
         layout.add(event)
     layout.leave(end)
     symbolic = any(isinstance(event, Make) and event.size is not None for event in events)
-    schedule = Schedule(signature.kind, tuple(layout.buffers), tuple(layout.slots), symbolic)
+    edges = max(signature.gradients, default=-1) + 1
+    schedule = Schedule(signature.kind, tuple(layout.buffers), tuple(layout.slots), symbolic, edges)
     return schedule, layout.places
 
 

@@ -84,6 +84,15 @@ class CudaDevice(Ordered):
     def default_budget_bytes(self) -> int:
         return self.available_bytes() * (100 - MARGIN_PERCENT) // 100
 
+    def used_bytes(self) -> int:
+        return int(torch.cuda.memory_allocated(self.device))
+
+    def peak_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.device))
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
     def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         """Pinned for the life of the copier, and on huge pages: cudaHostAlloc does not tell what it gives."""
         slabs = _native.Slabs(slab_bytes, count)

@@ -12,29 +12,29 @@ Between two programs user code runs. What it touches comes back (`guard.py`); wh
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
 import torch
 
-from teraio.errors import StoreError, TornStepError
+from teraio.errors import TeraioError, TornStepError
 from teraio.plan import Plan
-from teraio.schedule import READ, WRITE, Buffer, Schedule, Slot, Step
+from teraio.schedule import Schedule, Step
 
+from . import gradients as _gradients
 from . import guard as _guard
-from .adopt import SMALLEST_BYTES, movable
 from .device import Device
 from .follow import Follower, table_of
 from .moves import Mover
 from .programs import Program
 from .records import DEVICE, Record
+from .registry import Registry
 from .residency import Need, Residency
-from .step import Expectation, StepTracker, TensorFacts
+from .step import StepTracker
 from .store import Store
-from .stuck import Stuck
 from .user_code import UserCode
 
 CALLS_MAX = 4096  # of a step: one that never ends is none, and what is kept per call must end
@@ -53,13 +53,12 @@ class Engine:
         self.mover = Mover(store, device)
         self.residency = Residency(self.mover, budget_bytes, reserve_bytes)
         self.on_step = on_step
-        self.keep = keep  # name globs of tensors that never move
         self.tracker = StepTracker()
-        self.new_weights: list[Record] = []  # that this program brought in
-        self.described: dict[str, TensorFacts] = {}  # all tensors of this step that move, dead ones too
-        self.stuck = Stuck(self.residency, self._kept)
-        self.user = UserCode(self.residency, self.mover)
+        self.user = UserCode(self.residency, self.mover, device, self.tracker)
         self.guard = self.user.guard
+        self.registry = Registry(self.residency, self.tracker, self.user, keep)
+        self.gradients = self.registry.gradients
+        self.stuck = self.registry.stuck
         self.follower = Follower(self.residency, self.mover)
 
     # ---- slots
@@ -76,7 +75,7 @@ class Engine:
             self._attend(program, index, tensors, live_bytes)
             return
         for position, buffer in stop.made:
-            bound[buffer] = self._register(program, buffer, tensors[position])
+            bound[buffer] = self.registry.register(program, buffer, tensors[position])
         here = True
         for buffer in stop.needed:
             if (record := bound[buffer]) is not None:
@@ -100,13 +99,14 @@ class Engine:
         stop = program.stops[index]
         if residency.torn is not None:
             self._refuse_torn(residency.torn)
-        if index == 0 and program.schedule.kind != "optimizer":
+        own = program.schedule.kind != "optimizer"  # whose records are bound when its call begins
+        if index == 0 and own:
             self._enter(program, tensors)
         bound = program.bound
         if tensors:
             for position, buffer in stop.made:
-                bound[buffer] = self._register(program, buffer, tensors[position])
-        if index == 0:
+                bound[buffer] = self.registry.register(program, buffer, tensors[position])
+        if index == 0 and own:
             self._meet(program)
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
         exposed = self.user.exposed(tracker.number) if index == program.last else []
@@ -120,8 +120,10 @@ class Engine:
         for buffer in stop.returned:
             if (returned := bound[buffer]) is not None and returned.kind != "weight":
                 residency.settle(returned)
-        if exposed:
-            self.user.bring(exposed, live_bytes, "what it holds of")
+        if index == program.last:
+            live_bytes += self.user.make_ready(exposed, live_bytes, tick)
+            if program.schedule.kind == "forward":
+                self.gradients.forward_ran(program)
         if tracker.running is not None:
             unmovable = live_bytes + residency.fixed_bytes + residency.reserve_bytes
             tracker.visited(index, began_ns, time.perf_counter_ns(), unmovable)
@@ -131,36 +133,40 @@ class Engine:
             if (record := bound[buffer]) is not None:
                 record.clean = False
 
-    def _refuse_torn(self, lost: StoreError) -> NoReturn:
+    def _refuse_torn(self, lost: TeraioError) -> NoReturn:
         raise TornStepError(
-            f"a weight was lost ({lost}); it is filled with NaN so that it cannot be taken for good. Load "
-            f"the last checkpoint, after teraio.reset()"
+            f"weights or optimizer states were lost ({lost}); what could not be read is filled with NaN, so "
+            f"that it cannot be taken for good. Load the last checkpoint, after teraio.reset()"
         ) from lost
 
     def _enter(self, program: Program, tensors: Sequence[Any]) -> None:
+        self.user.outside.ends()
         mark = next((id(t) for t in tensors if isinstance(t, torch.nn.Parameter)), None)
         if self.tracker.is_over(program, mark):
             self.end_step()
         if len(self.tracker.programs) >= CALLS_MAX:
             self.tracker.drop()
-            self._forget_names()
+            self.registry.forget_names()
         self.stuck.look()
         self.tracker.enter(program, mark)  # before `bound` is cleared: the call before may be of this program
-        self._expect(self.tracker.expected)
+        self.expect()
         program.bound = [None] * len(program.schedule.buffers)
+        self.gradients.enter(program)
 
-    def _expect(self, expected: Expectation) -> None:
+    def expect(self) -> None:
+        """Of the tensors' next uses, what the tracker knows now."""
+        expected = self.tracker.expected
         self.residency.uses, self.residency.step_ticks = expected.uses, expected.length
 
     def _meet(self, program: Program) -> None:
         """Its arguments are known. Weights that were never seen may be held by eager autograd already: they
         have more holders than those beside them, which are all handed over in the same way."""
-        if self.new_weights:
+        if self.registry.new_weights:
             weights = [r for r in program.bound if r is not None and r.kind == "weight"]
             least = min(record.holders() for record in weights)
-            for record in self.new_weights:
-                record.held = record.holders() > least
-            self.new_weights.clear()
+            for record in self.registry.new_weights:
+                record.held = record.edges_unseen = record.holders() > least
+            self.registry.new_weights.clear()
         if not program.checked:
             program.checked = True
             self._check_floor(program)
@@ -171,87 +177,19 @@ class Engine:
         if program.schedule.symbolic:
             return
         residency.bury()
-        need = Need(residency.fixed_bytes, *program.floor())
-        least_bytes = need.stays_bytes + need.kernel_bytes + residency.reserve_bytes
-        if least_bytes > residency.budget_bytes:
+        need = Need(*program.floor(residency.fixed_bytes, self.gradients.gives_early))
+        if residency.lacks(need):
             residency.refuse(need)
-        residency.largest = max(residency.largest, need, key=lambda n: n.stays_bytes + n.kernel_bytes)
-
-    # ---- records
-
-    def _register(self, program: Program, buffer: int, tensor: Any) -> Record | None:
-        if not isinstance(tensor, torch.Tensor):
-            return None
-        storage = tensor.untyped_storage()
-        record = self.residency.records.get(storage._cdata)
-        about = program.schedule.buffers[buffer]
-        weight = about.role == "argument" and program.is_weight(buffer, tensor)
-        if record is None:
-            if storage.nbytes() < SMALLEST_BYTES:
-                return None
-            record = self._add(program, about, storage, program.label(buffer) if weight else "")
-        if weight and record.kind == "weight" and not self._kept(record.name):
-            self.guard.watch(tensor, record)
-        return record
-
-    def _add(self, program: Program, about: Buffer, storage: torch.UntypedStorage, label: str) -> Record:
-        kind = "weight" if label else {"argument": "input"}.get(about.role, "activation")
-        if program.schedule.kind == "backward" and about.role == "result":
-            kind = "grad"
-        name = self._weight_name(label) if label else f"{self.tracker.label}.{about.name}"
-        wanted = about.role == "saved" or (bool(label) and not about.held)
-        wanted = wanted and not self._kept(name)
-        evictable = wanted and movable(storage)
-        record = self.residency.add(storage, name, kind, evictable)
-        if evictable:
-            self.described[name] = (name, kind, record.size_bytes, record.persistent)
-        if label and evictable:
-            self.residency.reachable[record.key] = record
-            self.new_weights.append(record)
-        elif label and wanted:
-            self.stuck.records.append(record)
-        return record
-
-    def _kept(self, name: str) -> bool:
-        return any(fnmatchcase(name, glob) for glob in self.keep)
-
-    def _weight_name(self, label: str) -> str:
-        """One program may serve many layers: the second weight of the same name gets the call's number."""
-        return label if label not in self.residency.by_name else f"{self.tracker.label}.{label}"
-
-    def count(self, tensor: torch.Tensor, name: str, kind: str) -> None:
-        """Registers a tensor that is never moved, so that the ledger knows its bytes."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.residency.records and storage.nbytes() >= SMALLEST_BYTES:
-            self.residency.add(storage, name, kind, evictable=False)
+        residency.largest = max(residency.largest, need, key=lambda n: n.size_bytes)
 
     # ---- the step
 
-    def at_optimizer(self, tensors: Sequence[torch.Tensor]) -> None:
-        """User code is about to read and write these: one more call of the step, of one kernel."""
-        self.stuck.look()
-        self.user.forget_others()
-        self.guard.take_off(tensors)
-        records = self.residency.records
-        known = [(r, t) for t in tensors if (r := records.get(t.untyped_storage()._cdata)) and r.evictable]
-        buffers = tuple(Buffer(record.name, "argument", record.size_bytes) for record, _ in known)
-        flags = (READ | WRITE,) * len(known)
-        slot = Slot("optimizer.step", tuple(range(len(known))), flags, 0)
-        program = Program(Schedule("optimizer", buffers, (slot,)))
-        self.tracker.enter(program)
-        self._expect(self.tracker.expected)
-        try:
-            self.visit(program, 0, [tensor for _, tensor in known], 0)
-        except BaseException:
-            self.abandon()
-            raise
-
-    def after_optimizer(self) -> None:
-        """Its code saw plain weights: what it kept of them counts. The step is over, unless another optimizer
+    def optimizer_stepped(self, used: Sequence[Record]) -> None:
+        """Its code saw these plain: what it kept of them counts. The step is over, unless another optimizer
         steps now."""
-        self.user.keeps_after_optimizer()
+        self.user.keeps_after_optimizer(used)
         for record in self.stuck.retry():  # now: no program holds them
-            self.described[record.name] = (record.name, record.kind, record.size_bytes, record.persistent)
+            self.registry.describe(record)
         self.tracker.stepped_at_ns = time.perf_counter_ns()
         self.user.hand_over()
 
@@ -260,22 +198,14 @@ class Engine:
         self.residency.serial += 1
         self.residency.failed.clear()
         self.residency.bury()
-        step = self.tracker.finish(self.described.get, self.user.end_step())
-        self._forget_names()
+        self.registry.end_step()
+        step = self.tracker.finish(self.registry.described.get, self.user.end_step())
+        self.registry.forget_names()
         if step is not None:
             self._learn(step)
             if self.on_step is not None:
                 self.on_step(step)
-        self._expect(self.tracker.expected)
-
-    def _forget_names(self) -> None:
-        """Names of what does not outlive the step are given anew in the next."""
-        self.residency.by_name = {
-            name: record for name, record in self.residency.by_name.items() if record.persistent
-        }
-        self.described = {
-            name: about for name, about in self.described.items() if name in self.residency.by_name
-        }
+        self.expect()
 
     def install(self, plan: Plan) -> None:
         """For the step that was last."""
@@ -287,24 +217,34 @@ class Engine:
         if plan is not None:
             self.install(plan)
 
+    def returned(self, outputs: Any) -> None:
+        """A program has ended: autograd and user code go on."""
+        if self.gradients.leaves:
+            self.gradients.backward_ran(outputs)
+        self.user.hand_over()
+
     def abandon(self) -> None:
         """A program ended with an exception, anywhere in it: user code runs next, so what it could reach
         unseen comes back, budget or not. A weight that cannot come back is filled with NaN, and no further
         step is taken."""
         self.tracker.abandon()
+        self.guard.take_back()
         self.residency.bring_back(self.user.exposed(self.tracker.number))
         self.user.hand_over()
 
     def _learn(self, step: Step) -> None:
-        uses: dict[str, list[int]] = {}
+        expected = self.tracker.expected
+        uses: dict[str, list[float]] = {}
         tick = 0
-        for call in step.calls:
+        for number, call in enumerate(step.calls):
             for index, slot in enumerate(call.schedule.slots):
                 for buffer, flags in zip(slot.buffers, slot.flags):
                     if flags and call.tensors[buffer]:
                         uses.setdefault(call.tensors[buffer], []).append(tick + index)
             tick += len(call.schedule.slots)
-        self.tracker.expected.uses = uses
+            for index, name in enumerate(expected.touched.get(number, ())):
+                uses.setdefault(name, []).append(expected.touch_tick(number, index))
+        expected.uses = uses
 
     # ---- for the outside
 
@@ -340,6 +280,12 @@ def use(engine: Engine | None) -> None:
     global ENGINE
     ENGINE = engine
     _guard.ACTIVE[:] = [engine.guard] if engine is not None else []
+    _gradients.ACTIVE[:] = [engine.gradients] if engine is not None else []
+
+
+def here() -> Engine | None:
+    """The engine, unless this is a fork of its process."""
+    return ENGINE if ENGINE is not None and ENGINE.guard.pid == os.getpid() else None
 
 
 def weights_off_guard() -> None:
@@ -389,7 +335,7 @@ def guarded(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
                 ENGINE.abandon()
             raise
         if ENGINE is not None:
-            ENGINE.user.hand_over()
+            ENGINE.returned(result)
         return result
 
     call._boxed_call = True  # type: ignore[attr-defined]

@@ -62,7 +62,7 @@ class Follower:
             return False
         try:
             if record.state is State.DEVICE:
-                self.mover.begin_evict(record)
+                self.residency.begin_evict(record)
             if operation == FREE and record.state is State.LEAVING:
                 self.mover.end_evict(record)
         except StoreError as error:

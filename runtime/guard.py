@@ -17,8 +17,10 @@ With torch.distributed, whose collectives are such code, all weights are exposed
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ReferenceType, ref
 
@@ -26,11 +28,20 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.eval_frame import skip_code
+from torch.autograd import forward_ad
+
+from teraio.errors import EvictedError
 
 from .no_bytes import NO_BYTES
 
 if TYPE_CHECKING:
     from .records import Record
+
+# Take lists of tensors, and do to each what they would do to it alone. So do all `_foreach_` functions.
+ELEMENTWISE = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})
+
+# They run programs, hooks and user code: weights among their arguments are only where gradients go.
+RUNS_BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 
 GUARDED: dict[type, type] = {}  # what a tensor is -> what it wears
 BARE: dict[type, type] = {}  # and back
@@ -56,13 +67,28 @@ class Guard:
         self.records: dict[int, Record] = {}  # id of a tensor -> its storage's record
         self.bare: dict[int, ReferenceType[torch.Tensor]] = {}
         self.worn: dict[int, ReferenceType[torch.Tensor]] = {}
+        self.lent: set[int] = set()  # ids of tensors that an optimizer's update has
         self.off = False  # something runs that the guard cannot see: all weights are exposed
 
-    def watch(self, tensor: torch.Tensor, record: Record) -> None:
-        """One more tensor by which user code reaches this record's bytes."""
-        key = id(tensor)
-        if self.records.get(key) is record:
+    def watch(self, tensor: torch.Tensor, record: Record, fresh: bool = False) -> None:
+        """One more tensor by which user code reaches this record's bytes. A `fresh` one was just made, and
+        what made it still holds it."""
+        if self.records.get(id(tensor)) is record:
             return
+        face = self._follow(tensor, record)
+        record.faces = [*(known for known in record.faces if known() is not None), face]
+        if not fresh:
+            record.aliased |= record.shared()
+        record.guardable = record.guardable and type(tensor) in GUARDED
+
+    def echo(self, tensor: torch.Tensor, record: Record) -> None:
+        """A tensor that `detach` made of one that is watched."""
+        echoes = [known for known in record.echoes if known() is not None]
+        record.echoes = [*echoes, self._follow(tensor, record)]
+        self.put_on([tensor])
+
+    def _follow(self, tensor: torch.Tensor, record: Record) -> ReferenceType[torch.Tensor]:
+        key = id(tensor)
 
         def gone(_: Any) -> None:
             self.records.pop(key, None)
@@ -72,15 +98,18 @@ class Guard:
         face = ref(tensor, gone)
         self.records[key] = record
         self.bare[key] = face
-        record.faces = [*(known for known in record.faces if known() is not None), face]
-        record.aliased |= record.references() > len(record.live_faces())
-        record.guardable = record.guardable and type(tensor) in GUARDED
+        return face
 
     def put_on(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """User code runs next, or goes on (then only these)."""
-        if self.off or not self.bare:
+        if not self.bare:
             return
-        keys = list(self.bare) if tensors is None else [id(t) for t in tensors if id(t) in self.bare]
+        if tensors is None:
+            keys = [key for key in self.bare if key not in self.lent]
+        else:
+            keys = [id(t) for t in tensors if id(t) in self.bare]
+        if self.off:
+            keys = [key for key in keys if self.records[key].kind == "state"]
         for key in keys:
             face = self.bare.get(key)
             tensor = face() if face is not None else None
@@ -104,22 +133,80 @@ class Guard:
                 if key in self.worn:
                     self.bare[key] = self.worn.pop(key)
 
+    def lend(self, tensors: Sequence[torch.Tensor]) -> None:
+        """To an optimizer's update: plain, whatever else puts the guard on, until they are taken back."""
+        self.take_off(tensors)
+        self.lent = {id(tensor) for tensor in tensors}
+
+    def take_back(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self.lent = set()
+        self.put_on(tensors)
+
     def exposed(self, record: Record) -> bool:
-        """Whether user code may reach its bytes without being seen."""
-        return self.off or record.exposed
+        """Whether user code may reach its bytes without being seen. Optimizer states are no one's but the
+        optimizer's, whatever else runs."""
+        return record.exposed or (self.off and record.kind != "state")
 
     def end(self) -> None:
         self.take_off()
         self.off = True
 
 
+class _InStateDict(threading.local):
+    depth = 0  # of calls of `Module.state_dict` in this thread
+
+
+IN_STATE_DICT = _InStateDict()
+
+
+def describes_itself(state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `Module.state_dict`: what it detaches need not come back for it, and does not stay here."""
+
+    @functools.wraps(state_dict)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        IN_STATE_DICT.depth += 1
+        try:
+            return state_dict(*args, **kwargs)
+        finally:
+            IN_STATE_DICT.depth -= 1
+
+    return guarded
+
+
 ACTIVE: list[Guard] = []  # of the engine of this process, if there is one
 
 
-def _touched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _active() -> Guard | None:
+    """None as well in a fork of its process."""
+    return ACTIVE[0] if ACTIVE and ACTIVE[0].pid == os.getpid() else None
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Another tensor of the same bytes, which wears the guard class as well: a state dict of a model brings
+    nothing back, and keeps nothing here. None: this is not the plain case."""
+    guard = _active()
+    record = guard.records.get(id(tensor)) if guard is not None else None
+    if guard is None or record is None or guard.off or record.dead() or forward_ad._current_level >= 0:
+        return None
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.is_inference_mode_enabled():
+        return None
+    with DisableTorchFunctionSubclass():
+        result = tensor.detach()
+        same = type(result) is torch.Tensor and torch.Tensor.untyped_storage(result)._cdata == record.key
+    if not same:
+        return None
+    guard.echo(result, record)
+    return result
+
+
+def touched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in NO_BYTES:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    if func in RUNS_BACKWARD:
+        return func(*args[:1], *_edges(args[1:]), **dict(zip(kwargs, _edges(tuple(kwargs.values())))))
+    if func is torch.Tensor.detach and IN_STATE_DICT.depth and (result := _detached(args[0])) is not None:
+        return result
     prior = set_eval_frame(None)  # Dynamo runs the frame that touched it, and would compile us
     try:
         return _serve(func, args, kwargs)
@@ -127,15 +214,29 @@ def _touched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         set_eval_frame(prior)
 
 
+def _edges(values: Any) -> Any:
+    """For a backward: weights it ends at are named by their place in the graph. Their bytes are not asked
+    for, and the guard stays on while hooks run."""
+    if isinstance(values, list | tuple):
+        return type(values)(map(_edges, values))
+    if type(values) in BARE and values.is_leaf and values.requires_grad:
+        with DisableTorchFunctionSubclass():
+            return torch.autograd.graph.get_gradient_edge(values)
+    return values
+
+
 def _serve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     worn = [tensor for tensor in _tensors(args, kwargs) if type(tensor) in BARE]
-    guard = ACTIVE[0] if ACTIVE and ACTIVE[0].pid == os.getpid() else None
-    records = [] if guard is None else _records(guard, worn)
+    guard = _active()
+    place = getattr(func, "__name__", str(func))
     if guard is None:
+        _refuse_away(worn, place)
         for tensor in worn:
             tensor.__class__ = BARE[type(tensor)]
         return func(*args, **kwargs)
-    place = getattr(func, "__name__", str(func))
+    if len(worn) > 1 and (place.startswith("_foreach_") or place in ELEMENTWISE):
+        return _one_by_one(func, args, kwargs)
+    records = _records(guard, worn)
     guard.take_off(worn)
     before = ()
     try:
@@ -144,6 +245,36 @@ def _serve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     finally:
         guard.owner.close(records, place, before)
         guard.put_on(worn)
+
+
+def _refuse_away(worn: list[torch.Tensor], place: str) -> None:
+    """No engine is here to bring them: reading an emptied storage would end the process."""
+    with DisableTorchFunctionSubclass():
+        away = [t for t in worn if t.numel() and not torch.Tensor.untyped_storage(t).nbytes()]
+    if away:
+        known = ACTIVE[0].records.get(id(away[0])) if ACTIVE else None
+        raise EvictedError(
+            f"user code ({place}) needs {known.name if known else 'a weight'}, which is away, and this "
+            f"process was forked from the one that can bring it back. Fork inside "
+            f"`with teraio.resident(model):`, or start processes by 'spawn'"
+        )
+
+
+def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of lists, element by element: all gradients together may not fit. What it gives for one
+    element does not depend on the others."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
+    length = len(lists[0])
+
+    def part(value: Any, at: int) -> Any:
+        return [value[at]] if isinstance(value, list | tuple) and len(value) == length else value
+
+    results: list[Any] = []
+    for at in range(length):
+        named = {name: part(value, at) for name, value in kwargs.items()}
+        result = func(*[part(value, at) for value in args], **named)
+        results += result if isinstance(result, list | tuple) else ()
+    return results if results else None
 
 
 def _records(guard: Guard, worn: list[torch.Tensor]) -> list[Record]:
@@ -172,13 +303,13 @@ class _Guarded:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _touched(func, args, kwargs or {})
+        return touched(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _touched(BARE[type(self)].__deepcopy__, (self, memo), {})  # type: ignore[attr-defined]
+        return touched(BARE[type(self)].__deepcopy__, (self, memo), {})  # type: ignore[attr-defined]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _touched(BARE[type(self)].__reduce_ex__, (self, protocol), {})
+        return touched(BARE[type(self)].__reduce_ex__, (self, protocol), {})
 
 
 class GuardedParameter(_Guarded, torch.nn.Parameter):
@@ -189,7 +320,7 @@ class GuardedTensor(_Guarded, torch.Tensor):
     """A module's buffer that may be away."""
 
 
-for _function in (_touched, _Guarded.__torch_function__, _Guarded.__deepcopy__, _Guarded.__reduce_ex__):
+for _function in (touched, _Guarded.__torch_function__, _Guarded.__deepcopy__, _Guarded.__reduce_ex__):
     skip_code(_function.__code__)
 
 GUARDED.update({torch.nn.Parameter: GuardedParameter, torch.Tensor: GuardedTensor})

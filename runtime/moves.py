@@ -28,7 +28,8 @@ class Counts:
     planned_moves: int = 0
     skipped_moves: int = 0
     failed_moves: int = 0
-    touches: int = 0  # of user code on what was away
+    touches: int = 0  # of user code on what was away, or on its way
+    ahead: int = 0  # fetches for touches to come
     overrun_bytes: int = 0  # the most that user code needed beyond the budget
     peak_bytes: int = 0
 

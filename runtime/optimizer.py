@@ -4,51 +4,86 @@ change."""
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.optim.optimizer as _torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _foreach_utils
 
 from . import engine as _engine
-from .guard import GuardedParameter
+from .guard import GuardedParameter, GuardedTensor
+from .interrupts import INTERRUPTS
+from .optimizer_call import OptimizerCall, Stepped, plainly_called
+from .windows import is_stand_in, stand_in
 
 _installed = False
+_KNOWN: WeakKeyDictionary[torch.optim.Optimizer, Stepped] = WeakKeyDictionary()
+_CALLS: list[OptimizerCall] = []  # the one that runs; a step inside a step, or on trial, is not ours
+_TRYING: list[torch.optim.Optimizer] = []
 
 
 def install() -> None:
     """Once per process; without an engine the hooks do nothing."""
     global _installed
-    if not _installed:
-        # A compiled optimizer runs them between its graphs: Dynamo is not to trace the engine.
-        register_optimizer_step_pre_hook(torch.compiler.disable(_before))
-        register_optimizer_step_post_hook(torch.compiler.disable(_after))
-        if isinstance(supported := getattr(_torch_optimizer, "_foreach_supported_types", None), list):
-            supported.append(
-                GuardedParameter
-            )  # which of its implementations an optimizer takes does not change
-        _installed = True
+    if _installed:
+        return
+    _installed = True
+    # A compiled optimizer runs them between its graphs: Dynamo is not to trace the engine.
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before))
+    register_optimizer_step_post_hook(torch.compiler.disable(_after))
+    # Which of its implementations torch takes must not change with what tensors wear.
+    for owner, guarded in ((_torch_optimizer, GuardedParameter), (_foreach_utils, GuardedTensor)):
+        if isinstance(supported := getattr(owner, "_foreach_supported_types", None), list):
+            supported.append(guarded)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def start() -> None:
+    """With an engine."""
+    install()
+    INTERRUPTS.install()
 
 
-def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """A parameter without a gradient is left alone by its optimizer, unless a closure will make gradients."""
-    if _engine.ENGINE is not None:
-        closure = bool(args[1:] or kwargs.get("closure"))
-        stepped = [p for p in _parameters(optimizer) if closure or p.grad is not None]
-        _engine.ENGINE.at_optimizer(stepped)
+def stop() -> None:
+    INTERRUPTS.remove()
+
+
+def updating() -> bool:
+    """Whether an optimizer's update runs: what is compiled for it reads what it is given, and no more."""
+    return bool(_TRYING) or any(call.updates for call in _CALLS)
+
+
+def _known(optimizer: torch.optim.Optimizer) -> Stepped:
+    about = _KNOWN.get(optimizer)
+    if about is None:
+        about = _KNOWN[optimizer] = Stepped(len(_KNOWN))
+    _TRYING.append(optimizer)
+    try:
+        about.ask(optimizer)
+    finally:
+        _TRYING.pop()
+    return about
+
+
+def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Gives the step a stand-in for its optimizer, whose groups come bucket by bucket."""
+    engine = _engine.ENGINE
+    if engine is None or _TRYING or is_stand_in(optimizer):
+        return None
+    _CALLS.clear()  # one that an exception ended
+    engine.user.outside.ends()  # what the trial takes is not the user's
+    about = _known(optimizer)
+    call = OptimizerCall(engine, optimizer, about)
+    _CALLS.append(call)
+    if about.seen.reason is None and plainly_called(optimizer):
+        return (stand_in(optimizer, call.walk), *args[1:]), kwargs
+    call.run_whole(closure=bool(args[1:] or kwargs.get("closure")))
+    return None
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    engine = _engine.ENGINE
-    if engine is None:
+    if _TRYING or is_stand_in(optimizer) or not _CALLS:
         return
-    for number, parameter in enumerate(_parameters(optimizer)):
-        if parameter.grad is not None:
-            engine.count(parameter.grad, f"grad.{number}", "grad")
-        for name, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                engine.count(value, f"{name}.{number}", "state")
-    engine.after_optimizer()
+    call = _CALLS.pop()
+    if _engine.ENGINE is call.engine:
+        call.end()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from teraio.schedule import MADE, READ, RETURNED, WRITE, Schedule
+from teraio.schedule import MADE, READ, RETURNED, WRITE, Buffer, Schedule
 
 from .records import Record
 
@@ -27,7 +27,10 @@ class Stop:
 class Program:
     """`bound` holds the records of the call that is running."""
 
+    made_count = 0  # of all programs
+
     def __init__(self, schedule: Schedule) -> None:
+        Program.made_count += 1
         self.schedule = schedule
         self.identity = schedule.identity
         self.labels: tuple[str, ...] = ()  # the user's names of the arguments, where known
@@ -52,24 +55,45 @@ class Program:
         arguments = sum(buffer.role == "argument" for buffer in self.schedule.buffers)
         self.labels = tuple(labels) if len(labels) == arguments else ()
 
-    def floor(self) -> tuple[int, str]:
-        """The most bytes that must be there at once while it runs, with everything else away, and the kernel:
-        what can move counts where a kernel touches it, results stay from where they are made."""
-        largest, kernel = 0, ""
+    def floor(
+        self, fixed_bytes: int, leaves: Callable[[Buffer], bool] = lambda about: False
+    ) -> tuple[int, int, str]:
+        """The most bytes that must be there at once while it runs, with everything else away: those that
+        cannot move, those of the kernel, and its name. What can move counts where a kernel touches it,
+        results stay from where they are made, but for those that leave. Of `fixed_bytes`, which cannot move
+        when it begins, a backward lets its arguments go after their last use. No one knows yet who else has
+        them."""
+        most = (fixed_bytes, 0, "")
         results = 0
-        for stop in self.stops:
+        let_go = self._let_go()
+        sizes = [self._movable_bytes(number, leaves) for number in range(len(self.bound))]
+        for index, stop in enumerate(self.stops):
             for _, buffer in stop.made:
                 about = self.schedule.buffers[buffer]
-                results += about.size_bytes if about.role == "result" else 0
-            movable = sum(size for buffer in stop.needed if (size := self._movable_bytes(buffer)))
-            if movable + results + stop.live_bytes > largest:
-                largest, kernel = movable + results + stop.live_bytes, stop.kernel
-        return largest, kernel
+                results += about.size_bytes if about.role == "result" and not leaves(about) else 0
+            movable = sum(sizes[buffer] for buffer in stop.needed)
+            stays = fixed_bytes - sum(size for last, size in let_go if last < index)
+            if stays + movable + results + stop.live_bytes > most[0] + most[1]:
+                most = (stays, movable + results + stop.live_bytes, stop.kernel)
+        return most
 
-    def _movable_bytes(self, buffer: int) -> int:
+    def _let_go(self) -> list[tuple[int, int]]:
+        """Arguments that cannot move and no one needs to keep: the last slot that needs each, and its bytes.
+        Those of a forward are held by its caller."""
+        if self.schedule.kind != "backward":
+            return []
+        last: dict[int, tuple[int, int]] = {}  # by record: arguments may share one
+        for index, stop in enumerate(self.stops):
+            for buffer in stop.needed:
+                record = self.bound[buffer]
+                if record is not None and not record.evictable and record.kind in {"activation", "input"}:
+                    last[record.key] = (index, record.size_bytes)
+        return list(last.values())
+
+    def _movable_bytes(self, buffer: int, leaves: Callable[[Buffer], bool]) -> int:
         record, about = self.bound[buffer], self.schedule.buffers[buffer]
         if record is None:
-            return about.size_bytes if about.role == "saved" else 0
+            return about.size_bytes if about.role == "saved" or leaves(about) else 0
         return record.size_bytes if record.evictable else 0
 
 

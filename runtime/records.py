@@ -47,6 +47,8 @@ class Record:
     __slots__ = (
         "aliased",
         "clean",
+        "echoes",
+        "edges_unseen",
         "evictable",
         "extent",
         "faces",
@@ -55,6 +57,7 @@ class Record:
         "key",
         "kind",
         "name",
+        "own_holders",
         "pending",
         "persistent",
         "pins",
@@ -81,9 +84,12 @@ class Record:
         self.pins = 0  # of user code; a slot pins by `used_at`
         self.used_at = 0  # the last slot that touched it, counted from the start
         self.faces: list[ReferenceType[torch.Tensor]] = []  # tensors by which user code reaches a weight
+        self.echoes: list[ReferenceType[torch.Tensor]] = []  # made by `detach`: they share a face's version
         self.guardable = True  # all of them can wear the guard class
         self.aliased = False  # tensors that are no faces shared the bytes when user code last touched it
         self.held = False  # C++ held one of them when user code last touched it
+        self.own_holders = 0  # that are no one's business: a parameter holds its gradient
+        self.edges_unseen = False  # eager code used this weight: autograd may add up gradients of it unseen
         self.pointed = False  # user code asked for its address in this step
         self.version = 0  # of its faces, when the copy was made that `clean` speaks of
 
@@ -95,16 +101,21 @@ class Record:
         return storage
 
     def live_faces(self) -> list[torch.Tensor]:
-        return [tensor for face in self.faces if (tensor := face()) is not None]
+        return [tensor for face in (*self.faces, *self.echoes) if (tensor := face()) is not None]
 
     def versions(self) -> int:
         """Grows with every write that torch knows of."""
-        return sum(tensor._version for tensor in self.live_faces())
+        faces = [tensor for face in self.faces if (tensor := face()) is not None]
+        return sum(tensor._version for tensor in faces or self.live_faces())
 
     def references(self) -> int:
         """How many tensors share the bytes. A storage object that someone holds does not count: torch makes
         one and keeps it."""
         return int(torch._C._storage_Use_Count(self.key)) - KEPT - (HOLDS if self.pending is not None else 0)
+
+    def shared(self) -> bool:
+        """By tensors that are none of its faces."""
+        return self.references() > len(self.live_faces())
 
     def holders(self) -> int:
         """How often C++ holds its tensors: autograd saved one, a function is being applied to it."""
@@ -123,9 +134,9 @@ class Record:
         """At a moment when nothing runs: what user code had is seen to be gone. A program's own views of its
         weights, which autograd keeps from a forward to its backward, are not told apart: they delay it."""
         if self.aliased:
-            self.aliased = self.references() > len(self.live_faces())
+            self.aliased = self.shared()
         if self.held:
-            self.held = self.holders() > 0
+            self.held = self.holders() > self.own_holders
 
     @property
     def exposed(self) -> bool:

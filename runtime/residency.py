@@ -11,14 +11,16 @@ else by least recent use. Records that never move (results, gradients, states, i
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
 
-from teraio.errors import BudgetError, StoreError
+from teraio.errors import BudgetError, StoreError, TeraioError
 from teraio.units import fmt_bytes
 
+from .adopt import movable
 from .moves import Mover
 from .records import Record, State
 
@@ -32,6 +34,10 @@ class Need(NamedTuple):
     kernel_bytes: int  # movable, touched by the kernel, or made by it
     kernel: str
 
+    @property
+    def size_bytes(self) -> int:
+        return self.stays_bytes + self.kernel_bytes
+
 
 NOTHING = Need(0, 0, "")
 
@@ -43,23 +49,36 @@ class Residency:
         self.reserve_bytes = reserve_bytes
         self.records: dict[int, Record] = {}  # storage address -> record
         self.by_name: dict[str, Record] = {}
-        self.reachable: dict[int, Record] = {}  # weights that can move: what user code may touch
+        self.mortal: dict[int, Record] = {}  # of those, what does not live from step to step
+        self.reachable: dict[int, Record] = {}  # what can move, wears the guard, and user code may touch
         self.serial = 1  # of the slot: a record with `used_at` equal to it is in use
         self.fixed_bytes = 0  # of records that never move
-        self.uses: dict[str, list[int]] = {}  # name -> ticks of the expected step, ascending
+        self.uses: dict[str, list[float]] = {}  # name -> ticks of the expected step, ascending
         self.step_ticks = 0  # how many that step has
         self.largest = NOTHING  # of the programs that are known, the most that must be there at once
         self.failed: dict[int, Record] = {}  # could not be written: not tried again in this step
-        self.torn: StoreError | None = None  # what was lost with a weight
+        self.torn: TeraioError | None = None  # why weights and states are not those of a whole step
+        self.immovable: Callable[[Record], None] = lambda record: None  # is told what cannot leave after all
 
     def add(self, storage: torch.UntypedStorage, name: str, kind: str, evictable: bool) -> Record:
         record = Record(storage, name, kind, evictable)
         record.persistent = kind in {"weight", "state"}
         self.records[record.key] = record
+        if not record.persistent:
+            self.mortal[record.key] = record
         self.by_name[name] = record
         self.mover.resident_bytes += record.size_bytes
         self.fixed_bytes += 0 if evictable else record.size_bytes
         return record
+
+    def leaving(self, tensor: torch.Tensor) -> Record | None:
+        """Its record, if it has bytes that can leave."""
+        if tensor.layout != torch.strided or tensor.is_meta:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            key = torch.Tensor.untyped_storage(tensor)._cdata
+        record = self.records.get(key)
+        return record if record is not None and record.evictable else None
 
     def settle(self, record: Record) -> None:
         """From now on it is someone else's: it counts, and never moves."""
@@ -67,6 +86,19 @@ class Residency:
             record.evictable = False
             self.fixed_bytes += record.size_bytes
             self.reachable.pop(record.key, None)
+
+    def unsettle(self, record: Record) -> None:
+        """It is ours again: it may move, and user code finds it guarded."""
+        if not record.evictable:
+            record.evictable = True
+            self.fixed_bytes -= record.size_bytes
+        self.reachable[record.key] = record
+
+    def rename(self, record: Record, name: str) -> None:
+        if self.by_name.get(record.name) is record:
+            del self.by_name[record.name]
+        record.name = name
+        self.by_name[name] = record
 
     def ensure(self, needed: Sequence[Record], live_bytes: int, kernel: str, tick: int | None) -> None:
         """Everything in `needed` is resident, and `live_bytes` more fit, when this returns."""
@@ -98,7 +130,7 @@ class Residency:
 
     def fits(self, extra_bytes: int) -> bool:
         if self.short_bytes(extra_bytes) > 0:
-            self.bury()
+            self.bury(self.mortal)
         return self.short_bytes(extra_bytes) <= 0
 
     def make_room(self, extra_bytes: int, kernel: str, tick: int | None) -> None:
@@ -110,7 +142,7 @@ class Residency:
         self.refuse(Need(self.mover.resident_bytes, extra_bytes, kernel))
 
     def free(
-        self, extra_bytes: int, tick: int | None, stays: Callable[[Record], bool] | None = None
+        self, extra_bytes: int, tick: float | None, stays: Callable[[Record], bool] | None = None
     ) -> tuple[int, StoreError | None]:
         """Evicts until so many bytes fit; returns how many are still missing, and what went wrong if
         something did."""
@@ -118,17 +150,17 @@ class Residency:
         if self.fits(extra_bytes):
             return 0, None
         while (short := self.short_bytes(extra_bytes)) > 0:
-            victims = self._victims(short, tick, stays)
+            victims = self.victims(short, tick, stays)
             if not victims:
                 return short, failure
             failure = self._evict(victims) or failure
             self.bury()  # a fetch that was the last to hold a dropped tensor
         return 0, failure
 
-    def _victims(self, short: int, tick: int | None, stays: Callable[[Record], bool] | None) -> list[Record]:
+    def victims(self, short: int, tick: float | None, stays: Callable[[Record], bool] | None) -> list[Record]:
         """By furthest next use, as many as make up for `short` bytes, or all there are."""
         victims: list[Record] = []
-        for record in sorted(self._candidates(), key=lambda r: self._next_use(r, tick), reverse=True):
+        for record in sorted(self._candidates(), key=lambda r: self.next_use(r, tick), reverse=True):
             if short <= 0:
                 break
             if stays is None or not stays(record):
@@ -145,12 +177,21 @@ class Residency:
                     if record.state is State.ARRIVING:
                         self.mover.end_fetch(record)
                     if begin and record.state is State.DEVICE:
-                        self.mover.begin_evict(record)
+                        self.begin_evict(record)
                     elif not begin and record.state is State.LEAVING:
                         self.mover.end_evict(record)
                 except StoreError as error:
                     failure = self.keep_failed(record, error)
         return failure
+
+    def begin_evict(self, record: Record) -> None:
+        """User code may have made it immovable a moment ago: an array of numpy's shares the bytes."""
+        storage = record.storage()
+        if storage is not None and not movable(storage):
+            self.settle(record)
+            self.immovable(record)
+        else:
+            self.mover.begin_evict(record)
 
     def keep_failed(self, record: Record, error: StoreError) -> StoreError:
         """A tensor that the store does not take stays in memory until the step ends."""
@@ -173,17 +214,21 @@ class Residency:
             and record.key not in self.failed
         ]
 
-    def _next_use(self, record: Record, tick: int | None) -> tuple[int, int]:
+    def next_use(self, record: Record, tick: float | None) -> tuple[int, float]:
         """By the last step's order where it is known, else by least recent use (and sooner than all
         known)."""
         ticks = self.uses.get(record.name)
         if not ticks or tick is None:
             return (0, -record.used_at)
-        return (1, next((t for t in ticks if t > tick), ticks[0] + self.step_ticks))
+        at = bisect_right(ticks, tick)
+        return (1, ticks[at] if at < len(ticks) else ticks[0] + self.step_ticks)
+
+    def lacks(self, need: Need) -> bool:
+        return need.size_bytes + self.reserve_bytes > self.budget_bytes
 
     def refuse(self, need: Need) -> NoReturn:
-        need = max(need, self.largest, key=lambda n: n.stays_bytes + n.kernel_bytes)
-        need_bytes = need.stays_bytes + need.kernel_bytes + self.reserve_bytes
+        need = max(need, self.largest, key=lambda n: n.size_bytes)
+        need_bytes = need.size_bytes + self.reserve_bytes
         needed, given = fmt_bytes(need_bytes, up=True), fmt_bytes(self.budget_bytes)
         if needed == given:  # a few bytes are missing
             needed, given = f"{need_bytes} bytes", f"{self.budget_bytes} bytes"
@@ -194,16 +239,24 @@ class Residency:
             f"later kernel needs it, or a smaller batch"
         )
 
-    def bury(self) -> None:
+    def bury(self, among: dict[int, Record] | None = None) -> None:
         """Forgets the storages whose last tensor is gone."""
-        for key, record in list(self.records.items()):
-            if record.pending is None and record.dead():
-                self.mover.forget(record)
-                self.fixed_bytes -= 0 if record.evictable else record.size_bytes
-                del self.records[key]
-                self.reachable.pop(key, None)
-                if self.by_name.get(record.name) is record:
-                    del self.by_name[record.name]
+        expired = torch.UntypedStorage._expired
+        records = self.records if among is None else among
+        gone = [r for r in records.values() if expired(r.weak) and r.pending is None]
+        if gone:
+            self._forget(gone)
+
+    def _forget(self, gone: list[Record]) -> None:
+        for record in gone:
+            self.mover.forget(record)
+            self.fixed_bytes -= 0 if record.evictable else record.size_bytes
+            key = record.key
+            del self.records[key]
+            self.mortal.pop(key, None)
+            self.reachable.pop(key, None)
+            if self.by_name.get(record.name) is record:
+                del self.by_name[record.name]
 
     def bring_back(self, records: Iterable[Record]) -> None:
         """Makes all of these resident. One that is lost does not keep the others away."""

@@ -49,9 +49,16 @@ class Expectation:
             bases.append(bases[-1] + length)
         self.base = bases[:-1]  # tick at which each call begins
         self.length = bases[-1]
-        self.uses: dict[str, list[int]] = {}  # name -> ticks, ascending
+        self.uses: dict[str, list[float]] = {}  # name -> ticks, ascending; of touches in between
         self.table: dict[int, list[tuple[int, str]]] = {}  # the plan: tick -> operations
+        self.outside: dict[int, int] = {}  # call -> bytes that user code took after it, beside the ledger's
+        self.touched: dict[int, tuple[str, ...]] = {}  # call -> what user code touched after it, in order
         self.settled = False  # it needs no more measuring
+
+    def touch_tick(self, call: int, index: int) -> float:
+        """When user code makes this touch after that call: after its last tick and before the next."""
+        end = self.base[call + 1] if call + 1 < len(self.base) else self.length
+        return end - 1 + (index + 1) / (len(self.touched.get(call, ())) + 1)
 
 
 class StepTracker:
@@ -64,6 +71,8 @@ class StepTracker:
         self.programs: list[Program] = []  # that ran so far in this step
         self.calls: list[Call] = []  # as far as they were measured
         self.running: Running | None = None
+        self.outside: dict[int, int] = {}  # of this step, as in Expectation
+        self.touched: dict[int, list[str]] = {}  # likewise
         self.foreign = False  # the running call is no part of the expected step
         self.first: Any = None  # what the step began with
         self.stepped_at_ns = 0  # when an optimizer last did in this step
@@ -116,6 +125,12 @@ class StepTracker:
                 return other.base[self.at - 1]
         return None
 
+    def replace(self, program: Program) -> None:
+        """What the running call turned out to be: with the same slots, but it knows more tensors."""
+        self.programs[-1] = program
+        if self.running is not None:
+            self.running.program = program
+
     def tick(self, index: int) -> int | None:
         """The tick of this slot, or None where the step does not follow one that is known."""
         return None if self.base is None else self.base + index
@@ -136,6 +151,7 @@ class StepTracker:
     def drop(self) -> None:
         """The step has become too long to be one: what it was so far is forgotten, and what was expected."""
         self.programs, self.calls, self.running, self.training = [], [], None, False
+        self.outside, self.touched = {}, {}
         self.expected, self.at, self.base = Expectation((), ()), 0, None
 
     def abandon(self) -> None:
@@ -156,6 +172,8 @@ class StepTracker:
         ended_ns, self.stepped_at_ns = self.stepped_at_ns or time.perf_counter_ns(), 0
         programs, self.programs = self.programs, []
         calls, self.calls = tuple(self.calls), []
+        outside, self.outside = self.outside, {}
+        touched, self.touched = self.touched, {}
         self.at, self.base, self.training, self.foreign = 0, None, False, False
         if not programs:
             return None
@@ -163,6 +181,8 @@ class StepTracker:
         lengths = tuple(len(program.schedule.slots) for program in programs)
         self.expected = self.known.pop(order) if order in self.known else Expectation(order, lengths)
         self.known[order] = self.expected
+        self.expected.outside.update(outside)
+        self.expected.touched = {call: tuple(names) for call, names in touched.items()}
         while len(self.known) > EXPECTATIONS_MAX:
             del self.known[next(iter(self.known))]
         if len(calls) < len(programs):

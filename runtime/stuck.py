@@ -24,6 +24,7 @@ class Stuck:
         self.records: list[Record] = []
         self.asked_again: set[str] = set()  # those of them that a step's end was given to
         self.refused: dict[str, Refused] = {}  # by the weight's name
+        residency.immovable = self._note
 
     def adopt(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         done = adopt((name, tensor) for name, tensor in weights if not self.kept(name))
@@ -36,11 +37,14 @@ class Stuck:
         """User code ran: a `numpy()` of a weight, and its storage can no longer be emptied."""
         for record in list(self.residency.reachable.values()):
             storage = record.storage()
-            if storage is not None and record.state is State.DEVICE and not storage.resizable():
+            if storage is not None and record.state is State.DEVICE and not movable(storage):
                 self.residency.settle(record)
-                self.records.append(record)
-                if record.name in self.asked_again:
-                    log.warning("teraio: %s stays in memory from now on: numpy had it again", record.name)
+                self._note(record)
+
+    def _note(self, record: Record) -> None:
+        self.records.append(record)
+        if record.name in self.asked_again:
+            log.warning("teraio: %s stays in memory from now on: numpy had it again", record.name)
 
     def retry(self) -> list[Record]:
         """The step is over: what no backend saw, or what something held at that time, once more. Returns the
@@ -52,9 +56,7 @@ class Stuck:
             self.adopt([(r.name, torch.empty(0, device=s.device).set_(s, 0, (0,), (1,))) for r, s in stuck])
         free = [record for record, storage in stuck if movable(storage)]
         for record in free:
-            record.evictable = True
-            self.residency.fixed_bytes -= record.size_bytes
-            self.residency.reachable[record.key] = record
+            self.residency.unsettle(record)
         self.records = [record for record, storage in stuck if not movable(storage)]
         self.asked_again |= names
         return free

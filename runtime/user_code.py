@@ -4,28 +4,36 @@ make room; what it needs beyond the budget it gets, and that is said."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from teraio.errors import EvictedError, StoreError
 from teraio.units import fmt_bytes
 
+from .ahead import Ahead
+from .device import Device
 from .guard import Guard
 from .moves import Mover
+from .outside import Outside
 from .records import Record, State
 from .residency import Residency
+from .step import StepTracker
 
 log = logging.getLogger("teraio")
 
 RAW = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage"})  # not seen: what is written so
+UNVERSIONED = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})  # write, and no version moves
 
 
 class UserCode:
-    def __init__(self, residency: Residency, mover: Mover) -> None:
+    def __init__(self, residency: Residency, mover: Mover, device: Device, tracker: StepTracker) -> None:
         self.residency = residency
         self.mover = mover
         self.guard = Guard(self)
+        self.outside = Outside(residency, device, tracker, self.overrun)
+        self.ahead = Ahead(residency, mover, tracker, self.guard.exposed)
         self.kept: set[tuple[int, str]] = set()  # in this step: (call, tensor) that was exposed when it ended
 
     def exposed(self, call: int) -> list[Record]:
@@ -39,6 +47,13 @@ class UserCode:
             record.clean = False
             self.kept.add((call, record.name))
         return exposed
+
+    def make_ready(self, exposed: Sequence[Record], live_bytes: int, tick: int | None) -> int:
+        """At the last slot of a program: brings what is exposed, and makes room for what user code will take
+        beside it. Returns how many bytes that are."""
+        if exposed:
+            self.bring(exposed, live_bytes, "what it holds of")
+        return self.outside.room(live_bytes, tick, self.guard.exposed)
 
     def expose_all(self, why: str) -> None:
         """From now on all weights are resident whenever user code runs."""
@@ -55,11 +70,15 @@ class UserCode:
         """A program has returned: user code runs."""
         self.residency.serial += 1
         self.guard.put_on()
+        self.outside.begins()
+        self.ahead.go_on()
 
     def open(self, records: list[Record], place: str) -> list[tuple[int, int]]:
         """User code is about to use these: they come back. Returns who had them before."""
+        seen_by_autograd = torch.is_grad_enabled()
         for record in records:
             record.pins += 1
+            record.edges_unseen |= seen_by_autograd
         self.bring(records, 0, place)
         return [record.watch_others() for record in records]
 
@@ -69,38 +88,58 @@ class UserCode:
         for record, others in zip(records, before):
             record.notice_others(others)
             record.pointed |= place in RAW
+            if place in UNVERSIONED:
+                record.clean = False
             if record.exposed:
                 record.clean = False
 
     def bring(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
         """For user code: makes these resident, over the budget if it must be."""
-        residency = self.residency
         for record in records:
             if record.state is State.LEAVING:
                 self.mover.undo_evict(record)
-        missing = sum(record.size_bytes for record in records if record.state is State.AWAY)
-        if not missing and not any(record.state is State.ARRIVING for record in records):
-            return
-        self.mover.counts.touches += 1
+            self.ahead.touched(record)
         for record in records:
             record.pins += 1
         try:
+            if any(record.state is not State.DEVICE for record in records):
+                self._fetch(records, live_bytes, place)
+            self.ahead.go_on()
+        finally:
+            for record in records:
+                record.pins -= 1
+
+    def _fetch(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
+        residency = self.residency
+        self.mover.counts.touches += 1
+        missing = sum(record.size_bytes for record in records if record.state is State.AWAY)
+        try:
             self.forget_others()
-            short, _ = residency.free(missing + live_bytes, None, self.guard.exposed)
+            short, _ = residency.free(missing + live_bytes, self.ahead.now(), self.guard.exposed)
             if short > 0:
-                self._overrun(short, f"{place} {records[0].name}")
+                self.overrun(short, f"{place} {records[0].name}")
             residency.fetch(records)
         except StoreError as error:
             names = ", ".join(record.name for record in records)
             raise EvictedError(
                 f"user code ({place}) needs {names}, which was away and could not be read back: {error}. "
-                f"Load the last checkpoint if it stays so"
+                f"`with teraio.resident(...)` keeps what it is given in memory; load the last checkpoint "
+                f"if it stays so"
             ) from error
+
+    @contextmanager
+    def holding(self, records: Sequence[Record], place: str) -> Iterator[None]:
+        """These are in memory as long as the block runs."""
+        self.bring(records, 0, place)
+        for record in records:
+            record.pins += 1
+        try:
+            yield
         finally:
             for record in records:
                 record.pins -= 1
 
-    def _overrun(self, short: int, place: str) -> None:
+    def overrun(self, short: int, place: str) -> None:
         counts = self.mover.counts
         if short > 2 * counts.overrun_bytes:  # not a line per tensor
             log.warning(
@@ -111,10 +150,10 @@ class UserCode:
             )
         counts.overrun_bytes = max(counts.overrun_bytes, short)
 
-    def keeps_after_optimizer(self) -> None:
-        """An optimizer's code saw plain weights: what it kept of them counts."""
-        for record in self.residency.reachable.values():
-            record.aliased |= record.references() > len(record.live_faces())
+    def keeps_after_optimizer(self, used: Iterable[Record]) -> None:
+        """An optimizer's code saw these plain: what it kept of them counts."""
+        for record in used:
+            record.aliased |= record.shared()
         self.forget_others()
 
     def end_step(self) -> frozenset[tuple[int, str]]:

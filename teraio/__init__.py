@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "reset", "stats"]
+__all__ = ["__version__", "load", "reset", "resident", "save", "stats"]
+
+_WHERE = {
+    "reset": "session",
+    "stats": "session",
+    "resident": "runtime.stays",
+    "save": "runtime.checkpoint",
+    "load": "runtime.checkpoint",
+}
 
 
 def __getattr__(name: str) -> Any:
     """The public functions come with torch, which takes a second to import: only when asked for."""
-    if name in {"reset", "stats"}:
-        from teraio import session
-
-        return getattr(session, name)
+    if name in _WHERE:
+        return getattr(import_module(f"teraio.{_WHERE[name]}"), name)
     raise AttributeError(f"module 'teraio' has no attribute {name!r}")

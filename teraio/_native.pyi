@@ -1,7 +1,10 @@
-"""The native transfer engine: tensors' bytes to files and back, through slabs, in the background."""
+"""The native part. The transfer engine: tensors' bytes to files and back, through slabs, in the background.
+The planner's simulator and search: arrays of integers in and out."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
+
+from numpy.typing import NDArray
 
 Piece = tuple[int, int, int]
 """(file, offset, bytes): where a part of a tensor lies. Offsets are multiples of 4096; the extent is taken
@@ -174,3 +177,47 @@ def close_all() -> None: ...
 def digest(address: int, size_bytes: int) -> int: ...
 def copy_digest(target: int, source: int, size_bytes: int) -> int: ...
 def copy(target: int, source: int, size_bytes: int) -> None: ...
+
+Integers = NDArray[Any]
+"""int64, contiguous. Values out of range are a ValueError, times that add up to 2**62 an OverflowError."""
+
+def settle(
+    durations_ns: Integers, lanes: Integers, groups: Integers, transfers: Integers
+) -> tuple[int, int, Integers]:
+    """`lanes`: rows (bytes/s, latency, group or -1); `groups`: shared bytes/s; `transfers`: rows (lane, ns,
+    bytes, issue tick, wait tick, is a fetch) in the order of the plan. Out: the period in ns, the steps that
+    were run, and when each tick of the last one was entered."""
+
+class Search:
+    """Large-neighbourhood search. A row per gap: `gaps` (tensor, start, end, version or -1, age, bytes) and
+    `absences` (away, out, free, trigger); per tensor: `lives` (first tick, end) and `routes` (-1: none).
+    `held_bytes` by route and tick, `write_ns` and `read_ns` by gap and route. Raises for what is no plan."""
+
+    def __init__(
+        self,
+        durations_ns: Integers,
+        live_bytes: Integers,
+        budget_bytes: int,
+        gaps: Integers,
+        lives: Integers,
+        capacities_bytes: Integers,
+        held_bytes: Integers,
+        write_ns: Integers,
+        read_ns: Integers,
+        out_lanes: Integers,
+        back_lanes: Integers,
+        lanes: Integers,
+        groups: Integers,
+        absences: Integers,
+        routes: Integers,
+        seed: int,
+    ) -> None: ...
+    def run(self, rounds: int, until_ns: int, heat: float) -> int:
+        """So many rounds, until `time.monotonic_ns()` is there (0: no matter), or until nothing stalls."""
+    @property
+    def best_ns(self) -> int: ...
+    @property
+    def evaluations(self) -> int: ...
+    def best(self) -> Integers:
+        """Four numbers per gap, as in `absences`, one after another."""
+    def best_routes(self) -> Integers: ...

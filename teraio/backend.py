@@ -10,14 +10,17 @@ What then happens between the engine, the measured steps and the planner is in s
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo import eval_frame
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 
 from teraio import versions
+from teraio.errors import TeraioError
 from teraio.options import Options, disabled
 from teraio.passes import selftest
 from teraio.runtime import engine
@@ -36,7 +39,16 @@ def backend(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """What `torch.compile(backend="teraio")` calls for every captured graph."""
-    parsed = Options.parse({**(options or {}), **({"mode": mode} if mode else {})})
+    try:
+        return _compile(gm, example_inputs, {**(options or {}), **({"mode": mode} if mode else {})})
+    except TeraioError as error:
+        _raise_as_it_is(error)
+
+
+def _compile(
+    gm: torch.fx.GraphModule, example_inputs: list[Any], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    parsed = Options.parse(options)
     inner = parsed.inner
     _hear_of_resets()
     if not disabled():
@@ -71,6 +83,19 @@ def backend(
     return inductor.compile_program(
         gm, example_inputs, log.warning, lambda: _label(labels), guard=True, settings=settings
     )
+
+
+def _raise_as_it_is(error: TeraioError) -> NoReturn:
+    """Dynamo wraps what a backend raises in an exception of its own, unless it is such a one already: then
+    the user gets it, without Dynamo's frames. So the error becomes both; its name and its message stay."""
+    kind = type(error)
+    as_it_was = {"__str__": lambda self: str(error), "__reduce__": lambda self: error.__reduce__()}
+    both = type(kind.__name__, (kind, BackendCompilerFailed), {**as_it_was, "__module__": kind.__module__})
+    raised = both.__new__(both, *error.args)
+    ShortenTraceback.__init__(raised, *error.args, first_useful_frame=sys._getframe())
+    raised.backend_name, raised.inner_exception = "teraio", error
+    raised.__dict__.update(error.__dict__)
+    raise raised.with_traceback(error.__traceback__) from error.__cause__
 
 
 def _reset() -> None:

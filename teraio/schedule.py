@@ -29,13 +29,15 @@ class Buffer:
     """A storage that the engine is told of: an argument, or an output of the program.
 
     `saved` outputs never reach the user and may be evicted; a `result` is counted only. A `held` argument is
-    the base of a view that the caller gets back: it is resident when the program returns.
+    the base of a view that the caller gets back: it is resident when the program returns. A gradient's `edge`
+    counts those edges of the backward's autograd node that lead anywhere.
     """
 
     name: str
     role: Role
     size_bytes: int
     held: bool = False
+    edge: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Schedule:
     buffers: tuple[Buffer, ...]
     slots: tuple[Slot, ...]
     symbolic: bool = False  # sizes depend on the batch: slots carry the live bytes as an argument
+    edges: int = 0  # of a backward: how many inputs of its forward want a gradient
 
     @cached_property
     def text(self) -> str:
@@ -78,6 +81,7 @@ class Schedule:
                 for slot in fields["slots"]
             ),
             symbolic=fields["symbolic"],
+            edges=fields["edges"],
         )
 
 

@@ -1,7 +1,8 @@
 """The engine of this process, from the first compile to the installed plan.
 
 start       budget, store, links measured
-on_step     warm-up steps -> profile -> plan, or the plan file, if it is for this step -> engine
+on_step     a plan that is there and is for this step (earlier.py) -> engine, at once
+            warm-up steps -> profile -> plan -> engine, and kept for later runs
 reset       everything comes back, the store is given up
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -18,16 +20,19 @@ import torch
 
 from teraio.cache import fingerprint_of
 from teraio.doctor import machine_of
+from teraio.earlier import Earlier
 from teraio.errors import OptionError, TeraioError, UnsupportedError
 from teraio.machine import Machine
+from teraio.notices import described, more_than_there_is, names_of, unknown_environment, without_match
 from teraio.options import Memory, Options
 from teraio.passes import dynamo_guards, lifetimes, planner
 from teraio.plan import Plan
 from teraio.profile import Profile
-from teraio.runtime import device, engine, measure, optimizer
+from teraio.runtime import device, engine, measure, optimizer, saves, unasked
+from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.runtime.store import Store
 from teraio.schedule import Step
-from teraio.units import fmt_bytes, fmt_ns
+from teraio.units import fmt_bytes, fmt_count, fmt_ns
 
 log = logging.getLogger("teraio")
 
@@ -45,8 +50,11 @@ class Session:
     def __init__(self, options: Options) -> None:
         _refuse(options)
         self.options = options
-        self.steps: dict[tuple[str, ...], list[Step]] = {}  # measured, by the order of their programs
-        self.replay = Plan.read(options.plan) if options.plan else None
+        replay = Plan.read(options.plan) if options.plan else None  # before anything is opened
+        # Measured, by the order of their programs; the most recent is the last.
+        self.steps: dict[tuple[str, ...], list[Step]] = {}
+        self.begun = False
+        self.names: set[str] | None = set()  # of tensors that were seen; None: no longer of interest
         device.return_freed_memory()
         self.device = device.current("cpu")
         self.budget_bytes = _budget(options, self.device)
@@ -64,6 +72,9 @@ class Session:
         self.engine = engine.Engine(
             store, self.device, self.budget_bytes, reserve, self.on_step, keep=options.keep
         )
+        self.earlier = Earlier(options, replay, self.engine, self.budget_bytes, self.device.kind)
+        for line in more_than_there_is(self.budget_bytes, self.device.capacity_bytes()):
+            log.warning("teraio: %s", line)
         log.info(
             "teraio: memory %s, %s of it in reserve; store in %s",
             fmt_bytes(self.budget_bytes),
@@ -75,30 +86,51 @@ class Session:
         """One more measured step. The first of its kind is not like the others: optimizer states are made in
         it, programs are compiled."""
         order = tuple(call.schedule.identity for call in step.calls)
-        if not self.steps:
+        if not self.begun:
+            self.begun = True
             self._report_stuck()
-        measured = self.steps.setdefault(order, [])
+        if self.earlier.follow(order, step):
+            self._look_at_keep(step, last=True)
+            return
+        measured = self.steps.pop(order, [])
+        self.steps[order] = measured
+        while len(self.steps) > EXPECTATIONS_MAX:  # the engine has forgotten it, too
+            del self.steps[next(iter(self.steps))]
         measured.append(step)
-        warmup = 1 if self.replay else self.options.warmup
+        warmup = 1 if self.earlier.replay else self.options.warmup
         if len(measured) > 1:
-            log.info("teraio: measured step %d/%d", len(measured) - 1, warmup)
+            log.info("teraio: measured step %d/%d: %s", len(measured) - 1, warmup, described(step))
+        self._look_at_keep(step, last=len(measured) > warmup)
         if len(measured) <= warmup:
             return
         profile = lifetimes.profile_of(measured[1:], "run")
-        measured.clear()
+        del self.steps[order]
         if self.options.profile:
             self._write(profile, self.options.profile)
         plan = self._plan(profile)
-        self.engine.settle(plan)
+        if plan is not None and self.earlier.watch(order, plan):
+            self.engine.install(plan)
+        else:
+            self.engine.settle(plan)
+
+    def _look_at_keep(self, step: Step, last: bool) -> None:
+        """When the first plan is made: what should be kept and was never seen."""
+        if self.names is None:
+            return
+        self.names |= names_of(step)
+        if last:
+            for line in without_match(self.options.keep, self.names):
+                log.warning("teraio: %s", line)
+            self.names = None
 
     def _report_stuck(self) -> None:
         stuck = self.engine.stuck.records
         if stuck:
             reasons = [f"{r.name} ({self.engine.stuck.refused[r.name].reason})" for r in stuck[:NAMED]]
             log.warning(
-                "teraio: %d weights (%s) stay in memory: their bytes belong to a file or another "
-                "library and cannot be copied out unnoticed: %s%s. Clone them before compiling",
-                len(stuck),
+                "teraio: staying in memory: %s (%s) whose bytes belong to a file or another library and "
+                "cannot be copied out unnoticed: %s%s. Clone what is to move before compiling",
+                fmt_count(len(stuck), "weight"),
                 fmt_bytes(sum(record.size_bytes for record in stuck)),
                 "; ".join(reasons),
                 "; ..." if len(stuck) > NAMED else "",
@@ -113,16 +145,16 @@ class Session:
 
     def _plan(self, profile: Profile) -> Plan | None:
         """The plan file if it is for this step, else a new plan; None: on demand, said why."""
-        fingerprint = fingerprint_of(profile)
-        if self.replay is not None:
-            if self.replay.fingerprint == fingerprint:
-                log.info("teraio: replaying %s: %d moves", self.options.plan, len(self.replay.moves))
-                return self.replay
+        fingerprint, replay = fingerprint_of(profile), self.earlier.replay
+        if replay is not None:
+            if replay.fingerprint == fingerprint:
+                log.info("teraio: replaying %s: %s", self.options.plan, fmt_count(len(replay.moves), "move"))
+                return replay
             log.warning(
                 "teraio: %s is a plan for another step (fingerprint %s, this one has %s): not used, tensors "
                 "are moved on demand",
                 self.options.plan,
-                self.replay.fingerprint,
+                replay.fingerprint,
                 fingerprint,
             )
             return None
@@ -140,14 +172,16 @@ class Session:
             return None
         if not plan.moves and plan.planner != "none":
             log.info("teraio: the step fits into %s whole: nothing moves", fmt_bytes(self.budget_bytes))
+            self.earlier.keep(plan)
             return plan
         log.info(
-            "teraio: planned by %s: %d moves, a step of %s predicted, compute alone %s",
+            "teraio: planned by %s: %s, a step of %s predicted, compute alone %s",
             plan.planner,
-            len(plan.moves),
+            fmt_count(len(plan.moves), "move"),
             fmt_ns(plan.predicted.step_ns),
             fmt_ns(profile.step_ns),
         )
+        self.earlier.keep(plan)
         return plan
 
 
@@ -159,9 +193,12 @@ def start(options: Options) -> None:
     global SESSION
     if SESSION is None:
         _speak()
+        _look_at_environment()
         SESSION = Session(options)
         engine.use(SESSION.engine)
-        optimizer.install()
+        optimizer.start()
+        unasked.install()
+        saves.install()
         _watch_guards(SESSION.engine)
     elif _difference(SESSION.options, options):
         raise OptionError(
@@ -169,6 +206,12 @@ def start(options: Options) -> None:
             f"process has one budget and one store. Compile both models with the same options, or call "
             f"teraio.reset() in between"
         )
+
+
+@cache
+def _look_at_environment() -> None:
+    for line in unknown_environment(os.environ):
+        log.warning("teraio: %s", line)
 
 
 WATCH: dynamo_guards.Watch | None = None
@@ -185,8 +228,13 @@ def _watch_guards(running: engine.Engine) -> None:
         )
         running.guard.end()
     elif WATCH is None:
-        WATCH = dynamo_guards.Watch(engine.weights_off_guard, engine.weights_on_guard, engine.foreign_program)
+        WATCH = dynamo_guards.Watch(engine.weights_off_guard, engine.weights_on_guard, _foreign_program)
         WATCH.install()
+
+
+def _foreign_program() -> None:
+    if not optimizer.updating():
+        engine.foreign_program()
 
 
 def guard_this_graph() -> None:
@@ -200,6 +248,7 @@ def reset() -> None:
     global SESSION
     session, SESSION = SESSION, None
     engine.use(None)
+    optimizer.stop()
     if session is not None:
         session.engine.shut_down()
 
@@ -215,10 +264,6 @@ def _refuse(options: Options) -> None:
     for name in NOT_BUILT:
         if getattr(options, name) not in {getattr(defaults, name), "off", "device"}:
             raise UnsupportedError(f"option {name!r} is not built yet; leave it out")
-    if options.planner not in planner.PLANNERS:
-        raise UnsupportedError(
-            f"planner {options.planner!r} is not built yet; there are {', '.join(sorted(planner.PLANNERS))}"
-        )
     if options.memory == Memory():
         raise UnsupportedError(
             "memory='min' is not built yet; give a size such as '20GiB', or '80%'. A budget that is too "

@@ -83,6 +83,11 @@ def fmt_bytes(size_bytes: int, *, up: bool = False) -> str:
     return _scaled(size_bytes, _BINARY, "B", up)
 
 
+def fmt_count(count: int, word: str) -> str:
+    """`1 weight`, `2 weights`."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
 def fmt_ns(duration_ns: int) -> str:
     """`812 µs`, `1.23 s`."""
     return _scaled(duration_ns, (("s", 10**9), ("ms", 10**6), ("µs", 10**3)), "ns", False, digits=3)

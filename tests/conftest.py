@@ -2,6 +2,9 @@
 
 The folder makes a run cost and do the same whether or not another one came before it. To keep Inductor's
 cache between runs while working on one test, set TORCHINDUCTOR_CACHE_DIR.
+
+Tests run in two processes, a file in one of them (`-n 0`: all in this one). Those that measure time are
+marked `alone`: while one of them runs, the other process waits.
 """
 
 from __future__ import annotations
@@ -10,38 +13,59 @@ import os
 import shutil
 import tempfile
 from collections.abc import Generator
+from pathlib import Path
+from typing import Any
 
 import ledger
 import pytest
+from lanes import Lanes
 
 SCRATCH = tempfile.mkdtemp(prefix="teraio-tests-")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(SCRATCH, "inductor"))
 os.environ["XDG_CACHE_HOME"] = os.path.join(SCRATCH, "cache")
+os.environ["TERAIO_CACHE_DIR"] = "off"  # or a test would find the plan of the one before it
 # Compiles run here and in children that are waited for, so that their CPU time is seen.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+LANES = Lanes(Path(os.environ.setdefault("TESTS_LANES", os.path.join(SCRATCH, "lanes"))))
 
 SPENT: dict[str, ledger.Cost] = {}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "alone: measures time; nothing else runs beside it")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    before = ledger.now()
-    try:
-        return (yield)
-    finally:
-        suite = ledger.suite_of(item.path)
-        SPENT[suite] = SPENT.get(suite, ledger.Cost()) + (ledger.now() - before)
+    with LANES.alone() if item.get_closest_marker("alone") else LANES.beside_others():
+        before = ledger.now()
+        try:
+            return (yield)
+        finally:
+            suite = ledger.suite_of(item.path)
+            SPENT[suite] = SPENT.get(suite, ledger.Cost()) + (ledger.now() - before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The ledger is closed last: what comes after that test is not in it."""
-    items.sort(key=lambda item: item.name == "test_no_suite_outgrew_its_row")
+    """The dearest files first: otherwise one process ends long before the other."""
+    rows = ledger.rows()
+    items.sort(key=lambda item: -rows.get(ledger.suite_of(item.path), 0.0))
 
 
-@pytest.fixture
-def spent() -> dict[str, ledger.Cost]:
-    """What the suites that ran so far have cost."""
-    return dict(SPENT)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """One of the processes has ended: what its suites have cost."""
+    for suite, (wall_s, cpu_s) in getattr(node, "workeroutput", {}).get("spent", {}).items():
+        SPENT[suite] = SPENT.get(suite, ledger.Cost()) + ledger.Cost(wall_s, cpu_s)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run in which a suite outgrew its row fails; which one is in the summary."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["spent"] = {suite: (cost.wall_s, cost.cpu_s) for suite, cost in SPENT.items()}
+    elif session.exitstatus == pytest.ExitCode.OK and ledger.complaints(ledger.rows(), SPENT):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -49,6 +73,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for suite, cost in sorted(SPENT.items(), key=lambda entry: -entry[1].wall_s):
         row = f"{budget[suite]:.0f} s" if suite in budget else "none"
         terminalreporter.write_line(f"{suite:24} {cost.wall_s:7.1f} s, {cost.cpu_s:7.1f} s of CPU, row {row}")
+    for line in ledger.complaints(budget, SPENT):
+        terminalreporter.write_line(line, red=True)
 
 
 def pytest_unconfigure() -> None:

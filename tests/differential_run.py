@@ -210,9 +210,9 @@ class Rig:
 
 def nothing_beside(what: str) -> bool:
     """Compiled whole, with sizes that stay; user code computes nothing of size beside it, not even the sum of
-    two gradients, and touches no weight but through its optimizer."""
+    two gradients, and touches no weight and no gradient but through its optimizer."""
     style, manner, _, extra = what.split(" | ")[1].split(", ")[:4]
-    return style == "whole" and manner in {"once", "not none"} and not extra.startswith("weight")
+    return style == "whole" and manner == "once" and not extra.startswith("weight")
 
 
 def running() -> engine.Engine:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from teraio.passes.slots import Event, Forget, Launch, Make, Place, Signature, l
 from teraio.plan import Evict, Fetch, Move, Plan
 from teraio.profile import Profile
 from teraio.runtime.engine import Engine, Program
+from teraio.runtime.optimizer_call import OptimizerCall, Stepped
 from teraio.schedule import Step
 
 STEPS = 3
@@ -165,9 +167,9 @@ class Run:
         self.blocks = [random.choice(shapes) for _ in range(random.randint(1, 4))]
         self.batches = random.choice((1, 1, 2))
         everything = sum(
-            sum(b.weights) * 2 + self.batches * sum(b.sizes[s] for s in b.saved) + 4 for b in self.blocks
+            sum(b.weights) * 3 + self.batches * sum(b.sizes[s] for s in b.saved) + 4 for b in self.blocks
         )
-        self.budget = int(everything * random.uniform(0.3, 1.1)) + more
+        self.budget = int(everything * random.uniform(0.25, 0.9)) + more
         self.device = kind(self.world, 3 * everything + 64)
         self.native = random.random() < 0.5
         store: Any = native_store(self.device, seed, folder) if self.native else StreamStore(self.device)
@@ -175,6 +177,9 @@ class Run:
         self.number = 0
         self.steps = 0
         self.over: list[str] = []
+        self.about = Stepped(0)
+        self.states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self.moments: dict[int, Value] = {}  # the same by the weight's id, with what they hold
         self.plans = random.choice(("none", "gaps", "gaps", "hostile", "greedy"))
         self.part = random.choice((0.3, 0.6, 1.0))
         self.weights = [
@@ -194,14 +199,16 @@ class Run:
         self.number += 1
         result = [1000 * self.number + cell for cell in range(target.cells)]
         place = self.device.place
-        given = [(place(v.tensor.untyped_storage()), v.holds) for v in reads]
-        self.device.launch(given, place(target.tensor.untyped_storage()), result)
+        with torch._C.DisableTorchFunctionSubclass():
+            given = [(place(v.tensor.untyped_storage()), v.holds) for v in reads]
+            self.device.launch(given, place(target.tensor.untyped_storage()), result)
         target.holds = result
 
     def _execute(self, compiled: Compiled, arguments: dict[str, Value], breaks: bool = False) -> list[Value]:
         """Runs a program as generated code would; `arguments` is the caller's only hold on them."""
         env = dict(arguments)
         arguments.clear()
+        self.engine.guard.take_off([value.tensor for value in env.values()])
         stop = self.random.randrange(len(compiled.events)) if breaks else -1
         for at in range(len(compiled.events) + 1):
             for index, place in compiled.slots.get(at, ()):
@@ -210,7 +217,9 @@ class Run:
                 raise Broken
             if at < len(compiled.events):
                 self._event(compiled, compiled.events[at], env)
-        return [env[name] for name in compiled.signature.outputs if name is not None]
+        outputs = [env[name] for name in compiled.signature.outputs if name is not None]
+        self.engine.returned([value.tensor for value in outputs])
+        return outputs
 
     def _event(self, compiled: Compiled, event: Event, env: dict[str, Value]) -> None:
         match event:
@@ -232,15 +241,33 @@ class Run:
         grads: list[list[list[Value]]] = []
         for _ in range(self.batches):
             grads.append(self._batch())
-        parameters = [value for block in self.weights for value in block]
-        self.engine.at_optimizer([value.tensor for value in parameters])
-        for batch in grads:
-            for weights, found in zip(self.weights, batch):
-                for weight, grad in zip(weights, found):
-                    self._launch([weight, grad], weight)
-                    self.engine.count(grad.tensor, f"grad.{id(grad)}", "grad")
+        self._optimizer(grads)
         self.engine.end_step()
         self.steps += 1
+
+    def _optimizer(self, grads: list[list[list[Value]]]) -> None:
+        """Bucket after bucket. It makes a state per weight in the first step."""
+        values = {id(value.tensor): value for block in self.weights for value in block}
+        found: dict[int, list[Value]] = {}
+        for batch in grads:
+            for weights, made in zip(self.weights, batch):
+                for weight, grad in zip(weights, made):
+                    found.setdefault(id(weight.tensor), []).append(grad)
+        parameters = [value.tensor for value in values.values()]
+        optimizer: Any = SimpleNamespace(param_groups=[{"params": parameters}], state=self.states)
+        call = OptimizerCall(self.engine, optimizer, self.about)
+        call.closure = True  # gradients are not the parameters' own here
+        for bucket in call.walk():
+            for parameter in bucket.parameters:
+                weight = values[id(parameter)]
+                state = self.moments.get(id(parameter))
+                if state is None:
+                    state = self.moments[id(parameter)] = self._made("state", weight.cells)
+                    self.states[parameter] = {"moment": state.tensor}
+                for grad in found[id(parameter)]:
+                    self._launch([weight, grad, state], weight)
+                    self._launch([grad], state)
+        call.end()
 
     def _batch(self) -> list[list[Value]]:
         x = self._made("x", 1)
@@ -275,7 +302,7 @@ class Run:
                 self._broken_batch()
             self.step()
         self.engine.shut_down()
-        for value in [value for block in self.weights for value in block]:
+        for value in [*[value for block in self.weights for value in block], *self.moments.values()]:
             self._launch([value], value)
         self.world.run_out()
         return self.world.faults + self.over

@@ -2,10 +2,11 @@
 at each kernel the bytes that could be elsewhere are taken off those that are there.
 
     floor(kernel) = peak while it runs, of all tensors that there are      (counted by the allocator)
-                  - weights and saved activations that it does not touch
+                  - weights, gradients, optimizer states and saved activations that it does not touch
 
 What remains is what the kernel reads and writes, its workspace, what its program holds for itself, and what
-cannot move in this version: gradients, optimizer states, inputs, results. The optimizer's step is one kernel.
+cannot move: inputs, results. An optimizer's update of one parameter is a kernel. To that comes what the
+engine keeps for itself, whatever the model: its reserve and the slabs of its store.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch._guards import TracingContext
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from teraio.passes import fx
+
+ENGINES_OWN_BYTES = 4 * 2**20
 
 
 def storages(value: Any) -> Iterator[torch.UntypedStorage]:
@@ -40,6 +43,7 @@ class Floor:
         self.others = 0  # bytes that are not the training's
         self.watching = False
         self.weights: dict[int, int] = {}
+        self.states: dict[int, int] = {}  # of the optimizer, by the id of the parameter
         self.saved: dict[int, tuple[StorageWeakRef, int]] = {}  # while it is held, no other has its address
         self.saved_names: dict[str, int] = {}  # what forwards kept for their backwards, and its bytes
         self.floor_bytes = 0
@@ -63,19 +67,26 @@ class Floor:
 
         return fx.compiler(note, around)(gm, example_inputs)
 
-    def start(self, model: torch.nn.Module, others: int) -> None:
+    def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, others: int) -> None:
         """With the step that is about to begin."""
         self.others = others
+        self.states = {
+            id(p): sum(s.nbytes() for s in storages(optimizer.state.get(p))) for p in model.parameters()
+        }
         self.weights = {s._cdata: s.nbytes() for p in model.parameters() for s in storages(p.data)}
         self.saved.clear()
         self.saved_names.clear()
         self.watching, self.calls = True, 0
 
     def stop(self, optimizer: torch.optim.Optimizer) -> None:
-        """With the optimizer's step: it is the last kernel, and touches every weight."""
+        """With the optimizer's step, a loop over parameters: what it takes besides, and the largest of them
+        with its gradient and states."""
+        before = self.counting.alive_bytes()
         self.counting.reset_peak()
         optimizer.step()
-        self.take("optimizer.step", self.at_least(set(self.weights)))
+        updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        largest = max(2 * p.untyped_storage().nbytes() + self.states[id(p)] for p in updated)
+        self.take("optimizer.step", largest + self.counting.peak_bytes() - before)
         self.watching = False
 
     def at_least(self, touched: set[int]) -> int:
@@ -84,9 +95,10 @@ class Floor:
         self.saved = {key: kept for key, kept in self.saved.items() if not kept[0].expired()}
         elsewhere = sum(size for key, size in self.weights.items() if key not in touched)
         elsewhere += sum(size for key, (_, size) in self.saved.items() if key not in touched)
-        return self.counting.peak_bytes() - self.others - elsewhere
+        return self.counting.peak_bytes() - self.others - elsewhere - sum(self.states.values())
 
     def take(self, kernel: str, size_bytes: int) -> None:
+        size_bytes += ENGINES_OWN_BYTES
         if size_bytes > self.floor_bytes:
             self.floor_bytes, self.kernel = size_bytes, kernel
 
@@ -149,9 +161,12 @@ class Program:
         raise AssertionError("a graph without an output")
 
     def _kept(self, result: Any, arguments: set[int], made: dict[int, str]) -> dict[int, int]:
-        """Storages that leave a forward for its backward alone, and their bytes."""
-        if self.kind != "forward":
+        """Storages that leave a forward for its backward alone, or a backward as gradients, and their
+        bytes."""
+        if self.kind == "inference":
             return {}
+        if self.kind == "backward":
+            return {s._cdata: s.nbytes() for s in storages(list(result)) if s._cdata not in arguments}
         seen = {s._cdata for s in storages(list(result[: self.to_caller]))}
         kept = {s._cdata: s.nbytes() for s in storages(list(result[self.to_caller :]))}
         return {key: size for key, size in kept.items() if key not in seen and key not in arguments}
@@ -171,7 +186,7 @@ class Program:
             made_by_now = order[: moment.made_count]
             elsewhere = sum(kept.get(key, 0) for key in made_by_now if key not in moment.touched)
             floor.take(f"{self.kind} {moment.kernel}", moment.size_bytes - elsewhere)
-        for key, size in kept.items():
+        for key, size in kept.items() if self.kind == "forward" else ():
             floor.saved[key] = (known[key], size)
             name = f"{floor.calls}.{made[key]}"
             floor.saved_names[name] = floor.saved_names.get(name, 0) + size

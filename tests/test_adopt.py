@@ -128,7 +128,7 @@ def test_a_weight_that_numpy_shares_stays_counted_and_named() -> None:
     assert run["digest"] == plain["digest"]
     assert max(run["peaks"]) <= run["budget"]
     assert run["stuck"] == [HELD]
-    assert "1 weights (176 KiB) stay in memory" in runs()["log"]
+    assert "staying in memory: 1 weight (176 KiB) whose bytes" in runs()["log"]
     assert f"{HELD} ({NUMPY})" in runs()["log"]
 
 

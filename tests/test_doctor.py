@@ -18,6 +18,8 @@ from teraio.findings import Finding, Verdict
 from teraio.machine import Machine
 from teraio.runtime import measure, memory, store_slabs
 
+pytestmark = pytest.mark.alone
+
 MIB = 2**20
 
 

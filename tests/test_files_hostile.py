@@ -218,7 +218,7 @@ def test_a_big_file_is_refused_in_little_time_and_memory(name: str, tmp_path: Pa
     path.write_bytes(make())
     line, used_s, grown_mib = refused(kind, path)
     assert said in line and line.isprintable() and len(line) < 700
-    assert used_s < 1.0, f"{used_s:.2f} s"
+    assert used_s < 2.0, f"{used_s:.2f} s"  # of CPU, also beside others
     assert grown_mib < 64, f"{grown_mib:.0f} MiB"
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import ledger
 from ledger import Cost
+
+ANOTHER = ["-p", "xdist", "-n", "2", "--dist", "loadfile"]
 
 
 def test_every_suite_has_a_row_and_every_row_a_suite() -> None:
@@ -14,14 +19,14 @@ def test_every_suite_has_a_row_and_every_row_a_suite() -> None:
     assert rows - suites == set(), "these rows of tests/budget.toml have no suite"
 
 
-def test_the_rows_fit_in_a_quarter_of_an_hour() -> None:
+def test_the_rows_fit_in_a_quarter_of_an_hour_also_on_slower_machines() -> None:
     assert sum(ledger.rows().values()) <= ledger.TOTAL_SECONDS
 
 
-def test_a_suite_may_grow_by_half_and_not_by_more() -> None:
-    budget = {"fits": 100.0}  # limit 155 s
-    assert ledger.complaints(budget, {"fits": Cost(154, 154)}) == []
-    assert len(ledger.complaints(budget, {"fits": Cost(156, 156)})) == 1
+def test_a_suite_may_take_twice_its_row_and_not_more() -> None:
+    budget = {"fits": 100.0}  # limit 205 s
+    assert ledger.complaints(budget, {"fits": Cost(204, 204)}) == []
+    assert len(ledger.complaints(budget, {"fits": Cost(206, 206)})) == 1
 
 
 def test_busy_neighbours_and_busy_second_cores_cost_nothing() -> None:
@@ -31,7 +36,7 @@ def test_busy_neighbours_and_busy_second_cores_cost_nothing() -> None:
 
 
 def test_a_suite_that_only_waits_is_seen() -> None:
-    assert len(ledger.complaints({"sleeps": 10.0}, {"sleeps": Cost(wall_s=61, cpu_s=0)})) == 1
+    assert len(ledger.complaints({"sleeps": 10.0}, {"sleeps": Cost(wall_s=76, cpu_s=0)})) == 1
 
 
 def test_a_suite_without_a_row_is_left_to_the_test_that_asks_for_rows() -> None:
@@ -45,6 +50,21 @@ def test_suites_are_files_and_folders(tmp_path: Path) -> None:
     assert ledger.suites(tmp_path) == {"test_one", "native"}
 
 
-def test_no_suite_outgrew_its_row(spent: dict[str, Cost]) -> None:
-    """Runs last and looks at the suites that ran before it, be it all of them or one."""
-    assert ledger.complaints(ledger.rows(), spent) == []
+def test_a_run_fails_when_a_suite_outgrew_its_row(tmp_path: Path) -> None:
+    """Another run, with a ledger in which this row is nearly nothing: its test passes, the run does not."""
+    for name in ("conftest.py", "ledger.py", "lanes.py"):
+        (tmp_path / name).write_text((ledger.TESTS / name).read_text())
+    (tmp_path / "test_slow.py").write_text("import time\ndef test_it():\n    time.sleep(0.3)\n")
+    (tmp_path / "budget.toml").write_text("[seconds]\ntest_slow = 0.01\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    code = f"import ledger, pytest, sys; ledger.FLOOR_SECONDS = 0; sys.exit(pytest.main({ANOTHER!r}))"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1 and "1 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert "test_slow took" in ran.stdout

@@ -9,6 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.alone
+
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "overlap.py"
 SIZE = {"layers": 16, "width": 64, "batch": 8192, "pace-ms": 8, "rounds": 3}
 ATTEMPTS = 4  # a neighbour on the machine may spoil one

@@ -129,8 +129,10 @@ def test_a_step_that_never_ends_is_none() -> None:
     loop = SimpleNamespace(
         tracker=StepTracker(),
         stuck=SimpleNamespace(look=lambda: None),
-        _forget_names=lambda: None,
-        _expect=lambda expected: None,
+        registry=SimpleNamespace(forget_names=lambda: None),
+        gradients=SimpleNamespace(enter=lambda program: None),
+        expect=lambda: None,
+        user=SimpleNamespace(outside=SimpleNamespace(ends=lambda: None)),
     )
     for _ in range(2 * engine.CALLS_MAX + 10):
         engine.Engine._enter(loop, A, ())  # type: ignore[arg-type]

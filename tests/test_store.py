@@ -99,8 +99,6 @@ def test_churn_of_mixed_sizes_grows_nothing(root: Path) -> None:
     assert store.free_bytes == store.capacity_bytes
     assert store._transfers.stats()["blocks"] == 0 and not store._orphans
     store.close()
-    assert counts()[1:] == before[1:]
-    del store  # and with it the engine's own descriptor
     assert counts() == before
     assert not list(root.iterdir())
 

@@ -53,11 +53,13 @@ def faults(result: dict[str, Any]) -> list[str]:
             found.append(f"{where}: losses {run['losses']}, not {plain['losses']}")
         if run["digest"] != plain["digest"]:
             found.append(f"{where}: weights, buffers or states are not those of the plain run")
-        # What eager code takes between the programs of a broken graph is only known from the second step on.
-        peaks = run["peaks"] if result["calls"] <= 2 else run["peaks"][1:]
+        # What eager code takes between the programs of a broken graph is only known from the second step on;
+        # and a model that is larger than the budget was made before anyone knew of that.
+        first = result["calls"] <= 2 and run["own"] + SMALL_BYTES < run["budget"]
+        peaks = run["peaks"] if first else run["peaks"][1:]
         if max(peaks) > run["budget"]:
             found.append(f"{where}: peaks {run['peaks']}")
-        if max(run["peaks"]) + SMALL_BYTES < floor:
+        if max(run["peaks"]) + SMALL_BYTES < result["floor_tensors"]:
             found.append(f"{where}: peaks {run['peaks']}: the floor of {floor} is none")
         if floor and run["managed"]["bytes"] < MANAGED_MIN * result["total"]:
             found.append(

@@ -4,13 +4,15 @@
     smallest_budget(profile)                 -> the budget below which there is none
     simulate(plan, profile, machine)         -> its predicted timeline
 
-`auto` is `greedy`. `none` decides nothing: its plan has no moves, the engine fetches and evicts on demand.
+`auto` is `greedy`, `search` and `ilp` in turn. `none` decides nothing: its plan has no moves, the engine
+fetches and evicts on demand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from time import monotonic
 from typing import Protocol
 
 from teraio.check import check
@@ -19,11 +21,20 @@ from teraio.machine import Machine
 from teraio.plan import Plan, Predicted
 from teraio.profile import Profile
 
+from . import events
+from .auto import at_once, auto
+from .bound import lower_bound, lower_bound_ns
+from .g10 import g10
 from .greedy import greedy
+from .ilp import ilp
 from .problem import DEVICE, Problem, build, refuse_below_floor, smallest_budget
+from .search import search
 from .simulate import simulate, step_ns
+from .tencache import tencache
+from .teraio_paper import teraio_paper
+from .zero_infinity import zero_infinity
 
-__all__ = ["PLANNERS", "lower_bound_ns", "plan", "simulate", "smallest_budget"]
+__all__ = ["PLANNERS", "build", "lower_bound_ns", "plan", "simulate", "smallest_budget"]
 
 
 class Planner(Protocol):
@@ -48,7 +59,20 @@ def none(
     return Plan("", "none", budget_bytes)
 
 
-PLANNERS: dict[str, Planner] = {"auto": greedy, "greedy": greedy, "none": none}
+BOUND_SHARE = 0.25  # of the time limit, at most; steps of Llama 8B take 2 to 4 s
+
+PLANNERS: dict[str, Planner] = {
+    "auto": auto,
+    "greedy": greedy,
+    "ilp": ilp,
+    "none": none,
+    "search": search,
+    # Published systems, to compare with: each file says where its rules come from.
+    "zero-infinity": zero_infinity,
+    "g10": g10,
+    "teraio-paper": teraio_paper,
+    "10cache": tencache,
+}
 
 
 def plan(
@@ -74,27 +98,35 @@ def plan(
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
     problem = build(profile, machine, keep)
     refuse_below_floor(problem, budget_bytes)
-    bound_ns = lower_bound_ns(problem, budget_bytes)
-    made = PLANNERS[planner](
-        problem, machine, budget_bytes, bound_ns=bound_ns, seed=seed, time_limit_s=time_limit_s
-    )
+    made, bound_ns = _made(problem, machine, budget_bytes, planner, seed, time_limit_s)
     made = replace(made, fingerprint=fingerprint, planner=planner)
     verdict = check(made, profile, machine)
     if not verdict.feasible and planner == "none":
         return replace(made, predicted=Predicted(0, bound_ns, 0))
     if not verdict.feasible:
         raise PlanError(f"planner {planner!r} made a plan that the check refuses: {verdict.problems[0]}")
-    return replace(made, predicted=Predicted(step_ns(made, profile, machine), bound_ns, verdict.peak_bytes))
+    return replace(made, predicted=Predicted(_step_ns(made, profile, machine), bound_ns, verdict.peak_bytes))
 
 
-def lower_bound_ns(problem: Problem, budget_bytes: int) -> int:
-    """A true bound on the step time of any plan that keeps this budget, simple and not tight.
+def _made(
+    problem: Problem, machine: Machine, budget_bytes: int, planner: str, seed: int, time_limit_s: float
+) -> tuple[Plan, int]:
+    """The plan and the bound."""
+    stop, bound_ns = monotonic() + time_limit_s, lower_bound_ns(problem, budget_bytes)
+    if planner == "auto":
+        made = at_once(problem, machine, budget_bytes, bound_ns)
+        if made is not None:
+            return made, bound_ns
+    lower = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * time_limit_s)
+    problem = replace(problem, stalls_ns=lower.stalls_ns, away=lower.away)
+    left_s = stop - monotonic()
+    make = PLANNERS[planner]
+    made = make(problem, machine, budget_bytes, bound_ns=lower.step_ns, seed=seed, time_limit_s=left_s)
+    return made, lower.step_ns
 
-    Compute: kernels run one after another. Bytes: at every tick, what lives beyond the budget is away; all of
-    it is used again (unused tensors are left out), so it is fetched once per step or more, over all links.
-    """
-    compute_ns = sum(kernel.duration_ns for kernel in problem.profile.kernels)
-    unused = sum(gap.size_bytes for gap in problem.gaps if gap.unused)
-    forced_bytes = int(problem.live.max()) - unused - budget_bytes
-    rate = sum(route.back.bandwidth_bytes_per_s for route in problem.routes)
-    return max(compute_ns, -(-forced_bytes * 1_000_000_000 // rate) if forced_bytes > 0 and rate else 0)
+
+def _step_ns(made: Plan, profile: Profile, machine: Machine) -> int:
+    """By events where links share a bandwidth, which the recurrence does not know."""
+    if events.shares(machine):
+        return events.run(made, profile, machine).step_ns
+    return step_ns(made, profile, machine)

@@ -50,13 +50,19 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`live`: ledger if nothing moves; `floor`: if everything that may move is away whenever it is idle."""
+    """`live`: ledger if nothing moves; `floor`: if everything that may move is away whenever it is idle.
+
+    Two hints from a relaxation, empty if there is none: `stalls_ns`, by tick, where a step waits even at
+    best; `away`, by gap, which part of its bytes is away then.
+    """
 
     profile: Profile
     gaps: tuple[Gap, ...]
     routes: tuple[Route, ...]
     live: Bytes
     floor: Bytes
+    stalls_ns: tuple[int, ...] = ()
+    away: tuple[float, ...] = ()
 
     @property
     def ticks(self) -> int:

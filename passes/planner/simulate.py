@@ -7,15 +7,22 @@ Event by event, at tick k, which is entered when kernel k-1 ends:
 
 Each link is one lane that serves its transfers in the order they were issued, one at a time, latency
 included. Links are independent here: one that `shares` a bandwidth runs at its own rate, so where links
-share, the result is optimistic. Steps follow each other until they look alike; the timeline is one such step,
-and it starts at 0. A plan without moves is simulated as it stands: what an engine fetches on demand is not in
-it.
+share, the result is optimistic; `events` is the judge there. Steps follow each other until one begins as an
+earlier one began, with the same left to do on each lane: from there on they repeat. The timeline is the last
+such step, and it starts at 0. A plan without moves is simulated as it stands: what an engine fetches on
+demand is not in it.
+
+csrc/step.cpp is the same recurrence for planners, a hundred times as fast; this one makes the timeline.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from teraio.machine import Link, Machine
 from teraio.plan import Evict, Fetch, Move, Plan
@@ -24,7 +31,7 @@ from teraio.timeline import Counter, Span, Stall, Timeline
 
 from .problem import DEVICE, transfer_ns
 
-MOST_STEPS = 12  # steps until we stop waiting for three alike
+MOST_STEPS = 24  # steps until we stop waiting for one that begins as an earlier one did
 
 
 @dataclass(slots=True)
@@ -72,20 +79,61 @@ def step_ns(plan: Plan, profile: Profile, machine: Machine) -> int:
 
 
 def entered_ns(plan: Plan, profile: Profile, machine: Machine) -> tuple[list[int], int]:
-    """When each tick of a settled step is entered (before its waits), and the period."""
-    run, period = _settle(plan, profile, machine)
-    entered = [0]
-    for slot_ns, kernel in zip(run.slots_ns[:-1], profile.kernels, strict=False):
-        entered.append(slot_ns + kernel.duration_ns - run.begun_ns)
-    return entered, period
+    """When each tick of a settled step is entered (before its waits), and the period.
+
+    By the native code, which knows links that share a bandwidth: there it agrees with `events`.
+    """
+    from teraio import _native
+
+    durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
+    try:
+        rows = np.array(transfers(plan, profile, machine), np.int64).reshape(-1, 6)
+        period, _, entered = _native.settle(durations, *lanes(machine), rows)
+        return entered.tolist(), period
+    except OverflowError:  # links so slow that 64 bits do not hold a step
+        run, period = _settle(plan, profile, machine)
+        found = [0]
+        for slot_ns, kernel in zip(run.slots_ns[:-1], profile.kernels, strict=False):
+            found.append(slot_ns + kernel.duration_ns - run.begun_ns)
+        return found, period
+
+
+def lanes(machine: Machine) -> tuple[NDArray[Any], NDArray[Any]]:
+    """What native code knows of a machine: (bytes/s, latency, group or -1) per link, bytes/s per group."""
+    groups = [name for name, _ in machine.shared]
+    rows = [
+        (
+            link.bandwidth_bytes_per_s,
+            link.latency_ns,
+            -1 if link.shares is None else groups.index(link.shares),
+        )
+        for link in machine.links
+    ]
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    return table, np.array([bandwidth for _, bandwidth in machine.shared], np.int64)
+
+
+def transfers(plan: Plan, profile: Profile, machine: Machine) -> list[tuple[int, int, int, int, int, bool]]:
+    """What native code knows of a plan: (lane, ns, bytes, issue tick, wait tick, is a fetch) per transfer."""
+    ticks = len(profile.kernels)
+    at = {(link.source, link.target): lane for lane, link in enumerate(machine.links)}
+    sizes = {tensor.name: tensor.size_bytes for tensor in profile.tensors}
+    rows = []
+    for move in plan.moves:
+        if move.trigger is None:
+            continue
+        lane, size, fetch = at[_route(move)], sizes[move.tensor], isinstance(move, Fetch)
+        end = move.ready if isinstance(move, Fetch) else move.free
+        taken_ns = transfer_ns(machine.links[lane], size)
+        rows.append((lane, taken_ns, size, move.trigger % ticks, end % ticks, fetch))
+    return rows
 
 
 def _settle(plan: Plan, profile: Profile, machine: Machine) -> tuple[_Run, int]:
-    """Run steps until three in a row took the same time.
+    """Run steps until they repeat; the period is the mean of those that do, rounded up.
 
-    The recurrence may also settle on a cycle of several steps; then the mean of the later half counts,
-    rounded up. No period is shorter than the kernels together or than what one lane carries per step, so the
-    result is not either.
+    After MOST_STEPS without a repetition the mean of the later half counts. No period is shorter than the
+    kernels together or than what one lane carries per step, so the result is not either.
     """
     links = {(link.source, link.target): link for link in machine.links}
     at: list[list[list[Move]]] = [[[] for _ in profile.kernels] for _ in range(4)]
@@ -102,14 +150,25 @@ def _settle(plan: Plan, profile: Profile, machine: Machine) -> tuple[_Run, int]:
             continue
         link = links[_route(move)]
         busy[link] += transfer_ns(link, sizes[move.tensor])
-    run, took = _Run(), [-1, -2, -3]
-    while len(took) < MOST_STEPS + 3 and len(set(took[-3:])) > 1:
+    run, took = _Run(), list[int]()
+    begun = [_to_go(run)]
+    while len(took) < MOST_STEPS and begun[-1] not in begun[:-1]:
         run.begun_ns = run.now_ns
         _step(run, at, profile, links, sizes)
         took.append(run.now_ns - run.begun_ns)
-    later = took[-MOST_STEPS // 2 :]
-    period = took[-1] if took[-1] == took[-2] else -(-sum(later) // len(later))
+        begun.append(_to_go(run))
+    repeat = begun[-1] in begun[:-1]
+    alike = begun[-2::-1].index(begun[-1]) + 1 if repeat else MOST_STEPS // 2
+    period = -(-sum(took[-alike:]) // alike)
     return run, max(period, sum(kernel.duration_ns for kernel in profile.kernels), *busy.values(), 0)
+
+
+def _to_go(run: _Run) -> dict[Link, int]:
+    """How a step begins: for how long each lane is occupied.
+
+    That says all, because what is in flight is always the tail of the same queue: the rest was waited for.
+    """
+    return {link: end - run.now_ns for link, end in run.lanes.items() if end > run.now_ns}
 
 
 def _step(

@@ -10,6 +10,8 @@ from transfer_rig import BLOCK, Memory, Rig, facts
 
 from teraio.errors import TransferTimeoutError
 
+pytestmark = pytest.mark.alone
+
 SLAB = 16 * BLOCK
 
 

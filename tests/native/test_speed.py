@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.alone
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "transfer.py"
 TRIES = 4  # a drive that others share gives a wrong ratio now and then, not four times
 

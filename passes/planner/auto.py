@@ -1,0 +1,66 @@
+"""What `auto` does. In: a problem and a budget. Out: the best plan that the planners make together, in turn.
+
+    greedy    a portfolio of plans, guided by the relaxation
+    search    goes on from the best of them
+    ilp       solves windows that still wait exactly
+
+Each hands on the best plan so far, so none makes it worse. A plan that meets the bound ends it at once; small
+steps end by rounds, long before the time is up.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from time import monotonic
+
+from teraio.machine import Machine
+from teraio.plan import Plan
+
+from . import ilp, search
+from .greedy import portfolio
+from .problem import Problem
+
+CLOSE = 1.001  # of the bound: not worth more time
+FIRST = 4
+GREEDY_SHARE = 0.4  # of the time, at most: at Llama 8B it takes a second or two of ten
+WINDOWS_SHARE = (
+    0.15  # four steps of Llama 8B came 0 to 0.5 % closer to the bound in 2.5 of 10 s, after greedy
+)
+
+
+def at_once(problem: Problem, machine: Machine, budget_bytes: int, bound_ns: int) -> Plan | None:
+    """A plan that meets even the simple bound, if one of greedy's first does: then no relaxation is asked."""
+    for plan, period_ns in islice(portfolio(problem, machine, budget_bytes, bound_ns), FIRST):
+        if period_ns <= bound_ns * CLOSE:
+            return plan
+    return None
+
+
+def auto(
+    problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
+) -> Plan:
+    """The fastest plan found."""
+    begun, close_ns = monotonic(), int(bound_ns * CLOSE)
+    plans: list[tuple[int, int, Plan]] = []
+    for number, (plan, period_ns) in enumerate(portfolio(problem, machine, budget_bytes, bound_ns)):
+        plans.append((period_ns, number, plan))
+        if period_ns <= bound_ns:
+            return plan
+        if monotonic() - begun > GREEDY_SHARE * time_limit_s:
+            break
+    plans.sort(key=lambda each: each[:2])
+    windows_s = WINDOWS_SHARE * time_limit_s
+    left_s = begun + time_limit_s - monotonic() - windows_s
+    best = plans[0][2]
+    if plans[0][0] > close_ns and left_s > 0:
+        best = search.improve(
+            problem,
+            machine,
+            [plan for _, _, plan in plans[: search.STARTS]],
+            bound_ns=close_ns,
+            seed=seed,
+            time_limit_s=left_s,
+            rounds=search.enough_rounds(problem),
+        )
+    stop = min(monotonic() + windows_s, begun + time_limit_s)
+    return ilp.improve(problem, machine, best, bound_ns=close_ns, seed=seed, stop=stop)

@@ -1,0 +1,337 @@
+"""An optimizer's step as a call of the training step: a slot per bucket, what the bucket needs and leaves."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+
+from teraio.errors import TeraioError, TornStepError
+from teraio.schedule import READ, WRITE, Buffer, Schedule, Slot
+
+from . import trial
+from .engine import Engine
+from .interrupts import INTERRUPTS
+from .programs import Program
+from .records import Record
+from .residency import Need
+from .windows import Bucket, buckets_of
+
+log = logging.getLogger("teraio")
+
+BUDGET_PARTS = (
+    64  # of the budget, in parameters of one bucket: with gradients, states and temporaries a tenth
+)
+BUCKET_MIN_BYTES, BUCKET_MAX_BYTES = 64 * 2**10, 32 * 2**20
+PROGRAMS_MAX = 16
+
+Member = tuple[torch.Tensor, Record | None]
+
+
+class Stepped:
+    """What is known of one optimizer."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.seen = trial.Outcome(None)
+        self.programs: dict[tuple[Any, ...], Program] = {}
+        self.asked: tuple[Any, ...] | None = None
+
+    def ask(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once, and again when its groups have become others."""
+        if (question := self._question(optimizer)) != self.asked:
+            self.asked = question
+            self.seen = self._ask(optimizer)
+
+    def _question(self, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+        """What decides which implementation runs."""
+        kinds = (bool, str, type(None))
+        return tuple(
+            tuple((name, value) for name, value in group.items() if isinstance(value, kinds))
+            for group in optimizer.param_groups
+        )
+
+    def _ask(self, optimizer: torch.optim.Optimizer) -> trial.Outcome:
+        seen = trial.outcome(optimizer)
+        if seen.reason is not None:
+            log.warning(
+                "teraio: %s steps all of its parameters at once (%s): all gradients and states are in memory "
+                "then",
+                type(optimizer).__name__,
+                seen.reason,
+            )
+        return seen
+
+    def program(self, schedule: Schedule) -> Program:
+        """The same object each time: a step is recognised by the programs that run in it."""
+        key = (schedule.buffers, schedule.slots)
+        if key not in self.programs:
+            while len(self.programs) >= PROGRAMS_MAX:
+                del self.programs[next(iter(self.programs))]
+            self.programs[key] = Program(schedule)
+        return self.programs[key]
+
+
+class OptimizerCall:
+    """From the first bucket to the end of the step."""
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, about: Stepped) -> None:
+        self.engine = engine
+        self.optimizer = optimizer
+        self.about = about
+        self.program: Program | None = None
+        self.buckets: list[Bucket] = []
+        self.members: list[list[Member]] = []
+        self.own_bytes: list[int] = []  # per bucket: what its update holds besides
+        self.born_bytes: list[int] = []  # per bucket: states that it makes, as far as that is known
+        self.visited: set[int] = set()
+        self.current: int | None = None
+        self.closure = False  # gradients are yet to be made
+
+    # ---- the step's code goes through the groups
+
+    def walk(self) -> Iterator[Bucket]:
+        if self.program is None:
+            limit = self.engine.residency.budget_bytes // BUDGET_PARTS
+            limit = min(max(limit, BUCKET_MIN_BYTES), BUCKET_MAX_BYTES)
+            # If these do not fit: each parameter alone.
+            self.begin(buckets_of(self.optimizer.param_groups, most) for most in (limit, 0))
+        for at, bucket in enumerate(self.buckets):
+            self.open(at)
+            yield bucket
+        self.close()
+
+    def run_whole(self, closure: bool) -> None:
+        """All parameters of all groups are one bucket. A closure will make gradients of those that have none:
+        and it runs programs, to which states and gradients are no arguments."""
+        groups = self.optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        self.closure = closure
+        self.begin([[Bucket({**(groups[0] if groups else {}), "foreach": True}, parameters)]])
+        self.open(0)
+        self.engine.user.outside.begins()
+
+    # ---- one call of the step
+
+    def begin(self, ways: Iterable[list[Bucket]]) -> None:
+        """Cut into buckets in the first of these ways that fits."""
+        engine = self.engine
+        engine.user.outside.ends()
+        engine.stuck.look()
+        engine.gradients.let_go()
+        engine.user.forget_others()
+        need: Need | None = None
+        for buckets in ways:
+            self._gather(buckets)
+            if (need := self._lacking()) is None:
+                break
+        if need is not None:
+            engine.residency.refuse(need)
+        self.program, bound = self._program()
+        engine.tracker.enter(self.program)
+        engine.expect()
+        self.program.bound = bound
+        try:
+            engine.visit(self.program, 0, (), 0)
+        except BaseException:
+            engine.abandon()
+            raise
+
+    def _program(self) -> tuple[Program, list[Record | None]]:
+        """One slot per bucket; and the records of its buffers."""
+        records = list(self._records().values())
+        index = {record.key: position for position, record in enumerate(records)}
+        buffers = tuple(Buffer(record.name, "argument", record.size_bytes) for record in records)
+        slots = [Slot("enter", tuple(index.values()), (0,) * len(index), 0)]
+        for members, own_bytes in zip(self.members, self.own_bytes):
+            touched = tuple({index[r.key]: None for _, r in members if r is not None and r.key in index})
+            slots.append(Slot(self._kernel(members), touched, (READ | WRITE,) * len(touched), own_bytes))
+        schedule = Schedule("optimizer", buffers, (*slots, Slot("exit", (), (), 0)))
+        return self.about.program(schedule), [*records]
+
+    def _records(self) -> dict[int, Record]:
+        """What can move of all buckets."""
+        return _movable(member for members in self.members for member in members)
+
+    def _kernel(self, members: list[Member]) -> str:
+        first = next((record.name for _, record in members if record is not None), "")
+        return f"{type(self.optimizer).__name__}.step {first}".rstrip()
+
+    def _lacking(self) -> Need | None:
+        """What one of the buckets needs when all else is away, if that does not fit: to be known before the
+        first of them is stepped."""
+        residency = self.engine.residency
+        residency.bury()
+        for at, members in enumerate(self.members):
+            kernel_bytes = sum(r.size_bytes for r in _movable(members).values()) + self._live_bytes(at)
+            need = Need(residency.fixed_bytes, kernel_bytes, self._kernel(members))
+            if residency.lacks(need):
+                return need
+        return None
+
+    def open(self, at: int) -> None:
+        """All of the bucket is here and plain; the one before may leave."""
+        self.close()
+        engine, program, members = self.engine, self.program, self.members[at]
+        assert program is not None
+        running = engine.tracker.running
+        try:
+            if at in self.visited or (running is not None and running.program is not program):
+                engine.residency.serial += 1
+                needed = [record for _, record in members if record is not None]
+                engine.residency.ensure(needed, self._live_bytes(at), self._kernel(members), None)
+            else:
+                engine.visit(program, at + 1, (), self._live_bytes(at))
+        except BaseException as error:
+            engine.abandon()
+            if not isinstance(error, TeraioError) or not self.visited:
+                raise
+            engine.residency.torn = error
+            raise TornStepError(
+                f"the step of {type(self.optimizer).__name__} ended after {at} of {len(self.buckets)} "
+                f"buckets: {error}. Weights and states are those of no whole step: load the last checkpoint, "
+                f"after teraio.reset()"
+            ) from error
+        if not self.visited:
+            INTERRUPTS.begin(step_code(self.optimizer))
+        self.visited.add(at)
+        self.current = at
+        engine.guard.lend([tensor for tensor, _ in members])
+
+    def close(self) -> None:
+        """The bucket has been stepped: the states that were made for it are known from here on."""
+        if self.current is None:
+            return
+        at, self.current = self.current, None
+        known = {id(tensor) for tensor, _ in self.members[at]}
+        self.members[at] += [
+            (tensor, self.engine.registry.state(tensor, name))
+            for parameter, base in self._stepped(self.buckets[at])
+            for tensor, name in self._states(parameter, base)
+            if id(tensor) not in known
+        ]
+        self.engine.guard.take_back([tensor for tensor, _ in self.members[at]])
+
+    @property
+    def updates(self) -> bool:
+        """Whether the optimizer's own update runs at this moment, on what is lent to it."""
+        return self.current is not None and not self.closure and _runs(step_code(self.optimizer))
+
+    def end(self) -> None:
+        self.close()
+        if self.program is not None:
+            if any(self.born_bytes):  # so that the first step is like the others
+                self._gather(self.buckets)
+                self.program, bound = self._program()
+                self.program.bound = bound
+                self.engine.tracker.replace(self.program)
+            self.engine.visit(self.program, self.program.last, (), 0)
+        self.engine.optimizer_stepped(list(self._records().values()))
+        INTERRUPTS.end()
+
+    # ---- what belongs to a bucket
+
+    def _gather(self, buckets: list[Bucket]) -> None:
+        self.buckets = buckets
+        with DisableTorchFunctionSubclass():
+            self.engine.registry.adopt_states(self._all_states())
+            self.members = [self._members(bucket, at) for at, bucket in enumerate(buckets)]
+            self.own_bytes = [self._own_bytes(bucket) for bucket in buckets]
+            self.born_bytes = [self._born_bytes(bucket) for bucket in buckets]
+
+    def _stepped(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, str]]:
+        """The parameters that have gradients, with the names of their weights."""
+        guard = self.engine.guard
+        for parameter in bucket.parameters:
+            if parameter.grad is not None or self.closure:
+                record = guard.records.get(id(parameter))
+                record = record or self.engine.residency.records.get(parameter.untyped_storage()._cdata)
+                yield parameter, "" if record is None else record.name
+
+    def _members(self, bucket: Bucket, at: int) -> list[Member]:
+        """Its parameters, their gradients and states, with their records."""
+        registry = self.engine.registry
+        members: list[Member] = []
+        for place, (parameter, name) in enumerate(self._stepped(bucket)):
+            base = name or self._unnamed(at, place)
+            members.append((parameter, registry.count(parameter, base, "outside")))
+            if parameter.grad is not None:
+                members.append((parameter.grad, registry.count(parameter.grad, f"{base}.grad", "grad")))
+            members += [(t, registry.state(t, state)) for t, state in self._states(parameter, base)]
+        return members
+
+    def _all_states(self) -> Iterator[tuple[torch.Tensor, str]]:
+        for at, bucket in enumerate(self.buckets):
+            for place, (parameter, name) in enumerate(self._stepped(bucket)):
+                yield from self._states(parameter, name or self._unnamed(at, place))
+
+    def _unnamed(self, at: int, place: int) -> str:
+        """What a parameter is called that no program knows."""
+        return f"optimizer {self.about.number}.{at}.{place}"
+
+    def _states(self, parameter: torch.Tensor, base: str) -> Iterator[tuple[torch.Tensor, str]]:
+        for name, value in self.optimizer.state.get(parameter, {}).items():
+            yield from _tensors(value, f"{base}.{name}")
+
+    def _live_bytes(self, at: int) -> int:
+        return self.own_bytes[at] + self.born_bytes[at]
+
+    def _born_bytes(self, bucket: Bucket) -> int:
+        """The states of parameters that have none yet."""
+        without = [p.nbytes for p, _ in self._stepped(bucket) if not self.optimizer.state.get(p)]
+        return int(self.about.seen.born * sum(without))
+
+    def _own_bytes(self, bucket: Bucket) -> int:
+        """A loop over parameters holds one parameter's temporaries at a time; fused kernels have none."""
+        sizes = [parameter.nbytes for parameter, _ in self._stepped(bucket)]
+        if not sizes or bucket.group.get("fused"):
+            return 0
+        loops = bucket.group.get("foreach") is False or (
+            bucket.group.get("foreach", "") is None and bucket.parameters[0].device.type == "cpu"
+        )
+        return int(self.about.seen.temporaries * (max(sizes) if loops else sum(sizes)))
+
+
+def _movable(members: Iterable[Member]) -> dict[int, Record]:
+    return {record.key: record for _, record in members if record is not None and record.evictable}
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[torch.Tensor, str]]:
+    if isinstance(value, torch.Tensor):
+        yield value, name
+    elif isinstance(value, list | tuple):
+        for at, part in enumerate(value):
+            yield from _tensors(part, f"{name}.{at}")
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _tensors(part, f"{name}.{key}")
+
+
+def step_code(optimizer: torch.optim.Optimizer) -> CodeType | None:
+    """Of the function around `step` that calls the hooks: on the stack from the first hook to the last."""
+    code: CodeType | None = getattr(getattr(type(optimizer), "step", None), "__code__", None)
+    return code
+
+
+def _runs(code: CodeType | None) -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def plainly_called(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook of the step was called by torch's own code around it, and not by what a compiler made of
+    that."""
+    frame = inspect.currentframe()
+    wrapper = step_code(optimizer)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("optim/optimizer.py"):
+            return frame.f_code is wrapper
+        frame = frame.f_back
+    return False

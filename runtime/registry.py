@@ -1,0 +1,201 @@
+"""Who a tensor is: one record per storage, under a name that the same tensor gets again in the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from teraio.schedule import Buffer
+
+from .adopt import SMALLEST_BYTES, movable
+from .gradients import Gradients
+from .programs import Program
+from .records import Record
+from .residency import Residency
+from .step import StepTracker, TensorFacts
+from .stuck import Stuck
+from .user_code import UserCode
+
+
+class Registry:
+    def __init__(
+        self, residency: Residency, tracker: StepTracker, user: UserCode, keep: Sequence[str] = ()
+    ) -> None:
+        self.residency = residency
+        self.tracker = tracker
+        self.guard = user.guard
+        self.keep = keep  # name globs of tensors that never move
+        self.stuck = Stuck(residency, self.kept)
+        self.gradients = Gradients(residency, user, self.adopt_gradient)
+        self.new_weights: list[Record] = []  # that this program brought in
+        self.described: dict[str, TensorFacts] = {}  # all tensors of this step that move, dead ones too
+
+    def kept(self, name: str) -> bool:
+        return any(fnmatchcase(name, glob) for glob in self.keep)
+
+    # ---- what programs hand over
+
+    def register(self, program: Program, buffer: int, tensor: Any) -> Record | None:
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        storage = tensor.untyped_storage()
+        record = self.residency.records.get(storage._cdata)
+        about = program.schedule.buffers[buffer]
+        weight = about.role == "argument" and program.is_weight(buffer, tensor)
+        if weight and record is not None and record.kind == "outside":
+            self._bring_in(record, storage, program.label(buffer), about)
+        if record is None:
+            if storage.nbytes() < SMALLEST_BYTES:
+                return None
+            if about.edge >= 0 and (owner := self.gradients.early(about.edge, tensor)) is not None:
+                return self._add_gradient(owner, storage, about)
+            record = self._add(program, about, storage, program.label(buffer) if weight else "")
+        if weight and record.kind == "weight" and not self.kept(record.name):
+            self.guard.watch(tensor, record)
+            self.gradients.watch(tensor)
+        return record
+
+    def _add(self, program: Program, about: Buffer, storage: torch.UntypedStorage, label: str) -> Record:
+        kind = "weight" if label else {"argument": "input"}.get(about.role, "activation")
+        if program.schedule.kind == "backward" and about.role == "result":
+            kind = "grad"
+        name = self._weight_name(label) if label else f"{self.tracker.label}.{about.name}"
+        wanted = about.role == "saved" or (bool(label) and not about.held)
+        wanted = wanted and not self.kept(name)
+        record = self._new(storage, name, kind, wanted)
+        if label and record.evictable:
+            self.residency.reachable[record.key] = record
+            self.new_weights.append(record)
+        elif label and wanted:
+            self.stuck.records.append(record)
+        return record
+
+    def _bring_in(self, record: Record, storage: torch.UntypedStorage, label: str, about: Buffer) -> None:
+        """An optimizer knew it before any program did."""
+        record.kind, record.persistent = "weight", True
+        self.residency.rename(record, self._weight_name(label))
+        if not (self.kept(record.name) or about.held):
+            if movable(storage):
+                self.residency.unsettle(record)
+                self.describe(record)
+                self.new_weights.append(record)
+            else:
+                self.stuck.records.append(record)
+
+    def _new(self, storage: torch.UntypedStorage, name: str, kind: str, wanted: bool) -> Record:
+        record = self.residency.add(storage, name, kind, wanted and movable(storage))
+        if record.evictable:
+            self.describe(record)
+        return record
+
+    def describe(self, record: Record) -> None:
+        self.described[record.name] = (record.name, record.kind, record.size_bytes, record.persistent)
+
+    def _weight_name(self, label: str) -> str:
+        """One program may serve many layers: the second weight of the same name gets the call's number."""
+        return label if label not in self.residency.by_name else f"{self.tracker.label}.{label}"
+
+    # ---- gradients
+
+    def _add_gradient(self, weight: Record, storage: torch.UntypedStorage, about: Buffer) -> Record:
+        """Made by a backward, not yet given to its weight: the first of a step has the weight's name, those
+        that are added to it have the call's."""
+        name = f"{weight.name}.grad"
+        if name in self.residency.by_name:
+            name = f"{self.tracker.label}.{about.name}"
+        record = self._new(storage, name, "grad", not self.kept(name))
+        if record.evictable:
+            self.gradients.made[record.key] = record
+        return record
+
+    def adopt_gradient(self, weight: Record, gradient: torch.Tensor, taken_over: bool) -> Record | None:
+        """A weight has this gradient now: it may leave. `taken_over`: its bytes are those that left the
+        program, wherever they are."""
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = gradient.untyped_storage()
+        record = self.residency.records.get(storage._cdata)
+        name = f"{weight.name}.grad"
+        if self.kept(name) or not movable(storage):
+            return record
+        if record is None:
+            if storage.nbytes() < SMALLEST_BYTES:
+                return None
+            record = self.residency.add(storage, name, "grad", evictable=True)
+        elif record.kind == "weight":
+            return None
+        record.kind = "grad"
+        if record.name != name:
+            self.residency.rename(record, name)
+        record.own_holders = 1
+        self.residency.unsettle(record)
+        self.guard.watch(gradient, record, fresh=True)
+        if taken_over:
+            record.version = record.versions()
+        else:
+            record.clean = False
+        self.describe(record)
+        return record
+
+    # ---- what optimizers have
+
+    def state(self, tensor: torch.Tensor, name: str) -> Record | None:
+        """A tensor of an optimizer's state, if it is worth a record. One that is made of others, as quantized
+        ones are, stays: its own class calls kernels with those others, and asks no guard."""
+        if is_traceable_wrapper_subclass(tensor):
+            for part in tensor.__tensor_flatten__()[0]:
+                self.count(getattr(tensor, part), f"{name}.{part}", "state")
+            return None
+        storage = tensor.untyped_storage()
+        record = self.residency.records.get(storage._cdata)
+        if record is not None or storage.nbytes() < SMALLEST_BYTES:
+            return record
+        wanted = type(tensor) is torch.Tensor and not self.kept(name)
+        record = self._new(storage, name, "state", wanted)
+        if record.evictable:
+            self.guard.watch(tensor, record)
+            self.residency.reachable[record.key] = record
+        return record
+
+    def adopt_states(self, states: Iterable[tuple[torch.Tensor, str]]) -> None:
+        """Before they are registered: as `torch.load` leaves them, their bytes belong to a file. All at once,
+        because who holds them is found by looking at everything there is."""
+        foreign = [
+            (name, tensor)
+            for tensor, name in states
+            if type(tensor) is torch.Tensor
+            and (storage := tensor.untyped_storage())._cdata not in self.residency.records
+            and storage.nbytes() >= SMALLEST_BYTES
+            and not movable(storage)
+            and name not in self.stuck.refused
+        ]
+        if foreign:
+            self.stuck.adopt(foreign)
+
+    def count(self, tensor: torch.Tensor, name: str, kind: str) -> Record | None:
+        """Registers a tensor that is never moved, so that the ledger knows its bytes; one that is known stays
+        what it is."""
+        storage = tensor.untyped_storage()
+        record = self.residency.records.get(storage._cdata)
+        if record is None and storage.nbytes() >= SMALLEST_BYTES:
+            record = self.residency.add(storage, name, kind, evictable=False)
+        return record
+
+    # ---- the step
+
+    def end_step(self) -> None:
+        """A gradient that is still there when the next step begins lives on in it."""
+        for record in self.residency.reachable.values():
+            if record.kind == "grad" and not record.persistent:
+                record.persistent = True
+                self.describe(record)
+
+    def forget_names(self) -> None:
+        """Names of what does not outlive the step are given anew in the next."""
+        known = self.residency.by_name
+        self.residency.by_name = {name: record for name, record in known.items() if record.persistent}
+        kept = self.residency.by_name
+        self.described = {name: about for name, about in self.described.items() if name in kept}

@@ -1,0 +1,168 @@
+"""May this optimizer be stepped in buckets? Two steps are tried on small clones of two of its parameters per
+group, whole and bucket by bucket. Only if parameters, states and groups come out equal in every bit is the
+optimizer taken for one that updates each parameter by itself. What it allocates for one is seen as well."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .windows import Bucket, Group, buckets_of, same, stand_in
+
+GROUPS_MAX = 4
+EDGE_MAX = 5  # elements of a clone along each dimension
+STEPS = 2
+# What every optimizer has, and what others hang onto it; none of it takes part in an update.
+OWN = {"state", "param_groups", "defaults", "step", "_zero_grad_profile_name", "profile_hook_step"}
+PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, type(Ellipsis))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Bytes are per byte of parameter; by default what Adam takes."""
+
+    reason: str | None  # why its step runs whole
+    born: float = 2.0  # states that its first step makes
+    temporaries: float = 2.0  # that the update of a parameter holds besides
+
+
+def outcome(optimizer: torch.optim.Optimizer) -> Outcome:
+    try:
+        run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    except AttributeError:
+        return Outcome("its step is not the one that torch wraps")
+    held = next((name for name, value in _attributes(optimizer).items() if not _plain(value)), None)
+    if held is not None:
+        return Outcome(f"it keeps more than its groups and states: {held}")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return Outcome("differentiable=True")
+    try:
+        whole = _try(optimizer, run, in_parts=False)
+        parts = _try(optimizer, run, in_parts=True)
+        seen = Allocations()
+        with torch.compiler.set_stance(
+            "force_eager"
+        ):  # a step that compiles its update, under a mode of ours
+            _try(optimizer, run, in_parts=True, seen=seen)
+    except Exception as error:  # noqa: BLE001  whatever a third party's step does with clones
+        return Outcome(f"it could not be tried on clones: {type(error).__name__}: {error}")
+    if not same(whole, parts):
+        return Outcome("its update of one parameter depends on the others")
+    return Outcome(None, seen.born, seen.temporaries)
+
+
+class Allocations(TorchDispatchMode):
+    """What is alive of all that operators make, at its most, bucket by bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+        self.born = self.temporaries = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given:
+                    self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes())
+        return result
+
+    def alive_bytes(self) -> int:
+        self.alive = {key: kept for key, kept in self.alive.items() if not kept[0].expired()}
+        return sum(size_bytes for _, size_bytes in self.alive.values())
+
+    def bucket(self, parameters: list[torch.Tensor], before: int) -> int:
+        """One has been stepped; what is alive now."""
+        after = self.alive_bytes()
+        own = sum(parameter.nbytes for parameter in parameters)
+        if own:
+            self.born = max(self.born, (after - before) / own)
+            self.temporaries = max(self.temporaries, (self.peak_bytes - after) / own)
+        self.peak_bytes = after
+        return after
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in OWN and not (name.startswith("_optimizer_") and "hooks" in name)
+    }
+
+
+def _plain(value: Any) -> bool:
+    """Numbers and names, however nested, and tensors of one element such as a GradScaler leaves."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() <= 1
+    if isinstance(value, dict):
+        return all(_plain(part) for pair in value.items() for part in pair)
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_plain, value))
+    return isinstance(value, PLAIN) or (callable(value) and not hasattr(value, "__self__"))
+
+
+def _try(
+    optimizer: torch.optim.Optimizer,
+    run: Callable[..., Any],
+    in_parts: bool,
+    seen: Allocations | None = None,
+) -> list[Any]:
+    """Parameters, states and groups after the steps, and what the random numbers have become."""
+    clone = object.__new__(type(optimizer))
+    vars(clone).update({**vars(optimizer), **copy.deepcopy(_attributes(optimizer))})
+    with torch.random.fork_rng(devices=_devices(optimizer)):
+        torch.manual_seed(0)
+        groups = [_clone(group) for group in optimizer.param_groups[:GROUPS_MAX]]
+        vars(clone).update(state=defaultdict(dict), param_groups=groups, step=None)
+        del vars(clone)["step"]
+
+        def walk() -> Iterator[Bucket]:
+            alive = seen.alive_bytes() if seen is not None else 0
+            for bucket in buckets_of(groups, 0):
+                with seen or nullcontext():
+                    yield bucket
+                if seen is not None:
+                    alive = seen.bucket(bucket.parameters, alive)
+
+        subject = stand_in(clone, walk) if in_parts else clone
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        for _ in range(STEPS):
+            for parameter in parameters:
+                parameter.grad = 4 * torch.randn_like(parameter)
+            run(subject)
+        states = [dict(clone.state.get(parameter, {})) for parameter in parameters]
+        outside = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        return [parameters, states, outside, torch.get_rng_state()]
+
+
+def _devices(optimizer: torch.optim.Optimizer) -> list[torch.device]:
+    found = {p.device for group in optimizer.param_groups for p in group["params"]}
+    return [device for device in found if device.type == "cuda"]
+
+
+def _clone(group: Group) -> Group:
+    """The group with two small parameters like two of its own."""
+    own = group["params"]
+    models = [own[0], own[-1]] if own else []
+    made = [
+        torch.nn.Parameter(
+            torch.randn([min(n, EDGE_MAX - at) for n in p.shape], dtype=p.dtype, device=p.device)
+        )
+        for at, p in enumerate(models)
+    ]
+    return {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": made}

@@ -1,0 +1,96 @@
+"""Functions of torch that read a tensor without asking its class first: a weight that is away would be read
+from an address that is not there. They are wrapped once per process, so that the guard is asked before.
+
+tests/touch_list.py is how they were found: each of them ended the process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch._functorch.eager_transforms as _transforms
+import torch._functorch.vmap as _vmap
+import torch.jit._builtins as _script_builtins
+import torch.utils.dlpack
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+
+from .guard import BARE, touched
+
+Function = Callable[..., Any]
+
+# They read an argument of theirs; what functorch makes of it holds it, which the guard then sees.
+PLAIN: tuple[tuple[Any, str], ...] = (
+    (torch, "tensor"),
+    (torch.Tensor, "new_tensor"),
+    (torch, "to_dlpack"),
+    (torch.utils.dlpack, "to_dlpack"),
+    (_vmap, "_add_batch_dim"),
+    (_transforms, "_wrap_for_grad"),
+    (_transforms, "_wrap_functional_tensor"),
+)
+SCRIPTS = ("ScriptFunction", "ScriptMethod")
+
+_installed = False
+
+
+def install() -> None:
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    get_torch_obj_rule_map()  # Dynamo has noted the functions themselves before it meets the wrapped ones
+    for owner, name in PLAIN:
+        if (function := getattr(owner, name, None)) is not None:
+            setattr(owner, name, _plain(function))
+    _script_builtins._register_builtin(torch.tensor, "aten::tensor")
+    for name in SCRIPTS:
+        owner = getattr(torch._C, name)
+        owner.__call__ = _all(owner.__call__)
+    torch.autograd._engine_run_backward = _gradients(torch.autograd._engine_run_backward)
+    torch.nn.Parameter.__new__ = _plain(torch.nn.Parameter.__new__)  # type: ignore[method-assign]
+    torch.Tensor.__new__ = _plain(torch.Tensor.__new__)  # type: ignore[method-assign]
+
+
+def _plain(function: Function) -> Function:
+    @functools.wraps(function)
+    def asks(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and _any_guarded((*args, *kwargs.values()), nested=False):
+            return touched(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return asks
+
+
+def _all(function: Function) -> Function:
+    """The compiled code of a script is C++."""
+    hashable = functools.partial(function)  # its method is not
+
+    @functools.wraps(function)
+    def asks(*args: Any, **kwargs: Any) -> Any:
+        if _any_guarded((*args, *kwargs.values())):
+            return touched(hashable, args, kwargs)
+        return function(*args, **kwargs)
+
+    return asks
+
+
+def _gradients(function: Function) -> Function:
+    """Of what is handed to a backward only the gradients are read; the leaves among its inputs stay away."""
+
+    @functools.wraps(function)
+    def asks(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        if _any_guarded(gradients):
+            return touched(lambda given: function(outputs, given, *args, **kwargs), (gradients,), {})
+        return function(outputs, gradients, *args, **kwargs)
+
+    return asks
+
+
+def _any_guarded(values: Iterable[Any], nested: bool = True) -> bool:
+    for value in values:
+        if type(value) in BARE or (nested and isinstance(value, list | tuple) and _any_guarded(value)):
+            return True
+    return False

@@ -1,0 +1,155 @@
+"""`teraio plan`: a plan from a profile, for a machine one may not own; or all planners side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+
+from teraio import options
+from teraio.errors import OptionError, PlanError, TeraioError
+from teraio.plan import Plan
+from teraio.units import fmt_bytes, fmt_ns, parse_bytes
+
+from .figures import Figures, figures, fmt_days, table
+from .request import PROFILE, Request, request
+from .request import add_arguments as add_common
+
+DESCRIPTION = """\
+Makes a plan: which tensors leave device memory when, where to, and when they come back. The plan is checked
+by code that did not make it, its step is predicted by simulation, and a lower bound says how far it is from
+the best possible for this profile: this order of kernels, these kernel times, these links."""
+
+EPILOG = """\
+--planner all runs every planner, prints one line for each and marks the fastest plan, which -o writes.
+
+The life of the drives is what they are rated for (--endurance, TBW on the data sheet, of all drives together;
+by default 600 times the tier's capacity) over what a day of such steps writes. --max-write-per-day refuses a
+plan that writes more.
+
+examples:
+  teraio plan run.profile.json --machine h100-4ssd.machine.json --memory 40GiB -o run.plan.json
+  teraio plan run.profile.json --machine h100-4ssd.machine.json --memory min --planner all
+  teraio plan run.profile.json --machine here.machine.json --endurance 2400TB --json
+
+exit codes: 0 a plan was made, 1 there is none (the line says what would do), 2 bad input"""
+
+PLANNERS = f"who plans: {', '.join(options.PLANNERS)}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
+    add_common(parser, "memory", "plan_time", "keep", "max_write_per_day")
+    parser.add_argument("--planner", default=None, metavar="X", help=f"{PLANNERS}, or all: side by side")
+    parser.add_argument("--endurance", default="", metavar="X", help="what the drives are rated for: 2400TB")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to this file")
+
+
+def main(args: argparse.Namespace) -> int:
+    everyone = args.planner == "all"
+    args.planner = None if everyone else args.planner
+    endurance, asked = endurance_of(args), request(args, args.profile_file)
+    cap = options.from_flags(args).max_write_per_day
+    if everyone:
+        return _compare(args, asked, endurance, cap)
+    try:
+        plan, plan_ns = asked.made()
+    except PlanError as error:
+        if args.json:
+            told = {
+                "feasible": False,
+                "memory_bytes": asked.budget_bytes,
+                "smallest_bytes": asked.floor_bytes,
+            }
+            print(json.dumps({**told, "planner": asked.planner, "why": str(error)}))
+        raise
+    made = figures(plan, asked.profile, asked.machine, plan_ns, endurance)
+    if cap is not None and made.ssd_write_bytes_per_day > cap:
+        raise PlanError(_over_cap(made, cap))
+    if args.output:
+        plan.write(args.output)
+    print(json.dumps(asdict(made)) if args.json else made.line())
+    return 0
+
+
+def endurance_of(args: argparse.Namespace) -> int:
+    try:
+        return parse_bytes(args.endurance) if args.endurance else 0
+    except ValueError as error:
+        raise OptionError(f"--endurance: {error}") from None
+
+
+def _over_cap(made: Figures, cap: int) -> str:
+    return (
+        f"the plan writes {made.ssd_write_bytes_per_day / 1e12:.1f} TB per day to the drives "
+        f"({fmt_bytes(made.ssd_write_bytes)} per step of {fmt_ns(made.step_ns)}); max_write_per_day is "
+        f"{cap / 1e12:.1f} TB. Give more memory or a larger host tier, or raise the cap"
+    )
+
+
+def _compare(args: argparse.Namespace, asked: Request, endurance: int, cap: int | None) -> int:
+    """Every planner once; one that is another's name is left out."""
+    from teraio.passes.planner import PLANNERS
+
+    distinct = {make: name for name, make in PLANNERS.items()}  # the last name of each
+    plans: dict[str, Plan] = {}
+    rows: dict[str, Figures] = {}
+    refused: dict[str, str] = {}
+    for name in distinct.values():
+        try:
+            plan, plan_ns = replace(asked, planner=name).made()
+        except TeraioError as error:
+            refused[name] = str(error)
+            continue
+        made = figures(plan, asked.profile, asked.machine, plan_ns, endurance)
+        over = cap is not None and made.ssd_write_bytes_per_day > cap
+        if over:
+            refused[name] = _over_cap(made, cap or 0)
+            continue
+        plans[name], rows[name] = plan, made
+    # Bounds are of the problem, not of the plan: the best of them holds for all.
+    bound_ns = max((made.bound_ns for made in rows.values()), default=0)
+    rows = {name: replace(made, bound_ns=bound_ns) for name, made in rows.items()}
+    predicted = [name for name, made in rows.items() if made.step_ns]
+    best = min(predicted, key=lambda name: (rows[name].step_ns, rows[name].ssd_write_bytes), default="")
+    if args.json:
+        told = [asdict(made) for made in rows.values()]
+        print(json.dumps({"best": best, "bound_ns": bound_ns, "planners": told, "refused": refused}))
+    else:
+        print(_comparison(asked, rows, refused, best))
+    if not best:
+        return 1
+    if args.output:
+        plans[best].write(args.output)
+    return 0
+
+
+def _comparison(asked: Request, rows: dict[str, Figures], refused: dict[str, str], best: str) -> str:
+    head = ("planner", "step", "above bound", "peak", "SSD writes", "SSD reads", "drives last", "planning")
+    lines: list[tuple[str, ...]] = [head]
+    for name, made in sorted(rows.items(), key=lambda row: (row[1].step_ns or 2**62, row[0])):
+        if not made.step_ns:
+            lines.append((f"  {name}", "on demand", *["-"] * 5, fmt_ns(made.plan_ns)))
+            continue
+        lines.append(
+            (
+                f"{'*' if name == best else ' '} {name}",
+                fmt_ns(made.step_ns),
+                f"{made.step_ns / max(made.bound_ns, 1) - 1:.1%}",
+                fmt_bytes(made.peak_bytes),
+                fmt_bytes(made.ssd_write_bytes),
+                fmt_bytes(made.ssd_read_bytes),
+                fmt_days(made.ssd_life_days) if made.ssd_life_days else "-",
+                fmt_ns(made.plan_ns),
+            )
+        )
+    compute_ns = sum(kernel.duration_ns for kernel in asked.profile.kernels)
+    bound_ns = max((made.bound_ns for made in rows.values()), default=0)
+    title = (
+        f"{asked.profile.name} on {asked.machine.name} within {fmt_bytes(asked.budget_bytes)}: compute alone "
+        f"{fmt_ns(compute_ns)}, no plan for this profile takes less than {fmt_ns(bound_ns)}"
+    )
+    no_plan = [f"    {name}: no plan: {why}" for name, why in sorted(refused.items())]
+    return "\n".join([title, table(lines), *no_plan])

@@ -1,0 +1,94 @@
+"""What the planning commands have in common: which profile, machine, budget and planner were asked for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from teraio import options
+from teraio.cache import fingerprint_of
+from teraio.check import check
+from teraio.errors import PlanError
+from teraio.machine import Machine
+from teraio.notices import without_match
+from teraio.plan import Plan
+from teraio.profile import Profile
+
+PROFILE = "a profile: options={'profile': 'run.profile.json'} writes one, `teraio profile synth` makes one up"
+MACHINE = "a machine file: `teraio doctor -o` writes this machine's, profiles/machines/ has others"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A planning problem, with what may be spent on it."""
+
+    profile: Profile
+    machine: Machine
+    budget_bytes: int
+    floor_bytes: int
+    planner: str
+    plan_ns: int  # the planner's time limit
+    keep: frozenset[str] = frozenset()
+
+    def made(self) -> tuple[Plan, int]:
+        """The plan, and how long it took; PlanError if there is none."""
+        from teraio.passes import planner
+
+        began = time.monotonic_ns()
+        plan = planner.plan(
+            self.profile,
+            self.machine,
+            self.budget_bytes,
+            planner=self.planner,
+            fingerprint=fingerprint_of(self.profile),
+            time_limit_s=self.plan_ns / 1e9,
+            keep=self.keep,
+        )
+        return plan, time.monotonic_ns() - began
+
+
+def add_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
+    """--machine, the flags of some options, and --json."""
+    parser.add_argument("--machine", required=True, metavar="FILE", help=MACHINE)
+    options.add_flags(parser, names)
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+
+
+def request(args: argparse.Namespace, path: str, planner: str = "") -> Request:
+    """From a command line with a profile at `path`. Without --memory, all of the device's."""
+    from teraio.passes.planner import smallest_budget
+
+    asked = options.from_flags(args)
+    profile, machine = Profile.read(path), Machine.read(args.machine)
+    for line in without_match(asked.keep, [tensor.name for tensor in profile.tensors]):
+        print(f"teraio: {line}", file=sys.stderr)
+    kept = frozenset(t.name for t in profile.tensors if any(fnmatchcase(t.name, g) for g in asked.keep))
+    floor = smallest_budget(profile, kept)
+    device = capacity(machine)
+    budget = asked.memory.resolve(device, floor) if asked.memory else device
+    return Request(profile, machine, budget, floor, planner or asked.planner, asked.plan_time, kept)
+
+
+def capacity(machine: Machine, tier: str = "device") -> int:
+    return next((each.capacity_bytes for each in machine.tiers if each.name == tier), 0)
+
+
+def checked_plan(path: str, profile: Profile, machine: Machine) -> Plan:
+    """A plan that the check accepts for this profile on this machine."""
+    plan = Plan.read(path)
+    verdict = check(plan, profile, machine)
+    if not verdict.feasible:
+        other = plan.fingerprint and plan.fingerprint != fingerprint_of(profile)
+        why = "it was made for another profile; " if other else ""
+        raise PlanError(
+            f"{path} is no plan for profile {profile.name!r} on machine {machine.name!r}: {why}"
+            f"{verdict.problems[0]}. Make one: teraio plan PROFILE --machine MACHINE -o {path}"
+        )
+    return plan
+
+
+def with_budget(request: Request, budget_bytes: int) -> Request:
+    return replace(request, budget_bytes=budget_bytes)

@@ -1,0 +1,184 @@
+"""Plans that are there before anything is measured: the plan file, and what earlier runs left in the cache.
+
+    follow      the last step is one that such a plan is for -> engine, from the next step on
+    keep        a new plan, for later runs
+
+A step is recognised by its fingerprint, which the first step shows already: kernels in order, tensors, sizes,
+uses. A plan from the cache is on trial for two steps, and so is one that was just made. The first finds its
+tensors where no plan left them; the second must be the same step still, and take as long as predicted, or it
+is measured and planned again, once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from teraio import __version__, cache
+from teraio.cache import fingerprint_of
+from teraio.options import Options
+from teraio.passes import lifetimes
+from teraio.plan import Plan
+from teraio.runtime.engine import Engine
+from teraio.schedule import Step
+from teraio.units import fmt_count, fmt_ns
+
+log = logging.getLogger("teraio")
+
+DRIFT_PERCENT = 15  # between predicted and measured: beyond it the step is measured and planned again, once
+TRIAL_STEPS = 2
+# A plan for a smaller budget is a plan, but one for less than 9/10 leaves memory unused.
+BUDGET_TENTHS = 9
+
+# What a plan depends on, beside the step and the budget.
+PLAN_OPTIONS = ("planner", "keep", "host_memory", "optimizer_step", "recompute", "max_write_per_day")
+
+Order = tuple[str, ...]  # of programs
+
+
+@dataclass(slots=True)
+class _Trial:
+    plan: Plan
+    steps: int = 0
+
+
+class Earlier:
+    def __init__(
+        self, options: Options, replay: Plan | None, engine: Engine, budget_bytes: int, device_kind: str
+    ) -> None:
+        self.options, self.replay, self.engine = options, replay, engine
+        self.budget_bytes, self.device_kind = budget_bytes, device_kind
+        folder = cache.directory()
+        self.cache = cache.PlanCache(folder) if folder and replay is None else None
+        self.trials: dict[Order, _Trial] = {}
+        self.judged: set[Order] = set()  # not looked up again
+        self.followed: list[Order] = []
+        self.left: set[Order] = set()  # orders that began like a followed one, and were said
+        self.said: set[str] = set()
+
+    def follow(self, order: Order, step: Step) -> bool:
+        """Whether a plan is followed from now on, or still, that nobody had to make; then nothing is measured
+        for one. Someone who asked for a profile gets it measured."""
+        if self.options.profile or order in self.judged:
+            return False
+        trial = self.trials.get(order)
+        if trial is None:
+            begun = self._begin(order, fingerprint_of(lifetimes.profile_of([step], "run")))
+            if begun:
+                self.followed.append(order)
+            else:
+                self._say_where_left(order, step)
+            return begun
+        trial.steps += 1
+        if trial.steps < TRIAL_STEPS:
+            return True
+        del self.trials[order]
+        self.judged.add(order)
+        if self._holds(trial.plan, step):
+            self.engine.settle(None)
+            return True
+        return False
+
+    def _say_where_left(self, order: Order, step: Step) -> None:
+        """A step that began like one with a plan and went on differently: from there it ran on demand."""
+        alike = max((_alike(order, other) for other in self.followed), default=0)
+        if not alike or order in self.left:
+            return
+        self.left.add(order)
+        there = step.calls[alike].schedule.kind if alike < len(order) else "end"
+        log.info(
+            "teraio: a step left the plan after %s, where it has another %s: it is measured and planned by "
+            "itself",
+            fmt_count(alike, "call"),
+            there,
+        )
+
+    def _begin(self, order: Order, fingerprint: str) -> bool:
+        if self.replay is not None and self.replay.fingerprint == fingerprint:
+            log.info("teraio: replaying %s: %s", self.options.plan, fmt_count(len(self.replay.moves), "move"))
+            self.engine.settle(self.replay)
+            return True
+        plan = self._find(fingerprint)
+        if plan is None:
+            return False
+        log.info(
+            "teraio: following the plan of an earlier run: %s, a step of %s predicted",
+            fmt_count(len(plan.moves), "move"),
+            fmt_ns(plan.predicted.step_ns),
+        )
+        self.trials[order] = _Trial(plan)
+        self.engine.install(plan)
+        return True
+
+    def _find(self, fingerprint: str) -> Plan | None:
+        if self.cache is None:
+            return None
+        plan, refused = self.cache.find(self._key(fingerprint), fingerprint)
+        if refused:
+            self._warn("the plan of an earlier run is not used: %s", refused)
+        if plan is None or not BUDGET_TENTHS * self.budget_bytes <= 10 * plan.budget_bytes:
+            return None
+        return plan if plan.budget_bytes <= self.budget_bytes else None
+
+    def watch(self, order: Order, plan: Plan) -> bool:
+        """Whether a plan that was just made is on trial, too: in warm-up steps tensors move on demand, and
+        kernels beside such transfers take longer than beside planned ones. A plan file is not replaced."""
+        if self.options.profile or self.replay is not None or order in self.judged:
+            return False
+        if not (plan.moves and plan.predicted.step_ns):
+            return False
+        self.trials[order] = _Trial(plan)
+        self.followed.append(order)
+        return True
+
+    def _holds(self, plan: Plan, step: Step) -> bool:
+        """Whether this step, which followed the plan, is the one it was made for and took what it said."""
+        took_ns, predicted_ns = _took_ns(step), plan.predicted.step_ns
+        if fingerprint_of(lifetimes.profile_of([step], "run")) != plan.fingerprint:
+            log.info("teraio: the step is not the one that was planned: it is measured and planned again")
+            self.engine.install(Plan("", "none", self.budget_bytes))
+        elif abs(took_ns - predicted_ns) * 100 > DRIFT_PERCENT * predicted_ns:
+            log.info(
+                "teraio: a step took %s, the plan says %s: it is measured and planned again",
+                fmt_ns(took_ns),
+                fmt_ns(predicted_ns),
+            )
+        else:
+            return True
+        return False
+
+    def keep(self, plan: Plan) -> None:
+        """For later runs. A plan that cannot be written is no reason to end a training."""
+        if self.cache is None or plan.planner == "none":
+            return
+        refused = self.cache.keep(self._key(plan.fingerprint), plan)
+        if refused:
+            self._warn("the plan was not kept for later runs: %s", refused)
+
+    def _key(self, fingerprint: str) -> str:
+        """Bandwidths are no part of it: they differ from run to run, and where that matters, steps drift."""
+        asked = sorted((name, repr(getattr(self.options, name))) for name in PLAN_OPTIONS)
+        memory = "" if self.options.memory is None else str(self.options.memory)
+        name = torch.cuda.get_device_name() if self.device_kind == "cuda" else platform.machine()
+        machine = f"{self.device_kind} {name} {os.cpu_count()}"
+        return cache.key_of(fingerprint, memory, repr(asked), machine, __version__, torch.__version__)
+
+    def _warn(self, text: str, why: str) -> None:
+        if why not in self.said:
+            self.said.add(why)
+            log.warning(f"teraio: {text}", why)
+
+
+def _alike(one: Order, other: Order) -> int:
+    """How many programs two steps have in common before they part."""
+    return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+def _took_ns(step: Step) -> int:
+    """From its first slot to its end, waiting included."""
+    first = step.calls[0]
+    return step.end_ns - (first.at_ns[0] - first.stall_ns[0])

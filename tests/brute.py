@@ -1,0 +1,70 @@
+"""Every plan of a tiny problem: the judge of bounds and of planners that claim to be exact.
+
+A gap is spent on the device, or away on one of its tensor's routes from any tick to any later one; the first
+away gap of a version writes it, from the gap's first tick on. What is ready at the same tick is issued in the
+order of need. The ledger is the check's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from teraio.check import check
+from teraio.machine import Machine
+from teraio.passes.planner.choose import Choice
+from teraio.passes.planner.greedy import as_plan
+from teraio.passes.planner.problem import Gap, Problem, Route, transfer_ns
+from teraio.passes.planner.simulate import step_ns
+from teraio.passes.planner.timing import Absence
+from teraio.plan import Plan
+
+
+def absences(index: int, gap: Gap, route: Route) -> Iterator[Absence]:
+    """Every way to spend a gap away on this route."""
+    write_ns = 0 if gap.version is None else transfer_ns(route.out, gap.size_bytes)
+    read_ns = transfer_ns(route.back, gap.size_bytes)
+    for free in range(gap.start + 1, gap.end):
+        for trigger in range(free + 1, gap.end + 1):
+            yield Absence(index, route, write_ns, read_ns, free, trigger)
+
+
+def plans(problem: Problem, budget_bytes: int) -> Iterator[Plan]:
+    """All of them, also those that the check refuses."""
+    indices = [index for index, gap in enumerate(problem.gaps) if not gap.unused]
+    tensors = sorted({problem.gaps[index].tensor for index in indices})
+    unused = tuple(index for index, gap in enumerate(problem.gaps) if gap.unused)
+    for on in product(problem.routes, repeat=len(tensors)):
+        routes = dict(zip(tensors, on, strict=True))
+        routes |= {problem.gaps[index].tensor: problem.routes[0] for index in unused}
+        ways = [[None, *absences(i, problem.gaps[i], routes[problem.gaps[i].tensor])] for i in indices]
+        for taken in product(*ways):
+            away = [absence for absence in taken if absence is not None]
+            away.sort(key=lambda a: (_age(problem, a.gap), a.gap))
+            choice = Choice(budget_bytes, (*unused, *(a.gap for a in away)), routes)
+            yield as_plan(problem, choice, away, budget_bytes)
+
+
+def _age(problem: Problem, index: int) -> int:
+    gap = problem.gaps[index]
+    return (gap.start - (gap.version or 0)) % len(problem.live)
+
+
+def ways(problem: Problem) -> int:
+    """How many plans there are."""
+    count = len(problem.routes) ** len({gap.tensor for gap in problem.gaps if not gap.unused})
+    for gap in problem.gaps:
+        length = gap.end - gap.start - 1
+        count *= 1 if gap.unused else 1 + length * (length + 1) // 2
+    return count
+
+
+def best(problem: Problem, machine: Machine, budget_bytes: int) -> tuple[int, Plan] | None:
+    """The shortest step of all plans that the check accepts, and one of them; None if it accepts none."""
+    found: tuple[int, Plan] | None = None
+    for plan in plans(problem, budget_bytes):
+        if check(plan, problem.profile, machine).feasible:
+            took_ns = step_ns(plan, problem.profile, machine)
+            if found is None or took_ns < found[0]:
+                found = took_ns, plan
+    return found

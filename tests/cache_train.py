@@ -1,0 +1,38 @@
+"""A process of its own that trains a small model within half of its memory; prints losses and counts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import nn
+
+import teraio
+
+WIDTH, LAYERS, BATCH, STEPS = 256, 8, 1024, 6
+MEMORY_BYTES = 14 * 2**20  # of about 26 MiB that are alive in the backward
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options: Any = {"inner": "eager", "memory": MEMORY_BYTES}
+    compiled = torch.compile(model, backend="teraio", options=options)
+    rows = []
+    for number in range(STEPS):
+        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number))
+        loss = compiled(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts = teraio.stats()
+        rows.append([loss.item().hex(), counts["planned_moves"], counts["misses"]])
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Random steps that are small enough to try all their plans, for planners that claim to be exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import brute
+import toys
+
+from teraio.machine import Machine
+from teraio.passes.planner.problem import Problem, build
+
+ROOM = 10**6
+MOST_GAPS = 6  # up to which the exact planner claims to be exact
+MACHINES = (
+    toys.machine(device=ROOM, ssd=ROOM),
+    toys.machine(device=ROOM, ssd=ROOM, latency_ns=700),
+    toys.machine(device=ROOM, ssd=ROOM, rate=5 * toys.BYTE_PER_US),
+    toys.machine(device=ROOM, ssd=ROOM, host=ROOM),
+)
+
+
+def cases(seeds: Iterable[int], most_ways: int) -> Iterator[tuple[int, Problem, Machine, int]]:
+    """(seed, problem, machine, budget): the smallest budget, and one halfway to where everything fits."""
+    for seed in seeds:
+        machine = MACHINES[seed % len(MACHINES)]
+        profile = toys.random_profile(seed, 7, 5)
+        if seed % 3 == 1:  # without kernels to hide behind, every transfer shows
+            kernels = tuple(replace(kernel, duration_ns=0) for kernel in profile.kernels)
+            profile = replace(profile, kernels=kernels)
+        problem = build(profile, machine)
+        floor, live = int(problem.floor.max()), int(problem.live.max())
+        used = sum(not gap.unused for gap in problem.gaps)
+        if used <= MOST_GAPS and 10 < brute.ways(problem) < most_ways:
+            for budget in sorted({floor, (floor + live) // 2} - {live}):
+                yield seed, problem, machine, budget

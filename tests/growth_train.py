@@ -1,0 +1,103 @@
+"""Trains many small steps of mixed batch sizes in a process of its own, and looks at that process from time
+to time: what it has in memory after a step, the most it had in one, its descriptors, threads and files.
+
+    growth_train.py '{"steps": 500, "budget": 6815744}'
+
+prints one JSON object: the figures after each fiftieth of the steps, then those of some steps with all memory
+that they want, then those when the engine has ended. The same programs run with both budgets.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+import teraio
+from teraio import session
+from teraio.options import Options
+from teraio.runtime import resident
+from teraio.runtime.store_places import default_directories
+
+WIDTH, LAYERS = 64, 8
+BATCHES = (1024, 2048, 1536)  # rows: 256 to 512 KiB per activation
+TURNS = 50
+PLENTY = 39 * 2**20  # with the same buffers of the store as a smaller budget
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+class Trainer:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+        self.choose = random.Random(0)
+        self.compiled: Any = torch.compile(
+            self.model, backend="teraio", dynamic=False, options={"inner": "eager"}
+        )
+
+    def begin(self, budget: int) -> None:
+        teraio.reset()
+        os.environ.update(TERAIO_MEMORY=str(budget), TERAIO_WARMUP="1")
+        session.start(Options.parse({"inner": "eager"}))
+        for batch in BATCHES * 3:  # compiled, measured, planned
+            self.step(batch)
+        gc.collect()
+        gc.freeze()  # what compiling made is not looked at again and again
+
+    def step(self, batch: int) -> None:
+        self.compiled(torch.randn(batch, WIDTH)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, count: int) -> dict[str, int]:
+        """Afterwards; `peak` is of these steps."""
+        gc.collect()
+        resident.reset_peak()
+        for _ in range(count):
+            self.step(self.choose.choice(BATCHES))
+        return self.figures()
+
+    def figures(self) -> dict[str, int]:
+        gc.collect()
+        return {
+            "resident": resident.resident_bytes(),
+            "peak": resident.peak_bytes(),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "files": sum(len(files) for _, _, files in os.walk(default_directories()[0])),
+        }
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    trainer = Trainer()
+    trainer.begin(asked["budget"])
+    before = teraio.stats()
+    rows = [trainer.steps(TURNS) for _ in range(asked["steps"] // TURNS)]
+    did = {name: value - before[name] for name, value in teraio.stats().items()}
+    trainer.begin(PLENTY)
+    plenty = trainer.steps(TURNS)
+    teraio.reset()
+    print(json.dumps({"rows": rows, "did": did, "plenty": plenty, "left": trainer.figures()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Training loops that other people wrote, each plainly and within a budget: the same numbers.
+
+    pip install accelerate peft lightning torchao
+    python tests/long/train_loops.py [names]
+
+Prints a row per loop; exit code 0 or 1. About a minute per row.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import trainers
+import trainers_verdict
+
+
+def main() -> int:
+    wrong = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for row in sys.argv[1:] or trainers.ROWS:
+            plain, within = (
+                trainers_verdict.results(mode, folder, [row])[row] for mode in ("plain", "teraio")
+            )
+            found = trainers_verdict.faults(plain, within, trainers.MEMORY)
+            counts = within["counts"]
+            print(
+                f"{row:20} peak {counts['peak_bytes']:>9} of {trainers.MEMORY}, {counts['fetches']} fetches, "
+                f"{counts['touches']} of them by user code, overrun {counts['overrun_bytes']}: "
+                f"{'; '.join(found) or 'the same'}",
+                flush=True,
+            )
+            wrong += bool(found)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Trainings that differ in their optimizer and in what the loop does with gradients, each plainly and under a
+budget.
+
+    optimizer_train.py '["AdamW", "clips", ...]' [bug]
+
+prints one JSON line per scenario: whether losses, weights, states and groups came out equal, the peaks, what
+moved. The model is a chain of layers whose weights, gradients and states are most of the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import allocator
+import torch
+from optimizer_loops import LOOPS, OPTIMIZERS, WHOLE, Loop
+
+import teraio
+from teraio.runtime import engine, gradients, optimizer_call, trial, user_code, windows
+from teraio.runtime.records import Record, State
+from teraio.runtime.windows import same
+
+WIDTH, LAYERS, ROWS, STEPS = 192, 10, 32, 4
+BUDGET = 6 * 2**20  # 4 MiB of it in reserve; weights, gradients and Adam's states are 5.9 MiB
+WHOLE_BUDGET = 24 * 2**20
+
+
+class Chain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+PLANTS: dict[str, list[Any]] = {
+    # the copy of before the update comes back
+    "updates are forgotten": [
+        patch.object(Record, "versions", lambda self: 0),
+        patch.object(engine.Engine, "_mark_written", lambda self, bound, written: None),
+    ],
+    # autograd adds to what is not there
+    "gradients are not fetched": [patch.object(gradients.Gradients, "before", lambda *_: None)],
+    # whatever the optimizer does, it is stepped in buckets
+    "nothing is tried": [patch.object(trial, "same", lambda one, other: True)],
+    "groups are not written back": [patch.object(windows, "write_back", lambda groups, written: None)],
+    "versions are trusted": [patch.object(user_code, "UNVERSIONED", frozenset())],
+}
+
+
+@contextlib.contextmanager
+def planted(bug: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for plant in PLANTS.get(bug, ()):
+            stack.enter_context(plant)
+        yield
+
+
+class Run:
+    def __init__(self, scenario: str, budget: int, counting: allocator.Counting) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.counting = counting
+        before = counting.alive_bytes()
+        self.model = Chain()
+        make, self.loop = OPTIMIZERS.get(scenario, OPTIMIZERS["AdamW"]), LOOPS.get(scenario, Loop())
+        self.optimizer = make(self.model)
+        self.others = before
+        options: dict[str, Any] = {"inner": "eager", "warmup": 1, "memory": budget}
+        self.compiled: Any = self.model
+        if budget:
+            self.compiled = torch.compile(self.model, backend="teraio", options=options, dynamic=False)
+        else:
+            with patch.dict("os.environ", {"TERAIO_DISABLE": "1"}):
+                self.compiled = torch.compile(self.model, backend="teraio", options={"inner": "eager"})
+        self.losses: list[float] = []
+        self.peaks: list[int] = []
+        self.buckets = 0
+        self.away: dict[str, int] = {}
+
+    def train(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for step in range(STEPS):
+            self.counting.reset_peak()
+            batches = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(self.loop.batches)]
+            self.losses += self.loop.step(self, step, batches)
+            self.look()
+            self.peaks.append(self.counting.peak_bytes() - self.others)
+
+    def look(self) -> None:
+        """What is away between steps."""
+        if engine.ENGINE is not None:
+            for record in engine.ENGINE.residency.records.values():
+                if record.state is State.AWAY and not record.dead():
+                    self.away[record.kind] = self.away.get(record.kind, 0) + 1
+
+    def outcome(self) -> list[Any]:
+        parameters = list(self.model.parameters())
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        states = [dict(self.optimizer.state.get(p, {})) for p in parameters]
+        return [self.losses, [p.data for p in parameters], states, groups, [p.grad for p in parameters]]
+
+
+def compare(scenario: str, counting: allocator.Counting, bug: str) -> dict[str, Any]:
+    with patch.dict("os.environ", {"TERAIO_DISABLE": "1"}):
+        plain = Run(scenario, 0, counting)
+        plain.train()
+    expected = plain.outcome()
+    del plain
+    opened: list[int] = []
+    real = optimizer_call.OptimizerCall.open
+
+    def open_(self: Any, at: int) -> None:
+        opened.append(at)
+        real(self, at)
+
+    with planted(bug), patch.object(optimizer_call.OptimizerCall, "open", open_):
+        held = counting.alive_bytes()
+        ours = Run(scenario, WHOLE_BUDGET if scenario in WHOLE else BUDGET, counting)
+        assert ours.others == held
+        ours.train()
+        counts = teraio.stats()
+        teraio.reset()
+    return {
+        "same": same(expected, ours.outcome()),
+        "peaks": ours.peaks,
+        "buckets": max(opened, default=-1) + 1,
+        "away": ours.away,
+        "counts": counts,
+    }
+
+
+def main() -> None:
+    counting = allocator.install()
+    torch.set_num_threads(1)
+    bug = sys.argv[2] if len(sys.argv) > 2 else ""
+    for scenario in json.loads(sys.argv[1]):
+        print(json.dumps({"scenario": scenario, **compare(scenario, counting, bug)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""Three simulators, two ways of thinking: they agree to the nanosecond, and each keeps the other honest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import generated_plans
+import numpy as np
+import pytest
+import toys
+
+from teraio import _native, cli
+from teraio.check import check
+from teraio.errors import PlanError
+from teraio.machine import Link, Machine, Tier
+from teraio.passes.planner import events, plan, smallest_budget
+from teraio.passes.planner.simulate import entered_ns, lanes, step_ns, transfers
+from teraio.plan import Evict, Fetch, Home, Move, Plan
+from teraio.profile import Profile
+from teraio.units import fmt_ns
+
+US = toys.US
+CASES = 240
+
+
+def instances(count: int = CASES) -> Iterator[tuple[int, Plan, Profile, Machine]]:
+    """Random profiles with random valid plans and with planned ones, on links from slow to fast.
+
+    Every third profile has kernels of no duration; tensors of no size, drops, and moves around the end of
+    the step are in all of them.
+    """
+    for seed in range(count):
+        profile = toys.random_profile(seed)
+        if seed % 3 == 0:
+            kernels = [replace(k, duration_ns=k.duration_ns * (i % 2)) for i, k in enumerate(profile.kernels)]
+            profile = replace(profile, kernels=tuple(kernels))
+        machine = toys.machine(
+            device=10_000,
+            ssd=10_000,
+            rate=(toys.BYTE_PER_US, 5 * toys.BYTE_PER_US, 333_333)[seed % 3],
+            latency_ns=(0, 700, 1_301)[seed // 3 % 3],
+            host=40 * (seed % 2),
+        )
+        floor = smallest_budget(profile)
+        yield seed, plan(profile, machine, floor, planner="greedy"), profile, machine
+        share = (0.3, 0.9)[seed % 2] if generated_plans.gaps(profile) else 0.0
+        budget = max(generated_plans.working_set_bytes(profile))
+        yield seed, generated_plans.random_plan(profile, budget, share, seed), profile, machine
+
+
+# ---- by hand ----
+
+
+def hand(*moves: Move, homes: tuple[Home, ...] = ()) -> Plan:
+    return Plan("", "hand", 8, homes, moves)
+
+
+def test_events_are_what_arithmetic_says() -> None:
+    # a (4 bytes) leaves 1..5 us and is waited for at tick 4: 1 us. Back 7..11, needed at 10: 1 us. 12 in all.
+    moves = (Evict("a", "ssd", free=4, trigger=1), Fetch("a", "ssd", trigger=6, ready=9))
+    assert events.run(hand(*moves), toys.diamond(), toys.machine()) == events.Outcome(
+        12 * US, (12 * US,), peak_bytes=6
+    )
+
+
+def sharing(rate: int) -> Machine:
+    """Both directions of the toy link have this bandwidth in common."""
+    tiers = (Tier("device", 100), Tier("ssd", 100))
+    links = (
+        Link("device", "ssd", toys.BYTE_PER_US, 0, "bus"),
+        Link("ssd", "device", toys.BYTE_PER_US, 0, "bus"),
+    )
+    return Machine("sharing", tiers, links, (("bus", rate),))
+
+
+def test_links_that_share_divide_their_bandwidth() -> None:
+    # w (4 bytes) comes back 2..6 us while a (2 bytes) leaves from 2 us on. With 2 bytes per us for both, each
+    # has its own rate and kernel 4 waits for w until 6 us. With 1 byte per us each has a half: a has left
+    # at 6 us, when w has 2 bytes to go, alone: 8 us. Then kernels 4..9: 14 us.
+    tensors = [toys.weight("w", 4, (4,)), toys.activation("a", 2, 0, (9,))]
+    profile = toys.profile(tensors, 10)
+    moves = (
+        Fetch("w", "ssd", 2, 4),
+        Evict("w", "ssd", free=5),
+        Evict("a", "ssd", free=8, trigger=2),
+        Fetch("a", "ssd", 8, 9),
+    )
+    made = hand(*moves, homes=(Home("w", "ssd"),))
+    assert check(made, profile, sharing(1)).feasible
+    free, half = sharing(2 * toys.BYTE_PER_US), sharing(toys.BYTE_PER_US)
+    # Kernel 9 waits 1 us for a, which comes back 10..12 us.
+    assert events.run(made, profile, free).step_ns == step_ns(made, profile, free) == 13 * US
+    assert events.run(made, profile, half).step_ns == 15 * US
+    assert step_ns(made, profile, half) == 13 * US  # optimistic, and said so
+
+
+def test_a_plan_is_predicted_by_events_where_links_share() -> None:
+    profile, slow = toys.training_profile(), sharing(toys.BYTE_PER_US)
+    slow = replace(slow, tiers=(Tier("device", 10_000), Tier("ssd", 10_000)))
+    made = plan(profile, slow, 1_500, planner="greedy")
+    assert made.predicted.step_ns == events.run(made, profile, slow).step_ns > step_ns(made, profile, slow)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (hand(), "10 bytes are on the device at kernel 'k4' .tick 4.; the plan's budget is 8"),
+        (hand(Evict("a", "ssd", 4, 1)), "kernel 'k9' .tick 9. uses 'a', which is away"),
+        (hand(Evict("a", "ssd", 3, 2), Fetch("a", "ssd", 3, 4)), "10 bytes are on the device"),
+        (hand(Fetch("a", "ssd", 3, 4)), "a move of 'a' finds it here, not away"),
+        (hand(Evict("b", "ssd", 6, 5), Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 5, 9)), "10 bytes are on"),
+    ],
+)
+def test_a_plan_that_breaks_its_promise_is_caught_when_it_runs(broken: Plan, said: str) -> None:
+    assert not check(broken, toys.diamond(), toys.machine()).feasible
+    with pytest.raises(PlanError, match=said):
+        events.run(broken, toys.diamond(), toys.machine())
+
+
+def test_a_tensor_is_not_written_while_it_leaves() -> None:
+    profile = toys.profile([toys.weight("w", 4, (1,), (4,))], 10)
+    torn = hand(Evict("w", "ssd", 5, 2), Fetch("w", "ssd", 6, 11))
+    with pytest.raises(PlanError, match=r"kernel 'k4' \(tick 4\) writes 'w' while it is leaving"):
+        events.run(torn, profile, toys.machine())
+
+
+# ---- many instances ----
+
+
+def test_the_recurrence_the_native_one_and_the_events_agree_to_the_nanosecond() -> None:
+    moves = crossing = drops = several = 0
+    for seed, made, profile, machine in instances():
+        judged = events.run(made, profile, machine)
+        assert step_ns(made, profile, machine) == judged.step_ns, seed
+        assert entered_ns(made, profile, machine)[1] == judged.step_ns, seed
+        assert judged.peak_bytes <= made.budget_bytes
+        rows = transfers(made, profile, machine)
+        moves += len(rows)
+        crossing += sum(wait < issue for *_, issue, wait, _ in rows)
+        drops += len(made.moves) - len(rows)
+        several += len(set(judged.took_ns)) > 1
+    assert min(moves, 10 * crossing, 10 * drops, 20 * several) > 1_000  # what it is about, is there
+
+
+def test_where_links_share_the_native_one_agrees_with_events() -> None:
+    slower = several = 0
+    for seed, made, profile, alone in instances():
+        links = [
+            replace(link, shares=("bus", "other")[seed % 4 == 3 and i > 1])
+            for i, link in enumerate(alone.links)
+        ]
+        rate = alone.links[0].bandwidth_bytes_per_s
+        shared = (("bus", rate * (5 + seed % 7) // 8), ("other", rate + seed))
+        machine = replace(alone, links=tuple(links), shared=shared)
+        judged = events.run(made, profile, machine)
+        assert entered_ns(made, profile, machine)[1] == judged.step_ns, seed
+        slower += judged.step_ns > step_ns(made, profile, machine)
+        several += len(set(judged.took_ns)) > 1
+    assert slower > 100 and several > 20
+
+
+def test_a_tensor_of_no_size_waits_for_its_turn() -> None:
+    # b has no bytes, but its fetch is behind that of a, which takes from 1 to 5 us; kernel 3 wants b.
+    tensors = [toys.weight("a", 4, (8,)), toys.weight("b", 0, (3,))]
+    profile = toys.profile(tensors, 10)
+    moves = (Evict("a", "ssd", 9), Evict("b", "ssd", 5), Fetch("a", "ssd", 1, 8), Fetch("b", "ssd", 1, 3))
+    made = hand(*moves, homes=(Home("a", "ssd"), Home("b", "ssd")))
+    assert check(made, profile, toys.machine()).feasible
+    assert step_ns(made, profile, toys.machine()) == 12 * US
+    assert entered_ns(made, profile, toys.machine())[1] == 12 * US
+    assert events.run(made, profile, toys.machine()).step_ns == 12 * US
+    assert entered_ns(made, profile, sharing(toys.BYTE_PER_US))[1] == 12 * US
+
+
+def test_they_repeat_after_the_same_number_of_steps() -> None:
+    for seed, made, profile, machine in instances(40):
+        judged = events.run(made, profile, machine)
+        durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
+        rows = np.array(transfers(made, profile, machine), np.int64).reshape(-1, 6)
+        period, steps, entered = _native.settle(durations, *lanes(machine), rows)
+        assert (period, steps) == (judged.step_ns, len(judged.took_ns)), seed
+        assert entered.tolist() == entered_ns(made, profile, machine)[0]
+        assert (np.diff(entered) >= durations[:-1]).all()
+
+
+Row = tuple[int, int, int, int, int, bool]  # lane, ns, bytes, issue, wait, is a fetch
+
+
+def forget_crossing(rows: list[Row]) -> list[Row]:
+    """Transfers in flight at the end of the step are waited for at its end."""
+    last = max(max(row[3:5]) for row in rows)
+    return [(*row[:4], last if row[4] < row[3] else row[4], row[5]) for row in rows]
+
+
+def late_by_one(rows: list[Row]) -> list[Row]:
+    return [(*row[:4], row[4] + 1 if row[3] < row[4] < 20 else row[4], row[5]) for row in rows]
+
+
+def fetches_first(rows: list[Row]) -> list[Row]:
+    return [(*row[:5], not row[5]) for row in rows]
+
+
+@pytest.mark.parametrize("plant", [forget_crossing, late_by_one, fetches_first])
+def test_a_planted_bug_is_seen(plant: object) -> None:
+    assert callable(plant)
+    seen = 0
+    for _, made, profile, machine in instances(60):
+        rows = transfers(made, profile, machine)
+        if not rows:
+            continue
+        ticks = len(profile.kernels)
+        wrong = np.array([row for row in plant(rows) if max(row[3:5]) < ticks], np.int64).reshape(-1, 6)
+        durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
+        judged = events.run(made, profile, machine).step_ns
+        seen += _native.settle(durations, *lanes(machine), wrong)[0] != judged
+    assert seen > 3
+
+
+def test_jitter_costs_time_and_never_memory() -> None:
+    """Ledgers go by ticks, so no timing breaks a budget; events raise if one does."""
+    for share, by_step in ((0.1, False), (0.2, False), (0.2, True)):
+        costs = []
+        for seed, made, profile, machine in instances(60):
+            plain = events.run(made, profile, machine).step_ns
+            jitter = events.Jitter(share, seed, by_step)
+            shaken = events.run(made, profile, machine, jitter=jitter, steps=6)
+            assert shaken.peak_bytes <= made.budget_bytes
+            costs.append(shaken.step_ns / plain if plain else 1.0)
+        assert max(costs) <= 1 + share + 0.01
+        assert 0.98 < sum(costs) / len(costs) < 1 + share
+
+
+def test_the_same_seed_shakes_the_same_way() -> None:
+    _, made, profile, machine = next(case for case in instances(20) if len(case[1].moves) > 4)
+    outcomes = {
+        events.run(made, profile, machine, jitter=events.Jitter(0.2, seed), steps=6) for seed in (1, 1, 2)
+    }
+    assert len(outcomes) == 2
+
+
+# ---- what native code is handed ----
+
+
+LANE = (toys.BYTE_PER_US, 0, -1)
+
+
+def settle(
+    rows: list[tuple[int, ...]],
+    durations: tuple[int, ...] = (1, 1),
+    lanes: tuple[tuple[int, int, int], ...] = (LANE,),
+    groups: tuple[int, ...] = (),
+) -> int:
+    """Rows without bytes: as many as their time is long."""
+    table = np.array([(*row[:2], max(row[1], 0), *row[2:]) for row in rows], np.int64).reshape(-1, 6)
+    made = np.array(lanes, np.int64).reshape(-1, 3)
+    return _native.settle(np.array(durations, np.int64), made, np.array(groups, np.int64), table)[0]
+
+
+@pytest.mark.parametrize(
+    ("lane", "group", "said"),
+    [
+        ((0, 0, -1), 5, "bandwidth below 1"),
+        ((-(2**63), 0, -1), 5, "bandwidth below 1"),
+        ((5, -1, -1), 5, "latency below 0"),
+        ((5, 0, 1), 5, "group is not there"),
+        ((5, 0, -2), 5, "group is not there"),
+        ((5, 0, 0), 0, "a shared bandwidth below 1"),
+    ],
+)
+def test_a_lane_that_cannot_be_is_an_error(lane: tuple[int, int, int], group: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        settle([(0, 1, 0, 1, 1)], (1, 1), (lane,), (group,))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ((1, 1, 0, 0, 0), "transfer 0: lane is 1"),
+        ((-1, 1, 0, 0, 0), "transfer 0: lane is -1"),
+        ((0, 1, 2, 0, 0), "transfer 0: issue is 2"),
+        ((0, 1, 0, 2**40, 1), "an index is 1099511627776"),
+        ((0, -5, 0, 0, 1), "transfer 0: ns is -5"),
+    ],
+)
+def test_hostile_numbers_are_an_error(row: tuple[int, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        settle([row])
+
+
+def test_times_that_overflow_are_an_error_and_predicted_all_the_same() -> None:
+    with pytest.raises(OverflowError, match="beyond 64 bits"):
+        settle([(0, 2**62, 0, 1, 0)])
+    with pytest.raises(OverflowError, match="beyond 64 bits"):
+        settle([(0, 2**57, 0, 1, 0)] * 9)
+    with pytest.raises(ValueError, match="duration is -1"):
+        settle([], (-1,))
+    assert settle([], ()) == settle([], (), ()) == 0
+    with pytest.raises(OverflowError, match="beyond 64 bits"):  # 2**50 bytes at a byte per second
+        settle([(0, 2**50, 0, 1, 0)], (1, 1), ((9, 0, 0), (9, 0, 0)), (1,))
+    crawling = toys.machine(device=2**60, ssd=2**60, rate=1)
+    tensors = [replace(t, size_bytes=t.size_bytes << 40) for t in toys.diamond().tensors]
+    profile = toys.profile(tensors, 10)
+    made = plan(profile, crawling, 8 << 40, planner="greedy")
+    assert made.predicted.step_ns == events.run(made, profile, crawling).step_ns > 2**62
+
+
+def test_simulate_says_what_both_predict_where_links_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, slow = toys.training_profile(), sharing(toys.BYTE_PER_US)
+    slow = replace(slow, tiers=(Tier("device", 10_000), Tier("ssd", 10_000)))
+    made = plan(profile, slow, 1_500, planner="greedy")
+    made.write(tmp_path / "plan.json")
+    profile.write(tmp_path / "profile.json")
+    said = []
+    for machine in (slow, replace(slow, shared=(("bus", 2 * toys.BYTE_PER_US),))):
+        machine.write(tmp_path / "machine.json")
+        files = [str(tmp_path / name) for name in ("plan.json", "profile.json")]
+        assert cli.main(["simulate", *files, "--machine", str(tmp_path / "machine.json")]) == 0
+        said.append(capsys.readouterr().out)
+    alone = fmt_ns(step_ns(made, profile, slow))
+    assert fmt_ns(made.predicted.step_ns) in said[0] and alone in said[0] and "share" in said[0]
+    assert alone in said[1] and "share" not in said[1]  # together they cannot ask for more than there is

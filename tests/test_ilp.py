@@ -1,0 +1,169 @@
+"""The exact planner: nothing is better on small steps, greedy is not better on any, and wrong answers are
+refused."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import time
+from dataclasses import replace
+
+import brute
+import exact_cases
+import pytest
+import toys
+from store_rig import in_child
+
+from teraio.check import check
+from teraio.machine import Machine
+from teraio.passes.planner import exact, plan
+from teraio.passes.planner.choose import Choice
+from teraio.passes.planner.greedy import as_plan
+from teraio.passes.planner.problem import Problem, build
+from teraio.passes.planner.windows import Chosen, Free, State, Window
+from teraio.plan import Plan
+
+# Seeds of small steps on which greedy is not the best; 943 and 599 use two tiers, 1533 drops what it wrote.
+BEATEN = (263, 307, 311, 543, 569, 576, 599, 702, 727, 771, 797, 907, 943, 1066, 1319, 1533, 1549, 2240)
+ILP = importlib.import_module("teraio.passes.planner.ilp")  # by name it is the planner, not the module
+SLOW = toys.machine(device=10**6, ssd=10**6, rate=toys.BYTE_PER_US // 8)
+
+
+Solved = list[tuple[int, Problem, Machine, int, int]]
+
+
+@pytest.fixture(scope="module")
+def solved() -> Solved:
+    """(seed, problem, machine, budget, shortest step of all plans)."""
+    found = []
+    for seed, problem, machine, budget in exact_cases.cases((*BEATEN, *range(60)), 1_000):
+        best = brute.best(problem, machine, budget)
+        assert best is not None
+        found.append((seed, problem, machine, budget, best[0]))
+    return found
+
+
+def test_small_steps_are_planned_as_well_as_by_trying_everything(solved: Solved) -> None:
+    beaten = equal = 0
+    for seed, problem, machine, budget, best_ns in solved:
+        made = plan(problem.profile, machine, budget, planner="ilp")
+        assert made.predicted.bound_ns <= best_ns == made.predicted.step_ns, (seed, budget)
+        simple = plan(problem.profile, machine, budget, planner="greedy").predicted.step_ns
+        beaten += made.predicted.step_ns < simple
+        equal += made.predicted.step_ns == simple
+    assert beaten >= 16 and equal >= 16
+
+
+@pytest.mark.parametrize("plant", ["a longer lane", "a smaller budget", "a second write"])
+def test_a_wrong_program_is_worse_than_trying_everything(
+    plant: str, solved: Solved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_before, real_around, real_writes = exact._Program._before, ILP._around, exact._Program._writes
+
+    def before(self: exact._Program, one: exact._Transfer, two: exact._Transfer, given: list[object]) -> None:
+        real_before(self, replace(one, duration=2 * one.duration), two, given)
+
+    def around(problem: Problem, made: Plan, below_ns: int) -> Window:
+        window: Window = real_around(problem, made, below_ns)
+        return replace(window, need_bytes=tuple(need + 1 for need in window.need_bytes))
+
+    def writes(self: exact._Program, free: Free, away: object) -> object:
+        always = replace(free, writes=True) if free.writes is None else free
+        return real_writes(self, always, away)
+
+    if plant == "a longer lane":
+        monkeypatch.setattr(exact._Program, "_before", before)
+    elif plant == "a smaller budget":
+        monkeypatch.setattr(ILP, "_around", around)
+    else:
+        monkeypatch.setattr(exact._Program, "_writes", writes)
+    worse = 0
+    for _, problem, machine, budget, best_ns in solved[: len(BEATEN)]:
+        made = plan(problem.profile, machine, budget, planner="ilp")
+        worse += made.predicted.step_ns > best_ns
+    assert worse > 0
+
+
+def test_windows_of_a_longer_step_beat_greedy() -> None:
+    # 24 kernels and 32 tensors on links that are too slow; greedy's plans take 3 to 5 % longer.
+    profile = toys.training_profile()
+    for budget in (2_000, 2_500):
+        simple = plan(profile, SLOW, budget, planner="greedy")
+        made = plan(profile, SLOW, budget, planner="ilp", time_limit_s=30)
+        better = made.predicted.step_ns < 0.97 * simple.predicted.step_ns
+        assert better or made.predicted.step_ns <= simple.predicted.step_ns, budget
+        assert better or budget != 2_000
+        assert made.predicted.step_ns >= made.predicted.bound_ns
+
+
+def test_auto_is_never_worse_than_greedy() -> None:
+    better = 0
+    for seed in range(60):
+        profile = toys.random_profile(seed)
+        machine = exact_cases.MACHINES[seed % 4]
+        problem = build(profile, machine)
+        budget = (int(problem.floor.max()) + int(problem.live.max())) // 2
+        auto = plan(profile, machine, budget)
+        simple = plan(profile, machine, budget, planner="greedy")
+        assert auto.predicted.step_ns <= simple.predicted.step_ns
+        assert check(auto, profile, machine).feasible
+        better += auto.predicted.step_ns < simple.predicted.step_ns
+    assert better > 0
+
+
+def test_a_plan_taken_apart_is_the_same_plan_put_together() -> None:
+    moves = 0
+    for seed in range(80):
+        profile, machine = toys.random_profile(seed), exact_cases.MACHINES[seed % 4]
+        problem = build(profile, machine)
+        made = plan(profile, machine, int(problem.floor.max()), planner="greedy")
+        state = State.of(problem, machine, made)
+        unused = tuple(index for index, gap in enumerate(problem.gaps) if gap.unused)
+        routes = {problem.gaps[absence.gap].tensor: absence.route for absence in state.absences}
+        routes |= {problem.gaps[index].tensor: problem.routes[0] for index in unused}
+        absences = sorted(state.absences, key=lambda absence: ILP._age(problem, absence.gap))
+        choice = Choice(made.budget_bytes, tuple(absence.gap for absence in absences), routes)
+        again = as_plan(problem, choice, absences, made.budget_bytes)
+        assert again.moves == made.moves
+        moves += len(made.moves)
+    assert moves > 200
+
+
+def chosen_badly(problem: Problem, window: Window, time_limit_s: float, seed: int) -> list[Chosen]:
+    """Everything is on the device: fast, and over the budget."""
+    return [Chosen(free.index, None, 0, 0) for free in window.free]
+
+
+def test_a_choice_that_breaks_the_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    simple = plan(toys.training_profile(), SLOW, 2_000, planner="greedy")
+    monkeypatch.setattr(ILP, "solve", chosen_badly)
+    made = plan(toys.training_profile(), SLOW, 2_000, planner="ilp")
+    assert (made.moves, made.predicted.step_ns) == (simple.moves, simple.predicted.step_ns)
+
+
+def llama() -> tuple[Machine, Problem, int]:
+    machine = toys.machine(device=10**12, ssd=10**14, rate=20 * 10**9)
+    problem = build(toys.llama_like(), machine)
+    return machine, problem, int(problem.live.max()) // 3
+
+
+def test_ctrl_c_is_an_exception_after_planning_as_before() -> None:
+    """In a child: a solver that leaves the signal to the system ends the process."""
+
+    def child() -> None:
+        plan(toys.training_profile(), SLOW, 1_500, planner="ilp", time_limit_s=2.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert os.waitpid(in_child(child), 0)[1] == 0
+
+
+def test_the_time_limit_is_kept() -> None:
+    machine, problem, budget = llama()
+    for limit_s in (0.0, 1.5):
+        began = time.process_time()
+        made = plan(problem.profile, machine, budget, planner="ilp", time_limit_s=limit_s)
+        assert time.process_time() - began < limit_s + 2.0  # a rung of greedy, a simulation, a check
+        assert check(made, problem.profile, machine).feasible

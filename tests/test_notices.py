@@ -1,0 +1,231 @@
+"""Promises to someone who uses this for the first time: a slip is answered, once, with what was meant; an
+error is itself; and lines say which step they speak of."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import teraio
+from teraio import backend, cli, errors, session
+from teraio.errors import OptionError, StoreError, TeraioError
+from teraio.notices import described, more_than_there_is, unknown_environment, without_match
+from teraio.options import Options
+from teraio.runtime import memory
+from teraio.runtime.step import EXPECTATIONS_MAX
+from teraio.schedule import Call, Schedule, Slot, Step
+from teraio.units import fmt_bytes, fmt_count
+
+WIDTH = 64
+SMALL: dict[str, Any] = {"inner": "eager", "memory": "1GiB", "warmup": 2}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    session._look_at_environment.cache_clear()
+    yield
+    teraio.reset()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """Our lines so far that hold these words."""
+    with caplog.at_level(logging.INFO, "teraio"):
+        yield lambda words: [r.getMessage() for r in caplog.records if words in r.getMessage()]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.first(x).relu())
+        return result
+
+
+def train(*batches: int, **options: Any) -> None:
+    """A step for each of these batch sizes; 0: no step, but an evaluation."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled: Any = torch.compile(model, backend="teraio", dynamic=False, options={**SMALL, **options})
+    for batch in batches:
+        if batch:
+            compiled(torch.ones(batch, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            with torch.no_grad():
+                compiled(torch.ones(8, WIDTH))
+
+
+# ---- the environment
+
+
+def test_a_variable_that_is_no_option_is_named_with_what_was_meant() -> None:
+    known = {"TERAIO_MEMORY": "1GiB", "TERAIO_DISABLE": "1", "PATH": "/bin", "TERAIO_EMPTY": " "}
+    assert unknown_environment(known) == []
+    first, second = unknown_environment({**known, "TERAIO_STROE": "/mnt", "TERAIO_MEMROY": "1GiB"})
+    assert "TERAIO_MEMROY is no option" in first
+    assert "did you mean TERAIO_MEMORY?" in first
+    assert "TERAIO_STROE" in second
+    assert "did you mean TERAIO_STORE?" in second
+
+
+def test_it_is_said_once_in_a_process(monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    monkeypatch.setenv("TERAIO_WARMPU", "1")
+    for _ in range(2):
+        train(8)
+        teraio.reset()
+        torch._dynamo.reset()
+    (line,) = said("TERAIO_WARMPU")
+    assert "did you mean TERAIO_WARMUP?" in line
+
+
+# ---- memory
+
+
+def test_more_memory_than_there_is_is_said_with_both_numbers(said: Any) -> None:
+    capacity = memory.read().capacity_bytes
+    train(8, memory=3 * capacity)
+    (line,) = said("there are only")
+    assert f"memory is {fmt_bytes(3 * capacity, up=True)}" in line
+    assert fmt_bytes(capacity) in line
+
+
+def test_all_memory_that_there_is_may_be_asked_for() -> None:
+    assert more_than_there_is(2**30, 2**30) == []
+    (line,) = more_than_there_is(2**30 + 1, 2**30 - 1)
+    assert fmt_bytes(2**30 + 1, up=True) in line
+
+
+def test_numbers_that_would_read_the_same_are_said_in_bytes() -> None:
+    (line,) = more_than_there_is(3 * 2**29, 3 * 2**29 - 1)
+    assert "memory is 1610612736 bytes, but there are only 1610612735 bytes" in line
+
+
+# ---- keep
+
+
+def test_a_glob_that_keeps_nothing_is_said_when_the_first_plan_is_made(said: Any) -> None:
+    train(8, 8, 8, keep="frist.*,first.*")
+    assert said("option 'keep'") == []
+    train(8, 8, 8, 8, keep="frist.*,first.*")
+    (line,) = said("option 'keep'")
+    assert "'frist.*' matches none of the" in line
+    assert "did you mean first?; there are first.weight, second.weight, " in line
+
+
+def test_each_glob_is_said_once_and_what_matches_is_not(said: Any) -> None:
+    """Although two kinds of step get a plan."""
+    train(8, 8, 8, 8, 16, 16, 16, 16, 16, keep="*weight,no such tensor,no such tensor")
+    assert len(said("nothing moves")) == 2
+    (line,) = said("option 'keep'")
+    assert "'no such tensor' matches none of the" in line
+    assert without_match(["first.*", "1.*"], ["first.weight", "1.mm"]) == []
+
+
+def test_planning_offline_says_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, machine = str(tmp_path / "run.profile.json"), str(tmp_path / "here.machine.json")
+    toys.training_profile().write(profile)
+    toys.machine(device=10**6).write(machine)
+    assert cli.main(["plan", profile, "--machine", machine, "--keep", "w1", "--keep", "wx*"]) == 0
+    said = capsys.readouterr().err
+    assert "'wx*' matches none of the" in said
+    assert "'w1'" not in said
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"memroy": "1GiB"}, OptionError, "did you mean memory?"),
+        ({"memory": "20 blobs"}, OptionError, "unknown unit 'blobs'"),
+        ({"store": "/proc/none/such"}, StoreError, "/proc/none/such"),
+    ],
+)
+def test_what_is_wrong_with_an_option_reaches_the_user_as_it_is(
+    options: dict[str, str], kind: type[TeraioError], words: str
+) -> None:
+    with pytest.raises(kind) as plain:
+        backend._compile(torch.fx.GraphModule(nn.Module(), torch.fx.Graph()), [], {**SMALL, **options})
+    compiled: Any = torch.compile(Model(), backend="teraio", options={**SMALL, **options})
+    with pytest.raises(kind) as caught:
+        compiled(torch.ones(8, WIDTH))
+    error = caught.value
+    assert words in str(error)
+    assert str(error) == str(plain.value)
+    assert (type(error).__name__, type(error).__module__) == (kind.__name__, errors.__name__)
+    assert error.__cause__ is plain.value.__cause__
+    assert vars(error).items() >= vars(plain.value).items()
+    assert "convert_frame.py" not in {Path(entry.path).name for entry in caught.traceback}, "Dynamo's frames"
+    assert isinstance(error, BackendCompilerFailed)  # who caught that goes on catching it
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (kind, str(error))
+
+
+# ---- which step
+
+
+def test_a_measured_step_says_which_one_it_is(said: Any) -> None:
+    train(8, 8, 8, 0, 16, 0, 16, 0, 16, 0)
+    lines = [line.partition("measured step ")[2] for line in said("measured step")]
+    sizes = [fmt_bytes(batch * WIDTH * 4) for batch in (8, 16)]
+    print(lines)
+    assert len(set(lines)) == len(lines) == 6
+    assert re.fullmatch(r"1/2: forward, backward, optimizer( \(.* of activations\))?", lines[0])
+    assert any(line.startswith("2/2: forward, backward, optimizer") and sizes[1] in line for line in lines)
+
+
+def test_steps_are_described_by_what_runs_in_them() -> None:
+    def call(kind: Any) -> Call:
+        return Call(Schedule(kind, (), (Slot("enter", (), (), 0),)), (), (0,), (0,), (0,))
+
+    kinds = ["forward", "inference", "forward", "backward", "backward", "optimizer"]
+    facts = (("a", "activation", 2**20, False), ("w", "weight", 2**30, True))
+    step = Step(tuple(call(kind) for kind in kinds), 1, facts, frozenset())
+    assert described(step) == "2 forward, inference, 2 backward, optimizer (1 MiB of activations)"
+
+
+def test_one_of_a_thing_is_one() -> None:
+    assert [fmt_count(count, "weight") for count in (0, 1, 2)] == ["0 weights", "1 weight", "2 weights"]
+
+
+# ---- what is remembered
+
+
+def test_steps_of_ever_new_kinds_are_forgotten_again() -> None:
+    """As many are kept as the engine expects; one that comes often enough is planned all the same."""
+    running = session.Session(Options.parse({**SMALL, "warmup": 3}))
+    planned: list[Any] = []
+    running.engine.settle = planned.append  # type: ignore[assignment,method-assign]
+    try:
+        for number in range(100):
+            running.on_step(step_of(f"k{number}"))
+            if number in (20, 27, 34, 41):  # seven others in between
+                running.on_step(step_of("again"))
+            assert len(running.steps) <= EXPECTATIONS_MAX
+        assert len(planned) == 1
+        for _ in range(4):
+            running.on_step(step_of("soon"))
+        assert len(planned) == 2
+    finally:
+        running.engine.shut_down()
+
+
+def step_of(kernel: str) -> Step:
+    schedule = Schedule("inference", (), (Slot("enter", (), (), 0), Slot(kernel, (), (), 0)))
+    return Step((Call(schedule, (), (10, 20), (0, 0), (0, 0)),), 30, (), frozenset())

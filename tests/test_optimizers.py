@@ -1,0 +1,125 @@
+"""Gradients and optimizer states are under the budget as weights are, whatever the optimizer and the loop."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optimizer_loops import LOOPS, OPTIMIZERS, WHOLE
+
+CHILD = Path(__file__).with_name("optimizer_train.py")
+MIB = 2**20
+BUDGET, RESERVE = 6 * MIB, 4 * MIB
+SLOWER = {
+    "Adagrad",
+    "NAdam",
+    "RMSprop",
+    "Adafactor",
+    "swaps the optimizer",
+    "anomaly",
+}  # tests/long/optimizers.py
+SCENARIOS = sorted({*LOOPS, *OPTIMIZERS} - SLOWER)
+USERS_OWN_BYTES = 256 * 1024  # the largest tensor that a loop makes is one of a weight's size, 144 KiB
+KEPT = {"hooks"}  # user code holds gradients: they are there, over the budget if they must be
+
+
+def run(scenarios: list[str], bug: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(CHILD), json.dumps(scenarios), bug]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+
+
+@cache
+def child() -> subprocess.CompletedProcess[str]:
+    return run(SCENARIOS)
+
+
+def results() -> dict[str, Any]:
+    found = [json.loads(line) for line in child().stdout.splitlines() if line.startswith("{")]
+    return {result["scenario"]: result for result in found}
+
+
+def result_of(scenario: str) -> dict[str, Any]:
+    assert scenario in results(), f"exit {child().returncode}: {child().stderr[-3000:]}"
+    result: dict[str, Any] = results()[scenario]
+    return result
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_losses_weights_states_and_groups_are_those_of_the_plain_run(scenario: str) -> None:
+    assert result_of(scenario)["same"]
+
+
+@pytest.mark.parametrize("scenario", [s for s in SCENARIOS if s not in WHOLE])
+def test_the_step_goes_bucket_by_bucket_within_the_budget(scenario: str) -> None:
+    """Its states are most of the memory, and away between steps; they were born so. The model is made before
+    anyone knows of the budget; from then on tensors take what the reserve leaves."""
+    result = result_of(scenario)
+    assert result["buckets"] >= 11
+    assert result["away"].get("state", 0) >= 24
+    assert result["away"].get("weight", 0) >= 4
+    if scenario not in KEPT:
+        assert result["counts"]["overrun_bytes"] == 0
+        assert max(result["peaks"][1:]) <= BUDGET - RESERVE + USERS_OWN_BYTES
+    assert max(result["peaks"]) <= BUDGET - RESERVE + 2 * MIB
+
+
+@pytest.mark.parametrize("scenario", sorted(WHOLE))
+def test_what_cannot_be_taken_apart_is_stepped_whole_and_that_is_said(scenario: str) -> None:
+    result_of(scenario)
+    optimizer = {"global norm": "GlobalNorm"}.get(scenario, scenario)
+    said = [line for line in child().stderr.splitlines() if f"{optimizer} steps all" in line]
+    assert len(said) >= 1
+    assert "depends on the others" in said[0] or "keeps more than its groups" in said[0]
+
+
+def test_gradients_leave_between_micro_batches_and_while_they_are_clipped() -> None:
+    """Four of them: each adds to gradients that were away."""
+    assert result_of("accumulates")["counts"]["touches"] > 100
+    assert result_of("clips")["counts"]["touches"] > 10
+    assert result_of("zeroes in place")["away"]["grad"] > 4
+    assert result_of("AdamW")["counts"]["touches"] == 0, "no one else asked for anything"
+
+
+def ended(how: str) -> dict[str, Any]:
+    command = [sys.executable, str(CHILD.with_name("torn_train.py")), how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_ctrl_c_waits_for_the_end_of_the_step() -> None:
+    result = ended("pressed")
+    assert result["updated"] == result["of"]
+    assert [error.partition(":")[0] for error in result["raised"]] == ["KeyboardInterrupt"]
+    assert result["plain"]
+
+
+def test_a_step_that_cannot_be_completed_is_torn_and_no_other_is_taken() -> None:
+    result = ended("lost")
+    assert 0 < result["updated"] < result["of"], "the test wants an end in the middle"
+    assert [error.partition(":")[0] for error in result["raised"]] == ["TornStepError", "TornStepError"]
+    assert f"ended after {result['updated']} of {result['of']} buckets" in result["raised"][0]
+    assert "load the last checkpoint" in result["raised"][0]
+    assert result["plain"]
+
+
+@pytest.mark.parametrize(
+    ("bug", "scenario"),
+    [
+        ("updates are forgotten", "AdamW"),
+        ("gradients are not fetched", "accumulates"),
+        ("nothing is tried", "global norm"),
+        ("groups are not written back", "counter in the group"),
+        ("versions are trusted", "scaler"),
+    ],
+)
+def test_these_tests_find_a_planted_bug(bug: str, scenario: str) -> None:
+    done = run([scenario], bug)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert not lines or not lines[0]["same"]

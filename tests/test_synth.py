@@ -1,0 +1,180 @@
+"""Synthetic profiles: parameters as published, work as arithmetic says, files that anybody can make again."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tree
+
+from teraio import cli
+from teraio.machine import Machine
+from teraio.passes import planner, synth
+from teraio.passes.synth.models import Decoder
+from teraio.profile import Profile, Tensor
+
+FOLDER = tree.ROOT / "profiles"
+TOY = Decoder(vocabulary=10, hidden=4, layers=3, heads=2, kv_heads=1, head_size=2, ffn=8, default_sequence=6)
+FREE = synth.Rates(10**9, 10**18, 0)  # 1 operation per nanosecond; kernels without a product take 1 ns
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(synth.MODELS, "toy", (TOY, 0))
+    return "toy"
+
+
+def products_ns(profile: Profile) -> int:
+    return sum(kernel.duration_ns for kernel in profile.kernels if kernel.duration_ns > 1)
+
+
+def by_name(profile: Profile) -> dict[str, Tensor]:
+    return {tensor.name: tensor for tensor in profile.tensors}
+
+
+def shipped() -> dict[str, list[str]]:
+    """File name -> the command that makes it, from the README."""
+    lines = re.findall(r"^teraio (profile synth .*)$", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    commands = [shlex.split(line) for line in lines]
+    return {command[-1]: command for command in commands}
+
+
+@pytest.mark.parametrize("model", synth.MODELS)
+def test_parameters_are_those_of_the_published_model(model: str) -> None:
+    profile = synth.synth(model)
+    assert synth.parameters(profile) == synth.MODELS[model][1]
+    states = sum(t.size_bytes for t in profile.tensors if t.kind == "state")
+    assert states == 12 * synth.MODELS[model][1]  # fp32 master copy and two moments
+    profile.validate()
+
+
+def test_products_are_six_operations_per_parameter_and_token(toy: str) -> None:
+    # Per layer wq 16, wk and wv 8 each, wo 16, three of 32 in the MLP: 144; the head 40. Two operations per
+    # weight and token forward, four backward. Attention: 2 sequences, 4 * 6 * 6 * 4 / 2 = 288 each per
+    # layer forward, and 2.5 times as much backward. All the rest computes nothing.
+    profile = synth.synth(toy, synth.Request(batch=2, loss_chunks=3, rates=FREE))
+    products = 6 * (3 * 144 + 40) * 12
+    attention = 3 * 2 * 288 * 7 // 2
+    assert products_ns(profile) == products + attention
+    again = synth.synth(toy, synth.Request(batch=2, loss_chunks=3, rates=FREE, checkpoint=True))
+    once_more = 3 * (2 * 144 * 12 + 2 * 288)  # the layers' forward
+    assert products_ns(again) == products_ns(profile) + once_more
+
+
+def test_a_kernel_takes_the_larger_of_compute_and_memory(toy: str) -> None:
+    rates = synth.Rates(10**9, 10**9, 7)
+    kernels = {k.name: k for k in synth.synth(toy, synth.Request(loss_chunks=1, rates=rates)).kernels}
+    # 6 tokens of 4 numbers in and out, 16 weights, 2 bytes each: 48 + 48 + 32; 2 * 6 * 16 operations.
+    assert kernels["layers.0.wq"].duration_ns == 7 + max(128, 192)
+    assert kernels["layers.0.add1"].duration_ns == 7 + 3 * 48
+    assert kernels["layers.0.wq.adamw"].duration_ns == 7 + 16 * (2 + 3 * 8 + 2)
+
+
+def saved_bytes(profile: Profile) -> int:
+    """What the forward leaves for the backward."""
+    calls = [kernel.call for kernel in profile.kernels]
+    return sum(
+        t.size_bytes for t in profile.tensors if t.kind == "activation" and calls[t.writes[0]] == 0
+        and t.reads and calls[t.reads[-1]] == 1
+    )  # fmt: skip
+
+
+def test_what_a_layer_saves_is_what_its_backward_reads(toy: str) -> None:
+    # Numbers per token: x, norm1, q, attention, add1 and norm2 of 4, k and v of 2, gate, up and swiglu of 8,
+    # all of 2 bytes; 4 fp32 statistics, of two norms and of attention per head. The last x and its statistic.
+    request = synth.Request(loss_chunks=1)
+    layer = 6 * (2 * (6 * 4 + 2 * 2 + 3 * 8) + 4 * 4)
+    head = 6 * (2 * 4 + 4) + 2 * 6 * 4  # and its gradient, which the loss makes in the forward
+    assert saved_bytes(synth.synth(toy, request)) == 3 * layer + head
+    checkpointed = synth.synth(toy, synth.Request(loss_chunks=1, checkpoint=True))
+    assert saved_bytes(checkpointed) == 3 * 6 * 2 * 4 + head  # each layer's input
+
+
+def test_gradients_are_added_up_over_micro_batches(toy: str) -> None:
+    profile = synth.synth(toy, synth.Request(micro_batches=3, loss_chunks=1, clip=True))
+    grad = by_name(profile)["layers.1.wq.grad"]
+    calls = [kernel.call for kernel in profile.kernels]
+    assert [calls[tick] for tick in grad.writes] == [1, 3, 5, 6]  # three backwards, and the clipping
+    assert [calls[tick] for tick in grad.reads] == [3, 5, 6, 6, 6]  # its norm, the clipping, AdamW
+    assert [calls[tick] for tick in by_name(profile)["layers.1.wq"].writes] == [6]
+    assert not grad.persistent
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "vit-b-16"])
+def test_what_is_run_again_finds_its_inputs(model: str) -> None:
+    """What a chain reads is a weight, an input, made by it before, or alive as long as its tensor."""
+    profile = synth.synth(model, synth.Request(batch=4, layers=2))
+    reads: dict[int, list[Tensor]] = {}
+    for tensor in profile.tensors:
+        for tick in tensor.reads:
+            reads.setdefault(tick, []).append(tensor)
+    chains = [tensor for tensor in profile.tensors if tensor.recompute_from]
+    assert len(chains) > 20
+    for tensor in chains:
+        assert tensor.kind == "activation" and set(tensor.writes) <= set(tensor.recompute_from)
+        for tick in tensor.recompute_from:
+            for source in reads.get(tick, []):
+                made = source.writes and source.writes[0] in tensor.recompute_from
+                lives = source.kind == "weight" or source.reads[-1] >= tensor.reads[-1]
+                assert lives or made or source.kind == "input", (tensor.name, source.name)
+
+
+def test_experts_are_read_once_per_micro_batch_and_product() -> None:
+    profile = synth.synth("qwen3-30b-a3b", synth.Request(layers=1))
+    experts = by_name(profile)["layers.0.experts.gate_up"]
+    assert experts.size_bytes == 2 * 128 * 2048 * 2 * 768
+    assert len(experts.reads) == 2 and len(experts.writes) == 1  # forward, its input's gradient; AdamW
+
+
+def test_shipped_profiles_are_what_their_commands_make(tmp_path: Path) -> None:
+    commands = shipped()
+    made = {path.name for path in FOLDER.glob("*.profile.json.gz")}
+    assert made - set(commands) == {"llama-cpu-160MiB.profile.json.gz"}  # measured
+    for name, command in commands.items():
+        assert cli.main([*command[:-1], str(tmp_path / name)]) == 0
+        # Packers differ between machines; what they pack does not.
+        packed = (FOLDER / name).read_bytes()
+        assert gzip.decompress(packed) == gzip.decompress((tmp_path / name).read_bytes()), name
+        assert len(packed) < 2**20
+
+
+def test_the_same_request_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert cli.main(["profile", "synth", "gpt2", "-o", str(tmp_path / f"{name}.json.gz")]) == 0
+    assert (tmp_path / "one.json.gz").read_bytes() == (tmp_path / "two.json.gz").read_bytes()
+
+
+def test_every_shipped_file_is_read_and_named_in_the_readme() -> None:
+    readme = (FOLDER / "README.md").read_text()
+    for path in (FOLDER / "machines").iterdir():
+        assert Machine.read(path).name == path.name.removesuffix(".machine.json")
+        assert f"`{Machine.read(path).name}`" in readme
+    measured = Profile.read(FOLDER / "llama-cpu-160MiB.profile.json.gz")
+    assert planner.smallest_budget(measured) > 2**20
+    assert "llama-cpu-160MiB" in readme
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["llama-3.1-8"], "model 'llama-3.1-8' is unknown; did you mean llama-3.1-8b?"),
+        (["gpt2", "--precision", "fp8"], "precision 'fp8' is unknown; there are bf16-mixed, bf16, fp32"),
+        (["gpt2", "--batch", "0"], "--batch is 0; give 1 to"),
+        (["gpt2", "--loss-chunks", "7"], "--loss-chunks 7 does not divide the 1024 tokens"),
+        (["vit-b-16", "--sequence", "100"], "has a sequence of 197 and no other"),
+        (["gpt2", "--flop-rate", "fast"], "--flop-rate 'fast' is not a number"),
+        (["gpt2", "--overhead", "1min"], "--overhead below 2 ms"),
+        (["gpt2", "--memory-bandwidth", "9 parsecs"], "--memory-bandwidth, --overhead: '9 parsecs'"),
+        (["gpt2", "--micro-batches", "4096", "--layers", "4096"], "give fewer micro-batches"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_one_line(
+    arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["profile", "synth", *arguments, "-o", str(tmp_path / "x.json")]) == 2
+    error = capsys.readouterr().err
+    assert told.lower() in error.lower() and error.count("\n") == 1
+    assert not (tmp_path / "x.json").exists()

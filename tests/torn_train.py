@@ -1,0 +1,84 @@
+"""An optimizer's step that something wants to end in the middle: a state that cannot be read back (`lost`),
+or Ctrl-C (`pressed`).
+
+Prints one JSON object: what was raised at the step and at the next forward, how many of the weights had been
+updated, and whether they are plain tensors afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from optimizer_train import BUDGET, ROWS, WIDTH, Chain
+
+import teraio
+from teraio.errors import StoreReadError, TeraioError
+from teraio.runtime import moves, optimizer_call
+from teraio.runtime.records import State
+
+LOST = "layers.4.weight.exp_avg"
+REAL = moves.Mover.end_fetch
+OPEN = optimizer_call.OptimizerCall.open
+
+
+def lose(self: Any, record: Any) -> None:
+    """The copy arrives and is found to be wrong."""
+    if record.name != LOST:
+        REAL(self, record)
+        return
+    record.pending.ticket.wait()
+    self.device.resize(record.pending.storage, 0)
+    record.pending, record.state = None, State.AWAY
+    self.resident_bytes -= record.size_bytes
+    raise StoreReadError(f"{LOST} did not come back", tensor=LOST)
+
+
+def press(call: Any, at: int) -> None:
+    OPEN(call, at)
+    if at == 7:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+PLANTS: dict[str, Any] = {
+    "lost": patch.object(moves.Mover, "end_fetch", lose),
+    "pressed": patch.object(optimizer_call.OptimizerCall, "open", press),
+}
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = Chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options: Any = {"inner": "eager", "memory": BUDGET, "warmup": 1}
+    compiled: Any = torch.compile(model, backend="teraio", options=options, dynamic=False)
+    x = torch.randn(ROWS, WIDTH)
+    for _ in range(2):
+        compiled(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    compiled(x).backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    raised: list[str] = []
+    for attempt in (optimizer.step, lambda: compiled(x)):
+        with PLANTS[sys.argv[1]]:
+            try:
+                attempt()
+            except (TeraioError, KeyboardInterrupt) as error:
+                raised.append(f"{type(error).__name__}: {error}")
+    updated = [not torch.equal(old, p.detach()) for old, p in zip(before, model.parameters())]
+    with contextlib.suppress(TeraioError):
+        teraio.reset()
+    plain = all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+    print(json.dumps({"raised": raised, "updated": sum(updated), "of": len(updated), "plain": plain}))
+
+
+if __name__ == "__main__":
+    main()

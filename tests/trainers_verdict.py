@@ -1,0 +1,36 @@
+"""What becomes of other people's loops, plainly and within a budget, and whether it is the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from teraio.units import parse_bytes
+
+CHILD = Path(__file__).with_name("trainers.py")
+
+
+def results(mode: str, folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    command = [sys.executable, str(CHILD), mode, str(folder / mode), *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def faults(plain: dict[str, Any], within: dict[str, Any], memory: str) -> list[str]:
+    """What is wrong with a run within a budget, beside the plain one."""
+    counts, wrong = within["counts"], []
+    if within["losses"] != plain["losses"]:
+        wrong.append(f"losses {within['losses']}, plainly {plain['losses']}")
+    if within["weights"] != plain["weights"]:
+        wrong.append("other weights at the end")
+    if counts["peak_bytes"] > parse_bytes(memory):
+        wrong.append(f"a peak of {counts['peak_bytes']} bytes; memory is {memory}")
+    if counts["fetches"] < 20:
+        wrong.append(f"only {counts['fetches']} fetches: nothing was shown")
+    return wrong
