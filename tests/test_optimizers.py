@@ -80,7 +80,7 @@ def test_what_cannot_be_taken_apart_is_stepped_whole_and_that_is_said(scenario: 
 def test_gradients_leave_between_micro_batches_and_while_they_are_clipped() -> None:
     """Four of them: each adds to gradients that were away."""
     assert result_of("accumulates")["counts"]["touches"] > 100
-    assert result_of("clips")["counts"]["touches"] > 10
+    assert result_of("clips")["counts"]["touches"] > 0, "those that are not there yet are waited for"
     assert result_of("zeroes in place")["away"]["grad"] > 4
     assert result_of("AdamW")["counts"]["touches"] == 0, "no one else asked for anything"
 
