@@ -47,7 +47,7 @@ def row(
         "memory_bytes": budget,
         "live_bytes": live,
         "machine": machine.name,
-        "compute_ns": sum(kernel.duration_ns for kernel in profile.kernels),
+        "compute_ns": profile.compute_ns,
         "simple_ns": lower.simple_ns,
         "bound_ns": lower.step_ns,
         "checks": len(lower.checks),

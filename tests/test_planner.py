@@ -28,7 +28,7 @@ def hand(*moves: Evict | Fetch, homes: tuple[Home, ...] = ()) -> Plan:
 
 
 def compute_ns(profile: Profile) -> int:
-    return sum(kernel.duration_ns for kernel in profile.kernels)
+    return profile.compute_ns
 
 
 def all_resident(profile: Profile) -> int:

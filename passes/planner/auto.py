@@ -22,7 +22,6 @@ from .problem import Problem
 
 CLOSE = 1.001  # of the bound: not worth more time
 FIRST = 4
-GREEDY_SHARE = 0.4  # of the time, at most: at Llama 8B it takes a second or two of ten
 WINDOWS_SHARE = (
     0.15  # four steps of Llama 8B came 0 to 0.5 % closer to the bound in 2.5 of 10 s, after greedy
 )
@@ -41,22 +40,18 @@ def auto(
 ) -> Plan:
     """The fastest plan found."""
     begun, close_ns = monotonic(), int(bound_ns * CLOSE)
-    plans: list[tuple[int, int, Plan]] = []
-    for number, (plan, period_ns) in enumerate(portfolio(problem, machine, budget_bytes, bound_ns)):
-        plans.append((period_ns, number, plan))
-        if period_ns <= bound_ns:
-            return plan
-        if monotonic() - begun > GREEDY_SHARE * time_limit_s:
-            break
-    plans.sort(key=lambda each: each[:2])
+    portfolio_ends = begun + search.START_SHARE * time_limit_s
+    starts = search.greedy_starts(problem, machine, budget_bytes, bound_ns, portfolio_ends)
+    best_ns, best = starts[0]
+    if best_ns <= bound_ns:
+        return best
     windows_s = WINDOWS_SHARE * time_limit_s
     left_s = begun + time_limit_s - monotonic() - windows_s
-    best = plans[0][2]
-    if plans[0][0] > close_ns and left_s > 0:
+    if best_ns > close_ns and left_s > 0:
         best = search.improve(
             problem,
             machine,
-            [plan for _, _, plan in plans[: search.STARTS]],
+            [plan for _, plan in starts],
             bound_ns=close_ns,
             seed=seed,
             time_limit_s=left_s,

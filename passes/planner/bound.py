@@ -84,7 +84,7 @@ def lower_bound(problem: Problem, machine: Machine, budget_bytes: int, *, time_l
 
 
 def _compute_ns(problem: Problem) -> int:
-    return sum(kernel.duration_ns for kernel in problem.profile.kernels)
+    return problem.profile.compute_ns
 
 
 def _beyond_bytes(problem: Problem, budget_bytes: int) -> int:

@@ -254,7 +254,7 @@ class _Device:
     def __init__(self, plan: Plan, profile: Profile) -> None:
         self.plan, self.profile = plan, profile
         self.tensors = {tensor.name: tensor for tensor in profile.tensors}
-        self.compute_ns = sum(kernel.duration_ns for kernel in profile.kernels)
+        self.compute_ns = profile.compute_ns
         self.used: list[list[Tensor]] = [[] for _ in profile.kernels]
         self.last: dict[str, int] = {}
         for tensor in profile.tensors:

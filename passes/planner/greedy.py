@@ -86,7 +86,7 @@ def _rungs(problem: Problem, budget_bytes: int) -> Iterator[tuple[Choice, Clock,
             for window, part, gap in zip(hidden_windows(slow), problem.away, problem.gaps, strict=True)
         ]
         for choice in choose(slow, [budget_bytes - int(share * room) for share in shares], windows):
-            yield choice, _clock(slow), True
+            yield choice, Clock.unhindered(slow.profile), True
     widest = [(gap.start + 1, gap.end) for gap in problem.gaps]
     for shares, windows in ((HIDDEN, hidden_windows(problem)), (LADDER, widest)):
         for choice in choose(problem, [budget_bytes - int(share * room) for share in shares], windows):
@@ -100,15 +100,6 @@ def _stretched(problem: Problem, stretch: float) -> Problem:
         for kernel, stall_ns in zip(problem.profile.kernels, problem.stalls_ns, strict=True)
     )
     return replace(problem, profile=replace(problem.profile, kernels=kernels))
-
-
-def _clock(problem: Problem) -> Clock:
-    """Kernels one after another."""
-    entered, now_ns = [], 0
-    for kernel in problem.profile.kernels:
-        entered.append(now_ns)
-        now_ns += kernel.duration_ns
-    return Clock(entered, max(now_ns, 1))
 
 
 def _even_clock(problem: Problem, choice: Choice) -> Clock:

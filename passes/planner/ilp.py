@@ -102,8 +102,7 @@ def _better(
 
 def _age(problem: Problem, index: int) -> tuple[int, int]:
     """Gaps in the order in which those of one version come."""
-    gap = problem.gaps[index]
-    return (gap.start - (gap.version or 0)) % len(problem.live), index
+    return problem.gaps[index].age(len(problem.live)), index
 
 
 def _home(problem: Problem, plan: Plan, index: int) -> Route:

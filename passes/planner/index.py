@@ -45,10 +45,7 @@ def index_of(problem: Problem) -> Index:
         NO_ROUTE if gap.version is None else numbers.setdefault((gap.tensor, gap.version), len(numbers))
         for gap in gaps
     ]
-    ages = tuple(
-        (gap.start - (gap.version or 0)) % problem.ticks if gap.version is not None else 0 for gap in gaps
-    )
-    return Index(problem, gaps, ages, tuple(versions))
+    return Index(problem, gaps, tuple(gap.age(problem.ticks) for gap in gaps), tuple(versions))
 
 
 def position_of(index: Index, plan: Plan) -> Position | None:

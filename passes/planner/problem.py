@@ -37,6 +37,10 @@ class Gap:
     version: int | None
     unused: bool = False
 
+    def age(self, ticks: int) -> int:
+        """Ticks since these bytes were made; the gaps of one version come in this order."""
+        return 0 if self.version is None else (self.start - self.version) % ticks
+
 
 @dataclass(frozen=True, slots=True)
 class Route:

@@ -104,8 +104,7 @@ def clean_copies(problem: Problem, aways: Sequence[Away]) -> list[Away]:
     ticks, seen, useful = len(problem.live), set(), []
 
     def age(away: Away) -> tuple[int, int]:
-        gap = problem.gaps[away.gap]
-        return (gap.start - (gap.version or 0)) % ticks, away.gap
+        return problem.gaps[away.gap].age(ticks), away.gap
 
     for away in sorted(aways, key=age):
         gap = problem.gaps[away.gap]

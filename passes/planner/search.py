@@ -43,26 +43,30 @@ def search(
 ) -> Plan:
     """Greedy's portfolio, then `improve` for what is left of the time."""
     begun = monotonic()
-    plans: list[tuple[int, int, Plan]] = []
-    for number, (plan, period_ns) in enumerate(portfolio(problem, machine, budget_bytes, bound_ns)):
-        plans.append((period_ns, number, plan))
-        if period_ns <= bound_ns:
-            return plan
-        if monotonic() - begun > START_SHARE * time_limit_s:
-            break
-    plans.sort(key=lambda each: each[:2])
-    starts = [plan for _, _, plan in plans[:STARTS]]
-    left_s = time_limit_s - (monotonic() - begun)
-    rounds = enough_rounds(problem)
+    starts = greedy_starts(problem, machine, budget_bytes, bound_ns, begun + START_SHARE * time_limit_s)
+    if starts[0][0] <= bound_ns:
+        return starts[0][1]
     return improve(
         problem,
         machine,
-        starts,
+        [plan for _, plan in starts],
         bound_ns=bound_ns,
         seed=seed,
-        time_limit_s=max(left_s, EMIT_S),
-        rounds=rounds,
+        time_limit_s=max(begun + time_limit_s - monotonic(), EMIT_S),
+        rounds=enough_rounds(problem),
     )
+
+
+def greedy_starts(
+    problem: Problem, machine: Machine, budget_bytes: int, bound_ns: int, stop: float
+) -> list[tuple[int, Plan]]:
+    """The best few of greedy's portfolio, with their steps; the first that meets the bound ends it."""
+    plans: list[tuple[int, Plan]] = []
+    for plan, period_ns in portfolio(problem, machine, budget_bytes, bound_ns):
+        plans.append((period_ns, plan))
+        if period_ns <= bound_ns or monotonic() > stop:
+            break
+    return sorted(plans, key=lambda each: each[0])[:STARTS]
 
 
 def enough_rounds(problem: Problem) -> int:

@@ -160,7 +160,7 @@ def _settle(plan: Plan, profile: Profile, machine: Machine) -> tuple[_Run, int]:
     repeat = begun[-1] in begun[:-1]
     alike = begun[-2::-1].index(begun[-1]) + 1 if repeat else MOST_STEPS // 2
     period = -(-sum(took[-alike:]) // alike)
-    return run, max(period, sum(kernel.duration_ns for kernel in profile.kernels), *busy.values(), 0)
+    return run, max(period, profile.compute_ns, *busy.values(), 0)
 
 
 def _to_go(run: _Run) -> dict[Link, int]:

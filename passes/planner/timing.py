@@ -16,6 +16,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+from teraio.profile import Profile
 
 from .choose import Choice
 from .problem import Ledger, Problem, Route, transfer_ns
@@ -39,6 +42,12 @@ class Clock:
     def __init__(self, entered_ns: Sequence[int], period_ns: int) -> None:
         self.ticks = len(entered_ns)
         self.entered_ns = [t + lap * period_ns for lap in (-1, 0, 1, 2) for t in entered_ns]
+
+    @classmethod
+    def unhindered(cls, profile: Profile) -> Clock:
+        """Kernels one after another."""
+        entered = [0, *accumulate(kernel.duration_ns for kernel in profile.kernels)]
+        return cls(entered[:-1] or [0], max(entered[-1], 1))
 
     def at(self, tick: int) -> int:
         return self.entered_ns[tick + self.ticks]
@@ -104,11 +113,7 @@ def hidden_windows(problem: Problem) -> list[tuple[int, int]]:
 
     Links are taken to be free, and the fastest.
     """
-    entered, now_ns = [], 0
-    for kernel in problem.profile.kernels:
-        entered.append(now_ns)
-        now_ns += kernel.duration_ns
-    clock = Clock(entered or [0], max(now_ns, 1))
+    clock, now_ns = Clock.unhindered(problem.profile), problem.profile.compute_ns
     windows = []
     for gap in problem.gaps:
         first, end = gap.start + 1, gap.end
@@ -127,13 +132,8 @@ def hidden_windows(problem: Problem) -> list[tuple[int, int]]:
 def _widest(problem: Problem, choice: Choice) -> list[Absence]:
     """The widest absences. The first gap of a version writes it, the others find a clean copy and drop."""
     ticks, seen = len(problem.live), set()
-
-    def age(index: int) -> int:
-        gap = problem.gaps[index]
-        return (gap.start - (gap.version or 0)) % ticks
-
     absences = []
-    for index in sorted(choice.gaps, key=lambda i: (age(i), i)):
+    for index in sorted(choice.gaps, key=lambda i: (problem.gaps[i].age(ticks), i)):
         gap = problem.gaps[index]
         if gap.unused:
             continue

@@ -124,7 +124,7 @@ def waited(line: Timeline, profile: Profile) -> Iterator[Waited]:
 
 
 def _summary(line: Timeline, step: int, profile: Profile, plan: Plan) -> str:
-    compute = sum(kernel.duration_ns for kernel in profile.kernels)
+    compute = profile.compute_ns
     causes = {
         cause: sum(stall.ns for stall in line.stalls if stall.cause == cause)
         for cause in sorted({stall.cause for stall in line.stalls})
@@ -269,7 +269,7 @@ def _as_json(
 ) -> dict[str, object]:
     return {
         "step_ns": step,
-        "compute_ns": sum(kernel.duration_ns for kernel in profile.kernels),
+        "compute_ns": profile.compute_ns,
         "stall_ns": sum(stall.ns for stall in line.stalls),
         "links": {track: {"busy_ns": ns, "bytes": size} for track, ns, size in busy(line)},
         "written_bytes": moved_bytes(plan, profile, "", evict=True),

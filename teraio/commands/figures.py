@@ -70,7 +70,7 @@ def figures(plan: Plan, profile: Profile, machine: Machine, plan_ns: int, endura
     endurance = endurance_bytes or ENDURANCE_WRITES * capacity
     return Figures(
         step,
-        sum(kernel.duration_ns for kernel in profile.kernels),
+        profile.compute_ns,
         plan.predicted.bound_ns,
         plan.predicted.peak_bytes,
         plan.budget_bytes,

@@ -114,7 +114,7 @@ def _smallest(asked: Request, most_bytes: int, probes: int, permille: int) -> It
 
 
 def _fit(asked: Request, budget_bytes: int) -> Fit:
-    compute = sum(kernel.duration_ns for kernel in asked.profile.kernels)
+    compute = asked.profile.compute_ns
     name, floor = asked.profile.name, asked.floor_bytes
     try:
         plan, _ = with_budget(asked, budget_bytes).made()

@@ -145,7 +145,7 @@ def _comparison(asked: Request, rows: dict[str, Figures], refused: dict[str, str
                 fmt_ns(made.plan_ns),
             )
         )
-    compute_ns = sum(kernel.duration_ns for kernel in asked.profile.kernels)
+    compute_ns = asked.profile.compute_ns
     bound_ns = max((made.bound_ns for made in rows.values()), default=0)
     title = (
         f"{asked.profile.name} on {asked.machine.name} within {fmt_bytes(asked.budget_bytes)}: compute alone "

@@ -134,7 +134,7 @@ def _summary(profile: Profile) -> dict[str, int | str]:
         "name": profile.name,
         "kernels": len(profile.kernels),
         "tensors": len(profile.tensors),
-        "compute_ns": sum(kernel.duration_ns for kernel in profile.kernels),
+        "compute_ns": profile.compute_ns,
         "peak_bytes": int(problem.live.max()),
         "smallest_bytes": int(problem.floor.max()),
     }

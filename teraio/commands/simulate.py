@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
     alone = step_ns(plan, profile, machine)
     step = events.run(plan, profile, machine).step_ns if events.shares(machine) else alone
     stalled = sum(stall.ns for stall in line.stalls)
-    compute = sum(kernel.duration_ns for kernel in profile.kernels)
+    compute = profile.compute_ns
     peak = check(plan, profile, machine).peak_bytes
     if args.json:
         lanes = {track: {"busy_ns": ns, "bytes": size} for track, ns, size in busy(line)}
