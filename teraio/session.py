@@ -43,6 +43,7 @@ RESERVE_BYTES = 2 * 2**20
 NAMED = 5  # tensors that a message lists
 
 # Accepted by the readers, because the names are settled; refused here until they do something.
+PAYS_BACK_STEPS = 250  # of a training: planning takes no longer than it can save in so many
 NOT_BUILT = ("host_memory", "timeline", "optimizer_step", "recompute", "max_write_per_day")
 
 
@@ -166,6 +167,7 @@ class Session:
                 planner=self.options.planner,
                 fingerprint=fingerprint,
                 time_limit_s=self.options.plan_time / 1e9,
+                steps=PAYS_BACK_STEPS,
             )
         except TeraioError as error:
             log.warning("teraio: no plan, tensors are moved on demand: %s", error)

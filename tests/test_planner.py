@@ -12,7 +12,8 @@ import toys
 from teraio.check import check
 from teraio.errors import OptionError, PlanError
 from teraio.machine import Machine
-from teraio.passes.planner import plan, simulate, smallest_budget
+from teraio.passes.planner import PLANNERS, plan, simulate, smallest_budget
+from teraio.passes.planner.auto import auto
 from teraio.passes.planner.simulate import device_bytes, step_ns
 from teraio.plan import Evict, Fetch, Home, Plan
 from teraio.profile import Profile
@@ -25,10 +26,6 @@ FETCH_LATE = (Evict("a", "ssd", free=4, trigger=1), Fetch("a", "ssd", trigger=6,
 
 def hand(*moves: Evict | Fetch, homes: tuple[Home, ...] = ()) -> Plan:
     return Plan("", "hand", 8, homes, moves)
-
-
-def compute_ns(profile: Profile) -> int:
-    return profile.compute_ns
 
 
 def all_resident(profile: Profile) -> int:
@@ -125,7 +122,7 @@ def test_easy_transfers_are_hidden_completely() -> None:
     profile = toys.training_profile()
     made = plan(profile, ROOMY, all_resident(profile) // 2)
     assert len(made.moves) > 8
-    assert made.predicted.step_ns == compute_ns(profile)
+    assert made.predicted.step_ns == profile.compute_ns
 
 
 def test_a_clean_weight_is_written_once_per_step() -> None:
@@ -204,7 +201,7 @@ def assert_steady(made: Plan, profile: Profile, machine: Machine, line: Timeline
     """A step is its kernels and its stalls; lanes carry one transfer at a time."""
     stalled = sum(stall.ns for stall in line.stalls)
     last = max((s.end_ns for s in line.spans if s.track == "compute"), default=0)
-    assert last == compute_ns(profile) + stalled
+    assert last == profile.compute_ns + stalled
     for track in {span.track for span in line.spans}:
         spans = [span for span in line.spans if span.track == track]
         assert all(a.end_ns <= b.start_ns for a, b in pairwise(spans))
@@ -219,7 +216,7 @@ def assert_planned(profile: Profile, machine: Machine, budget: int) -> Plan:
     assert verdict.problems == ()
     assert verdict.peak_bytes <= budget == made.budget_bytes
     assert made.predicted.peak_bytes == verdict.peak_bytes
-    assert made.predicted.step_ns >= made.predicted.bound_ns >= compute_ns(profile)
+    assert made.predicted.step_ns >= made.predicted.bound_ns >= profile.compute_ns
     assert made.predicted.step_ns >= lane_ns(made, profile, machine)
     assert_steady(made, profile, machine, simulate(made, profile, machine))
     return made
@@ -290,6 +287,25 @@ def test_a_time_limit_still_gives_a_plan() -> None:
     profile = toys.training_profile()
     made = plan(profile, MACHINES[0], smallest_budget(profile), time_limit_s=0.0)
     assert check(made, profile, MACHINES[0]).feasible
+
+
+def test_planning_takes_no_longer_than_a_better_plan_could_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In so many steps: at most what greedy's first plans take beyond the simple bound."""
+    given: list[float] = []
+
+    def planner(*args: object, time_limit_s: float, **names: object) -> Plan:
+        given.append(time_limit_s)
+        return auto(*args, time_limit_s=time_limit_s, **names)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(PLANNERS, "auto", planner)
+    profile, machine = toys.training_profile(), toys.machine(device=10**6, ssd=10**6, rate=10**5)
+    first_ns = plan(profile, machine, 1200, planner="greedy").predicted.step_ns
+    for steps in (10**9, 1):
+        made = plan(profile, machine, 1200, steps=steps)
+        assert check(made, profile, machine).feasible
+    saves_s = (first_ns - profile.compute_ns) / 1e9
+    assert 1 < given[0] <= 10
+    assert given[1] <= saves_s < 0.1
 
 
 def test_a_thousand_kernels_are_planned_in_seconds() -> None:

@@ -22,7 +22,7 @@ from teraio.plan import Plan, Predicted
 from teraio.profile import Profile
 
 from . import events
-from .auto import at_once, auto
+from .auto import CLOSE, at_once, auto
 from .bound import lower_bound, lower_bound_ns
 from .g10 import g10
 from .greedy import greedy
@@ -84,10 +84,12 @@ def plan(
     fingerprint: str = "",
     seed: int = 0,
     time_limit_s: float = 10.0,
+    steps: int = 0,
     keep: Collection[str] = (),
 ) -> Plan:
     """Make a plan, check it, predict it. Tensors in `keep` and inputs stay where they are. A budget beyond
-    the device's capacity is cut down to it.
+    the device's capacity is cut down to it. `auto` takes no longer than a better plan could save in so many
+    `steps`, if that is given.
 
     Raises PlanError with the certificate if there is no plan: the kernel whose working set exceeds the
     budget, or the tiers that cannot hold what must be away. A plan of `none` promises nothing about memory,
@@ -98,7 +100,7 @@ def plan(
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
     problem = build(profile, machine, keep)
     refuse_below_floor(problem, budget_bytes)
-    made, bound_ns = _made(problem, machine, budget_bytes, planner, seed, time_limit_s)
+    made, bound_ns = _made(problem, machine, budget_bytes, planner, seed, time_limit_s, steps)
     made = replace(made, fingerprint=fingerprint, planner=planner)
     verdict = check(made, profile, machine)
     if not verdict.feasible and planner == "none":
@@ -109,14 +111,23 @@ def plan(
 
 
 def _made(
-    problem: Problem, machine: Machine, budget_bytes: int, planner: str, seed: int, time_limit_s: float
+    problem: Problem,
+    machine: Machine,
+    budget_bytes: int,
+    planner: str,
+    seed: int,
+    time_limit_s: float,
+    steps: int,
 ) -> tuple[Plan, int]:
     """The plan and the bound."""
-    stop, bound_ns = monotonic() + time_limit_s, lower_bound_ns(problem, budget_bytes)
+    begun, bound_ns = monotonic(), lower_bound_ns(problem, budget_bytes)
     if planner == "auto":
-        made = at_once(problem, machine, budget_bytes, bound_ns)
-        if made is not None:
+        period_ns, made = at_once(problem, machine, budget_bytes, bound_ns)
+        if period_ns <= bound_ns * CLOSE:
             return made, bound_ns
+        if steps:
+            time_limit_s = min(time_limit_s, steps * (period_ns - bound_ns) / 1e9)
+    stop = begun + time_limit_s
     lower = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * time_limit_s)
     problem = replace(problem, stalls_ns=lower.stalls_ns, away=lower.away)
     left_s = stop - monotonic()
