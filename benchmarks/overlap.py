@@ -30,7 +30,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import library, nn
 
 import teraio
 from teraio import _native, session
@@ -48,7 +48,7 @@ PLANNED_TARGET, FORCED_TARGET = 1.15, 1.6
 SLOTS = 8  # operations of the drive at once
 
 
-@torch.library.custom_op("teraio_overlap::product", mutates_args=())
+@library.custom_op("teraio_overlap::product", mutates_args=())
 def product(a: torch.Tensor, b: torch.Tensor, pace_s: float) -> torch.Tensor:
     """A matrix product that takes at least so long, as on a device that neighbours of this process do not
     slow down."""

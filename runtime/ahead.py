@@ -53,6 +53,7 @@ class Ahead:
                 return
 
     def _order(self) -> tuple[str, ...]:
+        """What the last step touched after the call that has just run; after another call it begins anew."""
         tracker = self.tracker
         call = tracker.at - 1 if tracker.base is not None else -1
         if call != self.call:
@@ -114,10 +115,11 @@ class Ahead:
         short = self.residency.short_bytes(wanted_bytes) - sum(record.size_bytes for record in self.leaving)
         if short <= 0:
             return
-        now = self.now()
-        horizon = self.tracker.expected.touch_tick(self.call, min(self.at + LOST_AFTER, len(self._order())))
+        expected, ahead = self.tracker.expected, self.at + LOST_AFTER
+        now = expected.touch_tick(self.call, self.at - 1)
+        horizon = expected.touch_tick(self.call, min(ahead, len(expected.touched[self.call])))
         for record in self.residency.victims(short, now, self.stays):
-            later = now is not None and self.residency.next_use(record, now) > (1, horizon)
+            later = self.residency.next_use(record, now) > (1, horizon)
             if record.state is not State.DEVICE or not later:
                 continue
             try:

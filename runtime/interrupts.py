@@ -38,18 +38,18 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _pressed(self, number: int, frame: FrameType | None) -> None:
-        if self.late or not self._stepping(frame):
+        # An exception may have ended the step, which no one told us.
+        if self.late or self.code is None or not runs(self.code, frame):
             signal.default_int_handler(number, frame)
         self.late = True
         log.warning("teraio: Ctrl-C: after this step of the optimizer")
 
-    def _stepping(self, frame: FrameType | None) -> bool:
-        """Whether the step is really under way: an exception may have ended it, which no one told us."""
-        while frame is not None and self.code is not None:
-            if frame.f_code is self.code:
-                return True
-            frame = frame.f_back
-        return False
+
+def runs(code: CodeType | None, frame: FrameType | None) -> bool:
+    """Whether this frame, or one that called it, executes the code."""
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 INTERRUPTS = Interrupts()

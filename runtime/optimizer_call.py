@@ -16,7 +16,7 @@ from teraio.schedule import READ, WRITE, Buffer, Schedule, Slot
 
 from . import trial
 from .engine import Engine
-from .interrupts import INTERRUPTS
+from .interrupts import INTERRUPTS, runs
 from .programs import Program
 from .records import Record
 from .residency import Need
@@ -220,7 +220,9 @@ class OptimizerCall:
     @property
     def updates(self) -> bool:
         """Whether the optimizer's own update runs at this moment, on what is lent to it."""
-        return self.current is not None and not self.closure and _runs(step_code(self.optimizer))
+        if self.current is None or self.closure:
+            return False
+        return runs(step_code(self.optimizer), inspect.currentframe())
 
     def end(self) -> None:
         self.close()
@@ -316,13 +318,6 @@ def step_code(optimizer: torch.optim.Optimizer) -> CodeType | None:
     """Of the function around `step` that calls the hooks: on the stack from the first hook to the last."""
     code: CodeType | None = getattr(getattr(type(optimizer), "step", None), "__code__", None)
     return code
-
-
-def _runs(code: CodeType | None) -> bool:
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
 
 
 def plainly_called(optimizer: torch.optim.Optimizer) -> bool:

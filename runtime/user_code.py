@@ -99,15 +99,10 @@ class UserCode:
             if record.state is State.LEAVING:
                 self.mover.undo_evict(record)
             self.ahead.touched(record)
-        for record in records:
-            record.pins += 1
-        try:
+        with pinned(records):
             if any(record.state is not State.DEVICE for record in records):
                 self._fetch(records, live_bytes, place)
             self.ahead.go_on()
-        finally:
-            for record in records:
-                record.pins -= 1
 
     def _fetch(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
         residency = self.residency
@@ -131,13 +126,8 @@ class UserCode:
     def holding(self, records: Sequence[Record], place: str) -> Iterator[None]:
         """These are in memory as long as the block runs."""
         self.bring(records, 0, place)
-        for record in records:
-            record.pins += 1
-        try:
+        with pinned(records):
             yield
-        finally:
-            for record in records:
-                record.pins -= 1
 
     def overrun(self, short: int, place: str) -> None:
         counts = self.mover.counts
@@ -163,3 +153,15 @@ class UserCode:
         kept = frozenset(self.kept)
         self.kept.clear()
         return kept
+
+
+@contextmanager
+def pinned(records: Sequence[Record]) -> Iterator[None]:
+    """None of these leaves as long as the block runs."""
+    for record in records:
+        record.pins += 1
+    try:
+        yield
+    finally:
+        for record in records:
+            record.pins -= 1

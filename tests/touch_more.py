@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
+from torch import library
 from torch.utils.checkpoint import checkpoint
 from touch_list import (
     ARITHMETIC,
@@ -43,7 +44,7 @@ class Doubled(torch.autograd.Function):
         return grad * ctx.saved_tensors[0]
 
 
-@torch.library.custom_op("teraio_tests::doubling", mutates_args=())
+@library.custom_op("teraio_tests::doubling", mutates_args=())
 def doubling(t: torch.Tensor) -> torch.Tensor:
     return t * 2
 
