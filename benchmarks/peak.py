@@ -106,9 +106,9 @@ class Bench:
         made: list[Plan | None] = []
         settle = running.engine.settle
 
-        def noted(plan: Plan | None) -> None:
+        def noted(plan: Plan | None, order: tuple[str, ...] = ()) -> None:
             made.append(plan)
-            settle(plan)
+            settle(plan, order)
 
         running.engine.settle = noted  # type: ignore[method-assign]
         self.steps(self.ours, 1)

@@ -22,6 +22,8 @@ def profile_of(steps: Sequence[Step], name: str) -> Profile:
     for number, call in enumerate(last.calls):
         for index, (slot, live_bytes) in enumerate(zip(call.schedule.slots, call.live_bytes)):
             workspace = max(0, live_bytes - _handed_over(call, index + 1, sizes))
+            if index == len(call.live_bytes) - 1 and number < len(last.outside):
+                workspace += last.outside[number]
             kernels.append(Kernel(slot.kernel, number, durations[len(kernels)], workspace))
     return Profile(name, sum(durations), tuple(kernels), _tensors(last))
 

@@ -26,6 +26,11 @@ TOUCHES_MAX = 2**16  # after one call: what is kept of them must end
 LOST_AFTER = 64  # touches: one that is further on in the last step's order is taken for another one
 
 
+def ahead_bytes(budget_bytes: int) -> int:
+    """So much may be on its way."""
+    return min(budget_bytes // AHEAD_PARTS, AHEAD_MAX_BYTES)
+
+
 class Ahead:
     def __init__(
         self, residency: Residency, mover: Mover, tracker: StepTracker, stays: Callable[[Record], bool]
@@ -34,7 +39,7 @@ class Ahead:
         self.mover = mover
         self.tracker = tracker
         self.stays = stays
-        self.limit_bytes = min(residency.budget_bytes // AHEAD_PARTS, AHEAD_MAX_BYTES)
+        self.limit_bytes = ahead_bytes(residency.budget_bytes)
         self.call = -1  # of the expected step, after which user code runs
         self.at = 0  # how many of its touches have been seen
         self.leaving: list[Record] = []

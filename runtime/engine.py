@@ -26,6 +26,7 @@ from teraio.schedule import Schedule, Step
 
 from . import gradients as _gradients
 from . import guard as _guard
+from .ahead import ahead_bytes
 from .device import Device
 from .follow import Follower, table_of
 from .moves import Mover
@@ -121,7 +122,7 @@ class Engine:
             if (returned := bound[buffer]) is not None and returned.kind != "weight":
                 residency.settle(returned)
         if index == program.last:
-            live_bytes += self.user.make_ready(exposed, live_bytes, tick)
+            self.user.make_ready(exposed, live_bytes, tick)
             if program.schedule.kind == "forward":
                 self.gradients.forward_ran(program)
         if tracker.running is not None:
@@ -179,7 +180,7 @@ class Engine:
         residency.bury()
         need = Need(*program.floor(residency.fixed_bytes, self.gradients.gives_early))
         if residency.lacks(need):
-            residency.refuse(need)
+            residency.give(need)
         residency.largest = max(residency.largest, need, key=lambda n: n.size_bytes)
 
     # ---- the step
@@ -211,11 +212,13 @@ class Engine:
         """For the step that was last."""
         self.tracker.expected.table = table_of(plan, max(self.tracker.length, 1))
 
-    def settle(self, plan: Plan | None) -> None:
-        """The step that was last is measured; this is the plan for it, if there is one."""
-        self.tracker.expected.settled = True
+    def settle(self, plan: Plan | None, order: tuple[str, ...] = ()) -> None:
+        """The step that was last, or that has these programs, is measured; this is the plan for it, if there
+        is one."""
+        expected = self.tracker.known[order] if order else self.tracker.expected
+        expected.settled = True
         if plan is not None:
-            self.install(plan)
+            expected.table = table_of(plan, max(expected.length, 1))
 
     def returned(self, outputs: Any) -> None:
         """A program has ended: autograd and user code go on."""
@@ -247,6 +250,23 @@ class Engine:
         expected.uses = uses
 
     # ---- for the outside
+
+    def resize(self, budget_bytes: int | None) -> None:
+        """Another budget, None for the smallest that the kernels let it be; what is too much leaves now.
+        BudgetError if what is known to be needed at once does not fit. Plans for another budget are hints."""
+        residency = self.residency
+        before, elastic = residency.budget_bytes, residency.elastic
+        residency.elastic = budget_bytes is None
+        residency.budget_bytes = residency.reserve_bytes if budget_bytes is None else budget_bytes
+        if residency.lacks(residency.largest):
+            try:
+                residency.give(residency.largest)
+            except TeraioError:
+                residency.budget_bytes, residency.elastic = before, elastic
+                raise
+        self.user.ahead.limit_bytes = ahead_bytes(residency.budget_bytes)
+        residency.serial += 1
+        residency.free(0, None, self.guard.exposed)
 
     def stats(self) -> dict[str, int]:
         store = self.mover.store

@@ -41,6 +41,13 @@ class Stepped:
         self.seen = trial.Outcome(None)
         self.programs: dict[tuple[Any, ...], Program] = {}
         self.asked: tuple[Any, ...] | None = None
+        self.limit_bytes = 0
+
+    def bucket_bytes(self, budget_bytes: int) -> int:
+        """How large its buckets may be. Another budget changes nothing: the step would be another one."""
+        if not self.limit_bytes:
+            self.limit_bytes = min(max(budget_bytes // BUDGET_PARTS, BUCKET_MIN_BYTES), BUCKET_MAX_BYTES)
+        return self.limit_bytes
 
     def ask(self, optimizer: torch.optim.Optimizer) -> None:
         """Once, and again when its groups have become others."""
@@ -97,8 +104,7 @@ class OptimizerCall:
 
     def walk(self) -> Iterator[Bucket]:
         if self.program is None:
-            limit = self.engine.residency.budget_bytes // BUDGET_PARTS
-            limit = min(max(limit, BUCKET_MIN_BYTES), BUCKET_MAX_BYTES)
+            limit = self.about.bucket_bytes(self.engine.residency.budget_bytes)
             # If these do not fit: each parameter alone.
             self.begin(buckets_of(self.optimizer.param_groups, most) for most in (limit, 0))
         for at, bucket in enumerate(self.buckets):
@@ -131,7 +137,7 @@ class OptimizerCall:
             if (need := self._lacking()) is None:
                 break
         if need is not None:
-            engine.residency.refuse(need)
+            engine.residency.give(need)
         self.program, bound = self._program()
         engine.tracker.enter(self.program)
         engine.expect()

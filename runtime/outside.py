@@ -53,17 +53,14 @@ class Outside:
         self.stretch: Stretch | None = None
         self.off = False  # the system does not say
 
-    def room(self, live_bytes: int, tick: int | None, stays: Callable[[Record], bool]) -> int:
-        """Before user code runs: makes free what it took after this call the last time. Returns how much of
-        that there is now."""
+    def room(self, live_bytes: int, tick: int | None, stays: Callable[[Record], bool]) -> None:
+        """Before user code runs: makes free what it took after this call the last time."""
         tracker = self.tracker
         wanted = tracker.expected.outside.get(tracker.at - 1, 0) if tracker.base is not None else 0
-        if not wanted:
-            return 0
-        short, _ = self.residency.free(live_bytes + wanted, tick, stays)
-        if short > 0:
-            self.overrun(short, f"after call {tracker.number}")
-        return max(0, wanted - max(0, short))
+        if wanted:
+            short, _ = self.residency.free(live_bytes + wanted, tick, stays)
+            if short > 0:
+                self.overrun(short, f"after call {tracker.number}")
 
     def begins(self) -> None:
         """A program has returned, or an optimizer steps. When that is done, its own stretch goes on."""

@@ -47,6 +47,7 @@ class Residency:
         self.mover = mover
         self.budget_bytes = budget_bytes
         self.reserve_bytes = reserve_bytes
+        self.elastic = False  # memory is `min`: the budget grows to what a kernel needs when all else is away
         self.records: dict[int, Record] = {}  # storage address -> record
         self.by_name: dict[str, Record] = {}
         self.mortal: dict[int, Record] = {}  # of those, what does not live from step to step
@@ -139,7 +140,7 @@ class Residency:
             return
         if failure is not None:
             raise failure
-        self.refuse(Need(self.mover.resident_bytes, extra_bytes, kernel))
+        self.give(Need(self.mover.resident_bytes, extra_bytes, kernel))
 
     def free(
         self, extra_bytes: int, tick: float | None, stays: Callable[[Record], bool] | None = None
@@ -225,6 +226,12 @@ class Residency:
 
     def lacks(self, need: Need) -> bool:
         return need.size_bytes + self.reserve_bytes > self.budget_bytes
+
+    def give(self, need: Need) -> None:
+        """What does not fit is refused, or, if that is how memory was asked for, the budget grows to it."""
+        if not self.elastic:
+            self.refuse(need)
+        self.budget_bytes = max(self.budget_bytes, need.size_bytes + self.reserve_bytes)
 
     def refuse(self, need: Need) -> NoReturn:
         need = max(need, self.largest, key=lambda n: n.size_bytes)

@@ -154,6 +154,11 @@ class StepTracker:
         self.outside, self.touched = {}, {}
         self.expected, self.at, self.base = Expectation((), ()), 0, None
 
+    def measure_again(self, order: tuple[str, ...]) -> None:
+        """A step of these programs, the next time it comes."""
+        if order in self.known:
+            self.known[order].settled = False
+
     def abandon(self) -> None:
         """The call that runs ended with an exception: it is no part of the step, nor does the step go on."""
         if self.programs:
@@ -189,4 +194,5 @@ class StepTracker:
             return None
         names = {name for call in calls for name in call.tensors if name}
         kinds = tuple(sorted(k for name in names if (k := describe(name)) is not None))
-        return Step(calls, ended_ns, kinds, exposed)
+        taken = tuple(self.expected.outside.get(call, 0) for call in range(len(calls)))
+        return Step(calls, ended_ns, kinds, exposed, taken)

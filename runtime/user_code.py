@@ -48,12 +48,12 @@ class UserCode:
             self.kept.add((call, record.name))
         return exposed
 
-    def make_ready(self, exposed: Sequence[Record], live_bytes: int, tick: int | None) -> int:
+    def make_ready(self, exposed: Sequence[Record], live_bytes: int, tick: int | None) -> None:
         """At the last slot of a program: brings what is exposed, and makes room for what user code will take
-        beside it. Returns how many bytes that are."""
+        beside it."""
         if exposed:
             self.bring(exposed, live_bytes, "what it holds of")
-        return self.outside.room(live_bytes, tick, self.guard.exposed)
+        self.outside.room(live_bytes, tick, self.guard.exposed)
 
     def expose_all(self, why: str) -> None:
         """From now on all weights are resident whenever user code runs."""
@@ -130,6 +130,9 @@ class UserCode:
             yield
 
     def overrun(self, short: int, place: str) -> None:
+        if self.residency.elastic:
+            self.residency.budget_bytes += short
+            return
         counts = self.mover.counts
         if short > 2 * counts.overrun_bytes:  # not a line per tensor
             log.warning(

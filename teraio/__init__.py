@@ -7,10 +7,11 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "load", "reset", "resident", "save", "stats"]
+__all__ = ["__version__", "load", "reset", "resident", "save", "set_memory", "stats"]
 
 _WHERE = {
     "reset": "session",
+    "set_memory": "session",
     "stats": "session",
     "resident": "runtime.stays",
     "save": "runtime.checkpoint",

@@ -47,11 +47,9 @@ class _Trial:
 
 
 class Earlier:
-    def __init__(
-        self, options: Options, replay: Plan | None, engine: Engine, budget_bytes: int, device_kind: str
-    ) -> None:
+    def __init__(self, options: Options, replay: Plan | None, engine: Engine, device_kind: str) -> None:
         self.options, self.replay, self.engine = options, replay, engine
-        self.budget_bytes, self.device_kind = budget_bytes, device_kind
+        self.device_kind = device_kind
         folder = cache.directory()
         self.cache = cache.PlanCache(folder) if folder and replay is None else None
         self.trials: dict[Order, _Trial] = {}
@@ -59,6 +57,16 @@ class Earlier:
         self.followed: list[Order] = []
         self.left: set[Order] = set()  # orders that began like a followed one, and were said
         self.said: set[str] = set()
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.engine.residency.budget_bytes
+
+    def forget(self) -> None:
+        """Memory is no longer what the options say: plans that are made for it now are for this run alone."""
+        self.judged |= self.trials.keys()
+        self.trials.clear()
+        self.replay = self.cache = None
 
     def follow(self, order: Order, step: Step) -> bool:
         """Whether a plan is followed from now on, or still, that nobody had to make; then nothing is measured

@@ -43,6 +43,7 @@ class Memory:
         return "min" if self.percent is None else f"{float(self.percent):g}%"
 
 
+SMALLEST = Memory()
 Scalar = bool | int | float | str
 
 
@@ -64,7 +65,7 @@ def _share(value: Any) -> Memory:
 
 def _memory(value: Any) -> Memory:
     if isinstance(value, str) and value.strip().lower() == "min":
-        return Memory()
+        return SMALLEST
     try:
         return _share(value)
     except ValueError as error:
@@ -73,7 +74,7 @@ def _memory(value: Any) -> Memory:
 
 def _store_size(value: Any) -> Memory:
     share = _share(value)
-    if share == Memory():
+    if share == SMALLEST:
         raise ValueError(f"'min' is not {SIZES} or a percentage of the free space")
     return share
 

@@ -100,10 +100,11 @@ class Call:
 class Step:
     """One measured training iteration: its calls in order, and the tensors that can move.
 
-    All other bytes are in the calls' `live_bytes`.
+    All other bytes are in the calls' `live_bytes`, and in `outside`, by call: what user code took after it.
     """
 
     calls: tuple[Call, ...]
     end_ns: int
     kinds: tuple[tuple[str, str, int, bool], ...]  # (name, kind, size_bytes, persistent)
     exposed: frozenset[tuple[int, str]]  # (call, tensor): user code held it when the call returned
+    outside: tuple[int, ...] = ()  # none is as good as zeros

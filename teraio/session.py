@@ -12,7 +12,7 @@ import atexit
 import contextlib
 import logging
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,9 +22,8 @@ from teraio.cache import fingerprint_of
 from teraio.doctor import machine_of
 from teraio.earlier import Earlier
 from teraio.errors import OptionError, TeraioError, UnsupportedError
-from teraio.machine import Machine
 from teraio.notices import described, more_than_there_is, names_of, unknown_environment, without_match
-from teraio.options import Memory, Options
+from teraio.options import SMALLEST, Memory, Options
 from teraio.passes import dynamo_guards, lifetimes, planner
 from teraio.plan import Plan
 from teraio.profile import Profile
@@ -42,8 +41,9 @@ RESERVE_BYTES = 2 * 2**20
 
 NAMED = 5  # tensors that a message lists
 
-# Accepted by the readers, because the names are settled; refused here until they do something.
 PAYS_BACK_STEPS = 250  # of a training: planning takes no longer than it can save in so many
+
+# Accepted by the readers, because the names are settled; refused here until they do something.
 NOT_BUILT = ("host_memory", "timeline", "optimizer_step", "recompute", "max_write_per_day")
 
 
@@ -58,30 +58,51 @@ class Session:
         self.names: set[str] | None = set()  # of tensors that were seen; None: no longer of interest
         device.return_freed_memory()
         self.device = device.current("cpu")
-        self.budget_bytes = _budget(options, self.device)
+        self.available_bytes = self.device.default_budget_bytes()
+        budget = self.available_bytes
+        if options.memory is not None:
+            budget = options.memory.resolve(self.available_bytes, 0)
         size = options.store_size
         store = Store.open(
             options.store or None,
             None if size is None else lambda free_bytes: size.resolve(free_bytes, 0),
             checksums=options.checksum,
-            memory_bytes=self.budget_bytes,
+            memory_bytes=budget,
             on_fallback=options.on_fallback,
         )
-        self.machine = _machine(store.directories[0], self.budget_bytes, store.capacity_bytes)
+        memory = max(budget, self.device.capacity_bytes())
+        self.machine = machine_of("here", [_link(store.directories[0])], memory, store.capacity_bytes)
+        self.profiles: dict[tuple[str, ...], Profile] = {}  # that plans were made from, by order
         # The slabs are memory too: the only copies of bytes on their way.
         reserve = RESERVE_BYTES + store.slab_bytes_total
-        self.engine = engine.Engine(
-            store, self.device, self.budget_bytes, reserve, self.on_step, keep=options.keep
-        )
-        self.earlier = Earlier(options, replay, self.engine, self.budget_bytes, self.device.kind)
-        for line in more_than_there_is(self.budget_bytes, self.device.capacity_bytes()):
+        self.engine = engine.Engine(store, self.device, budget, reserve, self.on_step, keep=options.keep)
+        self.earlier = Earlier(options, replay, self.engine, self.device.kind)
+        if options.memory == SMALLEST:
+            self.engine.resize(None)
+        for line in more_than_there_is(budget, self.device.capacity_bytes()):
             log.warning("teraio: %s", line)
         log.info(
             "teraio: memory %s, %s of it in reserve; store in %s",
-            fmt_bytes(self.budget_bytes),
+            "as little as the kernels let it be" if options.memory == SMALLEST else fmt_bytes(budget),
             fmt_bytes(reserve),
             ", ".join(map(str, store.directories)),
         )
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.engine.residency.budget_bytes
+
+    def resize(self, memory: Memory) -> None:
+        """Another budget from now on: measured steps are planned again, others are measured again."""
+        self.engine.resize(None if memory == SMALLEST else memory.resolve(self.available_bytes, 0))
+        self.earlier.forget()
+        for order in self.engine.tracker.known:
+            profile = self.profiles.get(order)
+            plan = self._plan(profile) if profile is not None else None
+            if profile is not None:
+                self.engine.settle(plan, order)
+            else:
+                self.engine.tracker.measure_again(order)
 
     def on_step(self, step: Step) -> None:
         """One more measured step. The first of its kind is not like the others: optimizer states are made in
@@ -90,6 +111,8 @@ class Session:
         if not self.begun:
             self.begun = True
             self._report_stuck()
+        if self.engine.tracker.expected.settled:  # in the middle of it, as memory became another
+            return
         if self.earlier.follow(order, step):
             self._look_at_keep(step, last=True)
             return
@@ -108,6 +131,8 @@ class Session:
         del self.steps[order]
         if self.options.profile:
             self._write(profile, self.options.profile)
+        self.profiles = {o: p for o, p in self.profiles.items() if o in self.engine.tracker.known}
+        self.profiles[order] = profile
         plan = self._plan(profile)
         if plan is not None and self.earlier.watch(order, plan):
             self.engine.install(plan)
@@ -159,9 +184,13 @@ class Session:
                 fingerprint,
             )
             return None
+        if self.engine.residency.elastic:
+            smallest = max(self.budget_bytes, planner.smallest_budget(profile))
+            self.engine.residency.budget_bytes = smallest
+            log.info("teraio: memory is %s, the smallest for this step", fmt_bytes(smallest, up=True))
         try:
             plan = planner.plan(
-                profile,
+                as_far_as_it_fits(profile, self.budget_bytes),
                 self.machine,
                 self.budget_bytes,
                 planner=self.options.planner,
@@ -255,9 +284,34 @@ def reset() -> None:
         session.engine.shut_down()
 
 
+def set_memory(memory: str | int) -> None:
+    """Gives the running programs more or less memory (`16GiB`, `80%`, `min`): they are planned again, and
+    nothing is compiled again. What is too much leaves before this returns."""
+    if SESSION is None:
+        raise OptionError(
+            "set_memory: nothing is compiled by teraio yet; give options={'memory': ...} to torch.compile"
+        )
+    asked = Options.parse({"memory": memory}, {}).memory
+    assert asked is not None
+    SESSION.resize(asked)
+
+
 def stats() -> dict[str, int]:
     """What the engine has done so far, for loggers."""
     return {} if SESSION is None else SESSION.engine.stats()
+
+
+def as_far_as_it_fits(profile: Profile, budget_bytes: int) -> Profile:
+    """User code that needs more than there is gets it, which is said: a plan then makes all the room that it
+    can. Programs end with a kernel of their own, at which such bytes are counted."""
+    over = planner.build(profile).floor - budget_bytes
+    last = {kernel.call: tick for tick, kernel in enumerate(profile.kernels)}
+    kernels = list(profile.kernels)
+    for tick in last.values():
+        if over[tick] > 0:
+            less = max(0, kernels[tick].workspace_bytes - int(over[tick]))
+            kernels[tick] = replace(kernels[tick], workspace_bytes=less)
+    return replace(profile, kernels=tuple(kernels))
 
 
 def _refuse(options: Options) -> None:
@@ -266,22 +320,8 @@ def _refuse(options: Options) -> None:
     for name in NOT_BUILT:
         if getattr(options, name) not in {getattr(defaults, name), "off", "device"}:
             raise UnsupportedError(f"option {name!r} is not built yet; leave it out")
-    if options.memory == Memory():
-        raise UnsupportedError(
-            "memory='min' is not built yet; give a size such as '20GiB', or '80%'. A budget that is too "
-            "small is answered with what the kernel takes that does not fit"
-        )
     if options.profile and not Path(options.profile).absolute().parent.is_dir():
         raise OptionError(f"option 'profile': the folder of {options.profile} does not exist; make it first")
-
-
-def _budget(options: Options, on: device.Device) -> int:
-    available = on.default_budget_bytes()
-    return available if options.memory is None else options.memory.resolve(available, 0)
-
-
-def _machine(directory: Path, device_bytes: int, ssd_bytes: int) -> Machine:
-    return machine_of("here", [_link(directory)], device_bytes, ssd_bytes)
 
 
 @cache

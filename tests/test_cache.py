@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,7 +178,8 @@ def order(it: Step) -> tuple[str, ...]:
 
 
 def earlier(engine: Any, budget: int = 100, **options: Any) -> Earlier:
-    return Earlier(Options.parse(options, {}), None, engine, budget, "cpu")
+    engine.residency = SimpleNamespace(budget_bytes=budget)
+    return Earlier(Options.parse(options, {}), None, engine, "cpu")
 
 
 def kept_plan(took_ns: int, **options: Any) -> Plan:
