@@ -26,6 +26,7 @@ from teraio.units import fmt_bytes
 
 from . import leftovers, store_files, store_places
 from .extents import Extents, Piece, rounded
+from .pace import Pace
 from .store_files import StoreFile
 from .store_slabs import HUGE_PAGE, LANES, DeviceSide, make_slabs
 from .store_ticket import Extent, Orphan, Ticket
@@ -64,10 +65,12 @@ class Store:
         accept: Sequence[str] = (),
         device: DeviceSide | None = None,
         wrap: Callable[[_native.Io], _native.Io] | None = None,
+        write_per_day_bytes: int | None = None,
     ) -> None:
         self.fallbacks: list[str] = []
         self._on_fallback = on_fallback
         self._pid = os.getpid()
+        self.pace = Pace(write_per_day_bytes) if write_per_day_bytes else None
         self._lock = threading.RLock()
         self._orphans: deque[Orphan] = deque()
         self._tags = 0
@@ -237,6 +240,8 @@ class Store:
         """Memory to the extent, once the device's `event` has come. The bytes must stay as they are until the
         ticket is finished."""
         self._check_open()
+        if self.pace is not None:
+            self.pace.before(extent.size_bytes)
         with self._lock:
             self._reap()
             assert not extent.released and not extent.pending, (

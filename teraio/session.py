@@ -44,7 +44,7 @@ NAMED = 5  # tensors that a message lists
 PAYS_BACK_STEPS = 250  # of a training: planning takes no longer than it can save in so many
 
 # Accepted by the readers, because the names are settled; refused here until they do something.
-NOT_BUILT = ("host_memory", "timeline", "optimizer_step", "recompute", "max_write_per_day")
+NOT_BUILT = ("host_memory", "timeline", "optimizer_step", "recompute")
 
 
 class Session:
@@ -69,6 +69,7 @@ class Session:
             checksums=options.checksum,
             memory_bytes=budget,
             on_fallback=options.on_fallback,
+            write_per_day_bytes=options.max_write_per_day,
         )
         memory = max(budget, self.device.capacity_bytes())
         self.machine = machine_of("here", [_link(store.directories[0])], memory, store.capacity_bytes)
@@ -197,6 +198,7 @@ class Session:
                 fingerprint=fingerprint,
                 time_limit_s=self.options.plan_time / 1e9,
                 steps=PAYS_BACK_STEPS,
+                write_per_day_bytes=self.options.max_write_per_day or 0,
             )
         except TeraioError as error:
             log.warning("teraio: no plan, tensors are moved on demand: %s", error)

@@ -79,14 +79,16 @@ def test_profile_show_says_what_the_peak_is_made_of(files: dict[str, str], out: 
     assert "most at kernel k4 (tick 4)" in out("profile", "show", files["profile"])
 
 
-def test_a_plan_over_the_cap_of_writes_is_refused(files: dict[str, str], out: Any) -> None:
-    arguments = ("plan", files["profile"], "--machine", files["machine"], "-o", files["out"])
-    told = out(*arguments, "--max-write-per-day", "20GB", code=1)
-    assert "writes 0.0 TB per day" in told and "raise the cap" in told
-    assert not Path(files["out"]).exists()
-    assert out(*arguments, "--max-write-per-day", "30GB")
-    everyone = json.loads(out(*arguments, "--planner", "all", "--max-write-per-day", "30GB", "--json"))
+def test_a_plan_keeps_to_the_cap_of_writes(files: dict[str, str], out: Any) -> None:
+    arguments = ("plan", files["profile"], "--machine", files["machine"], "-o", files["out"], "--json")
+    freely = json.loads(out(*arguments))
+    cap = freely["ssd_write_bytes_per_day"] // 2
+    capped = json.loads(out(*arguments, "--max-write-per-day", str(cap)))
+    assert 0 < capped["ssd_write_bytes_per_day"] <= cap
+    assert capped["step_ns"] > freely["step_ns"]
+    everyone = json.loads(out(*arguments, "--planner", "all", "--max-write-per-day", str(cap)))
     assert everyone["best"]
+    assert all(row["ssd_write_bytes_per_day"] <= cap for row in everyone["planners"])
 
 
 def test_all_planners_stand_side_by_side_and_the_fastest_is_written(

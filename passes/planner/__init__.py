@@ -24,6 +24,7 @@ from teraio.profile import Profile
 from . import events
 from .auto import CLOSE, at_once, auto
 from .bound import lower_bound, lower_bound_ns
+from .endurance import within_cap
 from .g10 import g10
 from .greedy import greedy
 from .ilp import ilp
@@ -86,10 +87,11 @@ def plan(
     time_limit_s: float = 10.0,
     steps: int = 0,
     keep: Collection[str] = (),
+    write_per_day_bytes: int = 0,
 ) -> Plan:
     """Make a plan, check it, predict it. Tensors in `keep` and inputs stay where they are. A budget beyond
     the device's capacity is cut down to it. `auto` takes no longer than a better plan could save in so many
-    `steps`, if that is given.
+    `steps`, if that is given. With `write_per_day_bytes` a step takes as long as its writes to SSDs may.
 
     Raises PlanError with the certificate if there is no plan: the kernel whose working set exceeds the
     budget, or the tiers that cannot hold what must be away. A plan of `none` promises nothing about memory,
@@ -98,15 +100,25 @@ def plan(
     if planner not in PLANNERS:
         raise OptionError(f"planner={planner!r} is unknown; there are {', '.join(sorted(PLANNERS))}")
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
-    problem = build(profile, machine, keep)
-    refuse_below_floor(problem, budget_bytes)
-    made, bound_ns = _made(problem, machine, budget_bytes, planner, seed, time_limit_s, steps)
-    made = replace(made, fingerprint=fingerprint, planner=planner)
+    refuse_below_floor(build(profile, machine, keep), budget_bytes)
+
+    def make(other: Machine, share: float) -> Plan:
+        problem = build(profile, other, keep)
+        made, bound_ns = _made(problem, other, budget_bytes, planner, seed, share * time_limit_s, steps)
+        made = replace(made, fingerprint=fingerprint, planner=planner)
+        return _predicted(made, profile, machine, bound_ns)
+
+    if write_per_day_bytes:
+        return within_cap(make, profile, machine, write_per_day_bytes)
+    return make(machine, 1.0)
+
+
+def _predicted(made: Plan, profile: Profile, machine: Machine, bound_ns: int) -> Plan:
     verdict = check(made, profile, machine)
-    if not verdict.feasible and planner == "none":
+    if not verdict.feasible and made.planner == "none":
         return replace(made, predicted=Predicted(0, bound_ns, 0))
     if not verdict.feasible:
-        raise PlanError(f"planner {planner!r} made a plan that the check refuses: {verdict.problems[0]}")
+        raise PlanError(f"planner {made.planner!r} made a plan that the check refuses: {verdict.problems[0]}")
     return replace(made, predicted=Predicted(_step_ns(made, profile, machine), bound_ns, verdict.peak_bytes))
 
 

@@ -32,6 +32,7 @@ class Request:
     planner: str
     plan_ns: int  # the planner's time limit
     keep: frozenset[str] = frozenset()
+    write_per_day_bytes: int = 0  # 0: as many as the plan wants
 
     def made(self) -> tuple[Plan, int]:
         """The plan, and how long it took; PlanError if there is none."""
@@ -46,6 +47,7 @@ class Request:
             fingerprint=fingerprint_of(self.profile),
             time_limit_s=self.plan_ns / 1e9,
             keep=self.keep,
+            write_per_day_bytes=self.write_per_day_bytes,
         )
         return plan, time.monotonic_ns() - began
 
@@ -69,7 +71,8 @@ def request(args: argparse.Namespace, path: str, planner: str = "") -> Request:
     floor = smallest_budget(profile, kept)
     device = capacity(machine)
     budget = asked.memory.resolve(device, floor) if asked.memory else device
-    return Request(profile, machine, budget, floor, planner or asked.planner, asked.plan_time, kept)
+    cap = asked.max_write_per_day or 0
+    return Request(profile, machine, budget, floor, planner or asked.planner, asked.plan_time, kept, cap)
 
 
 def capacity(machine: Machine, tier: str = "device") -> int:

@@ -1,0 +1,122 @@
+"""The drives are not written faster than they may be, and plans know it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toys
+
+from teraio.check import check
+from teraio.passes.planner import plan
+from teraio.passes.planner.endurance import DAY_NS, written_bytes
+from teraio.plan import Evict, Fetch, Plan, Predicted
+from teraio.profile import Profile
+from teraio.runtime.pace import DAY_S, Pace
+from teraio.runtime.store import Store
+
+MACHINE = toys.machine(device=10**9, ssd=10**9, rate=10**6)  # a byte per microsecond
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.s = 0.0
+        self.slept: list[float] = []
+
+    def now(self) -> float:
+        return self.s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.s += seconds
+
+
+def pace(per_second: int, clock: Clock) -> Pace:
+    return Pace(per_second * DAY_S, clock.now, clock.sleep)
+
+
+def test_an_hours_worth_is_written_at_once_and_then_as_much_as_time_allows() -> None:
+    clock = Clock()
+    paced = pace(10, clock)
+    for _ in range(36):
+        paced.before(1_000)
+    assert clock.slept == []
+    paced.before(1_000)
+    assert clock.slept == [100.0]
+    clock.s += 50
+    paced.before(1_000)
+    assert clock.slept == [100.0, 50.0]
+
+
+def test_in_the_long_run_no_day_has_more_than_the_cap_and_an_hours_worth() -> None:
+    clock = Clock()
+    paced, random = pace(10, clock), np.random.default_rng(1)
+    written: list[tuple[float, int]] = []
+    while clock.s < 3 * DAY_S:
+        size = int(random.integers(1, 60_000))  # some are larger than the hour's worth
+        paced.before(size)
+        written.append((clock.s, size))
+        clock.s += float(random.integers(0, 2_000))
+    most = max(sum(size for at, size in written if start <= at < start + DAY_S) for start, _ in written[::5])
+    assert 10 * DAY_S * 0.9 < most <= 10 * (DAY_S + 3_600) + 60_000
+
+
+def test_it_is_said_at_first_and_when_it_has_doubled(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    paced = pace(10, clock)
+    with caplog.at_level(logging.WARNING, "teraio"):
+        for _ in range(36 + 15):
+            paced.before(1_000)
+    assert len(caplog.records) == 4  # after 1, 3, 7 and 15 waits
+    assert "max_write_per_day" in caplog.text
+
+
+def test_a_store_waits_before_it_writes_and_not_before_it_reads(tmp_path: Path) -> None:
+    clock = Clock()
+    store = Store(tmp_path, 64 * 2**20)
+    bytes_ = np.arange(2**20, dtype=np.uint8)
+    try:
+        store.pace = pace(2**20 // 3_600, clock)
+        extents = [store.reserve(2**20, f"t{i}") for i in range(3)]
+        for extent in extents:
+            store.write(extent, bytes_.ctypes.data, extent.name).wait()
+        assert 7_000 < sum(clock.slept) < 7_300
+        back = np.zeros_like(bytes_)
+        for extent in extents:
+            store.read(extent, back.ctypes.data, extent.name).wait()
+        assert len(clock.slept) == 2
+        assert (back == bytes_).all()
+    finally:
+        store.close()
+
+
+def per_day(made: Plan, profile: Profile) -> int:
+    return written_bytes(made, profile) * DAY_NS // made.predicted.step_ns
+
+
+def test_a_plan_takes_as_long_as_its_writes_may_and_writes_less() -> None:
+    profile = toys.training_profile()
+    freely = plan(profile, MACHINE, 1_200, planner="greedy")
+    for share in (2, 10, 100):
+        cap = per_day(freely, profile) // share
+        made = plan(profile, MACHINE, 1_200, planner="greedy", write_per_day_bytes=cap)
+        assert check(made, profile, MACHINE).feasible
+        assert per_day(made, profile) <= cap
+        assert written_bytes(made, profile) <= written_bytes(freely, profile)
+        assert made.predicted.step_ns <= freely.predicted.step_ns * share
+        assert made.predicted.bound_ns <= made.predicted.step_ns
+
+
+def test_a_cap_that_is_kept_anyway_changes_nothing() -> None:
+    profile = toys.training_profile()
+    freely = plan(profile, MACHINE, 1_200, planner="greedy")
+    cap = per_day(freely, profile) + 1
+    assert plan(profile, MACHINE, 1_200, planner="greedy", write_per_day_bytes=cap) == freely
+
+
+def test_what_is_dropped_is_not_written() -> None:
+    profile = toys.diamond()
+    dropped = Plan("", "", 8, (), (Evict("a", "ssd", free=4), Fetch("a", "ssd", 6, 9)), (), Predicted(1))
+    assert written_bytes(dropped, profile) == 0
