@@ -30,6 +30,7 @@ from .device import Device
 from .follow import Follower, table_of
 from .moves import Mover
 from .programs import Program
+from .recorder import Recorder
 from .records import DEVICE, Record
 from .registry import Registry
 from .residency import Need, Residency
@@ -199,6 +200,13 @@ class Engine:
         self.residency.failed.clear()
         self.residency.bury()
         self.registry.end_step()
+        if (recorder := self.mover.recorder) is not None:
+            expected = self.tracker.expected
+            recorder.end_step(
+                self.tracker.stepped_at_ns or time.perf_counter_ns(),
+                self.tracker.training,
+                expected.settled or bool(expected.table),
+            )
         step = self.tracker.finish(self.registry.described.get, self.user.end_step())
         self.registry.forget_names()
         if step is not None:
@@ -228,6 +236,8 @@ class Engine:
         unseen comes back, budget or not. A weight that cannot come back is filled with NaN, and no further
         step is taken."""
         self.tracker.abandon()
+        if self.mover.recorder is not None:
+            self.mover.recorder.abandoned()
         self.guard.take_back()
         self.residency.bring_back(self.user.exposed(self.tracker.number))
         self.user.hand_over()
@@ -247,6 +257,12 @@ class Engine:
         expected.uses = uses
 
     # ---- for the outside
+
+    def record(self, recorder: Recorder) -> None:
+        """From now on it is told what happens. Engines without one have no trace of it in their slots."""
+        self.mover.recorder = recorder
+        self.mover.store.keeps_times = True
+        self.visit = recorder.around(self.visit)  # type: ignore[assignment, method-assign]
 
     def stats(self) -> dict[str, int]:
         store = self.mover.store

@@ -28,6 +28,7 @@ from teraio.options import Memory, Options
 from teraio.passes import dynamo_guards, lifetimes, planner
 from teraio.plan import Plan
 from teraio.profile import Profile
+from teraio.recording import Recording
 from teraio.runtime import device, engine, measure, optimizer, saves, unasked
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.runtime.store import Store
@@ -43,7 +44,7 @@ RESERVE_BYTES = 2 * 2**20
 NAMED = 5  # tensors that a message lists
 
 # Accepted by the readers, because the names are settled; refused here until they do something.
-NOT_BUILT = ("host_memory", "timeline", "optimizer_step", "recompute", "max_write_per_day")
+NOT_BUILT = ("host_memory", "optimizer_step", "recompute", "max_write_per_day")
 
 
 class Session:
@@ -72,6 +73,7 @@ class Session:
         self.engine = engine.Engine(
             store, self.device, self.budget_bytes, reserve, self.on_step, keep=options.keep
         )
+        self.recording = Recording(self.engine, options.timeline) if options.timeline else None
         self.earlier = Earlier(options, replay, self.engine, self.budget_bytes, self.device.kind)
         for line in more_than_there_is(self.budget_bytes, self.device.capacity_bytes()):
             log.warning("teraio: %s", line)
@@ -112,6 +114,14 @@ class Session:
             self.engine.install(plan)
         else:
             self.engine.settle(plan)
+
+    def end(self) -> None:
+        """Everything comes back, and the timeline of the last step is written."""
+        try:
+            self.engine.shut_down()
+        finally:
+            if self.recording is not None:
+                self.recording.write(ended=True)
 
     def _look_at_keep(self, step: Step, last: bool) -> None:
         """When the first plan is made: what should be kept and was never seen."""
@@ -250,7 +260,7 @@ def reset() -> None:
     engine.use(None)
     optimizer.stop()
     if session is not None:
-        session.engine.shut_down()
+        session.end()
 
 
 def stats() -> dict[str, int]:
@@ -269,8 +279,10 @@ def _refuse(options: Options) -> None:
             "memory='min' is not built yet; give a size such as '20GiB', or '80%'. A budget that is too "
             "small is answered with what the kernel takes that does not fit"
         )
-    if options.profile and not Path(options.profile).absolute().parent.is_dir():
-        raise OptionError(f"option 'profile': the folder of {options.profile} does not exist; make it first")
+    for name in ("profile", "timeline"):
+        path = getattr(options, name)
+        if path and not Path(path).absolute().parent.is_dir():
+            raise OptionError(f"option {name!r}: the folder of {path} does not exist; make it first")
 
 
 def _budget(options: Options, on: device.Device) -> int:

@@ -29,6 +29,7 @@ plan that writes more.
 
 examples:
   teraio plan run.profile.json --machine h100-4ssd.machine.json --memory 40GiB -o run.plan.json
+  teraio plan run.profile.json --machine h100-4ssd.machine.json --timeline run.predicted.json
   teraio plan run.profile.json --machine h100-4ssd.machine.json --memory min --planner all
   teraio plan run.profile.json --machine here.machine.json --endurance 2400TB --json
 
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--planner", default=None, metavar="X", help=f"{PLANNERS}, or all: side by side")
     parser.add_argument("--endurance", default="", metavar="X", help="what the drives are rated for: 2400TB")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to this file")
+    parser.add_argument("--timeline", metavar="FILE", help="write its predicted timeline to this file")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -68,8 +70,7 @@ def main(args: argparse.Namespace) -> int:
     made = figures(plan, asked.profile, asked.machine, plan_ns, endurance)
     if cap is not None and made.ssd_write_bytes_per_day > cap:
         raise PlanError(_over_cap(made, cap))
-    if args.output:
-        plan.write(args.output)
+    _write(args, plan, asked)
     print(json.dumps(asdict(made)) if args.json else made.line())
     return 0
 
@@ -121,9 +122,17 @@ def _compare(args: argparse.Namespace, asked: Request, endurance: int, cap: int 
         print(_comparison(asked, rows, refused, best))
     if not best:
         return 1
-    if args.output:
-        plans[best].write(args.output)
+    _write(args, plans[best], asked)
     return 0
+
+
+def _write(args: argparse.Namespace, plan: Plan, asked: Request) -> None:
+    from teraio.passes.planner.simulate import simulate
+
+    if args.output:
+        plan.write(args.output)
+    if args.timeline:
+        simulate(plan, asked.profile, asked.machine).write(args.timeline)
 
 
 def _comparison(asked: Request, rows: dict[str, Figures], refused: dict[str, str], best: str) -> str:
