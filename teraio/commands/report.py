@@ -123,6 +123,7 @@ def _as_json(told: report.Content) -> dict[str, object]:
     return {
         "title": told.title,
         "sentences": told.sentences,
+        "causes": told.causes,
         "facts": [asdict(fact) for fact in told.facts],
         "numbers": report.figures(told.sources.line),
         "tables": tables,

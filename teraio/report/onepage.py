@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
+from bisect import bisect_right
 from collections.abc import Iterator
 from hashlib import sha256
 from html import escape
@@ -51,6 +52,7 @@ def page(told: Content) -> str:
         "memory_table": _table(told.memory),
         "slices_table": _table(told.slices),
         "waits": _table(told.waits) if told.waits.rows else "<p>Compute waits for nothing.</p>",
+        "causes": "".join(f"<p class=note>{escape(cause)}</p>" for cause in told.causes),
         "lanes": _table(told.lanes) if told.lanes.rows else "<p>Nothing moves.</p>",
         "compared": _section("compared", "Predicted against measured", told.compared, told.drifts),
         "what_if": _section("what-if", "What would make it faster", told.what_if),
@@ -149,7 +151,7 @@ def _numbers(sources: Sources) -> dict[str, Any]:
     }
     numbers |= _moves(line, names)
     numbers["drops"] = _drops(sources, names)
-    numbers["predicted"] = _total(sources.predicted) if sources.predicted else None
+    numbers["predicted"] = _total(sources.predicted, line) if sources.predicted else None
     numbers["tensors"] = _tensors(sources, names) if sources.profile and known else None
     numbers["names"] = list(names.index)
     return numbers
@@ -186,9 +188,20 @@ def _drops(sources: Sources, names: _Names) -> dict[str, list[int]]:
     return {"tensor": [names.number(name) for name, _ in found], "at": [at for _, at in found]}
 
 
-def _total(line: Timeline) -> dict[str, Any]:
-    held = shape.memory(line)
-    return {"at": list(held.at_ns), "bytes": held.totals(), "step": shape.step_ns(line)}
+def _total(line: Timeline, onto: Timeline) -> dict[str, Any]:
+    """Bytes as they were predicted, over the time that was measured: at the same kernels if they are the
+    same."""
+    held, at_ns = shape.memory(line), list[int]()
+    said, got = shape.kernels(line), shape.kernels(onto)
+    if [span.name for span in said] != [span.name for span in got]:
+        return {"at": list(held.at_ns), "bytes": held.totals(), "step": shape.step_ns(line)}
+    starts = [span.start_ns for span in said]
+    for at in held.at_ns:
+        tick = max(bisect_right(starts, at) - 1, 0)
+        at_ns.append(
+            got[tick].start_ns + max(0, min(at - starts[tick], got[tick].end_ns - got[tick].start_ns))
+        )
+    return {"at": at_ns, "bytes": held.totals(), "step": shape.step_ns(onto)}
 
 
 def _tensors(sources: Sources, names: _Names) -> dict[str, list[Any]]:

@@ -27,10 +27,11 @@ CELL_MAX = 52  # characters of a cell: a name may have a thousand
 def text(told: Content, top: int = 8) -> str:
     parts = [shown(told.title, 200), *(f"  {sentence}" for sentence in told.sentences), "", picture(told)]
     waits = told.waits
-    tables = [told.lanes, Table(waits.caption, waits.head[:5], tuple(r[:5] for r in waits.rows[:top]))]
+    tables = [told.lanes, Table(waits.caption, waits.head, waits.rows[:top])]
     for each in (*tables, told.compared, told.drifts, told.what_if):
         if each is not None and each.rows:
             parts += ["", *_table(each)]
+    parts += ["", *(f"  {cause}" for cause in told.causes)] if told.causes else []
     parts += [f"  note: {note}" for note in told.notes]
     return "\n".join(parts)
 

@@ -15,7 +15,7 @@ from . import shape
 from .words import CAUSE_WORDS, KIND_WORDS, lane_words
 
 SLICES = 24  # of the tables that stand beside the pictures
-WAITS = 20
+WAITS = 12
 DRIFTS = 10
 
 
@@ -58,6 +58,7 @@ class Content:
     lanes: Table
     slices: Table
     waits: Table
+    causes: tuple[str, ...]  # what they mean
     compared: Table | None = None
     drifts: Table | None = None
     what_if: Table | None = None
@@ -76,6 +77,7 @@ def content(sources: Sources, what_if: Table | None = None) -> Content:
         _lanes(sources),
         _slices(line),
         _waits(line),
+        tuple(f"{c}: {CAUSE_WORDS[c]}." for c in CAUSE_WORDS if any(s.cause == c for s in line.stalls)),
         _compared(sources),
         _drifts(sources),
         what_if,
@@ -239,7 +241,6 @@ def _waits(line: Timeline) -> Table:
                 str(len(stalls)),
                 f"{kernel} (tick {tick})",
                 cause,
-                CAUSE_WORDS.get(cause, "unknown"),
             )
         )
     left = ordered[WAITS:]
@@ -247,7 +248,7 @@ def _waits(line: Timeline) -> Table:
     if left:
         rest = fmt_ns(sum(ns for _, stalls in left for ns, _ in stalls))
         caption += f"; {fmt_count(len(left), 'tensor')} more: {rest} together"
-    head = ("tensor", "time", "times", "most before", "cause", "in words")
+    head = ("tensor", "time", "times", "most before", "cause")
     return Table(caption, head, tuple(rows), tensors=0)
 
 
@@ -274,7 +275,7 @@ def _compared(sources: Sources) -> Table | None:
         rows.append(
             row(f"{name}, carried", sum(s.bytes for s in mine), sum(s.bytes for s in theirs), "bytes")
         )
-    return Table("Predicted against measured", ("", "predicted", "measured", "drift"), tuple(rows))
+    return Table("Predicted against measured", ("what", "predicted", "measured", "drift"), tuple(rows))
 
 
 def _drifts(sources: Sources) -> Table | None:
