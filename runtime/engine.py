@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +28,7 @@ from . import guard as _guard
 from .device import Device
 from .follow import Follower, table_of
 from .moves import Mover
+from .pace import Pace, Stats
 from .programs import Program
 from .recorder import Recorder
 from .records import DEVICE, Record
@@ -52,6 +52,7 @@ class Engine:
         keep: Sequence[str] = (),
     ) -> None:
         self.mover = Mover(store, device)
+        self.pace = Pace(self.mover)
         self.residency = Residency(self.mover, budget_bytes, reserve_bytes)
         self.on_step = on_step
         self.tracker = StepTracker()
@@ -149,6 +150,8 @@ class Engine:
             self.tracker.drop()
             self.registry.forget_names()
         self.stuck.look()
+        if not self.tracker.programs:
+            self.pace.begins()
         self.tracker.enter(program, mark)  # before `bound` is cleared: the call before may be of this program
         self.expect()
         program.bound = [None] * len(program.schedule.buffers)
@@ -192,6 +195,7 @@ class Engine:
         for record in self.stuck.retry():  # now: no program holds them
             self.registry.describe(record)
         self.tracker.stepped_at_ns = time.perf_counter_ns()
+        self.pace.ends()
         self.user.hand_over()
 
     def end_step(self) -> None:
@@ -200,6 +204,8 @@ class Engine:
         self.residency.failed.clear()
         self.residency.bury()
         self.registry.end_step()
+        if self.tracker.programs and not self.tracker.stepped_at_ns:  # inference
+            self.pace.ends()
         if (recorder := self.mover.recorder) is not None:
             expected = self.tracker.expected
             recorder.end_step(
@@ -217,7 +223,9 @@ class Engine:
 
     def install(self, plan: Plan) -> None:
         """For the step that was last."""
-        self.tracker.expected.table = table_of(plan, max(self.tracker.length, 1))
+        expected = self.tracker.expected
+        expected.table = table_of(plan, max(self.tracker.length, 1))
+        expected.planned, expected.predicted = plan.planner != "none", plan.predicted
 
     def settle(self, plan: Plan | None) -> None:
         """The step that was last is measured; this is the plan for it, if there is one."""
@@ -264,15 +272,8 @@ class Engine:
         self.mover.store.keeps_times = True
         self.visit = recorder.around(self.visit)  # type: ignore[assignment, method-assign]
 
-    def stats(self) -> dict[str, int]:
-        store = self.mover.store
-        return {
-            **asdict(self.mover.counts),
-            "resident_bytes": self.mover.resident_bytes,
-            "budget_bytes": self.residency.budget_bytes,
-            "written_bytes": store.written_bytes,
-            "read_bytes": store.read_bytes,
-        }
+    def stats(self) -> Stats:
+        return self.pace.stats(self.tracker.expected, self.residency.budget_bytes)
 
     def shut_down(self) -> None:
         """Everything that is away comes back, budget or not, and the store is given up."""

@@ -30,6 +30,7 @@ from teraio.plan import Plan
 from teraio.profile import Profile
 from teraio.recording import Recording
 from teraio.runtime import device, engine, measure, optimizer, saves, unasked
+from teraio.runtime.pace import Stats
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.runtime.store import Store
 from teraio.schedule import Step
@@ -263,8 +264,9 @@ def reset() -> None:
         session.end()
 
 
-def stats() -> dict[str, int]:
-    """What the engine has done so far, for loggers."""
+def stats() -> Stats:
+    """What the engine has done so far, and in the last step, for loggers: a plain dict of numbers, and one
+    word (`phase`). Empty while no program was compiled."""
     return {} if SESSION is None else SESSION.engine.stats()
 
 
