@@ -140,14 +140,14 @@ def slot_cost(inner: str, repeats: int) -> dict[str, Any]:
     pairs(ours, plain, SETTLE)
     before = teraio.stats()["slots"]
     found = pairs(ours, plain, repeats)
-    slots = (teraio.stats()["slots"] - before) // repeats
+    visited = (teraio.stats()["slots"] - before) // repeats
     teraio.reset()
     extra = statistics.median(one - other for one, other in found)
     return {
-        "slots_per_step": slots,
+        "slots_per_step": visited,
         "plain_us": round(statistics.median(other for _, other in found) * 1e6, 1),
         "ours_us": round(statistics.median(one for one, _ in found) * 1e6, 1),
-        "us_per_slot": round(extra / slots * 1e6, 2),
+        "us_per_slot": round(extra / visited * 1e6, 2),
     }
 
 

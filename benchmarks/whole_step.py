@@ -148,7 +148,9 @@ class Training:
         self.widest.watching = False
         after = teraio.stats()
         moved = {
-            key: after.get(key, 0) - before.get(key, 0) for key in ("read_bytes", "written_bytes", "misses")
+            "read_bytes": after.get("read_bytes", 0) - before.get("read_bytes", 0),
+            "written_bytes": after.get("written_bytes", 0) - before.get("written_bytes", 0),
+            "misses": after.get("misses", 0) - before.get("misses", 0),
         }
         peak = self.counting.peak_bytes() - others
         return {"seconds": time.perf_counter() - began, "peak_bytes": peak, **moved}

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +29,9 @@ from .ahead import ahead_bytes
 from .device import Device
 from .follow import Follower, table_of
 from .moves import Mover
+from .pace import Pace, Stats
 from .programs import Program
+from .recorder import Recorder
 from .records import DEVICE, Record
 from .registry import Registry
 from .residency import Need, Residency
@@ -52,6 +53,7 @@ class Engine:
         keep: Sequence[str] = (),
     ) -> None:
         self.mover = Mover(store, device)
+        self.pace = Pace(self.mover)
         self.residency = Residency(self.mover, budget_bytes, reserve_bytes)
         self.on_step = on_step
         self.tracker = StepTracker()
@@ -149,6 +151,8 @@ class Engine:
             self.tracker.drop()
             self.registry.forget_names()
         self.stuck.look()
+        if not self.tracker.programs:
+            self.pace.begins()
         self.tracker.enter(program, mark)  # before `bound` is cleared: the call before may be of this program
         self.expect()
         program.bound = [None] * len(program.schedule.buffers)
@@ -192,6 +196,7 @@ class Engine:
         for record in self.stuck.retry():  # now: no program holds them
             self.registry.describe(record)
         self.tracker.stepped_at_ns = time.perf_counter_ns()
+        self.pace.ends()
         self.user.hand_over()
 
     def end_step(self) -> None:
@@ -200,6 +205,15 @@ class Engine:
         self.residency.failed.clear()
         self.residency.bury()
         self.registry.end_step()
+        if self.tracker.programs and not self.tracker.stepped_at_ns:  # inference
+            self.pace.ends()
+        if (recorder := self.mover.recorder) is not None:
+            expected = self.tracker.expected
+            recorder.end_step(
+                self.tracker.stepped_at_ns or time.perf_counter_ns(),
+                self.tracker.training,
+                expected.settled or bool(expected.table),
+            )
         step = self.tracker.finish(self.registry.described.get, self.user.end_step())
         self.registry.forget_names()
         if step is not None:
@@ -210,7 +224,7 @@ class Engine:
 
     def install(self, plan: Plan) -> None:
         """For the step that was last."""
-        self.tracker.expected.table = table_of(plan, max(self.tracker.length, 1))
+        self.tracker.expected.follow(plan, table_of(plan, max(self.tracker.length, 1)))
 
     def settle(self, plan: Plan | None, order: tuple[str, ...] = ()) -> None:
         """The step that was last, or that has these programs, is measured; this is the plan for it, if there
@@ -218,7 +232,7 @@ class Engine:
         expected = self.tracker.known[order] if order else self.tracker.expected
         expected.settled = True
         if plan is not None:
-            expected.table = table_of(plan, max(expected.length, 1))
+            expected.follow(plan, table_of(plan, max(expected.length, 1)))
 
     def returned(self, outputs: Any) -> None:
         """A program has ended: autograd and user code go on."""
@@ -231,6 +245,8 @@ class Engine:
         unseen comes back, budget or not. A weight that cannot come back is filled with NaN, and no further
         step is taken."""
         self.tracker.abandon()
+        if self.mover.recorder is not None:
+            self.mover.recorder.abandoned()
         self.guard.take_back()
         self.residency.bring_back(self.user.exposed(self.tracker.number))
         self.user.hand_over()
@@ -268,15 +284,14 @@ class Engine:
         residency.serial += 1
         residency.free(0, None, self.guard.exposed)
 
-    def stats(self) -> dict[str, int]:
-        store = self.mover.store
-        return {
-            **asdict(self.mover.counts),
-            "resident_bytes": self.mover.resident_bytes,
-            "budget_bytes": self.residency.budget_bytes,
-            "written_bytes": store.written_bytes,
-            "read_bytes": store.read_bytes,
-        }
+    def record(self, recorder: Recorder) -> None:
+        """From now on it is told what happens. Engines without one have no trace of it in their slots."""
+        self.mover.recorder = recorder
+        self.mover.store.keeps_times = True
+        self.visit = recorder.around(self.visit)  # type: ignore[assignment, method-assign]
+
+    def stats(self) -> Stats:
+        return self.pace.stats(self.tracker.expected, self.residency.budget_bytes)
 
     def shut_down(self) -> None:
         """Everything that is away comes back, budget or not, and the store is given up."""

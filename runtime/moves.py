@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .device import Device, Pending
+from .recorder import Recorder
 from .records import Record, State
 from .store import Store
 
@@ -40,6 +41,18 @@ class Mover:
         self.device = device
         self.resident_bytes = 0
         self.counts = Counts()
+        self.recorder: Recorder | None = None
+
+    def enters(self, record: Record) -> None:
+        """Its bytes count from here on."""
+        self.resident_bytes += record.size_bytes
+        if self.recorder is not None:
+            self.recorder.enters(record)
+
+    def leaves(self, record: Record) -> None:
+        self.resident_bytes -= record.size_bytes
+        if self.recorder is not None:
+            self.recorder.leaves(record)
 
     def begin_evict(self, record: Record) -> None:
         """Starts the write. A clean record needs none: its bytes exist elsewhere unchanged."""
@@ -56,6 +69,8 @@ class Mover:
                 storage,
                 lambda s, mark: self.store.write(extent, s.data_ptr(), record.name, event=mark.handle),
             )
+            if self.recorder is not None:
+                self.recorder.begins(record, evict=True)
         record.state = State.LEAVING
 
     def end_evict(self, record: Record) -> None:
@@ -67,13 +82,15 @@ class Mover:
             if storage is not None:
                 self.device.drop(storage)
             self.counts.drops += 1
+            if self.recorder is not None:
+                self.recorder.drops(record)
         else:
             record.state = State.DEVICE  # where a write that fails leaves it
-            self._timed(self.device.end_evict, pending)
+            self._timed(self.device.end_evict, record, pending)
             record.clean = True
             self.counts.evictions += 1
         record.state = State.AWAY
-        self.resident_bytes -= record.size_bytes
+        self.leaves(record)
 
     def undo_evict(self, record: Record) -> None:
         """The record is needed after all: it never left. Its copy is good once the write is confirmed."""
@@ -81,7 +98,7 @@ class Mover:
         pending, record.pending = record.pending, None
         record.state = State.DEVICE
         if pending is not None:
-            self._timed(self.device.keep, pending)
+            self._timed(self.device.keep, record, pending)
             record.clean = True
 
     def begin_fetch(self, record: Record, demand: bool = False) -> None:
@@ -96,18 +113,20 @@ class Mover:
             lambda s, mark: self.store.read(extent, s.data_ptr(), record.name, demand, event=mark.handle),
         )
         record.state = State.ARRIVING
-        self.resident_bytes += record.size_bytes
+        self.enters(record)
         self.counts.fetches += 1
+        if self.recorder is not None:
+            self.recorder.begins(record, evict=False, demand=demand)
 
     def end_fetch(self, record: Record) -> None:
         """A failed read leaves the record away: its bytes are never taken for good."""
         assert record.state is State.ARRIVING and record.pending is not None, record.name
         try:
-            self._timed(self.device.end_fetch, record.pending)
+            self._timed(self.device.end_fetch, record, record.pending)
         except Exception:
             record.pending = None
             record.state = State.AWAY
-            self.resident_bytes -= record.size_bytes
+            self.leaves(record)
             raise
         record.pending = None
         record.state = State.DEVICE
@@ -122,20 +141,23 @@ class Mover:
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(0xFF)
         record.state = State.DEVICE
         record.clean = False
-        self.resident_bytes += record.size_bytes
+        self.enters(record)
 
-    def _timed(self, end: Callable[[Pending], None], pending: Pending) -> None:
+    def _timed(self, end: Callable[[Pending], None], record: Record, pending: Pending) -> None:
         began_ns = time.perf_counter_ns()
         try:
             end(pending)
         finally:
-            self.counts.stall_ns += time.perf_counter_ns() - began_ns
+            waited_ns = time.perf_counter_ns() - began_ns
+            self.counts.stall_ns += waited_ns
+            if self.recorder is not None:
+                self.recorder.ended(record, pending.ticket, waited_ns)
 
     def forget(self, record: Record) -> None:
         """The last tensor of this storage is gone: its bytes were freed with it."""
         assert record.pending is None and record.state is not State.ARRIVING, record.name
         if record.state is not State.AWAY:
-            self.resident_bytes -= record.size_bytes
+            self.leaves(record)
         if record.extent is not None:
             self.store.release(record.extent)
         record.release()

@@ -1,63 +1,103 @@
-"""How fast a store may write in the long run: so many bytes per day, an hour's worth of them at once.
+"""The last step in numbers, for loggers: `teraio.stats()`.
 
-level     full at the start, what a write takes is gone, time fills it again
-a write   waits until there is as much as it takes; one that is larger than the hour's worth, until it is
-          full, and leaves a debt
+A step is told when its optimizer has stepped, which is before the engine knows that it is over: someone who
+logs after `optimizer.step()` gets the step that was just taken.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable
+from dataclasses import asdict
+from typing import Literal, TypedDict
 
-from teraio.units import fmt_bytes, fmt_ns
+from .moves import Mover
+from .step import Expectation
 
-log = logging.getLogger("teraio")
+Phase = Literal["measuring", "planned", "on demand"]
 
-DAY_S, AT_ONCE_S = 86_400, 3_600
+
+class Stats(TypedDict, total=False):
+    """What `teraio.stats()` returns; empty while no program was compiled. Sums are since the start, what
+    begins with `step` is of the last step alone; what is not known is left out."""
+
+    step: int  # how many were taken
+    phase: Phase  # of the step that comes next
+    step_ns: int  # from its first kernel to the end of its optimizer
+    step_stall_ns: int  # of that, waiting for transfers
+    step_misses: int  # fetches that no plan asked for
+    step_written_bytes: int  # device to SSD
+    step_read_bytes: int  # SSD to device
+    step_peak_bytes: int  # of tensors, within the budget unless there was an overrun
+    predicted_step_ns: int  # what its plan says
+    bound_ns: int  # no plan takes less
+    above_bound: float  # step_ns / bound_ns - 1
+    budget_bytes: int
+    resident_bytes: int
+    peak_bytes: int
+    stall_ns: int
+    misses: int
+    written_bytes: int
+    read_bytes: int
+    evictions: int
+    drops: int
+    fetches: int
+    slots: int
+    planned_moves: int
+    skipped_moves: int
+    failed_moves: int
+    touches: int
+    ahead: int
+    overrun_bytes: int
 
 
 class Pace:
-    def __init__(
-        self,
-        per_day_bytes: int,
-        now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.per_day_bytes = per_day_bytes
-        self.rate = per_day_bytes / DAY_S
-        self.full_bytes = self.rate * AT_ONCE_S
-        self.level_bytes = self.full_bytes
-        self._now, self._sleep = now, sleep
-        self._seen_s = now()
-        self._said_s = 0.0
-        self.waited_s = 0.0
+    def __init__(self, mover: Mover) -> None:
+        self.mover = mover
+        self.begun = 0
+        self.begun_ns = 0
+        self.at_begin: tuple[int, ...] = self._sums()
+        self.peak_bytes = 0  # before this step
+        self.last: Stats = {}
 
-    def before(self, size_bytes: int) -> None:
-        """Returns when so many bytes may be written."""
-        self._fill()
-        wanted = min(size_bytes, self.full_bytes)
-        while (missing := wanted - self.level_bytes) >= 1:
-            wait_s = missing / self.rate
-            self._say(wait_s)
-            self._sleep(wait_s)
-            self.waited_s += wait_s
-            self._fill()
-        self.level_bytes -= size_bytes
+    def _sums(self) -> tuple[int, ...]:
+        counts, store = self.mover.counts, self.mover.store
+        return counts.stall_ns, counts.misses, store.written_bytes, store.read_bytes
 
-    def _fill(self) -> None:
-        now = self._now()
-        self.level_bytes = min(self.full_bytes, self.level_bytes + (now - self._seen_s) * self.rate)
-        self._seen_s = now
+    def begins(self) -> None:
+        """The first program of a step runs next."""
+        self.begun += 1
+        self.begun_ns = time.perf_counter_ns()
+        self.at_begin = self._sums()
+        self.peak_bytes = max(self.peak_bytes, self.mover.counts.peak_bytes)
+        self.mover.counts.peak_bytes = 0
 
-    def _say(self, wait_s: float) -> None:
-        """At first, and each time the waiting has doubled."""
-        if self.waited_s + wait_s > 2 * self._said_s:
-            self._said_s = self.waited_s + wait_s
-            log.warning(
-                "teraio: max_write_per_day: %s per day are used up, writes wait (%s so far). More memory "
-                "means fewer writes",
-                fmt_bytes(self.per_day_bytes),
-                fmt_ns(int(self._said_s * 1e9)),
-            )
+    def ends(self) -> None:
+        """An optimizer has stepped; where there are several, each ends it anew."""
+        stall_ns, misses, written, read = (n - b for n, b in zip(self._sums(), self.at_begin))
+        self.last = {
+            "step": self.begun,
+            "step_ns": time.perf_counter_ns() - self.begun_ns,
+            "step_stall_ns": stall_ns,
+            "step_misses": misses,
+            "step_written_bytes": written,
+            "step_read_bytes": read,
+            "step_peak_bytes": self.mover.counts.peak_bytes,
+        }
+
+    def stats(self, expected: Expectation, budget_bytes: int) -> Stats:
+        mover, store = self.mover, self.mover.store
+        sums: Stats = {**asdict(mover.counts)}  # type: ignore[typeddict-item]
+        sums["peak_bytes"] = max(self.peak_bytes, mover.counts.peak_bytes)
+        sums["resident_bytes"], sums["budget_bytes"] = mover.resident_bytes, budget_bytes
+        sums["written_bytes"], sums["read_bytes"] = store.written_bytes, store.read_bytes
+        sums["phase"] = expected.phase
+        sums["step"] = 0
+        sums.update(self.last)
+        predicted = expected.predicted
+        if predicted is not None and predicted.step_ns:
+            sums["predicted_step_ns"] = predicted.step_ns
+        if predicted is not None and predicted.bound_ns:
+            sums["bound_ns"] = predicted.bound_ns
+            if "step_ns" in sums:
+                sums["above_bound"] = sums["step_ns"] / predicted.bound_ns - 1
+        return sums

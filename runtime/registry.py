@@ -76,7 +76,8 @@ class Registry:
 
     def _bring_in(self, record: Record, storage: torch.UntypedStorage, label: str, about: Buffer) -> None:
         """An optimizer knew it before any program did."""
-        record.kind, record.persistent = "weight", True
+        self.residency.becomes(record, "weight")
+        record.persistent = True
         self.residency.rename(record, self._weight_name(label))
         if not (self.kept(record.name) or about.held):
             if movable(storage):
@@ -127,7 +128,8 @@ class Registry:
             record = self.residency.add(storage, name, "grad", evictable=True)
         elif record.kind == "weight":
             return None
-        record.kind = "grad"
+        if record.kind != "grad":
+            self.residency.becomes(record, "grad")
         if record.name != name:
             self.residency.rename(record, name)
         record.own_holders = 1

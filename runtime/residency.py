@@ -68,7 +68,7 @@ class Residency:
         if not record.persistent:
             self.mortal[record.key] = record
         self.by_name[name] = record
-        self.mover.resident_bytes += record.size_bytes
+        self.mover.enters(record)
         self.fixed_bytes += 0 if evictable else record.size_bytes
         return record
 
@@ -94,6 +94,12 @@ class Residency:
             record.evictable = True
             self.fixed_bytes -= record.size_bytes
         self.reachable[record.key] = record
+
+    def becomes(self, record: Record, kind: str) -> None:
+        """It turned out to be of another kind."""
+        record.kind = kind
+        if self.mover.recorder is not None:
+            self.mover.recorder.becomes(record)
 
     def rename(self, record: Record, name: str) -> None:
         if self.by_name.get(record.name) is record:

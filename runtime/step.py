@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from teraio.plan import Plan, Predicted
 from teraio.schedule import Call, Step
 
 if TYPE_CHECKING:
@@ -54,6 +55,16 @@ class Expectation:
         self.outside: dict[int, int] = {}  # call -> bytes that user code took after it, beside the ledger's
         self.touched: dict[int, tuple[str, ...]] = {}  # call -> what user code touched after it, in order
         self.settled = False  # it needs no more measuring
+        self.planned = False
+        self.predicted: Predicted | None = None  # by its plan
+
+    def follow(self, plan: Plan, table: dict[int, list[tuple[int, str]]]) -> None:
+        self.table = table
+        self.planned, self.predicted = plan.planner != "none", plan.predicted
+
+    @property
+    def phase(self) -> Literal["measuring", "planned", "on demand"]:
+        return "planned" if self.planned else "on demand" if self.settled else "measuring"
 
     def touch_tick(self, call: int, index: int) -> float:
         """When user code makes this touch after that call: after its last tick and before the next."""

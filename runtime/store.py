@@ -25,8 +25,8 @@ from teraio.errors import StoreError, StoreFullError
 from teraio.units import fmt_bytes
 
 from . import leftovers, store_files, store_places
+from .allowance import Allowance
 from .extents import Extents, Piece, rounded
-from .pace import Pace
 from .store_files import StoreFile
 from .store_slabs import HUGE_PAGE, LANES, DeviceSide, make_slabs
 from .store_ticket import Extent, Orphan, Ticket
@@ -68,9 +68,10 @@ class Store:
         write_per_day_bytes: int | None = None,
     ) -> None:
         self.fallbacks: list[str] = []
+        self.keeps_times = False  # tickets say when their transfers ran
         self._on_fallback = on_fallback
         self._pid = os.getpid()
-        self.pace = Pace(write_per_day_bytes) if write_per_day_bytes else None
+        self.allowance = Allowance(write_per_day_bytes) if write_per_day_bytes else None
         self._lock = threading.RLock()
         self._orphans: deque[Orphan] = deque()
         self._tags = 0
@@ -240,8 +241,8 @@ class Store:
         """Memory to the extent, once the device's `event` has come. The bytes must stay as they are until the
         ticket is finished."""
         self._check_open()
-        if self.pace is not None:
-            self.pace.before(extent.size_bytes)
+        if self.allowance is not None:
+            self.allowance.before(extent.size_bytes)
         with self._lock:
             self._reap()
             assert not extent.released and not extent.pending, (

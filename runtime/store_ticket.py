@@ -78,6 +78,7 @@ class Ticket:
         "_number",
         "_op",
         "_store",
+        "times",
     )
 
     def __init__(
@@ -101,6 +102,7 @@ class Ticket:
         self._failure: StoreError | None = None
         self._first: FirstTry | None = None
         self._number = 0
+        self.times = (0, 0, 0)  # submitted, started, finished in ns, where the store keeps them
         self._submit()
 
     def _submit(self) -> None:
@@ -217,6 +219,8 @@ class Ticket:
             if self._finished:
                 return True
             failure: StoreError | None = None
+            if store.keeps_times:
+                self.times = store._transfers.times(self._number)
             try:
                 if not store._transfers.wait(self._number, self._name):
                     failure = self._given_up()

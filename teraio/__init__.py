@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from teraio.runtime.checkpoint import load, save
+    from teraio.runtime.pace import Stats
+    from teraio.runtime.stays import resident
+    from teraio.session import reset, stats
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "load", "reset", "resident", "save", "set_memory", "stats"]
+__all__ = ["Stats", "__version__", "load", "reset", "resident", "save", "set_memory", "stats"]
 
 _WHERE = {
+    "Stats": "runtime.pace",
     "reset": "session",
     "set_memory": "session",
     "stats": "session",

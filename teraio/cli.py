@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from teraio import __version__, demo, doctor
-from teraio.commands import cache, explain, fit, plan, profile, simulate, store
+from teraio.commands import cache, explain, fit, plan, profile, report, simulate, store
 from teraio.errors import FileFormatError, OptionError, TeraioError
 
 
@@ -27,6 +27,7 @@ COMMANDS: tuple[tuple[str, Command, str], ...] = (
     ("plan", plan, "make a plan from a saved profile, for a machine one may not own"),
     ("simulate", simulate, "predict the step of a plan and write its timeline"),
     ("explain", explain, "why a step takes as long as it does, and what would make it faster"),
+    ("report", report, "show what happened in a step: a page, lines for a terminal, a trace"),
     ("fit", fit, "how little memory a step needs, how large a step a machine takes"),
     ("cache", cache, "list or clear the plans that runs keep for later runs"),
     ("store", store, "list or clear what dead processes left in a store"),

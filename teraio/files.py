@@ -71,6 +71,12 @@ def write(form: Format, value: Any, path: str | os.PathLike[str]) -> None:
     _refusing(name, lambda: _write(form, value, name))
 
 
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Anything -> a file, whole or not at all."""
+    name = os.fsdecode(path)
+    _refusing(name, lambda: _replace(name, data))
+
+
 def _refusing(name: str, act: Callable[[], T]) -> T:
     """Run `act`; what it cannot take becomes one line of bounded length without control characters."""
     try:
@@ -262,6 +268,10 @@ def _write(form: Format, value: Any, path: str) -> None:
             6, zlib.DEFLATED, 31
         )  # its header has no time and no name: the same bytes each time
         data = packer.compress(data) + packer.flush()
+    _replace(path, data)
+
+
+def _replace(path: str, data: bytes) -> None:
     target = os.path.realpath(path)  # through a link the user made, to the file it names
     mode = None
     with contextlib.suppress(FileNotFoundError):

@@ -27,7 +27,9 @@ from teraio.options import SMALLEST, Memory, Options
 from teraio.passes import dynamo_guards, lifetimes, planner
 from teraio.plan import Plan
 from teraio.profile import Profile
+from teraio.recording import Recording
 from teraio.runtime import device, engine, measure, optimizer, saves, unasked
+from teraio.runtime.pace import Stats
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.runtime.store import Store
 from teraio.schedule import Step
@@ -44,7 +46,7 @@ NAMED = 5  # tensors that a message lists
 PAYS_BACK_STEPS = 250  # of a training: planning takes no longer than it can save in so many
 
 # Accepted by the readers, because the names are settled; refused here until they do something.
-NOT_BUILT = ("host_memory", "timeline", "optimizer_step", "recompute")
+NOT_BUILT = ("host_memory", "optimizer_step", "recompute")
 
 
 class Session:
@@ -77,6 +79,7 @@ class Session:
         # The slabs are memory too: the only copies of bytes on their way.
         reserve = RESERVE_BYTES + store.slab_bytes_total
         self.engine = engine.Engine(store, self.device, budget, reserve, self.on_step, keep=options.keep)
+        self.recording = Recording(self.engine, options.timeline) if options.timeline else None
         self.earlier = Earlier(options, replay, self.engine, self.device.kind)
         if options.memory == SMALLEST:
             self.engine.resize(None)
@@ -139,6 +142,14 @@ class Session:
             self.engine.install(plan)
         else:
             self.engine.settle(plan)
+
+    def end(self) -> None:
+        """Everything comes back, and the timeline of the last step is written."""
+        try:
+            self.engine.shut_down()
+        finally:
+            if self.recording is not None:
+                self.recording.write(ended=True)
 
     def _look_at_keep(self, step: Step, last: bool) -> None:
         """When the first plan is made: what should be kept and was never seen."""
@@ -283,7 +294,7 @@ def reset() -> None:
     engine.use(None)
     optimizer.stop()
     if session is not None:
-        session.engine.shut_down()
+        session.end()
 
 
 def set_memory(memory: str | int) -> None:
@@ -298,8 +309,9 @@ def set_memory(memory: str | int) -> None:
     SESSION.resize(asked)
 
 
-def stats() -> dict[str, int]:
-    """What the engine has done so far, for loggers."""
+def stats() -> Stats:
+    """What the engine has done so far, and in the last step, for loggers: a plain dict of numbers, and one
+    word (`phase`). Empty while no program was compiled."""
     return {} if SESSION is None else SESSION.engine.stats()
 
 
@@ -322,8 +334,10 @@ def _refuse(options: Options) -> None:
     for name in NOT_BUILT:
         if getattr(options, name) not in {getattr(defaults, name), "off", "device"}:
             raise UnsupportedError(f"option {name!r} is not built yet; leave it out")
-    if options.profile and not Path(options.profile).absolute().parent.is_dir():
-        raise OptionError(f"option 'profile': the folder of {options.profile} does not exist; make it first")
+    for name in ("profile", "timeline"):
+        path = getattr(options, name)
+        if path and not Path(path).absolute().parent.is_dir():
+            raise OptionError(f"option {name!r}: the folder of {path} does not exist; make it first")
 
 
 @cache

@@ -11,6 +11,8 @@ from typing import Literal
 from teraio import files
 from teraio.records import TICKS_END, Fault, Field, Format, Part, Record, integer, one_of, text
 
+ENTRIES_MAX = 2**17  # spans, counters and stalls: what 16 MiB hold
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -46,10 +48,14 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
+    """`budget_bytes` and `step_ns` are 0 where they are not known."""
+
     kind: Literal["measured", "predicted"]
     spans: tuple[Span, ...] = ()
     counters: tuple[Counter, ...] = ()
     stalls: tuple[Stall, ...] = ()
+    budget_bytes: int = 0
+    step_ns: int = 0
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Timeline:
@@ -106,6 +112,7 @@ FORMAT = Format(
                 ),
             ),
             default=(),
+            count_max=ENTRIES_MAX,
         ),
         Part(
             "counters",
@@ -120,6 +127,7 @@ FORMAT = Format(
                 ),
             ),
             default=(),
+            count_max=ENTRIES_MAX,
         ),
         Part(
             "stalls",
@@ -134,7 +142,10 @@ FORMAT = Format(
                 ),
             ),
             default=(),
+            count_max=ENTRIES_MAX,
         ),
+        Part("budget_bytes", "value", check=integer(), default=0),
+        Part("step_ns", "value", check=integer(), default=0),
     ),
     law=_law,
 )

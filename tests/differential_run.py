@@ -168,7 +168,7 @@ class Rig:
 
     def watch(self, when: str, optimizer: torch.optim.Optimizer) -> None:
         """What the test itself holds is not the model's."""
-        stats = teraio.stats()
+        stats = {name: count for name, count in teraio.stats().items() if isinstance(count, int)}
         self.steady = {key: stats.get(key, 0) - self.begun.get(key, 0) for key in stats}
         if when == "begin":
             self.begun = stats

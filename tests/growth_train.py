@@ -90,9 +90,10 @@ def main() -> None:
     torch.set_num_threads(1)
     trainer = Trainer()
     trainer.begin(asked["budget"])
-    before = teraio.stats()
+    before = {name: count for name, count in teraio.stats().items() if isinstance(count, int)}
     rows = [trainer.steps(TURNS) for _ in range(asked["steps"] // TURNS)]
-    did = {name: value - before[name] for name, value in teraio.stats().items()}
+    after = {name: count for name, count in teraio.stats().items() if isinstance(count, int)}
+    did = {name: after[name] - before[name] for name in before}
     trainer.begin(PLENTY)
     plenty = trainer.steps(TURNS)
     teraio.reset()

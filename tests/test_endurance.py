@@ -14,7 +14,7 @@ from teraio.passes.planner import plan
 from teraio.passes.planner.endurance import DAY_NS, written_bytes
 from teraio.plan import Evict, Fetch, Plan, Predicted
 from teraio.profile import Profile
-from teraio.runtime.pace import DAY_S, Pace
+from teraio.runtime.allowance import DAY_S, Allowance
 from teraio.runtime.store import Store
 
 MACHINE = toys.machine(device=10**9, ssd=10**9, rate=10**6)  # a byte per microsecond
@@ -33,13 +33,13 @@ class Clock:
         self.s += seconds
 
 
-def pace(per_second: int, clock: Clock) -> Pace:
-    return Pace(per_second * DAY_S, clock.now, clock.sleep)
+def allowance(per_second: int, clock: Clock) -> Allowance:
+    return Allowance(per_second * DAY_S, clock.now, clock.sleep)
 
 
 def test_an_hours_worth_is_written_at_once_and_then_as_much_as_time_allows() -> None:
     clock = Clock()
-    paced = pace(10, clock)
+    paced = allowance(10, clock)
     for _ in range(36):
         paced.before(1_000)
     assert clock.slept == []
@@ -52,7 +52,7 @@ def test_an_hours_worth_is_written_at_once_and_then_as_much_as_time_allows() -> 
 
 def test_in_the_long_run_no_day_has_more_than_the_cap_and_an_hours_worth() -> None:
     clock = Clock()
-    paced, random = pace(10, clock), np.random.default_rng(1)
+    paced, random = allowance(10, clock), np.random.default_rng(1)
     written: list[tuple[float, int]] = []
     while clock.s < 3 * DAY_S:
         size = int(random.integers(1, 60_000))  # some are larger than the hour's worth
@@ -65,7 +65,7 @@ def test_in_the_long_run_no_day_has_more_than_the_cap_and_an_hours_worth() -> No
 
 def test_it_is_said_at_first_and_when_it_has_doubled(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    paced = pace(10, clock)
+    paced = allowance(10, clock)
     with caplog.at_level(logging.WARNING, "teraio"):
         for _ in range(36 + 15):
             paced.before(1_000)
@@ -78,7 +78,7 @@ def test_a_store_waits_before_it_writes_and_not_before_it_reads(tmp_path: Path) 
     store = Store(tmp_path, 64 * 2**20)
     bytes_ = np.arange(2**20, dtype=np.uint8)
     try:
-        store.pace = pace(2**20 // 3_600, clock)
+        store.allowance = allowance(2**20 // 3_600, clock)
         extents = [store.reserve(2**20, f"t{i}") for i in range(3)]
         for extent in extents:
             store.write(extent, bytes_.ctypes.data, extent.name).wait()
@@ -111,9 +111,11 @@ def test_a_plan_takes_as_long_as_its_writes_may_and_writes_less() -> None:
 
 def test_a_cap_that_is_kept_anyway_changes_nothing() -> None:
     profile = toys.training_profile()
-    freely = plan(profile, MACHINE, 1_200, planner="greedy")
+    freely = plan(profile, MACHINE, 1_200, planner="greedy", time_limit_s=200)
     cap = per_day(freely, profile) + 1
-    assert plan(profile, MACHINE, 1_200, planner="greedy", write_per_day_bytes=cap) == freely
+    assert (
+        plan(profile, MACHINE, 1_200, planner="greedy", time_limit_s=200, write_per_day_bytes=cap) == freely
+    )
 
 
 def test_what_is_dropped_is_not_written() -> None:

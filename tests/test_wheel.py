@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import tree
 
+from teraio.report import onepage
+
 MODULES = sorted(tree.package())
 
 # Takes the folder of the wheel and names of modules; prints where each module was loaded from.
@@ -75,6 +77,9 @@ def test_the_wheel_has_every_module(built: Built) -> None:
     }
     assert set(MODULES) - files == set()
     assert any(name.startswith("teraio/_native.") and name.endswith(".so") for name in built.wheel_names)
+    # What a report's page is made of is no module.
+    assets = {f"teraio/report/assets/{name}" for name in ("page.html", "page.css", *onepage.SCRIPTS)}
+    assert assets - set(built.wheel_names) == set()
 
 
 def test_every_module_of_the_wheel_imports(built: Built) -> None:

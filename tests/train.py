@@ -171,7 +171,7 @@ class Trainer:
             result["losses"].append(loss.item())
             del loss
             result["peaks"].append(counting.peak_bytes() - others)
-            stats = teraio.stats()
+            stats = {name: count for name, count in teraio.stats().items() if isinstance(count, int)}
             result["counts"].append({key: stats[key] - last.get(key, 0) for key in stats})
             last = stats
             if "hostile" in asked and engine.ENGINE is not None:

@@ -59,7 +59,7 @@ class _Run:
 
 def simulate(plan: Plan, profile: Profile, machine: Machine) -> Timeline:
     """The steady state of a plan that `check` accepts."""
-    run, _ = _settle(plan, profile, machine)
+    run, period_ns = _settle(plan, profile, machine)
     spans = [
         Span(s.track, s.name, s.start_ns - run.begun_ns, s.end_ns - run.begun_ns, s.bytes, s.tensor)
         for s in run.spans
@@ -70,7 +70,9 @@ def simulate(plan: Plan, profile: Profile, machine: Machine) -> Timeline:
             if tick == 0 or size != rows[tick - 1]:
                 counters.append(Counter(DEVICE, kind, run.slots_ns[tick] - run.begun_ns, size))
     counters.sort(key=lambda counter: counter.at_ns)
-    return Timeline("predicted", tuple(spans), tuple(counters), tuple(run.stalls))
+    return Timeline(
+        "predicted", tuple(spans), tuple(counters), tuple(run.stalls), plan.budget_bytes, period_ns
+    )
 
 
 def step_ns(plan: Plan, profile: Profile, machine: Machine) -> int:

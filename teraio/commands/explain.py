@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
     plan = replace(plan, predicted=replace(plan.predicted, step_ns=step))
     waits = list(waited(line, profile))
     limit_ns = options.from_flags(args).plan_time
-    answers = [] if args.what_if == "off" else list(_what_if(plan, profile, machine, args.what_if, limit_ns))
+    answers = [] if args.what_if == "off" else list(what_if(plan, profile, machine, args.what_if, limit_ns))
     if args.json:
         print(json.dumps(_as_json(line, step, profile, plan, waits[: args.top], answers)))
         return 0
@@ -186,6 +186,10 @@ def _waits(waits: list[Waited], top: int) -> str:
 
 
 def _answers(answers: list[Answer], step: int) -> str:
+    return table(answer_rows(answers, step))
+
+
+def answer_rows(answers: list[Answer], step: int) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("what if", "step", "against now", "bound")]
     for answer in answers:
         gain = f"{answer.step_ns / max(step, 1) - 1:+.1%}" if answer.step_ns else "-"
@@ -197,10 +201,11 @@ def _answers(answers: list[Answer], step: int) -> str:
                 fmt_ns(answer.bound_ns) if answer.bound_ns is not None else "-",
             )
         )
-    return table(rows)
+    return rows
 
 
-def _what_if(plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int) -> Iterator[Answer]:
+def what_if(plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int) -> Iterator[Answer]:
+    """The step as it is, and with one thing more. `by`: plan again, or the bound only."""
     from teraio.passes import planner
 
     for change, other, budget in _changes(machine, plan.budget_bytes):

@@ -29,6 +29,7 @@ write less where that helps, and a step takes as long as its writes may.
 
 examples:
   teraio plan run.profile.json --machine h100-4ssd.machine.json --memory 40GiB -o run.plan.json
+  teraio plan run.profile.json --machine h100-4ssd.machine.json --timeline run.predicted.json
   teraio plan run.profile.json --machine h100-4ssd.machine.json --memory min --planner all
   teraio plan run.profile.json --machine here.machine.json --endurance 2400TB --json
 
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--planner", default=None, metavar="X", help=f"{PLANNERS}, or all: side by side")
     parser.add_argument("--endurance", default="", metavar="X", help="what the drives are rated for: 2400TB")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to this file")
+    parser.add_argument("--timeline", metavar="FILE", help="write its predicted timeline to this file")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -65,8 +67,7 @@ def main(args: argparse.Namespace) -> int:
             print(json.dumps({**told, "planner": asked.planner, "why": str(error)}))
         raise
     made = figures(plan, asked.profile, asked.machine, plan_ns, endurance)
-    if args.output:
-        plan.write(args.output)
+    _write(args, plan, asked)
     print(json.dumps(asdict(made)) if args.json else made.line())
     return 0
 
@@ -106,9 +107,17 @@ def _compare(args: argparse.Namespace, asked: Request, endurance: int) -> int:
         print(_comparison(asked, rows, refused, best))
     if not best:
         return 1
-    if args.output:
-        plans[best].write(args.output)
+    _write(args, plans[best], asked)
     return 0
+
+
+def _write(args: argparse.Namespace, plan: Plan, asked: Request) -> None:
+    from teraio.passes.planner.simulate import simulate
+
+    if args.output:
+        plan.write(args.output)
+    if args.timeline:
+        simulate(plan, asked.profile, asked.machine).write(args.timeline)
 
 
 def _comparison(asked: Request, rows: dict[str, Figures], refused: dict[str, str], best: str) -> str:

@@ -20,7 +20,7 @@ refused.
 
 EPILOG = """\
 example:
-  teraio simulate run.plan.json run.profile.json --machine h100-8ssd.machine.json -o run.timeline.json"""
+  teraio simulate run.plan.json run.profile.json --machine h100-8ssd.machine.json --timeline 8ssd.json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan_file", metavar="PLAN", help="a plan: `teraio plan -o` writes one")
     parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
     parser.add_argument("--machine", required=True, metavar="FILE", help=MACHINE)
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the predicted timeline to this file")
+    parser.add_argument(
+        *("-o", "--output", "--timeline"), metavar="FILE", help="write the predicted timeline to this file"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
 
 

@@ -1,0 +1,85 @@
+"use strict";
+// The step as the pictures and answers see it, from the columns of numbers in the page.
+
+const step = JSON.parse(document.getElementById("numbers").textContent);
+const names = step.names;
+const kernels = step.kernels;
+const moves = step.moves;
+const waits = step.waits;
+const end = Math.max(step.step, 1);
+
+// Index of the last of these ascending numbers that is not above `value`; -1 if there is none.
+function lastAt(ascending, value) {
+  let low = 0, high = ascending.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (ascending[middle] <= value) low = middle + 1; else high = middle;
+  }
+  return low - 1;
+}
+
+const totals = step.memory.at.map((_, at) => step.memory.bytes.reduce((sum, of) => sum + of[at], 0));
+
+function groupBy(column) {
+  const found = new Map();
+  column.forEach((value, at) => found.has(value) ? found.get(value).push(at) : found.set(value, [at]));
+  return found;
+}
+
+const movesOf = groupBy(moves.tensor);
+const waitsOf = groupBy(waits.tensor);
+const dropsOf = groupBy(step.drops.tensor);
+const rowOf = new Map((step.tensors ? step.tensors.name : []).map((name, row) => [name, row]));
+
+// Every tensor that is known by name: of the profile, or because it moved or was waited for.
+const known = [...new Set([...rowOf.keys(), ...movesOf.keys(), ...waitsOf.keys(), ...dropsOf.keys()])]
+  .filter((name) => names[name]);
+
+function isEvict(move) {
+  return step.lanes[moves.lane[move]].track.startsWith("evict");
+}
+
+function tierOf(move) {
+  const tier = step.lanes[moves.lane[move]].track.split(":")[1];
+  return { ssd: "the SSD", host: "host memory" }[tier] || tier;
+}
+
+// Ticks at which a tensor is used, ascending, with what each does; null if no profile tells.
+function usesOf(name) {
+  const row = rowOf.get(name);
+  if (row === undefined) return null;
+  const found = new Map();
+  for (const tick of step.tensors.reads[row]) found.set(tick, "reads");
+  for (const tick of step.tensors.writes[row]) found.set(tick, found.has(tick) ? "reads and writes" : "writes");
+  return [...found].sort((one, other) => one[0] - other[0]).map(([tick, does]) => ({ tick, does }));
+}
+
+// Where its bytes are: intervals {from, to, where}, where = device | moving | away. An eviction that nothing
+// fetched back before the tensor left again had been called off.
+function placesOf(name) {
+  const events = [];
+  for (const move of movesOf.get(name) || []) {
+    events.push({ at: moves.start[move], to: moves.end[move], away: isEvict(move), move });
+  }
+  for (const drop of dropsOf.get(name) || []) {
+    events.push({ at: step.drops.at[drop], to: step.drops.at[drop], away: true, move: -1 });
+  }
+  events.sort((one, other) => one.at - other.at);
+  const row = rowOf.get(name);
+  const uses = usesOf(name) || [];
+  const mortal = row !== undefined && !step.tensors.stays[row] && step.tensors.kind[row] !== "input";
+  const from = mortal && uses.length ? kernels.start[uses[0].tick] : 0;
+  const to = mortal && uses.length ? kernels.end[uses[uses.length - 1].tick] : end;
+  const found = [];
+  let at = from, where = events.length && !events[0].away ? "away" : "device";
+  events.forEach((event, index) => {
+    const next = events[index + 1];
+    if (event.away && next && next.away) return;
+    if (event.at > at) found.push({ from: at, to: event.at, where });
+    if (event.to > event.at) found.push({ from: Math.max(event.at, at), to: event.to, where: "moving" });
+    at = Math.max(event.to, at);
+    where = event.away ? "away" : "device";
+  });
+  if (to > at) found.push({ from: at, to, where });
+  return found;
+}

@@ -1,0 +1,86 @@
+"""What a logger is told: the step that was just taken, in plain numbers that add up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from torch import nn
+
+import teraio
+from teraio.runtime.pace import Pace, Phase, Stats
+
+WIDTH, LAYERS = 256, 6
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TERAIO_CACHE_DIR", "off")
+    yield
+    teraio.reset()
+    torch._dynamo.reset()
+
+
+def train(steps: int, **options: Any) -> list[Stats]:
+    """The figures after each optimizer step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wanted = {"inner": "eager", "memory": "10MiB", "warmup": 2, "planner": "greedy", **options}
+    compiled = torch.compile(model, backend="teraio", options=wanted)
+    found = []
+    for _ in range(steps):
+        compiled(torch.randn(16, WIDTH)).sum().backward()
+        optimizer.step()
+        found.append(teraio.stats())
+        optimizer.zero_grad()
+    return found
+
+
+def test_each_step_is_told_when_it_was_taken_and_adds_up() -> None:
+    assert teraio.stats() == {}
+    rows = train(6)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    # The first makes optimizer states, two are measured; the plan is made when the fourth begins.
+    assert [row["phase"] for row in rows] == ["measuring"] * 3 + ["planned"] * 3
+    assert sum(row["step_misses"] for row in rows) == rows[-1]["misses"] > 0
+    assert sum(row["step_stall_ns"] for row in rows) <= rows[-1]["stall_ns"]
+    assert sum(row["step_read_bytes"] for row in rows) <= rows[-1]["read_bytes"]
+    assert all(0 <= row["step_stall_ns"] <= row["step_ns"] for row in rows)
+    assert max(row["step_peak_bytes"] for row in rows) == rows[-1]["peak_bytes"] <= rows[-1]["budget_bytes"]
+
+
+def test_a_planned_step_has_its_prediction_and_the_bound() -> None:
+    first, *_, last = train(5)
+    assert "predicted_step_ns" not in first and "above_bound" not in first
+    assert last["predicted_step_ns"] >= last["bound_ns"] > 0
+    assert last["above_bound"] == pytest.approx(last["step_ns"] / last["bound_ns"] - 1)
+
+
+def test_without_a_plan_it_is_said_that_tensors_move_on_demand() -> None:
+    assert [row["phase"] for row in train(5, planner="none")][-1] == "on demand"
+
+
+def test_they_are_what_their_type_says_and_json() -> None:
+    row = train(5)[-1]
+    hints = get_type_hints(Stats)
+    assert set(row) <= set(hints)
+    for name, value in row.items():
+        assert value in get_args(Phase) if name == "phase" else type(value) is hints[name], name
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_a_step_that_is_told_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: sums of a step begin where the run began."""
+    begins = Pace.begins
+
+    def forgets(self: Pace) -> None:
+        begins(self)
+        self.at_begin = (0, 0, 0, 0)
+
+    monkeypatch.setattr(Pace, "begins", forgets)
+    with pytest.raises(AssertionError):
+        test_each_step_is_told_when_it_was_taken_and_adds_up()

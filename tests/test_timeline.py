@@ -1,0 +1,219 @@
+"""A timeline is what happened: its kernels are the step's, its waits are those of the counts, its bytes are
+those of the ledger; and who asks for none pays for none."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter as Count
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import nn
+
+import teraio
+from teraio import cli, session
+from teraio.errors import OptionError
+from teraio.profile import Profile
+from teraio.runtime import engine
+from teraio.runtime.recorder import Recorder
+from teraio.timeline import Timeline
+
+WIDTH = 512  # a weight is 1 MiB
+LAYERS = 6
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TERAIO_CACHE_DIR", "off")
+    yield
+    teraio.reset()
+    torch._dynamo.reset()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.sum()
+
+
+def train(steps: int, evaluate: bool = False, **options: Any) -> Iterator[int]:
+    """Yields the number of each step that was taken."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wanted = {"inner": "eager", "memory": "15MiB", "warmup": 1, "planner": "greedy", **options}
+    compiled = torch.compile(model, backend="teraio", options=wanted)
+    for step in range(steps):
+        compiled(torch.randn(16, WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield step
+    if evaluate:
+        with torch.no_grad():
+            for _ in range(3):
+                compiled(torch.randn(16, WIDTH))
+
+
+def counts() -> dict[str, int]:
+    return {name: count for name, count in teraio.stats().items() if isinstance(count, int)}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Timeline, Profile, dict[str, int]]:
+    """A run of six steps, the last four of them planned: its timeline, its profile, and what the last step
+    added to the counts."""
+    folder = tmp_path_factory.mktemp("timeline")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERAIO_CACHE_DIR", "off")
+        before: dict[str, int] = {}
+        files: dict[str, Any] = {name: str(folder / f"{name}.json") for name in ("timeline", "profile")}
+        for step in train(6, **files):
+            if step == 4:
+                before = counts()
+        after = counts()
+        teraio.reset()
+    torch._dynamo.reset()
+    added = {name: after[name] - before[name] for name in after}
+    return Timeline.read(files["timeline"]), Profile.read(files["profile"]), added
+
+
+Ran = tuple[Timeline, Profile, dict[str, int]]
+
+
+def test_its_kernels_are_those_of_the_step_and_follow_each_other(ran: Ran) -> None:
+    line, profile, _ = ran
+    kernels = [span for span in line.spans if span.track == "compute"]
+    assert line.kind == "measured"
+    assert [span.name for span in kernels] == [kernel.name for kernel in profile.kernels]
+    assert all(one.end_ns <= other.start_ns for one, other in itertools.pairwise(kernels))
+    assert kernels[-1].end_ns == line.step_ns > 0
+
+
+def test_every_transfer_of_the_step_is_in_it_with_its_tensor_and_bytes(ran: Ran) -> None:
+    line, profile, added = ran
+    sizes = {tensor.name: tensor.size_bytes for tensor in profile.tensors}
+    tracks = Count(span.track for span in line.spans)
+    assert set(tracks) <= {"compute", "evict:ssd", "fetch:ssd", "drop:ssd"}
+    # Some of what happened between the two looks at the counts lies outside of the step, and the other way.
+    assert abs(tracks["fetch:ssd"] - added["fetches"]) <= LAYERS
+    assert added["fetches"] > LAYERS, "nothing moved: the test shows nothing"
+    moved = [span for span in line.spans if span.track in {"evict:ssd", "fetch:ssd"}]
+    assert all(span.name == span.tensor and span.bytes == sizes[span.tensor] for span in moved)
+    assert all(0 <= span.start_ns <= span.end_ns for span in moved)
+
+
+def test_its_waits_are_those_that_were_counted(ran: Ran) -> None:
+    line, profile, added = ran
+    assert {stall.cause for stall in line.stalls} <= {"late read", "link busy", "miss"}
+    assert all(0 <= stall.tick < len(profile.kernels) for stall in line.stalls)
+    told = sum(stall.ns for stall in line.stalls)
+    counted = added["stall_ns"]
+    assert told <= counted * 2 and counted <= told * 2 + 10_000 * (added["fetches"] + added["evictions"])
+
+
+def test_its_counters_are_the_ledger_and_stay_within_the_budget(ran: Ran) -> None:
+    line, _, _ = ran
+    bytes_of: dict[str, int] = {}
+    most = 0
+    at_ns = [counter.at_ns for counter in line.counters]
+    assert at_ns == sorted(at_ns)
+    for counter in line.counters:
+        assert counter.tier == "device" and counter.bytes >= 0
+        bytes_of[counter.kind] = counter.bytes
+        most = max(most, sum(bytes_of.values()))
+    assert {"weight", "grad", "state", "activation", "workspace", "reserve"} <= set(bytes_of)
+    assert 0 < most <= line.budget_bytes == 15 * 2**20
+    weights = [counter.bytes for counter in line.counters if counter.kind == "weight"]
+    assert len(set(weights)) > 1, "weights never left"
+
+
+def test_a_forgotten_end_is_noticed(ran: Ran, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The bug: what leaves is not told. Then the counters grow out of the budget."""
+    monkeypatch.setattr(Recorder, "leaves", lambda self, record: None)
+    for _ in train(3, timeline=str(tmp_path / "t.json")):
+        pass
+    teraio.reset()
+    line = Timeline.read(tmp_path / "t.json")
+    last = {counter.kind: counter.bytes for counter in line.counters}
+    assert sum(last.values()) > line.budget_bytes
+
+
+def test_inference_does_not_replace_a_training_step(tmp_path: Path) -> None:
+    for _ in train(4, evaluate=True, timeline=str(tmp_path / "t.json")):
+        pass
+    teraio.reset()
+    line = Timeline.read(tmp_path / "t.json")
+    assert any("AdamW" in span.name for span in line.spans)
+
+
+def test_it_is_there_while_the_run_goes_on(tmp_path: Path) -> None:
+    """A planned step replaces a measured one at once, and a killed run leaves the last that was written."""
+    path = tmp_path / "t.json"
+    for step in train(6, timeline=str(path)):
+        if step == 2:
+            assert path.exists()
+            before = path.read_bytes()
+    assert path.read_bytes() != before
+
+
+def test_who_asks_for_none_pays_for_none() -> None:
+    for _ in train(1):
+        pass
+    running = engine.ENGINE
+    assert running is not None and running.mover.recorder is None
+    assert "visit" not in vars(running) and not running.mover.store.keeps_times
+    assert session.SESSION is not None and session.SESSION.recording is None
+
+
+def test_a_place_that_cannot_be_written_is_said_and_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "folder"
+    path.mkdir()
+    with caplog.at_level(logging.WARNING, "teraio"):
+        for _ in train(4, timeline=str(path)):
+            pass
+        teraio.reset()
+    said = [r.getMessage() for r in caplog.records if "timeline was not written" in r.getMessage()]
+    assert len(said) == 1 and "is a directory" in said[0]
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_runs() -> None:
+    with pytest.raises((OptionError, torch._dynamo.exc.BackendCompilerFailed), match="does not exist"):
+        next(train(1, timeline="/tmp/no such folder/t.json"))
+
+
+def test_a_step_that_an_exception_ended_is_not_shown() -> None:
+    recorder = Recorder(100, 10)
+    recorder.step.kernels.append(("k", 1, 2))
+    recorder.abandoned()
+    recorder.end_step(3, training=True, planned=True)
+    assert recorder.line(all_has_ended=True) is None
+    recorder.step.kernels.append(("k", 1, 2))
+    recorder.end_step(3, training=True, planned=True)
+    line = recorder.line(all_has_ended=True)
+    assert line is not None and [span.name for span in line.spans] == ["k"]
+
+
+def test_the_commands_that_predict_write_one_of_the_same_type(tmp_path: Path) -> None:
+    paths = {name: str(tmp_path / f"{name}.json") for name in ("profile", "machine", "plan", "one", "other")}
+    toys.diamond().write(paths["profile"])
+    toys.machine().write(paths["machine"])
+    where = (paths["profile"], "--machine", paths["machine"])
+    assert cli.main(["plan", *where, "-o", paths["plan"], "--timeline", paths["one"]]) == 0
+    assert cli.main(["simulate", paths["plan"], *where, "--timeline", paths["other"]]) == 0
+    line = Timeline.read(paths["one"])
+    assert line == Timeline.read(paths["other"])
+    assert (line.kind, line.budget_bytes, line.step_ns) == ("predicted", 8, 12_000)
+    assert {counter.kind for counter in line.counters} == {"activation", "workspace"}
+    assert {span.track for span in line.spans} == {"compute", "evict:ssd", "fetch:ssd"}
