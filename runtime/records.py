@@ -70,7 +70,7 @@ class Record:
     )
 
     def __init__(self, storage: torch.UntypedStorage, name: str, kind: str, evictable: bool) -> None:
-        self.weak: Any = storage._weak_ref()  # an address, whatever the stub says
+        self.weak: Any = storage._weak_ref()  # an address, whatever the stub says; None: released
         self.key: int = storage._cdata
         self.size_bytes = storage.nbytes()
         self.name = name
@@ -94,9 +94,11 @@ class Record:
         self.version = 0  # of its faces, when the copy was made that `clean` speaks of
 
     def dead(self) -> bool:
-        return bool(torch.UntypedStorage._expired(self.weak))
+        return self.weak is None or bool(torch.UntypedStorage._expired(self.weak))
 
     def storage(self) -> torch.UntypedStorage | None:
+        if self.weak is None:
+            return None
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak)
         return storage
 
@@ -112,6 +114,9 @@ class Record:
         """How many tensors share the bytes. A storage object that someone holds does not count: torch makes
         one and keeps it."""
         return int(torch._C._storage_Use_Count(self.key)) - KEPT - (HOLDS if self.pending is not None else 0)
+
+    def trained(self) -> bool:
+        return any(tensor.requires_grad for tensor in self.live_faces())
 
     def shared(self) -> bool:
         """By tensors that are none of its faces."""
@@ -144,4 +149,6 @@ class Record:
         return self.aliased or self.held or self.pointed or not self.guardable
 
     def release(self) -> None:
-        torch.UntypedStorage._free_weak_ref(self.weak)
+        """A tensor that has got another storage may still lead here."""
+        weak, self.weak = self.weak, None
+        torch.UntypedStorage._free_weak_ref(weak)

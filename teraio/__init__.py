@@ -7,9 +7,10 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "load", "reset", "resident", "save", "stats"]
+__all__ = ["__version__", "init", "load", "reset", "resident", "save", "stats"]
 
 _WHERE = {
+    "init": "models",
     "reset": "session",
     "stats": "session",
     "resident": "runtime.stays",
