@@ -16,6 +16,7 @@ import torch
 
 from .device import Pending
 from .store import Extent
+from .weight_files import FileCopy
 
 
 def _storage_counts() -> tuple[int, int]:
@@ -63,6 +64,7 @@ class Record:
         "pins",
         "pointed",
         "size_bytes",
+        "source",
         "state",
         "used_at",
         "version",
@@ -80,6 +82,7 @@ class Record:
         self.state = State.DEVICE
         self.clean = False  # the extent holds the bytes of now
         self.extent: Extent | None = None
+        self.source: FileCopy | None = None  # a file that has the bytes, until they change
         self.pending: Pending | None = None  # a copy in flight; holds the storage
         self.pins = 0  # of user code; a slot pins by `used_at`
         self.used_at = 0  # the last slot that touched it, counted from the start

@@ -66,6 +66,7 @@ class Store:
         wrap: Callable[[_native.Io], _native.Io] | None = None,
     ) -> None:
         self.fallbacks: list[str] = []
+        self.checksums = checksums
         self._on_fallback = on_fallback
         self._pid = os.getpid()
         self._lock = threading.RLock()

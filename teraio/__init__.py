@@ -15,7 +15,7 @@ _WHERE = {
     "stats": "session",
     "resident": "runtime.stays",
     "save": "runtime.checkpoint",
-    "load": "runtime.checkpoint",
+    "load": "models",
 }
 
 
