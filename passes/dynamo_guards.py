@@ -37,9 +37,9 @@ class Watch:
 
     def install(self) -> None:
         self.other = set_guard_complete_hook(self._evaluated)  # type: ignore[arg-type]
-        self._listen()
+        self.listen()
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
         """`torch._dynamo.reset()` forgets who listens."""
         compiles = callback.callback_handler
         if self._started not in compiles.start_callbacks:
@@ -66,7 +66,7 @@ class Watch:
 
     def guard_this_graph(self) -> None:
         """Called by the backend while a graph is compiled: its guards will begin with ours."""
-        self._listen()
+        self.listen()
         self.ours += 1
         tracing = TracingContext.try_get()
         if tracing is not None:

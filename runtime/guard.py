@@ -306,7 +306,12 @@ class _Guarded:
         return touched(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return touched(BARE[type(self)].__deepcopy__, (self, memo), {})  # type: ignore[attr-defined]
+        bare: Any = BARE[type(self)]
+
+        def deepcopy(tensor: torch.Tensor) -> Any:
+            return bare.__deepcopy__(tensor, memo)  # what was copied before is in there: it need not come
+
+        return touched(deepcopy, (self,), {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return touched(BARE[type(self)].__reduce_ex__, (self, protocol), {})

@@ -7,13 +7,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .device import Device, Pending
+from .device import Device, Mark, Pending, Ticket
 from .recorder import Recorder
 from .records import Record, State
 from .store import Store
+from .weight_files import FileCopy
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Mover:
         if record.faces and (version := record.versions()) != record.version:
             record.version, record.clean = version, False
         if not record.clean:
+            record.source = None
             extent = record.extent or self.store.reserve(record.size_bytes, record.name)
             record.extent = extent
             record.pending = self.device.begin_evict(
@@ -102,16 +105,19 @@ class Mover:
             record.clean = True
 
     def begin_fetch(self, record: Record, demand: bool = False) -> None:
-        extent = record.extent
-        assert record.state is State.AWAY and extent is not None, record.name
+        extent, source = record.extent, record.source
+        assert record.state is State.AWAY and (extent is not None or source is not None), record.name
         storage = record.storage()
         if storage is None:
             return
-        record.pending = self.device.begin_fetch(
-            storage,
-            record.size_bytes,
-            lambda s, mark: self.store.read(extent, s.data_ptr(), record.name, demand, event=mark.handle),
-        )
+
+        def start(target: Any, mark: Mark) -> Ticket:
+            if source is not None:
+                return source.read(target.data_ptr(), record.name)
+            assert extent is not None
+            return self.store.read(extent, target.data_ptr(), record.name, demand, event=mark.handle)
+
+        record.pending = self.device.begin_fetch(storage, record.size_bytes, start)
         record.state = State.ARRIVING
         self.enters(record)
         self.counts.fetches += 1
@@ -130,6 +136,23 @@ class Mover:
             raise
         record.pending = None
         record.state = State.DEVICE
+
+    def take_copy(self, record: Record, source: FileCopy) -> None:
+        """This file has its bytes from now on; what it had before is forgotten."""
+        assert record.evictable and not record.pins, record.name
+        if record.state is State.LEAVING:
+            self.undo_evict(record)
+        elif record.state is State.ARRIVING:
+            self.end_fetch(record)
+        storage = record.storage()
+        if record.state is State.DEVICE and storage is not None:
+            self.device.drop(storage)
+            self.resident_bytes -= record.size_bytes
+            record.state = State.AWAY
+        if record.extent is not None:
+            self.store.release(record.extent)
+            record.extent = None
+        record.source, record.clean, record.version = source, True, record.versions()
 
     def fill_with_nan(self, record: Record) -> None:
         """What was away is lost. Reading an emptied storage would crash: it gets bytes that no one can take

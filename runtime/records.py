@@ -16,6 +16,7 @@ import torch
 
 from .device import Pending
 from .store import Extent
+from .weight_files import FileCopy
 
 
 def _storage_counts() -> tuple[int, int]:
@@ -63,6 +64,7 @@ class Record:
         "pins",
         "pointed",
         "size_bytes",
+        "source",
         "state",
         "used_at",
         "version",
@@ -70,7 +72,7 @@ class Record:
     )
 
     def __init__(self, storage: torch.UntypedStorage, name: str, kind: str, evictable: bool) -> None:
-        self.weak: Any = storage._weak_ref()  # an address, whatever the stub says
+        self.weak: Any = storage._weak_ref()  # an address, whatever the stub says; None: released
         self.key: int = storage._cdata
         self.size_bytes = storage.nbytes()
         self.name = name
@@ -80,6 +82,7 @@ class Record:
         self.state = State.DEVICE
         self.clean = False  # the extent holds the bytes of now
         self.extent: Extent | None = None
+        self.source: FileCopy | None = None  # a file that has the bytes, until they change
         self.pending: Pending | None = None  # a copy in flight; holds the storage
         self.pins = 0  # of user code; a slot pins by `used_at`
         self.used_at = 0  # the last slot that touched it, counted from the start
@@ -94,9 +97,11 @@ class Record:
         self.version = 0  # of its faces, when the copy was made that `clean` speaks of
 
     def dead(self) -> bool:
-        return bool(torch.UntypedStorage._expired(self.weak))
+        return self.weak is None or bool(torch.UntypedStorage._expired(self.weak))
 
     def storage(self) -> torch.UntypedStorage | None:
+        if self.weak is None:
+            return None
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak)
         return storage
 
@@ -112,6 +117,9 @@ class Record:
         """How many tensors share the bytes. A storage object that someone holds does not count: torch makes
         one and keeps it."""
         return int(torch._C._storage_Use_Count(self.key)) - KEPT - (HOLDS if self.pending is not None else 0)
+
+    def trained(self) -> bool:
+        return any(tensor.requires_grad for tensor in self.live_faces())
 
     def shared(self) -> bool:
         """By tensors that are none of its faces."""
@@ -144,4 +152,6 @@ class Record:
         return self.aliased or self.held or self.pointed or not self.guardable
 
     def release(self) -> None:
-        torch.UntypedStorage._free_weak_ref(self.weak)
+        """A tensor that has got another storage may still lead here."""
+        weak, self.weak = self.weak, None
+        torch.UntypedStorage._free_weak_ref(weak)

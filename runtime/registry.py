@@ -13,6 +13,7 @@ from teraio.schedule import Buffer
 
 from .adopt import SMALLEST_BYTES, movable
 from .gradients import Gradients
+from .guard import BARE, GUARDED
 from .programs import Program
 from .records import Record
 from .residency import Residency
@@ -74,18 +75,36 @@ class Registry:
             self.stuck.records.append(record)
         return record
 
+    def take_in(self, tensor: torch.Tensor, name: str) -> Record | None:
+        """A module has it, and no program knows it yet: it may leave. A program that gets it names it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = torch.Tensor.untyped_storage(tensor)
+            record = self.residency.records.get(storage._cdata) or self.count(tensor, name, "outside")
+            if record is None or not movable(storage) or BARE.get(type(tensor), type(tensor)) not in GUARDED:
+                return record
+            if record.kind == "outside" and not record.evictable:
+                self.residency.rename(record, name)
+                self.residency.unsettle(record)
+            self.guard.take_off([tensor])  # it may wear it for the bytes that it had before
+            self.guard.watch(tensor, record)
+            self.guard.put_on([tensor])
+        return record
+
     def _bring_in(self, record: Record, storage: torch.UntypedStorage, label: str, about: Buffer) -> None:
-        """An optimizer knew it before any program did."""
+        """An optimizer knew it before any program did, or the module that it was made for."""
         self.residency.becomes(record, "weight")
         record.persistent = True
         self.residency.rename(record, self._weight_name(label))
-        if not (self.kept(record.name) or about.held):
-            if movable(storage):
-                self.residency.unsettle(record)
-                self.describe(record)
-                self.new_weights.append(record)
-            else:
-                self.stuck.records.append(record)
+        if self.kept(record.name) or about.held:
+            if record.evictable:
+                self.residency.ensure([record], 0, f"{record.name}, which stays,", None)
+                self.residency.settle(record)
+        elif movable(storage):
+            self.residency.unsettle(record)
+            self.describe(record)
+            self.new_weights.append(record)
+        else:
+            self.stuck.records.append(record)
 
     def _new(self, storage: torch.UntypedStorage, name: str, kind: str, wanted: bool) -> Record:
         record = self.residency.add(storage, name, kind, wanted and movable(storage))

@@ -69,6 +69,7 @@ class Store:
     ) -> None:
         self.fallbacks: list[str] = []
         self.keeps_times = False  # tickets say when their transfers ran
+        self.checksums = checksums
         self._on_fallback = on_fallback
         self._pid = os.getpid()
         self.allowance = Allowance(write_per_day_bytes) if write_per_day_bytes else None

@@ -16,6 +16,7 @@ import torch._functorch.vmap as _vmap
 import torch.jit._builtins as _script_builtins
 import torch.utils.dlpack
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch.utils._device import _device_constructors
 
 from .guard import BARE, touched
 
@@ -41,7 +42,10 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    get_torch_obj_rule_map()  # Dynamo has noted the functions themselves before it meets the wrapped ones
+    # They have noted the functions themselves before they meet the wrapped ones: Dynamo, and
+    # `with torch.device(...)`, which would no longer know `torch.tensor` as one that makes tensors.
+    get_torch_obj_rule_map()
+    _device_constructors()
     for owner, name in PLAIN:
         if (function := getattr(owner, name, None)) is not None:
             setattr(owner, name, _plain(function))

@@ -6,23 +6,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from teraio.runtime.checkpoint import load, save
+    from teraio.models import init, load
+    from teraio.runtime.checkpoint import save
     from teraio.runtime.pace import Stats
     from teraio.runtime.stays import resident
-    from teraio.session import reset, stats
+    from teraio.session import reset, set_memory, stats
 
 __version__ = "0.1.0"
 
-__all__ = ["Stats", "__version__", "load", "reset", "resident", "save", "set_memory", "stats"]
+__all__ = ["Stats", "__version__", "init", "load", "reset", "resident", "save", "set_memory", "stats"]
 
 _WHERE = {
     "Stats": "runtime.pace",
+    "init": "models",
+    "load": "models",
     "reset": "session",
     "set_memory": "session",
     "stats": "session",
     "resident": "runtime.stays",
     "save": "runtime.checkpoint",
-    "load": "runtime.checkpoint",
 }
 
 

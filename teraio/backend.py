@@ -19,7 +19,7 @@ import torch._functorch.config as functorch_config
 from torch._dynamo import eval_frame
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 
-from teraio import versions
+from teraio import session, versions
 from teraio.errors import TeraioError
 from teraio.options import Options, disabled
 from teraio.passes import selftest
@@ -48,9 +48,9 @@ def backend(
 def _compile(
     gm: torch.fx.GraphModule, example_inputs: list[Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    parsed = Options.parse(options)
+    parsed = Options.parse({**session.GIVEN, **options})
     inner = parsed.inner
-    _hear_of_resets()
+    hear_of_resets()
     if not disabled():
         on = "cuda" if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs) else "cpu"
         inner = versions.check(inner, torch.__version__, on, selftest.run_apart, parsed.on_fallback)
@@ -107,7 +107,7 @@ def _reset() -> None:
 backend.reset = _reset  # type: ignore[attr-defined]
 
 
-def _hear_of_resets() -> None:
+def hear_of_resets() -> None:
     """Dynamo tells the backends of all `torch.compile` calls since its last reset; of a model that was
     compiled before that and is used again, it would not."""
     registered = getattr(eval_frame, "cached_backends", None)

@@ -8,7 +8,11 @@ class TeraioError(RuntimeError):
 
 
 class FileFormatError(TeraioError):
-    """A profile, machine, plan or timeline that cannot be read or written: the file, the place, why."""
+    """A profile, machine, plan, timeline or weight file that cannot be read or written: where, why."""
+
+
+class CheckpointError(TeraioError):
+    """Weights in files that are not those of the model: which, and what differs."""
 
 
 class OptionError(TeraioError):

@@ -1,6 +1,6 @@
 """The engine of this process, from the first compile to the installed plan.
 
-start       budget, store, links measured
+start       budget, store, links measured; `teraio.init` does it before there is a model
 on_step     a plan that is there and is for this step (earlier.py) -> engine, at once
             warm-up steps -> profile -> plan -> engine, and kept for later runs
 reset       everything comes back, the store is given up
@@ -12,9 +12,11 @@ import atexit
 import contextlib
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -230,6 +232,13 @@ class Session:
 
 
 SESSION: Session | None = None
+GIVEN: dict[str, Any] = {}  # to `open_with`: what a compile need not say again
+
+
+def open_with(options: Mapping[str, Any]) -> None:
+    """The engine is there when this returns, with these options, or with those that it has."""
+    start(Options.parse({**GIVEN, **options}))
+    GIVEN.update(options)
 
 
 def start(options: Options) -> None:
@@ -274,6 +283,8 @@ def _watch_guards(running: engine.Engine) -> None:
     elif WATCH is None:
         WATCH = dynamo_guards.Watch(engine.weights_off_guard, engine.weights_on_guard, _foreign_program)
         WATCH.install()
+    else:
+        WATCH.listen()
 
 
 def _foreign_program() -> None:
@@ -291,6 +302,7 @@ def reset() -> None:
     """Ends the engine of this process: everything that is away comes back first."""
     global SESSION
     session, SESSION = SESSION, None
+    GIVEN.clear()
     engine.use(None)
     optimizer.stop()
     if session is not None:

@@ -14,18 +14,8 @@ import tree
 
 # The face of the package; every other file directly in teraio/ is data.
 FACE = (
-    *(
-        "backend",
-        "session",
-        "earlier",
-        "recording",
-        "cli",
-        "commands",
-        "demo",
-        "demo_model",
-        "doctor",
-        "report",
-    ),
+    *("backend", "session", "earlier", "recording", "cli", "commands", "demo", "demo_model", "doctor"),
+    *("report", "models"),
     *("__init__", "__main__"),
 )
 BELOW = {

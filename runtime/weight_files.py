@@ -1,0 +1,119 @@
+"""A weight that no one has changed needs no copy in the store: the file that it came from has its bytes.
+
+The file stays open, so a name that is removed or given to another file changes nothing. What is written into
+the file itself is noticed: by its size and its time before and after every read, and by a digest of what was
+read first. Then the weight cannot come back, and the error names the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+from teraio import _native
+from teraio.errors import CorruptTensorError, FileFormatError, StoreReadError
+
+CHUNK_BYTES = 8 * 2**20
+THREADS = 2  # reads that are under way at once
+
+REMEDY = "Load the weights again from a file that stays as it is, or with copy=True"
+
+
+class WeightFile:
+    """Open for reading as long as a weight needs it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise FileFormatError(f"{path} cannot be opened: {error.strerror}") from None
+        weakref.finalize(self, os.close, self.descriptor)
+        if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
+            raise FileFormatError(f"{path} is not a regular file")
+        self.state = self._state()
+
+    def _state(self) -> tuple[int, int]:
+        about = os.fstat(self.descriptor)
+        return about.st_size, about.st_mtime_ns
+
+    def read(self, begin: int, size_bytes: int, address: int, name: str) -> None:
+        """Bytes of the file to memory."""
+        self._check(name)
+        at = 0
+        while at < size_bytes:
+            wanted = min(CHUNK_BYTES, size_bytes - at)
+            target = (ctypes.c_char * wanted).from_address(address + at)
+            try:
+                count = os.preadv(self.descriptor, [target], begin + at)
+            except OSError as error:
+                raise StoreReadError(
+                    f"{name} could not be read from {self.path}: {error}",
+                    errno=error.errno or 0,
+                    tensor=name,
+                    path=self.path,
+                ) from None
+            if not count:
+                break
+            at += count
+        self._check(name)  # a file that was cut is not the file that was opened
+
+    def _check(self, name: str) -> None:
+        if self._state() != self.state:
+            raise CorruptTensorError(
+                f"{name} was to come back from {self.path}, which has been changed since it was loaded. "
+                f"{REMEDY}",
+                tensor=name,
+                path=self.path,
+            )
+
+
+@dataclass(slots=True)
+class FileCopy:
+    """A tensor's bytes in a file. The digest is that of the first time they were read."""
+
+    file: WeightFile
+    begin: int
+    size_bytes: int
+    checked: bool
+    digest: int | None = None
+
+    def read(self, address: int, name: str) -> FileTicket:
+        return FileTicket(_threads().submit(self.fill, address, name))
+
+    def fill(self, address: int, name: str) -> None:
+        self.file.read(self.begin, self.size_bytes, address, name)
+        if not self.checked:
+            return
+        digest = _native.digest(address, self.size_bytes)
+        if self.digest is None:
+            self.digest = digest
+        elif digest != self.digest:
+            raise CorruptTensorError(
+                f"{name} came back from {self.file.path} with other bytes than before. {REMEDY}",
+                tensor=name,
+                path=self.file.path,
+            )
+
+
+class FileTicket:
+    """A read that is under way."""
+
+    def __init__(self, reading: Future[None]) -> None:
+        self.reading = reading
+
+    def done(self) -> bool:
+        return self.reading.done()
+
+    def wait(self) -> None:
+        self.reading.result()
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, "teraio-file")

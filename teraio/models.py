@@ -1,0 +1,52 @@
+"""`teraio.init`, `teraio.load`: models that are larger than memory from their first line on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from teraio import session
+from teraio.backend import hear_of_resets
+from teraio.errors import OptionError
+from teraio.options import disabled
+from teraio.runtime import checkpoint, engine, loading, making
+
+
+@contextmanager
+def init(**options: Any) -> Iterator[None]:
+    """In the block models are constructed whose weights leave memory as they are made. `options` are those
+    of the backend; a `torch.compile(model, backend="teraio")` takes the weights over, and need not repeat
+    them."""
+    if disabled():
+        yield
+        return
+    hear_of_resets()
+    session.open_with(options)
+    assert engine.ENGINE is not None
+    with making.models(engine.ENGINE):
+        yield
+
+
+def load(what: Any, path: str | os.PathLike[str] | None = None, **options: Any) -> Any:
+    """`load(path)`: as `torch.load`, with the file's bytes read when they are used.
+
+    `load(model, path, strict=True, copy=False, **options)`: gives a model, also one on `meta`, the weights of
+    safetensors files: a file, an index, or a folder as Hugging Face writes it. They stay in the files until
+    they are needed and until they change; with `copy`, they go to the store at once. `options` are those of
+    the backend, as in `init`. Returns the names that `strict=False` let pass.
+    """
+    if not isinstance(what, torch.nn.Module):
+        if path is not None:
+            raise OptionError("teraio.load takes a path, or a model and a path")
+        return checkpoint.load(what, **options)
+    if path is None:
+        raise OptionError("teraio.load(model, path): the path of the weights is missing")
+    settings = {name: options.pop(name, default) for name, default in (("strict", True), ("copy", False))}
+    if not disabled():
+        hear_of_resets()
+        session.open_with(options)
+    return loading.fill(engine.here(), what, os.fspath(path), **settings)

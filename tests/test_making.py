@@ -1,0 +1,235 @@
+"""Models that are constructed within the budget: the same numbers, and no more memory than was allowed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import teraio
+from teraio import session
+from teraio.errors import OptionError
+from teraio.runtime import adopt, engine
+from teraio.runtime.making import Making
+from teraio.runtime.records import State
+
+MEMORY = 6 << 20  # 4 MiB of it in reserve
+OPTIONS: dict[str, Any] = {"memory": str(MEMORY), "inner": "eager", "planner": "none"}
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Scaled(nn.Module):
+    """As in many models: sums of random numbers, buffers, a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(512, 256)
+        self.deltas = nn.ParameterList([nn.Parameter(torch.randn(256, 256) * 0.02 + 1) for _ in range(5)])
+        self.register_buffer("mask", torch.ones(384, 256).tril())
+        self.register_buffer("gone", torch.rand(256, 256), persistent=False)
+        self.head = nn.Linear(256, 512, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class Written(nn.Module):
+    """The ways of writing into a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 512) for _ in range(8))
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, nn.Linear)
+            weight = layer.weight
+            match number:
+                case 0:
+                    nn.init.orthogonal_(weight)
+                case 1:
+                    nn.init.trunc_normal_(weight, std=0.02)
+                case 2:
+                    weight.data.normal_(std=0.02)
+                case 3:
+                    weight.data = torch.randn(512, 256)
+                case 4:
+                    with torch.no_grad():
+                        weight.copy_(torch.randn(512, 256)).mul_(0.1)
+                case 5:
+                    layer.weight = nn.Parameter(weight.detach().clone() + 1)
+                case 6:
+                    weight.data[:, 3] = 0
+                case 7:
+                    layer.load_state_dict(self.layers[0].state_dict())
+
+
+def apart() -> nn.Module:
+    """Lazy and copied modules, and another type afterwards."""
+    layer = nn.TransformerEncoderLayer(128, 2, 512, batch_first=True)
+    lazy = nn.Sequential(*(nn.LazyLinear(256) for _ in range(4)))
+    with torch.no_grad():
+        lazy(torch.randn(2, 256))
+    model = nn.ModuleList([nn.TransformerEncoder(layer, 4), copy.deepcopy(lazy), nn.LSTM(128, 128), lazy])
+    return model.to(torch.float64).to(torch.float32)
+
+
+RECIPES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(*(nn.Linear(256, 512) for _ in range(10))),
+    "scaled": Scaled,
+    "written": Written,
+    "apart": apart,
+}
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return dict(found)
+
+
+def away() -> int:
+    assert engine.ENGINE is not None
+    return sum(record.state is State.AWAY for record in engine.ENGINE.residency.records.values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_numbers_are_those_of_the_plain_construction_and_memory_is_kept_to(recipe: str) -> None:
+    torch.manual_seed(0)
+    plain = RECIPES[recipe]()
+    after = torch.rand(4)
+    size_bytes = sum(t.nbytes for t in {id(t): t for t in tensors(plain).values()}.values())
+    assert size_bytes > MEMORY - (4 << 20)
+    torch.manual_seed(0)
+    with teraio.init(**OPTIONS):
+        ours = RECIPES[recipe]()
+    assert torch.equal(after, torch.rand(4)), "another number of random numbers was drawn"
+    counts = teraio.stats()
+    assert counts["overrun_bytes"] == 0
+    assert counts["resident_bytes"] <= counts["peak_bytes"] <= MEMORY - (4 << 20)
+    assert away() > 0
+    expected, got = tensors(plain), tensors(ours)
+    assert expected.keys() == got.keys()
+    for name, tensor in got.items():
+        assert torch.equal(tensor, expected[name]), name
+        assert isinstance(tensor, nn.Parameter) == isinstance(expected[name], nn.Parameter)
+    if recipe == "scaled":
+        assert got["head.weight"] is got["embed.weight"]
+
+
+def test_these_tests_find_a_construction_in_which_nothing_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Making, "make_room", lambda *_: None)
+    with teraio.init(**OPTIONS):
+        RECIPES["linear"]()
+    assert teraio.stats()["resident_bytes"] > MEMORY - (4 << 20)
+    assert away() == 0
+
+
+class Net(nn.Module):
+    """With a buffer, which no one differentiates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(128, 512, bias=False) for _ in range(8))
+        self.down = nn.ModuleList(nn.Linear(512, 128, bias=False) for _ in range(8))
+        self.register_buffer("shift", torch.rand(16, 128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.up, self.down):
+            x = x + down(torch.relu(up(x))) * self.shift
+        return x.square().mean()
+
+
+def train(model: nn.Module, compiled: Callable[..., torch.Tensor], steps: int = 4) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        loss = compiled(torch.randn(16, 128, generator=torch.Generator().manual_seed(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_compile_takes_the_weights_over_and_trains_what_does_not_fit() -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    expected = train(plain, torch.compile(plain, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with teraio.init(**OPTIONS):
+        ours = Net()
+    first = engine.ENGINE
+    assert first is not None and first.mover.store.written_bytes > 0
+    known = dict(first.residency.records)
+    assert train(ours, torch.compile(ours, backend="teraio")) == expected
+    assert engine.ENGINE is first, "another session"
+    weights = {r.name: r for r in first.residency.records.values() if r.kind == "weight"}
+    assert weights.keys() == {name for name, _ in (*ours.named_parameters(), *ours.named_buffers())}
+    assert all(known[record.key] is record for record in weights.values())
+    for (name, tensor), other in zip(ours.named_parameters(), plain.parameters()):
+        assert torch.equal(tensor, other), name
+    assert teraio.stats()["overrun_bytes"] == 0, "weights beside a buffer were taken for held by someone"
+    assert teraio.stats()["peak_bytes"] <= MEMORY - (4 << 20)
+
+
+def test_what_a_compile_says_again_must_be_the_same() -> None:
+    with teraio.init(**OPTIONS):
+        model = Net()
+    assert torch.compile(model, backend="teraio", options={"memory": str(MEMORY)})(torch.ones(16, 128)) > 0
+    torch.compiler.reset()
+    with teraio.init(**OPTIONS):
+        model = Net()
+    with pytest.raises(OptionError, match="other options"):
+        torch.compile(model, backend="teraio", options={"memory": "1GiB"})(torch.ones(16, 128))
+
+
+def test_an_error_in_a_constructor_leaves_no_hook_behind() -> None:
+    with pytest.raises(ZeroDivisionError), teraio.init(**OPTIONS), teraio.init(**OPTIONS):
+        nn.Linear(1 // 0, 1)
+    modules = nn.modules.module
+    assert not modules._global_parameter_registration_hooks
+    assert not modules._global_buffer_registration_hooks
+    layer = nn.Linear(256, 256)
+    assert type(layer.weight) is nn.Parameter
+
+
+def test_switched_off_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERAIO_DISABLE", "1")
+    with teraio.init(**OPTIONS):
+        assert type(nn.Linear(256, 256).weight) is nn.Parameter
+    assert session.SESSION is None
+
+
+def test_everything_is_back_after_a_reset() -> None:
+    torch.manual_seed(0)
+    plain = RECIPES["linear"]()
+    torch.manual_seed(0)
+    with teraio.init(**OPTIONS):
+        ours = RECIPES["linear"]()
+    teraio.reset()
+    for one, other in zip(ours.parameters(), plain.parameters()):
+        assert type(one) is nn.Parameter and torch.equal(one, other)
+
+
+def test_a_weight_in_a_mapped_file_gets_memory_of_its_own(tmp_path: Any) -> None:
+    file = tmp_path / "weights.pt"
+    torch.save({f"{n}": torch.randn(256, 256) for n in range(12)}, file)
+    mapped = torch.load(file, mmap=True)
+    expected = torch.load(file)
+    with teraio.init(**OPTIONS):
+        model = nn.ParameterDict()
+        while mapped:
+            name, tensor = mapped.popitem()
+            assert not adopt.movable(tensor.untyped_storage())
+            model[name] = nn.Parameter(tensor)
+            del tensor
+    assert away() > 0
+    assert all(torch.equal(model[name], expected[name]) for name in expected)
+    assert teraio.stats()["overrun_bytes"] == 0
