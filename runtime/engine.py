@@ -12,6 +12,7 @@ Between two programs user code runs. What it touches comes back (`guard.py`); wh
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -297,12 +298,19 @@ class Engine:
     def stats(self) -> Stats:
         return self.pace.stats(self.tracker.expected, self.residency.budget_bytes)
 
+    def close(self) -> None:
+        """The process ends: what is away is not brought back for no one. Touching it is an error."""
+        self.guard.put_on()
+        self.mover.store.close()
+
     def shut_down(self) -> None:
         """Everything that is away comes back, budget or not, and the store is given up."""
         if self.tracker.stepped_at_ns:
             self.end_step()
         self.guard.end()
         self.residency.serial += 1
+        if any(record.state is not DEVICE for record in self.residency.records.values()):
+            gc.collect()  # models that are garbage need not come back
         self.residency.bury()
         self.residency.bring_back(self.residency.records.values())
         self.mover.store.close()

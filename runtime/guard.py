@@ -255,7 +255,7 @@ def _refuse_away(worn: list[torch.Tensor], place: str) -> None:
         known = ACTIVE[0].records.get(id(away[0])) if ACTIVE else None
         raise EvictedError(
             f"user code ({place}) needs {known.name if known else 'a weight'}, which is away, and this "
-            f"process was forked from the one that can bring it back. Fork inside "
+            f"process ends, or was forked from the one that can bring it back. Fork inside "
             f"`with teraio.resident(model):`, or start processes by 'spawn'"
         )
 

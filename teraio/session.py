@@ -376,5 +376,7 @@ def _speak() -> None:
 
 @atexit.register
 def _at_exit() -> None:
-    with contextlib.suppress(Exception):
-        reset()
+    if SESSION is not None:
+        with contextlib.suppress(Exception):
+            engine.use(None)
+            SESSION.engine.close()

@@ -1,0 +1,110 @@
+"""A model whose weights alone are more than the process may have.
+
+    larger_child.py plain|teraio EXTRA_BYTES FILE
+
+It trains, and then infers with weights from a file. The limit is RLIMIT_DATA, set when everything is loaded
+and was run once in small: so many bytes more (0: no limit; then the initial weights are written to FILE).
+Prints one JSON object: losses and outputs, a digest of the weights, counts; or the error that ended it.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import resource
+import sys
+from typing import Any
+
+import torch
+from limited_child import data_bytes
+from safetensors.torch import save_file
+from torch import nn
+
+import teraio
+from teraio.runtime import device
+
+WIDTH, LAYERS, ROWS, STEPS = 768, 36, 8, 3  # a layer has 2.25 MiB, all of them 81
+MEMORY = 20 << 20
+MADE = [False]  # the model's constructor came to its end
+
+
+class Chain(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
+        MADE[0] = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="teraio", options={"inner": "eager"}, dynamic=False)
+
+
+def train(width: int, file: str) -> dict[str, Any]:
+    MADE[0] = False
+    torch.manual_seed(0)
+    with teraio.init():
+        model = Chain(width)
+    if file:
+        save_file(dict(model.named_parameters()), file)
+    run = compiled(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(STEPS):
+        loss = run(torch.randn(ROWS, width))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().clone().numpy())
+    return {"losses": losses, "digest": digest.hexdigest(), "stats": teraio.stats()}
+
+
+def infer(width: int, file: str) -> dict[str, Any]:
+    with torch.device("meta"):
+        model = Chain(width)
+    teraio.load(model.requires_grad_(False), file)
+    run = compiled(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        outputs = [run(torch.randn(ROWS, width)).item() for _ in range(STEPS)]
+    return {"outputs": outputs, "stats": teraio.stats()}
+
+
+def attempt(part: Any, *arguments: Any) -> dict[str, Any]:
+    try:
+        result: dict[str, Any] = part(*arguments)
+    except (MemoryError, RuntimeError) as error:
+        result = {"error": str(error), "made": MADE[0]}
+    gc.collect()  # what is gone need not come back
+    torch._dynamo.reset()
+    return result
+
+
+def main() -> None:
+    kind, extra, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    device.return_freed_memory()  # for both: a limit counts what malloc keeps
+    os.environ.update({"TERAIO_DISABLE": "1"} if kind == "plain" else {"TERAIO_MEMORY": str(MEMORY)})
+    os.environ |= {"TERAIO_WARMUP": "1", "TERAIO_PLANNER": "greedy", "TERAIO_INNER": "eager"}
+    small = file + ".small"
+    if kind != "plain" or not extra:  # which ends before it would compile
+        attempt(train, 16, small)
+        attempt(infer, 16, small)
+    base = data_bytes()
+    if extra:
+        resource.setrlimit(resource.RLIMIT_DATA, (base + extra, base + extra))
+    result = {"train": attempt(train, WIDTH, "" if extra else file), "infer": attempt(infer, WIDTH, file)}
+    print(json.dumps({**result, "grown_bytes": data_bytes() - base}))
+
+
+if __name__ == "__main__":
+    main()

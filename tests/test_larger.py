@@ -1,0 +1,49 @@
+"""A model whose weights alone are more than the system lets the process have: it is constructed, trains and
+infers, with the numbers of a process that may have everything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from larger_child import LAYERS, MEMORY, STEPS, WIDTH
+
+CHILD = Path(__file__).with_name("larger_child.py")
+WEIGHTS_BYTES = LAYERS * WIDTH * WIDTH * 4
+EXTRA_BYTES = 66 << 20  # the budget of 20 MiB, stacks of threads, and what Python needs (58 were enough)
+# The stacks of threads count: 1 MiB each, in place of 8.
+SMALL_STACKS = ("sh", "-c", 'ulimit -s 1024; exec "$@"', "sh")
+
+assert MEMORY < EXTRA_BYTES < WEIGHTS_BYTES
+
+
+def run(kind: str, extra_bytes: int, file: Path) -> dict[str, Any]:
+    command = [*SMALL_STACKS, sys.executable, str(CHILD), kind, str(extra_bytes), str(file)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+def test_where_the_plain_model_cannot_even_be_made_ours_gives_its_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    free, refused, ours = (
+        run("plain", 0, file),
+        run("plain", EXTRA_BYTES, file),
+        run("teraio", EXTRA_BYTES, file),
+    )
+    for part in ("train", "infer"):
+        expected, got = free[part], ours[part]
+        assert "can't allocate memory" in refused[part]["error"] or "MemoryError" in refused[part]["error"]
+        assert "error" not in got, got
+        for name in set(expected) - {"stats"}:
+            assert got[name] == expected[name], name
+        assert got["stats"]["overrun_bytes"] == 0
+        assert got["stats"]["peak_bytes"] < MEMORY
+        assert got["stats"]["planned_moves"] > 0, "the last step has a plan"
+    assert not refused["train"]["made"], "it died too late"
+    assert len(set(free["train"]["losses"])) == len(set(free["infer"]["outputs"])) == STEPS
+    assert ours["infer"]["stats"]["written_bytes"] == 0, "the file is the clean copy"
