@@ -20,8 +20,9 @@ from teraio.errors import OptionError, PlanError
 from teraio.machine import Machine
 from teraio.plan import Plan, Predicted
 from teraio.profile import Profile
+from teraio.recompute import recomputed
 
-from . import events
+from . import events, joint
 from .auto import at_once, auto
 from .bound import lower_bound, lower_bound_ns
 from .g10 import g10
@@ -85,9 +86,11 @@ def plan(
     seed: int = 0,
     time_limit_s: float = 10.0,
     keep: Collection[str] = (),
+    recompute: bool = False,
 ) -> Plan:
     """Make a plan, check it, predict it. Tensors in `keep` and inputs stay where they are. A budget beyond
-    the device's capacity is cut down to it.
+    the device's capacity is cut down to it. `recompute`: what can be made again may be; then the plan's
+    moves and its step are those of the longer step (teraio/recompute.py).
 
     Raises PlanError with the certificate if there is no plan: the kernel whose working set exceeds the
     budget, or the tiers that cannot hold what must be away. A plan of `none` promises nothing about memory,
@@ -98,14 +101,22 @@ def plan(
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
     problem = build(profile, machine, keep)
     refuse_below_floor(problem, budget_bytes)
-    made, bound_ns = _made(problem, machine, budget_bytes, planner, seed, time_limit_s)
-    made = replace(made, fingerprint=fingerprint, planner=planner)
+    stop, step, choice = monotonic() + time_limit_s, profile, None
+    if recompute and planner != "none":
+        choice = joint.choose(problem, machine, budget_bytes, keep, time_limit_s)
+        if choice is not None and choice.names:
+            step = recomputed(profile, choice.names)
+            problem = build(step, machine, keep)
+    made, bound_ns = _made(problem, machine, budget_bytes, planner, seed, max(stop - monotonic(), 0.1))
+    names = choice.names if choice is not None else ()
+    bound_ns = choice.bound_ns if choice is not None else bound_ns
+    made = replace(made, fingerprint=fingerprint, planner=planner, recompute=names)
     verdict = check(made, profile, machine)
     if not verdict.feasible and planner == "none":
         return replace(made, predicted=Predicted(0, bound_ns, 0))
     if not verdict.feasible:
         raise PlanError(f"planner {planner!r} made a plan that the check refuses: {verdict.problems[0]}")
-    return replace(made, predicted=Predicted(_step_ns(made, profile, machine), bound_ns, verdict.peak_bytes))
+    return replace(made, predicted=Predicted(_step_ns(made, step, machine), bound_ns, verdict.peak_bytes))
 
 
 def _made(
