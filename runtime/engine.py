@@ -53,6 +53,7 @@ class Engine:
         self.mover = Mover(store, device)
         self.residency = Residency(self.mover, budget_bytes, reserve_bytes)
         self.on_step = on_step
+        self.at_rest: Callable[[], None] = lambda: None  # called where no compiled program runs
         self.tracker = StepTracker()
         self.user = UserCode(self.residency, self.mover, device, self.tracker)
         self.guard = self.user.guard
@@ -192,6 +193,7 @@ class Engine:
             self.registry.describe(record)
         self.tracker.stepped_at_ns = time.perf_counter_ns()
         self.user.hand_over()
+        self.at_rest()
 
     def end_step(self) -> None:
         """The step is over: what was measured becomes the next step's expectation."""

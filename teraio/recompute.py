@@ -9,7 +9,9 @@ this, the kernels that make it run once more:
     b  (dies)  [use]                              ---------------->  a.again                [w.again][use]
 
 What such a kernel reads is there, or has been made again, or is made again with it: then its kernels run,
-too. No kernel runs again twice for the same tensor; what was made again stays until its last use.
+too. What the later call reads anyway stays until it is read for this. Kernels of a chain that make no tensor
+of the profile (a measured one knows only what can move) run again with it. No kernel runs again twice for the
+same tensor; what was made again stays until its last use.
 
 `recomputed` returns an ordinary profile. Planners, simulators and the check know nothing else, so the ticks
 in the moves of a plan with `recompute` are those of this longer step.
@@ -78,7 +80,9 @@ def cuts(profile: Profile, touched: Touched | None = None) -> dict[int, Cut]:
         if cut is None or not all(touched.repeatable(tick) for tick in chain):
             continue
         sources = {source for tick in chain for source in touched.reads[tick]}
-        if max(chain) <= cut.last and all(_there(profile.tensors[s], chain, cut.first) for s in sources):
+        if max(chain) <= cut.last and all(
+            _there(profile, profile.tensors[s], chain, cut.first) for s in sources
+        ):
             found[index] = cut
     return found
 
@@ -99,12 +103,14 @@ def _length(kernels: Sequence[Kernel], gap: tuple[int, int]) -> tuple[int, int]:
     return sum(kernel.duration_ns for kernel in kernels[first + 1 : end]), end - first
 
 
-def _there(source: Tensor, chain: set[int], first: int) -> bool:
-    """Whether the bytes that were read are there again: made by the chain, or alive and unchanged."""
+def _there(profile: Profile, source: Tensor, chain: set[int], first: int) -> bool:
+    """Whether the bytes that were read are there again: made by the chain, or alive and unchanged, or read by
+    this later call before: then they are kept."""
     if not source.persistent and source.kind != "input":
         if source.writes[0] in chain:
             return True
-        if max((*source.reads, *source.writes)) < first:
+        dies = max((*source.reads, *source.writes))
+        if dies < first and not profile.kernels[source.writes[0]].call < profile.kernels[dies].call:
             return False
     return not any(min(chain) < tick < first for tick in source.writes)
 
@@ -155,13 +161,18 @@ class _Replay:
         self.dies = [max((*t.reads, *t.writes), default=-1) for t in profile.tensors]
         self.names = {tensor.name for tensor in profile.tensors}
         self.made_from = nx.DiGraph()  # source -> what the kernel that reads it makes
-        makers = {tick for index in chosen for tick in profile.tensors[index].recompute_from}
-        for tick in sorted(makers):
-            for made in touched.writes[tick]:
-                self.made_from.add_node(made)
-                for source in touched.reads[tick]:
-                    if self._short_lived(source):
-                        self.made_from.add_edge(source, made)
+        self.unseen: dict[int, set[int]] = {}  # tensor -> kernels of its chain that make no known tensor
+        self.ran: set[int] = set()  # of those, what has run again
+        chains = {index: profile.tensors[index].recompute_from for index in chosen}
+        self.makers = {tick for chain in chains.values() for tick in chain}
+        for index, chain in chains.items():
+            self.unseen[index] = {tick for tick in chain if not touched.writes[tick]}
+            self.made_from.add_node(index)
+            for tick in chain:
+                for made in touched.writes[tick] or [index]:
+                    self.made_from.add_edges_from(
+                        (s, made) for s in touched.reads[tick] if s != made and self._short_lived(s)
+                    )
 
     def run(self) -> Profile:
         for tick in range(len(self.profile.kernels)):
@@ -187,6 +198,8 @@ class _Replay:
         """Whether it is not there before the kernel at `tick`, neither as it was nor made again."""
         if index in self.again or not self._short_lived(index):
             return False
+        if self.profile.tensors[index].writes[0] not in self.makers:
+            return False  # it is kept
         cut = self.chosen.get(index)
         return self.dies[index] < tick or (cut is not None and cut.last < tick)
 
@@ -198,24 +211,27 @@ class _Replay:
         needed = set(wanted)
         for index in wanted:
             needed |= nx.ancestors(gone, index)
-        call = self.profile.kernels[tick].call
-        for again in sorted({self.profile.tensors[index].writes[0] for index in needed}):
-            made = [i for i in self.touched.writes[again] if i in needed or self._wanted_later(i, tick)]
-            scratch = sum(
-                self.profile.tensors[i].size_bytes for i in self.touched.writes[again] if i not in made
-            )
-            kernel = self.profile.kernels[again]
-            kernel = replace(
-                kernel,
-                name=f"{kernel.name}.again",
-                call=call,
-                workspace_bytes=kernel.workspace_bytes + scratch,
-            )
-            for index in made:
-                self.again[index] = len(self.rows)
-                tensor = self.profile.tensors[index]
-                self.rows.append(_Row(replace(tensor, name=self._new_name(tensor.name))))
-            self._emit(kernel, self.touched.reads[again], made, tick)
+        makers = {self.profile.tensors[index].writes[0] for index in needed}
+        unseen = {at for index in needed for at in self.unseen.get(index, ())} - self.ran
+        self.ran |= unseen
+        for again in sorted(makers | unseen):
+            self._run_again(again, needed, tick)
+
+    def _run_again(self, again: int, needed: set[int], tick: int) -> None:
+        tensors, writes = self.profile.tensors, self.touched.writes[again]
+        made = [i for i in writes if i in needed or self._wanted_later(i, tick)]
+        scratch = sum(tensors[i].size_bytes for i in writes if i not in made)
+        kernel = self.profile.kernels[again]
+        for index in made:
+            self.again[index] = len(self.rows)
+            self.rows.append(_Row(replace(tensors[index], name=self._new_name(tensors[index].name))))
+        kernel = replace(
+            kernel,
+            name=f"{kernel.name}.again",
+            call=self.profile.kernels[tick].call,
+            workspace_bytes=kernel.workspace_bytes + scratch,
+        )
+        self._emit(kernel, self.touched.reads[again], made, tick)
 
     def _wanted_later(self, index: int, tick: int) -> bool:
         """What the same kernel makes beside, and is made again as well."""

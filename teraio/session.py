@@ -12,7 +12,8 @@ import atexit
 import contextlib
 import logging
 import os
-from dataclasses import fields
+from collections.abc import Collection
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from teraio.options import Memory, Options
 from teraio.passes import dynamo_guards, lifetimes, planner
 from teraio.plan import Plan
 from teraio.profile import Profile
+from teraio.remade import Remaking
 from teraio.runtime import device, engine, measure, optimizer, saves, unasked
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.runtime.store import Store
@@ -43,7 +45,7 @@ RESERVE_BYTES = 2 * 2**20
 NAMED = 5  # tensors that a message lists
 
 # Accepted by the readers, because the names are settled; refused here until they do something.
-NOT_BUILT = ("host_memory", "timeline", "optimizer_step", "recompute", "max_write_per_day")
+NOT_BUILT = ("host_memory", "timeline", "optimizer_step", "max_write_per_day")
 
 
 class Session:
@@ -73,6 +75,8 @@ class Session:
             store, self.device, self.budget_bytes, reserve, self.on_step, keep=options.keep
         )
         self.earlier = Earlier(options, replay, self.engine, self.budget_bytes, self.device.kind)
+        self.remaking = Remaking(replay, self.earlier.for_graph, options.recompute == "auto")
+        self.engine.at_rest = self.remaking.at_rest
         for line in more_than_there_is(self.budget_bytes, self.device.capacity_bytes()):
             log.warning("teraio: %s", line)
         log.info(
@@ -89,6 +93,8 @@ class Session:
         if not self.begun:
             self.begun = True
             self._report_stuck()
+        if self.remaking.due or self._file_says_again(step):
+            return  # measured when it is compiled anew
         if self.earlier.follow(order, step):
             self._look_at_keep(step, last=True)
             return
@@ -107,7 +113,9 @@ class Session:
         del self.steps[order]
         if self.options.profile:
             self._write(profile, self.options.profile)
-        plan = self._plan(profile)
+        plan = self._plan(profile, step)
+        if self.remaking.due:
+            return
         if plan is not None and self.earlier.watch(order, plan):
             self.engine.install(plan)
         else:
@@ -143,8 +151,20 @@ class Session:
         except TeraioError as error:
             log.warning("teraio: the profile was not written: %s", error)
 
-    def _plan(self, profile: Profile) -> Plan | None:
-        """The plan file if it is for this step, else a new plan; None: on demand, said why."""
+    def _file_says_again(self, step: Step) -> bool:
+        """A plan file that names tensors to be made again was made for a step that does not: of this file
+        only the names count, and the step that then runs gets a plan of its own."""
+        replay = self.earlier.replay
+        if replay is None or not replay.recompute:
+            return False
+        if replay.fingerprint != fingerprint_of(lifetimes.profile_of([step], "run")):
+            return False
+        self.earlier.replay = None
+        return self.remaking.decide(step, replay.recompute)
+
+    def _plan(self, profile: Profile, step: Step) -> Plan | None:
+        """The plan file if it is for this step, else a new plan; None: on demand, said why, or because the
+        step is compiled anew first."""
         fingerprint, replay = fingerprint_of(profile), self.earlier.replay
         if replay is not None:
             if replay.fingerprint == fingerprint:
@@ -166,7 +186,13 @@ class Session:
                 planner=self.options.planner,
                 fingerprint=fingerprint,
                 time_limit_s=self.options.plan_time / 1e9,
+                recompute=self.remaking.open(step),
             )
+            if self.remaking.open(step) and self.remaking.decide(step, plan.recompute):
+                return None
+            if plan.recompute:  # of none of it are there more calls that want it than not
+                plan = planner.plan(profile, self.machine, self.budget_bytes, fingerprint=fingerprint)
+            plan = replace(plan, remade=self.remaking.of(step))
         except TeraioError as error:
             log.warning("teraio: no plan, tensors are moved on demand: %s", error)
             return None
@@ -235,6 +261,11 @@ def _watch_guards(running: engine.Engine) -> None:
 def _foreign_program() -> None:
     if not optimizer.updating():
         engine.foreign_program()
+
+
+def made_again(graph: str) -> Collection[str]:
+    """Which saved nodes of a joint graph are made again instead."""
+    return () if SESSION is None else SESSION.remaking.asked(graph)
 
 
 def guard_this_graph() -> None:

@@ -15,6 +15,7 @@ import tree
 # The face of the package; every other file directly in teraio/ is data.
 FACE = (
     *("backend", "session", "earlier", "cli", "commands", "demo", "demo_model", "doctor", "report"),
+    "remade",
     *("__init__", "__main__"),
 )
 BELOW = {

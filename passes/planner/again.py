@@ -53,7 +53,9 @@ def candidates(problem: Problem) -> tuple[Again, ...]:
         gap = gaps.get((index, cut.last))
         if gap is None:
             continue
-        chain, open_, needed = set(profile.tensors[index].recompute_from), [cut.made], set[int]()
+        chain = set(profile.tensors[index].recompute_from)
+        # Kernels that make no tensor of the profile run with it always.
+        open_, needed = [cut.made, *(tick for tick in chain if not touched.writes[tick])], set[int]()
         while open_:
             tick = open_.pop()
             needed.add(tick)
@@ -62,19 +64,23 @@ def candidates(problem: Problem) -> tuple[Again, ...]:
                 short = not tensor.persistent and tensor.kind != "input"
                 if short and dies[source] <= cut.last and {*tensor.writes} <= chain - needed:
                     open_.append(tensor.writes[0])
-        found.append(Again(index, gap, tuple(sorted(needed)), earliest[cut.made], cut.first))
+        found.append(Again(index, gap, tuple(sorted(needed)), earliest[index], cut.first))
     return tuple(found)
 
 
 def _earliest(problem: Problem, touched: Touched, possible: dict[int, Cut]) -> dict[int, int]:
-    """For each kernel, the first use after a cut of anything that it, or one that needs it, makes."""
+    """For each tensor, the first use after a cut of it, or of anything that is made from it or with it."""
     tensors = problem.profile.tensors
-    makers = {tick for index in possible for tick in tensors[index].recompute_from}
-    found: dict[int, int] = {}
-    for tick in sorted(makers, reverse=True):
-        own = [possible[made].first for made in touched.writes[tick] if made in possible]
-        later = [found[r] for made in touched.writes[tick] for r in tensors[made].reads if r in found]
-        found[tick] = min([*own, *later], default=len(problem.profile.kernels))
+    users: dict[int, set[int]] = defaultdict(set)
+    for index in possible:
+        for tick in tensors[index].recompute_from:
+            for source in (*touched.reads[tick], *touched.writes[tick]):
+                if source in possible and source != index:
+                    users[source].add(index)
+    found = {index: cut.first for index, cut in possible.items()}
+    for _ in range(2):  # siblings are users of each other: once more than the order of the step needs
+        for index in sorted(possible, key=lambda index: -possible[index].made):
+            found[index] = min([found[index], *(found[user] for user in users[index])])
     return found
 
 
