@@ -120,7 +120,7 @@ class Bench:
         rows = [self.row("measured", budget, plan, self.steps(self.ours, self.args.steps), before)]
         profile = Profile.read(path)
         less = (budget + planner.smallest_budget(profile)) // 2
-        again = planner.plan(profile, running.machine, less)
+        again = planner.plan(profile, running.planning.machine, less)
         running.engine.install(again)
         self.steps(self.ours, 1)  # what the plan before had moved comes back to where this one wants it
         rows.append(self.row("planned anew", less, again, self.steps(self.ours, self.args.steps), before))

@@ -122,7 +122,7 @@ class Training:
                 rows.append(self.step(others))
         found: dict[str, Any] = {"budget_bytes": budget, "losses": self.losses, "rows": rows}
         if budget:
-            links = {f"{link.source} {link.target}": link for link in session.SESSION.machine.links}  # type: ignore[union-attr]
+            links = {f"{link.source} {link.target}": link for link in session.SESSION.planning.machine.links}  # type: ignore[union-attr]
             out, back = links["device ssd"], links["ssd device"]
             found["rates"] = [out.bandwidth_bytes_per_s, back.bandwidth_bytes_per_s]
             found["persistent_bytes"], found["bucket_bytes"] = self.widest.bytes, self.widest.bucket_bytes

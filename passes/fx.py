@@ -6,6 +6,7 @@ raises.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from teraio.schedule import ProgramKind, Schedule
 
-from . import aot, sizes, workspace
+from . import aot, partition, sizes, workspace
 from .fx_symbols import Symbols
 from .slots import Alias, Event, Forget, Launch, Make, Signature, lay_slots, own_bytes
 
@@ -156,13 +157,18 @@ def mutated(node: torch.fx.Node) -> frozenset[str]:
     return frozenset(written)
 
 
-def read_signature(graph: torch.fx.Graph, kind: ProgramKind) -> Signature:
+def read_signature(gm: torch.fx.GraphModule, kind: ProgramKind) -> Signature:
+    graph = gm.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     returned: Any = graph.output_node().args[0]
     outputs = [node.name if is_tensor(node) else None for node in returned]
     held = aot.held_arguments(kind)
+    cut = partition.of(gm) if kind == "forward" else None
     return Signature(
         kind=kind,
+        graph=cut.graph if cut else "",
+        nodes=cut.nodes if cut else (),
+        possible=cut.possible if cut else frozenset(),
         arguments=tuple((n.name, storage_size(n.meta["val"])[0]) for n in placeholders if is_tensor(n)),
         outputs=tuple(outputs),
         saved=frozenset(range(aot.outputs_to_caller(kind, len(outputs)), len(outputs))),
@@ -180,7 +186,7 @@ def insert_slots(
     by_name = {node.name: node for node in nodes}
     reader = Reader(gm)
     events = list(reader.events())
-    schedule, places = lay_slots(read_signature(graph, kind), events, len(nodes) - 1)
+    schedule, places = lay_slots(read_signature(gm, kind), events, len(nodes) - 1)
     first = next(position for position, node in enumerate(nodes) if node.op != "placeholder")
     target: list[SlotFunction] = []
 
@@ -218,9 +224,10 @@ def boxed(gm: torch.fx.GraphModule) -> Boxed:
 def compiler(
     transform: Callable[[torch.fx.GraphModule, ProgramKind], None],
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
+    again: partition.Asked = lambda graph: (),
 ) -> Callable[..., Any]:
     """A Dynamo backend that runs AOTAutograd's graphs in order after `transform` has changed each of them;
-    `around` wraps their calls."""
+    `around` wraps their calls; `again`: what is made again instead of saved."""
     from functorch.compile import min_cut_rematerialization_partition
 
     def compile_as(kind: ProgramKind) -> Callable[..., Boxed]:
@@ -236,5 +243,5 @@ def compiler(
         fw_compiler=compile_as("forward"),
         bw_compiler=compile_as("backward"),
         inference_compiler=compile_as("inference"),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=functools.partial(partition.cut_as_asked, min_cut_rematerialization_partition, again),
     )

@@ -48,11 +48,15 @@ def _durations(step: Step) -> list[int]:
 def _tensors(step: Step) -> tuple[Tensor, ...]:
     reads: dict[str, set[int]] = {}
     writes: dict[str, set[int]] = {}
+    again: dict[str, tuple[int, ...]] = {}
     tick = 0
     for number, call in enumerate(step.calls):
+        for buffer, name in zip(call.schedule.buffers, call.tensors):
+            if buffer.again:
+                again[name] = tuple(tick + slot for slot in buffer.again)
         for slot in call.schedule.slots:
-            for buffer, flags in zip(slot.buffers, slot.flags):
-                tensor = call.tensors[buffer]
+            for index, flags in zip(slot.buffers, slot.flags):
+                tensor = call.tensors[index]
                 if flags & MADE:
                     writes.setdefault(tensor, set()).add(tick - 1)
                 if flags & READ:
@@ -67,5 +71,6 @@ def _tensors(step: Step) -> tuple[Tensor, ...]:
     for name, kind, size_bytes, persistent in step.kinds:
         if name in reads or name in writes:
             uses = tuple(sorted(reads.get(name, ()))), tuple(sorted(writes.get(name, ())))
-            tensors.append(Tensor(name, cast(Kind, kind), size_bytes, persistent, *uses))
+            chain = again.get(name, ()) if kind == "activation" and not persistent else ()
+            tensors.append(Tensor(name, cast(Kind, kind), size_bytes, persistent, *uses, chain))
     return tuple(tensors)

@@ -17,6 +17,8 @@ from typing import Any
 
 from teraio.schedule import MADE, READ, RETURNED, WRITE, Buffer, ProgramKind, Role, Schedule, Slot
 
+from . import again
+
 
 @dataclass(frozen=True, slots=True)
 class Make:
@@ -64,6 +66,9 @@ class Signature:
     saved: frozenset[int]
     held: frozenset[str] = frozenset()  # arguments whose views the caller gets back
     gradients: tuple[int, ...] = ()  # per output: the edge of the backward's node that it goes to, or -1
+    graph: str = ""  # of a forward: the joint graph it was cut from
+    nodes: tuple[str, ...] = ()  # per output: its node in that graph
+    possible: frozenset[str] = frozenset()  # nodes that could be made again instead of saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,7 @@ class _Layout:
         self.before: int | None = None  # where the next slot stands
         self.dying: list[str] = []  # died between a slot and its kernel: alive at the allocations
         self.roles, self.returned, self.edges = _output_roles(signature, events)
+        self.again, self.nodes = again.of(signature, events, self.roles)
         for name, size_bytes in signature.arguments:
             self.names.make(name)
             self._register(name, "argument", size_bytes)
@@ -141,7 +147,8 @@ class _Layout:
         if root not in self.index:
             self.index[root] = len(self.buffers)
             held, edge = root in self.signature.held, self.edges.get(root, -1)
-            self.buffers.append(Buffer(root, role, size_bytes, held, edge))
+            chain, nodes = self.again.get(root, ()), self.nodes.get(root, ())
+            self.buffers.append(Buffer(root, role, size_bytes, held, edge, chain, nodes))
         return self.index[root]
 
     def add(self, event: Event) -> None:
@@ -285,7 +292,9 @@ def lay_slots(signature: Signature, events: Sequence[Event], end: int) -> tuple[
     layout.leave(end)
     symbolic = any(isinstance(event, Make) and event.size is not None for event in events)
     edges = max(signature.gradients, default=-1) + 1
-    schedule = Schedule(signature.kind, tuple(layout.buffers), tuple(layout.slots), symbolic, edges)
+    schedule = Schedule(
+        signature.kind, tuple(layout.buffers), tuple(layout.slots), symbolic, edges, signature.graph
+    )
     return schedule, layout.places
 
 

@@ -57,6 +57,7 @@ class Engine:
         self.pace = Pace(self.mover)
         self.residency = Residency(self.mover, budget_bytes, reserve_bytes)
         self.on_step = on_step
+        self.at_rest: Callable[[], None] = lambda: None  # called where no compiled program runs
         self.tracker = StepTracker()
         self.user = UserCode(self.residency, self.mover, device, self.tracker)
         self.guard = self.user.guard
@@ -203,6 +204,7 @@ class Engine:
         self.tracker.stepped_at_ns = time.perf_counter_ns()
         self.pace.ends()
         self.user.hand_over()
+        self.at_rest()
 
     def end_step(self) -> None:
         """The step is over: what was measured becomes the next step's expectation."""

@@ -26,7 +26,7 @@ from teraio.passes import selftest
 from teraio.runtime import engine
 from teraio.runtime.adopt import foreign_weight, weights_of_compiled_modules
 from teraio.schedule import ProgramKind
-from teraio.session import guard_this_graph, reset, start
+from teraio.session import guard_this_graph, made_again, reset, start
 
 log = logging.getLogger("teraio")
 
@@ -78,7 +78,7 @@ def _compile(
     if inner == "eager":
         # AOTAutograd's own cache would hand back a compiled graph without ever calling us.
         with functorch_config.patch(enable_autograd_cache=False):
-            slotted = fx.compiler(lambda graph, kind: _slot_eager(graph, kind, labels), engine.guarded)
+            slotted = fx.compiler(lambda g, kind: _slot_eager(g, kind, labels), engine.guarded, made_again)
             return slotted(gm, example_inputs)
     return inductor.compile_program(
         gm, example_inputs, log.warning, lambda: _label(labels), guard=True, settings=settings

@@ -68,8 +68,9 @@ class PlanCache:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def find(self, key: str, fingerprint: str) -> tuple[Plan | None, str]:
-        """The plan of a key, or why what is there was refused (empty if there is nothing)."""
+    def find(self, key: str, fingerprint: str | None) -> tuple[Plan | None, str]:
+        """The plan of a key, or why what is there was refused (empty if there is nothing). Without a
+        `fingerprint` it may be of any step."""
         path = self.folder / f"{key}{SUFFIX}"
         if refused := _untrusted(self.folder) or _untrusted(path):
             return None, refused
@@ -79,7 +80,7 @@ class PlanCache:
             plan = Plan.read(path)
         except FileFormatError as error:
             return None, str(error)
-        if plan.fingerprint != fingerprint:
+        if fingerprint is not None and plan.fingerprint != fingerprint:
             return None, f"{path} is a plan for another step (fingerprint {shown(plan.fingerprint)})"
         with contextlib.suppress(OSError):
             os.utime(path)

@@ -18,6 +18,9 @@ Clean and dirty follow from `writes`: a copy in a slow tier is good from the `fr
 it until a kernel writes the tensor. A tensor that no kernel writes is always clean: its copy is made once,
 before the first planned step, and not in every step. A slow tier holds a persistent tensor's copy for the
 whole step, and that of any other tensor from its first eviction until its last fetch is ready.
+
+Where a plan makes tensors again, the step that is followed is the longer one (recompute.py), and the ticks of
+its moves are that step's.
 """
 
 from __future__ import annotations
@@ -28,9 +31,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
+from teraio.errors import PlanError
 from teraio.machine import Machine
 from teraio.plan import Evict, Fetch, Move, Plan
 from teraio.profile import Profile, Tensor
+from teraio.recompute import as_planned
 
 DEVICE = "device"
 _State = Literal["on the device", "leaving", "away", "arriving", "not yet made"]
@@ -58,6 +63,10 @@ class Verdict:
 def check(plan: Plan, profile: Profile, machine: Machine | None = None) -> Verdict:
     """Follow every tensor through the step. Without a machine, links and capacities are not looked at."""
     problems: list[str] = []
+    try:
+        plan, profile = as_planned(plan, profile)
+    except PlanError as error:
+        problems.append(str(error))
     moves, homes = _by_tensor(plan, profile, problems)
     if machine is not None:
         problems += _routes(plan, machine)
@@ -261,7 +270,7 @@ class _Walk:
 def _by_tensor(
     plan: Plan, profile: Profile, problems: list[str]
 ) -> tuple[dict[str, list[Move]], dict[str, str]]:
-    """Moves and homes by tensor name; unknown names, second homes and recompute become problems."""
+    """Moves and homes by tensor name; unknown names and second homes become problems."""
     known = {tensor.name for tensor in profile.tensors}
     moves: dict[str, list[Move]] = defaultdict(list)
     for move in plan.moves:
@@ -279,11 +288,6 @@ def _by_tensor(
             problems.append(f"home of {home.tensor!r}: both {homes[home.tensor]!r} and {home.tier!r}")
         else:
             homes[home.tensor] = home.tier
-    if plan.recompute:
-        problems.append(
-            f"recompute of {plan.recompute[0]!r} and {len(plan.recompute) - 1} more: this check"
-            " does not follow recompute"
-        )
     return moves, homes
 
 

@@ -128,9 +128,11 @@ class Earlier:
         plan, refused = self.cache.find(self._key(fingerprint), fingerprint)
         if refused:
             self._warn("the plan of an earlier run is not used: %s", refused)
-        if plan is None or not BUDGET_TENTHS * self.budget_bytes <= 10 * plan.budget_bytes:
-            return None
-        return plan if plan.budget_bytes <= self.budget_bytes else None
+        return plan if plan is not None and self._suits(plan) else None
+
+    def _suits(self, plan: Plan) -> bool:
+        least_tenths = BUDGET_TENTHS * self.budget_bytes
+        return plan.budget_bytes <= self.budget_bytes and least_tenths <= 10 * plan.budget_bytes
 
     def watch(self, order: Order, plan: Plan) -> bool:
         """Whether a plan that was just made is on trial, too: in warm-up steps tensors move on demand, and
@@ -165,13 +167,22 @@ class Earlier:
             return False
         return abs(took_ns - predicted_ns) * 100 > DRIFT_PERCENT * predicted_ns
 
+    def for_graph(self, graph: str) -> Plan | None:
+        """The plan of an earlier run whose programs were cut from this joint graph."""
+        if self.cache is None:
+            return None
+        plan, _ = self.cache.find(self._key(graph), None)
+        return plan if plan is not None and self._suits(plan) else None
+
     def keep(self, plan: Plan) -> None:
-        """For later runs. A plan that cannot be written is no reason to end a training."""
+        """For later runs, by its step, and by the joint graphs that it was compiled from anew. A plan that
+        cannot be written is no reason to end a training."""
         if self.cache is None or plan.planner == "none":
             return
-        refused = self.cache.keep(self._key(plan.fingerprint), plan)
-        if refused:
-            self._warn("the plan was not kept for later runs: %s", refused)
+        for name in dict.fromkeys([plan.fingerprint, *(each.graph for each in plan.remade)]):
+            refused = self.cache.keep(self._key(name), plan)
+            if refused:
+                self._warn("the plan was not kept for later runs: %s", refused)
 
     def _key(self, fingerprint: str) -> str:
         """Bandwidths are no part of it: they differ from run to run, and where that matters, steps drift."""

@@ -7,6 +7,10 @@
 
 A tick at or beyond the number of kernels lies in the next step. A drop is an evict without a trigger: the
 bytes exist elsewhere unchanged, so nothing is written.
+
+`recompute` names tensors that are made again: the moves are then those of the longer step that this makes of
+the profile (recompute.py). `remade` says with what programs were compiled: the fingerprint and the moves are
+those of the step that runs then, with nothing left to make again.
 """
 
 from __future__ import annotations
@@ -46,6 +50,15 @@ Move = Evict | Fetch
 
 
 @dataclass(frozen=True, slots=True)
+class Remade:
+    """A node of a joint graph, by the graph's hash, that the compiled programs make again instead of saving
+    it."""
+
+    graph: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class Predicted:
     step_ns: int = 0
     bound_ns: int = 0
@@ -61,6 +74,7 @@ class Plan:
     moves: tuple[Move, ...] = ()
     recompute: tuple[str, ...] = ()
     predicted: Predicted = Predicted()
+    remade: tuple[Remade, ...] = ()
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Plan:
@@ -153,6 +167,12 @@ FORMAT = Format(
                 ),
             ),
             default=Predicted(),
+        ),
+        Part(
+            "remade",
+            "records",
+            Record(Remade, (Field("graph", text(chars_max=64)), Field("node", text()))),
+            default=(),
         ),
     ),
     law=_law,

@@ -30,7 +30,9 @@ class Buffer:
 
     `saved` outputs never reach the user and may be evicted; a `result` is counted only. A `held` argument is
     the base of a view that the caller gets back: it is resident when the program returns. A gradient's `edge`
-    counts those edges of the backward's autograd node that lead anywhere.
+    counts those edges of the backward's autograd node that lead anywhere. `again`: the slots whose kernels
+    would make a saved output again, from arguments and other saved outputs; `nodes`: what it is called in the
+    joint graph, in order to say so.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Buffer:
     size_bytes: int
     held: bool = False
     edge: int = -1
+    again: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class Schedule:
     slots: tuple[Slot, ...]
     symbolic: bool = False  # sizes depend on the batch: slots carry the live bytes as an argument
     edges: int = 0  # of a backward: how many inputs of its forward want a gradient
+    graph: str = ""  # of a forward: the joint graph that it was cut from
 
     @cached_property
     def text(self) -> str:
@@ -75,13 +80,17 @@ class Schedule:
         fields: dict[str, Any] = json.loads(text)
         return Schedule(
             kind=fields["kind"],
-            buffers=tuple(Buffer(**buffer) for buffer in fields["buffers"]),
+            buffers=tuple(
+                Buffer(**{**b, "again": tuple(b["again"]), "nodes": tuple(b["nodes"])})
+                for b in fields["buffers"]
+            ),
             slots=tuple(
                 Slot(slot["kernel"], tuple(slot["buffers"]), tuple(slot["flags"]), slot["live_bytes"])
                 for slot in fields["slots"]
             ),
             symbolic=fields["symbolic"],
             edges=fields["edges"],
+            graph=fields["graph"],
         )
 
 

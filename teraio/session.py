@@ -12,30 +12,31 @@ import atexit
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from teraio.cache import fingerprint_of
 from teraio.doctor import machine_of
 from teraio.earlier import Earlier
 from teraio.errors import OptionError, TeraioError, UnsupportedError
 from teraio.notices import described, more_than_there_is, names_of, unknown_environment, without_match
 from teraio.options import SMALLEST, Memory, Options
-from teraio.passes import dynamo_guards, lifetimes, planner
+from teraio.passes import dynamo_guards, lifetimes
 from teraio.plan import Plan
+from teraio.planning import Planning
 from teraio.profile import Profile
 from teraio.recording import Recording
+from teraio.remade import Remaking
 from teraio.runtime import device, engine, measure, optimizer, saves, unasked
 from teraio.runtime.pace import Stats
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.runtime.store import Store
 from teraio.schedule import Step
-from teraio.units import fmt_bytes, fmt_count, fmt_ns
+from teraio.units import fmt_bytes, fmt_count
 
 log = logging.getLogger("teraio")
 
@@ -45,10 +46,8 @@ RESERVE_BYTES = 2 * 2**20
 
 NAMED = 5  # tensors that a message lists
 
-PAYS_BACK_STEPS = 250  # of a training: planning takes no longer than it can save in so many
-
 # Accepted by the readers, because the names are settled; refused here until they do something.
-NOT_BUILT = ("host_memory", "optimizer_step", "recompute")
+NOT_BUILT = ("host_memory", "optimizer_step")
 
 
 class Session:
@@ -76,13 +75,17 @@ class Session:
             write_per_day_bytes=options.max_write_per_day,
         )
         memory = max(budget, self.device.capacity_bytes())
-        self.machine = machine_of("here", [_link(store.directories[0])], memory, store.capacity_bytes)
-        self.profiles: dict[tuple[str, ...], Profile] = {}  # that plans were made from, by order
+        machine = machine_of("here", [_link(store.directories[0])], memory, store.capacity_bytes)
+        # What plans were made from, by order.
+        self.measured: dict[tuple[str, ...], tuple[Profile, Step]] = {}
         # The slabs are memory too: the only copies of bytes on their way.
         reserve = RESERVE_BYTES + store.slab_bytes_total
         self.engine = engine.Engine(store, self.device, budget, reserve, self.on_step, keep=options.keep)
         self.recording = Recording(self.engine, options.timeline) if options.timeline else None
         self.earlier = Earlier(options, replay, self.engine, self.device.kind)
+        self.remaking = Remaking(replay, self.earlier.for_graph, options.recompute == "auto")
+        self.engine.at_rest = self.remaking.at_rest
+        self.planning = Planning(options, machine, self.engine, self.earlier, self.remaking)
         if options.memory == SMALLEST:
             self.engine.resize(None)
         for line in more_than_there_is(budget, self.device.capacity_bytes()):
@@ -103,10 +106,8 @@ class Session:
         self.engine.resize(None if memory == SMALLEST else memory.resolve(self.available_bytes, 0))
         self.earlier.forget()
         for order in self.engine.tracker.known:
-            profile = self.profiles.get(order)
-            plan = self._plan(profile) if profile is not None else None
-            if profile is not None:
-                self.engine.settle(plan, order)
+            if order in self.measured:
+                self.engine.settle(self.planning.plan(*self.measured[order]), order)
             else:
                 self.engine.tracker.measure_again(order)
 
@@ -119,6 +120,8 @@ class Session:
             self._report_stuck()
         if self.engine.tracker.expected.settled:  # in the middle of it, as memory became another
             return
+        if self.remaking.due or self.planning.file_says_again(step):
+            return  # measured when it is compiled anew
         if self.earlier.follow(order, step):
             self._look_at_keep(step, last=True)
             return
@@ -137,9 +140,11 @@ class Session:
         del self.steps[order]
         if self.options.profile:
             self._write(profile, self.options.profile)
-        self.profiles = {o: p for o, p in self.profiles.items() if o in self.engine.tracker.known}
-        self.profiles[order] = profile
-        plan = self._plan(profile)
+        self.measured = {o: m for o, m in self.measured.items() if o in self.engine.tracker.known}
+        self.measured[order] = profile, step
+        plan = self.planning.plan(profile, step)
+        if self.remaking.due:
+            return
         if plan is not None and self.earlier.watch(order, plan):
             self.engine.install(plan)
         else:
@@ -182,53 +187,6 @@ class Session:
             profile.write(path)
         except TeraioError as error:
             log.warning("teraio: the profile was not written: %s", error)
-
-    def _plan(self, profile: Profile) -> Plan | None:
-        """The plan file if it is for this step, else a new plan; None: on demand, said why."""
-        fingerprint, replay = fingerprint_of(profile), self.earlier.replay
-        if replay is not None:
-            if replay.fingerprint == fingerprint:
-                log.info("teraio: replaying %s: %s", self.options.plan, fmt_count(len(replay.moves), "move"))
-                return replay
-            log.warning(
-                "teraio: %s is a plan for another step (fingerprint %s, this one has %s): not used, tensors "
-                "are moved on demand",
-                self.options.plan,
-                replay.fingerprint,
-                fingerprint,
-            )
-            return None
-        if self.engine.residency.elastic:
-            smallest = max(self.budget_bytes, planner.smallest_budget(profile))
-            self.engine.residency.budget_bytes = smallest
-            log.info("teraio: memory is %s, the smallest for this step", fmt_bytes(smallest, up=True))
-        try:
-            plan = planner.plan(
-                as_far_as_it_fits(profile, self.budget_bytes),
-                self.machine,
-                self.budget_bytes,
-                planner=self.options.planner,
-                fingerprint=fingerprint,
-                time_limit_s=self.options.plan_time / 1e9,
-                steps=PAYS_BACK_STEPS,
-                write_per_day_bytes=self.options.max_write_per_day or 0,
-            )
-        except TeraioError as error:
-            log.warning("teraio: no plan, tensors are moved on demand: %s", error)
-            return None
-        if not plan.moves and plan.planner != "none":
-            log.info("teraio: the step fits into %s whole: nothing moves", fmt_bytes(self.budget_bytes))
-            self.earlier.keep(plan)
-            return plan
-        log.info(
-            "teraio: planned by %s: %s, a step of %s predicted, compute alone %s",
-            plan.planner,
-            fmt_count(len(plan.moves), "move"),
-            fmt_ns(plan.predicted.step_ns),
-            fmt_ns(profile.step_ns),
-        )
-        self.earlier.keep(plan)
-        return plan
 
 
 SESSION: Session | None = None
@@ -292,6 +250,11 @@ def _foreign_program() -> None:
         engine.foreign_program()
 
 
+def made_again(graph: str) -> Collection[str]:
+    """Which saved nodes of a joint graph are made again instead."""
+    return () if SESSION is None else SESSION.remaking.asked(graph)
+
+
 def guard_this_graph() -> None:
     """The backend compiles a graph: its guards find plain weights."""
     if WATCH is not None:
@@ -325,19 +288,6 @@ def stats() -> Stats:
     """What the engine has done so far, and in the last step, for loggers: a plain dict of numbers, and one
     word (`phase`). Empty while no program was compiled."""
     return {} if SESSION is None else SESSION.engine.stats()
-
-
-def as_far_as_it_fits(profile: Profile, budget_bytes: int) -> Profile:
-    """User code that needs more than there is gets it, which is said: a plan then makes all the room that it
-    can. Programs end with a kernel of their own, at which such bytes are counted."""
-    over = planner.build(profile).floor - budget_bytes
-    last = {kernel.call: tick for tick, kernel in enumerate(profile.kernels)}
-    kernels = list(profile.kernels)
-    for tick in last.values():
-        if over[tick] > 0:
-            less = max(0, kernels[tick].workspace_bytes - int(over[tick]))
-            kernels[tick] = replace(kernels[tick], workspace_bytes=less)
-    return replace(profile, kernels=tuple(kernels))
 
 
 def _refuse(options: Options) -> None:

@@ -64,7 +64,7 @@ def train(width: int, file: str) -> dict[str, Any]:
         losses.append(loss.item())
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().clone().numpy())
+        digest.update(parameter.detach().clone().numpy().tobytes())
     return {"losses": losses, "digest": digest.hexdigest(), "stats": teraio.stats()}
 
 

@@ -154,7 +154,7 @@ def smaller_budget(patch: pytest.MonkeyPatch) -> None:
     real = relaxation.relax
 
     def relax(
-        problem: Problem, shared: Mapping[str, int], budget: int, checks: Sequence[int]
+        problem: Problem, shared: Mapping[str, int], budget: int, checks: Sequence[int], again: object
     ) -> relaxation.Relaxation:
         return real(problem, shared, max(int(problem.floor.max()), budget * 3 // 4), checks)
 

@@ -14,8 +14,19 @@ import tree
 
 # The face of the package; every other file directly in teraio/ is data.
 FACE = (
-    *("backend", "session", "earlier", "recording", "cli", "commands", "demo", "demo_model", "doctor"),
-    *("report", "models"),
+    *(
+        "backend",
+        "session",
+        "earlier",
+        "planning",
+        "recording",
+        "remade",
+        "cli",
+        "commands",
+        "demo",
+        "demo_model",
+    ),
+    *("demo_model", "doctor", "report", "models"),
     *("__init__", "__main__"),
 )
 BELOW = {

@@ -20,8 +20,9 @@ from teraio.errors import OptionError, PlanError
 from teraio.machine import Machine
 from teraio.plan import Plan, Predicted
 from teraio.profile import Profile
+from teraio.recompute import recomputed
 
-from . import events
+from . import events, joint
 from .auto import CLOSE, at_once, auto
 from .bound import lower_bound, lower_bound_ns
 from .endurance import within_cap
@@ -60,6 +61,7 @@ def none(
     return Plan("", "none", budget_bytes)
 
 
+LEAST_S = 0.1  # for a plan, however long it took to choose what is made again
 BOUND_SHARE = 0.25  # of the time limit, at most; steps of Llama 8B take 2 to 4 s
 
 PLANNERS: dict[str, Planner] = {
@@ -87,11 +89,14 @@ def plan(
     time_limit_s: float = 10.0,
     steps: int = 0,
     keep: Collection[str] = (),
+    recompute: bool = False,
     write_per_day_bytes: int = 0,
 ) -> Plan:
     """Make a plan, check it, predict it. Tensors in `keep` and inputs stay where they are. A budget beyond
     the device's capacity is cut down to it. `auto` takes no longer than a better plan could save in so many
-    `steps`, if that is given. With `write_per_day_bytes` a step takes as long as its writes to SSDs may.
+    `steps`, if that is given. `recompute`: what can be made again may be; then the plan's moves and its step
+    are those of the longer step (teraio/recompute.py). With `write_per_day_bytes` a step takes as long as its
+    writes to SSDs may.
 
     Raises PlanError with the certificate if there is no plan: the kernel whose working set exceeds the
     budget, or the tiers that cannot hold what must be away. A plan of `none` promises nothing about memory,
@@ -102,24 +107,35 @@ def plan(
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
     refuse_below_floor(build(profile, machine, keep), budget_bytes)
 
-    def make(other: Machine, share: float) -> Plan:
-        problem = build(profile, other, keep)
-        made, bound_ns = _made(problem, other, budget_bytes, planner, seed, share * time_limit_s, steps)
-        made = replace(made, fingerprint=fingerprint, planner=planner)
-        return _predicted(made, profile, machine, bound_ns)
+    def make(on: Machine, share: float) -> Plan:
+        problem, step, choice = build(profile, on, keep), profile, None
+        limit_s = share * time_limit_s
+        stop = monotonic() + limit_s
+        if recompute and planner != "none":
+            choice = joint.choose(problem, on, budget_bytes, keep, limit_s)
+            if choice is not None and choice.names:
+                step = recomputed(profile, choice.names)
+                problem = build(step, on, keep)
+        left_s = max(stop - monotonic(), LEAST_S)
+        made, bound_ns = _made(problem, on, budget_bytes, planner, seed, left_s, steps)
+        names = choice.names if choice is not None else ()
+        bound_ns = choice.bound_ns if choice is not None else bound_ns
+        made = replace(made, fingerprint=fingerprint, planner=planner, recompute=names)
+        return _predicted(made, profile, step, machine, bound_ns)
 
     if write_per_day_bytes:
         return within_cap(make, profile, machine, write_per_day_bytes)
     return make(machine, 1.0)
 
 
-def _predicted(made: Plan, profile: Profile, machine: Machine, bound_ns: int) -> Plan:
+def _predicted(made: Plan, profile: Profile, step: Profile, machine: Machine, bound_ns: int) -> Plan:
+    """`step`: the profile, with what is made again made again."""
     verdict = check(made, profile, machine)
     if not verdict.feasible and made.planner == "none":
         return replace(made, predicted=Predicted(0, bound_ns, 0))
     if not verdict.feasible:
         raise PlanError(f"planner {made.planner!r} made a plan that the check refuses: {verdict.problems[0]}")
-    return replace(made, predicted=Predicted(_step_ns(made, profile, machine), bound_ns, verdict.peak_bytes))
+    return replace(made, predicted=Predicted(_step_ns(made, step, machine), bound_ns, verdict.peak_bytes))
 
 
 def _made(

@@ -20,6 +20,7 @@ import numpy as np
 
 from teraio.machine import Machine
 
+from .again import Again
 from .certificate import Solution, certified_ns, solve
 from .problem import Bytes, Problem
 from .relaxation import Relaxation, relax
@@ -42,6 +43,7 @@ class Bound:
     checks: tuple[int, ...] = ()
     stalls_ns: tuple[int, ...] = ()
     away: tuple[float, ...] = ()
+    again: tuple[tuple[int, float], ...] = ()  # tensor, and which fraction of it is made again
 
 
 def lower_bound_ns(problem: Problem, budget_bytes: int) -> int:
@@ -56,17 +58,25 @@ def lower_bound_ns(problem: Problem, budget_bytes: int) -> int:
     return max(_compute_ns(problem), fetch_ns)
 
 
-def lower_bound(problem: Problem, machine: Machine, budget_bytes: int, *, time_limit_s: float) -> Bound:
-    """The best bound that the time allows, and never less than the simple one."""
+def lower_bound(
+    problem: Problem,
+    machine: Machine,
+    budget_bytes: int,
+    *,
+    time_limit_s: float,
+    again: Sequence[Again] = (),
+) -> Bound:
+    """The best bound that the time allows, and never less than the simple one. `again`: it holds also for
+    plans that make any of these again."""
     stop = monotonic() + time_limit_s
-    simple = lower_bound_ns(problem, budget_bytes)
+    simple = _compute_ns(problem) if again else lower_bound_ns(problem, budget_bytes)
     best = Bound(simple, simple)
     if _beyond_bytes(problem, budget_bytes) <= 0 or not problem.routes:
         return best
     checks, took_s = first_checks(problem, FIRST_CHECKS), len(problem.gaps) * GAP_S
     while monotonic() + took_s < stop:
         began = monotonic()
-        relaxation = relax(problem, dict(machine.shared), budget_bytes, checks)
+        relaxation = relax(problem, dict(machine.shared), budget_bytes, checks, again)
         solution = solve(relaxation.rows, stop - monotonic())
         if solution is None:
             break
@@ -74,7 +84,8 @@ def lower_bound(problem: Problem, machine: Machine, budget_bytes: int, *, time_l
         if step_ns > best.step_ns or not best.checks:
             stalls = _spread(problem, checks, solution.values[: len(checks)])
             away = _away(problem, relaxation, solution.values)
-            best = Bound(max(step_ns, best.step_ns), simple, tuple(checks), stalls, away)
+            made = tuple((tensor, solution.values[column]) for tensor, column in relaxation.again.items())
+            best = Bound(max(step_ns, best.step_ns), simple, tuple(checks), stalls, away, made)
         more = _more_checks(problem, relaxation, solution)
         if len(more) == len(checks):
             break

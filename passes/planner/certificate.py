@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from .relaxation import NS_PER_S, Rows
+from .rows import NS_PER_S, Rows
 
 GRID_BITS = 44  # a price is a multiple of 2**-44 ns per unit: rounding it on 10**12 bytes costs 0.03 ns
 # What MathOpt turns a solver's refusal into; AttributeError when it fails to (9.15).
@@ -49,7 +49,8 @@ def certified_ns(rows: Rows, prices: Sequence[float]) -> int:
             charges[column] += grid[row] * factor
     for row, column in zip(rows.row, rows.column, strict=True):
         if column < rows.stalls and charges[column] > one:
-            grid[row] = -(-grid[row] * one // charges[column])
+            scaled = abs(grid[row]) * one // charges[column]
+            grid[row] = scaled if grid[row] > 0 else -scaled
     reduced = [0] * rows.unknowns
     for row, column, factor in zip(rows.row, rows.column, rows.factor, strict=True):
         reduced[column] -= grid[row] * factor

@@ -16,6 +16,7 @@ from math import isqrt
 from teraio.machine import Machine
 from teraio.plan import Evict, Plan
 from teraio.profile import Profile
+from teraio.recompute import recomputed
 
 DAY_NS = 86_400 * 10**9
 FIRST_SHARE = 0.5  # of the time; if it keeps to the cap it is the only one
@@ -61,7 +62,8 @@ def slower(machine: Machine, per_day_bytes: int) -> Iterator[Machine]:
 
 def written_bytes(plan: Plan, profile: Profile) -> int:
     """To the SSDs, per step."""
-    sizes = {tensor.name: tensor.size_bytes for tensor in profile.tensors}
+    step = recomputed(profile, plan.recompute) if plan.recompute else profile
+    sizes = {tensor.name: tensor.size_bytes for tensor in step.tensors}
     return sum(
         sizes[move.tensor]
         for move in plan.moves

@@ -32,37 +32,9 @@ from itertools import pairwise
 
 from teraio.machine import Link
 
+from .again import Again, Fractions
 from .problem import Problem, Route, transfer_ns
-
-NS_PER_S = 1_000_000_000
-Terms = list[tuple[int, int]]  # (unknown, factor)
-
-
-@dataclass(slots=True)
-class Rows:
-    """Minimize the sum of the stalls, subject to low <= row <= high; None is no limit.
-
-    The first unknowns are the stalls, in ns, from 0 up. All others are fractions from 0 to 1.
-    """
-
-    stalls: int
-    unknowns: int
-    low: list[int | None] = field(default_factory=list)
-    high: list[int | None] = field(default_factory=list)
-    row: list[int] = field(default_factory=list)
-    column: list[int] = field(default_factory=list)
-    factor: list[int] = field(default_factory=list)
-
-    def unknown(self) -> int:
-        self.unknowns += 1
-        return self.unknowns - 1
-
-    def add(self, low: int | None, high: int | None, terms: Terms) -> None:
-        self.row += [len(self.low)] * len(terms)
-        self.low.append(low)
-        self.high.append(high)
-        self.column += [column for column, _ in terms]
-        self.factor += [factor for _, factor in terms]
+from .rows import NS_PER_S, Rows, Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +70,28 @@ class Relaxation:
     checks: tuple[int, ...]
     away: tuple[Away, ...]
     timed: tuple[tuple[Link | str, int, int], ...]
+    again: dict[int, int] = field(default_factory=dict)  # tensor -> the fraction of it that is made again
 
 
 def relax(
-    problem: Problem, shared: Mapping[str, int], budget_bytes: int, checks: Sequence[int]
+    problem: Problem,
+    shared: Mapping[str, int],
+    budget_bytes: int,
+    checks: Sequence[int],
+    again: Sequence[Again] = (),
 ) -> Relaxation:
-    """The relaxation with these check kernels, which rise. `shared`: bandwidths by the names links share."""
-    builder = _Builder(problem, shared, tuple(checks), Rows(len(checks), len(checks)))
+    """The relaxation with these check kernels, which rise. `shared`: bandwidths by the names links share.
+    `again`: what may be made again (again.py)."""
+    rows = Rows(len(checks), len(checks))
+    builder = _Builder(problem, shared, tuple(checks), rows, Fractions(problem, again, rows))
     for group in _groups(problem, checks):
         if len(group.gaps) == 1 and group.born is not None:
             builder.add_single(group, group.born)
         else:
             builder.add_copied(group)
     timed = builder.close(budget_bytes)
-    return Relaxation(builder.rows, tuple(checks), tuple(builder.away), timed)
+    builder.again.close(checks)
+    return Relaxation(rows, tuple(checks), tuple(builder.away), timed, builder.again.columns)
 
 
 def _groups(problem: Problem, checks: Sequence[int]) -> list[Group]:
@@ -174,6 +154,7 @@ class _Builder:
     shared: Mapping[str, int]
     checks: tuple[int, ...]
     rows: Rows
+    again: Fractions
     away: list[Away] = field(default_factory=list)
     on_link: dict[tuple[Link, int], Terms] = field(default_factory=lambda: defaultdict(list))
     on_shared: dict[tuple[str, int], Terms] = field(default_factory=lambda: defaultdict(list))
@@ -265,9 +246,14 @@ class _Builder:
                     self.rows.add(0, None, [(hold, 1), (column, -1)])
                 elif scarce:
                     self.in_tier[route, check % len(self.checks)].append((column, size))
-        if len(columns) > 1:
-            for together in zip(*columns, strict=True):
-                self.rows.add(None, 1, [(column, 1) for column in together])
+        again = self.again.of([gaps[gap] for gaps in group.members], group.sizes_bytes)
+        for check, together in enumerate(zip(*columns, strict=True), first):
+            parts = [(column, 1) for column in together]
+            if again >= 0:
+                parts.append((again, 1))
+                self.at_check[check % len(self.checks)].append((again, size))
+            if len(parts) > 1:
+                self.rows.add(None, 1, parts)
 
     def close(self, budget_bytes: int) -> tuple[tuple[Link | str, int, int], ...]:
         """The rows in which all groups meet. Out: which of them are about time."""

@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
 
     endurance = endurance_of(args)
     profile, machine = Profile.read(args.profile_file), Machine.read(args.machine)
-    plan = checked_plan(args.plan_file, profile, machine)
+    plan, profile = checked_plan(args.plan_file, profile, machine)
     line, step = simulate(plan, profile, machine), step_ns(plan, profile, machine)
     plan = replace(plan, predicted=replace(plan.predicted, step_ns=step))
     waits = list(waited(line, profile))

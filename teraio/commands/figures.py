@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from teraio.machine import Machine
 from teraio.plan import Evict, Plan
 from teraio.profile import Profile
+from teraio.recompute import as_planned
 from teraio.timeline import Timeline
 from teraio.units import fmt_bytes, fmt_count, fmt_ns
 
@@ -35,20 +36,29 @@ class Figures:
     ssd_life_days: int
     moves: int
     feasible: bool = True
+    again: int = 0  # tensors that are made again
+    again_ns: int = 0  # what that takes of `compute_ns`
 
     def line(self) -> str:
         """One sentence for people. A plan without a predicted step moves on demand."""
         moves = fmt_count(self.moves, "move")
-        bound = f"the bound {fmt_ns(self.bound_ns)} for this profile"
+        bound = f"the bound {fmt_ns(self.bound_ns)} for this profile{' with recompute' if self.again else ''}"
+        compute = f"compute alone {fmt_ns(self.compute_ns)}{self.made_again()}"
         if not self.step_ns:
             return f"{moves} by {self.planner}: everything on demand, nothing is predicted; {bound}"
         return (
             f"{moves} by {self.planner} in {fmt_ns(self.plan_ns)}: a step of {fmt_ns(self.step_ns)}, "
             f"{self.step_ns / max(self.bound_ns, 1) - 1:.1%} above {bound} "
-            f"(compute alone {fmt_ns(self.compute_ns)}); peak {fmt_bytes(self.peak_bytes)} "
+            f"({compute}); peak {fmt_bytes(self.peak_bytes)} "
             f"of {fmt_bytes(self.memory_bytes)}; {fmt_bytes(self.ssd_write_bytes)} written to SSD per step"
             f"{self.wear()}"
         )
+
+    def made_again(self) -> str:
+        """What of the step's compute goes into kernels that run again."""
+        if not self.again:
+            return ""
+        return f", {fmt_ns(self.again_ns)} of it to make {fmt_count(self.again, 'tensor')} again"
 
     def wear(self) -> str:
         """What a day of such steps writes, and for how long the drives are rated for that."""
@@ -63,6 +73,8 @@ class Figures:
 
 def figures(plan: Plan, profile: Profile, machine: Machine, plan_ns: int, endurance_bytes: int) -> Figures:
     """`endurance_bytes` 0: what drives of the machine's capacity are usually rated for."""
+    again, first_ns = len(plan.recompute), profile.compute_ns
+    plan, profile = as_planned(plan, profile)
     write = sum(moved_bytes(plan, profile, "ssd", evict=True).values())
     step = plan.predicted.step_ns
     per_day = write * DAY_NS // step if step else 0
@@ -82,6 +94,8 @@ def figures(plan: Plan, profile: Profile, machine: Machine, plan_ns: int, endura
         endurance,
         endurance // per_day if per_day else 0,
         len(plan.moves),
+        again=again,
+        again_ns=profile.compute_ns - first_ns,
     )
 
 

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
-    add_common(parser, "memory", "plan_time", "keep", "max_write_per_day")
+    add_common(parser, "memory", "plan_time", "keep", "recompute", "max_write_per_day")
     parser.add_argument("--planner", default=None, metavar="X", help=f"{PLANNERS}, or all: side by side")
     parser.add_argument("--endurance", default="", metavar="X", help="what the drives are rated for: 2400TB")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to this file")

@@ -91,9 +91,9 @@ def _sources(args: argparse.Namespace) -> report.Sources:
     predicted = Timeline.read(args.predicted) if args.predicted else None
     plan: Plan | None = None
     if args.plan_file and profile is not None and machine is not None:
-        plan = checked_plan(args.plan_file, profile, machine)
+        plan, step = checked_plan(args.plan_file, profile, machine)
         if predicted is None and line.kind == "measured":
-            predicted = simulate(plan, profile, machine)
+            predicted = simulate(plan, step, machine)
     elif args.plan_file:
         plan = Plan.read(args.plan_file)
     return report.Sources(line, Path(args.timeline_file).name, profile, plan, machine, predicted)

@@ -16,6 +16,7 @@ from teraio.machine import Machine
 from teraio.notices import without_match
 from teraio.plan import Plan
 from teraio.profile import Profile
+from teraio.recompute import as_planned
 
 PROFILE = "a profile: options={'profile': 'run.profile.json'} writes one, `teraio profile synth` makes one up"
 MACHINE = "a machine file: `teraio doctor -o` writes this machine's, profiles/machines/ has others"
@@ -33,6 +34,7 @@ class Request:
     plan_ns: int  # the planner's time limit
     keep: frozenset[str] = frozenset()
     write_per_day_bytes: int = 0  # 0: as many as the plan wants
+    recompute: bool = False
 
     def made(self) -> tuple[Plan, int]:
         """The plan, and how long it took; PlanError if there is none."""
@@ -48,6 +50,7 @@ class Request:
             time_limit_s=self.plan_ns / 1e9,
             keep=self.keep,
             write_per_day_bytes=self.write_per_day_bytes,
+            recompute=self.recompute,
         )
         return plan, time.monotonic_ns() - began
 
@@ -71,16 +74,25 @@ def request(args: argparse.Namespace, path: str, planner: str = "") -> Request:
     floor = smallest_budget(profile, kept)
     device = capacity(machine)
     budget = asked.memory.resolve(device, floor) if asked.memory else device
-    cap = asked.max_write_per_day or 0
-    return Request(profile, machine, budget, floor, planner or asked.planner, asked.plan_time, kept, cap)
+    return Request(
+        profile,
+        machine,
+        budget,
+        floor,
+        planner or asked.planner,
+        asked.plan_time,
+        kept,
+        write_per_day_bytes=asked.max_write_per_day or 0,
+        recompute=asked.recompute == "auto",
+    )
 
 
 def capacity(machine: Machine, tier: str = "device") -> int:
     return next((each.capacity_bytes for each in machine.tiers if each.name == tier), 0)
 
 
-def checked_plan(path: str, profile: Profile, machine: Machine) -> Plan:
-    """A plan that the check accepts for this profile on this machine."""
+def checked_plan(path: str, profile: Profile, machine: Machine) -> tuple[Plan, Profile]:
+    """A plan that the check accepts for this profile on this machine, and the step that its moves are for."""
     plan = Plan.read(path)
     verdict = check(plan, profile, machine)
     if not verdict.feasible:
@@ -90,7 +102,7 @@ def checked_plan(path: str, profile: Profile, machine: Machine) -> Plan:
             f"{path} is no plan for profile {profile.name!r} on machine {machine.name!r}: {why}"
             f"{verdict.problems[0]}. Make one: teraio plan PROFILE --machine MACHINE -o {path}"
         )
-    return plan
+    return as_planned(plan, profile)
 
 
 def with_budget(request: Request, budget_bytes: int) -> Request:

@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
     from teraio.passes.planner.simulate import simulate, step_ns
 
     profile, machine = Profile.read(args.profile_file), Machine.read(args.machine)
-    plan = checked_plan(args.plan_file, profile, machine)
+    plan, profile = checked_plan(args.plan_file, profile, machine)
     line = simulate(plan, profile, machine)
     if args.output:
         line.write(args.output)

@@ -1,0 +1,66 @@
+"""Which kernels of a program make a saved output again. In: a signature and events. Out: slots by storage.
+
+Kernel by kernel, from the outputs back to arguments and other saved outputs. What runs in truth is decided
+when the graph is cut anew (partition.py), and measured then; this is for the planner to choose by.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .slots import Event, Launch, Signature
+
+
+def of(
+    signature: Signature, events: Sequence[Event], roles: Mapping[str, str]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]:
+    """(slots whose kernels make it again, its nodes in the joint graph), for the storages that can be."""
+    from .slots import Alias, Launch, Make
+
+    if not signature.possible:
+        return {}, {}
+    root: dict[str, str] = {name: name for name, _ in signature.arguments}
+    launches: list[Launch] = []
+    name: str | None
+    for event in events:
+        if isinstance(event, Make):
+            root[event.name] = event.name
+        elif isinstance(event, Alias) and event.old in root:
+            root[event.new] = root[event.old]
+        elif isinstance(event, Launch):
+            launches.append(event)
+    makers: dict[str, list[int]] = defaultdict(list)
+    for index, launch in enumerate(launches):
+        for name in launch.writes & root.keys():
+            makers[root[name]].append(index)
+    nodes: dict[str, list[str]] = defaultdict(list)
+    for position, name in enumerate(signature.outputs[: len(signature.nodes)]):
+        if name is not None and name in root and roles.get(root[name]) == "saved":
+            nodes[root[name]].append(signature.nodes[position])
+    there = {name for name, _ in signature.arguments} | nodes.keys()
+    chains: dict[str, tuple[int, ...]] = {}
+    for storage, names in nodes.items():
+        chain = _chain(storage, there, makers, [{root.get(n, n) for n in x.reads} for x in launches])
+        if chain and signature.possible.issuperset(names):
+            chains[storage] = tuple(sorted(index + 1 for index in chain))  # the first slot is `enter`
+    return chains, {storage: tuple(dict.fromkeys(nodes[storage])) for storage in chains}
+
+
+def _chain(
+    wanted: str, there: set[str], makers: Mapping[str, Sequence[int]], reads: Sequence[set[str]]
+) -> set[int]:
+    """The kernels; empty where one of the storages on the way is written more than once."""
+    chain: set[int] = set()
+    open_ = [wanted]
+    while open_:
+        storage = open_.pop()
+        if len(makers.get(storage, ())) != 1:
+            return set()
+        maker = makers[storage][0]
+        if maker not in chain:
+            chain.add(maker)
+            open_ += [source for source in sorted(reads[maker]) if source not in there]
+    return chain

@@ -1,0 +1,175 @@
+"""Where AOTAutograd's joint graph is cut into forward and backward, with some saved tensors made again.
+
+    cut once as torch would        -> which nodes are saved, and which of them could be made again
+    a set of those is asked for    -> torch's own tags on the joint graph, and cut once more
+
+The tags are torch's: MUST_RECOMPUTE on what is made again and on what lies between that and what stays saved,
+MUST_SAVE on what stays saved. Tags that are there already, from activation checkpointing, stay as they are:
+what the user saves is never made again, what the user makes again is never saved.
+
+Not made again: random operators (they would give other numbers), what writes to its arguments, what reads a
+tensor that the graph writes, collectives, operators whose result's shape depends on data, and operators of
+other libraries, which may do any of this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+KEY = "teraio_partition"  # in the forward's meta
+BUILT_IN = {"aten", "prims"}
+BY_USER = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
+ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+Cut = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
+Asked = Callable[[str], Collection[str]]  # a joint graph -> which of its saved nodes are to be made again
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """`graph` names the joint graph. `nodes`: of the forward's outputs. `possible`: those of its saved nodes
+    that could be made again."""
+
+    graph: str
+    nodes: tuple[str, ...]
+    possible: frozenset[str]
+
+
+def of(forward: torch.fx.GraphModule) -> Partition | None:
+    """What is known of a forward graph; None for a graph without a backward."""
+    found = forward.meta.get(KEY)
+    return found if isinstance(found, Partition) else None
+
+
+def cut_as_asked(
+    cut: Cut, asked: Asked, joint: torch.fx.GraphModule, inputs: Any, **settings: Any
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """A partitioner: `cut`, with what is asked for made again."""
+    graph = identity(joint.graph)
+    forward, backward = cut(joint, inputs, **settings)
+    returned = int(settings["num_fwd_outputs"])
+    saved = _saved(forward, returned)
+    again = [name for name in asked(graph) if name in saved]
+    if again and _tag(joint.graph, saved, again):
+        forward, backward = cut(joint, inputs, **settings)
+        saved = _saved(forward, returned)
+    nodes = {node.name: node for node in joint.graph.nodes}
+    written = _written(joint.graph)
+    possible = frozenset(
+        name for name in saved if name in nodes and _chain(nodes[name], saved - {name}, written) is not None
+    )
+    names = tuple(node.name if isinstance(node, torch.fx.Node) else "" for node in _outputs(forward))
+    forward.meta[KEY] = Partition(graph, names, possible)
+    return forward, backward
+
+
+def identity(graph: torch.fx.Graph) -> str:
+    """A hash of operators, their order and the shapes of their results: the same in every process."""
+    digest = hashlib.sha256(b"teraio-joint-1")
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        about = [
+            (tuple(map(str, part.shape)), str(part.dtype), str(part.device))
+            for part in (value if isinstance(value, tuple | list) else [value])
+            if isinstance(part, torch.Tensor)
+        ]
+        text = f"{node.format_node()} {about} {node.meta.get('recompute')}\n"
+        digest.update(ADDRESS.sub("", text).encode())
+    return digest.hexdigest()[:16]
+
+
+def _outputs(forward: torch.fx.GraphModule) -> Any:
+    return forward.graph.output_node().args[0]
+
+
+def _saved(forward: torch.fx.GraphModule, returned: int) -> frozenset[str]:
+    """Tensors that the forward makes and leaves to the backward only."""
+    nodes = [node for node in _outputs(forward) if isinstance(node, torch.fx.Node)]
+    to_caller = set(_outputs(forward)[:returned])
+    return frozenset(
+        node.name
+        for node in nodes
+        if node.op == "call_function"
+        and node not in to_caller
+        and isinstance(node.meta.get("val"), torch.Tensor)
+    )
+
+
+def _written(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
+    """What some operator of the graph writes: arguments, as functional graphs write nothing else."""
+    return frozenset(
+        node.args[0]
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.is_mutable
+        and node.args
+        and isinstance(node.args[0], torch.fx.Node)
+    )
+
+
+def _chain(
+    wanted: torch.fx.Node, there: Collection[str], written: Collection[torch.fx.Node]
+) -> set[torch.fx.Node] | None:
+    """The nodes that make this one from arguments and from what is there; None if one must not run twice."""
+    chain: set[torch.fx.Node] = set()
+    open_ = [wanted]
+    while open_:
+        node = open_.pop()
+        if node in chain:
+            continue
+        if node.op == "placeholder":
+            if "tangent" in str(node.target) or node in written:
+                return None
+        elif node.op == "get_attr" or (node.name in there and node is not wanted):
+            continue
+        elif not _repeatable(node, node is wanted):
+            return None
+        else:
+            chain.add(node)
+            open_ += node.all_input_nodes
+    return chain
+
+
+def _repeatable(node: torch.fx.Node, wanted: bool) -> bool:
+    tag = node.meta.get("recompute")
+    if tag in BY_USER or (wanted and tag is not None):
+        return False
+    if node.target is operator.getitem or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
+        return True  # a part of a result, or a number
+    op = node.target
+    return (
+        isinstance(op, torch._ops.OpOverload)
+        and op.namespace in BUILT_IN
+        and not op._schema.is_mutable
+        and not {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output} & set(op.tags)
+        and torch.Tag.dynamic_output_shape not in op.tags
+    )
+
+
+def _tag(graph: torch.fx.Graph, saved: Collection[str], again: Collection[str]) -> bool:
+    """Tags the nodes that run again and those that stay saved; False if nothing of it can be made again."""
+    nodes: Mapping[str, torch.fx.Node] = {node.name: node for node in graph.nodes}
+    written, wanted = _written(graph), set(again)
+    chains: dict[str, set[torch.fx.Node]] = {}
+    while wanted:
+        there = set(saved) - wanted
+        found = {name: _chain(nodes[name], there, written) for name in wanted if name in nodes}
+        chains = {name: chain for name, chain in found.items() if chain is not None}
+        if chains.keys() == wanted:
+            break
+        wanted = set(chains)
+    for name in saved:
+        if name not in wanted and nodes[name].target is not operator.getitem:
+            nodes[name].meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+    for chain in chains.values():
+        for node in chain:
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
+    return bool(wanted)

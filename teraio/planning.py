@@ -1,0 +1,122 @@
+"""Which plan a measured step gets.
+
+a plan file           if it is for this step
+a new one             by the planner that the options name, as good as pays back
+none, for now         if tensors are made again in it: it is compiled anew first, and measured
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from teraio.cache import fingerprint_of
+from teraio.earlier import Earlier
+from teraio.errors import TeraioError
+from teraio.machine import Machine
+from teraio.options import Options
+from teraio.passes import lifetimes, planner
+from teraio.plan import Plan
+from teraio.profile import Profile
+from teraio.remade import Remaking
+from teraio.runtime.engine import Engine
+from teraio.schedule import Step
+from teraio.units import fmt_bytes, fmt_count, fmt_ns
+
+log = logging.getLogger("teraio")
+
+PAYS_BACK_STEPS = 250  # of a training: planning takes no longer than it can save in so many
+
+
+class Planning:
+    def __init__(
+        self, options: Options, machine: Machine, engine: Engine, earlier: Earlier, remaking: Remaking
+    ) -> None:
+        self.options, self.machine, self.engine = options, machine, engine
+        self.earlier, self.remaking = earlier, remaking
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.engine.residency.budget_bytes
+
+    def file_says_again(self, step: Step) -> bool:
+        """A plan file that names tensors to be made again was made for a step that does not: of this file
+        only the names count, and the step that then runs gets a plan of its own."""
+        replay = self.earlier.replay
+        if replay is None or not replay.recompute:
+            return False
+        if replay.fingerprint != fingerprint_of(lifetimes.profile_of([step], "run")):
+            return False
+        self.earlier.replay = None
+        return self.remaking.decide(step, replay.recompute)
+
+    def plan(self, profile: Profile, step: Step) -> Plan | None:
+        """The plan file if it is for this step, else a new plan; None: on demand, said why, or because the
+        step is compiled anew first."""
+        fingerprint, replay = fingerprint_of(profile), self.earlier.replay
+        if replay is not None:
+            if replay.fingerprint == fingerprint:
+                log.info("teraio: replaying %s: %s", self.options.plan, fmt_count(len(replay.moves), "move"))
+                return replay
+            log.warning(
+                "teraio: %s is a plan for another step (fingerprint %s, this one has %s): not used, tensors "
+                "are moved on demand",
+                self.options.plan,
+                replay.fingerprint,
+                fingerprint,
+            )
+            return None
+        if self.engine.residency.elastic:
+            smallest = max(self.budget_bytes, planner.smallest_budget(profile))
+            self.engine.residency.budget_bytes = smallest
+            log.info("teraio: memory is %s, the smallest for this step", fmt_bytes(smallest, up=True))
+        try:
+            open_ = self.remaking.open(step)
+            plan = self._make(profile, fingerprint, recompute=open_)
+            if open_ and self.remaking.decide(step, plan.recompute):
+                return None
+            if plan.recompute:  # of none of it are there more calls that want it than not
+                plan = self._make(profile, fingerprint, recompute=False)
+            plan = replace(plan, remade=self.remaking.of(step))
+        except TeraioError as error:
+            log.warning("teraio: no plan, tensors are moved on demand: %s", error)
+            return None
+        if not plan.moves and plan.planner != "none":
+            log.info("teraio: the step fits into %s whole: nothing moves", fmt_bytes(self.budget_bytes))
+            self.earlier.keep(plan)
+            return plan
+        log.info(
+            "teraio: planned by %s: %s, a step of %s predicted, compute alone %s",
+            plan.planner,
+            fmt_count(len(plan.moves), "move"),
+            fmt_ns(plan.predicted.step_ns),
+            fmt_ns(profile.step_ns),
+        )
+        self.earlier.keep(plan)
+        return plan
+
+    def _make(self, profile: Profile, fingerprint: str, recompute: bool) -> Plan:
+        return planner.plan(
+            as_far_as_it_fits(profile, self.budget_bytes),
+            self.machine,
+            self.budget_bytes,
+            planner=self.options.planner,
+            fingerprint=fingerprint,
+            time_limit_s=self.options.plan_time / 1e9,
+            steps=PAYS_BACK_STEPS,
+            recompute=recompute,
+            write_per_day_bytes=self.options.max_write_per_day or 0,
+        )
+
+
+def as_far_as_it_fits(profile: Profile, budget_bytes: int) -> Profile:
+    """User code that needs more than there is gets it, which is said: a plan then makes all the room that it
+    can. Programs end with a kernel of their own, at which such bytes are counted."""
+    over = planner.build(profile).floor - budget_bytes
+    last = {kernel.call: tick for tick, kernel in enumerate(profile.kernels)}
+    kernels = list(profile.kernels)
+    for tick in last.values():
+        if over[tick] > 0:
+            less = max(0, kernels[tick].workspace_bytes - int(over[tick]))
+            kernels[tick] = replace(kernels[tick], workspace_bytes=less)
+    return replace(profile, kernels=tuple(kernels))

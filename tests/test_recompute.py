@@ -1,0 +1,281 @@
+"""A step in which tensors are made again computes the same; its plans are checked, bounded and worth it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+from random import Random
+
+import pytest
+import toys
+
+from teraio import cli
+from teraio.check import check
+from teraio.errors import PlanError
+from teraio.passes import planner
+from teraio.passes.planner import again as again_rows
+from teraio.passes.planner import events, joint
+from teraio.passes.planner.again import Again
+from teraio.passes.planner.bound import lower_bound
+from teraio.passes.planner.problem import Problem
+from teraio.passes.synth import Request, synth
+from teraio.passes.synth.roofline import Rates, Recorder
+from teraio.plan import Evict, Fetch, Plan
+from teraio.profile import Kernel, Profile, Tensor
+from teraio.recompute import as_planned, cuts, recomputed
+
+
+@cache
+def gpt() -> Profile:
+    return synth("gpt2", Request(batch=4, layers=2))
+
+
+def network(seed: int) -> Profile:
+    """A random forward graph whose backward reads, in reverse, what each kernel read and made."""
+    random = Random(seed)
+    recorder = Recorder(Rates(10**9, 10**9, 1_000))
+    recorder.forward.add(0)
+    live = [recorder.tensor("x", "input", 1)]
+    ran: list[tuple[list[int], list[int]]] = []
+    for number in range(random.randint(3, 7)):
+        weight = recorder.tensor(f"w{number}", "weight", random.choice((2, 5)), True)
+        reads = random.sample(live, min(len(live), random.choice((1, 1, 2))))
+        if live[-1] not in reads:
+            reads.append(live[-1])
+        made = [
+            recorder.tensor(f"a{number}.{part}", "activation", random.choice((3, 8, 20)))
+            for part in range(random.choice((1, 1, 2)))
+        ]
+        recorder.kernel(f"f{number}", [*reads, weight], made, flop=random.choice((0, 2_000, 40_000)))
+        ran.append(([*reads, weight], made))
+        live += made
+    recorder.call, grad = 1, recorder.tensor("loss", "activation", 1)
+    recorder.kernel("loss", [live[-1]], [grad])
+    for number, (reads, made) in reversed(list(enumerate(ran))):
+        saved = [tensor for tensor in (*reads, *made) if random.random() < 0.7]
+        after = recorder.tensor(f"g{number}", "activation", random.choice((3, 8)))
+        recorder.kernel(f"b{number}", [grad, *saved], [after], flop=2_000)
+        grad = after
+    return recorder.profile(f"network-{seed}")
+
+
+def values_read(profile: Profile) -> dict[str, list[object]]:
+    """By kernel, what it reads each time it runs, if a kernel's results are named after it and its inputs."""
+    holds: dict[int, object] = {}
+    for index, tensor in enumerate(profile.tensors):
+        if tensor.persistent or tensor.kind == "input":
+            holds[index] = tensor.name
+    read: dict[str, list[object]] = {}
+    for tick, kernel in enumerate(profile.kernels):
+        inside = [(i, t) for i, t in enumerate(profile.tensors) if tick in t.reads]
+        name = kernel.name.removesuffix(".again")
+        seen = tuple(sorted((t.name.removesuffix(".again"), hash(holds[i])) for i, t in inside))
+        read.setdefault(name, []).append(seen)
+        for index, tensor in enumerate(profile.tensors):
+            if tick in tensor.writes:
+                holds[index] = (name, tensor.name.removesuffix(".again"), seen)
+    return read
+
+
+def subsets(profile: Profile, seed: int, count: int) -> list[tuple[str, ...]]:
+    random, names = Random(seed), [profile.tensors[index].name for index in cuts(profile)]
+    picked = [tuple(n for n in names if random.random() < share) for share in (0.2, 0.5, 0.8)[:count]]
+    return [*picked, tuple(names)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_kernel_reads_what_it_read_and_runs_again_at_most_once(seed: int) -> None:
+    profile = network(seed)
+    for names in subsets(profile, seed, 3):
+        step = recomputed(profile, names)
+        step.validate()
+        once, twice = values_read(profile), values_read(step)
+        assert once.keys() == twice.keys()
+        for kernel, reads in twice.items():
+            assert set(reads) == set(once[kernel]) and len(reads) <= 2
+
+
+def test_a_whole_model_reads_what_it_read() -> None:
+    for names in subsets(gpt(), 1, 2):
+        once, twice = values_read(gpt()), values_read(recomputed(gpt(), names))
+        assert {kernel: set(reads) for kernel, reads in once.items()} == {k: set(r) for k, r in twice.items()}
+
+
+def closure_by_hand(profile: Profile, names: tuple[str, ...]) -> set[str]:
+    """Which kernels must run again, worked out tensor by tensor, at each use."""
+    possible = cuts(profile)
+    chosen = {i: c for i, c in possible.items() if profile.tensors[i].name in names}
+    there: set[int] = set()
+    ran: set[str] = set()
+
+    def need(index: int, tick: int) -> None:
+        tensor = profile.tensors[index]
+        if tensor.persistent or tensor.kind == "input" or index in there:
+            return
+        dead = max((*tensor.reads, *tensor.writes)) < tick
+        if not dead and not (index in chosen and chosen[index].last < tick):
+            return
+        for source, other in enumerate(profile.tensors):
+            if tensor.writes[0] in other.reads:
+                need(source, tick)
+        ran.add(profile.kernels[tensor.writes[0]].name)
+        there.update(i for i, t in enumerate(profile.tensors) if t.writes == tensor.writes and i in chosen)
+        there.add(index)
+
+    for tick in range(len(profile.kernels)):
+        for index, cut in chosen.items():
+            if tick in profile.tensors[index].reads and tick >= cut.first:
+                need(index, tick)
+    return ran
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_kernels_that_run_again_are_those_worked_out_by_hand(seed: int) -> None:
+    profile = network(seed)
+    for names in subsets(profile, seed + 100, 3):
+        again = [k.name for k in recomputed(profile, names).kernels if k.name.endswith(".again")]
+        assert sorted(again) == sorted(f"{name}.again" for name in closure_by_hand(profile, names))
+
+
+def two_layers(last_read_of_b: int = 2) -> Profile:
+    """Forward a, b, c; backward of c, b, a. b can be made again from a, which the backward reads last.
+
+    tick   0   1   2 | 3   4   5
+    a      W   R     |         R
+    b          W   R |     R
+    c              W | R
+    """
+    rows = tuple(Kernel(f"k{i}", i // 3, toys.US, 6 * (i == 3)) for i in range(6))
+    a, c = toys.activation("a", 4, 0, (1, 5)), toys.activation("c", 1, 2, (3,))
+    b = replace(toys.activation("b", 6, 1, (last_read_of_b, 4)), recompute_from=(1,))
+    return Profile("two", 0, rows, (a, b, c))
+
+
+def test_a_tensor_is_not_there_between_its_last_use_forward_and_its_first_backward() -> None:
+    step = recomputed(two_layers(), ["b"])
+    assert [kernel.name for kernel in step.kernels] == ["k0", "k1", "k2", "k3", "k1.again", "k4", "k5"]
+    tensors = {tensor.name: tensor for tensor in step.tensors}
+    assert (tensors["b"].writes, tensors["b"].reads) == ((1,), (2,))
+    assert (tensors["b.again"].writes, tensors["b.again"].reads) == ((4,), (5,))
+    assert tensors["a"].reads == (1, 4, 6)
+    assert step.kernels[4].call == 1
+
+
+def test_what_cannot_be_made_again_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="'nobody': no tensor of that name in profile 'two'"):
+        recomputed(two_layers(), ["nobody"])
+    with pytest.raises(PlanError, match=r"recompute of 'a' .* names no kernels"):
+        recomputed(two_layers(), ["a"])
+    tensors = list(two_layers().tensors)
+    tensors[0] = toys.activation("a", 4, 0, (1,))  # dead before the backward
+    with pytest.raises(PlanError, match=r"recompute of 'b' .* would not find what they read"):
+        recomputed(replace(two_layers(), tensors=tuple(tensors)), ["b"])
+    weight = Tensor("w", "weight", 1, True, (1,), (2,))  # written between the first run and the second
+    with pytest.raises(PlanError, match=r"recompute of 'b'"):
+        recomputed(replace(two_layers(), tensors=(*two_layers().tensors, weight)), ["b"])
+    state = Tensor("s", "state", 1, True, (1,), (1,))  # a kernel that adds to a state would add twice
+    with pytest.raises(PlanError, match=r"recompute of 'b'"):
+        recomputed(replace(two_layers(), tensors=(*two_layers().tensors, state)), ["b"])
+
+
+def test_the_check_follows_a_plan_through_the_longer_step() -> None:
+    """The moves' ticks are those of the step in which b is made again."""
+    plan = Plan("", "hand", 11, recompute=("b",))
+    assert check(plan, two_layers()).feasible  # a, b and c at tick 2; a, c and the workspace at 3
+    less = check(replace(plan, budget_bytes=10), two_layers())
+    assert not less.feasible and less.peak_bytes == 11
+    assert check(replace(plan, recompute=()), two_layers()).peak_bytes == 17
+    away = replace(plan, moves=(Evict("a", "ssd", 3, 2), Fetch("a", "ssd", 3, 4)))
+    assert check(away, two_layers()).feasible
+    late = replace(plan, moves=(Evict("a", "ssd", 3, 2), Fetch("a", "ssd", 5, 6)))
+    assert "'k1.again'): used by the kernel, but 'a' is away" in check(late, two_layers()).problems[0]
+    unknown = check(replace(plan, recompute=("a",)), two_layers()).problems
+    assert "recompute of 'a' is not possible" in unknown[0]
+
+
+def test_two_simulators_agree_on_a_step_with_recompute() -> None:
+    machine = toys.machine(device=10**9, rate=10 * toys.BYTE_PER_US)
+    for seed in range(6):
+        profile = network(seed)
+        for names in subsets(profile, seed, 1):
+            step = recomputed(profile, names)
+            budget = max(planner.smallest_budget(step), 30)
+            plan = planner.plan(step, machine, budget, planner="greedy", time_limit_s=5.0)
+            assert events.run(plan, step, machine).step_ns == plan.predicted.step_ns
+
+
+def shortfall(seed: int, candidates_of: Callable[[Problem], tuple[Again, ...]]) -> int:
+    """By how much the bound is above the best of some plans for some sets; 0 or less if it is true."""
+    profile, machine = network(seed), toys.machine(device=10**9, rate=toys.BYTE_PER_US // 4)
+    problem = planner.build(profile, machine)
+    budget = (int(problem.live.max()) + planner.smallest_budget(profile)) // 2
+    candidates = candidates_of(problem)
+    bound = lower_bound(problem, machine, budget, time_limit_s=10.0, again=candidates)
+    names = [profile.tensors[each.tensor].name for each in candidates]
+    sets = [chosen for count in range(len(names) + 1) for chosen in combinations(names, count)]
+    steps = []
+    for chosen in Random(seed).sample(sets, min(len(sets), 12)):
+        step = recomputed(profile, chosen)
+        if planner.smallest_budget(step) <= budget:
+            plan = planner.plan(step, machine, budget, planner="greedy", time_limit_s=5.0)
+            steps.append(plan.predicted.step_ns)
+    return bound.step_ns - min(steps) if steps else 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_set_of_tensors_and_no_plan_for_it_beats_the_bound(seed: int) -> None:
+    """Some sets, each with a plan; the bound knows none of them."""
+    assert shortfall(seed, again_rows.candidates) <= 0
+
+
+def test_a_bound_that_counts_too_many_kernels_is_beaten() -> None:
+    def too_many(problem: Problem) -> tuple[Again, ...]:
+        forward = [tick for tick, kernel in enumerate(problem.profile.kernels) if kernel.call == 0]
+        return tuple(replace(each, kernels=tuple(forward)) for each in again_rows.candidates(problem))
+
+    assert any(shortfall(seed, too_many) > 0 for seed in range(8))
+
+
+def test_making_again_beats_a_slow_link_and_the_plan_says_what() -> None:
+    """An activation of 6 bytes goes over a link of 1 byte per us, or is made again in 1 us."""
+    machine = toys.machine(device=12)
+    fixed = planner.plan(two_layers(), machine, 12, time_limit_s=5.0)
+    made = planner.plan(two_layers(), machine, 12, time_limit_s=5.0, recompute=True)
+    assert fixed.recompute == () and "b" in made.recompute
+    assert made.predicted.bound_ns <= made.predicted.step_ns < fixed.predicted.step_ns
+    assert check(made, two_layers(), machine).feasible
+    alone, step = as_planned(made, two_layers())
+    assert check(alone, step, machine) == check(made, two_layers(), machine)
+
+
+def test_nothing_is_made_again_where_everything_fits() -> None:
+    made = planner.plan(two_layers(), toys.machine(device=100), 100, recompute=True)
+    assert made.recompute == () and made.predicted.step_ns == 6 * toys.US
+
+
+def test_a_set_whose_kernels_do_not_fit_is_not_chosen() -> None:
+    """To make b again takes more memory at once than the budget: its kernel has a workspace."""
+    kernels = list(two_layers().kernels)
+    kernels[1] = replace(kernels[1], workspace_bytes=9)
+    problem = planner.build(replace(two_layers(), kernels=tuple(kernels)), toys.machine())
+    assert joint._judged(problem, toys.machine(), 18, (), ("b",), 0) is None
+    assert joint._judged(problem, toys.machine(), 19, (), ("b",), 0) is not None
+
+
+def test_the_command_prints_what_is_made_again_and_explains_the_plan(
+    tmp_path: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, machine, plan = (f"{tmp_path}/{name}.json" for name in ("profile", "machine", "plan"))
+    two_layers().write(profile)
+    toys.machine(device=12).write(machine)
+    common = [profile, "--machine", machine]
+    asked = ["--memory", "12", "--recompute", "auto", "--plan-time", "2s", "-o", plan, "--json"]
+    assert cli.main(["plan", *common, *asked]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["again"] >= 1 and told["again_ns"] >= toys.US and told["feasible"]
+    assert cli.main(["simulate", plan, *common]) == 0
+    assert cli.main(["explain", plan, *common, "--what-if", "off"]) == 0
+    assert Plan.read(plan).recompute
