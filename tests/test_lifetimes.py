@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from teraio.check import check
 from teraio.passes.lifetimes import profile_of
+from teraio.passes.planner import smallest_budget
 from teraio.passes.slots import Event, Launch, Make, Signature, lay_slots
 from teraio.plan import Plan
+from teraio.planning import as_far_as_it_fits
 from teraio.schedule import Call, Step
 
 
@@ -32,3 +34,17 @@ def test_a_saved_output_counts_once_at_the_kernel_that_makes_it() -> None:
         ("exit", 1),
     ]
     assert check(Plan("", "none", 2**40), profile).peak_bytes == 111
+
+
+def test_what_user_code_takes_after_a_program_counts_where_it_ends() -> None:
+    """30 bytes beside the weight's 10, in the plan from the first, though the step was measured without room
+    for them; of what does not fit, as much as there is."""
+    schedule, _ = lay_slots(Signature("forward", (("w", 10),), (), frozenset()), [], 0)
+    slots = len(schedule.slots)
+    call = Call(schedule, ("w",), tuple(range(slots)), (0,) * slots, (0,) * slots)
+    kinds = (("w", "weight", 10, True),)
+    measured = Step((call,), slots, kinds, frozenset(), (30,))
+    profile = profile_of([measured], "toy")
+    assert [kernel.workspace_bytes for kernel in profile.kernels] == [0] * (slots - 1) + [30]
+    floors = {budget: smallest_budget(as_far_as_it_fits(profile, budget)) for budget in (50, 30, 25)}
+    assert floors == {50: 30, 30: 30, 25: 25}

@@ -32,11 +32,23 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+class Chain(nn.Module):
+    """Its loss is compiled: what user code takes is learnt from the system, which other processes disturb."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(x).square().mean()
+        return loss
+
+
 class Training:
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(0)
-        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
-        self.model = nn.Sequential(*layers)
+        self.model = Chain()
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.compiled: Any = torch.compile(self.model, backend="teraio", options={**OPTIONS, **options})
         self.steps = 0
@@ -44,7 +56,7 @@ class Training:
     def step(self, batch: int = BATCH) -> float:
         self.steps += 1
         x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(self.steps))
-        loss = self.compiled(x).square().mean()
+        loss = self.compiled(x)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -114,8 +126,7 @@ def test_less_than_a_kernel_needs_is_refused_and_nothing_changes() -> None:
 
 
 def test_min_takes_what_the_largest_kernel_needs_and_no_more() -> None:
-    """From the first step on: four tensors of 1 MiB at a kernel of the backward, weight, gradient; and what
-    the loss takes, which is not compiled."""
+    """From the first step on: four tensors of 1 MiB at a kernel of the backward, weight, gradient."""
     expected, weights = plainly(5)
     training = Training(memory="min")
     losses, peak = peak_of(training, 5)
@@ -124,7 +135,7 @@ def test_min_takes_what_the_largest_kernel_needs_and_no_more() -> None:
     assert all(map(torch.equal, training.weights(), weights))
     assert engine.ENGINE is not None
     reserve = engine.ENGINE.residency.reserve_bytes
-    assert 3 * MIB < smallest - reserve < 8 * MIB
+    assert 3 * MIB < smallest - reserve < 6 * MIB
     assert peak <= smallest
     # A step of larger tensors takes more.
     training.step(2 * BATCH)
