@@ -1,0 +1,142 @@
+"""A whole training in which one operation of the drive goes wrong: the first, the second, the third, ...
+
+    fault_loop.py '[["flip", "read", "once", 1, 1, 200], ...]' [checksum=off]
+
+A chain of layers with AdamW trains four steps under a budget: states are made, steps measured, planned,
+followed. Of each row (kind, operation, once or sticky, first, stride, count) the n-th operation fails in the
+given way, for n = first, first + stride, ... until no operation is left to fail, at most `count` times. Each
+run must end with the numbers of the run without faults, or with an error of ours; and after an error the same
+process trains on, with those numbers. Prints a JSON line per run; a run that hangs ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import teraio
+from teraio import _native, session
+from teraio.errors import TeraioError
+from teraio.runtime.store import Store
+
+WIDTH, LAYERS, ROWS, STEPS = 96, 6, 64, 4
+# Reserve and slabs take 4 MiB of it. Weights, gradients and states are 0.9 MiB.
+OPTIONS = {"inner": "eager", "memory": 4 * 2**20 + 320 * 2**10, "warmup": 1, "planner": "greedy"}
+DEADLINE_S = 0.5  # for one operation of the drive
+HANGS_S = 60
+KINDS = ("EIO", "ENOSPC", "short", "drop", "stall", "flip", "stale", "neighbour", "delay")
+
+
+class Chain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+class Loop:
+    """Compiled once; every run has an engine and a store of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = {**OPTIONS, **options}
+        torch.manual_seed(0)
+        self.model = Chain()
+        self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.compiled: Any = torch.compile(self.model, backend="teraio", options=self.options, dynamic=False)
+        self.fault: _native.FaultIo | None = None
+        with patch.dict(os.environ, {"TERAIO_DISABLE": "1"}):
+            plain = torch.compile(self.model, backend="teraio", options={"inner": "eager"}, dynamic=False)
+            self.expected = self.train(plain)
+        self.clean = self.run()
+        assert self.clean == "same", "without faults it must be right"
+        self.operations = self.count()
+
+    def train(self, compiled: Any) -> list[Any]:
+        self.model.load_state_dict(self.start)
+        self.model.zero_grad()  # of a step that was not finished
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for _ in range(STEPS):
+            loss = compiled(torch.randn(ROWS, WIDTH, generator=generator))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return [losses, [p.detach().clone() for p in self.model.parameters()]]
+
+    def run(self, **fault: Any) -> str:
+        """How a training ends: `same`, `other numbers`, or the name of the error."""
+        with self.faulty(**fault):
+            try:
+                result = self.train(self.compiled)
+            except TeraioError as error:
+                return type(error).__name__
+        same = result[0] == self.expected[0] and all(map(torch.equal, result[1], self.expected[1]))
+        return "same" if same else "other numbers"
+
+    def count(self) -> dict[str, int]:
+        assert self.fault is not None
+        return {op: self.fault.operations(op) for op in ("read", "write")}
+
+    @contextlib.contextmanager
+    def faulty(self, **fault: Any) -> Iterator[None]:
+        def wrap(io: _native.Io) -> _native.Io:
+            self.fault = _native.FaultIo(io)
+            if fault:
+                self.fault.add(**fault)
+            return self.fault
+
+        def opened(*places: Any, **settings: Any) -> Store:
+            return Store(*places, **settings, wrap=wrap, deadline_s=DEADLINE_S)
+
+        with patch.object(session.Store, "open", opened):
+            session.open_with(self.options)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(TeraioError):  # what was lost is said again
+                teraio.reset()
+
+    def outcome(self, fault: dict[str, Any]) -> dict[str, Any]:
+        faulthandler.dump_traceback_later(HANGS_S, exit=True)
+        began = time.monotonic()
+        ended = self.run(**fault)
+        assert self.fault is not None
+        told = {**fault, "outcome": ended, "hits": self.fault.hits}
+        told["after"] = self.run() if ended != "same" else "same"
+        faulthandler.cancel_dump_traceback_later()
+        return {**told, "s": round(time.monotonic() - began, 3)}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ["TERAIO_CACHE_DIR"] = "off"
+    loop = Loop(**dict(option.split("=") for option in sys.argv[2:]))
+    print(json.dumps({"operations": loop.operations}), flush=True)
+    for kind, op, how, first, stride, count in json.loads(sys.argv[1]):
+        for n in range(first, first + stride * count, stride):
+            fault = {"kind": kind, "op": op, "nth": n, "sticky": how == "sticky"}
+            told = loop.outcome({**fault, "delay_s": 0.02} if kind == "delay" else fault)
+            print(json.dumps(told), flush=True)
+            if not told["hits"]:
+                break
+
+
+if __name__ == "__main__":
+    main()

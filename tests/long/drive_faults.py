@@ -1,0 +1,77 @@
+"""Every operation of a training's drive fails, in every way: see tests/fault_loop.py.
+
+    python tests/long/drive_faults.py [--stride 1] [--json FILE]
+
+Prints a line per kind of fault: how many runs, how many of them ended right, with which errors. PASS: each
+run ended with the numbers of a run without faults or with an error of ours, and the process trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+CHILD = Path(__file__).parents[1] / "fault_loop.py"
+SILENT = ("flip", "stale", "neighbour")  # the drive says that all is well
+ROWS = [
+    *(
+        (kind, op, how)
+        for kind in ("EIO", "short", *SILENT)
+        for op in ("read", "write")
+        for how in ("once", "sticky")
+    ),
+    *(("ENOSPC", "write", how) for how in ("once", "sticky")),
+    *((kind, op, "once") for kind in ("drop", "stall", "delay") for op in ("read", "write")),
+]
+MOST = 10**4
+
+
+def runs(kind: str, op: str, how: str, first: int, stride: int) -> tuple[list[dict[str, Any]], str]:
+    """Until no operation is left to fail; and how the process ended, if that was too early."""
+    row = json.dumps([[kind, op, how, first, stride, MOST]])
+    done = subprocess.run([sys.executable, str(CHILD), row], capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    told = [line for line in lines if line.get("hits")]
+    return told, "" if done.returncode == 0 else f"exit {done.returncode}: {done.stderr[-2000:]}"
+
+
+def right(run: dict[str, Any]) -> bool:
+    ended = run["outcome"] == "same" or run["outcome"].endswith("Error")
+    return ended and run["after"] == "same"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stride", type=int, default=1, help="every so many operations (1)")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    began, rows, total, wrong = time.monotonic(), [], 0, 0
+    for place, (kind, op, how) in enumerate(ROWS):
+        told, died = runs(kind, op, how, 1 + place % args.stride, args.stride)
+        outcomes = Counter(run["outcome"] for run in told)
+        bad = [run for run in told if not right(run)]
+        total, wrong = total + len(told), wrong + len(bad) + bool(died)
+        rows.append({"kind": kind, "op": op, "how": how, "runs": len(told), "outcomes": outcomes, "bad": bad})
+        print(f"{kind:>10} {op:>5} {how:>6} {len(told):>5} runs: {dict(outcomes)}", flush=True)
+        for line in [*map(str, bad), *([died] if died else [])]:
+            print(f"    {line}", flush=True)
+    if args.json:
+        told_s = round(time.monotonic() - began)
+        args.json.write_text(
+            json.dumps({"runs": total, "wrong": wrong, "s": told_s, "rows": rows}, indent=1) + "\n"
+        )
+    verdict = "FAIL" if wrong else "PASS"
+    print(f"silent wrong results, hangs, deaths of {total} faults: {wrong} target 0 {verdict}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

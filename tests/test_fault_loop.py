@@ -1,0 +1,64 @@
+"""A drive fails in the middle of a training: the numbers are right, or it is said, and the process lives on.
+
+A sample; `tests/long/drive_faults.py` fails every operation in every way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHILD = Path(__file__).with_name("fault_loop.py")
+SAMPLE = [
+    ["EIO", "read", "once", 5, 61, 1],
+    ["EIO", "write", "sticky", 2, 50, 2],
+    ["ENOSPC", "write", "sticky", 30, 60, 2],
+    ["short", "any", "once", 9, 101, 2],
+    ["stall", "read", "once", 21, 61, 2],
+    ["drop", "write", "once", 40, 60, 1],
+    ["flip", "read", "once", 11, 45, 2],
+    ["stale", "read", "sticky", 50, 60, 1],
+    ["neighbour", "write", "once", 33, 60, 2],
+]
+WITHOUT_CHECKSUMS = [["flip", "read", "once", 8, 23, 3]]
+
+
+@cache
+def runs(rows: str, *options: str) -> list[dict[str, Any]]:
+    command = [sys.executable, str(CHILD), rows, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    operations = lines[0]["operations"]
+    assert min(operations.values()) > 50, f"too little moves for faults to matter: {operations}"
+    return lines[1:]
+
+
+@pytest.mark.parametrize("row", SAMPLE, ids=lambda row: "-".join(map(str, row[:3])))
+def test_a_fault_gives_the_right_numbers_or_an_error_of_ours(row: list[Any]) -> None:
+    kind, op, how, *_, count = row
+    mine = [
+        run
+        for run in runs(json.dumps(SAMPLE))
+        if (run["kind"], run["op"], run["sticky"]) == (kind, op, how == "sticky")
+    ]
+    assert len(mine) == count
+    for run in mine:
+        assert run["hits"] > 0, "nothing failed"
+        assert run["outcome"] == "same" or run["outcome"].endswith("Error"), run
+        assert run["after"] == "same", run
+        if kind in {"flip", "stale", "neighbour"} and op == "read":
+            assert run["outcome"] in {"CorruptTensorError", "TornStepError", "EvictedError"}, run
+        if kind in {"EIO", "short"} and how == "once":
+            assert run["outcome"] == "same", run
+
+
+def test_without_checksums_a_flipped_bit_is_found_out_here() -> None:
+    """As wrong numbers: this is what the comparison is for."""
+    outcomes = [run["outcome"] for run in runs(json.dumps(WITHOUT_CHECKSUMS), "checksum=off")]
+    assert "other numbers" in outcomes
