@@ -69,7 +69,8 @@ def main() -> int:
             json.dumps({"runs": total, "wrong": wrong, "s": told_s, "rows": rows}, indent=1) + "\n"
         )
     verdict = "FAIL" if wrong else "PASS"
-    print(f"silent wrong results, hangs, deaths of {total} faults: {wrong} target 0 {verdict}")
+    print(f"drive-faults-injected {total} {total} PASS")
+    print(f"drive-faults-wrong-or-hung {wrong} 0 {verdict}")
     return 1 if wrong else 0
 
 

@@ -1,0 +1,151 @@
+"""The scorecard: the long proofs one after another, each with its figures.
+
+    python tests/long/run.py [names] [--quick] [--json FILE]
+
+Each row is a script of this folder; `--quick` gives it a sample of its work. A script prints lines of the
+form `name value target PASS|FAIL`, or only ends with 0 or 1: then that is its figure. Prints a table in
+Markdown, as docs/reliability.md has it; with `--json` the figures, the machine and the day. Exit code 0 or 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LINE = re.compile(r"^(\S+) (\S+) (\S+) (PASS|FAIL)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    script: str
+    promise: str
+    whole: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    script: str
+    name: str
+    value: str
+    target: str
+    verdict: str
+
+
+PROOFS = (
+    Proof(
+        "drive_faults",
+        "an operation of the drive fails in the middle of a training: right numbers, or an error of ours",
+        quick=("--stride", "40"),
+    ),
+    Proof(
+        "transfer_faults",
+        "the same for the transfer engine alone, in every order of completion; flipped bits are found",
+        quick=("--seeds", "1", "--flips", "500"),
+    ),
+    Proof(
+        "engine_schedules",
+        "copies and kernels in every order on a fake device: nothing is read early, nothing above the budget",
+        quick=("--schedules", "200"),
+    ),
+    Proof(
+        "differential",
+        "generated models with random plans give the numbers of plain training",
+        quick=("--eager", "20", "--inductor", "0"),
+    ),
+    Proof("optimizers", "every optimizer and every loop around it gives the numbers of plain training"),
+    Proof(
+        "zoo",
+        "classes of Hugging Face under three budgets: same numbers, within the budget",
+        quick=("--steps", "3"),
+    ),
+    Proof("train_loops", "training loops that others wrote give the numbers of plain training"),
+    Proof(
+        "planner_exact",
+        "on small steps the exact planner is as good as trying everything, and the bound is one",
+        quick=("--seeds", "400"),
+    ),
+    Proof(
+        "fuzz_files",
+        "a mutated file is read right or refused, in bounded time and memory",
+        ("--count", "1000000", "--seed", "0"),
+        ("--count", "20000", "--seed", "0"),
+    ),
+    Proof("kill", "after kill -9 no file and no byte is left", quick=("--moments", "10", "--times", "1")),
+    Proof("kill_saves", "kill -9 in a save leaves the old file or the new one", quick=("--kills", "10")),
+    Proof("churn", "tensors come and go: nothing grows", quick=("--tensors", "2000", "--stores", "4")),
+)
+
+
+def figures(proof: Proof, quick: bool) -> tuple[list[Figure], float]:
+    """What the script says, and how many seconds it took."""
+    arguments = proof.quick if quick else proof.whole
+    command = [sys.executable, str(HERE / f"{proof.script}.py"), *arguments]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    took_s = time.monotonic() - began
+    found = [Figure(proof.script, *match) for match in LINE.findall(done.stdout)]
+    if not found or (done.returncode and not any(figure.verdict == "FAIL" for figure in found)):
+        verdict = "FAIL" if done.returncode else "PASS"
+        found.append(Figure(proof.script, "exit-code", str(done.returncode), "0", verdict))
+        if done.returncode:
+            print((done.stdout + done.stderr)[-3000:], file=sys.stderr)
+    return found, took_s
+
+
+def table(found: list[Figure]) -> str:
+    promises = {proof.script: proof.promise for proof in PROOFS}
+    lines = ["| promise | script | figure | value | target | |", "|---|---|---|---|---|---|"]
+    for place, each in enumerate(found):
+        first = place == 0 or found[place - 1].script != each.script
+        head = (promises[each.script], f"`{each.script}`") if first else ("", "")
+        lines.append(f"| {' | '.join((*head, each.name, each.value, each.target, each.verdict))} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [proof.script for proof in PROOFS]
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; all if none is given"
+    )
+    parser.add_argument("--quick", action="store_true", help="a sample of each")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(names):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    found: list[Figure] = []
+    seconds: dict[str, int] = {}
+    for proof in PROOFS:
+        if args.names and proof.script not in args.names:
+            continue
+        print(f"{proof.script} ...", file=sys.stderr, flush=True)
+        mine, took_s = figures(proof, args.quick)
+        found, seconds = [*found, *mine], {**seconds, proof.script: round(took_s)}
+    print(table(found))
+    if args.json:
+        told = {
+            "date": datetime.date.today().isoformat(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "quick": args.quick,
+            "seconds": seconds,
+            "figures": [asdict(figure) for figure in found],
+        }
+        args.json.write_text(json.dumps(told, indent=1) + "\n")
+    return 1 if any(figure.verdict == "FAIL" for figure in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
