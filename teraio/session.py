@@ -34,7 +34,8 @@ from teraio.runtime.pace import Stats
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.runtime.store import Store
 from teraio.schedule import Step
-from teraio.units import fmt_bytes, fmt_count, fmt_ns
+from teraio.units import fmt_bytes, fmt_count
+from teraio.voice import artifact, outlook, speak
 
 log = logging.getLogger("teraio")
 
@@ -79,10 +80,11 @@ class Session:
         for line in more_than_there_is(self.budget_bytes, self.device.capacity_bytes()):
             log.warning("teraio: %s", line)
         log.info(
-            "teraio: memory %s, %s of it in reserve; store in %s",
+            "teraio: memory %s, %s of it in reserve; store in %s; measuring %s",
             fmt_bytes(self.budget_bytes),
             fmt_bytes(reserve),
             ", ".join(map(str, store.directories)),
+            fmt_count(options.warmup, "step"),
         )
 
     def on_step(self, step: Step) -> None:
@@ -181,17 +183,12 @@ class Session:
         except TeraioError as error:
             log.warning("teraio: no plan, tensors are moved on demand: %s", error)
             return None
-        if not plan.moves and plan.planner != "none":
-            log.info("teraio: the step fits into %s whole: nothing moves", fmt_bytes(self.budget_bytes))
-            self.earlier.keep(plan)
+        if plan.planner == "none":
+            log.info("teraio: no plan was asked for: tensors are moved on demand")
             return plan
-        log.info(
-            "teraio: planned by %s: %s, a step of %s predicted, compute alone %s",
-            plan.planner,
-            fmt_count(len(plan.moves), "move"),
-            fmt_ns(plan.predicted.step_ns),
-            fmt_ns(profile.step_ns),
-        )
+        log.info("teraio: %s", outlook(plan, profile))
+        artifact("teraio_profile", profile.dumps)
+        artifact("teraio_plan", plan.dumps)
         self.earlier.keep(plan)
         return plan
 
@@ -203,7 +200,7 @@ def start(options: Options) -> None:
     """One engine for all programs of the process; a second compile may not ask for another budget."""
     global SESSION
     if SESSION is None:
-        _speak()
+        speak()
         _look_at_environment()
         SESSION = Session(options)
         engine.use(SESSION.engine)
@@ -307,15 +304,6 @@ def _difference(one: Options, other: Options) -> str:
     names = [f.name for f in fields(Options) if not f.metadata["program"]]
     differing = [name for name in names if getattr(one, name) != getattr(other, name)]
     return ", ".join(f"{name}: {getattr(one, name)} and {getattr(other, name)}" for name in differing)
-
-
-def _speak() -> None:
-    """Shows our lines on stderr, unless the program has said where log lines go."""
-    if not log.handlers and not logging.getLogger().handlers and log.level == logging.NOTSET:
-        lines = logging.StreamHandler()
-        lines.setFormatter(logging.Formatter("%(message)s"))
-        log.addHandler(lines)
-        log.setLevel(logging.INFO)
 
 
 @atexit.register

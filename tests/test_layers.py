@@ -19,6 +19,7 @@ FACE = (
         "session",
         "earlier",
         "recording",
+        "voice",
         "cli",
         "commands",
         "demo",
