@@ -38,8 +38,8 @@ def test_a_plan_is_told_in_bytes_that_are_away_and_times_that_are_longer() -> No
     """The diamond takes 10 bytes if nothing moves; its `a` of 4 is away while `b` is there."""
     plan = replace(DIAMOND_PLAN, predicted=Predicted(12_000, 11_000, 8))
     assert voice.outlook(plan, toys.diamond()) == (
-        "planned by hand: up to 4 B of 10 B live on the SSD, 2 moves; a step of 12 µs, 1.20x of unlimited, 9% "
-        "above the bound"
+        "planned by hand: up to 4 B of 10 B live on the SSD, 2 moves; a step of 12 µs, 1.20x of unlimited, "
+        "9% above the bound"
     )
     assert voice.outlook(DIAMOND_PLAN, toys.diamond()).endswith("live on the SSD, 2 moves")
     fits = replace(DIAMOND_PLAN, moves=())
@@ -118,11 +118,12 @@ def test_torchs_trace_gets_profile_plan_and_timeline(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TERAIO_CACHE_DIR", "off")
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = str(tmp_path / "t.json")
     options: dict[str, Any] = {
         "inner": "eager",
         "memory": "1GiB",
         "warmup": 1,
-        "timeline": str(tmp_path / "t.json"),
+        "timeline": path,
     }
     compiled = torch.compile(model, backend="teraio", options=options)
     for _ in range(4):
