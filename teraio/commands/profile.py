@@ -68,13 +68,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     command.set_defaults(run=show)
 
-    command = commands.add_parser(
-        "synth",
-        help="a well-known model's step, by roofline",
-        description=DESCRIPTION,
-        epilog=EPILOG.format(models=", ".join(synth.MODELS)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    _add_synth(
+        commands.add_parser(
+            "synth",
+            help="a well-known model's step, by roofline",
+            description=DESCRIPTION,
+            epilog=EPILOG.format(models=", ".join(synth.MODELS)),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
     )
+
+
+def _add_synth(command: argparse.ArgumentParser) -> None:
+    from teraio.passes import synth
+
     default = synth.Request()
     command.add_argument("model", metavar="MODEL", help="one of the models below")
     command.add_argument("-o", "--output", required=True, metavar="FILE", help="packed if it ends in .gz")
