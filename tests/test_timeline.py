@@ -3,6 +3,7 @@ those of the ledger; and who asks for none pays for none."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections import Counter as Count
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import engine_run
 import pytest
 import torch
 import toys
@@ -17,7 +19,7 @@ from torch import nn
 
 import teraio
 from teraio import cli, session
-from teraio.errors import OptionError
+from teraio.errors import BudgetError, OptionError
 from teraio.profile import Profile
 from teraio.runtime import engine
 from teraio.runtime.recorder import Recorder
@@ -217,3 +219,30 @@ def test_the_commands_that_predict_write_one_of_the_same_type(tmp_path: Path) ->
     assert (line.kind, line.budget_bytes, line.step_ns) == ("predicted", 8, 12_000)
     assert {counter.kind for counter in line.counters} == {"activation", "workspace"}
     assert {span.track for span in line.spans} == {"compute", "evict:ssd", "fetch:ssd"}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_at_any_moment_its_bytes_are_those_that_the_engine_counts(seed: int, tmp_path: Path) -> None:
+    """Random steps on an asynchronous device, with random plans: after each, and at each slot."""
+    run = engine_run.Run(seed, tmp_path)
+    mover = run.engine.mover
+    recorder = Recorder(run.engine.residency.budget_bytes, 0)
+    run.engine.record(recorder)
+    assert not run.engine.residency.records, "what is there already was missed"
+    wrong: list[int] = []
+    counted = recorder._is
+
+    def looked(kind: str, size_bytes: int) -> None:
+        counted(kind, size_bytes)
+        if kind == "workspace" and not recorder.in_slot:
+            told = sum(size for name, size in recorder.bytes.items() if name != "workspace")
+            wrong.append(told - mover.resident_bytes)
+
+    recorder._is = looked  # type: ignore[method-assign]
+    with contextlib.suppress(BudgetError):
+        for _ in range(engine_run.STEPS):
+            run.step()
+            assert sum(size for _, size in recorder.here.values()) == mover.resident_bytes
+    assert len(wrong) > 10 and not any(wrong)
+    line = recorder.line()
+    assert line is None or line.spans
