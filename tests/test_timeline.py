@@ -37,14 +37,24 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x).relu()
+        return result
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x).relu()
+            x = layer(x)
         return x.sum()
 
 
@@ -246,3 +256,44 @@ def test_at_any_moment_its_bytes_are_those_that_the_engine_counts(seed: int, tmp
     assert len(wrong) > 10 and not any(wrong)
     line = recorder.line()
     assert line is None or line.spans
+
+
+def test_layers_that_share_a_program_and_your_own_code_are_in_it(tmp_path: Path) -> None:
+    """Blocks compiled one by one, gradients clipped in between: a fetch for the clipping is waited for in the
+    last kernel of a program, which your own code belongs to."""
+    torch.manual_seed(0)
+    model = Model()
+    for layer in model.layers:
+        layer.compile(
+            backend="teraio",
+            options={
+                "inner": "eager",
+                "memory": "14MiB",
+                "warmup": 1,
+                "planner": "greedy",
+                "timeline": str(tmp_path / "t.json"),
+            },
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(5):
+        model(torch.randn(16, WIDTH)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    calls = engine.ENGINE.tracker.programs if engine.ENGINE else []
+    teraio.reset()
+    line = Timeline.read(tmp_path / "t.json")
+    kernels = [span for span in line.spans if span.track == "compute"]
+    assert len([span for span in kernels if span.name == "exit"]) == len(calls) == 2 * LAYERS + 1
+    assert all(one.end_ns <= other.start_ns for one, other in itertools.pairwise(kernels))
+    own = {tick for tick, span in enumerate(kernels) if span.name == "exit"}
+    gradients = [span for span in line.spans if span.tensor.endswith(".grad") and span.track == "fetch:ssd"]
+    assert gradients, "no gradient came back: the test shows nothing"
+    within = [
+        tick
+        for span in gradients
+        for tick in own
+        if kernels[tick].start_ns <= span.start_ns <= kernels[tick].end_ns
+    ]
+    assert within
+    assert all(stall.tick < len(kernels) for stall in line.stalls)
