@@ -80,11 +80,11 @@ class Session:
         for line in more_than_there_is(self.budget_bytes, self.device.capacity_bytes()):
             log.warning("teraio: %s", line)
         log.info(
-            "teraio: memory %s, %s of it in reserve; store in %s; measuring %s",
+            "teraio: memory %s, %s of it in reserve; store in %s%s",
             fmt_bytes(self.budget_bytes),
             fmt_bytes(reserve),
             ", ".join(map(str, store.directories)),
-            fmt_count(options.warmup, "step"),
+            "" if replay else f"; measuring {fmt_count(options.warmup, 'step')} first",
         )
 
     def on_step(self, step: Step) -> None:

@@ -162,7 +162,7 @@ def _facts(sources: Sources) -> list[Fact]:
         Fact("waiting", fmt_ns(waited), f"{_part(waited, step)}, {fmt_count(len(line.stalls), 'stall')}"),
         Fact("peak memory", fmt_bytes(peak), f"of {fmt_bytes(budget)}" if budget else ""),
         Fact("written", fmt_bytes(carried["evict"]), fmt_count(moves["evict"], "eviction")),
-        Fact("read", fmt_bytes(carried["fetch"]), f"{moves['fetch']} fetches, {missed} misses waited for"),
+        Fact("read", fmt_bytes(carried["fetch"]), f"{moves['fetch']} fetches, {missed} misses"),
     ]
 
 
