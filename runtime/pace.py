@@ -6,12 +6,17 @@ logs after `optimizer.step()` gets the step that was just taken.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import asdict
 from typing import Literal, TypedDict
 
+from teraio.units import fmt_bytes, fmt_ns
+
 from .moves import Mover
 from .step import Expectation
+
+log = logging.getLogger("teraio")
 
 Phase = Literal["measuring", "planned", "on demand"]
 
@@ -83,6 +88,16 @@ class Pace:
             "step_read_bytes": read,
             "step_peak_bytes": self.mover.counts.peak_bytes,
         }
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "teraio: step %d: %s, of it %s of waiting; misses: %d; written %s, read %s",
+                self.begun,
+                fmt_ns(self.last["step_ns"]),
+                fmt_ns(stall_ns),
+                misses,
+                fmt_bytes(written),
+                fmt_bytes(read),
+            )
 
     def stats(self, expected: Expectation, budget_bytes: int) -> Stats:
         mover, store = self.mover, self.mover.store

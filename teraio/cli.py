@@ -11,8 +11,19 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from teraio import __version__, demo, doctor
-from teraio.commands import cache, explain, fit, plan, profile, report, simulate, store
+from teraio.commands import cache, completion, explain, fit, plan, profile, report, simulate, store
 from teraio.errors import FileFormatError, OptionError, TeraioError
+
+DESCRIPTION = """\
+Train models that do not fit: torch.compile(model, backend="teraio", options={"memory": "20GiB"}) keeps
+weights, gradients, optimizer states and activations within one budget. These commands look at a machine, plan
+offline, and show what a run did."""
+
+EPILOG = """\
+Each command has examples: teraio COMMAND --help. Options of the backend are environment variables, too:
+TERAIO_MEMORY=20GiB. TERAIO_LOG=debug|info|warning|error|off says how much a run tells.
+
+exit codes: 0 done, 1 it cannot be done (the line says what would do), 2 bad input"""
 
 
 class Command(Protocol):
@@ -31,6 +42,7 @@ COMMANDS: tuple[tuple[str, Command, str], ...] = (
     ("fit", fit, "how little memory a step needs, how large a step a machine takes"),
     ("cache", cache, "list or clear the plans that runs keep for later runs"),
     ("store", store, "list or clear what dead processes left in a store"),
+    ("completion", completion, "print a script that makes a shell complete our command lines"),
 )
 
 
@@ -49,15 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    whole = argparse.ArgumentParser(
         prog="teraio",
-        description="Train models that do not fit.",
-        epilog="`teraio COMMAND --help` says more.",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"teraio {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    whole.add_argument("--version", action="version", version=f"teraio {__version__}")
+    commands = whole.add_subparsers(required=True, metavar="COMMAND")
     for name, module, told in COMMANDS:
         command = commands.add_parser(name, help=told)
         command.set_defaults(run=getattr(module, "main", None))
         module.add_arguments(command)
-    return parser
+    return whole

@@ -23,7 +23,23 @@ from teraio.units import fmt_bytes
 WARMUP = 5  # steps before the measured ones: compile, one that makes the optimizer states, three that measure
 
 
+DESCRIPTION = """\
+Trains a small Llama with AdamW twice, each time in a process of its own: plainly, and within a part of the
+memory that this took. Prints both side by side, with a picture of memory over one step, and whether the
+losses are the same bit for bit. Takes about a minute on two cores; `--inner eager` half of that."""
+
+EPILOG = """\
+examples:
+  teraio demo
+  teraio demo --part 0.3 --inner eager
+  teraio demo --layers 12 --batch 4 --json
+
+exit codes: 0 losses are equal, 1 they are not or a run failed"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--part", type=float, default=0.5, help="memory to give, as a part of the plain peak")
     parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="inner program")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")

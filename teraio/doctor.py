@@ -289,7 +289,23 @@ def machine_of(name: str, links: list[measure.Link], device_bytes: int, ssd_byte
 # ---- the command
 
 
+DESCRIPTION = """\
+Looks at this machine as teraio will use it: torch and compiler, memory and its limits, the file system of the
+store, huge pages, GPUDirect; and measures the links, both ways, alone and together. Each finding is PASS,
+WARN or FAIL, with the fix. It writes up to 512 MiB to the store and leaves nothing there."""
+
+EPILOG = """\
+examples:
+  teraio doctor
+  teraio doctor --store /mnt/nvme -o here.machine.json
+  teraio doctor --json
+
+exit codes: 0 usable, 1 usable with warnings, 2 not usable"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--store", type=Path, help="the directory to measure (default: the one teraio would use)"
     )

@@ -21,7 +21,8 @@ from teraio.profile import Profile
 from teraio.remade import Remaking
 from teraio.runtime.engine import Engine
 from teraio.schedule import Step
-from teraio.units import fmt_bytes, fmt_count, fmt_ns
+from teraio.units import fmt_bytes, fmt_count
+from teraio.voice import artifact, outlook
 
 log = logging.getLogger("teraio")
 
@@ -81,17 +82,12 @@ class Planning:
         except TeraioError as error:
             log.warning("teraio: no plan, tensors are moved on demand: %s", error)
             return None
-        if not plan.moves and plan.planner != "none":
-            log.info("teraio: the step fits into %s whole: nothing moves", fmt_bytes(self.budget_bytes))
-            self.earlier.keep(plan)
+        if plan.planner == "none":
+            log.info("teraio: no plan was asked for: tensors are moved on demand")
             return plan
-        log.info(
-            "teraio: planned by %s: %s, a step of %s predicted, compute alone %s",
-            plan.planner,
-            fmt_count(len(plan.moves), "move"),
-            fmt_ns(plan.predicted.step_ns),
-            fmt_ns(profile.step_ns),
-        )
+        log.info("teraio: %s", outlook(plan, profile))
+        artifact("teraio_profile", profile.dumps)
+        artifact("teraio_plan", plan.dumps)
         self.earlier.keep(plan)
         return plan
 

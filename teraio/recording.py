@@ -13,6 +13,7 @@ import time
 from teraio.errors import TeraioError
 from teraio.runtime.engine import Engine
 from teraio.runtime.recorder import Recorder
+from teraio.voice import artifact, rank
 
 log = logging.getLogger("teraio")
 
@@ -43,7 +44,9 @@ class Recording:
         try:
             step, line = self.recorder.whole(ended), self.recorder.line(ended)
             if line is not None:
-                line.write(self.path)
+                artifact("teraio_timeline", line.dumps)
+                if rank() == 0:  # one file, one writer
+                    line.write(self.path)
                 self.planned = step is not None and step.rank[1]
             elif step is not None:
                 self._say("a step has more kernels and transfers than a timeline file holds")

@@ -37,6 +37,7 @@ from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.runtime.store import Store
 from teraio.schedule import Step
 from teraio.units import fmt_bytes, fmt_count
+from teraio.voice import speak
 
 log = logging.getLogger("teraio")
 
@@ -91,10 +92,11 @@ class Session:
         for line in more_than_there_is(budget, self.device.capacity_bytes()):
             log.warning("teraio: %s", line)
         log.info(
-            "teraio: memory %s, %s of it in reserve; store in %s",
+            "teraio: memory %s, %s of it in reserve; store in %s%s",
             "as little as the kernels let it be" if options.memory == SMALLEST else fmt_bytes(budget),
             fmt_bytes(reserve),
             ", ".join(map(str, store.directories)),
+            "" if replay else f"; measuring {fmt_count(options.warmup, 'step')} first",
         )
 
     @property
@@ -203,7 +205,7 @@ def start(options: Options) -> None:
     """One engine for all programs of the process; a second compile may not ask for another budget."""
     global SESSION
     if SESSION is None:
-        _speak()
+        speak()
         _look_at_environment()
         SESSION = Session(options)
         engine.use(SESSION.engine)
@@ -313,15 +315,6 @@ def _difference(one: Options, other: Options) -> str:
     names = [f.name for f in fields(Options) if not f.metadata["program"]]
     differing = [name for name in names if getattr(one, name) != getattr(other, name)]
     return ", ".join(f"{name}: {getattr(one, name)} and {getattr(other, name)}" for name in differing)
-
-
-def _speak() -> None:
-    """Shows our lines on stderr, unless the program has said where log lines go."""
-    if not log.handlers and not logging.getLogger().handlers and log.level == logging.NOTSET:
-        lines = logging.StreamHandler()
-        lines.setFormatter(logging.Formatter("%(message)s"))
-        log.addHandler(lines)
-        log.setLevel(logging.INFO)
 
 
 @atexit.register

@@ -255,7 +255,7 @@ def test_whatever_the_readers_take_is_answered_without_a_traceback(
 
 
 def test_commands_in_the_docs_are_commands() -> None:
-    text = "".join((ROOT / name).read_text() for name in ("README.md", "docs/planning.md"))
+    text = "".join((ROOT / name).read_text() for name in ("README.md", "docs/planning.md", "docs/reports.md"))
     blocks = "\n".join(re.findall(r"```\w*\n(.*?)```", text, re.DOTALL))
     lines = re.findall(r"^(?:\$ )?teraio (.*?)(?:  +#.*)?$", blocks, re.MULTILINE)
     assert len(lines) >= 8
@@ -270,7 +270,6 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert f"usage: teraio {command}" in text
-    if command in ("plan", "simulate", "explain", "fit"):
-        assert (
-            "example" in text and "--json" in text and "%" not in text.replace("100%", "").replace("80%", "")
-        )
+    assert "example" in text and f"\n  teraio {command}" in text
+    assert "%" not in text.replace("100%", "").replace("80%", "").replace("5%", "")
+    assert "--json" in text or command in ("profile", "completion")  # those of `profile` have it

@@ -21,6 +21,7 @@ FACE = (
         "planning",
         "recording",
         "remade",
+        "voice",
         "cli",
         "commands",
         "demo",

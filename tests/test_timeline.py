@@ -3,6 +3,7 @@ those of the ledger; and who asks for none pays for none."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections import Counter as Count
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import engine_run
 import pytest
 import torch
 import toys
@@ -17,7 +19,7 @@ from torch import nn
 
 import teraio
 from teraio import cli, session
-from teraio.errors import OptionError
+from teraio.errors import BudgetError, OptionError
 from teraio.profile import Profile
 from teraio.runtime import engine
 from teraio.runtime.recorder import Recorder
@@ -35,14 +37,24 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x).relu()
+        return result
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x).relu()
+            x = layer(x)
         return x.sum()
 
 
@@ -217,3 +229,71 @@ def test_the_commands_that_predict_write_one_of_the_same_type(tmp_path: Path) ->
     assert (line.kind, line.budget_bytes, line.step_ns) == ("predicted", 8, 12_000)
     assert {counter.kind for counter in line.counters} == {"activation", "workspace"}
     assert {span.track for span in line.spans} == {"compute", "evict:ssd", "fetch:ssd"}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_at_any_moment_its_bytes_are_those_that_the_engine_counts(seed: int, tmp_path: Path) -> None:
+    """Random steps on an asynchronous device, with random plans: after each, and at each slot."""
+    run = engine_run.Run(seed, tmp_path)
+    mover = run.engine.mover
+    recorder = Recorder(run.engine.residency.budget_bytes, 0)
+    run.engine.record(recorder)
+    assert not run.engine.residency.records, "what is there already was missed"
+    wrong: list[int] = []
+    counted = recorder._is
+
+    def looked(kind: str, size_bytes: int) -> None:
+        counted(kind, size_bytes)
+        if kind == "workspace" and not recorder.in_slot:
+            told = sum(size for name, size in recorder.bytes.items() if name != "workspace")
+            wrong.append(told - mover.resident_bytes)
+
+    recorder._is = looked  # type: ignore[method-assign]
+    with contextlib.suppress(BudgetError):
+        for _ in range(engine_run.STEPS):
+            run.step()
+            assert sum(size for _, size in recorder.here.values()) == mover.resident_bytes
+    assert len(wrong) > 10 and not any(wrong)
+    line = recorder.line()
+    assert line is None or line.spans
+
+
+def test_layers_that_share_a_program_and_your_own_code_are_in_it(tmp_path: Path) -> None:
+    """Blocks compiled one by one, gradients clipped in between: a fetch for the clipping is waited for in the
+    last kernel of a program, which your own code belongs to."""
+    torch.manual_seed(0)
+    model = Model()
+    for layer in model.layers:
+        layer.compile(
+            backend="teraio",
+            options={
+                "inner": "eager",
+                "memory": "14MiB",
+                "warmup": 1,
+                "planner": "greedy",
+                "timeline": str(tmp_path / "t.json"),
+            },
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(5):
+        model(torch.randn(16, WIDTH)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    calls = engine.ENGINE.tracker.programs if engine.ENGINE else []
+    teraio.reset()
+    line = Timeline.read(tmp_path / "t.json")
+    kernels = [span for span in line.spans if span.track == "compute"]
+    assert len([span for span in kernels if span.name == "exit"]) == len(calls) == 2 * LAYERS + 1
+    assert all(one.end_ns <= other.start_ns for one, other in itertools.pairwise(kernels))
+    own = {tick for tick, span in enumerate(kernels) if span.name == "exit"}
+    gradients = [span for span in line.spans if span.tensor.endswith(".grad") and span.track == "fetch:ssd"]
+    assert gradients, "no gradient came back: the test shows nothing"
+    within = [
+        tick
+        for span in gradients
+        for tick in own
+        if kernels[tick].start_ns <= span.start_ns <= kernels[tick].end_ns
+    ]
+    assert within
+    assert all(stall.tick < len(kernels) for stall in line.stalls)

@@ -14,9 +14,20 @@ from teraio.profile import Kind, Profile
 from teraio.units import LIMIT, fmt_bytes, fmt_count, fmt_ns, parse_ns, parse_rate, shown
 
 from .figures import table
+from .request import PROFILE
 
 if TYPE_CHECKING:
     from teraio.passes.synth import Rates
+
+WHOLE = """\
+A profile says what a step does: its kernels in order with their durations, its tensors with their sizes and
+uses. Plans are made from it. A run writes one with options={'profile': 'run.profile.json'}; here are ways to
+look at one, and to make one up without the model or the machine."""
+
+WHOLE_EPILOG = """\
+examples:
+  teraio profile show run.profile.json
+  teraio profile synth llama-3.1-8b --batch 4 -o 8b.profile.json.gz"""
 
 DESCRIPTION = """\
 Writes the profile of one training step of a well-known model: every kernel with what it reads, writes and
@@ -43,19 +54,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Of passes/synth only names and defaults; it needs neither torch nor numpy.
     from teraio.passes import synth
 
+    parser.description, parser.epilog = WHOLE, WHOLE_EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True, metavar="WHAT")
-    command = commands.add_parser("show", help="what a profile holds, and what its peak is made of")
-    command.add_argument("profile_file", metavar="PROFILE")
+    command = commands.add_parser(
+        "show",
+        help="what a profile holds, and what its peak is made of",
+        description="Counts kernels and tensors of a profile, and says what its fullest moment is made of.",
+        epilog="example:\n  teraio profile show run.profile.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
     command.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     command.set_defaults(run=show)
 
-    command = commands.add_parser(
-        "synth",
-        help="a well-known model's step, by roofline",
-        description=DESCRIPTION,
-        epilog=EPILOG.format(models=", ".join(synth.MODELS)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    _add_synth(
+        commands.add_parser(
+            "synth",
+            help="a well-known model's step, by roofline",
+            description=DESCRIPTION,
+            epilog=EPILOG.format(models=", ".join(synth.MODELS)),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
     )
+
+
+def _add_synth(command: argparse.ArgumentParser) -> None:
+    from teraio.passes import synth
+
     default = synth.Request()
     command.add_argument("model", metavar="MODEL", help="one of the models below")
     command.add_argument("-o", "--output", required=True, metavar="FILE", help="packed if it ends in .gz")
@@ -92,6 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-bandwidth", default="2640GB/s", metavar="X", help="of device memory (2640GB/s)"
     )
     command.add_argument("--overhead", default="4us", metavar="X", help="of each launch (4us)")
+    command.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     command.set_defaults(run=make)
 
 
@@ -166,6 +193,10 @@ def make(args: argparse.Namespace) -> int:
     )
     profile = synth.synth(args.model, request)
     profile.write(args.output)
+    if args.json:
+        parameters = synth.parameters(profile, args.precision)
+        print(json.dumps({**_summary(profile), "parameters": parameters}))
+        return 0
     print(f"{synth.parameters(profile, args.precision):,} parameters in {_line(profile, _summary(profile))}")
     return 0
 

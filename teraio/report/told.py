@@ -85,6 +85,12 @@ def content(sources: Sources, what_if: Table | None = None) -> Content:
     )
 
 
+def _beside(step: int, bound: int) -> str:
+    if step < bound:
+        return "the kernels of this step ran faster than those that were profiled"
+    return f"this step takes {step / bound:.2f} times that"
+
+
 def figures(line: Timeline) -> dict[str, int]:
     """The same as numbers, for programs."""
     lanes = shape.lanes(line)
@@ -138,10 +144,7 @@ def _sentences(sources: Sources) -> list[str]:
         told.append("Nothing moves: the step fits into memory whole.")
     bound = sources.plan.predicted.bound_ns if sources.plan else 0
     if bound:
-        told.append(
-            f"No plan for this profile takes less than {fmt_ns(bound)}; this step takes "
-            f"{step / bound:.2f} times that."
-        )
+        told.append(f"No plan for this profile takes less than {fmt_ns(bound)}; {_beside(step, bound)}.")
     return told
 
 
@@ -159,7 +162,7 @@ def _facts(sources: Sources) -> list[Fact]:
         Fact("waiting", fmt_ns(waited), f"{_part(waited, step)}, {fmt_count(len(line.stalls), 'stall')}"),
         Fact("peak memory", fmt_bytes(peak), f"of {fmt_bytes(budget)}" if budget else ""),
         Fact("written", fmt_bytes(carried["evict"]), fmt_count(moves["evict"], "eviction")),
-        Fact("read", fmt_bytes(carried["fetch"]), f"{moves['fetch']} fetches, {missed} misses waited for"),
+        Fact("read", fmt_bytes(carried["fetch"]), f"{moves['fetch']} fetches, {missed} misses"),
     ]
 
 

@@ -1,7 +1,8 @@
 "use strict";
 // Where is this tensor, when, and why: which one is meant, and the answer in words.
 
-const ASIDE = new Set(["where", "is", "the", "of", "s", "when", "why", "what", "and", "a", "its", "tensor", "weight"]);
+const ASIDE = new Set(["where", "is", "the", "of", "s", "when", "why", "what", "and", "a", "its", "tensor", "weight"]
+  .concat(["was", "does", "it", "did", "go"]));
 const MEANT = [
   ["exp_avg_sq", ["second moment", "2nd moment", "variance"]],
   ["exp_avg", ["first moment", "1st moment", "momentum", "optimizer state"]],
@@ -64,7 +65,8 @@ function storyOf(name) {
   const uses = usesOf(name);
   const rows = [];
   for (const use of uses || []) {
-    rows.push({ at: kernels.start[use.tick], order: 2, what: kernelWords(use.tick) + " " + use.does + " it", why: "" });
+    const what = kernelWords(use.tick) + " " + use.does + " it";
+    rows.push({ at: kernels.start[use.tick], order: 2, what, why: "" });
   }
   for (const move of movesOf.get(name) || []) {
     const took = time(moves.end[move] - moves.start[move]);
@@ -91,15 +93,15 @@ function sentencesOf(name) {
   const row = rowOf.get(name);
   const places = placesOf(name);
   const told = [];
-  const lives = places.reduce((sum, place) => sum + place.to - place.from, 0);
-  const away = places.filter((place) => place.where === "away").reduce((sum, place) => sum + place.to - place.from, 0);
+  const lasts = (of) => of.reduce((sum, place) => sum + place.to - place.from, 0);
+  const lives = lasts(places), away = lasts(places.filter((place) => place.where === "away"));
   const words = { device: "on the device", away: "away", moving: "on its way" };
   const size = row === undefined
     ? Math.max(0, ...(movesOf.get(name) || []).map((move) => moves.bytes[move])) : step.tensors.bytes[row];
   const kind = row === undefined ? "" : { state: "optimizer state", grad: "gradient" }[step.tensors.kind[row]]
     || step.tensors.kind[row];
-  told.push([size ? bytes(size) : "", kind].filter(Boolean).join(" of ") || "A tensor");
-  told[0] = (kind ? "An " + kind : "A tensor").replace(/^An (?=[^aeio])/, "A ") + (size ? " of " + bytes(size) : "") + ".";
+  const article = "aeio".includes(kind[0] || "t") ? "An " : "A ";
+  told.push(article + (kind || "tensor") + (size ? " of " + bytes(size) : "") + ".");
   if (places.length) {
     const begins = row !== undefined && places[0].from > 0 ? "It is made at " + time(places[0].from)
       : "When the step begins it is " + words[places[0].where];

@@ -150,8 +150,9 @@ function itemAt(event) {
   const slack = 3 * (view.high - view.low) / Math.max(lanesPicture.clientWidth - LEFT - RIGHT, 10);
   const { start, end: ends, count, rows } = bands[band];
   const wanted = rows > 1 ? Math.floor((y - tops[band]) / THIN) : -1;
+  const last = Math.min(lastAt(start, at + slack), count - 1);
   let best = null, distance = slack;
-  for (let index = lastAt(start, at + slack); index >= 0 && index > lastAt(start, at + slack) - 64 && index < count; index--) {
+  for (let index = last; index >= Math.max(0, last - 64); index--) {
     if (wanted >= 0 && moves.row[bands[band].of[index]] % rows !== wanted) continue;
     const away = at < start[index] ? start[index] - at : at > ends[index] ? at - ends[index] : 0;
     if (away < distance) { distance = away; best = index; }
@@ -241,7 +242,8 @@ function offer() {
   offered = lookUp(query.value, 40);
   chosen = offered.length ? 0 : -1;
   list.replaceChildren(...offered.map((name, at) => {
-    const option = element("li", { role: "option", id: "found-" + at, "aria-selected": String(at === chosen) }, names[name]);
+    const about = { role: "option", id: "found-" + at, "aria-selected": String(at === chosen) };
+    const option = element("li", about, names[name]);
     option.addEventListener("pointerdown", (event) => { event.preventDefault(); answer(name); });
     return option;
   }));
@@ -302,10 +304,11 @@ function answer(name) {
   close.addEventListener("click", () => { forget(); query.value = ""; query.focus(); });
   const table = element("table", { class: "words" }, element("caption", {}, "Its uses and moves in this step"));
   table.append(element("thead", {}, head), element("tbody", {}, ...rows));
+  const scrolls = { class: "scroll", tabindex: "0", role: "group", "aria-label": "Uses and moves" };
   answered.replaceChildren(
     element("h3", {}, names[name]),
     ...sentencesOf(name).map((sentence) => element("p", {}, sentence)),
-    ...(rows.length ? [element("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Uses and moves" }, table)] : []),
+    ...(rows.length ? [element("div", scrolls, table)] : []),
     close,
   );
   const first = (movesOf.get(name) || [])[0];

@@ -1,0 +1,141 @@
+"""Where is it, when, and why: what the page's script answers, asked without a browser, where node is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import toys
+
+from teraio import report
+from teraio.plan import Evict, Fetch, Plan
+from teraio.profile import Kernel, Profile, Tensor
+from teraio.report import onepage
+from teraio.timeline import Span, Stall, Timeline
+
+pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
+
+UP = "layers.7.mlp.up_proj.weight"
+MOMENT = f"{UP}.exp_avg_sq"
+NAMES = (UP, f"{UP}.exp_avg", MOMENT, f"{UP}.grad", "layers.17.mlp.up_proj.weight.exp_avg_sq", "0.mul_2")
+
+
+def ask(sources: report.Sources, expression: str) -> Any:
+    """What this expression is in the page, which is given as JSON."""
+    numbers = json.dumps(onepage._numbers(sources))
+    folder = files("teraio.report") / "assets"
+    script = "\n".join((folder / name).read_text() for name in ("format.js", "model.js", "answer.js"))
+    page = f"const document = {{ getElementById: () => ({{ textContent: {json.dumps(numbers)} }}) }};"
+    told = f"{page}\n{script}\nconsole.log(JSON.stringify({expression}));"
+    ran = subprocess.run(["node", "-"], input=told, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def sources() -> report.Sources:
+    """Ten kernels of 1 us; the moment is away until 6 us, used at 8, leaves at 9. A miss is waited for."""
+    kernels = [Span("compute", f"k{tick}", tick * 1_000, tick * 1_000 + 1_000) for tick in range(10)]
+    moves = [
+        Span("fetch:ssd", MOMENT, 6_000, 7_000, 4, MOMENT),
+        Span("evict:ssd", MOMENT, 9_000, 9_500, 4, MOMENT),
+        Span("evict:ssd", "0.mul_2", 2_000, 2_500, 8, "0.mul_2"),
+        Span("drop:ssd", UP, 3_000, 3_000, 0, UP),
+        Span("fetch:ssd", UP, 4_500, 5_000, 8, UP),
+    ]
+    stalls = (Stall(5, UP, 500, "miss"),)
+    line = Timeline("measured", (*kernels, *moves), (), stalls, 100, 10_000)
+    tensors = (
+        Tensor(UP, "weight", 8, True, (1, 5), (8,)),
+        Tensor(f"{UP}.exp_avg", "state", 4, True, (8,), (8,)),
+        Tensor(MOMENT, "state", 4, True, (8,), (8,)),
+        Tensor(f"{UP}.grad", "grad", 8, False, (8,), (7,)),
+        Tensor("layers.17.mlp.up_proj.weight.exp_avg_sq", "state", 4, True, (8,), (8,)),
+        Tensor("0.mul_2", "activation", 8, False, (6,), (1,)),
+    )
+    profile = Profile("toy", 10_000, tuple(Kernel(f"k{i}", 0, 1_000) for i in range(10)), tensors)
+    return report.Sources(line, "t", profile)
+
+
+@pytest.mark.parametrize(
+    ("question", "first"),
+    [
+        ("Where is layers.7.mlp.up_proj’s second moment, when, and why?", MOMENT),
+        ("layers.7.mlp.up_proj's second moment", MOMENT),
+        ("layers.7 up_proj first moment", f"{UP}.exp_avg"),
+        ("the gradient of layers.7.mlp.up_proj", f"{UP}.grad"),
+        ("layers.7.mlp.up_proj", UP),
+        ("MUL_2", "0.mul_2"),
+    ],
+)
+def test_a_question_finds_the_tensor_that_is_meant(question: str, first: str) -> None:
+    assert ask(sources(), f"lookUp({json.dumps(question)}, 9).map((name) => names[name])")[0] == first
+
+
+def test_a_question_that_means_nothing_finds_nothing() -> None:
+    assert ask(sources(), '[lookUp("no such thing", 9), lookUp("where is it", 9), lookUp("", 9)]')[::2] == [
+        [],
+        [],
+    ]
+
+
+def told(name: str) -> tuple[list[str], list[tuple[int, str, str]], list[tuple[int, int, str]]]:
+    at = f"names.indexOf({json.dumps(name)})"
+    sentences, story, places = ask(sources(), f"[sentencesOf({at}), storyOf({at}), placesOf({at})]")
+    return (
+        sentences,
+        [(row["at"], row["what"], row["why"]) for row in story],
+        [(place["from"], place["to"], place["where"]) for place in places],
+    )
+
+
+def test_the_answer_says_where_it_is_when_and_why() -> None:
+    sentences, story, places = told(MOMENT)
+    assert places == [
+        (0, 6_000, "away"),
+        (6_000, 7_000, "moving"),
+        (7_000, 9_000, "device"),
+        (9_000, 9_500, "moving"),
+        (9_500, 10_000, "away"),
+    ]
+    assert sentences == [
+        "An optimizer state of 4 B.",
+        "When the step begins it is away; it is away for 65.0 % of the time that it lives in this step.",
+        "It moves 2 times; compute never waits for it.",
+    ]
+    assert story == [
+        (6_000, "comes back from the SSD, 4 B in 1 µs", "needed by k8 (tick 8)"),
+        (8_000, "k8 (tick 8) reads and writes it", ""),
+        (
+            9_000,
+            "leaves to the SSD, 4 B in 500 ns",
+            "not needed until k8 (tick 8) of the next step, 9 µs later: its room is for others meanwhile",
+        ),
+    ]
+
+
+def test_a_miss_a_drop_and_a_short_life_are_told() -> None:
+    sentences, story, places = told(UP)
+    assert [where for _, _, where in places] == ["device", "away", "moving", "device"]
+    assert sentences[-1] == "It moves 1 time; compute waits 500 ns for it."
+    assert story[1][:2] == (3_000, "is dropped: a copy that is the same exists")
+    assert any(what == "compute waits 500 ns for it" and why == "miss" for _, what, why in story)
+    assert any(why.endswith("; no plan had asked for it") for _, _, why in story)
+    _, _, places = told("0.mul_2")
+    assert places[0][0] == 1_000 and places[-1][1] == 7_000
+
+
+def test_a_predicted_step_knows_drops_from_its_plan() -> None:
+    kernels = tuple(Span("compute", f"k{tick}", tick * 1_000, tick * 1_000 + 1_000) for tick in range(10))
+    moves = (Evict("a", "ssd", 4), Fetch("a", "ssd", 6, 9))
+    line = Timeline("predicted", (*kernels, Span("fetch:ssd", "a", 6_000, 8_000, 4, "a")))
+    given = report.Sources(line, "t", toys.diamond(), Plan("", "hand", 8, (), moves))
+    assert ask(given, 'placesOf(names.indexOf("a")).map((place) => place.where)') == [
+        "device",
+        "away",
+        "moving",
+        "device",
+    ]

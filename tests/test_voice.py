@@ -1,0 +1,144 @@
+"""What a run says: a plan in one line, by the first rank alone, where the program wants it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import nn
+
+import teraio
+from teraio import voice
+from teraio.errors import OptionError
+from teraio.plan import Evict, Fetch, Plan, Predicted
+from teraio.timeline import Timeline
+
+DIAMOND_PLAN = Plan("", "hand", 8, (), (Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 6, 9)))
+
+
+@pytest.fixture
+def plain_logger() -> Iterator[logging.Logger]:
+    """As in a program that has said nothing about logging."""
+    log, root = logging.getLogger("teraio"), logging.getLogger()
+    before = log.handlers[:], log.filters[:], log.level, root.handlers[:]
+    log.handlers[:], root.handlers[:] = [], []
+    log.setLevel(logging.NOTSET)
+    yield log
+    log.handlers[:], log.filters[:], level, root.handlers[:] = before
+    log.setLevel(level)
+
+
+def test_a_plan_is_told_in_bytes_that_are_away_and_times_that_are_longer() -> None:
+    """The diamond takes 10 bytes if nothing moves; its `a` of 4 is away while `b` is there."""
+    plan = replace(DIAMOND_PLAN, predicted=Predicted(12_000, 11_000, 8))
+    assert voice.outlook(plan, toys.diamond()) == (
+        "planned by hand: up to 4 B of 10 B live on the SSD, 2 moves; a step of 12 µs, 1.20x of unlimited, "
+        "9% above the bound"
+    )
+    assert voice.outlook(DIAMOND_PLAN, toys.diamond()).endswith("live on the SSD, 2 moves")
+    fits = replace(DIAMOND_PLAN, moves=())
+    assert (
+        voice.outlook(fits, toys.diamond()) == "planned by hand: the step fits into 8 B whole: nothing moves"
+    )
+
+
+def test_all_tiers_are_named() -> None:
+    moves = (*DIAMOND_PLAN.moves, Evict("b", "host", 7, 6))
+    told = voice.outlook(replace(DIAMOND_PLAN, moves=moves), toys.diamond())
+    assert "live on the host and the SSD" in told
+
+
+def test_a_program_that_says_nothing_gets_lines_and_one_that_does_decides(
+    plain_logger: logging.Logger,
+) -> None:
+    logging.getLogger().handlers.clear()
+    voice.speak({})
+    assert len(plain_logger.handlers) == 1 and plain_logger.level == logging.INFO
+    voice.speak({})
+    assert len(plain_logger.handlers) == 1
+    plain_logger.handlers.clear()
+    plain_logger.setLevel(logging.NOTSET)
+    logging.getLogger().addHandler(logging.NullHandler())  # as basicConfig does
+    voice.speak({})
+    assert plain_logger.handlers == [] and plain_logger.level == logging.NOTSET
+
+
+def test_the_level_is_the_one_that_was_asked_for(plain_logger: logging.Logger) -> None:
+    logging.getLogger().handlers.clear()
+    voice.speak({"TERAIO_LOG": " Warning"})
+    assert plain_logger.level == logging.WARNING
+    voice.speak({"TERAIO_LOG": "debug"})
+    assert plain_logger.level == logging.DEBUG and len(plain_logger.handlers) == 1
+    voice.speak({"TERAIO_LOG": "off"})
+    assert not plain_logger.isEnabledFor(logging.CRITICAL)
+    with pytest.raises(OptionError, match="did you mean warning"):
+        voice.speak({"TERAIO_LOG": "warnning"})
+
+
+def test_other_ranks_say_only_what_is_wrong(
+    plain_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    plain_logger.addHandler(Kept())
+    plain_logger.setLevel(logging.DEBUG)
+    voice.speak({})
+    for rank in ("0", "1", "no number"):
+        monkeypatch.setenv("RANK", rank)
+        plain_logger.info("rank %s measures", rank)
+        plain_logger.warning("rank %s is slow", rank)
+    assert said == [
+        "rank 0 measures",
+        *(f"rank {rank} is slow" for rank in ("0", "1")),
+        "rank no number measures",
+        "rank no number is slow",
+    ]
+
+
+def test_torchs_trace_gets_profile_plan_and_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    found: dict[str, str] = {}
+
+    def trace(name: str, metadata_fn: Any = dict, *, payload_fn: Any = str, **rest: Any) -> None:
+        about = metadata_fn()
+        if name == "artifact" and about["name"].startswith("teraio"):
+            assert about["encoding"] == "json" and rest == {"expect_trace_id": False}
+            found[about["name"]] = payload_fn()
+
+    monkeypatch.setattr("torch._logging.trace_structured", trace)
+    monkeypatch.setenv("TERAIO_CACHE_DIR", "off")
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = str(tmp_path / "t.json")
+    options: dict[str, Any] = {
+        "inner": "eager",
+        "memory": "1GiB",
+        "warmup": 1,
+        "timeline": path,
+    }
+    compiled = torch.compile(model, backend="teraio", options=options)
+    for _ in range(4):
+        compiled(torch.randn(4, 128)).sum().backward()
+        optimizer.step()
+    teraio.reset()
+    torch._dynamo.reset()
+    assert {name: json.loads(text)["format"] for name, text in found.items()} == {
+        "teraio_profile": "teraio-profile",
+        "teraio_plan": "teraio-plan",
+        "teraio_timeline": "teraio-timeline",
+    }
+    assert Timeline.loads(found["teraio_timeline"]) == Timeline.read(path)
+
+
+def test_a_torch_that_traces_otherwise_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._logging.trace_structured", lambda name: None)
+    voice.artifact("teraio_plan", DIAMOND_PLAN.dumps)
