@@ -41,6 +41,7 @@ class Stepped:
         self.seen = trial.Outcome(None)
         self.programs: dict[tuple[Any, ...], Program] = {}
         self.asked: tuple[Any, ...] | None = None
+        self.in_buckets = False  # the user insists
 
     def ask(self, optimizer: torch.optim.Optimizer) -> None:
         """Once, and again when its groups have become others."""

@@ -7,10 +7,11 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "init", "load", "reset", "resident", "save", "stats"]
+__all__ = ["__version__", "init", "load", "reset", "resident", "save", "stats", "wrap"]
 
 _WHERE = {
     "init": "models",
+    "wrap": "runtime.optimizer",
     "reset": "session",
     "stats": "session",
     "resident": "runtime.stays",

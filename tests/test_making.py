@@ -12,7 +12,7 @@ from torch import nn
 
 import teraio
 from teraio import session
-from teraio.errors import OptionError
+from teraio.errors import OptionError, UnsupportedError
 from teraio.runtime import adopt, engine
 from teraio.runtime.making import Making
 from teraio.runtime.records import State
@@ -233,3 +233,40 @@ def test_a_weight_in_a_mapped_file_gets_memory_of_its_own(tmp_path: Any) -> None
     assert away() > 0
     assert all(torch.equal(model[name], expected[name]) for name in expected)
     assert teraio.stats()["overrun_bytes"] == 0
+
+
+class Coupled(torch.optim.SGD):
+    """Its update of one parameter depends on the others."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            norm = sum(p.grad.norm() for p in parameters)
+            for parameter in parameters:
+                parameter.add_(parameter.grad / (norm + 1), alpha=-0.1)
+
+
+def test_a_wrapped_optimizer_is_itself_and_is_refused_if_it_needs_all_at_once() -> None:
+    model = nn.Linear(64, 64)
+    adam = torch.optim.AdamW(model.parameters())
+    assert teraio.wrap(adam) is adam
+    for optimizer in (Coupled(model.parameters()), torch.optim.LBFGS(model.parameters())):
+        with pytest.raises(UnsupportedError, match="whole=True"):
+            teraio.wrap(optimizer)
+        assert teraio.wrap(optimizer, whole=True) is optimizer
+
+
+def test_a_wrapped_optimizer_that_becomes_one_for_all_at_once_is_refused_before_it_steps() -> None:
+    with teraio.init(**OPTIONS):
+        model = Net()
+    optimizer = teraio.wrap(torch.optim.AdamW(model.parameters()))
+    torch.compile(model, backend="teraio")(torch.ones(16, 128)).backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.param_groups[0]["differentiable"] = True
+    with pytest.raises(UnsupportedError, match="differentiable"):
+        optimizer.step()
+    assert all(torch.equal(old, now) for old, now in zip(before, model.parameters()))
+    optimizer.param_groups[0]["differentiable"] = False
+    optimizer.step()
+    assert not any(torch.equal(old, now) for old, now in zip(before, model.parameters()))
