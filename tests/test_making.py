@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -270,3 +272,40 @@ def test_a_wrapped_optimizer_that_becomes_one_for_all_at_once_is_refused_before_
     optimizer.param_groups[0]["differentiable"] = False
     optimizer.step()
     assert not any(torch.equal(old, now) for old, now in zip(before, model.parameters()))
+
+
+def test_hugging_face_constructs_and_loads_within_the_budget(tmp_path: Any) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    shape: Any = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6}
+    heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaConfig(**shape, **heads, max_position_embeddings=64)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config)
+    plain.save_pretrained(tmp_path, max_shard_size="2MB")
+    torch.manual_seed(0)
+    for from_file in (False, True):
+        with teraio.init(**OPTIONS):
+            if from_file:
+                ours = AutoModelForCausalLM.from_pretrained(tmp_path)
+            else:
+                ours = AutoModelForCausalLM.from_config(config)
+        assert away() > 0
+        assert teraio.stats()["overrun_bytes"] == 0
+        assert teraio.stats()["peak_bytes"] <= MEMORY - (4 << 20)
+        got = tensors(ours)
+        assert got.keys() == (expected := tensors(plain)).keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in got.items())
+        del ours, got
+        torch._dynamo.reset()
+
+
+def test_a_device_as_a_block_still_knows_what_makes_tensors() -> None:
+    """In a new process, where no one has asked for a device before the engine is there."""
+    code = f"""if True:
+        import torch, teraio
+        with teraio.init(**{OPTIONS!r}), torch.device("meta"):
+            assert torch.tensor([1.0]).is_meta and torch.nn.Linear(64, 64).weight.is_meta
+    """
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
