@@ -221,6 +221,8 @@ def _hook(tensor: torch.Tensor) -> None:
     tensor.register_post_accumulate_grad_hook(after)
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def _taken_over_at() -> Counts | None:
     """What a hook sees of a gradient whose storage the weight is about to take over, tried on a small one;
     None if this torch takes over none."""

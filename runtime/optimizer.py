@@ -3,13 +3,15 @@ change."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.optim.optimizer as _torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _foreach_utils
+
+from teraio.errors import UnsupportedError
 
 from . import engine as _engine
 from .guard import GuardedParameter, GuardedTensor
@@ -65,6 +67,29 @@ def _known(optimizer: torch.optim.Optimizer) -> Stepped:
     return about
 
 
+Wrapped = TypeVar("Wrapped", bound=torch.optim.Optimizer)
+
+
+def wrap(optimizer: Wrapped, *, whole: bool = False) -> Wrapped:
+    """Says now what is otherwise found out at the first step: an optimizer that must step all of its
+    parameters at once is an error, now and whenever its groups make it one, unless `whole` allows it. It is
+    stepped as every optimizer is, and returned."""
+    install()
+    about = _known(optimizer)
+    about.in_buckets = not whole
+    _refuse_whole(optimizer, about)
+    return optimizer
+
+
+def _refuse_whole(optimizer: torch.optim.Optimizer, about: Stepped) -> None:
+    if about.in_buckets and about.seen.reason is not None:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} cannot be stepped a few parameters at a time ({about.seen.reason}): "
+            f"all weights, gradients and states would be in memory at once. wrap(optimizer, whole=True) "
+            f"allows it; AdamW and others that update each parameter by itself need no such room"
+        )
+
+
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Gives the step a stand-in for its optimizer, whose groups come bucket by bucket."""
     engine = _engine.ENGINE
@@ -73,6 +98,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     _CALLS.clear()  # one that an exception ended
     engine.user.outside.ends()  # what the trial takes is not the user's
     about = _known(optimizer)
+    _refuse_whole(optimizer, about)
     call = OptimizerCall(engine, optimizer, about)
     _CALLS.append(call)
     if about.seen.reason is None and plainly_called(optimizer):

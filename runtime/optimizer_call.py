@@ -41,6 +41,7 @@ class Stepped:
         self.seen = trial.Outcome(None)
         self.programs: dict[tuple[Any, ...], Program] = {}
         self.asked: tuple[Any, ...] | None = None
+        self.in_buckets = False  # the user insists
         self.limit_bytes = 0
 
     def bucket_bytes(self, budget_bytes: int) -> int:

@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from teraio.models import init, load
     from teraio.runtime.checkpoint import save
+    from teraio.runtime.optimizer import wrap
     from teraio.runtime.pace import Stats
     from teraio.runtime.stays import resident
     from teraio.session import reset, set_memory, stats
 
 __version__ = "0.1.0"
 
-__all__ = ["Stats", "__version__", "init", "load", "reset", "resident", "save", "set_memory", "stats"]
+__all__ = ["Stats", "__version__", "init", "load", "reset", "resident", "save", "set_memory", "stats", "wrap"]
 
 _WHERE = {
     "Stats": "runtime.pace",
     "init": "models",
     "load": "models",
+    "wrap": "runtime.optimizer",
     "reset": "session",
     "set_memory": "session",
     "stats": "session",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 
 import teraio
 from teraio import session
-from teraio.errors import OptionError
+from teraio.errors import OptionError, UnsupportedError
 from teraio.runtime import adopt, engine
 from teraio.runtime.making import Making
 from teraio.runtime.records import State
@@ -233,3 +235,77 @@ def test_a_weight_in_a_mapped_file_gets_memory_of_its_own(tmp_path: Any) -> None
     assert away() > 0
     assert all(torch.equal(model[name], expected[name]) for name in expected)
     assert teraio.stats()["overrun_bytes"] == 0
+
+
+class Coupled(torch.optim.SGD):
+    """Its update of one parameter depends on the others."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            norm = sum(p.grad.norm() for p in parameters)
+            for parameter in parameters:
+                parameter.add_(parameter.grad / (norm + 1), alpha=-0.1)
+
+
+def test_a_wrapped_optimizer_is_itself_and_is_refused_if_it_needs_all_at_once() -> None:
+    model = nn.Linear(64, 64)
+    adam = torch.optim.AdamW(model.parameters())
+    assert teraio.wrap(adam) is adam
+    for optimizer in (Coupled(model.parameters()), torch.optim.LBFGS(model.parameters())):
+        with pytest.raises(UnsupportedError, match="whole=True"):
+            teraio.wrap(optimizer)
+        assert teraio.wrap(optimizer, whole=True) is optimizer
+
+
+def test_a_wrapped_optimizer_that_becomes_one_for_all_at_once_is_refused_before_it_steps() -> None:
+    with teraio.init(**OPTIONS):
+        model = Net()
+    optimizer = teraio.wrap(torch.optim.AdamW(model.parameters()))
+    torch.compile(model, backend="teraio")(torch.ones(16, 128)).backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.param_groups[0]["differentiable"] = True
+    with pytest.raises(UnsupportedError, match="differentiable"):
+        optimizer.step()
+    assert all(torch.equal(old, now) for old, now in zip(before, model.parameters()))
+    optimizer.param_groups[0]["differentiable"] = False
+    optimizer.step()
+    assert not any(torch.equal(old, now) for old, now in zip(before, model.parameters()))
+
+
+def test_hugging_face_constructs_and_loads_within_the_budget(tmp_path: Any) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    shape: Any = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6}
+    heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaConfig(**shape, **heads, max_position_embeddings=64)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config)
+    plain.save_pretrained(tmp_path, max_shard_size="2MB")
+    torch.manual_seed(0)
+    for from_file in (False, True):
+        with teraio.init(**OPTIONS):
+            if from_file:
+                ours = AutoModelForCausalLM.from_pretrained(tmp_path)
+            else:
+                ours = AutoModelForCausalLM.from_config(config)
+        assert away() > 0
+        assert teraio.stats()["overrun_bytes"] == 0
+        assert teraio.stats()["peak_bytes"] <= MEMORY - (4 << 20)
+        got = tensors(ours)
+        assert got.keys() == (expected := tensors(plain)).keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in got.items())
+        del ours, got
+        torch._dynamo.reset()
+
+
+def test_a_device_as_a_block_still_knows_what_makes_tensors() -> None:
+    """In a new process, where no one has asked for a device before the engine is there."""
+    code = f"""if True:
+        import torch, teraio
+        with teraio.init(**{OPTIONS!r}), torch.device("meta"):
+            assert torch.tensor([1.0]).is_meta and torch.nn.Linear(64, 64).weight.is_meta
+    """
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
