@@ -117,8 +117,11 @@ def _there(profile: Profile, source: Tensor, chain: set[int], first: int) -> boo
 
 def recomputed(profile: Profile, names: Collection[str]) -> Profile:
     """The step in which these tensors are made again. PlanError names the first that cannot be."""
-    if not names:
-        return profile
+    return replayed(profile, names)[0] if names else profile
+
+
+def replayed(profile: Profile, names: Collection[str]) -> tuple[Profile, Replay]:
+    """The same, and how it came about."""
     touched = Touched(profile)
     possible = cuts(profile, touched)
     by_name = {tensor.name: index for index, tensor in enumerate(profile.tensors)}
@@ -131,7 +134,8 @@ def recomputed(profile: Profile, names: Collection[str]) -> Profile:
                 why = "the kernels that made it would not find what they read, or it is never idle"
             raise PlanError(f"recompute of {name!r} is not possible in profile {profile.name!r}: {why}")
     chosen = {by_name[name]: possible[by_name[name]] for name in names}
-    return _Replay(profile, touched, chosen).run()
+    replay = Replay(profile, touched, chosen)
+    return replay.run(), replay
 
 
 def as_planned(plan: Plan, profile: Profile) -> tuple[Plan, Profile]:
@@ -148,7 +152,7 @@ class _Row:
     writes: list[int] = field(default_factory=list)
 
 
-class _Replay:
+class Replay:
     """Goes through the step once and runs kernels again where a use asks for it."""
 
     def __init__(self, profile: Profile, touched: Touched, chosen: dict[int, Cut]) -> None:

@@ -179,6 +179,11 @@ class Session:
             )
             return None
         try:
+            if self.remaking.open(step) and self.options.planner != "none":
+                limit_s = self.options.plan_time / 1e9
+                names = planner.to_make_again(profile, self.machine, self.budget_bytes, time_limit_s=limit_s)
+                if self.remaking.decide(step, names):
+                    return None
             plan = planner.plan(
                 profile,
                 self.machine,
@@ -186,12 +191,7 @@ class Session:
                 planner=self.options.planner,
                 fingerprint=fingerprint,
                 time_limit_s=self.options.plan_time / 1e9,
-                recompute=self.remaking.open(step),
             )
-            if self.remaking.open(step) and self.remaking.decide(step, plan.recompute):
-                return None
-            if plan.recompute:  # of none of it are there more calls that want it than not
-                plan = planner.plan(profile, self.machine, self.budget_bytes, fingerprint=fingerprint)
             plan = replace(plan, remade=self.remaking.of(step))
         except TeraioError as error:
             log.warning("teraio: no plan, tensors are moved on demand: %s", error)
@@ -266,6 +266,17 @@ def _foreign_program() -> None:
 def made_again(graph: str) -> Collection[str]:
     """Which saved nodes of a joint graph are made again instead."""
     return () if SESSION is None else SESSION.remaking.asked(graph)
+
+
+def all_made_again() -> str:
+    """Everything that is known to be made again, for the keys of caches."""
+    return "" if SESSION is None else SESSION.remaking.key
+
+
+def loaded_graph(graph: str) -> None:
+    """A program that was cut from this joint graph is there, compiled or from a cache."""
+    if SESSION is not None and graph:
+        SESSION.remaking.loaded(graph)
 
 
 def guard_this_graph() -> None:
