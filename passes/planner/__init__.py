@@ -61,6 +61,9 @@ def none(
     return Plan("", "none", budget_bytes)
 
 
+SPARE = (
+    0.1  # of the budget, beside what the kernels are said to need that will run again: these are estimates
+)
 BOUND_SHARE = 0.25  # of the time limit, at most; steps of Llama 8B take 2 to 4 s
 
 PLANNERS: dict[str, Planner] = {
@@ -127,7 +130,7 @@ def to_make_again(
     the step that this makes."""
     problem = build(profile, machine)
     refuse_below_floor(problem, budget_bytes)
-    choice = joint.choose(problem, machine, budget_bytes, (), time_limit_s)
+    choice = joint.choose(problem, machine, budget_bytes, (), time_limit_s, SPARE)
     return () if choice is None else choice.names
 
 

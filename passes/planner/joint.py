@@ -43,9 +43,15 @@ class Choice:
 
 
 def choose(
-    problem: Problem, machine: Machine, budget_bytes: int, keep: Collection[str], time_limit_s: float
+    problem: Problem,
+    machine: Machine,
+    budget_bytes: int,
+    keep: Collection[str],
+    time_limit_s: float,
+    spare: float = 0.0,
 ) -> Choice | None:
-    """None: nothing is to be decided, because nothing can be made again or all of it fits."""
+    """None: nothing is to be decided, because nothing can be made again or all of it fits. `spare`: the part
+    of the budget that no kernel needs, because the kernels that then run will not be quite these."""
     begun = monotonic()
     again = candidates(problem)
     if not again or int(problem.live.max()) <= budget_bytes:
@@ -64,7 +70,8 @@ def choose(
     for tried in dict.fromkeys([*sets, ()]):
         if best is not None and monotonic() > stop:
             break
-        step_ns = _judged(problem, machine, budget_bytes, keep, tried, lower.step_ns)
+        most_bytes = int(budget_bytes * (1 - spare)) if tried else budget_bytes
+        step_ns = _judged(problem, machine, budget_bytes, keep, tried, lower.step_ns, most_bytes)
         if step_ns is not None and (best is None or step_ns < best[0]):
             best = step_ns, tried
     return Choice(best[1] if best else (), lower.step_ns)
@@ -125,10 +132,12 @@ def _judged(
     keep: Collection[str],
     names: tuple[str, ...],
     bound_ns: int,
+    most_bytes: int,
 ) -> int | None:
-    """The step of the best of greedy's first plans with these made again; None if there is none."""
+    """The step of the best of greedy's first plans with these made again; None if there is none, or a kernel
+    needs more than `most_bytes`."""
     step = build(recomputed(problem.profile, names), machine, keep)
-    if int(step.floor.max()) > budget_bytes:
+    if int(step.floor.max()) > most_bytes:
         return None
     try:
         plans = islice(portfolio(step, machine, budget_bytes, bound_ns), FIRST)
