@@ -33,7 +33,7 @@ from teraio.errors import UnsupportedError
 from teraio.schedule import ProgramKind, Schedule
 from teraio.units import fmt_bytes
 
-from . import aot, inductor_calls, inductor_lines, sizes, slots
+from . import again, aot, inductor_calls, inductor_lines, inductor_partition, partition, sizes, slots
 from .inductor_calls import Program, Subprogram, subprogram
 from .inductor_lines import UnknownLine, UserStreams, storage_size
 from .inductor_options import refuse_unfit
@@ -42,7 +42,8 @@ from .slots import Make, Place, Signature, lay_slots, own_bytes, whole_program
 
 def _version() -> str:
     """Of everything that decides what is printed into a program: the bytes of these files."""
-    files = [__file__, *(m.__file__ for m in (aot, inductor_calls, inductor_lines, sizes, slots, schedules))]
+    modules = (again, aot, inductor_calls, inductor_lines, partition, sizes, slots, schedules)
+    files = [__file__, *(module.__file__ for module in modules)]
     digest = hashlib.sha256()
     for file in files:
         digest.update(Path(str(file)).read_bytes())
@@ -79,6 +80,7 @@ class Compilation:
     notice: Callable[[str], None]
     registry: str
     guard: bool  # whether calls of the program go through the registry's `guarded`
+    cut: partition.Partition | None = None
     subprograms: dict[str, Subprogram] = dataclasses.field(default_factory=dict)
 
 
@@ -184,8 +186,12 @@ def read_signature(compilation: Compilation) -> Signature:
     names = list(graph.graph_inputs)
     constants = (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)
     outputs = [None if isinstance(output, constants) else output.get_name() for output in graph.graph_outputs]
+    cut = compilation.cut
     return Signature(
         kind=compilation.kind,
+        graph=cut.graph if cut else "",
+        nodes=cut.nodes if cut and len(cut.nodes) == len(outputs) else (),
+        possible=cut.possible if cut else frozenset(),
         arguments=tuple(
             (n, storage_size(v)[0]) for n, v in graph.graph_inputs.items() if isinstance(v, tensors)
         ),
@@ -231,6 +237,8 @@ def slotted_codegen(compilation: Compilation) -> Iterator[None]:
         # Two models may have the same forward graph, and one of them returns to the user what the other
         # saves for its backward: the graph alone is not the key.
         about = f"{compilation.kind} returns {compilation.to_caller} holds {sorted(compilation.held)}"
+        if cut := compilation.cut:
+            about += f" of {cut.graph} {cut.nodes} {sorted(cut.possible)}"
         key = SlotsInCacheKey(config.post_grad_custom_post_pass, about)
         with config.patch(post_grad_custom_post_pass=key):
             yield
@@ -247,8 +255,10 @@ def compile_program(
     guard: bool = False,
     registry: str = REGISTRY,
     settings: Mapping[str, Any] | None = None,
+    again: tuple[partition.Asked | None, str] = (None, ""),
 ) -> Any:
-    """A captured graph through Inductor, with slots; plainly if nobody takes notices.
+    """A captured graph through Inductor, with slots; plainly if nobody takes notices. `again`: what is made
+    again instead of saved, and all that may be, in a stable form.
 
     The backward is compiled lazily, at its first run: slots are set up per graph, not around the whole, and
     Inductor does the same with `settings`, its own that are asked for. `loaded` says how many programs have
@@ -261,6 +271,7 @@ def compile_program(
         return plain
     about = f"{registry} guard {guard}"
     patches["post_grad_custom_post_pass"] = SlotsInCacheKey(config.post_grad_custom_post_pass, about)
+    patches |= inductor_partition.patch(*again, VERSION)
     asked = 0
 
     def inner_compile(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
@@ -316,9 +327,9 @@ def _compile_inner(
     elif kwargs.get("is_inference"):
         kind = "inference"
     returned: Any = gm.graph.output_node().args[0]
-    compilation = Compilation(
-        kind, aot.outputs_to_caller(kind, len(returned)), aot.held_arguments(kind), notice, registry, guard
-    )
+    to_caller, held = aot.outputs_to_caller(kind, len(returned)), aot.held_arguments(kind)
+    cut = partition.of(gm) if kind == "forward" else None
+    compilation = Compilation(kind, to_caller, held, notice, registry, guard, cut)
     with ONE_AT_A_TIME:
         # Once more: since the forward was compiled a setting may have changed, or the model asks for CUDA
         # graphs by itself (torch.compiler.override_cudagraphs), which reaches us as an argument.

@@ -26,7 +26,7 @@ from teraio.passes import selftest
 from teraio.runtime import engine
 from teraio.runtime.adopt import foreign_weight, weights_of_compiled_modules
 from teraio.schedule import ProgramKind
-from teraio.session import guard_this_graph, made_again, reset, start
+from teraio.session import all_made_again, guard_this_graph, loaded_graph, made_again, reset, start
 
 log = logging.getLogger("teraio")
 
@@ -59,7 +59,7 @@ def _compile(
 
     settings: dict[str, Any] = {}
     if inner != "eager":
-        from teraio.passes import inductor, inductor_options
+        from teraio.passes import inductor, inductor_options, inductor_partition
 
         settings = inductor_options.settings(parsed.mode, dict(parsed.inductor))
     elif parsed.inner != "eager" and (parsed.mode or parsed.inductor):
@@ -71,6 +71,7 @@ def _compile(
         return inductor.compile_program(gm, example_inputs, notice=None, settings=settings)
     if inner != "eager":
         inductor_options.refuse_unfit(settings, parsed.mode)
+        inductor_partition.refuse_other(parsed.recompute == "auto")
     start(parsed)
     guard_this_graph()
     engine.PROGRAMS.clear()  # of a compilation that failed
@@ -81,7 +82,13 @@ def _compile(
             slotted = fx.compiler(lambda g, kind: _slot_eager(g, kind, labels), engine.guarded, made_again)
             return slotted(gm, example_inputs)
     return inductor.compile_program(
-        gm, example_inputs, log.warning, lambda: _label(labels), guard=True, settings=settings
+        gm,
+        example_inputs,
+        log.warning,
+        lambda: _label(labels),
+        guard=True,
+        settings=settings,
+        again=(made_again, all_made_again()),
     )
 
 
@@ -143,4 +150,5 @@ def _label(labels: tuple[str, ...]) -> int:
     for program in loaded:
         if program.schedule.kind != "backward":
             program.name_arguments(labels)
+            loaded_graph(program.schedule.graph)
     return len(loaded)

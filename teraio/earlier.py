@@ -37,6 +37,8 @@ BUDGET_TENTHS = 9
 # What a plan depends on, beside the step and the budget.
 PLAN_OPTIONS = ("planner", "keep", "host_memory", "optimizer_step", "recompute", "max_write_per_day")
 
+LATEST = "the latest plan that makes something again"  # in place of a fingerprint
+
 Order = tuple[str, ...]  # of programs
 
 
@@ -179,7 +181,8 @@ class Earlier:
         cannot be written is no reason to end a training."""
         if self.cache is None or plan.planner == "none":
             return
-        for name in dict.fromkeys([plan.fingerprint, *(each.graph for each in plan.remade)]):
+        graphs = dict.fromkeys(each.graph for each in plan.remade)
+        for name in (plan.fingerprint, *graphs, *([LATEST] if graphs else [])):
             refused = self.cache.keep(self._key(name), plan)
             if refused:
                 self._warn("the plan was not kept for later runs: %s", refused)

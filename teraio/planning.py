@@ -71,13 +71,15 @@ class Planning:
             smallest = max(self.budget_bytes, planner.smallest_budget(profile))
             self.engine.residency.budget_bytes = smallest
             log.info("teraio: memory is %s, the smallest for this step", fmt_bytes(smallest, up=True))
+        fitting = as_far_as_it_fits(profile, self.budget_bytes)
         try:
-            open_ = self.remaking.open(step)
-            plan = self._make(profile, fingerprint, recompute=open_)
-            if open_ and self.remaking.decide(step, plan.recompute):
-                return None
-            if plan.recompute:  # of none of it are there more calls that want it than not
-                plan = self._make(profile, fingerprint, recompute=False)
+            if self.remaking.open(step) and self.options.planner != "none":
+                names = planner.to_make_again(
+                    fitting, self.machine, self.budget_bytes, time_limit_s=self.options.plan_time / 1e9
+                )
+                if self.remaking.decide(step, names):
+                    return None
+            plan = self._make(fitting, fingerprint)
             plan = replace(plan, remade=self.remaking.of(step))
         except TeraioError as error:
             log.warning("teraio: no plan, tensors are moved on demand: %s", error)
@@ -91,16 +93,15 @@ class Planning:
         self.earlier.keep(plan)
         return plan
 
-    def _make(self, profile: Profile, fingerprint: str, recompute: bool) -> Plan:
+    def _make(self, profile: Profile, fingerprint: str) -> Plan:
         return planner.plan(
-            as_far_as_it_fits(profile, self.budget_bytes),
+            profile,
             self.machine,
             self.budget_bytes,
             planner=self.options.planner,
             fingerprint=fingerprint,
             time_limit_s=self.options.plan_time / 1e9,
             steps=PAYS_BACK_STEPS,
-            recompute=recompute,
             write_per_day_bytes=self.options.max_write_per_day or 0,
         )
 

@@ -11,7 +11,8 @@ this, the kernels that make it run once more:
 What such a kernel reads is there, or has been made again, or is made again with it: then its kernels run,
 too. What the later call reads anyway stays until it is read for this. Kernels of a chain that make no tensor
 of the profile (a measured one knows only what can move) run again with it. No kernel runs again twice for the
-same tensor; what was made again stays until its last use.
+same tensor. What was made again lives inside the program that makes it, until its last use there: it cannot
+move, so it counts as workspace of the kernels meanwhile.
 
 `recomputed` returns an ordinary profile. Planners, simulators and the check know nothing else, so the ticks
 in the moves of a plan with `recompute` are those of this longer step.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from .errors import PlanError
 from .plan import Plan
@@ -119,6 +120,20 @@ def recomputed(profile: Profile, names: Collection[str]) -> Profile:
     """The step in which these tensors are made again. PlanError names the first that cannot be."""
     if not names:
         return profile
+    step, _ = replayed(profile, names)
+    known, change = len(profile.tensors), [0] * (len(step.kernels) + 1)
+    for tensor in step.tensors[known:]:
+        change[tensor.writes[0]] += tensor.size_bytes
+        change[max((*tensor.reads, *tensor.writes)) + 1] -= tensor.size_bytes
+    kernels = tuple(
+        replace(kernel, workspace_bytes=kernel.workspace_bytes + inside)
+        for kernel, inside in zip(step.kernels, accumulate(change))
+    )
+    return replace(step, kernels=kernels, tensors=step.tensors[:known])
+
+
+def replayed(profile: Profile, names: Collection[str]) -> tuple[Profile, Replay]:
+    """The same, with what is made again as tensors of their own behind the others; and how it came about."""
     touched = Touched(profile)
     possible = cuts(profile, touched)
     by_name = {tensor.name: index for index, tensor in enumerate(profile.tensors)}
@@ -131,7 +146,8 @@ def recomputed(profile: Profile, names: Collection[str]) -> Profile:
                 why = "the kernels that made it would not find what they read, or it is never idle"
             raise PlanError(f"recompute of {name!r} is not possible in profile {profile.name!r}: {why}")
     chosen = {by_name[name]: possible[by_name[name]] for name in names}
-    return _Replay(profile, touched, chosen).run()
+    replay = Replay(profile, touched, chosen)
+    return replay.run(), replay
 
 
 def as_planned(plan: Plan, profile: Profile) -> tuple[Plan, Profile]:
@@ -148,7 +164,7 @@ class _Row:
     writes: list[int] = field(default_factory=list)
 
 
-class _Replay:
+class Replay:
     """Goes through the step once and runs kernels again where a use asks for it."""
 
     def __init__(self, profile: Profile, touched: Touched, chosen: dict[int, Cut]) -> None:

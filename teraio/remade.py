@@ -11,12 +11,14 @@ Nothing else is compiled again, and no guard or weight changes: it is what Dynam
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from types import CodeType
 
+from teraio.earlier import LATEST
 from teraio.plan import Plan, Remade
 from teraio.schedule import Step
 from teraio.units import fmt_bytes, fmt_count
@@ -37,13 +39,24 @@ class Remaking:
         self.looked: set[str] = set()
         if replay is not None:
             self._take(replay.remade)
+        elif wanted and (latest := find(LATEST)) is not None:
+            self._take(latest.remade)
 
-    def asked(self, graph: str) -> Collection[str]:
-        """Called while a joint graph is cut."""
+    @property
+    def key(self) -> str:
+        """All sets, in a stable form: what is compiled with others is another program."""
+        rows = [f"{graph} {sorted(nodes)}" for graph, nodes in sorted(self.sets.items()) if nodes]
+        return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
+
+    def loaded(self, graph: str) -> None:
+        """A program of this graph is there; from a cache it comes without being asked for."""
         code = _compiling()
         if code is not None:
             self.codes[graph].add(code)
         self.due.discard(graph)
+
+    def asked(self, graph: str) -> Collection[str]:
+        """Called while a joint graph is cut."""
         if self.wanted and graph not in self.sets and graph not in self.looked:
             self.looked.add(graph)
             kept = self.find(graph)

@@ -257,6 +257,17 @@ def made_again(graph: str) -> Collection[str]:
     return () if SESSION is None else SESSION.remaking.asked(graph)
 
 
+def all_made_again() -> str:
+    """Everything that is known to be made again, for the keys of caches."""
+    return "" if SESSION is None else SESSION.remaking.key
+
+
+def loaded_graph(graph: str) -> None:
+    """A program that was cut from this joint graph is there, compiled or from a cache."""
+    if SESSION is not None and graph:
+        SESSION.remaking.loaded(graph)
+
+
 def guard_this_graph() -> None:
     """The backend compiles a graph: its guards find plain weights."""
     if WATCH is not None:

@@ -25,7 +25,7 @@ from teraio.passes.synth import Request, synth
 from teraio.passes.synth.roofline import Rates, Recorder
 from teraio.plan import Evict, Fetch, Plan
 from teraio.profile import Kernel, Profile, Tensor
-from teraio.recompute import as_planned, cuts, recomputed
+from teraio.recompute import as_planned, cuts, recomputed, replayed
 
 
 @cache
@@ -90,8 +90,8 @@ def subsets(profile: Profile, seed: int, count: int) -> list[tuple[str, ...]]:
 def test_every_kernel_reads_what_it_read_and_runs_again_at_most_once(seed: int) -> None:
     profile = network(seed)
     for names in subsets(profile, seed, 3):
-        step = recomputed(profile, names)
-        step.validate()
+        recomputed(profile, names).validate()
+        step, _ = replayed(profile, names)
         once, twice = values_read(profile), values_read(step)
         assert once.keys() == twice.keys()
         for kernel, reads in twice.items():
@@ -100,7 +100,7 @@ def test_every_kernel_reads_what_it_read_and_runs_again_at_most_once(seed: int) 
 
 def test_a_whole_model_reads_what_it_read() -> None:
     for names in subsets(gpt(), 1, 2):
-        once, twice = values_read(gpt()), values_read(recomputed(gpt(), names))
+        once, twice = values_read(gpt()), values_read(replayed(gpt(), names)[0])
         assert {kernel: set(reads) for kernel, reads in once.items()} == {k: set(r) for k, r in twice.items()}
 
 
@@ -155,13 +155,16 @@ def two_layers(last_read_of_b: int = 2) -> Profile:
 
 
 def test_a_tensor_is_not_there_between_its_last_use_forward_and_its_first_backward() -> None:
-    step = recomputed(two_layers(), ["b"])
+    step, _ = replayed(two_layers(), ["b"])
     assert [kernel.name for kernel in step.kernels] == ["k0", "k1", "k2", "k3", "k1.again", "k4", "k5"]
     tensors = {tensor.name: tensor for tensor in step.tensors}
     assert (tensors["b"].writes, tensors["b"].reads) == ((1,), (2,))
     assert (tensors["b.again"].writes, tensors["b.again"].reads) == ((4,), (5,))
     assert tensors["a"].reads == (1, 4, 6)
     assert step.kernels[4].call == 1
+    inside = recomputed(two_layers(), ["b"])  # b is made again inside a program: it cannot move
+    assert [kernel.workspace_bytes for kernel in inside.kernels] == [0, 0, 0, 6, 6, 6, 0]
+    assert inside.tensors == step.tensors[:3]
 
 
 def test_what_cannot_be_made_again_is_refused_by_name() -> None:
@@ -261,8 +264,8 @@ def test_a_set_whose_kernels_do_not_fit_is_not_chosen() -> None:
     kernels = list(two_layers().kernels)
     kernels[1] = replace(kernels[1], workspace_bytes=9)
     problem = planner.build(replace(two_layers(), kernels=tuple(kernels)), toys.machine())
-    assert joint._judged(problem, toys.machine(), 18, (), ("b",), 0) is None
-    assert joint._judged(problem, toys.machine(), 19, (), ("b",), 0) is not None
+    assert joint._judged(problem, toys.machine(), 18, (), ("b",), 0, 18) is None
+    assert joint._judged(problem, toys.machine(), 19, (), ("b",), 0, 19) is not None
 
 
 def test_the_command_prints_what_is_made_again_and_explains_the_plan(

@@ -2,6 +2,7 @@
 
     plan(profile, machine, budget_bytes)     -> a plan that `check` has accepted, with its predicted step time
     smallest_budget(profile)                 -> the budget below which there is none
+    to_make_again(profile, ...)              -> what `plan` with `recompute` would make again
     simulate(plan, profile, machine)         -> its predicted timeline
 
 `auto` is `greedy`, `search` and `ilp` in turn. `none` decides nothing: its plan has no moves, the engine
@@ -36,7 +37,7 @@ from .tencache import tencache
 from .teraio_paper import teraio_paper
 from .zero_infinity import zero_infinity
 
-__all__ = ["PLANNERS", "build", "lower_bound_ns", "plan", "simulate", "smallest_budget"]
+__all__ = ["PLANNERS", "build", "lower_bound_ns", "plan", "simulate", "smallest_budget", "to_make_again"]
 
 
 class Planner(Protocol):
@@ -62,6 +63,8 @@ def none(
 
 
 LEAST_S = 0.1  # for a plan, however long it took to choose what is made again
+# Of the budget, beside what the kernels are said to need that will run again: these are estimates.
+SPARE = 0.1
 BOUND_SHARE = 0.25  # of the time limit, at most; steps of Llama 8B take 2 to 4 s
 
 PLANNERS: dict[str, Planner] = {
@@ -136,6 +139,17 @@ def _predicted(made: Plan, profile: Profile, step: Profile, machine: Machine, bo
     if not verdict.feasible:
         raise PlanError(f"planner {made.planner!r} made a plan that the check refuses: {verdict.problems[0]}")
     return replace(made, predicted=Predicted(_step_ns(made, step, machine), bound_ns, verdict.peak_bytes))
+
+
+def to_make_again(
+    profile: Profile, machine: Machine, budget_bytes: int, *, time_limit_s: float = 10.0
+) -> tuple[str, ...]:
+    """What a plan with `recompute` would make again, without the rest of the plan: for a run, which measures
+    the step that this makes."""
+    problem = build(profile, machine)
+    refuse_below_floor(problem, budget_bytes)
+    choice = joint.choose(problem, machine, budget_bytes, (), time_limit_s, SPARE)
+    return () if choice is None else choice.names
 
 
 def _made(

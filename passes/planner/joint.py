@@ -1,21 +1,24 @@
 """What to make again, decided together with what moves. In: a problem. Out: names, and a bound.
 
 The relaxation says which fraction of each tensor it would make again, if all of this were a fluid (again.py).
-That is nearly a decision: on steps of Llama 8B all but 1 to 6 of 450 fractions were 0 or 1. So there are few
-sets worth a look: what is at least so much made again, for a few thresholds, and nothing. The step of each is
-planned by greedy for a moment; the one with the fastest plan wins.
+That is nearly a decision: on steps of Llama 8B all but 1 to 6 of 450 fractions were 0 or 1. What it does not
+know is that a tensor may have to be made again long before it is used, because another is made from it. A
+chain of such tensors goes through all layers: then all of it is made again at the beginning of the backward.
+So where tensors come early, some are saved that all ways from them lead through, the smallest on the way:
+all of these, every second, third or fourth. Each set is planned by greedy for a moment; the fastest wins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from time import monotonic
 
 from teraio.errors import PlanError
 from teraio.machine import Machine
-from teraio.recompute import recomputed
+from teraio.profile import Profile
+from teraio.recompute import recomputed, replayed
 
 from .again import candidates
 from .bound import lower_bound
@@ -23,6 +26,9 @@ from .greedy import portfolio
 from .problem import Problem, build
 
 THRESHOLDS = (0.5, 0.05, 0.95)
+SAVED = (1, 2, 3, 4)  # of those that would come early: all, every second, ...
+ROUNDS = 4
+EARLY = 0.1  # of the time for which a tensor would be away otherwise: that is early
 FIRST = 4  # plans of greedy's portfolio that a set is judged by
 SHARE = 0.4  # of the time limit, at most, for the relaxation; steps of Llama 8B take 4 to 7 s
 TRIES_SHARE = 0.3  # likewise for plans of other sets than the first
@@ -37,9 +43,15 @@ class Choice:
 
 
 def choose(
-    problem: Problem, machine: Machine, budget_bytes: int, keep: Collection[str], time_limit_s: float
+    problem: Problem,
+    machine: Machine,
+    budget_bytes: int,
+    keep: Collection[str],
+    time_limit_s: float,
+    spare: float = 0.0,
 ) -> Choice | None:
-    """None: nothing is to be decided, because nothing can be made again or all of it fits."""
+    """None: nothing is to be decided, because nothing can be made again or all of it fits. `spare`: the part
+    of the budget that no kernel needs, because the kernels that then run will not be quite these."""
     begun = monotonic()
     again = candidates(problem)
     if not again or int(problem.live.max()) <= budget_bytes:
@@ -48,16 +60,69 @@ def choose(
     names = [tensor.name for tensor in problem.profile.tensors]
     # Without a relaxation all of it, cheap or not, and none of it are the only sets there are.
     fractions = lower.again or tuple((each.tensor, 1.0) for each in again)
-    sets = [tuple(names[i] for i, part in fractions if part >= least) for least in THRESHOLDS]
+    sets = [
+        each
+        for least in THRESHOLDS
+        for each in _unchained(problem.profile, tuple(names[i] for i, part in fractions if part >= least))
+    ]
     stop = begun + (SHARE + TRIES_SHARE) * time_limit_s
     best: tuple[int, tuple[str, ...]] | None = None
     for tried in dict.fromkeys([*sets, ()]):
         if best is not None and monotonic() > stop:
             break
-        step_ns = _judged(problem, machine, budget_bytes, keep, tried, lower.step_ns)
+        most_bytes = int(budget_bytes * (1 - spare)) if tried else budget_bytes
+        step_ns = _judged(problem, machine, budget_bytes, keep, tried, lower.step_ns, most_bytes)
         if step_ns is not None and (best is None or step_ns < best[0]):
             best = step_ns, tried
     return Choice(best[1] if best else (), lower.step_ns)
+
+
+def _unchained(profile: Profile, names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The set as it is, and, if anything of it comes early, with some of it saved."""
+    yield names
+    for each in SAVED if _to_save(profile, names) else ():
+        left = names
+        for _ in range(ROUNDS):
+            saved = set(_to_save(profile, left)[::each])
+            left = tuple(name for name in left if name not in saved)
+            if each > 1 or not saved or not left:
+                break
+        yield left
+
+
+def _to_save(profile: Profile, names: tuple[str, ...]) -> list[str]:
+    """What would end the chains, in the order of the step."""
+    import networkx as nx
+
+    if not names:
+        return []
+    step, replay = replayed(profile, names)
+    tensors, sink = profile.tensors, -1
+    again = {tensor.name for tensor in step.kernels} - {kernel.name for kernel in profile.kernels}
+    begins = [0, *accumulate(kernel.duration_ns for kernel in step.kernels)]
+    early: list[int] = []
+    ways = nx.DiGraph()
+    ways.add_edges_from((made, source) for source, made in replay.made_from.edges if made in replay.again)
+    ways.add_node(sink)
+    for index, row in replay.again.items():
+        made = begins[step.tensors[row].writes[0] + 1]
+        uses = [tick for tick in step.tensors[row].reads if step.kernels[tick].name not in again]
+        if index not in replay.chosen or not uses:
+            continue
+        last = max((*step.tensors[index].reads, *step.tensors[index].writes))
+        if begins[uses[0]] - made > EARLY * (begins[uses[0]] - begins[last + 1]):
+            early.append(index)
+        else:
+            ways.add_edge(sink, index)
+    through = nx.immediate_dominators(ways, sink)
+    picked: set[int] = set()
+    for index in early:
+        way, at = [index], index
+        while through.get(at, sink) not in (sink, at):
+            at = through[at]
+            way += [at] if at in replay.chosen else []
+        picked.add(min(way, key=lambda i: tensors[i].size_bytes))
+    return [tensors[index].name for index in sorted(picked, key=lambda index: tensors[index].writes[0])]
 
 
 def _judged(
@@ -67,10 +132,12 @@ def _judged(
     keep: Collection[str],
     names: tuple[str, ...],
     bound_ns: int,
+    most_bytes: int,
 ) -> int | None:
-    """The step of the best of greedy's first plans with these made again; None if there is none."""
+    """The step of the best of greedy's first plans with these made again; None if there is none, or a kernel
+    needs more than `most_bytes`."""
     step = build(recomputed(problem.profile, names), machine, keep)
-    if int(step.floor.max()) > budget_bytes:
+    if int(step.floor.max()) > most_bytes:
         return None
     try:
         plans = islice(portfolio(step, machine, budget_bytes, bound_ns), FIRST)

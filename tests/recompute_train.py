@@ -1,0 +1,137 @@
+"""Training in a process of its own, over a link that is said to be slow: activations are made again.
+
+    recompute_train.py '[{"name": "off", "model": "mlp", "budget": 14000000, "options": {...}}, ...]'
+
+prints one JSON object: per run its losses, a digest of its weights, the engine's counts per step, the peak of
+all tensors, how often Dynamo compiled, what is made again, and the last plan. `plain`: without teraio.
+`replay`: with the plan of that run; `cut`: only with what it makes again, and no budget to speak of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import allocator
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import teraio
+from teraio import earlier, session
+from teraio.plan import Plan
+
+SLOW_BYTES_PER_S = 10**7  # a kernel that runs again is a hundred times as fast on any machine
+WIDTH, ROWS = 192, 512
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.into, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH) if kind == "attention" else None
+        self.dropout = nn.Dropout(0.2) if kind == "dropout" else nn.Identity()
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        if self.qkv is not None:
+            parts = self.qkv(x).view(4, -1, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4).unbind(0)
+            weights = (parts[0] @ parts[1].transpose(-1, -2)).softmax(-1)
+            x = x + (weights @ parts[2]).transpose(1, 2).reshape(x.shape)
+        h = self.dropout(nn.functional.gelu(self.into(x)))
+        return x + self.out(nn.functional.silu(h) * h)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "checkpoint":
+            made: torch.Tensor = checkpoint(self.inside, x, use_reentrant=False)
+            return nn.functional.gelu(made) * made.sigmoid()
+        return self.inside(x)
+
+
+def model_of(kind: str, layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(kind) for _ in range(layers)))
+
+
+def slow(monkey: Any = session._link) -> Any:
+    def link(directory: Any) -> Any:
+        rates = ("evict_bytes_per_s", "fetch_bytes_per_s", "both_evict_bytes_per_s", "both_fetch_bytes_per_s")
+        return replace(monkey(directory), **dict.fromkeys(rates, SLOW_BYTES_PER_S))
+
+    return link
+
+
+def run(
+    asked: dict[str, Any], plans: dict[str, str], counting: allocator.Counting, folder: str
+) -> dict[str, Any]:
+    model = model_of(asked["model"], asked.get("layers", 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    options: dict[str, Any] = {"inner": "eager", "memory": asked.get("budget", 2**34), "planner": "greedy"}
+    options |= {"plan_time": "5s", "warmup": 1, **asked.get("options", {})}
+    if "replay" in asked or "cut" in asked:
+        plan = Plan.loads(plans[asked.get("replay") or asked["cut"]])
+        if "cut" in asked:
+            plan = replace(plan, moves=(), homes=(), fingerprint="0" * 32)
+        options["plan"] = str(Path(folder) / f"{asked['name']}.plan.json")
+        plan.write(options["plan"])
+    compiled: Any = torch.compile(model, backend="teraio", options=options)
+    if "plain" in asked:
+        compiled = torch.compile(model, backend="aot_eager")
+    os.environ["TERAIO_CACHE_DIR"] = str(Path(folder) / "cache") if asked.get("cache") else "off"
+    others = counting.alive_bytes() - sum(p.nbytes for p in model.parameters())
+    result: dict[str, Any] = {"losses": [], "counts": [], "peaks": [], "programs": []}
+    torch.manual_seed(1)
+    last: dict[str, int] = {}
+    for number in range(asked.get("steps", 8)):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+        counting.reset_peak()
+        loss = compiled(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        result["losses"].append(loss.item().hex())
+        stats = teraio.stats()
+        result["counts"].append({key: stats[key] - last.get(key, 0) for key in stats})
+        result["peaks"].append(counting.peak_bytes() - others)
+        last = stats
+    result["compiles"] = counters["stats"]["unique_graphs"]
+    if session.SESSION is not None:
+        chosen = session.SESSION.remaking.sets
+        result["nodes"] = sorted(node for nodes in chosen.values() for node in nodes)
+    teraio.reset()
+    torch._dynamo.reset()
+    counters.clear()
+    parameters = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    result["digest"] = hashlib.sha256(parameters).hexdigest()
+    return result
+
+
+def main(asked_for: str, folder: str) -> None:
+    counting = allocator.install()
+    torch.set_num_threads(1)
+    session._link = slow()
+    plans: dict[str, str] = {}
+    done: dict[str, Any] = {}
+    keep = earlier.Earlier.keep
+    for asked in json.loads(asked_for):
+
+        def kept(self: earlier.Earlier, plan: Plan, name: str = asked["name"]) -> None:
+            plans[name] = plan.dumps()
+            keep(self, plan)
+
+        earlier.Earlier.keep = kept  # type: ignore[method-assign]
+        done[asked["name"]] = run(asked, plans, counting, folder)
+        done[asked["name"]]["kept"] = json.loads(plans.get(asked["name"], "{}"))
+    print(json.dumps(done))
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as made:
+        main(sys.argv[1], made)
