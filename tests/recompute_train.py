@@ -97,7 +97,7 @@ def run(
         optimizer.step()
         optimizer.zero_grad()
         result["losses"].append(loss.item().hex())
-        stats = teraio.stats()
+        stats = {key: n for key, n in teraio.stats().items() if isinstance(n, int)}
         result["counts"].append({key: stats[key] - last.get(key, 0) for key in stats})
         result["peaks"].append(counting.peak_bytes() - others)
         last = stats
