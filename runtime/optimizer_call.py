@@ -133,8 +133,6 @@ class OptimizerCall:
         if need is not None:
             engine.residency.refuse(need)
         self.program, bound = self._program()
-        if not engine.tracker.programs:
-            engine.pace.begins()
         engine.tracker.enter(self.program)
         engine.expect()
         self.program.bound = bound
