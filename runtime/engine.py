@@ -58,7 +58,7 @@ class Engine:
         self.residency = Residency(self.mover, budget_bytes, reserve_bytes)
         self.on_step = on_step
         self.at_rest: Callable[[], None] = lambda: None  # called where no compiled program runs
-        self.tracker = StepTracker()
+        self.tracker = StepTracker(self.pace.begins)
         self.user = UserCode(self.residency, self.mover, device, self.tracker)
         self.guard = self.user.guard
         self.registry = Registry(self.residency, self.tracker, self.user, keep)
@@ -153,8 +153,6 @@ class Engine:
             self.tracker.drop()
             self.registry.forget_names()
         self.stuck.look()
-        if not self.tracker.programs:
-            self.pace.begins()
         self.tracker.enter(program, mark)  # before `bound` is cleared: the call before may be of this program
         self.expect()
         program.bound = [None] * len(program.schedule.buffers)

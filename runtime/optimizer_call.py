@@ -140,8 +140,6 @@ class OptimizerCall:
         if need is not None:
             engine.residency.give(need)
         self.program, bound = self._program()
-        if not engine.tracker.programs:
-            engine.pace.begins()
         engine.tracker.enter(self.program)
         engine.expect()
         self.program.bound = bound

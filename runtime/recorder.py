@@ -209,11 +209,10 @@ class Recorder:
         zero_ns = step.began_ns
         spans = [Span("compute", name, at - zero_ns, end - zero_ns) for name, at, end in step.kernels]
         for move in step.moves:
-            start_ns = (move.start_ns or move.begun_ns) - zero_ns
+            # Begun in user code before the first slot, it may lie before the step, whole or in part.
+            start_ns = max(0, (move.start_ns or move.begun_ns) - zero_ns)
             end_ns = max(start_ns, (move.end_ns or step.end_ns) - zero_ns)
-            spans.append(
-                Span(move.track, move.tensor, max(start_ns, 0), end_ns, move.size_bytes, move.tensor)
-            )
+            spans.append(Span(move.track, move.tensor, start_ns, end_ns, move.size_bytes, move.tensor))
         counters = [Counter(DEVICE, kind, 0, size) for kind, size in sorted(step.bytes.items())]
         counters.append(Counter(DEVICE, "reserve", 0, self.reserve_bytes))
         counters += [Counter(DEVICE, kind, max(0, at - zero_ns), size) for at, kind, size in step.changes]

@@ -73,7 +73,8 @@ class Expectation:
 
 
 class StepTracker:
-    def __init__(self) -> None:
+    def __init__(self, begins: Callable[[], None] = lambda: None) -> None:
+        self.begins = begins  # is told when the first call of a step is entered
         self.known: dict[tuple[str, ...], Expectation] = {}  # the most recent is the last
         self.expected = Expectation((), ())
         self.at = 0  # calls of the expected step that have begun
@@ -114,6 +115,7 @@ class StepTracker:
         self.number = len(self.programs)
         if not self.programs:
             self.first = (program.identity, mark)
+            self.begins()
         self.programs.append(program)
         self.training |= program.schedule.kind != "inference"
         self.base = self._place(program.identity)

@@ -95,6 +95,8 @@ timelines = st.builds(
     st.lists(spans(), max_size=5).map(tuple),
     st.lists(st.builds(Counter, tiers, names, numbers, numbers), max_size=5).map(tuple),
     st.lists(st.builds(Stall, plan_ticks, texts, numbers, names), max_size=5).map(tuple),
+    numbers,
+    numbers,
 )
 
 everything: st.SearchStrategy[Data] = st.one_of(profiles(), machines(), plans, timelines)

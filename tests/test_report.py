@@ -12,8 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import files_made
 import pytest
 import toys
+from hypothesis import Phase, given, settings
 
 from teraio import cli, report
 from teraio.passes.planner import simulate
@@ -189,6 +191,17 @@ def test_a_forgotten_escape_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("teraio.report.onepage.escape", lambda text, quote=True: text)
     with pytest.raises(AssertionError):
         test_names_in_files_are_text_and_nothing_else()
+
+
+# Without shrinking: an example takes some 10 ms, and the first that fails says enough.
+@settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(line=files_made.timelines, other=files_made.timelines, plan=files_made.plans)
+def test_any_timeline_that_a_reader_takes_has_a_report(line: Timeline, other: Timeline, plan: Plan) -> None:
+    told = report.content(report.Sources(line, "any", toys.diamond(), plan, None, other))
+    page = Page(report.page(told))
+    assert page.numbers()["step"] == shape.step_ns(line)
+    assert all(row == "\n" or row.isprintable() for row in report.text(told))
+    assert json.loads(report.trace(line))["otherData"]["kind"] == line.kind
 
 
 def test_a_step_of_nothing_has_a_page_too() -> None:

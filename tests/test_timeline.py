@@ -22,8 +22,8 @@ from teraio import cli, session
 from teraio.errors import BudgetError, OptionError
 from teraio.profile import Profile
 from teraio.runtime import engine
-from teraio.runtime.recorder import Recorder
-from teraio.timeline import Timeline
+from teraio.runtime.recorder import Happened, Move, Recorder
+from teraio.timeline import Stall, Timeline
 
 WIDTH = 512  # a weight is 1 MiB
 LAYERS = 6
@@ -297,3 +297,25 @@ def test_layers_that_share_a_program_and_your_own_code_are_in_it(tmp_path: Path)
     ]
     assert within
     assert all(stall.tick < len(kernels) for stall in line.stalls)
+
+
+def test_what_your_own_code_does_between_two_steps_stands_at_the_begin_of_the_next() -> None:
+    """A step ends at 100. What is fetched at 150, and has come at 160, is there when the next begins."""
+    recorder = Recorder(1_000, 10)
+    recorder.step = Happened(50, {})
+    recorder.step.kernels.append(("k0", 60, 200))
+    recorder.step.moves.append(Move("fetch:ssd", "w", 4, True, 150, 151, 160))
+    recorder.step.stalls.append((160, Stall(0, "w", 10, "miss")))
+    recorder.entered_ns = 200
+    recorder.end_step(100, training=True, planned=True)
+    recorder.step.kernels.append(("k1", 205, 240))
+    first = recorder.line(all_has_ended=True)
+    assert first is not None and first.step_ns == 50
+    assert [(span.name, span.start_ns, span.end_ns) for span in first.spans] == [("k0", 10, 50)]
+    assert first.stalls == ()
+    recorder.end_step(230, training=True, planned=True)
+    second = recorder.line(all_has_ended=True)
+    assert second is not None
+    assert second.dumps(), "it can be written"
+    assert [(span.name, span.start_ns, span.end_ns) for span in second.spans] == [("k1", 5, 30), ("w", 0, 0)]
+    assert second.stalls == (Stall(0, "w", 10, "miss"),)

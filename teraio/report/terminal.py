@@ -25,7 +25,12 @@ CELL_MAX = 52  # characters of a cell: a name may have a thousand
 
 
 def text(told: Content, top: int = 8) -> str:
-    parts = [shown(told.title, 200), *(f"  {sentence}" for sentence in told.sentences), "", picture(told)]
+    parts = [
+        shown(told.title, 200),
+        *(f"  {shown(sentence, 400)}" for sentence in told.sentences),
+        "",
+        picture(told),
+    ]
     waits = told.waits
     tables = [told.lanes, Table(waits.caption, waits.head, waits.rows[:top])]
     for each in (*tables, told.compared, told.drifts, told.what_if):
