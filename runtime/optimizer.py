@@ -43,6 +43,7 @@ def install() -> None:
 def start() -> None:
     """With an engine."""
     install()
+    INTERRUPTS.guard = _engine.weights_on_guard
     INTERRUPTS.install()
 
 

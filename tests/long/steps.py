@@ -1,0 +1,51 @@
+"""Thousands of training steps: descriptors, threads, files and memory stay what they were.
+
+    python tests/long/steps.py [--steps 2000]
+
+Prints `name value target PASS|FAIL`; exit code 0 or 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+CHILD = Path(__file__).parents[1] / "growth_train.py"
+BUDGET_BYTES = 6_815_744  # half of what the steps take
+GROWTH_BYTES = 2 * 2**20  # in all of them: the heap's ups and downs, not a leak per step
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=2000)
+    args = parser.parse_args()
+    asked = json.dumps({"steps": args.steps, "budget": BUDGET_BYTES})
+    ran = subprocess.run([sys.executable, str(CHILD), asked], capture_output=True, text=True, check=False)
+    if ran.returncode:
+        print(ran.stderr[-3000:])
+        return 1
+    found = json.loads(ran.stdout)
+    rows = found["rows"]
+    third = len(rows) // 3
+    figures = {
+        name: max(row[name] for row in rows) - min(row[name] for row in rows)
+        for name in ("descriptors", "threads", "files")
+    }
+    # The least of the last third against the least of the first: what only grows shows, what varies does not.
+    for name in ("resident", "peak"):
+        figures[name] = min(row[name] for row in rows[-third:]) - min(row[name] for row in rows[:third])
+    passed = True
+    print(f"steps-steps {args.steps} {args.steps} PASS")
+    for name, value in figures.items():
+        target = GROWTH_BYTES if name in {"resident", "peak"} else 0
+        passed = passed and value <= target
+        print(f"steps-{name}-growth {value} {target} {'PASS' if value <= target else 'FAIL'}")
+    print(f"steps-moved {found['did']['fetches']} fetches, {found['did']['evictions']} evictions")
+    return int(not passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Ctrl-C and `kill -9` in the middle of training: whole steps, whole checkpoints, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from interrupted import WARM, killed
+from store_rig import Left, disk_near
+
+CHILD = Path(__file__).with_name("interrupted.py")
+
+
+def test_after_ctrl_c_at_any_moment_training_goes_on_from_a_whole_step() -> None:
+    ran = subprocess.run([sys.executable, str(CHILD), "8", "3"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads(ran.stdout)
+    assert found["torn"] == found["errors"] == 0, ran.stderr[-3000:]
+    assert found["interrupted"] + found["swallowed"] >= 8
+    assert found["moved"] > 0
+
+
+def test_after_a_kill_the_last_checkpoint_is_whole_and_nothing_is_left(tmp_path: Path) -> None:
+    root = disk_near(tmp_path)
+    if root is None:
+        pytest.skip("no disk here, only memory")
+    chance = random.Random(0)
+    for _ in range(2):
+        assert killed(root, chance) >= WARM
+        left = Left(root / "store")
+        assert left.named_bytes == left.names_after_start == 0
+        assert not left.owners
