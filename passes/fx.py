@@ -203,6 +203,17 @@ def insert_slots(
     return schedule, target.append
 
 
+def needed_bytes(backward: torch.fx.GraphModule) -> int:
+    """The most that a kernel of it needs: what it touches, and what the program holds meanwhile."""
+    events = list(Reader(backward).events())
+    schedule, _ = lay_slots(read_signature(backward, "backward"), events, len(backward.graph.nodes) - 1)
+    touched = (
+        sum(schedule.buffers[b].size_bytes for b, flags in zip(slot.buffers, slot.flags) if flags)
+        for slot in schedule.slots[1:-1]
+    )
+    return max((size + slot.live_bytes for size, slot in zip(touched, schedule.slots[1:-1])), default=0)
+
+
 class Boxed:
     """A program that takes its arguments in one list and clears it: whoever holds a tensor keeps its bytes
     alive."""
@@ -224,7 +235,7 @@ def boxed(gm: torch.fx.GraphModule) -> Boxed:
 def compiler(
     transform: Callable[[torch.fx.GraphModule, ProgramKind], None],
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
-    again: partition.Asked = lambda graph: (),
+    again: partition.Asked = lambda graph: ((), 0),
 ) -> Callable[..., Any]:
     """A Dynamo backend that runs AOTAutograd's graphs in order after `transform` has changed each of them;
     `around` wraps their calls; `again`: what is made again instead of saved."""
@@ -243,5 +254,7 @@ def compiler(
         fw_compiler=compile_as("forward"),
         bw_compiler=compile_as("backward"),
         inference_compiler=compile_as("inference"),
-        partition_fn=functools.partial(partition.cut_as_asked, min_cut_rematerialization_partition, again),
+        partition_fn=functools.partial(
+            partition.cut_as_asked, min_cut_rematerialization_partition, again, needed_bytes
+        ),
     )

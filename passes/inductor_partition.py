@@ -12,7 +12,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from teraio.errors import UnsupportedError
 
-from . import partition
+from . import fx, partition
 
 SETTING = "custom_partitioner_fn"
 
@@ -25,9 +25,8 @@ class CutAsAsked(CustomPartitionerFn):
         self.key = f"{version} {about}"
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
-        return partition.cut_as_asked(
-            min_cut_rematerialization_partition, self.asked, gm, joint_inputs, **settings
-        )
+        cut = min_cut_rematerialization_partition
+        return partition.cut_as_asked(cut, self.asked, fx.needed_bytes, gm, joint_inputs, **settings)
 
     def uuid(self) -> Any:
         return self.key

@@ -15,6 +15,7 @@ other libraries, which may do any of this.
 from __future__ import annotations
 
 import hashlib
+import logging
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -24,13 +25,17 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+log = logging.getLogger("teraio")
+
 KEY = "teraio_partition"  # in the forward's meta
 BUILT_IN = {"aten", "prims"}
 BY_USER = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
 ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 Cut = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
-Asked = Callable[[str], Collection[str]]  # a joint graph -> which of its saved nodes are to be made again
+# A joint graph -> which of its saved nodes are to be made again, and the bytes that a kernel may need for it.
+Asked = Callable[[str], tuple[Collection[str], int]]
+Needs = Callable[[torch.fx.GraphModule], int]  # a backward -> the bytes that its largest kernel needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +55,34 @@ def of(forward: torch.fx.GraphModule) -> Partition | None:
 
 
 def cut_as_asked(
-    cut: Cut, asked: Asked, joint: torch.fx.GraphModule, inputs: Any, **settings: Any
+    cut: Cut, asked: Asked, needs: Needs, joint: torch.fx.GraphModule, inputs: Any, **settings: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """A partitioner: `cut`, with what is asked for made again."""
+    """A partitioner: `cut`, with what is asked for made again. That is then in memory in the middle of the
+    backward: where its largest kernel would need more than before and more than there is, only every second
+    is made again, and so on."""
     graph = identity(joint.graph)
     forward, backward = cut(joint, inputs, **settings)
     returned = int(settings["num_fwd_outputs"])
     saved = _saved(forward, returned)
-    again = [name for name in asked(graph) if name in saved]
-    if again and _tag(joint.graph, saved, again):
-        forward, backward = cut(joint, inputs, **settings)
-        saved = _saved(forward, returned)
+    names, room_bytes = asked(graph)
+    again = [node.name for node in joint.graph.nodes if node.name in saved and node.name in names]
+    first, most_bytes = (forward, backward), max(room_bytes, needs(backward)) if again else 0
+    while again:
+        tagged = _tag(joint.graph, saved, again)
+        made = cut(joint, inputs, **settings) if tagged else first
+        for node in joint.graph.nodes:  # copies: every cut makes the graph anew
+            if node.name in tagged:
+                node.meta.pop("recompute", None)
+        if not tagged or needs(made[1]) <= most_bytes:
+            forward, backward = made
+            break
+        log.info(
+            "teraio: %d of %d activations are saved: made again they do not fit",
+            -(-len(again) // 2),
+            len(again),
+        )
+        again = again[1::2]
+    saved = _saved(forward, returned)
     nodes = {node.name: node for node in joint.graph.nodes}
     written = _written(joint.graph)
     possible = frozenset(
@@ -154,8 +176,8 @@ def _repeatable(node: torch.fx.Node, wanted: bool) -> bool:
     )
 
 
-def _tag(graph: torch.fx.Graph, saved: Collection[str], again: Collection[str]) -> bool:
-    """Tags the nodes that run again and those that stay saved; False if nothing of it can be made again."""
+def _tag(graph: torch.fx.Graph, saved: Collection[str], again: Collection[str]) -> set[str]:
+    """Tags the nodes that run again and those that stay saved. Out: which; none if none can be made again."""
     nodes: Mapping[str, torch.fx.Node] = {node.name: node for node in graph.nodes}
     written, wanted = _written(graph), set(again)
     chains: dict[str, set[torch.fx.Node]] = {}
@@ -166,10 +188,10 @@ def _tag(graph: torch.fx.Graph, saved: Collection[str], again: Collection[str]) 
         if chains.keys() == wanted:
             break
         wanted = set(chains)
-    for name in saved:
-        if name not in wanted and nodes[name].target is not operator.getitem:
-            nodes[name].meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
-    for chain in chains.values():
-        for node in chain:
-            node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
-    return bool(wanted)
+    saves = [nodes[name] for name in saved if name in nodes and name not in wanted]
+    tags = {node: CheckpointPolicy.MUST_SAVE for node in saves if node.target is not operator.getitem}
+    tags |= {node: CheckpointPolicy.MUST_RECOMPUTE for chain in chains.values() for node in chain}
+    tagged = [node for node in tags if wanted and "recompute" not in node.meta]
+    for node in tagged:
+        node.meta["recompute"] = tags[node]
+    return {node.name for node in tagged}

@@ -252,9 +252,13 @@ def _foreign_program() -> None:
         engine.foreign_program()
 
 
-def made_again(graph: str) -> Collection[str]:
-    """Which saved nodes of a joint graph are made again instead."""
-    return () if SESSION is None else SESSION.remaking.asked(graph)
+def made_again(graph: str) -> tuple[Collection[str], int]:
+    """Which saved nodes of a joint graph are made again instead, and what a kernel may need for that."""
+    if SESSION is None:
+        return (), 0
+    residency = SESSION.engine.residency
+    room_bytes = residency.budget_bytes - residency.reserve_bytes - residency.budget_bytes // 20
+    return SESSION.remaking.asked(graph), room_bytes
 
 
 def all_made_again() -> str:

@@ -29,7 +29,7 @@ from teraio import earlier, session
 from teraio.plan import Plan
 
 SLOW_BYTES_PER_S = 10**7  # a kernel that runs again is a hundred times as fast on any machine
-WIDTH, ROWS = 192, 512
+WIDTH = 192
 
 
 class Block(nn.Module):
@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.kind = kind
         self.into, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH) if kind == "attention" else None
-        self.dropout = nn.Dropout(0.2) if kind == "dropout" else nn.Identity()
+        self.dropout = nn.Dropout(0.2) if kind == "attention" else nn.Identity()
 
     def inside(self, x: torch.Tensor) -> torch.Tensor:
         if self.qkv is not None:
@@ -74,7 +74,7 @@ def run(
     model = model_of(asked["model"], asked.get("layers", 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     options: dict[str, Any] = {"inner": "eager", "memory": asked.get("budget", 2**34), "planner": "greedy"}
-    options |= {"plan_time": "5s", "warmup": 1, **asked.get("options", {})}
+    options |= {"plan_time": "1s", "warmup": 1, **asked.get("options", {})}
     if "replay" in asked or "cut" in asked:
         plan = Plan.loads(plans[asked.get("replay") or asked["cut"]])
         if "cut" in asked:
@@ -89,8 +89,8 @@ def run(
     result: dict[str, Any] = {"losses": [], "counts": [], "peaks": [], "programs": []}
     torch.manual_seed(1)
     last: dict[str, int] = {}
-    for number in range(asked.get("steps", 8)):
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+    for number in range(asked.get("steps", 7)):
+        x = torch.randn(asked.get("rows", 512), WIDTH, generator=torch.Generator().manual_seed(number))
         counting.reset_peak()
         loss = compiled(x).square().mean()
         loss.backward()

@@ -28,7 +28,7 @@ from teraio.remade import Remaking
 from teraio.schedule import Buffer, Call, Schedule, Slot, Step
 
 HERE = Path(__file__).parent
-BUDGETS = {"mlp": 11_000_000, "attention": 19_000_000, "dropout": 11_000_000, "checkpoint": 11_000_000}
+BUDGETS = {"mlp": 11_000_000, "attention": 115_000_000, "checkpoint": 11_000_000}  # the second has dropout
 
 
 def child(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -44,37 +44,38 @@ def child(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return results
 
 
-def runs_of(model: str) -> list[dict[str, Any]]:
-    auto = {"model": model, "budget": BUDGETS[model], "options": {"recompute": "auto"}}
-    return [
-        {"name": f"{model} plain", "model": model, "plain": True},
-        {**auto, "name": f"{model} auto"},
-        {"name": f"{model} cut", "model": model, "cut": f"{model} auto"},
-    ]
-
-
 @cache
 def trained() -> dict[str, Any]:
-    mlp = {"model": "mlp", "budget": BUDGETS["mlp"]}
-    again = {**mlp, "options": {"recompute": "auto"}}
-    more = [
-        {**mlp, "name": "off"},
-        {**mlp, "name": "replay", "replay": "mlp auto"},
-        {**again, "name": "first", "cache": True},
-        {**again, "name": "second", "cache": True},
+    """All in one process: importing torch takes longer than any of them."""
+    runs: list[dict[str, Any]] = []
+    for model, budget in BUDGETS.items():
+        auto = {"model": model, "budget": budget, "options": {"recompute": "auto"}}
+        runs.append({"name": f"{model} plain", "model": model, "plain": True})
+        runs.append({**auto, "name": f"{model} auto", "cache": model == "mlp"})
+    runs += [
+        {"name": f"{model} cut", "model": model, "cut": f"{model} auto"} for model in ("mlp", "attention")
     ]
-    return child([run for model in BUDGETS for run in runs_of(model)] + more)
+    mlp = {"model": "mlp", "budget": BUDGETS["mlp"]}
+    runs.append({**mlp, "name": "off", "steps": 6})
+    runs.append({**mlp, "name": "replay", "replay": "mlp auto"})
+    runs.append({**mlp, "name": "later", "cache": True, "options": {"recompute": "auto"}})
+    return child(runs)
 
 
 @pytest.mark.parametrize("model", BUDGETS)
 def test_what_is_made_again_changes_no_bit_and_keeps_the_budget(model: str) -> None:
-    plain, auto, cut = (trained()[f"{model} {name}"] for name in ("plain", "auto", "cut"))
-    assert auto["nodes"] and auto["compiles"] == 2 and cut["compiles"] == 1
-    assert auto["nodes"] == cut["nodes"]
-    assert plain["losses"] == auto["losses"] == cut["losses"]
-    assert plain["digest"] == auto["digest"] == cut["digest"]
+    plain, auto = (trained()[f"{model} {name}"] for name in ("plain", "auto"))
+    assert auto["nodes"] and (plain["compiles"], auto["compiles"]) == (1, 2)
+    assert plain["losses"] == auto["losses"] and plain["digest"] == auto["digest"]
     assert max(auto["peaks"]) <= BUDGETS[model] < max(plain["peaks"])
-    assert max(cut["peaks"]) < max(plain["peaks"])  # without a budget, it saves less
+
+
+@pytest.mark.parametrize("model", ["mlp", "attention"])
+def test_the_same_cut_without_a_budget_gives_the_same_bits_and_saves_less(model: str) -> None:
+    plain, auto, cut = (trained()[f"{model} {name}"] for name in ("plain", "auto", "cut"))
+    assert cut["compiles"] == 1 and auto["nodes"] == cut["nodes"]
+    assert cut["losses"] == auto["losses"] and cut["digest"] == auto["digest"]
+    assert max(cut["peaks"]) < 0.9 * max(plain["peaks"]) and not cut["counts"][-1]["written_bytes"]
 
 
 def test_fewer_bytes_are_moved_than_without() -> None:
@@ -85,7 +86,9 @@ def test_fewer_bytes_are_moved_than_without() -> None:
 
 
 def test_no_random_operator_runs_again_and_no_checkpoint_is_undone() -> None:
-    assert not [node for node in trained()["dropout auto"]["nodes"] if "rand" in node or "bernoulli" in node]
+    assert not [
+        node for node in trained()["attention auto"]["nodes"] if "rand" in node or "bernoulli" in node
+    ]
     # What the checkpointed part leaves, and the input of the next, are the user's to save.
     assert all(node.startswith(("sigmoid", "gelu", "erf")) for node in trained()["checkpoint auto"]["nodes"])
 
@@ -98,30 +101,40 @@ def test_a_plan_file_is_compiled_once_and_followed() -> None:
 
 
 def test_a_kept_plan_is_compiled_once_and_followed_from_the_second_step_on() -> None:
-    first, second = trained()["first"], trained()["second"]
-    assert first["compiles"] == 2 and second["compiles"] == 1
-    assert second["nodes"] == first["nodes"] and second["digest"] == first["digest"]
-    assert second["counts"][1]["planned_moves"] > 0
+    first, later = trained()["mlp auto"], trained()["later"]
+    assert first["compiles"] == 2 and later["compiles"] == 1
+    assert later["nodes"] == first["nodes"] and later["digest"] == first["digest"]
+    assert later["counts"][1]["planned_moves"] > 0
     assert {each["node"] for each in first["kept"]["remade"]} == set(first["nodes"])
 
 
 def test_inductor_compiles_once_more_and_finds_its_programs_again() -> None:
-    asked = {"model": "mlp", "layers": 2, "budget": 9_500_000, "cache": True}
-    auto = {**asked, "options": {"recompute": "auto", "inner": "inductor"}}
-    cut = {"model": "mlp", "layers": 2, "name": "cut", "cut": "auto", "options": {"inner": "inductor"}}
+    auto = {"model": "mlp", "layers": 1, "rows": 2048, "budget": 15_000_000, "cache": True}
+    auto["options"] = {"recompute": "auto", "inner": "inductor"}
+    cut = {
+        "model": "mlp",
+        "layers": 1,
+        "rows": 2048,
+        "name": "cut",
+        "cut": "auto",
+        "options": {"inner": "inductor"},
+    }
     runs = child([{**auto, "name": "auto"}, {**auto, "name": "later"}, cut])
     assert runs["auto"]["nodes"] and runs["auto"]["nodes"] == runs["later"]["nodes"] == runs["cut"]["nodes"]
     assert (runs["auto"]["compiles"], runs["later"]["compiles"]) == (2, 1)
     assert runs["auto"]["losses"] == runs["later"]["losses"] == runs["cut"]["losses"]
     assert runs["auto"]["digest"] == runs["later"]["digest"] == runs["cut"]["digest"]
-    assert max(runs["auto"]["peaks"]) <= 9_500_000
+    assert max(runs["auto"]["peaks"]) <= 15_000_000
 
 
 # ---- what may run twice ----
 
 
 def cut(
-    function: Callable[..., torch.Tensor], *inputs: torch.Tensor, again: tuple[str, ...] = ()
+    function: Callable[..., torch.Tensor],
+    *inputs: torch.Tensor,
+    again: tuple[str, ...] = (),
+    needs: partition.Needs = lambda backward: 0,
 ) -> tuple[partition.Partition, torch.fx.GraphModule, torch.fx.GraphModule]:
     """The cut of a function's joint graph: what is known of it, forward and backward."""
     seen: list[torch.fx.GraphModule] = []
@@ -130,9 +143,8 @@ def cut(
         seen.append(gm)
         return nop(gm, example_inputs)
 
-    partitioner = functools.partial(
-        partition.cut_as_asked, min_cut_rematerialization_partition, lambda graph: again
-    )
+    least = min_cut_rematerialization_partition
+    partitioner = functools.partial(partition.cut_as_asked, least, lambda graph: (again, 0), needs)
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     compiled = aot_function(function, fw_compiler=look, bw_compiler=look, partition_fn=partitioner)
     compiled(*leaves).sum().backward()
@@ -163,6 +175,20 @@ def test_what_is_asked_for_is_made_again_and_the_rest_stays_saved() -> None:
     assert not partition.of(backward) and forward
 
 
+def test_what_does_not_fit_is_saved() -> None:
+    """Made again, everything of this function would be there at once."""
+
+    def kernels(backward: torch.fx.GraphModule) -> int:
+        return targets(backward).count("aten.tanh.default")
+
+    asked, _, backward = cut(chain, SQUARE, SQUARE, again=("tanh", "tanh_1"), needs=kernels)
+    assert kernels(backward) == 0 and {"tanh", "tanh_1"} <= {*asked.nodes}
+    asked, _, backward = cut(
+        chain, SQUARE, SQUARE, again=("tanh", "tanh_1"), needs=lambda backward: kernels(backward) // 2
+    )
+    assert kernels(backward) == 1 and "tanh" in asked.nodes and "tanh_1" not in asked.nodes
+
+
 def test_what_nobody_saves_is_not_made_again() -> None:
     asked, _, backward = cut(chain, SQUARE, SQUARE, again=("nobody", "mm"))
     assert asked == cut(chain, SQUARE, SQUARE)[0]
@@ -173,27 +199,37 @@ def noisy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.dropout((x @ w).tanh(), 0.5) @ w
 
 
-def written(x: torch.Tensor, w: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
-    y = (x @ w + running).tanh()
-    running.add_(1)
-    return y.square() @ w
+def masks(forward: torch.fx.GraphModule) -> set[str]:
+    """What comes out of random operators."""
+    nodes = [node for node in forward.graph.nodes if "backward" not in str(node.target)]
+    random = {node for node in nodes if "dropout" in str(node.target) or "rand" in str(node.target)}
+    return {node.name for node in nodes if node in random or random & {*node.all_input_nodes}}
 
 
-def test_random_numbers_and_what_reads_a_written_argument_are_not_made_again() -> None:
-    about, forward, backward = cut(noisy, SQUARE, SQUARE)
-    random = {n.name for n in forward.graph.nodes if "rand" in n.name or "dropout" in n.name}
-    assert random and not random & about.possible
-    everything, _, backward = cut(noisy, SQUARE, SQUARE, again=about.nodes)
-    assert not [target for target in targets(backward) if "rand" in target or "dropout" in target]
-    running = torch.ones(8, 8, dtype=torch.float64)
-    about, _, _ = cut(lambda x, w: written(x, w, running.float()), SQUARE, SQUARE)
-    assert everything.graph != about.graph
+def test_random_numbers_are_not_made_again() -> None:
+    about, forward, _ = cut(noisy, SQUARE, SQUARE)
+    assert masks(forward) & {*about.nodes} and not masks(forward) & about.possible
+    _, _, backward = cut(noisy, SQUARE, SQUARE, again=about.nodes)
+    assert not masks(backward)
 
 
 def test_a_planted_random_operator_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partition, "_repeatable", lambda node, wanted: True)
     about, forward, _ = cut(noisy, SQUARE, SQUARE)
-    assert {n.name for n in forward.graph.nodes if "rand" in n.name or "dropout" in n.name} & about.possible
+    assert masks(forward) & about.possible
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_reads_an_argument_that_the_graph_writes_is_not_made_again(writes: bool) -> None:
+    aten, graph = torch.ops.aten, torch.fx.Graph()
+    x, running = graph.placeholder("x"), graph.placeholder("running")
+    made = graph.call_function(aten.tanh.default, (graph.call_function(aten.add.Tensor, (x, running)),))
+    if writes:
+        graph.call_function(aten.copy_.default, (running, made))
+    for node in graph.nodes:
+        node.meta["val"] = SQUARE
+    chain = partition._chain(made, set(), partition._written(graph))
+    assert (chain is None) == writes
 
 
 def test_the_users_own_choice_stays() -> None:
@@ -273,4 +309,4 @@ def test_another_partitioner_is_not_replaced(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UnsupportedError, match="custom_partitioner_fn"):
         inductor_partition.refuse_other(True)
     inductor_partition.refuse_other(False)
-    assert inductor_partition.patch(lambda graph: (), "", "") == {}
+    assert inductor_partition.patch(lambda graph: ((), 0), "", "") == {}

@@ -1,0 +1,77 @@
+"""What making activations again is worth, by prediction: Llama-3.1-8B, batch 16, on drives that are few.
+
+    python benchmarks/planner_recompute.py [--seconds 30] [-o results.json]
+
+Each row is planned twice by `auto`, with recompute off and auto, on the machine of four drives and no host tier
+with that many of them. `gap_percent` is over the bound of its own: with recompute it holds for every plan that
+makes again any of what the profile says can be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from teraio.machine import Machine
+from teraio.passes import planner
+from teraio.profile import Profile
+
+PROFILES = Path(__file__).resolve().parent.parent / "profiles"
+CASES = (
+    *(("llama-3.1-8b-b16", drives, budget) for budget in (80, 40) for drives in (1, 2, 4)),
+    ("llama-3.1-8b-b4", 1, 80),
+    ("qwen3-8b-b4", 2, 40),
+    ("qwen3-30b-a3b-b4", 4, 80),
+)
+
+
+def machine_of(drives: int) -> Machine:
+    """The bandwidth of the four goes by their number."""
+    four = Machine.read(PROFILES / "machines" / "h100-4ssd-nohost.machine.json")
+    links = tuple(
+        replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * drives // 4) for link in four.links
+    )
+    return replace(four, name=f"h100-{drives}ssd-nohost", links=links)
+
+
+def planned(profile: Profile, machine: Machine, budget: int, again: bool, seconds: float) -> dict[str, Any]:
+    began = time.monotonic()
+    plan = planner.plan(profile, machine, budget, time_limit_s=seconds, recompute=again)
+    told = plan.predicted
+    return {
+        "step_ms": told.step_ns // 10**6,
+        "bound_ms": told.bound_ns // 10**6,
+        "gap_percent": round(100 * (told.step_ns / told.bound_ns - 1), 1),
+        "made_again": len(plan.recompute),
+        "moves": len(plan.moves),
+        "planning_s": round(time.monotonic() - began, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=30.0, help="time limit of each plan")
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for name, drives, budget_gb in CASES:
+        profile, machine = Profile.read(PROFILES / f"{name}.profile.json.gz"), machine_of(drives)
+        row: dict[str, Any] = {"profile": name, "drives": drives, "memory_gb": budget_gb}
+        for word, again in (("off", False), ("auto", True)):
+            row[word] = planned(profile, machine, budget_gb * 10**9, again, args.seconds)
+        row["times_as_fast"] = round(row["off"]["step_ms"] / row["auto"]["step_ms"], 2)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if args.output:
+        text = json.dumps({"date": "2026-11-22", "machine": "two cores", "rows": rows}, indent=1)
+        args.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
