@@ -83,6 +83,17 @@ PROOFS = (
     ),
     Proof("kill", "after kill -9 no file and no byte is left", quick=("--moments", "10", "--times", "1")),
     Proof("kill_saves", "kill -9 in a save leaves the old file or the new one", quick=("--kills", "10")),
+    Proof(
+        "kill_steps",
+        "kill -9 in a step or in a save between two: the last checkpoint is whole, no byte is left",
+        quick=("--kills", "10"),
+    ),
+    Proof(
+        "interrupts",
+        "Ctrl-C at any moment of a step: the model goes on, with weights and states of whole steps",
+        quick=("--count", "20"),
+    ),
+    Proof("steps", "thousands of training steps: nothing grows", quick=("--steps", "300")),
     Proof("churn", "tensors come and go: nothing grows", quick=("--tensors", "2000", "--stores", "4")),
 )
 
