@@ -42,7 +42,7 @@ class Tally:
         signal.alarm(60)
         try:
             outcome = one_fault(
-                rig, rule, deadline_s=0.1 if threads and rule["kind"] in ("drop", "stall") else 0.0
+                rig, rule, deadline_s=0.5 if threads and rule["kind"] in ("drop", "stall") else 0.0
             )
         except Hang:
             self.hangs += 1
