@@ -309,8 +309,8 @@ class Engine:
             self.end_step()
         self.guard.end()
         self.residency.serial += 1
-        if any(record.state is not DEVICE for record in self.residency.records.values()):
-            gc.collect()  # models that are garbage need not come back
+        if sum(record.size_bytes for record in self.residency.records.values()) > self.residency.budget_bytes:
+            gc.collect()  # a model that does not fit: what is garbage of it need not come back
         self.residency.bury()
         self.residency.bring_back(self.residency.records.values())
         self.mover.store.close()
