@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from test_fx_slots import WORKSPACES, beyond
+from test_remade import child as remade_child
 
 HERE = Path(__file__).parent
 # Of 34 MB that plain training takes.
@@ -146,3 +147,17 @@ def test_a_mode_is_the_one_of_inductor() -> None:
     forward, backward = warm()["lite"]["kernels"]
     assert len(forward) + len(backward) > 80
     assert not any(kernel.startswith("cpp_fused") for kernel in forward)
+
+
+def test_what_is_made_again_is_compiled_once_more_and_found_again() -> None:
+    """The cut is in the keys of AOTAutograd's cache and Inductor's; the bits are those of the same cut
+    without a budget."""
+    common = {"model": "mlp", "layers": 2, "cache": True}
+    auto = {**common, "budget": 9_500_000, "options": {"recompute": "auto", "inner": "inductor"}}
+    cut = {**common, "name": "cut", "cut": "auto", "options": {"inner": "inductor"}}
+    runs = remade_child([{**auto, "name": "auto"}, {**auto, "name": "later"}, cut])
+    assert runs["auto"]["nodes"] and runs["auto"]["nodes"] == runs["later"]["nodes"] == runs["cut"]["nodes"]
+    assert (runs["auto"]["compiles"], runs["later"]["compiles"]) == (2, 1)
+    assert runs["auto"]["losses"] == runs["later"]["losses"] == runs["cut"]["losses"]
+    assert runs["auto"]["digest"] == runs["later"]["digest"] == runs["cut"]["digest"]
+    assert max(runs["auto"]["peaks"]) <= 9_500_000 < max(runs["cut"]["peaks"])

@@ -28,7 +28,7 @@ from teraio.remade import Remaking
 from teraio.schedule import Buffer, Call, Schedule, Slot, Step
 
 HERE = Path(__file__).parent
-BUDGETS = {"mlp": 11_000_000, "attention": 115_000_000, "checkpoint": 11_000_000}  # the second has dropout
+BUDGETS = {"mlp": 11_000_000, "attention": 19_500_000, "checkpoint": 11_000_000}  # the second has dropout
 
 
 def child(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -106,25 +106,6 @@ def test_a_kept_plan_is_compiled_once_and_followed_from_the_second_step_on() -> 
     assert later["nodes"] == first["nodes"] and later["digest"] == first["digest"]
     assert later["counts"][1]["planned_moves"] > 0
     assert {each["node"] for each in first["kept"]["remade"]} == set(first["nodes"])
-
-
-def test_inductor_compiles_once_more_and_finds_its_programs_again() -> None:
-    auto = {"model": "mlp", "layers": 1, "rows": 2048, "budget": 15_000_000, "cache": True}
-    auto["options"] = {"recompute": "auto", "inner": "inductor"}
-    cut = {
-        "model": "mlp",
-        "layers": 1,
-        "rows": 2048,
-        "name": "cut",
-        "cut": "auto",
-        "options": {"inner": "inductor"},
-    }
-    runs = child([{**auto, "name": "auto"}, {**auto, "name": "later"}, cut])
-    assert runs["auto"]["nodes"] and runs["auto"]["nodes"] == runs["later"]["nodes"] == runs["cut"]["nodes"]
-    assert (runs["auto"]["compiles"], runs["later"]["compiles"]) == (2, 1)
-    assert runs["auto"]["losses"] == runs["later"]["losses"] == runs["cut"]["losses"]
-    assert runs["auto"]["digest"] == runs["later"]["digest"] == runs["cut"]["digest"]
-    assert max(runs["auto"]["peaks"]) <= 15_000_000
 
 
 # ---- what may run twice ----

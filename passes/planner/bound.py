@@ -1,8 +1,9 @@
 """How fast can a step be at best? In: problem, machine, budget. Out: a lower bound, and where it waits.
 
 The bound holds for every plan that keeps the budget, *for this profile*: this order of kernels, these times,
-these links, inputs and kept tensors where they are, no recompute. It is the larger of a simple one and the
-optimum of a linear relaxation (`relaxation`), recomputed in integers (`certificate`).
+these links, inputs and kept tensors where they are. If it is told what may be made again (`again`), it holds
+for plans that do so, too; else for plans without recompute. It is the larger of a simple one and the optimum
+of a linear relaxation (`relaxation`), recomputed in integers (`certificate`).
 
 The relaxation looks at memory and at time at a few check kernels only. Whichever they are, the bound is true;
 more of them make it tighter, and the solver's time grows with the cube of their number. So the first are the
