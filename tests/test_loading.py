@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import struct
@@ -29,6 +30,7 @@ WIDTH, LAYERS = 128, 12
 def _alone() -> Iterator[None]:
     torch._dynamo.reset()
     yield
+    gc.collect()  # of a model that has lost weights nothing is to come back
     torch._dynamo.reset()
 
 

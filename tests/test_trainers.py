@@ -11,7 +11,7 @@ import trainers
 import trainers_verdict
 
 # The others need packages of their own: tests/long/train_loops.py.
-NAMES = ("trainer", "resumed", "accelerate", "blocks")
+NAMES = ("trainer", "resumed", "blocks")
 
 
 @cache
