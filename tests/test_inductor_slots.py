@@ -160,4 +160,4 @@ def test_what_is_made_again_is_compiled_once_more_and_found_again() -> None:
     assert (runs["auto"]["compiles"], runs["later"]["compiles"]) == (2, 1)
     assert runs["auto"]["losses"] == runs["later"]["losses"] == runs["cut"]["losses"]
     assert runs["auto"]["digest"] == runs["later"]["digest"] == runs["cut"]["digest"]
-    assert max(runs["auto"]["peaks"]) <= 9_500_000 < max(runs["cut"]["peaks"])
+    assert max(runs["auto"]["peaks"]) <= 9_500_000 and runs["auto"]["counts"][-1]["planned_moves"]

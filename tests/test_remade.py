@@ -216,7 +216,7 @@ def test_what_reads_an_argument_that_the_graph_writes_is_not_made_again(writes: 
 def test_the_users_own_choice_stays() -> None:
     """Saved by a policy of selective checkpointing: never made again. Made again by it: never saved."""
 
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(state: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         mine = op is torch.ops.aten.mm.default
         return CheckpointPolicy.MUST_SAVE if mine else CheckpointPolicy.PREFER_RECOMPUTE
 
