@@ -238,7 +238,7 @@ def slotted_codegen(compilation: Compilation) -> Iterator[None]:
         # saves for its backward: the graph alone is not the key.
         about = f"{compilation.kind} returns {compilation.to_caller} holds {sorted(compilation.held)}"
         if cut := compilation.cut:
-            about += f" of {cut.graph} {cut.nodes} {sorted(cut.possible)}"
+            about += f" of {cut.graph}"
         key = SlotsInCacheKey(config.post_grad_custom_post_pass, about)
         with config.patch(post_grad_custom_post_pass=key):
             yield

@@ -45,7 +45,11 @@ class Partition:
 
     graph: str
     nodes: tuple[str, ...]
-    possible: frozenset[str]
+    names: tuple[str, ...]  # of the possible, sorted: caches hash what lies in a graph's meta
+
+    @property
+    def possible(self) -> frozenset[str]:
+        return frozenset(self.names)
 
 
 def of(forward: torch.fx.GraphModule) -> Partition | None:
@@ -88,8 +92,8 @@ def cut_as_asked(
     possible = frozenset(
         name for name in saved if name in nodes and _chain(nodes[name], saved - {name}, written) is not None
     )
-    names = tuple(node.name if isinstance(node, torch.fx.Node) else "" for node in _outputs(forward))
-    forward.meta[KEY] = Partition(graph, names, possible)
+    outputs = tuple(node.name if isinstance(node, torch.fx.Node) else "" for node in _outputs(forward))
+    forward.meta[KEY] = Partition(graph, outputs, tuple(sorted(possible)))
     return forward, backward
 
 
