@@ -1,6 +1,7 @@
 """A training that someone wants to end at any moment: by Ctrl-C, after which it goes on, or by `kill -9`.
 
 interrupted.py COUNT SEED     prints one JSON object: what so many Ctrl-Cs at random moments came to
+interrupted.py train ROOT     trains and saves until it is killed; prints a line when it is warm
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,7 +21,6 @@ from typing import Any
 
 import torch
 from optimizer_train import BUDGET, ROWS, WIDTH, Chain
-from store_rig import in_child
 
 import teraio
 
@@ -130,7 +130,7 @@ def interrupted(count: int, seed: int) -> dict[str, int]:
 # ---- kill -9
 
 
-def trained_forever(root: Path, ready: int) -> None:
+def trained_forever(root: Path) -> None:
     """Saves after each step."""
     training = within(store=str(root / "store"))
     number = 0
@@ -142,26 +142,27 @@ def trained_forever(root: Path, ready: int) -> None:
             root / "last.pt",
         )
         if number == WARM:
-            os.write(ready, b"x")
+            print("warm", flush=True)
 
 
 def killed(root: Path, chance: random.Random) -> int:
-    """Ends it at a random moment, after some steps; returns the number of its last checkpoint."""
+    """Ends it at a random moment, after some steps; returns the number of its last checkpoint. No fork: a
+    process that has compiled something has threads, whose locks a child would wait for."""
     (root / "store").mkdir(exist_ok=True)
-    begun, ready = os.pipe()
-    pid = in_child(lambda: trained_forever(root, ready))
-    os.close(ready)
-    assert os.read(begun, 1) == b"x"
-    os.close(begun)
-    time.sleep(chance.uniform(0, 0.5))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    command = [sys.executable, __file__, "train", str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "warm\n"
+        time.sleep(chance.uniform(0, 0.5))
+        child.kill()
     number: int = torch.load(root / "last.pt")["number"]
     return number
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    if sys.argv[1] == "train":
+        trained_forever(Path(sys.argv[2]))
     print(json.dumps(interrupted(int(sys.argv[1]), int(sys.argv[2]))))
 
 

@@ -80,11 +80,11 @@ def test_what_user_code_holds_is_in_memory_and_beyond_the_budget_that_is_said() 
 
 
 def test_weights_that_do_not_change_are_written_once() -> None:
-    """Inference, and frozen weights, looked at or not: what is written is what was trained."""
-    trained_bytes = 256 * 512 * 4  # the one weight that the frozen model trains
+    """Inference, and frozen weights, looked at or not: what is written is what was trained, and activations."""
+    weight_bytes = 256 * 512 * 4  # all have this size, and the frozen model trains one
     assert results()["streamed"]["written"][2:] == [0] * 5
     for scenario in ("frozen", "frozen, touched"):
-        assert max(results()[scenario]["written"][2:]) <= trained_bytes
+        assert max(results()[scenario]["written"][2:]) < 2 * weight_bytes
     for scenario in FEW_WRITES:
         assert results()[scenario]["counts"]["drops"] > 40
 
