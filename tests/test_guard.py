@@ -80,7 +80,7 @@ def test_what_user_code_holds_is_in_memory_and_beyond_the_budget_that_is_said() 
 
 
 def test_weights_that_do_not_change_are_written_once() -> None:
-    """Inference, and frozen weights, looked at or not: what is written is what was trained, and activations."""
+    """Inference, and frozen weights, looked at or not: written is what was trained, and activations."""
     weight_bytes = 256 * 512 * 4  # all have this size, and the frozen model trains one
     assert results()["streamed"]["written"][2:] == [0] * 5
     for scenario in ("frozen", "frozen, touched"):
