@@ -33,9 +33,9 @@ class CutAsAsked(CustomPartitionerFn):
 
 
 def patch(asked: partition.Asked | None, about: str, version: str) -> dict[str, Any]:
-    """What Inductor's compile is patched with. A partitioner that is there already stays: then nothing
-    is asked for."""
-    if asked is None or getattr(config, SETTING, None) is not None:
+    """What Inductor's compile is patched with. A partitioner that is there already stays, and some versions
+    take none: then nothing is asked for."""
+    if asked is None or not hasattr(config, SETTING) or getattr(config, SETTING) is not None:
         return {}
     return {SETTING: CutAsAsked(asked, about, version)}
 

@@ -282,12 +282,13 @@ def test_the_key_of_caches_has_all_that_is_made_again() -> None:
     assert none.key != one.key == file.key and file.asked("g") == {"node_a"}
 
 
-def test_another_partitioner_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_partitioner_is_not_replaced() -> None:
     from teraio.passes import inductor_partition
 
     session._refuse(Options.parse({"recompute": "auto"}, {}))
-    monkeypatch.setattr(inductor_partition.config, inductor_partition.SETTING, object())
-    with pytest.raises(UnsupportedError, match="custom_partitioner_fn"):
-        inductor_partition.refuse_other(True)
-    inductor_partition.refuse_other(False)
-    assert inductor_partition.patch(lambda graph: ((), 0), "", "") == {}
+    with inductor_partition.config.patch({inductor_partition.SETTING: object()}):
+        with pytest.raises(UnsupportedError, match="custom_partitioner_fn"):
+            inductor_partition.refuse_other(True)
+        inductor_partition.refuse_other(False)
+        assert inductor_partition.patch(lambda graph: ((), 0), "", "") == {}
+    assert inductor_partition.patch(lambda graph: ((), 0), "", "").keys() == {inductor_partition.SETTING}

@@ -37,5 +37,5 @@ def test_a_resumed_training_is_the_one_that_was_not_stopped(folder: Path) -> Non
 
 def test_these_tests_find_a_loop_that_learnt_something_else(folder: Path) -> None:
     both = runs(folder)
-    one, other = both["plain"]["trainer"], both["teraio"]["accelerate"]
+    one, other = both["plain"]["trainer"], both["teraio"]["blocks"]
     assert len(trainers_verdict.faults(one, other, "1MiB")) == 3
