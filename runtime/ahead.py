@@ -26,11 +26,6 @@ TOUCHES_MAX = 2**16  # after one call: what is kept of them must end
 LOST_AFTER = 64  # touches: one that is further on in the last step's order is taken for another one
 
 
-def ahead_bytes(budget_bytes: int) -> int:
-    """So much may be on its way."""
-    return min(budget_bytes // AHEAD_PARTS, AHEAD_MAX_BYTES)
-
-
 class Ahead:
     def __init__(
         self, residency: Residency, mover: Mover, tracker: StepTracker, stays: Callable[[Record], bool]
@@ -39,10 +34,14 @@ class Ahead:
         self.mover = mover
         self.tracker = tracker
         self.stays = stays
-        self.limit_bytes = ahead_bytes(residency.budget_bytes)
         self.call = -1  # of the expected step, after which user code runs
         self.at = 0  # how many of its touches have been seen
         self.leaving: list[Record] = []
+
+    @property
+    def limit_bytes(self) -> int:
+        """So much may be on its way."""
+        return min(self.residency.budget_bytes // AHEAD_PARTS, AHEAD_MAX_BYTES)
 
     def touched(self, record: Record) -> None:
         """User code touches this: where is it in the order of the last step?"""
@@ -78,13 +77,13 @@ class Ahead:
             return
         self._harvest()
         besides = self.tracker.expected.outside.get(self.call, 0)
-        on_their_way = short = 0
+        limit_bytes, on_their_way, short = self.limit_bytes, 0, 0
         for name in order[self.at : self.at + LOST_AFTER]:
             record = self.residency.by_name.get(name)
             if record is None or record.state not in {State.AWAY, State.ARRIVING} or record.dead():
                 continue
             on_their_way += record.size_bytes
-            if on_their_way > self.limit_bytes:
+            if on_their_way > limit_bytes:
                 break
             if record.state is State.ARRIVING:
                 continue

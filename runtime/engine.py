@@ -26,7 +26,6 @@ from teraio.schedule import Schedule, Step
 
 from . import gradients as _gradients
 from . import guard as _guard
-from .ahead import ahead_bytes
 from .device import Device
 from .follow import Follower, table_of
 from .moves import Mover
@@ -227,17 +226,17 @@ class Engine:
                 self.on_step(step)
         self.expect()
 
-    def install(self, plan: Plan) -> None:
-        """For the step that was last."""
-        self.tracker.expected.follow(plan, table_of(plan, max(self.tracker.length, 1)))
+    def install(self, plan: Plan, order: tuple[str, ...] = ()) -> None:
+        """For the step that was last, or that has these programs."""
+        expected = self.tracker.step_of(order)
+        expected.follow(plan, table_of(plan, max(expected.length, 1)))
 
     def settle(self, plan: Plan | None, order: tuple[str, ...] = ()) -> None:
         """The step that was last, or that has these programs, is measured; this is the plan for it, if there
         is one."""
-        expected = self.tracker.known[order] if order else self.tracker.expected
-        expected.settled = True
+        self.tracker.step_of(order).settled = True
         if plan is not None:
-            expected.follow(plan, table_of(plan, max(expected.length, 1)))
+            self.install(plan, order)
 
     def returned(self, outputs: Any) -> None:
         """A program has ended: autograd and user code go on."""
@@ -285,7 +284,6 @@ class Engine:
             except TeraioError:
                 residency.budget_bytes, residency.elastic = before, elastic
                 raise
-        self.user.ahead.limit_bytes = ahead_bytes(residency.budget_bytes)
         residency.serial += 1
         residency.free(0, None, self.guard.exposed)
 

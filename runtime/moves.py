@@ -147,7 +147,7 @@ class Mover:
         storage = record.storage()
         if record.state is State.DEVICE and storage is not None:
             self.device.drop(storage)
-            self.resident_bytes -= record.size_bytes
+            self.leaves(record)
             record.state = State.AWAY
         if record.extent is not None:
             self.store.release(record.extent)

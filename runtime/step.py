@@ -167,10 +167,13 @@ class StepTracker:
         self.outside, self.touched = {}, {}
         self.expected, self.at, self.base = Expectation((), ()), 0, None
 
+    def step_of(self, order: tuple[str, ...]) -> Expectation:
+        """The step of these programs; without any, the one that is expected."""
+        return self.known[order] if order else self.expected
+
     def measure_again(self, order: tuple[str, ...]) -> None:
         """A step of these programs, the next time it comes."""
-        if order in self.known:
-            self.known[order].settled = False
+        self.known[order].settled = False
 
     def abandon(self) -> None:
         """The call that runs ended with an exception: it is no part of the step, nor does the step go on."""

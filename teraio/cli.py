@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=f"teraio {__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
     for name, module, told in COMMANDS:
-        command = commands.add_parser(name, help=told)
+        command = commands.add_parser(name, help=told, formatter_class=argparse.RawDescriptionHelpFormatter)
         command.set_defaults(run=getattr(module, "main", None))
         module.add_arguments(command)
     return whole

@@ -39,7 +39,6 @@ exit codes: 0 losses are equal, 1 they are not or a run failed"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--part", type=float, default=0.5, help="memory to give, as a part of the plain peak")
     parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="inner program")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")

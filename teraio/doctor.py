@@ -305,7 +305,6 @@ exit codes: 0 usable, 1 usable with warnings, 2 not usable"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--store", type=Path, help="the directory to measure (default: the one teraio would use)"
     )

@@ -17,9 +17,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from teraio import files
 from teraio.records import TICKS_END, Fault, Field, Format, Part, Record, Variants, integer, text, unique
+
+if TYPE_CHECKING:
+    from teraio.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,18 @@ class Fetch:
 
 
 Move = Evict | Fetch
+
+
+def moved_bytes(plan: Plan, profile: Profile, tier: str, *, evict: bool) -> dict[str, int]:
+    """Bytes per step to (or from) tiers whose name begins like this, by kind of tensor. Drops move none."""
+    tensors = {tensor.name: tensor for tensor in profile.tensors}
+    sums: dict[str, int] = {}
+    for move in plan.moves:
+        there = move.to if isinstance(move, Evict) else move.source
+        if isinstance(move, Evict) == evict and there.startswith(tier) and move.trigger is not None:
+            tensor = tensors[move.tensor]
+            sums[tensor.kind] = sums.get(tensor.kind, 0) + tensor.size_bytes
+    return sums
 
 
 @dataclass(frozen=True, slots=True)

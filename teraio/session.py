@@ -99,10 +99,6 @@ class Session:
             "" if replay else f"; measuring {fmt_count(options.warmup, 'step')} first",
         )
 
-    @property
-    def budget_bytes(self) -> int:
-        return self.engine.residency.budget_bytes
-
     def resize(self, memory: Memory) -> None:
         """Another budget from now on: measured steps are planned again, others are measured again."""
         self.engine.resize(None if memory == SMALLEST else memory.resolve(self.available_bytes, 0))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,29 @@ SPENT: dict[str, ledger.Cost] = {}
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: measures time; nothing else runs beside it")
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Whatever the test compiled: no engine and no program of it are there for the next."""
+    yield
+    import torch
+
+    import teraio
+
+    teraio.reset()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def one_thread(nothing_left: None) -> Iterator[None]:
+    """Sums come out the same, bit for bit."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.hookimpl(wrapper=True)

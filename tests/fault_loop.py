@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from optimizer_train import Chain
 
 import teraio
 from teraio import _native, session
@@ -37,24 +38,13 @@ HANGS_S = 60
 KINDS = ("EIO", "ENOSPC", "short", "drop", "stall", "flip", "stale", "neighbour", "delay")
 
 
-class Chain(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x.square().mean()
-
-
 class Loop:
     """Compiled once; every run has an engine and a store of its own."""
 
     def __init__(self, **options: Any) -> None:
         self.options = {**OPTIONS, **options}
         torch.manual_seed(0)
-        self.model = Chain()
+        self.model = Chain(WIDTH, LAYERS)
         self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.compiled: Any = torch.compile(self.model, backend="teraio", options=self.options, dynamic=False)
         self.fault: _native.FaultIo | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,15 +20,8 @@ OPTIONS: dict[str, Any] = {"inner": "eager", "memory": 20 * MIB, "warmup": 1, "p
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TERAIO_CACHE_DIR", "off")
+def no_drift(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(earlier, "DRIFT_PERCENT", 10**9)  # on a busy machine a step would be planned again
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    teraio.reset()
-    torch._dynamo.reset()
-    torch.set_num_threads(threads)
 
 
 class Chain(nn.Module):

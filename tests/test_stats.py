@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -16,12 +15,7 @@ from teraio.runtime.pace import Pace, Phase, Stats
 WIDTH, LAYERS = 256, 6
 
 
-@pytest.fixture(autouse=True)
-def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TERAIO_CACHE_DIR", "off")
-    yield
-    teraio.reset()
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def train(steps: int, **options: Any) -> list[Stats]:

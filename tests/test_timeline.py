@@ -29,12 +29,7 @@ WIDTH = 512  # a weight is 1 MiB
 LAYERS = 6
 
 
-@pytest.fixture(autouse=True)
-def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TERAIO_CACHE_DIR", "off")
-    yield
-    teraio.reset()
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 class Block(nn.Module):

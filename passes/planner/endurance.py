@@ -14,9 +14,9 @@ from dataclasses import replace
 from math import isqrt
 
 from teraio.machine import Machine
-from teraio.plan import Evict, Plan
+from teraio.plan import Plan, moved_bytes
 from teraio.profile import Profile
-from teraio.recompute import recomputed
+from teraio.recompute import as_planned
 
 DAY_NS = 86_400 * 10**9
 FIRST_SHARE = 0.5  # of the time; if it keeps to the cap it is the only one
@@ -30,15 +30,13 @@ def within_cap(
     per_day_bytes: int,
 ) -> Plan:
     """`make` plans for a machine in a share of the time, and predicts on the one it was made for here."""
-    first = _paced(make(machine, FIRST_SHARE), profile, per_day_bytes)
-    if first.predicted.step_ns == 0 or written_bytes(first, profile) == 0:
+    first = make(machine, FIRST_SHARE)
+    if _needed_ns(first, profile, per_day_bytes) <= first.predicted.step_ns:
         return first
-    plans = [first]
-    if _needed_ns(first, profile, per_day_bytes) >= first.predicted.step_ns:
-        plans += [
-            _paced(make(other, LATER_SHARE), profile, per_day_bytes)
-            for other in slower(machine, per_day_bytes)
-        ]
+    plans = [
+        _paced(plan, profile, per_day_bytes)
+        for plan in (first, *(make(other, LATER_SHARE) for other in slower(machine, per_day_bytes)))
+    ]
     best = min(plans, key=lambda plan: plan.predicted.step_ns)
     return replace(best, predicted=replace(best.predicted, bound_ns=first.predicted.bound_ns))
 
@@ -62,13 +60,8 @@ def slower(machine: Machine, per_day_bytes: int) -> Iterator[Machine]:
 
 def written_bytes(plan: Plan, profile: Profile) -> int:
     """To the SSDs, per step."""
-    step = recomputed(profile, plan.recompute) if plan.recompute else profile
-    sizes = {tensor.name: tensor.size_bytes for tensor in step.tensors}
-    return sum(
-        sizes[move.tensor]
-        for move in plan.moves
-        if isinstance(move, Evict) and move.to.startswith("ssd") and move.trigger is not None
-    )
+    plan, step = as_planned(plan, profile)
+    return sum(moved_bytes(plan, step, "ssd", evict=True).values())
 
 
 def _needed_ns(plan: Plan, profile: Profile, per_day_bytes: int) -> int:
@@ -77,7 +70,5 @@ def _needed_ns(plan: Plan, profile: Profile, per_day_bytes: int) -> int:
 
 
 def _paced(plan: Plan, profile: Profile, per_day_bytes: int) -> Plan:
-    if plan.predicted.step_ns == 0:
-        return plan
     step_ns = max(plan.predicted.step_ns, _needed_ns(plan, profile, per_day_bytes))
     return replace(plan, predicted=replace(plan.predicted, step_ns=step_ns))

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from teraio import options
 from teraio.errors import TeraioError
 from teraio.machine import Link, Machine, Tier
-from teraio.plan import Plan
+from teraio.plan import Plan, moved_bytes
 from teraio.profile import Profile
 from teraio.timeline import Timeline
 from teraio.units import fmt_bytes, fmt_count, fmt_ns, fmt_rate
 
-from .figures import busy, figures, moved_bytes, table
+from .figures import busy, figures, table
 from .plan import endurance_of
-from .request import MACHINE, PROFILE, Request, checked_plan
+from .request import Request, add_plan, add_what_if, checked_plan
 
 DESCRIPTION = """\
 Simulates a plan and says where its step goes: how long every link is busy, which tensors compute waits for
@@ -47,17 +47,9 @@ HOST_RATE = 25 * 10**9  # PCIe 4.0 x16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("plan_file", metavar="PLAN", help="a plan: `teraio plan -o` writes one")
-    parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
-    parser.add_argument("--machine", required=True, metavar="FILE", help=MACHINE)
+    add_plan(parser)
     parser.add_argument("--top", type=int, default=8, metavar="N", help="tensors to list (8)")
-    parser.add_argument(
-        "--what-if",
-        choices=("plan", "bound", "off"),
-        default="plan",
-        help="plan again (default), give the bound only, or leave it out",
-    )
+    add_what_if(parser)
     parser.add_argument("--endurance", default="", metavar="X", help="what the drives are rated for: 2400TB")
     options.add_flags(parser, ["plan_time"])
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")

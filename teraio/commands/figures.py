@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from teraio.machine import Machine
-from teraio.plan import Evict, Plan
+from teraio.plan import Plan, moved_bytes
 from teraio.profile import Profile
 from teraio.recompute import as_planned
 from teraio.timeline import Timeline
@@ -97,18 +97,6 @@ def figures(plan: Plan, profile: Profile, machine: Machine, plan_ns: int, endura
         again=again,
         again_ns=profile.compute_ns - first_ns,
     )
-
-
-def moved_bytes(plan: Plan, profile: Profile, tier: str, *, evict: bool) -> dict[str, int]:
-    """Bytes per step to (or from) tiers whose name begins like this, by kind of tensor. Drops move none."""
-    tensors = {tensor.name: tensor for tensor in profile.tensors}
-    sums: dict[str, int] = {}
-    for move in plan.moves:
-        there = move.to if isinstance(move, Evict) else move.source
-        if isinstance(move, Evict) == evict and there.startswith(tier) and move.trigger is not None:
-            tensor = tensors[move.tensor]
-            sums[tensor.kind] = sums.get(tensor.kind, 0) + tensor.size_bytes
-    return sums
 
 
 def busy(line: Timeline) -> Iterator[tuple[str, int, int]]:

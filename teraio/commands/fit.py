@@ -34,7 +34,6 @@ PROBES = 7  # each halves the span: 1/128 of it is left
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("profile_files", nargs="+", metavar="PROFILE", help=PROFILE)
     add_common(parser, "memory", "planner", "plan_time", "keep")
     parser.add_argument(

@@ -40,7 +40,6 @@ PLANNERS = f"who plans: {', '.join(options.PLANNERS)}"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
     add_common(parser, "memory", "plan_time", "keep", "recompute", "max_write_per_day")
     parser.add_argument("--planner", default=None, metavar="X", help=f"{PLANNERS}, or all: side by side")

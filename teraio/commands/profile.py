@@ -55,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from teraio.passes import synth
 
     parser.description, parser.epilog = WHOLE, WHOLE_EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True, metavar="WHAT")
     command = commands.add_parser(
         "show",

@@ -17,7 +17,7 @@ from teraio.timeline import Timeline
 from teraio.units import fmt_bytes
 
 from .explain import answer_rows, what_if
-from .request import MACHINE, PROFILE, checked_plan
+from .request import MACHINE, PROFILE, add_what_if, checked_plan
 
 DESCRIPTION = """\
 Shows what happened in a step, or what is predicted to: memory over time by kind under the budget, what
@@ -43,7 +43,6 @@ exit codes: 0 done, 1 a plan that is none for this profile, 2 bad input"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "timeline_file", metavar="TIMELINE", help="options={'timeline': 'run.timeline.json'} writes one"
     )
@@ -55,12 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", action="store_true", help="print the report")
     parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     parser.add_argument("--top", type=int, default=8, metavar="N", help="waits to print (8)")
-    parser.add_argument(
-        "--what-if",
-        choices=("plan", "bound", "off"),
-        default="plan",
-        help="plan again (default), give the bound only, or leave it out",
-    )
+    add_what_if(parser)
     options.add_flags(parser, ["plan_time"])
     parser.add_argument("--json", action="store_true", help="print figures and tables as one JSON object")
 

@@ -62,6 +62,22 @@ def add_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
 
 
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """A plan, and the profile and the machine it is looked at with."""
+    parser.add_argument("plan_file", metavar="PLAN", help="a plan: `teraio plan -o` writes one")
+    parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
+    parser.add_argument("--machine", required=True, metavar="FILE", help=MACHINE)
+
+
+def add_what_if(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--what-if",
+        choices=("plan", "bound", "off"),
+        default="plan",
+        help="plan again (default), give the bound only, or leave it out",
+    )
+
+
 def request(args: argparse.Namespace, path: str, planner: str = "") -> Request:
     """From a command line with a profile at `path`. Without --memory, all of the device's."""
     from teraio.passes.planner import smallest_budget

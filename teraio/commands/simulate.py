@@ -10,7 +10,7 @@ from teraio.profile import Profile
 from teraio.units import fmt_bytes, fmt_ns
 
 from .figures import busy
-from .request import MACHINE, PROFILE, checked_plan
+from .request import add_plan, checked_plan
 
 DESCRIPTION = """\
 Predicts the step of a plan on a machine, event by event: what every link carries when, and where compute
@@ -25,10 +25,7 @@ example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("plan_file", metavar="PLAN", help="a plan: `teraio plan -o` writes one")
-    parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
-    parser.add_argument("--machine", required=True, metavar="FILE", help=MACHINE)
+    add_plan(parser)
     parser.add_argument(
         *("-o", "--output", "--timeline"), metavar="FILE", help="write the predicted timeline to this file"
     )

@@ -21,7 +21,6 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("action", choices=("list", "clear"))
     parser.add_argument("directory", nargs="*", help="default: where stores are made by default")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
