@@ -1,0 +1,145 @@
+"""teraio against the system's own paging: the plain training in a control group with as little memory as
+teraio has, and a swap file on the same disk.
+
+    python benchmarks/paging.py [llama-32m ...] [--part 0.4] [--pairs 9] [--swap-gib 16] [--folder DIR]
+                                [-o FILE]
+
+Needs root: it makes control groups and a swap file, and removes them. The limit is teraio's budget and what
+its process takes that is no tensor, which is more than the plain process takes. Both run in a group with that
+limit, teraio once it has planned, so that it is held to it by the same means. Goal: a step of teraio takes a
+third of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from race.models import SUBJECTS
+from race.pairs import Died, Trainee, equal_losses, most, race
+from race.result import RESULTS, Table, bars, write
+
+from teraio.units import fmt_bytes
+
+GOAL = 1 / 3
+GROUPS = Path("/sys/fs/cgroup")
+SPARE_BYTES = 16 * 2**20  # for page tables and files' pages
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("subjects", nargs="*", metavar="model", help=f"of {', '.join(SUBJECTS)}")
+    parser.add_argument("--part", type=float, default=0.4, help="of the plain peak of tensors")
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--swap-gib", type=int, default=16)
+    parser.add_argument("--folder", type=Path, default=Path.home(), help="where the swap file is made")
+    parser.add_argument("-o", "--output", default=str(RESULTS / "paging.json"))
+    args = parser.parse_args()
+    if os.geteuid():
+        print("not run: a control group and a swap file need root", file=sys.stderr)
+        return 2
+    table = Table(model=11, limit=10, budget=10, paging=8, ours=7, ratio=6, spread=6, equal=5, verdict=17)
+    rows: list[dict[str, Any]] = []
+    with swap(args.folder / "teraio-benchmark.swap", args.swap_gib * 2**30):
+        for name in args.subjects or ("llama-7m", "llama-32m", "resnet-50"):
+            rows.append(one_row(name, args))
+            row = rows[-1]
+            if "ratio" not in row:
+                print(row["error"], file=sys.stderr)
+                continue
+            table.row(
+                *(name, fmt_bytes(row["limit_bytes"]), fmt_bytes(row["memory"]), row["paging_s"]),
+                *(
+                    row["ours_s"],
+                    row["ratio"],
+                    row["spread"],
+                    "yes" if row["equal"] else "NO",
+                    row["verdict"],
+                ),
+            )
+            write(args.output, "paging", part=args.part, pairs=args.pairs, threads=args.threads, rows=rows)
+    shown = [
+        (f"{who}, {row['subject']}", row[key], f"{row[key]:.2f} s")
+        for row in rows
+        if "ratio" in row
+        for who, key in (("teraio", "ours_s"), ("paging", "paging_s"))
+    ]
+    if shown:
+        bars(args.output.removesuffix(".json") + ".svg", "A step in the same memory", shown)
+    return 0 if all(row["verdict"] not in ("missed", "failed") for row in rows) else 1
+
+
+def one_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    plainly = {"subject": name, "way": "plain", "threads": args.threads}
+    with Trainee(plainly) as plain:
+        peak = most(plain.settle().rows, "tensors")
+    memory = int(peak * args.part)
+    row: dict[str, Any] = {"subject": name, "memory": memory, "plain_peak_bytes": peak}
+    with ExitStack() as stack:
+        try:
+            groups = [stack.enter_context(group(f"teraio-benchmark-{number}")) for number in range(2)]
+            asked = {**plainly, "way": "teraio", "memory": memory}
+            ours = stack.enter_context(Trainee(asked, groups[0].first)).settle()
+            row["limit_bytes"] = memory + most(ours.rows[-2:], "other") + SPARE_BYTES
+            for each in groups:
+                each.limit(row["limit_bytes"])
+            theirs = stack.enter_context(Trainee(plainly, groups[1].first)).settle()
+            found = race(ours, theirs, args.pairs)
+        except Died as error:
+            return row | {"verdict": "failed", "error": str(error)}
+    row |= {"paging_s": found.middle("theirs"), "ours_s": found.middle("ours"), "ratio": found.ratio()}
+    row |= {"spread": found.spread(), "equal": equal_losses(ours, theirs)}
+    row["verdict"] = found.verdict(GOAL)
+    if found.ratio() <= GOAL and max(found.ratios()) <= GOAL:  # paging varies, but never as far as this
+        row["verdict"] = "met"
+    return row
+
+
+class Group:
+    """A control group of either version. `first`: how a command begins that is in it."""
+
+    def __init__(self, name: str) -> None:
+        old = GROUPS / "memory"
+        self.folder = (old if old.is_dir() else GROUPS) / name
+        self.file = self.folder / ("memory.limit_in_bytes" if old.is_dir() else "memory.max")
+        self.first = ["sh", "-c", f'echo $$ > "{self.folder / "cgroup.procs"}" && exec "$@"', "sh"]
+
+    def limit(self, size: int) -> None:
+        self.file.write_text(str(size))
+
+
+@contextmanager
+def group(name: str) -> Iterator[Group]:
+    made = Group(name)
+    made.folder.mkdir(exist_ok=True)
+    try:
+        yield made
+    finally:
+        made.folder.rmdir()
+
+
+@contextmanager
+def swap(path: Path, size: int) -> Iterator[None]:
+    path.unlink(missing_ok=True)
+    subprocess.run(["fallocate", "-l", str(size), str(path)], check=True)
+    try:
+        path.chmod(0o600)
+        subprocess.run(["mkswap", str(path)], check=True, capture_output=True)
+        subprocess.run(["swapon", str(path)], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["swapoff", str(path)], check=True)
+    finally:
+        path.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What no plan can beat, for the step that a session runs, from kernel times taken two ways: in the steps it
+measured, and while its plan ran beside them. And what planning it took, and where its time goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from teraio import session
+from teraio.machine import Machine
+from teraio.passes import planner
+from teraio.planning import PAYS_BACK_STEPS
+from teraio.profile import Profile
+from teraio.runtime import engine
+from teraio.runtime.recorder import Recorder
+
+WATCHED = 5  # steps
+
+
+def bounds(step: Callable[[], Any]) -> dict[str, Any]:
+    here = session.SESSION
+    assert here is not None and len(here.measured) == 1, "one kind of step is measured"
+    ((profile, _),) = here.measured.values()
+    machine, budget = here.planning.machine, here.engine.residency.budget_bytes
+    loaded, shares = while_planned(profile, step)
+    began = time.perf_counter()
+    planner.plan(profile, machine, budget, time_limit_s=here.options.plan_time / 1e9, steps=PAYS_BACK_STEPS)
+    plan_s = time.perf_counter() - began
+    predicted = here.engine.tracker.expected.predicted
+    return {
+        "kernels": len(profile.kernels),
+        "tensors": len(profile.tensors),
+        "managed_bytes": sum(tensor.size_bytes for tensor in profile.tensors),
+        "plan_s": plan_s,
+        "in_slots_ns": shares,
+        "compute_ns": profile.compute_ns,
+        "bound_ns": bound_of(profile, machine, budget),
+        "compute_loaded_ns": loaded.compute_ns,
+        "bound_loaded_ns": bound_of(loaded, machine, budget),
+        "predicted_step_ns": predicted.step_ns if predicted else 0,
+        "rates": {f"{x.source} {x.target}": x.bandwidth_bytes_per_s for x in machine.links},
+    }
+
+
+def bound_of(profile: Profile, machine: Machine, budget: int) -> int:
+    return planner.lower_bound_ns(planner.build(profile, machine), budget)
+
+
+def while_planned(profile: Profile, step: Callable[[], Any]) -> tuple[Profile, int]:
+    """The same step, with the median times that its kernels take while the plan runs; and what is left of
+    it, which goes to slots: the engine's own work, and waiting."""
+    residency = engine.ENGINE.residency  # type: ignore[union-attr]
+    recorder = Recorder(residency.budget_bytes, residency.reserve_bytes)
+    engine.ENGINE.record(recorder)  # type: ignore[union-attr]
+    seen: list[list[int]] = []
+    between: list[int] = []
+    for _ in range(WATCHED):
+        step()
+        happened = recorder.whole()
+        if happened is not None and len(happened.kernels) == len(profile.kernels):
+            seen.append([end - begin for _, begin, end in happened.kernels])
+            between.append(happened.end_ns - happened.began_ns - sum(seen[-1]))
+    assert seen, "no whole step was recorded"
+    times = [int(median(column)) for column in zip(*seen)]
+    kernels = tuple(replace(k, duration_ns=t) for k, t in zip(profile.kernels, times))
+    return replace(profile, kernels=kernels), int(median(between))

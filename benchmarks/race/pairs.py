@@ -1,0 +1,134 @@
+"""Two trainees in turn, so that whatever else the machine does meets both, and what their times say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, Literal, Self
+
+BENCHMARKS = Path(__file__).parents[1]
+FOUND = os.pathsep.join(map(str, (BENCHMARKS, BENCHMARKS.parent / "tests", BENCHMARKS.parent)))
+SETTLE_LEAST, SETTLE_MOST = 3, 24  # steps before those that count
+SPREAD_MOST = 0.05  # of ratios, between their quartiles: what varies more resolves nothing
+PAIRS_LEAST = 9
+
+Row = dict[str, Any]
+
+
+class Died(Exception):
+    """A trainee ended before its time; with the end of what it printed."""
+
+
+class Trainee:
+    """`before` its command: what limits it, say."""
+
+    def __init__(
+        self, asked: dict[str, Any], before: Sequence[str] = (), python: str = sys.executable
+    ) -> None:
+        self.asked, self.rows = asked, list[Row]()
+        environment = {**os.environ, "TERAIO_CACHE_DIR": "off", "TERAIO_LOG": "warning", "PYTHONPATH": FOUND}
+        self.process = subprocess.Popen(
+            [*before, python, "-m", "race.trainee", json.dumps(asked)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def ask(self, what: str) -> Any:
+        process = self.process
+        assert process.stdin and process.stdout and process.stderr
+        try:
+            process.stdin.write(what + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            raise Died(f"{self.asked}: exit code {process.wait()}: {process.stderr.read()[-1500:]}")
+        return json.loads(answer)
+
+    def steps(self, count: int) -> list[Row]:
+        rows: list[Row] = self.ask(str(count))
+        self.rows += rows
+        return rows
+
+    def settle(self) -> Self:
+        """Until it runs as it will from then on."""
+        self.steps(SETTLE_LEAST)
+        while not all(row["settled"] for row in self.rows[-2:]):
+            if len(self.rows) >= SETTLE_MOST:
+                raise Died(f"{self.asked}: not settled after {SETTLE_MOST} steps")
+            self.steps(1)
+        return self
+
+    def facts(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.ask("facts")
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@dataclass(slots=True)
+class Race:
+    """`ours` against `theirs`: rows of steps that were taken one after the other."""
+
+    ours: list[Row] = field(default_factory=list)
+    theirs: list[Row] = field(default_factory=list)
+
+    def ratios(self) -> list[float]:
+        return [one["seconds"] / other["seconds"] for one, other in zip(self.ours, self.theirs)]
+
+    def ratio(self) -> float:
+        return median(self.ratios())
+
+    def spread(self) -> float:
+        """Between the quartiles, as a part of the median."""
+        low, _, high = quantiles(self.ratios(), n=4)
+        return (high - low) / self.ratio()
+
+    def middle(self, whose: Literal["ours", "theirs"]) -> float:
+        """Seconds of a step."""
+        return median(row["seconds"] for row in getattr(self, whose))
+
+    def verdict(self, goal: float) -> str:
+        """Of a goal for the ratio."""
+        if len(self.ours) < PAIRS_LEAST or self.spread() > SPREAD_MOST:
+            return "not resolved here"
+        return "met" if self.ratio() <= goal else "missed"
+
+
+def race(ours: Trainee, theirs: Trainee, pairs: int) -> Race:
+    """In turn, the first of a pair now the one and now the other."""
+    found = Race()
+    for number in range(pairs):
+        for one in (ours, theirs) if number % 2 else (theirs, ours):
+            rows = found.ours if one is ours else found.theirs
+            rows += one.steps(1)
+    return found
+
+
+def equal_losses(one: Trainee, other: Trainee) -> bool:
+    """Of all steps that both have taken; there must be some."""
+    both = list(zip(one.rows, other.rows))
+    return bool(both) and all(a["loss"] == b["loss"] for a, b in both)
+
+
+def middle(rows: Sequence[Row], name: str) -> float:
+    return median(row[name] for row in rows)
+
+
+def most(rows: Sequence[Row], name: str) -> int:
+    return max(int(row[name]) for row in rows)

@@ -1,0 +1,198 @@
+"""How a subject is trained, a step at a time, from the same weights and with the same batches.
+
+plain         `torch.compile(model, backend="inductor")`, everything in memory
+teraio        the same within `memory` bytes
+without       teraio's inner program without teraio, for the inner program that is not Inductor's
+hooks         saved activations go to files, by `torch.autograd.graph.saved_tensors_hooks`; every block is
+              compiled by itself, because hooks see what a program saved when it has ended
+checkpoint    every block is computed again in the backward
+both          every block is computed again, and what it is computed from goes to a file
+deepspeed     ZeRO-3, parameters and states on `offload`: none, cpu, nvme (see deepspeed_way.py)
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from race.models import Batch, Subject
+
+
+class Way(Protocol):
+    def step(self, batch: Batch) -> torch.Tensor: ...
+
+    def figures(self) -> dict[str, int]:
+        """Sums since the start."""
+        ...
+
+    def settled(self) -> bool:
+        """Whether steps from now on are like those that follow them."""
+        ...
+
+
+class Plain:
+    def __init__(self, subject: Subject, asked: dict[str, Any]) -> None:
+        self.model = subject.make()
+        self.prepare(asked)
+        self.optimizer = subject.optimizer(self.model.parameters())
+        self.compiled = self.compile(asked)
+
+    def prepare(self, asked: dict[str, Any]) -> None:
+        pass
+
+    def compile(self, asked: dict[str, Any]) -> Any:
+        return torch.compile(self.model, dynamic=False)
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = self.compiled(*batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def figures(self) -> dict[str, int]:
+        return {}
+
+    def settled(self) -> bool:
+        return True
+
+
+class Teraio(Plain):
+    def compile(self, asked: dict[str, Any]) -> Any:
+        options = {"memory": asked["memory"], **asked.get("options", {})}
+        return torch.compile(self.model, backend="teraio", options=options, dynamic=False)
+
+    def figures(self) -> dict[str, int]:
+        import teraio
+
+        stats = teraio.stats()
+        names = ("written_bytes", "read_bytes", "stall_ns", "misses", "overrun_bytes")
+        return {name: stats.get(name, 0) for name in names}  # type: ignore[misc]
+
+    def settled(self) -> bool:
+        import teraio
+
+        return teraio.stats().get("phase") == "planned"
+
+
+class Without(Teraio):
+    """The same inner program, with no slots in it."""
+
+    def compile(self, asked: dict[str, Any]) -> Any:
+        os.environ["TERAIO_DISABLE"] = "1"
+        return super().compile(asked)
+
+    def figures(self) -> dict[str, int]:
+        return {}
+
+    def settled(self) -> bool:
+        return True
+
+
+class Again(torch.nn.Module):
+    """Keeps what it is called with, and computes its block again in the backward."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return checkpoint(self.block, *inputs, use_reentrant=False)
+
+
+class Checkpoint(Plain):
+    def prepare(self, asked: dict[str, Any]) -> None:
+        self.model.layers = torch.nn.ModuleList(map(Again, self.model.layers))
+
+
+class Files:
+    """Saved tensors in files of a folder: written by two threads while the forward goes on, read when asked
+    for. Weights stay, and what is small."""
+
+    LEAST_BYTES = 2**16
+    WRITERS = 2
+    QUEUE = 4  # more than so many waiting to be written hold memory instead of saving it
+
+    def __init__(self, stay: set[int]) -> None:
+        self.stay = stay
+        self.folder = tempfile.TemporaryDirectory(prefix="saved-tensors-")
+        self.threads = ThreadPoolExecutor(self.WRITERS)
+        self.waiting: list[Future[None]] = []
+        self.names = itertools.count()
+        self.written_bytes = self.read_bytes = 0
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.nbytes < self.LEAST_BYTES or tensor.untyped_storage()._cdata in self.stay:
+            return tensor
+        path = f"{self.folder.name}/{next(self.names)}"
+        self.written_bytes += tensor.nbytes
+        while len(self.waiting) >= self.QUEUE:
+            self.waiting.pop(0).result()
+        written = self.threads.submit(_write, path, tensor.detach())
+        self.waiting.append(written)
+        return path, tensor.dtype, tensor.shape, tensor.stride(), written
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        path, dtype, shape, stride, written = packed
+        written.result()
+        flat = torch.from_numpy(np.fromfile(path, np.uint8)).view(dtype)
+        self.read_bytes += flat.nbytes
+        os.unlink(path)
+        return flat.as_strided(shape, stride)
+
+
+def _write(path: str, tensor: torch.Tensor) -> None:
+    """Its elements in the order of memory, so that strides stay what the compiled program expects."""
+    strides = tuple(tensor.stride())
+    order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
+    dense = tensor.permute(order)
+    assert dense.is_contiguous(), (tensor.shape, tensor.stride())
+    dense.reshape(-1).view(torch.uint8).numpy().tofile(path)
+
+
+class Hooks(Plain):
+    def compile(self, asked: dict[str, Any]) -> Any:
+        kept = (*self.model.parameters(), *self.model.buffers())
+        self.files = Files({tensor.untyped_storage()._cdata for tensor in kept})
+        for layer in self.model.layers:
+            getattr(layer, "block", layer).compile(dynamic=False)
+        return self.model
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(self.files.pack, self.files.unpack):
+            loss: torch.Tensor = self.compiled(*batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def figures(self) -> dict[str, int]:
+        return {"written_bytes": self.files.written_bytes, "read_bytes": self.files.read_bytes}
+
+
+class Both(Hooks, Checkpoint):
+    """Blocks are compiled within what computes them again, so that hooks see the inputs of each."""
+
+
+def way_of(name: str) -> Any:
+    if name == "deepspeed":
+        from race.deepspeed_way import DeepSpeed
+
+        return DeepSpeed
+    return {
+        "plain": Plain,
+        "teraio": Teraio,
+        "without": Without,
+        "checkpoint": Checkpoint,
+        "hooks": Hooks,
+        "both": Both,
+    }[name]
