@@ -294,7 +294,9 @@ class Engine:
         self.visit = recorder.around(self.visit)  # type: ignore[assignment, method-assign]
 
     def stats(self) -> Stats:
-        return self.pace.stats(self.tracker.expected, self.residency.budget_bytes)
+        found = self.pace.stats(self.tracker.expected, self.residency.budget_bytes)
+        found["resident_bytes"] -= self.residency.unburied_bytes()
+        return found
 
     def close(self) -> None:
         """The process ends: what is away is not brought back for no one. Touching it is an error."""

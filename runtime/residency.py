@@ -260,6 +260,11 @@ class Residency:
         if gone:
             self._forget(gone)
 
+    def unburied_bytes(self) -> int:
+        """On the device by the count, and gone with their last tensor."""
+        records = list(self.records.values())
+        return sum(r.size_bytes for r in records if r.state is not State.AWAY and r.dead())
+
     def _forget(self, gone: list[Record]) -> None:
         for record in gone:
             self.mover.forget(record)
