@@ -255,7 +255,7 @@ def test_whatever_the_readers_take_is_answered_without_a_traceback(
 
 
 def test_commands_in_the_docs_are_commands() -> None:
-    text = "".join((ROOT / name).read_text() for name in ("README.md", "docs/planning.md", "docs/reports.md"))
+    text = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
     blocks = "\n".join(re.findall(r"```\w*\n(.*?)```", text, re.DOTALL))
     lines = re.findall(r"^(?:\$ )?teraio (.*?)(?:  +#.*)?$", blocks, re.MULTILINE)
     assert len(lines) >= 8
