@@ -100,7 +100,7 @@ def keys_of(node: ast.AST) -> list[str]:
             func=ast.Attribute(value=ast.Name(id="teraio"), attr="init" | "load" | "wrap"), keywords=told
         ):
             return [keyword.arg for keyword in told if keyword.arg]
-    return [key.value for key in given if isinstance(key, ast.Constant)]
+    return [str(key.value) for key in given if isinstance(key, ast.Constant)]
 
 
 def test_names_in_the_text_exist() -> None:
