@@ -58,6 +58,7 @@ def ran() -> dict[str, Any]:
         timeout=250,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "matches none" not in done.stderr, done.stderr[-3000:]
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told
 
@@ -124,6 +125,36 @@ def test_names_in_the_text_exist() -> None:
             for name in re.findall(r"`([A-Z][A-Za-z]+Error)\b", text)
             if name not in raised | {"RuntimeError", "ValueError"}
         ]
+    assert not wrong, "\n".join(wrong)
+
+
+QUOTED = re.compile(r"`([^`]+)`")
+WORDS = 4  # in a row, that must be in the code
+
+
+def in_a_row(text: str) -> set[tuple[str, ...]]:
+    words = re.findall(r"[\w'-]+", text.lower())
+    return {tuple(words[at : at + WORDS]) for at in range(len(words) - WORDS + 1)}
+
+
+def test_messages_in_troubleshooting_are_printed_by_the_code() -> None:
+    """Of each message that is quoted, four words in a row stand in a text of the code."""
+    said: set[tuple[str, ...]] = set()
+    for path in tree.package().values():
+        for node in ast.walk(tree.tree(path)):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else " 0 " for part in node.values]
+                said |= in_a_row("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said |= in_a_row(re.sub(r"%\w", "0", node.value))
+    page = (tree.ROOT / "docs" / "troubleshooting.md").read_text()
+    theirs = ("Either mode or options", "is not a valid DynamoBackend")
+    quoted = [" ".join(text.split()) for text in QUOTED.findall(page)]
+    messages = [
+        text for text in quoted if len(text.split()) > 2 * WORDS and not any(t in text for t in theirs)
+    ]
+    wrong = [text for text in messages if not in_a_row(re.sub(r"\d[\d.]*", "0", text)) & said]
+    assert len(messages) >= 20
     assert not wrong, "\n".join(wrong)
 
 
