@@ -54,7 +54,8 @@ class MyModel(nn.Module):
 
 
 def smaller(code: str) -> str:
-    return re.sub(r'"16GiB"', f'"{LESS}"', re.sub(r'"20GiB"', f'"{MEMORY}"', code))
+    code = re.sub(r'"16GiB"', f'"{LESS}"', re.sub(r'"20GiB"', f'"{MEMORY}"', code))
+    return re.sub(r'"/mnt/(nvme\d)/teraio"', r'"\1"', code)
 
 
 def loader() -> Iterator[dict[str, torch.Tensor]]:
