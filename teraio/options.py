@@ -198,7 +198,8 @@ class Options:
     """What the user asked for, checked. None: not asked for, the place that needs it decides."""
 
     memory: Memory | None = _option(  # noqa: RUF009
-        _memory, "budget of device memory: `20GiB`, `80%` of what there is, or `min`; default: nine tenths of it"
+        _memory,
+        "budget of device memory: `20GiB`, `80%` of what there is, or `min`; default: nine tenths of it",
     )
     host_memory: Memory | None = _option(  # noqa: RUF009
         _memory, "budget of host memory for evicted tensors: `64GiB`, `50%`, `min`; not built yet, refused"
