@@ -27,8 +27,8 @@ from torch import nn
 
 import teraio
 
-WIDTH, BLOCKS, STEPS = 256, 6, 3
-MEMORY, LESS = "7MiB", "6800KiB"  # 4 MiB of it in reserve; weights, gradients and states are 6 MiB
+WIDTH, BLOCKS, STEPS = 256, 4, 3
+MEMORY, LESS = "7MiB", "6800KiB"  # 4 MiB of it in reserve; weights, gradients and states are 4 MiB
 
 Output = namedtuple("Output", "loss")
 
