@@ -72,9 +72,9 @@ Wrapped = TypeVar("Wrapped", bound=torch.optim.Optimizer)
 
 
 def wrap(optimizer: Wrapped, *, whole: bool = False) -> Wrapped:
-    """Says now what is otherwise found out at the first step: an optimizer that must step all of its
-    parameters at once is an error, now and whenever its groups make it one, unless `whole` allows it. It is
-    stepped as every optimizer is, and returned."""
+    """Returns the optimizer, or refuses now one that must step all of its parameters at once, unless `whole`
+    allows it. Without this it is found out at the first step, and a warning; and whenever its groups make it
+    one, an error."""
     install()
     about = _known(optimizer)
     about.in_buckets = not whole

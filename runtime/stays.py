@@ -17,8 +17,8 @@ from . import engine as _engine
 
 @contextmanager
 def resident(*things: Any) -> Iterator[None]:
-    """Modules (with buffers and gradients), optimizers (with states, weights and gradients), tensors, and
-    containers of those. Everything is fetched now, and may leave again when the block ends."""
+    """In the block all of these are in memory: modules (with buffers and gradients), optimizers (with states,
+    weights and gradients), tensors, and containers of those. They may leave again when it ends."""
     engine = _engine.here()
     if engine is None:
         yield

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from teraio import __version__, demo, doctor
-from teraio.commands import cache, completion, explain, fit, plan, profile, report, simulate, store
+from teraio.commands import cache, completion, explain, fit, options, plan, profile, report, simulate, store
 from teraio.errors import FileFormatError, OptionError, TeraioError
 
 DESCRIPTION = """\
@@ -42,6 +42,7 @@ COMMANDS: tuple[tuple[str, Command, str], ...] = (
     ("fit", fit, "how little memory a step needs, how large a step a machine takes"),
     ("cache", cache, "list or clear the plans that runs keep for later runs"),
     ("store", store, "list or clear what dead processes left in a store"),
+    ("options", options, "every option, environment variable and public name, with its meaning"),
     ("completion", completion, "print a script that makes a shell complete our command lines"),
 )
 

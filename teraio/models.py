@@ -32,7 +32,8 @@ def init(**options: Any) -> Iterator[None]:
 
 
 def load(what: Any, path: str | os.PathLike[str] | None = None, **options: Any) -> Any:
-    """`load(path)`: as `torch.load`, with the file's bytes read when they are used.
+    """`load(model, path)`: weights from safetensors files; `load(path)`: as `torch.load`, with the
+    file's bytes read when they are used.
 
     `load(model, path, strict=True, copy=False, **options)`: gives a model, also one on `meta`, the weights of
     safetensors files: a file, an index, or a folder as Hugging Face writes it. They stay in the files until

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from fnmatch import fnmatchcase
 
-from teraio.options import Options, env_name
+from teraio.options import VARIABLES, Options, env_name
 from teraio.records import nearest
 from teraio.schedule import Step
 from teraio.units import fmt_bytes, shown
@@ -18,12 +18,7 @@ SHOWN = 3  # names that stand for all others
 
 def unknown_environment(environ: Mapping[str, str]) -> list[str]:
     """Variables that look like ours and are not: a typo leaves its option at the default, unnoticed."""
-    known = [
-        "TERAIO_DISABLE",
-        "TERAIO_CACHE_DIR",
-        "TERAIO_LOG",
-        *(env_name(field.name) for field in fields(Options)),
-    ]
+    known = [*VARIABLES, *(env_name(field.name) for field in fields(Options))]
     return [
         f"the environment variable {shown(name)} is no option and has no effect{nearest(name, known)}"
         for name, value in sorted(environ.items())

@@ -43,6 +43,13 @@ class Memory:
         return "min" if self.percent is None else f"{float(self.percent):g}%"
 
 
+# Variables of the environment that are no options.
+VARIABLES = {
+    "TERAIO_DISABLE": "`1`: the same programs without teraio, for comparison",
+    "TERAIO_LOG": "from which lines on a run speaks: `debug`, `info`, `warning`, `error`, `off`",
+    "TERAIO_CACHE_DIR": "where plans are kept for later runs, or `off`; default: the user's cache",
+}
+
 SMALLEST = Memory()
 Scalar = bool | int | float | str
 
@@ -191,10 +198,11 @@ class Options:
     """What the user asked for, checked. None: not asked for, the place that needs it decides."""
 
     memory: Memory | None = _option(  # noqa: RUF009
-        _memory, "budget of device memory: `20GiB`, `80%` of what there is, or `min`"
+        _memory,
+        "budget of device memory: `20GiB`, `80%` of what there is, or `min`; default: nine tenths of it",
     )
     host_memory: Memory | None = _option(  # noqa: RUF009
-        _memory, "budget of host memory for evicted tensors: `64GiB`, `50%`, `min`"
+        _memory, "budget of host memory for evicted tensors: `64GiB`, `50%`, `min`; not built yet, refused"
     )
     store: tuple[str, ...] = _option(
         _paths,
@@ -220,7 +228,9 @@ class Options:
     )
     plan_time: int = _option(_duration, "time limit of the planner: `10s`, `2min`, or seconds", 30 * 10**9)
     optimizer_step: str = _option(
-        _word("auto", "device", "host"), "where the optimizer computes: `auto`, `device`, `host`", "auto"
+        _word("auto", "device", "host"),
+        "where the optimizer computes: `auto`, `device`; `host` is not built yet, refused",
+        "auto",
     )
     recompute: str = _option(
         _word("off", "auto"),

@@ -255,8 +255,8 @@ def test_whatever_the_readers_take_is_answered_without_a_traceback(
 
 
 def test_commands_in_the_docs_are_commands() -> None:
-    text = "".join((ROOT / name).read_text() for name in ("README.md", "docs/planning.md", "docs/reports.md"))
-    blocks = "\n".join(re.findall(r"```\w*\n(.*?)```", text, re.DOTALL))
+    text = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    blocks = "\n".join(re.findall(r"^```[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
     lines = re.findall(r"^(?:\$ )?teraio (.*?)(?:  +#.*)?$", blocks, re.MULTILINE)
     assert len(lines) >= 8
     for line in lines:

@@ -175,7 +175,3 @@ def test_the_table_has_a_row_with_words_for_each_option() -> None:
     assert [row.split("`")[1] for row in rows] == NAMES
     for field, row in zip(dataclasses.fields(Options), rows, strict=True):
         assert field.metadata["doc"] and row.count(" | ") == 4
-
-
-def test_readme_has_the_options_as_the_code_has_them() -> None:
-    assert options_table() in (Path(__file__).parents[1] / "README.md").read_text()
