@@ -138,6 +138,7 @@ class Engine:
                 record.clean = False
 
     def _refuse_torn(self, lost: TeraioError) -> NoReturn:
+        self.residency.torn_is_known = True
         raise TornStepError(
             f"weights or optimizer states were lost ({lost}); what could not be read is filled with NaN, so "
             f"that it cannot be taken for good. Load the last checkpoint, after teraio.reset()"
@@ -314,7 +315,7 @@ class Engine:
         self.residency.bury()
         self.residency.bring_back(self.residency.records.values())
         self.mover.store.close()
-        if self.residency.torn is not None:
+        if self.residency.torn is not None and not self.residency.torn_is_known:
             raise self.residency.torn
 
 

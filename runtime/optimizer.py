@@ -59,6 +59,7 @@ def updating() -> bool:
 def _known(optimizer: torch.optim.Optimizer) -> Stepped:
     about = _KNOWN.get(optimizer)
     if about is None:
+        _refuse_shards(optimizer)
         about = _KNOWN[optimizer] = Stepped(len(_KNOWN))
     _TRYING.append(optimizer)
     try:
@@ -80,6 +81,17 @@ def wrap(optimizer: Wrapped, *, whole: bool = False) -> Wrapped:
     about.in_buckets = not whole
     _refuse_whole(optimizer, about)
     return optimizer
+
+
+def _refuse_shards(optimizer: torch.optim.Optimizer) -> None:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    kind = next((type(p).__name__ for p in parameters if hasattr(p, "device_mesh")), None)
+    if kind is not None:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} steps parameters of type {kind} (fully_shard, tensor parallelism), "
+            f"whose bytes move between processes behind teraio's back. DistributedDataParallel works; or "
+            f"compile this model with another backend"
+        )
 
 
 def _refuse_whole(optimizer: torch.optim.Optimizer, about: Stepped) -> None:

@@ -198,7 +198,7 @@ class OptimizerCall:
             engine.abandon()
             if not isinstance(error, TeraioError) or not self.visited:
                 raise
-            engine.residency.torn = error
+            engine.residency.torn, engine.residency.torn_is_known = error, True
             raise TornStepError(
                 f"the step of {type(self.optimizer).__name__} ended after {at} of {len(self.buckets)} "
                 f"buckets: {error}. Weights and states are those of no whole step: load the last checkpoint, "

@@ -59,6 +59,7 @@ class Residency:
         self.largest = NOTHING  # of the programs that are known, the most that must be there at once
         self.failed: dict[int, Record] = {}  # could not be written: not tried again in this step
         self.torn: TeraioError | None = None  # why weights and states are not those of a whole step
+        self.torn_is_known = False  # to the user: an error said so
         self.immovable: Callable[[Record], None] = lambda record: None  # is told what cannot leave after all
 
     def add(self, storage: torch.UntypedStorage, name: str, kind: str, evictable: bool) -> Record:

@@ -20,7 +20,7 @@ from torch._dynamo import eval_frame
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 
 from teraio import session, versions
-from teraio.errors import TeraioError
+from teraio.errors import TeraioError, UnsupportedError
 from teraio.options import Options, disabled
 from teraio.passes import selftest
 from teraio.runtime import engine
@@ -51,8 +51,8 @@ def _compile(
     parsed = Options.parse({**session.GIVEN, **options})
     inner = parsed.inner
     hear_of_resets()
+    on = _kind_of(example_inputs)
     if not disabled():
-        on = "cuda" if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs) else "cpu"
         inner = versions.check(inner, torch.__version__, on, selftest.run_apart, parsed.on_fallback)
     # Imported after the check: in a torch that is not known, this may fail. Inductor's is its own matter.
     from teraio.passes import aot, fx
@@ -72,7 +72,7 @@ def _compile(
     if inner != "eager":
         inductor_options.refuse_unfit(settings, parsed.mode)
         inductor_partition.refuse_other(parsed.recompute == "auto")
-    start(parsed)
+    start(parsed, on)
     guard_this_graph()
     engine.PROGRAMS.clear()  # of a compilation that failed
     _adopt(labels, example_inputs)
@@ -90,6 +90,16 @@ def _compile(
         settings=settings,
         again=(made_again, all_made_again()),
     )
+
+
+def _kind_of(inputs: list[Any]) -> str:
+    """Of the device that a graph runs on; a tensor of one element may lie anywhere."""
+    kinds = {x.device.type for x in inputs if isinstance(x, torch.Tensor) and x.numel() > 1}
+    others = kinds - {"cpu", "cuda", "meta"}
+    if others and not disabled():
+        names = ", ".join(sorted(others))
+        raise UnsupportedError(f"a graph on {names}: teraio moves tensors of cuda and cpu")
+    return "cuda" if "cuda" in kinds else "cpu"
 
 
 def _raise_as_it_is(error: TeraioError) -> NoReturn:

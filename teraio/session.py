@@ -52,7 +52,7 @@ NOT_BUILT = ("host_memory", "optimizer_step")
 
 
 class Session:
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, kind: str = "cpu") -> None:
         _refuse(options)
         self.options = options
         replay = Plan.read(options.plan) if options.plan else None  # before anything is opened
@@ -61,7 +61,7 @@ class Session:
         self.begun = False
         self.names: set[str] | None = set()  # of tensors that were seen; None: no longer of interest
         device.return_freed_memory()
-        self.device = device.current("cpu")
+        self.device = device.current(kind)
         self.available_bytes = self.device.default_budget_bytes()
         budget = self.available_bytes
         if options.memory is not None:
@@ -71,7 +71,8 @@ class Session:
             options.store or None,
             None if size is None else lambda free_bytes: size.resolve(free_bytes, 0),
             checksums=options.checksum,
-            memory_bytes=budget,
+            memory_bytes=budget if kind == "cpu" else None,
+            device=self.device if kind != "cpu" else None,
             on_fallback=options.on_fallback,
             write_per_day_bytes=options.max_write_per_day,
         )
@@ -79,8 +80,8 @@ class Session:
         machine = machine_of("here", [_link(store.directories[0])], memory, store.capacity_bytes)
         # What plans were made from, by order.
         self.measured: dict[tuple[str, ...], tuple[Profile, Step]] = {}
-        # The slabs are memory too: the only copies of bytes on their way.
-        reserve = RESERVE_BYTES + store.slab_bytes_total
+        # In RAM the slabs are memory too: the only copies of bytes on their way.
+        reserve = RESERVE_BYTES + (store.slab_bytes_total if kind == "cpu" else 0)
         self.engine = engine.Engine(store, self.device, budget, reserve, self.on_step, keep=options.keep)
         self.recording = Recording(self.engine, options.timeline) if options.timeline else None
         self.earlier = Earlier(options, replay, self.engine, self.device.kind)
@@ -192,23 +193,31 @@ GIVEN: dict[str, Any] = {}  # to `open_with`: what a compile need not say again
 
 
 def open_with(options: Mapping[str, Any]) -> None:
-    """The engine is there when this returns, with these options, or with those that it has."""
-    start(Options.parse({**GIVEN, **options}))
+    """The engine is there when this returns, with these options, or with those that it has; for the device
+    that a model is made on now."""
+    start(Options.parse({**GIVEN, **options}), torch.get_default_device().type)
     GIVEN.update(options)
 
 
-def start(options: Options) -> None:
-    """One engine for all programs of the process; a second compile may not ask for another budget."""
+def start(options: Options, kind: str = "cpu") -> None:
+    """One engine for all programs of the process; a second compile may not ask for another budget, nor be on
+    a device of another kind."""
     global SESSION
     if SESSION is None:
         speak()
         _look_at_environment()
-        SESSION = Session(options)
+        SESSION = Session(options, "cpu" if kind == "meta" else kind)
         engine.use(SESSION.engine)
         optimizer.start()
         unasked.install()
         saves.install()
         _watch_guards(SESSION.engine)
+    elif kind not in {SESSION.device.kind, "meta"}:
+        raise UnsupportedError(
+            f"this process keeps the memory of its {SESSION.device.kind} within a budget, and a program on "
+            f"{kind} was compiled. One process has one device: leave the other model to another backend, or "
+            f"call teraio.reset() in between"
+        )
     elif _difference(SESSION.options, options):
         raise OptionError(
             f"this process already runs with other options ({_difference(SESSION.options, options)}); one "

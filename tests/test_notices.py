@@ -18,10 +18,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import teraio
 from teraio import backend, cli, errors, session
-from teraio.errors import OptionError, StoreError, TeraioError
+from teraio.errors import OptionError, StoreError, TeraioError, UnsupportedError
 from teraio.notices import described, more_than_there_is, unknown_environment, without_match
 from teraio.options import Options
-from teraio.runtime import memory
+from teraio.runtime import device, memory
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.schedule import Call, Schedule, Slot, Step
 from teraio.units import fmt_bytes, fmt_count
@@ -224,6 +224,28 @@ def test_steps_of_ever_new_kinds_are_forgotten_again() -> None:
         assert len(planned) == 2
     finally:
         running.engine.shut_down()
+
+
+def test_a_process_has_one_device() -> None:
+    session.start(Options.parse(SMALL))
+    try:
+        with pytest.raises(UnsupportedError, match="a program on cuda was compiled"):
+            session.start(Options.parse(SMALL), "cuda")
+    finally:
+        session.reset()
+
+
+def test_the_device_is_the_one_that_programs_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def one(kind: str) -> device.Device:
+        asked.append(kind)
+        raise StopIteration
+
+    monkeypatch.setattr(device, "current", one)
+    with pytest.raises(StopIteration):
+        session.start(Options.parse(SMALL), "cuda")
+    assert asked == ["cuda"] and session.SESSION is None
 
 
 def step_of(kernel: str) -> Step:
