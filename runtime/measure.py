@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,20 @@ class Link:
         return max(self.together_bytes_per_s, self.evict_bytes_per_s, self.fetch_bytes_per_s)
 
 
+def joined(links: Sequence[Link]) -> Link:
+    """Drives that every tensor is striped over: they carry what they carry together, and the slowest ends
+    it."""
+    return Link(
+        links[0].tier,
+        sum(link.evict_bytes_per_s for link in links),
+        sum(link.fetch_bytes_per_s for link in links),
+        sum(link.both_evict_bytes_per_s for link in links),
+        sum(link.both_fetch_bytes_per_s for link in links),
+        max(link.evict_latency_ns for link in links),
+        max(link.fetch_latency_ns for link in links),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A store's link, and what was met on the way."""
@@ -88,6 +102,8 @@ def private_file(folder: Path) -> Iterator[tuple[int, bool]]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)  # Linux may create the file before it refuses the flag
             fd, direct = os.open(path, flags, 0o600), False
+    except OSError as error:
+        raise StoreError(f"no file can be made in {folder}: {error}", errno=error.errno or 0) from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)

@@ -12,7 +12,7 @@ import atexit
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -77,7 +77,9 @@ class Session:
             write_per_day_bytes=options.max_write_per_day,
         )
         memory = max(budget, self.device.capacity_bytes())
-        machine = machine_of("here", [_link(store.directories[0])], memory, store.capacity_bytes)
+        link, weights = _drives(store.directories)
+        store.extents.weights[:] = weights
+        machine = machine_of("here", [link], memory, store.capacity_bytes)
         # What plans were made from, by order.
         self.measured: dict[tuple[str, ...], tuple[Profile, Step]] = {}
         # In RAM the slabs are memory too: the only copies of bytes on their way.
@@ -322,6 +324,14 @@ def _refuse(options: Options) -> None:
         path = getattr(options, name)
         if path and not Path(path).absolute().parent.is_dir():
             raise OptionError(f"option {name!r}: the folder of {path} does not exist; make it first")
+
+
+def _drives(directories: Sequence[Path]) -> tuple[measure.Link, list[int]]:
+    """All drives of a store as one link, and how fast each directory is: several on one drive divide it."""
+    drives = [os.stat(directory).st_dev for directory in directories]
+    links = {drive: _link(directory) for drive, directory in zip(drives, directories)}
+    rates = {d: link.evict_bytes_per_s + link.fetch_bytes_per_s for d, link in links.items()}
+    return measure.joined(list(links.values())), [max(rates[d] // drives.count(d), 1) for d in drives]
 
 
 @cache

@@ -8,6 +8,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from teraio import backend, cli, errors, session
 from teraio.errors import OptionError, StoreError, TeraioError, UnsupportedError
 from teraio.notices import described, more_than_there_is, unknown_environment, without_match
 from teraio.options import Options
-from teraio.runtime import device, memory
+from teraio.runtime import device, measure, memory
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.schedule import Call, Schedule, Slot, Step
 from teraio.units import fmt_bytes, fmt_count
@@ -224,6 +225,24 @@ def test_steps_of_ever_new_kinds_are_forgotten_again() -> None:
         assert len(planned) == 2
     finally:
         running.engine.shut_down()
+
+
+def test_a_plan_counts_on_all_drives_and_a_store_on_how_fast_each_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(directory: Path) -> measure.Link:
+        fast = directory.name == "fast"
+        rate = 3 * 10**9 if fast else 10**9
+        return measure.Link("ssd", rate, rate, rate, rate, 50_000 + fast, 80_000)
+
+    paths = [tmp_path / name for name in ("slow", "fast", "slow too")]
+    drives = dict(zip(paths, (1, 2, 1)))
+    monkeypatch.setattr(session, "_link", link)
+    monkeypatch.setattr(session.os, "stat", lambda path: SimpleNamespace(st_dev=drives[path]))
+    together, weights = session._drives(paths)
+    assert together.evict_bytes_per_s == together.fetch_bytes_per_s == 4 * 10**9
+    assert (together.evict_latency_ns, together.fetch_latency_ns) == (50_001, 80_000)
+    assert weights == [10**9, 6 * 10**9, 10**9]
 
 
 def test_a_process_has_one_device() -> None:
