@@ -1,5 +1,5 @@
-"""Compiles each block of a Llama by itself, as torchtune and torchtitan do. Identical blocks share one compiled
-program, which is told apart by its place in the step: what leaves memory is planned for the whole step.
+"""Compiles each block of a Llama by itself, as torchtune and torchtitan do. Identical blocks share one
+program; what leaves memory is planned for the whole step, in which each of its calls has its own place.
 
 python examples/per_block.py --memory 120MiB
 python examples/per_block.py --memory 120MiB --init       # the model is made inside the budget, too
