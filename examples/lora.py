@@ -8,6 +8,7 @@ python examples/lora.py --memory 8GiB --model folder                   # config.
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -42,10 +43,10 @@ def described(args: argparse.Namespace) -> LlamaConfig:
     )
 
 
-def made(weights: Path, args: argparse.Namespace) -> nn.Module:
+def made(weights: Path, args: argparse.Namespace, **options: str) -> nn.Module:
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(described(args))
-    teraio.load(model, weights, memory=args.memory, inner=args.inner)
+    teraio.load(model, weights, memory=args.memory, inner=args.inner, **options)
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(r=args.rank, target_modules=["q_proj", "v_proj"]))
 
@@ -63,6 +64,18 @@ def losses(model: nn.Module, args: argparse.Namespace) -> Iterator[float]:
         yield loss.item()
 
 
+def moved(timeline: Path) -> dict[str, str]:
+    """What a planned step read and wrote of the frozen weights."""
+    if not timeline.exists():
+        return {"frozen_weights_moved": "no planned step was seen; take more --steps"}
+    spans = [s for s in json.loads(timeline.read_text())["spans"] if s["tensor"].endswith(".weight")]
+    rows = {}
+    for name, track in {"read": "fetch:ssd", "written": "evict:ssd"}.items():
+        moves = [s["bytes"] for s in spans if s["track"] == track and "lora_" not in s["tensor"]]
+        rows[f"of_them_{name}_in_a_planned_step"] = mib(sum(moves))
+    return rows
+
+
 def main() -> None:
     parser = arguments(__doc__ or "", memory="300MiB", steps=8)
     parser.add_argument("--model", type=Path, help="a folder with a model; default: a random Llama")
@@ -71,7 +84,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # sums of two threads differ in the last bit from run to run
 
-    rows = {}
     with tempfile.TemporaryDirectory() as folder:
         weights = args.model
         if weights is None:
@@ -82,17 +94,18 @@ def main() -> None:
         if args.plain:
             with plainly():
                 plain = list(losses(made(weights, args), args))
-        model = made(weights, args)
+        timeline = Path(folder, "timeline.json")
+        model = made(weights, args, timeline=str(timeline))
         ours, began = [], time.perf_counter()
         for loss in losses(model, args):
             ours.append(loss)
             took_s, began = time.perf_counter() - began, time.perf_counter()
             print(f"step {len(ours) - 1}: loss {loss:.4f}, {took_s:.2f} s")
-    if args.plain:
-        rows["losses_equal_plain_ones"] = equal(ours, plain)
-    for name, trained in {"frozen_weights": False, "trained_weights": True}.items():
+        steps = moved(timeline)
+    rows = {"losses_equal_plain_ones": equal(ours, plain)} if args.plain else {}
+    for name, trained in {"trained_weights": True, "frozen_weights": False}.items():
         rows[name] = mib(sum(p.nbytes for p in model.parameters() if p.requires_grad is trained))
-    table(**rows)
+    table(**rows, **steps)
 
 
 if __name__ == "__main__":
