@@ -50,9 +50,9 @@ def equal(ours: object, plain: object) -> str:
     return "yes" if ours == plain else f"NO: {ours} and {plain}"
 
 
-def table(**rows: str) -> None:
-    """What is to be shown, then what teraio says: `plain_peak="3 MiB"` is the row `plain peak`."""
-    stats = teraio.stats()
+def table(stats: teraio.Stats | None = None, **rows: str) -> None:
+    """What is to be shown, then what teraio says (now, or then): `plain_peak=...` is the row `plain peak`."""
+    stats = stats or teraio.stats()
     rows["peak of tensors"] = mib(stats["peak_bytes"])
     rows["memory allowed"] = mib(stats["budget_bytes"])
     rows["written to disk"] = mib(stats["written_bytes"])

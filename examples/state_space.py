@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -89,20 +91,19 @@ def drifting(args: argparse.Namespace, random: torch.Generator) -> tuple[torch.T
     return (blob + 0.1 * torch.randn(blob.shape, generator=random))[:, None], direction
 
 
-def losses(args: argparse.Namespace, steps: int, **options: str) -> list[float]:
+def losses(args: argparse.Namespace) -> Iterator[float]:
     torch.manual_seed(0)
     model = StateSpace(args.channels, args.states, args.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    compiled = torch.compile(model, backend="teraio", options={"inner": args.inner, **options})
+    options = {"memory": args.memory, "inner": args.inner}
+    compiled = torch.compile(model, backend="teraio", options=options)
     random = torch.Generator().manual_seed(1)
-    told = []
-    for _ in range(steps):
+    while True:
         loss = compiled(*drifting(args, random))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        told.append(loss.item())
-    return told
+        yield loss.item()
 
 
 def main() -> None:
@@ -112,17 +113,19 @@ def main() -> None:
     torch.set_num_threads(1)  # sums of two threads differ in the last bit from run to run
 
     with plainly():
-        plain = losses(args, args.steps)
-    losses(args, 2, memory="80%", planner="none")  # nothing has to leave: what it takes is counted
-    needed_bytes = teraio.stats()["peak_bytes"]
-    torch._dynamo.reset()
-    ours = losses(args, args.steps, memory=args.memory)
-    part = teraio.stats()["peak_bytes"] / needed_bytes
+        plain = list(islice(losses(args), args.steps))
+    training = losses(args)
+    ours = list(islice(training, args.steps))
+    told = teraio.stats()
+    teraio.set_memory("80%")  # of the machine's: nothing has to leave
+    list(islice(training, 2))
+    needed_bytes = teraio.stats()["step_peak_bytes"]
     table(
+        told,
         loss=f"{ours[0]:.4f} at first, {ours[-1]:.4f} at last",
         losses_equal_plain_ones=equal(ours, plain),
         peak_where_nothing_leaves=mib(needed_bytes),
-        part_of_it=f"{part:.0%}",
+        part_of_it=f"{told['peak_bytes'] / needed_bytes:.0%}",
     )
 
 
