@@ -1,8 +1,8 @@
 """Fine-tunes a causal language model with the Trainer of Hugging Face, with evaluation, checkpoints and
 resuming. The one line for teraio is `model.compile(...)`, before the Trainer gets the model.
 
-python examples/finetune_trainer.py --memory 200MiB                       # a random Llama that reads bytes
-python examples/finetune_trainer.py --memory 200MiB --steps 30 --resume   # goes on from its last checkpoint
+python examples/finetune_trainer.py --memory 100MiB                       # a random Llama that reads bytes
+python examples/finetune_trainer.py --memory 100MiB --steps 30 --resume   # goes on from its last checkpoint
 python examples/finetune_trainer.py --memory 8GiB --model folder --text book.txt
 """
 
@@ -84,14 +84,14 @@ def losses(model: nn.Module, args: argparse.Namespace, start: str | None, save: 
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "", memory="200MiB", steps=20)
+    parser = arguments(__doc__ or "", memory="100MiB", steps=20)
     parser.add_argument("--model", help="a folder with a model and its tokenizer; default: a random Llama")
     parser.add_argument("--text", type=Path, help="a file; default: sums")
     parser.add_argument("--output", type=Path, default=Path("finetuned"), help="where checkpoints go")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--plain", action="store_true", help="train it without a budget, too, and compare")
     parser.add_argument("--rate", type=float, default=3e-4, help="of learning")
-    sizes(parser, hidden=512, layers=8, heads=8, batch=4, length=256, every=10)
+    sizes(parser, hidden=256, layers=8, heads=4, batch=4, length=256, every=10)
     args = parser.parse_args()
     torch.set_num_threads(1)  # sums of two threads differ in the last bit from run to run
 
