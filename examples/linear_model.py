@@ -29,6 +29,9 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 class Chunk(nn.Module):
     """Some rows of the matrix, with their labels."""
 
+    features: torch.Tensor
+    labels: torch.Tensor
+
     def __init__(self, features: torch.Tensor, labels: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("features", features)

@@ -30,8 +30,8 @@ def losses(args: argparse.Namespace, **options: str) -> Iterator[float]:
     hidden = args.hidden
     model = Llama(Shape(args.vocabulary, hidden, hidden * 11 // 4, args.layers, args.heads, args.heads))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    options = {"memory": args.memory, "inner": args.inner, **options}
-    compiled = torch.compile(model, backend="teraio", options=options)
+    told = {"memory": args.memory, "inner": args.inner, **options}
+    compiled = torch.compile(model, backend="teraio", options=told)
     random = torch.Generator().manual_seed(1)
     for _ in range(args.steps):
         tokens = torch.randint(0, args.vocabulary, (args.batch, args.length + 1), generator=random)
