@@ -9,6 +9,9 @@ from torch._guards import TracingContext
 
 from teraio.schedule import ProgramKind
 
+# Where modules keep what they have; Dynamo goes through `__dict__` where a class has its own `__getattr__`.
+UNSAID = {"_modules", "_parameters", "_buffers", "_orig_mod", "__dict__"}
+
 
 def outputs_to_caller(kind: ProgramKind, outputs: int) -> int:
     """How many leading outputs leave to the caller; the rest are saved for the backward.
@@ -70,7 +73,4 @@ def _source_name(node: torch.fx.Node) -> str:
     parts = [
         p for p in text.replace("[", ".").replace("]", "").replace("'", "").replace('"', "").split(".") if p
     ]
-    return (
-        ".".join(p for p in parts[2:] if p not in {"_modules", "_parameters", "_buffers", "_orig_mod"})
-        or node.name
-    )
+    return ".".join(p for p in parts[2:] if p not in UNSAID) or node.name

@@ -12,7 +12,6 @@ Between two programs user code runs. What it touches comes back (`guard.py`); wh
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -309,11 +308,7 @@ class Engine:
         if self.tracker.stepped_at_ns:
             self.end_step()
         self.guard.end()
-        self.residency.serial += 1
-        if sum(record.size_bytes for record in self.residency.records.values()) > self.residency.budget_bytes:
-            gc.collect()  # a model that does not fit: what is garbage of it need not come back
-        self.residency.bury()
-        self.residency.bring_back(self.residency.records.values())
+        self.residency.bring_all_back(self.guard.exposed)
         self.mover.store.close()
         if self.residency.torn is not None and not self.residency.torn_is_known:
             raise self.residency.torn

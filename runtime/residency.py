@@ -10,6 +10,7 @@ else by least recent use. Records that never move (results, gradients, states, i
 
 from __future__ import annotations
 
+import gc
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -293,3 +294,28 @@ class Residency:
                     if record.state is State.AWAY:
                         self.mover.fill_with_nan(record)
                         self.torn = self.torn or error
+
+    def bring_all_back(self, stays: Callable[[Record], bool]) -> None:
+        """Everything that is away comes back, budget or not. BudgetError if there is no memory for it: what
+        came leaves again, except what `stays`, and all goes on as before."""
+        self.serial += 1
+        if sum(record.size_bytes for record in self.records.values()) > self.budget_bytes:
+            gc.collect()  # a model that does not fit: what is garbage of it need not come back
+        self.bury()
+        away_bytes = sum(r.size_bytes for r in self.records.values() if r.state is State.AWAY)
+        there_bytes = self.mover.device.default_budget_bytes()
+        cause = None
+        if away_bytes <= there_bytes:
+            try:
+                self.bring_back(self.records.values())
+                return
+            except (RuntimeError, MemoryError) as error:  # the allocator's
+                cause = error
+            self.serial += 1
+            self.free(0, None, stays)
+        away, there = fmt_bytes(away_bytes), fmt_bytes(there_bytes)
+        raise BudgetError(
+            f"everything that is away was to come back to memory, and does not fit there: {away} are away, "
+            f"{there} can be had{f' ({cause})' if cause else ''}. Let the model and its optimizer go first "
+            f"(del model, optimizer), or keep them with teraio.save and end the process"
+        ) from cause

@@ -288,6 +288,9 @@ def guard_this_graph() -> None:
 def reset() -> None:
     """Ends the engine of this process: everything that is away comes back first."""
     global SESSION
+    if SESSION is not None:
+        running = SESSION.engine
+        running.residency.bring_all_back(running.guard.exposed)  # or an error, before anything has ended
     session, SESSION = SESSION, None
     GIVEN.clear()
     engine.use(None)

@@ -122,6 +122,9 @@ class EngineDevice(FakeDevice):
                 if fake.at is not None:
                     super().resize(fake, 0)
 
+    def default_budget_bytes(self) -> int:
+        return self.size * CELL
+
     def used_bytes(self) -> int:
         return (self.size - sum(size for _, size in self._free)) * CELL
 

@@ -22,6 +22,7 @@ from teraio import backend, cli, errors, session
 from teraio.errors import OptionError, StoreError, TeraioError, UnsupportedError
 from teraio.notices import described, more_than_there_is, unknown_environment, without_match
 from teraio.options import Options
+from teraio.passes import aot
 from teraio.runtime import device, measure, memory
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.schedule import Call, Schedule, Slot, Step
@@ -135,6 +136,36 @@ def test_each_glob_is_said_once_and_what_matches_is_not(said: Any) -> None:
     (line,) = said("option 'keep'")
     assert "'no such tensor' matches none of the" in line
     assert without_match(["first.*", "1.*"], ["first.weight", "1.mm"]) == []
+
+
+class Wrapped(nn.Module):
+    """Answers for what is in it, as PEFT's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        return result
+
+
+def test_a_weight_has_the_name_that_its_model_gives_it() -> None:
+    for model in (Model(), Wrapped()):
+        names: list[str] = []
+
+        def look(gm: torch.fx.GraphModule, inputs: Any, names: list[str] = names) -> Any:
+            names += aot.placeholder_names(gm)
+            return gm.forward
+
+        torch.compile(model, backend=look)(torch.ones(1, WIDTH))
+        assert set(filter(None, names)) == {name for name, _ in model.named_parameters()}
 
 
 def test_planning_offline_says_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import teraio
 from teraio import session
+from teraio.errors import BudgetError
 from teraio.runtime import engine
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
@@ -120,6 +122,47 @@ def test_a_reset_between_forward_and_backward_brings_the_activations_back() -> N
     loss.backward()
     gradients = [p.grad for p in compiled.parameters()]
     assert same([loss.detach(), *gradients], expected)
+
+
+@pytest.mark.parametrize("allocator", [False, True])
+def test_what_does_not_fit_when_it_comes_back_is_an_error_and_the_training_goes_on(allocator: bool) -> None:
+    """Seen before anything is fetched, or only by the allocator, after some of it came."""
+    expected = plainly(1)
+    compiled: Any = torch.compile(model(), backend="teraio", options=OPTIONS)
+    loss = compiled(batch(1)).square().mean()
+    running = engine.ENGINE
+    assert running is not None
+    with pytest.MonkeyPatch.context() as patched:
+        if allocator:
+            patched.setattr(running.mover.device, "begin_fetch", fetches(3, running.mover.device.begin_fetch))
+        else:
+            patched.setattr(running.mover.device, "default_budget_bytes", lambda: 2**20)
+        with pytest.raises(BudgetError) as refused:
+            teraio.reset()
+    text = str(refused.value)
+    assert re.search(r"[0-9.]+ MiB are away, [0-9.]+ [MG]iB can be had", text), text
+    assert ("can't allocate memory" in text) is allocator
+    assert "del model, optimizer" in text
+    assert session.SESSION is not None
+    assert engine.ENGINE is running
+    assert teraio.stats()["resident_bytes"] <= OPTIONS["memory"]
+    loss.backward()
+    assert same([loss.detach(), *[p.grad for p in compiled.parameters()]], expected)
+    compiled.zero_grad()
+    teraio.reset()
+    assert session.SESSION is None
+
+
+def fetches(count: int, begin: Any) -> Any:
+    """As many as that; then memory is used up."""
+    left = iter(range(count))
+
+    def fetch(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return begin(*arguments)
+
+    return fetch
 
 
 def test_a_failed_compilation_leaves_nothing_registered() -> None:

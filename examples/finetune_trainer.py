@@ -1,0 +1,119 @@
+"""Fine-tunes a causal language model with the Trainer of Hugging Face, with evaluation, checkpoints and
+resuming. The one line for teraio is `model.compile(...)`, before the Trainer gets the model.
+
+python examples/finetune_trainer.py --memory 100MiB                       # a random Llama that reads bytes
+python examples/finetune_trainer.py --memory 100MiB --steps 30 --resume   # goes on from its last checkpoint
+python examples/finetune_trainer.py --memory 8GiB --model folder --text book.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from side_by_side import arguments, equal, mib, plainly, size_bytes, sizes, table
+from torch import nn
+
+try:
+    import accelerate  # noqa: F401  the Trainer asks for it
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Trainer, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
+except ImportError as missing:
+    raise SystemExit(f"{missing.name} is missing: pip install transformers accelerate") from missing
+
+Texts = list[dict[str, torch.Tensor]]
+
+
+def texts(args: argparse.Namespace) -> Texts:
+    """Pieces of the text, in tokens of the model's own tokenizer, or in bytes."""
+    text = args.text.read_text() if args.text else "".join(f"{n} + {n * 7} = {n * 8}\n" for n in range(9999))
+    if args.model:
+        ids = AutoTokenizer.from_pretrained(args.model, local_files_only=True)(text)["input_ids"]
+    else:
+        ids = list(text.encode())
+    pieces = torch.tensor(ids[: len(ids) // args.length * args.length]).view(-1, args.length)
+    return [{"input_ids": piece, "labels": piece} for piece in pieces]
+
+
+def made(args: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    if args.model:
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, local_files_only=True)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 11 // 4,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.heads,
+        max_position_embeddings=args.length,
+        use_cache=False,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def losses(model: nn.Module, args: argparse.Namespace, start: str | None, save: str) -> list[dict[str, Any]]:
+    """The Trainer's log: losses of training and evaluation. `start` is a checkpoint."""
+    model.compile(backend="teraio", options={"memory": args.memory, "inner": args.inner})
+    settings = TrainingArguments(
+        str(args.output),
+        max_steps=args.steps,
+        per_device_train_batch_size=args.batch,
+        per_device_eval_batch_size=args.batch,
+        lr_scheduler_type="constant",  # a linear one ends at --steps: after --resume it would be another one
+        learning_rate=args.rate,
+        eval_strategy="steps",
+        eval_steps=args.every,
+        save_strategy=save,
+        save_steps=args.every,
+        save_total_limit=1,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+        disable_tqdm=True,
+        seed=0,
+    )
+    pieces = texts(args)
+    kept = min(len(pieces) // 10 + 1, 4 * args.batch)
+    trainer = Trainer(model, settings, train_dataset=pieces[kept:], eval_dataset=pieces[:kept])
+    trainer.train(resume_from_checkpoint=start)
+    names = ("step", "loss", "grad_norm", "eval_loss")
+    return [{name: entry.get(name) for name in names} for entry in trainer.state.log_history]
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "", memory="100MiB", steps=20)
+    parser.add_argument("--model", help="a folder with a model and its tokenizer; default: a random Llama")
+    parser.add_argument("--text", type=Path, help="a file; default: sums")
+    parser.add_argument("--output", type=Path, default=Path("finetuned"), help="where checkpoints go")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--plain", action="store_true", help="train it without a budget, too, and compare")
+    parser.add_argument("--rate", type=float, default=3e-4, help="of learning")
+    sizes(parser, hidden=256, layers=8, heads=4, batch=4, length=256, every=10)
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # sums of two threads differ in the last bit from run to run
+
+    start = get_last_checkpoint(args.output) if args.resume and args.output.is_dir() else None
+    if args.resume and start is None:
+        parser.error(f"no checkpoint in {args.output}: train without --resume first")
+    if args.plain:
+        with plainly():
+            plain = losses(made(args), args, start, save="no")
+    model = made(args)
+    ours = losses(model, args, start, save="steps")
+    rows = {"losses_equal_plain_ones": equal(ours, plain)} if args.plain else {}
+    last = [next(e[name] for e in reversed(ours) if e[name] is not None) for name in ("loss", "eval_loss")]
+    table(
+        weights_gradients_and_states=mib(4 * size_bytes(model)),
+        began_with=start or "new weights",
+        steps=str(ours[-1]["step"]),
+        last_loss_and_evaluation="{:.4f}, {:.4f}".format(*last),
+        checkpoint=str(get_last_checkpoint(args.output)),
+        **rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

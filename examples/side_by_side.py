@@ -1,0 +1,61 @@
+"""What the examples share: a run without teraio to compare with, and the table of what teraio did."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+import teraio
+
+
+def arguments(doc: str, memory: str, steps: int, inner: str = "inductor") -> argparse.ArgumentParser:
+    """What each example can be told; `doc` is its description."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory", default=memory, help=f"the budget, default {memory}")
+    parser.add_argument("--steps", type=int, default=steps, help=f"default {steps}")
+    parser.add_argument("--inner", default=inner, choices=("inductor", "eager"))
+    return parser
+
+
+def sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """What is compiled in the block is the same program without teraio: no slots, no budget."""
+    os.environ["TERAIO_DISABLE"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["TERAIO_DISABLE"]
+        torch._dynamo.reset()
+
+
+def mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"
+
+
+def size_bytes(model: torch.nn.Module) -> int:
+    """Of weights and buffers, in memory or not."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def equal(ours: object, plain: object) -> str:
+    return "yes" if ours == plain else f"NO: {ours} and {plain}"
+
+
+def table(stats: teraio.Stats | None = None, **rows: str) -> None:
+    """What is to be shown, then what teraio says (now, or then): `plain_peak=...` is the row `plain peak`."""
+    stats = stats or teraio.stats()
+    rows["peak of tensors"] = mib(stats["peak_bytes"])
+    rows["memory allowed"] = mib(stats["budget_bytes"])
+    rows["written to disk"] = mib(stats["written_bytes"])
+    rows["read from disk"] = mib(stats["read_bytes"])
+    for name, value in rows.items():
+        print(f"  {name.replace('_', ' '):<40} {value}")
