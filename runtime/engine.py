@@ -154,6 +154,7 @@ class Engine:
         self.stuck.look()
         self.tracker.enter(program, mark)  # before `bound` is cleared: the call before may be of this program
         self.expect()
+        self.user.outside.keeps()
         program.bound = [None] * len(program.schedule.buffers)
         self.gradients.enter(program)
 

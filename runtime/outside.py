@@ -7,9 +7,10 @@ compiled, temporaries of an optimizer.
                            bytes: looked at in measured steps, kept with what is expected of the step
 
 From then on so many bytes are made free at the call's last slot, before user code runs, and a plan counts
-them there. They never make an error: what cannot be made free is an overrun, and is said. A stretch in which
-something was compiled, and the first step's optimizers, which make their states, show nothing that comes
-again.
+them there. What user code keeps when the next program begins, as what eager autograd saves between two broken
+graphs, is in reserve while that program runs. They never make an error: what cannot be made free is an
+overrun, and is said. A stretch in which something was compiled, and the first step's optimizers, which make
+their states, show nothing that comes again.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Outside:
         self.device = device
         self.tracker = tracker
         self.overrun = overrun
+        residency.overrun = overrun
         self.stretch: Stretch | None = None
+        self.first = (0, -1)  # as this step began: bytes that the ledger does not know, programs
         self.off = False  # the system does not say
 
     def room(self, live_bytes: int, tick: int | None, stays: Callable[[Record], bool]) -> None:
@@ -79,9 +82,32 @@ class Outside:
             known = self.residency.mover.resident_bytes
             self.stretch = Stretch(tracker.number, kind, used, known, Program.made_count)
 
+    def keeps(self) -> None:
+        """A program has begun: what has been kept since the step began, and is no one's, is there while it
+        runs."""
+        tracker, number = self.tracker, self.tracker.number
+        if tracker.running is not None and self._nothing_arrives():
+            unknown = self._unknown_bytes()
+            if number == 0:
+                self.first = unknown, Program.made_count
+            elif self.first[1] == Program.made_count:
+                kept = unknown - self.first[0]
+                tracker.kept[number] = kept if kept >= NOISE_BYTES else 0
+        expected = tracker.expected.kept.get(tracker.at - 1, 0) if tracker.base is not None else 0
+        self.residency.hold(tracker.kept.get(number, expected))
+
+    def _unknown_bytes(self) -> int:
+        try:
+            used = 0 if self.off else self.device.used_bytes()
+        except OSError:
+            self.off, used = True, 0
+        self.residency.bury()
+        return max(0, used - self.residency.mover.resident_bytes)
+
     def ends(self) -> None:
         """The next program begins."""
         stretch, self.stretch = self.stretch, None
+        self.residency.hold(0)
         if stretch is None or not self._comes_again(stretch):
             return
         residency = self.residency
@@ -99,4 +125,8 @@ class Outside:
             stretch.kind == "optimizer" and not self.tracker.known
         ):
             return False
+        return self._nothing_arrives()
+
+    def _nothing_arrives(self) -> bool:
+        """What arrives is in the ledger, and its pages are not all there yet."""
         return not any(record.state is State.ARRIVING for record in self.residency.records.values())

@@ -48,6 +48,8 @@ class Residency:
         self.mover = mover
         self.budget_bytes = budget_bytes
         self.reserve_bytes = reserve_bytes
+        self.kept_bytes = 0  # of these: what user code has while a program runs
+        self.overrun: Callable[[int, str], None] = lambda short, place: None
         self.elastic = False  # memory is `min`: the budget grows to what a kernel needs when all else is away
         self.records: dict[int, Record] = {}  # storage address -> record
         self.by_name: dict[str, Record] = {}
@@ -235,8 +237,20 @@ class Residency:
     def lacks(self, need: Need) -> bool:
         return need.size_bytes + self.reserve_bytes > self.budget_bytes
 
+    def hold(self, kept_bytes: int) -> None:
+        """So many bytes of user code are there while the program runs: they are in reserve."""
+        self.reserve_bytes += kept_bytes - self.kept_bytes
+        self.kept_bytes = kept_bytes
+
     def give(self, need: Need) -> None:
-        """What does not fit is refused, or, if that is how memory was asked for, the budget grows to it."""
+        """What does not fit is refused, or, if that is how memory was asked for, the budget grows to it. What
+        user code holds is no reason for that."""
+        short = need.size_bytes + self.reserve_bytes - self.budget_bytes
+        if 0 < short <= self.kept_bytes:
+            self.overrun(short, f"kernel {need.kernel}, beside what user code keeps")
+            self.hold(self.kept_bytes - short)
+            return
+        self.hold(0)
         if not self.elastic:
             self.refuse(need)
         self.budget_bytes = max(self.budget_bytes, need.size_bytes + self.reserve_bytes)

@@ -53,6 +53,7 @@ class Expectation:
         self.uses: dict[str, list[float]] = {}  # name -> ticks, ascending; of touches in between
         self.table: dict[int, list[tuple[int, str]]] = {}  # the plan: tick -> operations
         self.outside: dict[int, int] = {}  # call -> bytes that user code took after it, beside the ledger's
+        self.kept: dict[int, int] = {}  # call -> bytes of user code that were there when it began
         self.touched: dict[int, tuple[str, ...]] = {}  # call -> what user code touched after it, in order
         self.settled = False  # it needs no more measuring
         self.planned = False
@@ -84,7 +85,8 @@ class StepTracker:
         self.calls: list[Call] = []  # as far as they were measured
         self.running: Running | None = None
         self.outside: dict[int, int] = {}  # of this step, as in Expectation
-        self.touched: dict[int, list[str]] = {}  # likewise
+        self.kept: dict[int, int] = {}  # likewise
+        self.touched: dict[int, list[str]] = {}
         self.foreign = False  # the running call is no part of the expected step
         self.first: Any = None  # what the step began with
         self.stepped_at_ns = 0  # when an optimizer last did in this step
@@ -164,7 +166,7 @@ class StepTracker:
     def drop(self) -> None:
         """The step has become too long to be one: what it was so far is forgotten, and what was expected."""
         self.programs, self.calls, self.running, self.training = [], [], None, False
-        self.outside, self.touched = {}, {}
+        self.outside, self.kept, self.touched = {}, {}, {}
         self.expected, self.at, self.base = Expectation((), ()), 0, None
 
     def step_of(self, order: tuple[str, ...]) -> Expectation:
@@ -194,6 +196,7 @@ class StepTracker:
         programs, self.programs = self.programs, []
         calls, self.calls = tuple(self.calls), []
         outside, self.outside = self.outside, {}
+        kept, self.kept = self.kept, {}
         touched, self.touched = self.touched, {}
         self.at, self.base, self.training, self.foreign = 0, None, False, False
         if not programs:
@@ -203,6 +206,7 @@ class StepTracker:
         self.expected = self.known.pop(order) if order in self.known else Expectation(order, lengths)
         self.known[order] = self.expected
         self.expected.outside.update(outside)
+        self.expected.kept.update(kept)
         self.expected.touched = {call: tuple(names) for call, names in touched.items()}
         while len(self.known) > EXPECTATIONS_MAX:
             del self.known[next(iter(self.known))]

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kept_train import ROWS, SAVED, WIDTH
 from outside_train import BATCH, LENGTH, SHAPE
 
 from teraio.runtime.outside import NOISE_BYTES, Outside
@@ -97,6 +98,7 @@ class Bench:
         self.residency = stand_in(
             mover=mover, records={}, budget_bytes=90 * MIB, reserve_bytes=4 * MIB, bury=lambda: None
         )
+        self.residency.hold = lambda kept_bytes: None
         running = stand_in(program=stand_in(schedule=stand_in(kind=kind)))
         self.tracker = stand_in(running=running, number=3, known={}, outside={})
         self.said: list[tuple[int, str]] = []
@@ -193,3 +195,19 @@ def test_a_system_that_does_not_say_is_asked_once() -> None:
     bench.outside.device.reset_peak = refuse  # type: ignore[method-assign]
     assert bench.takes(30 * MIB) == bench.takes(30 * MIB) == {}
     assert asked == [1]
+
+
+def test_what_eager_autograd_keeps_between_two_programs_is_made_room_for() -> None:
+    """Without a look at it, the second program runs beside bytes that no one counted."""
+    budget, kept = 38 * MIB, 4 * ROWS * WIDTH * SAVED
+    runs = []
+    for words in ([], ["unseen"]):
+        command = [sys.executable, str(Path(__file__).with_name("kept_train.py")), str(budget), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+        assert done.returncode == 0, done.stderr[-3000:]
+        runs.append(json.loads(done.stdout.strip().splitlines()[-1]))
+    seen, unseen = runs
+    assert seen["losses"] == unseen["losses"]
+    assert abs(seen["kept"]["1"] - kept) < 2 * MIB, "the program after the break"
+    assert max(seen["peaks"][2:]) <= budget
+    assert max(unseen["peaks"][2:]) > 1.1 * budget

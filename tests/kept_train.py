@@ -1,0 +1,76 @@
+"""Trains a model whose graph is broken in the middle: what eager autograd saves there is kept until the
+backward, beside the programs on both sides. Every byte of every tensor is counted.
+
+    kept_train.py BUDGET [unseen]
+
+prints one JSON object: the losses, the peak of each step, and what was learnt to be kept, by call. `unseen`:
+it is not looked at, as a planted bug.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import allocator
+import torch
+from torch import nn
+
+import teraio
+from teraio.runtime import engine
+from teraio.runtime.outside import Outside
+
+WIDTH, ROWS, LAYERS, SAVED = 512, 1024, 4, 8
+
+
+@torch._dynamo.disable
+def eager(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(SAVED):
+        x = torch.tanh(x * 1.01)
+    return x
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.after = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.before:
+            x = torch.tanh(layer(x))
+        x = eager(x)
+        for layer in self.after:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def main() -> None:
+    counting = allocator.install()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Broken()
+    optimizer = torch.optim.AdamW(model.parameters())
+    options: Any = {"memory": sys.argv[1], "inner": "eager", "planner": "greedy", "warmup": 2}
+    compiled: Any = torch.compile(model, backend="teraio", options=options, dynamic=False)
+    x = torch.randn(ROWS, WIDTH)
+    result: dict[str, Any] = {"losses": [], "peaks": []}
+    for _ in range(7):
+        counting.reset_peak()
+        loss = compiled(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        result["losses"].append(loss.item())
+        result["peaks"].append(counting.peak_bytes())
+    assert engine.ENGINE is not None
+    result["kept"] = engine.ENGINE.tracker.expected.kept
+    print(json.dumps(result))
+    teraio.reset()
+
+
+if __name__ == "__main__":
+    with patch.object(Outside, "keeps", lambda self: None) if "unseen" in sys.argv else patch.dict({}):
+        main()
