@@ -88,6 +88,7 @@ def main() -> None:
         weights = args.model
         if weights is None:
             weights = Path(folder, "model.safetensors")
+            torch.manual_seed(0)
             with teraio.init(memory=args.memory, inner=args.inner):
                 write(AutoModelForCausalLM.from_config(described(args)), weights)
             teraio.reset()

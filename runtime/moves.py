@@ -42,8 +42,14 @@ class Mover:
         self.store = store
         self.device = device
         self.resident_bytes = 0
+        self.file_bytes = 0  # read from the files that weights came from
         self.counts = Counts()
         self.recorder: Recorder | None = None
+
+    @property
+    def read_bytes(self) -> int:
+        """SSD to device: from the store, and from the files that weights came from."""
+        return self.store.read_bytes + self.file_bytes
 
     def enters(self, record: Record) -> None:
         """Its bytes count from here on."""
@@ -121,6 +127,7 @@ class Mover:
         record.state = State.ARRIVING
         self.enters(record)
         self.counts.fetches += 1
+        self.file_bytes += 0 if source is None else record.size_bytes
         if self.recorder is not None:
             self.recorder.begins(record, evict=False, demand=demand)
 

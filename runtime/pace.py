@@ -65,8 +65,8 @@ class Pace:
         self.last: Stats = {}
 
     def _sums(self) -> tuple[int, ...]:
-        counts, store = self.mover.counts, self.mover.store
-        return counts.stall_ns, counts.misses, store.written_bytes, store.read_bytes
+        mover, counts = self.mover, self.mover.counts
+        return counts.stall_ns, counts.misses, mover.store.written_bytes, mover.read_bytes
 
     def begins(self) -> None:
         """The first program of a step runs next."""
@@ -100,11 +100,11 @@ class Pace:
             )
 
     def stats(self, expected: Expectation, budget_bytes: int) -> Stats:
-        mover, store = self.mover, self.mover.store
+        mover = self.mover
         sums: Stats = {**asdict(mover.counts)}  # type: ignore[typeddict-item]
         sums["peak_bytes"] = max(self.peak_bytes, mover.counts.peak_bytes)
         sums["resident_bytes"], sums["budget_bytes"] = mover.resident_bytes, budget_bytes
-        sums["written_bytes"], sums["read_bytes"] = store.written_bytes, store.read_bytes
+        sums["written_bytes"], sums["read_bytes"] = mover.store.written_bytes, mover.read_bytes
         sums["phase"] = expected.phase
         sums["step"] = 0
         sums.update(self.last)

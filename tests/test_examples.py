@@ -100,6 +100,7 @@ def test_adapters_are_trained_beside_weights_that_are_never_written(texts: dict[
     text = texts["lora"]
     assert mib("frozen weights", text) > mib("peak of tensors", text), text
     assert mib("of them read in a planned step", text) > 1, text
+    assert mib("read from disk", text) > mib("of them read in a planned step", text), text
     assert mib("of them written in a planned step", text) == 0, text
     assert same_losses("plain ones", text), text
 
