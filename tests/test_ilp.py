@@ -86,14 +86,14 @@ def test_a_wrong_program_is_worse_than_trying_everything(
 
 
 def test_windows_of_a_longer_step_beat_greedy() -> None:
-    # 24 kernels and 32 tensors on links that are too slow; greedy's plans take up to 10 % longer.
+    # 24 kernels and 32 tensors on links that are too slow; greedy takes up to 5 % longer.
     profile = toys.training_profile()
-    for budget in (1_500, 2_000):
+    for budget in (1_700, 2_500):
         simple = plan(profile, SLOW, budget, planner="greedy")
         made = plan(profile, SLOW, budget, planner="ilp", time_limit_s=30)
         better = made.predicted.step_ns < 0.97 * simple.predicted.step_ns
         assert better or made.predicted.step_ns <= simple.predicted.step_ns, budget
-        assert better or budget != 1_500
+        assert better or budget != 1_700
         assert made.predicted.step_ns >= made.predicted.bound_ns
 
 
