@@ -12,8 +12,11 @@ from typing import Any
 
 import teraio._native
 from teraio.passes import planner
+from teraio.passes.planner import certificate
+from teraio.passes.planner.rows import Rows
 
 _Search = teraio._native.Search
+BUSY = 5.0  # how much longer than its CPU time a solver may take, whose own limit is by the steady clock
 
 
 class Search:
@@ -30,6 +33,10 @@ class Search:
         return self._search.run(rounds, monotonic_ns() + left_ns if until_ns else 0, heat)
 
 
+def solve(rows: Rows, time_limit_s: float) -> certificate.Solution | None:
+    return certificate.solve(rows, BUSY * time_limit_s)
+
+
 def use() -> None:
     """For this process, until it ends."""
     clocks = {"monotonic": process_time, "monotonic_ns": process_time_ns}
@@ -38,4 +45,5 @@ def use() -> None:
             for clock, ours in clocks.items():
                 if hasattr(module, clock):
                     setattr(module, clock, ours)
+    sys.modules[f"{planner.__name__}.bound"].solve = solve  # type: ignore[attr-defined]
     teraio._native.Search = Search  # type: ignore[misc, assignment]
