@@ -73,6 +73,18 @@ def test_a_written_weight_is_written_and_read() -> None:
     assert lower_bound(build(profile, machine), machine, 12, time_limit_s=10).step_ns == 4_000
 
 
+def test_the_relaxation_says_to_which_tier() -> None:
+    # Eight alike are away for x, and the links have 20 us for them: the host (2 bytes per us) takes about
+    # twice as many as the SSD. Where there is one tier, it takes all.
+    tensors = [toys.activation(f"a{i}", 8, 0, (40,)) for i in range(8)]
+    profile = toys.profile([*tensors, toys.activation("x", 64, 20, (21,))], 41)
+    for host, expected in ((0, {0}), (ROOM, {0, 1})):
+        machine = toys.machine(device=ROOM, ssd=ROOM, host=host)
+        found = lower_bound(build(profile, machine), machine, 64, time_limit_s=10)
+        assert set(found.towards[:8]) == expected and found.towards[8] == -1
+        assert found.towards.count(0) > found.towards.count(1)
+
+
 def test_latency_counts_once_per_transfer() -> None:
     # As above with two weights and 700 ns more for each of the two fetches of a step; where the links share a
     # bandwidth latency is left out, and a bus half as fast as its links takes twice the time.

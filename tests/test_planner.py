@@ -164,6 +164,27 @@ def test_a_full_tier_overflows_into_the_next() -> None:
         plan(profile, toys.machine(ssd=4), 8)
 
 
+def test_tiers_are_packed_where_filling_them_one_by_one_leaves_no_room() -> None:
+    # All of 3, 3 and 4 bytes must be away for x. The host holds 4 and is faster, the SSD holds 6: only the 4
+    # on the host leaves room for the others. With one byte less on the SSD nothing does.
+    sizes = (("a", 3), ("b", 3), ("c", 4))
+    tensors = [toys.activation(name, size, 0, (19,)) for name, size in sizes]
+    profile = toys.profile([*tensors, toys.activation("x", 10, 8, (9,))], 20)
+    made = plan(profile, toys.machine(device=10, ssd=6, host=4), 10)
+    assert {move.tensor: move.to for move in made.moves if isinstance(move, Evict)}["c"] == "host"
+    with pytest.raises(PlanError, match="10 bytes must be away"):
+        plan(profile, toys.machine(device=10, ssd=5, host=5), 10)
+
+
+def test_a_large_tensor_stays_where_a_few_bytes_are_too_many() -> None:
+    # 4 bytes are too many at tick 8. Sending 1,000 away would take 2 ms, sending 4 takes 8 us, all hidden.
+    tensors = [toys.weight("large", 1_000, (0,), (19,)), toys.activation("small", 4, 0, (19,))]
+    profile = toys.profile([*tensors, toys.activation("x", 4, 8, (9,))], 20)
+    made = plan(profile, toys.machine(device=10_000), 1_004, planner="greedy")
+    assert {move.tensor for move in made.moves} == {"small"}
+    assert made.predicted.step_ns == profile.compute_ns
+
+
 def test_no_plan_means_a_certificate() -> None:
     profile = toys.profile(list(toys.diamond().tensors), 10, workspace={4: 1})
     assert smallest_budget(profile) == 7
@@ -232,7 +253,7 @@ MACHINES = (
 
 def test_kernels_of_no_duration_do_not_break_the_ledger() -> None:
     # All ticks are entered at the same time, so nothing about a gap can be told from the clock.
-    for seed in range(100):
+    for seed in range(70):
         profile = toys.random_profile(seed)
         still = replace(profile, kernels=tuple(replace(kernel, duration_ns=0) for kernel in profile.kernels))
         assert_planned(still, MACHINES[2], (smallest_budget(still) + all_resident(still)) // 2)
@@ -255,7 +276,7 @@ def test_small_tiers_give_a_plan_or_a_certificate(block: int) -> None:
 @pytest.mark.parametrize("block", range(2))
 def test_a_plan_exists_exactly_from_the_floor_up(block: int) -> None:
     moves = 0
-    for seed in range(block * 100, block * 100 + 100):
+    for seed in range(block * 70, block * 70 + 70):
         profile = toys.random_profile(seed)
         floor, everything = smallest_budget(profile), all_resident(profile)
         for share in (0.0, 0.3, 0.8, 1.0):

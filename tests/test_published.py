@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
+import random_cases
+import random_verdict
 import toys
 
 from teraio.check import check
@@ -195,3 +197,14 @@ def test_ours_is_at_least_as_fast_as_each_of_them() -> None:
         except PlanError:
             continue
     assert len(theirs) >= 2 and ours <= min(theirs)
+
+
+def test_steps_that_are_made_to_mislead_get_what_is_promised() -> None:
+    """A sample of tests/long/planner_random.py."""
+    beside = refused = 0
+    for case in random_cases.cases((15, *range(64, 74))):
+        verdict = random_verdict.judge(case, 0.2, 1)
+        assert not verdict.wrong, (case.name, verdict.wrong)
+        beside += verdict.slower is not None
+        refused += bool(verdict.refused)
+    assert beside >= 6 and refused >= 1

@@ -171,7 +171,7 @@ def _made(
             time_limit_s = min(time_limit_s, steps * (period_ns - bound_ns) / 1e9)
     stop = begun + time_limit_s
     lower = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * time_limit_s)
-    problem = replace(problem, stalls_ns=lower.stalls_ns, away=lower.away)
+    problem = replace(problem, stalls_ns=lower.stalls_ns, away=lower.away, towards=lower.towards)
     left_s = stop - monotonic()
     make = PLANNERS[planner]
     made = make(problem, machine, budget_bytes, bound_ns=lower.step_ns, seed=seed, time_limit_s=left_s)

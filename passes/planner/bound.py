@@ -12,6 +12,7 @@ fullest kernels of equal parts of the step, and then they are added where the so
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -37,13 +38,15 @@ GAP_S = 40e-6  # the time a gap costs before the solver starts
 @dataclass(frozen=True, slots=True)
 class Bound:
     """`step_ns` is proven. The rest are hints, empty without a relaxation: `stalls_ns`, by tick, is where it
-    waits, `away` the part of each gap's bytes that it has away at most."""
+    waits, `away` the part of each gap's bytes that it has away at most, `towards`, by tensor, the place of
+    its route in `problem.routes` (-1: it is never away)."""
 
     step_ns: int
     simple_ns: int
     checks: tuple[int, ...] = ()
     stalls_ns: tuple[int, ...] = ()
     away: tuple[float, ...] = ()
+    towards: tuple[int, ...] = ()
     again: tuple[tuple[int, float], ...] = ()  # tensor, and which fraction of it is made again
 
 
@@ -86,7 +89,8 @@ def lower_bound(
             stalls = _spread(problem, checks, solution.values[: len(checks)])
             away = _away(problem, relaxation, solution.values)
             made = tuple((tensor, solution.values[column]) for tensor, column in relaxation.again.items())
-            best = Bound(max(step_ns, best.step_ns), simple, tuple(checks), stalls, away, made)
+            towards = _towards(problem, relaxation, solution.values)
+            best = Bound(max(step_ns, best.step_ns), simple, tuple(checks), stalls, away, towards, made)
         more = _more_checks(problem, relaxation, solution)
         if len(more) == len(checks):
             break
@@ -153,6 +157,30 @@ def _away(problem: Problem, relaxation: Relaxation, values: Sequence[float]) -> 
         for gaps in each.group.members:
             away[gaps[each.gap]] = most
     return tuple(away)
+
+
+def _towards(problem: Problem, relaxation: Relaxation, values: Sequence[float]) -> tuple[int, ...]:
+    """A route for each tensor, so that of those that are alike the routes get the parts that they have in the
+    relaxation, one after another in the order of the step."""
+    routes = range(len(problem.routes))
+    parts: dict[int, list[float]] = defaultdict(lambda: [0.0 for _ in routes])
+    alike: dict[int, list[int]] = defaultdict(list)
+    for number, each in enumerate(relaxation.away):
+        most = [max(values[column] for column in columns) for columns in each.columns]
+        for gaps in each.group.members:
+            tensor = problem.gaps[gaps[each.gap]].tensor
+            alike[tensor].append(number)
+            parts[tensor] = [part + more for part, more in zip(parts[tensor], most, strict=True)]
+    towards = [-1] * len(problem.profile.tensors)
+    owed: dict[tuple[int, ...], list[float]] = defaultdict(lambda: [0.0 for _ in routes])
+    for gap in problem.gaps:
+        if sum(parts.get(gap.tensor, ())) > 0 and towards[gap.tensor] < 0:
+            part, due = parts[gap.tensor], owed[tuple(alike[gap.tensor])]
+            for route in routes:
+                due[route] += gap.size_bytes * part[route] / sum(part)
+            towards[gap.tensor] = max(routes, key=lambda route: due[route])
+            due[towards[gap.tensor]] -= gap.size_bytes
+    return tuple(towards)
 
 
 def _more_checks(problem: Problem, relaxation: Relaxation, solution: Solution) -> list[int]:

@@ -2,7 +2,8 @@
 
 As long as the ledger is above the target somewhere, take the gap with the best ratio of benefit to cost:
 
-    benefit   its bytes x the time for which the ledger is above the target within the gap
+    benefit   its bytes x the time for which the ledger is above the target within the gap; with `sparing`,
+              only those of its bytes count that are above the target
     cost      the time its transfers occupy the links; a version that is written already costs no second write
 
 A lower target means that more is away than memory asks for; what is gained is room for transfers in flight.
@@ -22,6 +23,8 @@ from teraio.errors import PlanError
 
 from .problem import Bytes, Ledger, Problem, Route, transfer_ns
 
+CLASS_TICKS = 50_000  # sizes x ticks: with 12 sizes and 1,500 ticks a choice takes as long as with one size
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -33,7 +36,8 @@ class Choice:
 
 
 class _Tiers:
-    """Where tensors go: the route on which they are done first, among those with room."""
+    """Where tensors go: where the problem says, else on the route on which they are done first; each to a
+    tier with room."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -47,7 +51,7 @@ class _Tiers:
         if tensor in self.of:
             self.load_ns[self.of[tensor]] += transfer_ns(self.of[tensor].back, size)
             return True
-        first, end = self._life(tensor)
+        first, end = lifetime(self.problem, tensor)
         roomy = [
             route
             for route, rows in self.rows.items()
@@ -56,19 +60,25 @@ class _Tiers:
         if not roomy:
             return False
         best = min(roomy, key=lambda r: self.load_ns[r] + transfer_ns(r.back, size))  # ties: the fastest
+        towards = self.problem.towards[tensor] if self.problem.towards else -1
+        if towards >= 0 and self.problem.routes[towards] in roomy:
+            best = self.problem.routes[towards]
         self.rows[best].add(first, end, size)
         self.load_ns[best] += transfer_ns(best.back, size)
         self.of[tensor] = best
         return True
 
-    def _life(self, tensor: int) -> tuple[int, int]:
-        """Ticks for which a copy may be held; a persistent tensor keeps its place all step long."""
-        it = self.problem.profile.tensors[tensor]
-        uses = (*it.reads, *it.writes)
-        return (0, len(self.problem.live)) if it.persistent else (min(uses), max(uses) + 1)
+
+def lifetime(problem: Problem, tensor: int) -> tuple[int, int]:
+    """Ticks for which a copy may be held; a persistent tensor keeps its place all step long."""
+    it = problem.profile.tensors[tensor]
+    uses = (*it.reads, *it.writes)
+    return (0, len(problem.live)) if it.persistent else (min(uses), max(uses) + 1)
 
 
-def choose(problem: Problem, targets: Sequence[int], windows: Sequence[tuple[int, int]]) -> Iterator[Choice]:
+def choose(
+    problem: Problem, targets: Sequence[int], windows: Sequence[tuple[int, int]], sparing: bool = False
+) -> Iterator[Choice]:
     """One choice per target, which go down. Ends early when no gap that is left helps.
 
     `windows`: for each gap, from which tick up to which its bytes count as away, within its widest absence.
@@ -83,13 +93,17 @@ def choose(problem: Problem, targets: Sequence[int], windows: Sequence[tuple[int
     for index, version in enumerate(versions):
         siblings.setdefault(version, []).append(index)
     cost = np.array([_cost_ns(problem, index) for index in range(len(gaps))], np.float64)
+    classes, caps = _size_classes(size, ticks) if sparing else (np.zeros(len(gaps), np.int64), np.ones(1))
     alive = np.ones(len(gaps), bool)
     ledger, tiers, taken = Ledger(problem.live), _Tiers(problem), []
     for target in targets:
-        while (over := ledger.rows > target).any():
-            area = np.concatenate(([0.0], np.cumsum(np.where(over, slots_ns, 0.0))))
-            inside = (end // ticks - first // ticks) * area[-1] + area[end % ticks] - area[first % ticks]
-            score = np.where(alive, inside * size / cost, 0.0)
+        while (above := np.maximum(ledger.rows - target, 0)).any():
+            area = np.zeros((len(caps), ticks + 1), np.float64)
+            most = np.minimum(above, caps[:, None]) if sparing else np.minimum(above, 1)[None]
+            np.cumsum(most * slots_ns, axis=1, out=area[:, 1:])
+            inside = (end // ticks - first // ticks) * area[classes, -1]
+            inside += area[classes, end % ticks] - area[classes, first % ticks]
+            score = np.where(alive, inside * (1 if sparing else size) / cost, 0.0)
             best = int(score.argmax()) if len(score) else -1
             if best < 0 or score[best] <= 0:
                 return
@@ -102,6 +116,18 @@ def choose(problem: Problem, targets: Sequence[int], windows: Sequence[tuple[int
                 cost[other] = max(transfer_ns(tiers.of[gaps[best].tensor].back, int(size[best])), 1)
         needed = _needed(taken, windows, size, cost, ledger, target)
         yield Choice(target, tuple(needed), dict(tiers.of))
+
+
+def _size_classes(size: Bytes, ticks: int) -> tuple[Bytes, Bytes]:
+    """For each gap its class, and for each class its size: few enough to look at all of them each time."""
+    caps, classes = np.unique(size, return_inverse=True)
+    most = max(CLASS_TICKS // ticks, 4)
+    if len(caps) <= most:
+        return classes, caps
+    # Of several sizes the largest counts.
+    part = np.arange(len(caps)) * most // len(caps)
+    last = np.flatnonzero(np.diff(part, append=most))
+    return part[classes], caps[last]
 
 
 def _needed(

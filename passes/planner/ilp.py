@@ -20,7 +20,7 @@ from .choose import Choice
 from .exact import solve
 from .greedy import as_plan, greedy
 from .problem import Problem, Route, transfer_ns
-from .simulate import step_ns
+from .simulate import entered_ns
 from .timing import Absence
 from .windows import Chosen, Free, State, Window
 
@@ -41,7 +41,7 @@ def ilp(
 
 def improve(problem: Problem, machine: Machine, plan: Plan, *, bound_ns: int, seed: int, stop: float) -> Plan:
     """The plan, or a faster one."""
-    best, best_ns = plan, step_ns(plan, problem.profile, machine)
+    best, best_ns = plan, entered_ns(plan, problem.profile, machine)[1]
     if sum(not gap.unused for gap in problem.gaps) <= FEW_GAPS:
         if best_ns > bound_ns and monotonic() < stop:
             chosen = solve(problem, _around(problem, best, best_ns), stop - monotonic(), seed)
@@ -94,7 +94,7 @@ def _better(
     routes |= {problem.gaps[index].tensor: _home(problem, best, index) for index in unused}
     choice = Choice(best.budget_bytes, (*unused, *(absence.gap for absence in absences)), routes)
     plan = replace(as_plan(problem, choice, absences, best.budget_bytes), planner="ilp")
-    took_ns = step_ns(plan, problem.profile, machine)
+    took_ns = entered_ns(plan, problem.profile, machine)[1]
     if took_ns >= best_ns or not check(plan, problem.profile, machine).feasible:
         return best, best_ns
     return plan, took_ns

@@ -56,8 +56,8 @@ class Route:
 class Problem:
     """`live`: ledger if nothing moves; `floor`: if everything that may move is away whenever it is idle.
 
-    Two hints from a relaxation, empty if there is none: `stalls_ns`, by tick, where a step waits even at
-    best; `away`, by gap, which part of its bytes is away then.
+    Hints from a relaxation, empty if there is none: `stalls_ns`, by tick, where a step waits even at best;
+    `away`, by gap, which part of its bytes is away then; `towards`, by tensor, on which route (-1: on none).
     """
 
     profile: Profile
@@ -67,6 +67,7 @@ class Problem:
     floor: Bytes
     stalls_ns: tuple[int, ...] = ()
     away: tuple[float, ...] = ()
+    towards: tuple[int, ...] = ()
 
     @property
     def ticks(self) -> int:

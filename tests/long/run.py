@@ -76,6 +76,11 @@ PROOFS = (
         quick=("--seeds", "400"),
     ),
     Proof(
+        "planner_random",
+        "steps that are random or made to mislead: a plan or a proof, a bound, no published system is faster",
+        quick=("--count", "24"),
+    ),
+    Proof(
         "fuzz_files",
         "a mutated file is read right or refused, in bounded time and memory",
         ("--count", "1000000", "--seed", "0"),

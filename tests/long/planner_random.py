@@ -1,0 +1,85 @@
+"""Hundreds of steps that are random or made to mislead: what the default planner promises, it keeps.
+
+    python tests/long/planner_random.py [--count 300] [--from 0] [--seconds 2] [--jitter-runs 5] [--json FILE]
+
+For each: a plan that the check accepts and that two simulators time alike, or a refusal and no room in the
+relaxation either; a bound that no plan is below; a step no longer than that of any published system's plan;
+and with kernels and transfers that take up to 10 or 20 % more or less, never a byte above the budget.
+Prints figures as run.py reads them. Ends with 1 if one misses its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from itertools import count, islice
+from pathlib import Path
+from statistics import mean, median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from random_cases import cases
+from random_verdict import SHARES, Verdict, judge
+
+TARGETS = {0.1: 3.0, 0.2: 7.0}  # per cent that jitter may cost a step on average
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--from", type=int, default=0, dest="first")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time limit of each plan")
+    parser.add_argument("--jitter-runs", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    found: list[Verdict] = []
+    for case in islice(cases(count(args.first)), args.count):
+        found.append(judge(case, args.seconds, args.jitter_runs))
+        for wrong in found[-1].wrong:
+            print(f"{case.name}: {wrong}", flush=True)
+        if len(found) % 25 == 0:
+            print(f"... {len(found)}", file=sys.stderr, flush=True)
+            if args.json:
+                save(args.json, found)
+    if args.json:
+        save(args.json, found)
+    return figures(found)
+
+
+def save(path: Path, found: list[Verdict]) -> None:
+    rows = [asdict(verdict) for verdict in found]
+    for row in rows:
+        row["jitter"] = {f"{share:.0%}{' by step' * by}": each for (share, by), each in row["jitter"].items()}
+    text = {"date": "2026-11-22", "machine": "two cores", "rows": rows}
+    path.write_text(json.dumps(text, indent=1) + "\n")
+
+
+def figures(found: list[Verdict]) -> int:
+    """A line each; 1 if one misses its target."""
+    planned = [verdict for verdict in found if not verdict.refused]
+    wrong = sum(bool(verdict.wrong) for verdict in found)
+    gaps = [verdict.step_ns / max(verdict.bound_ns, 1) - 1 for verdict in planned]
+    beside = [verdict.slower for verdict in planned if verdict.slower is not None]
+    fluid = sum(verdict.fluid for verdict in found)
+    refused = f"{len(found) - len(planned)} proven to have no plan, of these {fluid} with room for a fluid"
+    print(f"{len(planned)} planned, {refused}; {len(beside)} beside a published plan")
+    print(f"gap: median {100 * median(gaps):.2f} %, worst {100 * max(gaps):.1f} %")
+    lines = [("steps-with-a-broken-promise", float(wrong), 0.0)]
+    for share in SHARES:
+        for by_step in (False, True):
+            costs = [100 * verdict.jitter[share, by_step] for verdict in planned if verdict.jitter]
+            name = f"jitter-{share:.0%}{'-by-step' * by_step}-costs-percent"
+            lines.append((name, mean(costs), TARGETS[share]))
+    missed = False
+    for name, value, target in lines:
+        missed |= value > target
+        print(f"{name} {value:.2f} {target:g} {'FAIL' if value > target else 'PASS'}")
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

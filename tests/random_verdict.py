@@ -1,0 +1,103 @@
+"""What the default planner owes for one step, and by how much it keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import mean
+
+from random_cases import Case
+
+from teraio.check import check
+from teraio.errors import PlanError
+from teraio.passes.planner import build, events, plan
+from teraio.passes.planner.certificate import solve
+from teraio.passes.planner.relaxation import relax
+from teraio.plan import Plan
+
+PUBLISHED = ("zero-infinity", "g10", "teraio-paper", "10cache")
+SHARES = (0.1, 0.2)
+JITTER_STEPS, SETTLING = 20, 10
+
+
+@dataclass(slots=True)
+class Verdict:
+    """`wrong`: promises that were broken. `fluid`: it was refused, proven to have no plan, and the relaxation
+    has room. `slower`: by how much than the best published system, if one had a plan. `jitter`: (share, by
+    step) -> what it costs a step on average."""
+
+    case: str
+    wrong: list[str] = field(default_factory=list)
+    refused: str = ""
+    fluid: bool = False
+    step_ns: int = 0
+    bound_ns: int = 0
+    slower: float | None = None
+    jitter: dict[tuple[float, bool], float] = field(default_factory=dict)
+
+
+def judge(case: Case, limit_s: float, seeds: int) -> Verdict:
+    verdict = Verdict(case.name)
+    profile, machine, budget = case.profile, case.machine, case.budget_bytes
+    try:
+        made = plan(profile, machine, budget, time_limit_s=limit_s)
+    except PlanError as error:
+        verdict.refused = str(error)
+        verdict.fluid = may_fit(case)
+        if "not proven" in verdict.refused:
+            verdict.wrong.append(verdict.refused)
+        return verdict
+    checked = check(made, profile, machine)
+    if not checked.feasible or checked.peak_bytes > budget:
+        verdict.wrong.append(f"the check refuses it: {checked}")
+    verdict.step_ns, verdict.bound_ns = made.predicted.step_ns, made.predicted.bound_ns
+    if events.run(made, profile, machine).step_ns != made.predicted.step_ns:
+        verdict.wrong.append("two simulators disagree")
+    if verdict.bound_ns > verdict.step_ns:
+        verdict.wrong.append("the bound is above the plan")
+    _beside_published(case, verdict, limit_s)
+    _shaken(case, made, verdict, seeds)
+    return verdict
+
+
+def may_fit(case: Case) -> bool:
+    """Whether a fluid would find room, looked at before every kernel."""
+    problem = build(case.profile, case.machine)
+    if int(problem.floor.max()) > case.budget_bytes or not problem.routes:
+        return False
+    ticks = range(len(problem.live))
+    relaxation = relax(problem, dict(case.machine.shared), case.budget_bytes, list(ticks))
+    return solve(relaxation.rows, 60.0) is not None
+
+
+def _beside_published(case: Case, verdict: Verdict, limit_s: float) -> None:
+    for name in PUBLISHED:
+        try:
+            theirs = plan(case.profile, case.machine, case.budget_bytes, planner=name, time_limit_s=limit_s)
+        except PlanError:
+            continue
+        step_ns = theirs.predicted.step_ns
+        if step_ns < verdict.bound_ns:
+            verdict.wrong.append(f"the bound is above the plan of {name}")
+        slower = verdict.step_ns / max(step_ns, 1) - 1
+        verdict.slower = slower if verdict.slower is None else max(verdict.slower, slower)
+        if step_ns < verdict.step_ns:
+            verdict.wrong.append(f"{name} is faster: {step_ns} ns, not {verdict.step_ns}")
+
+
+def _shaken(case: Case, made: Plan, verdict: Verdict, seeds: int) -> None:
+    if not verdict.step_ns:
+        return
+    still = events.run(made, case.profile, case.machine, jitter=events.Jitter(0.0), steps=JITTER_STEPS)
+    plain_ns = mean(still.took_ns[SETTLING:])
+    for share in SHARES:
+        for by_step in (False, True):
+            took: list[int] = []
+            for seed in range(seeds):
+                jitter = events.Jitter(share, seed, by_step)
+                try:
+                    run = events.run(made, case.profile, case.machine, jitter=jitter, steps=JITTER_STEPS)
+                except PlanError as error:
+                    verdict.wrong.append(f"jitter of {share:.0%}: {error}")
+                    return
+                took += run.took_ns[SETTLING:]
+            verdict.jitter[share, by_step] = mean(took) / plain_ns - 1
