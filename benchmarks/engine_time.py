@@ -43,7 +43,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--top", type=int, default=20)
     args = parser.parse_args()
-    asked: dict[str, Any] = {"subject": args.subject, "threads": args.threads, "options": {"inner": args.inner}}
+    asked: dict[str, Any] = {
+        "subject": args.subject,
+        "threads": args.threads,
+        "options": {"inner": args.inner},
+    }
     subject_of(args.subject)
     plain = Trainee({**asked, "way": "plain"}) if not args.memory else None
     memory = int(args.memory or args.part * max(plain.step()["tensors"] for _ in range(3)))  # type: ignore[union-attr]

@@ -47,7 +47,7 @@ def main() -> int:
         return 2
     table = Table(model=11, limit=10, budget=10, paging=8, ours=7, ratio=6, spread=6, equal=5, verdict=17)
     rows: list[dict[str, Any]] = []
-    with swap_file(args.folder / "teraio-benchmark.swap", args.swap_gib * 2**30):
+    with paging_room(args.folder / "teraio-benchmark.swap", args.swap_gib * 2**30):
         for name in args.subjects or ("llama-7m", "llama-32m", "resnet-50"):
             rows.append(one_row(name, args))
             row = rows[-1]
@@ -126,7 +126,7 @@ def group(name: str) -> Iterator[Group]:
 
 
 @contextmanager
-def swap_file(path: Path, size: int) -> Iterator[None]:
+def paging_room(path: Path, size: int) -> Iterator[None]:
     path.unlink(missing_ok=True)
     subprocess.run(["fallocate", "-l", str(size), str(path)], check=True)
     try:
