@@ -162,6 +162,10 @@ def test_explain_knows_links_that_share(files: dict[str, str], out: Any) -> None
     text = out("explain", files["out"], profile, "--machine", machine, "--what-if", "off", "--top", "1")
     row = next(line for line in text.splitlines() if line.strip().startswith("fetch:host"))
     assert "52 GB/s" in row and "fetch:ssd" in row
+    told = out("explain", files["out"], profile, "--machine", machine, "--what-if", "off", "--json")
+    made = Plan.read(files["out"]).predicted
+    assert json.loads(told)["step_ns"] == made.step_ns >= made.bound_ns
+    assert "links share bandwidth here; if each had its own" in text
 
 
 def test_fit_finds_the_smallest_budget_that_is_fast_enough(files: dict[str, str], out: Any) -> None:

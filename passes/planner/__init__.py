@@ -3,7 +3,8 @@
     plan(profile, machine, budget_bytes)     -> a plan that `check` has accepted, with its predicted step time
     smallest_budget(profile)                 -> the budget below which there is none
     to_make_again(profile, ...)              -> what `plan` with `recompute` would make again
-    simulate(plan, profile, machine)         -> its predicted timeline
+    simulate(plan, profile, machine)         -> its predicted timeline, each link by itself
+    predicted_ns(plan, profile, machine)     -> its predicted step, where links share too
 
 `auto` is `greedy`, `search` and `ilp` in turn. `none` decides nothing: its plan has no moves, the engine
 fetches and evicts on demand.
@@ -37,7 +38,16 @@ from .tencache import tencache
 from .teraio_paper import teraio_paper
 from .zero_infinity import zero_infinity
 
-__all__ = ["PLANNERS", "build", "lower_bound_ns", "plan", "simulate", "smallest_budget", "to_make_again"]
+__all__ = [
+    "PLANNERS",
+    "build",
+    "lower_bound_ns",
+    "plan",
+    "predicted_ns",
+    "simulate",
+    "smallest_budget",
+    "to_make_again",
+]
 
 
 class Planner(Protocol):
@@ -138,7 +148,7 @@ def _predicted(made: Plan, profile: Profile, step: Profile, machine: Machine, bo
         return replace(made, predicted=Predicted(0, bound_ns, 0))
     if not verdict.feasible:
         raise PlanError(f"planner {made.planner!r} made a plan that the check refuses: {verdict.problems[0]}")
-    return replace(made, predicted=Predicted(_step_ns(made, step, machine), bound_ns, verdict.peak_bytes))
+    return replace(made, predicted=Predicted(predicted_ns(made, step, machine), bound_ns, verdict.peak_bytes))
 
 
 def to_make_again(
@@ -178,8 +188,8 @@ def _made(
     return made, lower.step_ns
 
 
-def _step_ns(made: Plan, profile: Profile, machine: Machine) -> int:
-    """By events where links share a bandwidth, which the recurrence does not know."""
+def predicted_ns(made: Plan, profile: Profile, machine: Machine) -> int:
+    """How long a step takes: by events where links share a bandwidth, which the recurrence does not know."""
     if events.shares(machine):
         return events.run(made, profile, machine).step_ns
     return step_ns(made, profile, machine)

@@ -77,12 +77,13 @@ class Answer:
 
 
 def main(args: argparse.Namespace) -> int:
+    from teraio.passes.planner import predicted_ns
     from teraio.passes.planner.simulate import simulate, step_ns
 
     endurance = endurance_of(args)
     profile, machine = Profile.read(args.profile_file), Machine.read(args.machine)
     plan, profile = checked_plan(args.plan_file, profile, machine)
-    line, step = simulate(plan, profile, machine), step_ns(plan, profile, machine)
+    line, step = simulate(plan, profile, machine), predicted_ns(plan, profile, machine)
     plan = replace(plan, predicted=replace(plan.predicted, step_ns=step))
     waits = list(waited(line, profile))
     limit_ns = options.from_flags(args).plan_time
@@ -91,6 +92,8 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(_as_json(line, step, profile, plan, waits[: args.top], answers)))
         return 0
     print(_summary(line, step, profile, plan))
+    if step != (alone := step_ns(plan, profile, machine)):
+        print(f"links share bandwidth here; if each had its own, as below, a step of {fmt_ns(alone)}")
     print(_links(line, step, machine))
     print(_kinds(plan, profile))
     if waits:

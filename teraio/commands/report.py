@@ -94,7 +94,7 @@ def _sources(args: argparse.Namespace) -> report.Sources:
 
 
 def _what_if(args: argparse.Namespace, sources: report.Sources) -> report.Table | None:
-    from teraio.passes.planner.simulate import step_ns
+    from teraio.passes.planner import predicted_ns
 
     plan, profile, machine = sources.plan, sources.profile, sources.machine
     limit_ns = options.from_flags(args).plan_time
@@ -103,7 +103,7 @@ def _what_if(args: argparse.Namespace, sources: report.Sources) -> report.Table 
     if not plan.budget_bytes:
         raise OptionError(f"{args.plan_file} has no budget_bytes; make another with `teraio plan`")
     answers = list(what_if(plan, profile, machine, args.what_if, limit_ns))
-    head, *rows = answer_rows(answers, step_ns(plan, profile, machine))
+    head, *rows = answer_rows(answers, predicted_ns(plan, profile, machine))
     caption = "The same step planned again, as predicted: as it is, and with one thing more"
     return report.Table(caption, tuple(head), tuple(rows))
 

@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from teraio.check import check
-    from teraio.passes.planner import events
-    from teraio.passes.planner.simulate import simulate, step_ns
+    from teraio.passes.planner import predicted_ns, simulate
+    from teraio.passes.planner.simulate import step_ns
 
     profile, machine = Profile.read(args.profile_file), Machine.read(args.machine)
     plan, profile = checked_plan(args.plan_file, profile, machine)
@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     if args.output:
         line.write(args.output)
     alone = step_ns(plan, profile, machine)
-    step = events.run(plan, profile, machine).step_ns if events.shares(machine) else alone
+    step = predicted_ns(plan, profile, machine)
     stalled = sum(stall.ns for stall in line.stalls)
     compute = profile.compute_ns
     peak = check(plan, profile, machine).peak_bytes
