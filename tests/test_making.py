@@ -127,9 +127,10 @@ def test_numbers_are_those_of_the_plain_construction_and_memory_is_kept_to(recip
 def test_these_tests_find_a_construction_in_which_nothing_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Making, "make_room", lambda *_: None)
     with teraio.init(**OPTIONS):
-        RECIPES["linear"]()
+        model = RECIPES["linear"]()
     assert teraio.stats()["resident_bytes"] > MEMORY - (4 << 20)
     assert away() == 0
+    del model
 
 
 class Net(nn.Module):
