@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from teraio import faults
+from teraio.faults import ONCE
 from teraio.records import REQUIRED, Fault, Format, Part, Record, nearest, path_key
 from teraio.units import shown
 
@@ -22,18 +23,18 @@ WINDOW_CHARS = 2 * ENTRY_CHARS_MAX
 HEAD_CHARS = 4096
 
 _WS = r"[ \t\n\r]*+"
-_STRING = r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+"'
+_STRING = rf'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{{4}})[^"\\\x00-\x1f]*+)*{ONCE}"'
 _INTEGER = r"(?:0|[1-9][0-9]{0,15}+)(?![0-9.eE])"
-_INTEGERS = rf"\[{_WS}(?:{_INTEGER}(?:{_WS},{_WS}{_INTEGER})*+{_WS})?+\]"
+_INTEGERS = rf"\[{_WS}(?:{_INTEGER}(?:{_WS},{_WS}{_INTEGER})*{ONCE}{_WS})?{ONCE}\]"
 _PAIR = rf"{_STRING}{_WS}:{_WS}(?:{_INTEGER}|{_STRING}|{_INTEGERS}|true|false)"
-_RECORD = rf"\{{{_WS}(?:{_PAIR}(?:{_WS},{_WS}{_PAIR})*+{_WS})?+\}}"
+_RECORD = rf"\{{{_WS}(?:{_PAIR}(?:{_WS},{_WS}{_PAIR})*{ONCE}{_WS})?{ONCE}\}}"
 
 SPACE = re.compile(_WS)
 STRING = re.compile(_STRING)
 SCALAR = re.compile(rf"{_STRING}|{_INTEGER}")
 RECORD = re.compile(_RECORD)
-RECORDS = re.compile(rf"{_RECORD}(?:{_WS},{_WS}{_RECORD})*+")
-STRINGS = re.compile(rf"{_STRING}(?:{_WS},{_WS}{_STRING})*+")
+RECORDS = re.compile(rf"{_RECORD}(?:{_WS},{_WS}{_RECORD})*{ONCE}")
+STRINGS = re.compile(rf"{_STRING}(?:{_WS},{_WS}{_STRING})*{ONCE}")
 
 
 class Cursor:
