@@ -15,7 +15,6 @@ Rows that FILE has are not made again. Ends with a table in Markdown.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import tomllib
 from dataclasses import replace
@@ -24,13 +23,12 @@ from random import Random
 from typing import Any
 
 import cpu_clock
+from kept_rows import KeptRows
 
 from teraio.check import check
 from teraio.errors import PlanError
 from teraio.machine import Link, Machine, Tier
 from teraio.passes import planner, synth
-from teraio.passes.planner import events
-from teraio.passes.planner.simulate import step_ns
 from teraio.passes.synth.models import Decoder
 from teraio.plan import Plan
 from teraio.profile import Profile
@@ -83,9 +81,7 @@ def machine_of(name: str, tiers: str, ssd_bytes_per_s: int) -> Machine:
 def took_ns(plan: Plan, profile: Profile, machine: Machine) -> int:
     verdict = check(plan, profile, machine)
     assert verdict.feasible, verdict.problems[0]
-    if events.shares(machine):
-        return events.run(plan, profile, machine).step_ns
-    return step_ns(plan, profile, machine)
+    return planner.predicted_ns(plan, profile, machine)
 
 
 def planned(profile: Profile, machine: Machine, name: str, limit_s: float) -> dict[str, Any]:
@@ -172,12 +168,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.cpu:
         cpu_clock.use()
-    rows: list[dict[str, Any]] = []
-    if args.output and args.output.exists():
-        rows = json.loads(args.output.read_text())["rows"]
-    known = {tuple(row[name] for name in KEY) for row in rows}
+    kept = KeptRows(args.output, "planner_paper", KEY)
     for case in cases(args.parts, args.models):
-        if case in known:
+        if case in kept.known:
             continue
         part, name, tiers, ssd, flops, planner_name, seed = case
         if part == "wrong-h100":
@@ -189,12 +182,8 @@ def main() -> None:
                 found = planned(profile, machine, planner_name, limit_s)
             else:
                 found = misled(profile, machine, PAPER["device_bytes"], seed, limit_s)
-        rows.append(dict(zip(KEY, case, strict=True)) | found)
-        print(json.dumps(rows[-1]), flush=True)
-        if args.output:
-            text = {"date": "2026-11-22", "machine": "two cores", "rows": rows}
-            args.output.write_text(json.dumps(text, indent=1) + "\n")
-    print(table(rows))
+        kept.add(case, found)
+    print(table(kept.rows))
 
 
 if __name__ == "__main__":

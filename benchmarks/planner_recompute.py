@@ -19,6 +19,7 @@ from typing import Any
 
 import cpu_clock
 from planner_table import written
+from race.result import write
 
 from teraio.machine import Machine
 from teraio.passes import planner
@@ -78,8 +79,7 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
         if args.output:
-            text = json.dumps({"date": "2026-11-22", "machine": "two cores", "rows": rows}, indent=1)
-            args.output.write_text(text + "\n")
+            write(args.output, "planner_recompute", rows=rows)
 
 
 if __name__ == "__main__":

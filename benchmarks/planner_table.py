@@ -16,20 +16,18 @@ each row is over the best bound that any row of the same step has.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import cpu_clock
+from kept_rows import KeptRows
 
 from teraio.check import check
 from teraio.errors import PlanError
 from teraio.machine import Machine
 from teraio.passes import planner
-from teraio.passes.planner import events
-from teraio.passes.planner.simulate import step_ns
 from teraio.plan import Evict, Plan
 from teraio.profile import Profile
 
@@ -48,11 +46,6 @@ def written(plan: Plan, profile: Profile) -> dict[str, int]:
         if isinstance(move, Evict) and move.to.startswith("ssd"):
             found["ssd_dropped_bytes" if move.trigger is None else "ssd_written_bytes"] += sizes[move.tensor]
     return found
-
-
-def predicted_ns(plan: Plan, profile: Profile, machine: Machine) -> int:
-    judge = events.run(plan, profile, machine).step_ns if events.shares(machine) else 0
-    return judge or step_ns(plan, profile, machine)
 
 
 def planned(profile: Profile, machine: Machine, budget: int, name: str, limit_s: float) -> dict[str, Any]:
@@ -74,7 +67,7 @@ def planned(profile: Profile, machine: Machine, budget: int, name: str, limit_s:
     }
     verdict = check(plan, profile, machine)
     assert verdict.feasible, verdict.problems[0]
-    step = {"step_ns": predicted_ns(plan, profile, machine), "moves": len(plan.moves)}
+    step = {"step_ns": planner.predicted_ns(plan, profile, machine), "moves": len(plan.moves)}
     return {**step, **bound, **written(plan, profile), **took}
 
 
@@ -114,10 +107,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.cpu:
         cpu_clock.use()
-    rows: list[dict[str, Any]] = []
-    if args.output and args.output.exists():
-        rows = json.loads(args.output.read_text())["rows"]
-    known = {tuple(row[name] for name in KEY) for row in rows}
+    kept = KeptRows(args.output, "planner_table", KEY)
     cases = [(p, h, s, gb) for p in args.profiles for h in args.hosts for s in args.ssds for gb in args.gb]
     for name, host, ssds, gb in cases:
         profile = Profile.read(PROFILES / f"{name}.profile.json.gz")
@@ -126,15 +116,11 @@ def main() -> None:
         for each in args.planners:
             for limit_s in [0.0] if each in PUBLISHED else args.seconds:
                 key = (name, machine_name, gb, each, limit_s)
-                if key in known:
+                if key in kept.known:
                     continue
                 found = planned(profile, machine, gb * 10**9, each, limit_s)
-                rows.append(dict(zip(KEY, key, strict=True)) | found)
-                print(json.dumps(rows[-1]), flush=True)
-                if args.output:
-                    text = {"date": "2026-11-22", "machine": "two cores", "rows": rows}
-                    args.output.write_text(json.dumps(text, indent=1) + "\n")
-    print(table(rows))
+                kept.add(key, found)
+    print(table(kept.rows))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ _SPACE = re.compile(r"[ \t\n\r]*+")
 # Possessive, so that matching is linear. Before 3.11.5 a group repeated in this way swallows the beginning of
 # what no longer matches (python/cpython#106052): there it may go back, which takes some memory.
 ONCE = "+" if sys.version_info >= (3, 11, 5) else ""
-_INSIDE = rf'[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{{4}})[^"\\\x00-\x1f]*+)*{ONCE}'
-_STRING = re.compile(f'"({_INSIDE})"')
-_STRING_START = re.compile(f'"{_INSIDE}')
+INSIDE = rf'[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{{4}})[^"\\\x00-\x1f]*+)*{ONCE}'
+_STRING = re.compile(f'"({INSIDE})"')
+_STRING_START = re.compile(f'"{INSIDE}')
 _WORD = re.compile(r'[^\s"\[\]{},:]++')
 _INTEGER = re.compile(r"0|[1-9][0-9]*+")
 _NUMBER = re.compile(r"-?[0-9]++(?:\.[0-9]*+)?(?:[eE][-+]?[0-9]*+)?")

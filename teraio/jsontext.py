@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from teraio import faults
-from teraio.faults import ONCE
+from teraio.faults import INSIDE, ONCE
 from teraio.records import REQUIRED, Fault, Format, Part, Record, nearest, path_key
 from teraio.units import shown
 
@@ -23,7 +23,7 @@ WINDOW_CHARS = 2 * ENTRY_CHARS_MAX
 HEAD_CHARS = 4096
 
 _WS = r"[ \t\n\r]*+"
-_STRING = rf'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{{4}})[^"\\\x00-\x1f]*+)*{ONCE}"'
+_STRING = f'"{INSIDE}"'
 _INTEGER = r"(?:0|[1-9][0-9]{0,15}+)(?![0-9.eE])"
 _INTEGERS = rf"\[{_WS}(?:{_INTEGER}(?:{_WS},{_WS}{_INTEGER})*{ONCE}{_WS})?{ONCE}\]"
 _PAIR = rf"{_STRING}{_WS}:{_WS}(?:{_INTEGER}|{_STRING}|{_INTEGERS}|true|false)"

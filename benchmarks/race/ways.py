@@ -50,8 +50,12 @@ class Plain:
     def compile(self, asked: dict[str, Any]) -> Any:
         return torch.compile(self.model, dynamic=False)
 
-    def step(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch) -> torch.Tensor:
         loss: torch.Tensor = self.compiled(*batch)
+        return loss
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        loss = self.forward(batch)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -167,13 +171,9 @@ class Hooks(Plain):
             getattr(layer, "block", layer).compile(dynamic=False)
         return self.model
 
-    def step(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch) -> torch.Tensor:
         with torch.autograd.graph.saved_tensors_hooks(self.files.pack, self.files.unpack):
-            loss: torch.Tensor = self.compiled(*batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+            return super().forward(batch)
 
     def figures(self) -> dict[str, int]:
         return {"written_bytes": self.files.written_bytes, "read_bytes": self.files.read_bytes}

@@ -9,7 +9,9 @@ figures as run.py reads them. Ends with 1 if one misses its target.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
 import sys
 from itertools import islice
 from pathlib import Path
@@ -53,7 +55,7 @@ def main() -> int:
         if found["steps"] % 100 == 0:
             print(f"... {found}", file=sys.stderr, flush=True)
     if args.json:
-        text = {"date": "2026-11-22", "machine": "two cores", **found}
+        text = {"date": datetime.date.today().isoformat(), "cores": os.cpu_count(), **found}
         args.json.write_text(json.dumps(text, indent=1) + "\n")
     return figures(found)
 

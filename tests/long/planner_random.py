@@ -11,7 +11,9 @@ Prints figures as run.py reads them. Ends with 1 if one misses its target.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
 import sys
 from dataclasses import asdict
 from itertools import count, islice
@@ -54,7 +56,7 @@ def save(path: Path, found: list[Verdict]) -> None:
     rows = [asdict(verdict) for verdict in found]
     for row in rows:
         row["jitter"] = {f"{share:.0%}{' by step' * by}": each for (share, by), each in row["jitter"].items()}
-    text = {"date": "2026-11-22", "machine": "two cores", "rows": rows}
+    text = {"date": datetime.date.today().isoformat(), "cores": os.cpu_count(), "rows": rows}
     path.write_text(json.dumps(text, indent=1) + "\n")
 
 
