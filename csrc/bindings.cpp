@@ -63,6 +63,7 @@ NB_MODULE(_native, m) {
   teraio::bind_io(m);
   teraio::bind_transfers(m);
   teraio::bind_planner(m);
+  teraio::bind_spare(m);
   m.def(
       "digest",
       [](uint64_t address, uint64_t bytes) {

@@ -15,6 +15,7 @@ struct PyIo {
 void bind_io(nanobind::module_& m);
 void bind_transfers(nanobind::module_& m);
 void bind_planner(nanobind::module_& m);
+void bind_spare(nanobind::module_& m);
 [[noreturn]] void raise_failure(const struct Failure& failure, const std::string& path,
                                 const std::string& name);
 }  // namespace teraio

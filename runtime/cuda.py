@@ -25,7 +25,7 @@ from teraio import _native
 from teraio.units import fmt_bytes
 
 from . import measure
-from .device import Mark, Ordered, Start, Ticket
+from .device import Host, Mark, Ordered, Start, Ticket
 
 MARGIN_PERCENT = 5  # of free and held memory: what the driver and libraries take beside the allocator
 SEGMENT_BYTES = 2**30  # pinned memory grows by this much at a time: pinning takes tens of milliseconds
@@ -105,6 +105,13 @@ class CudaDevice(Ordered):
                 "smaller host_memory",
             )
         return slabs
+
+    def host(self, limit_bytes: int) -> HostTier:
+        return HostTier(self, limit_bytes)
+
+    def host_link(self, host: Host, seconds: float) -> measure.Link | str:
+        assert isinstance(host, HostTier)
+        return measure_host(self, host, seconds, lambda doing: None)
 
     def mark(self) -> Mark:
         event = torch.cuda.Event()
@@ -252,22 +259,27 @@ def copy_on(
         target.copy_(source, non_blocking=True)
 
 
-# ---- for the doctor
+# ---- the link
+
+LOOK_BYTES = 128 * 2**20  # pinned, and as much of the device's memory
+LOOK_COUNT = 4  # copies each way
 
 
-def measure_host(device: CudaDevice, seconds: float, progress: Callable[[str], None]) -> measure.Link | str:
-    """The link device <-> host, or why memory could not be pinned."""
-    size, count = 64 * 2**20, 4
-    tier = HostTier(device, 4 * count * size)
-    places = [tier.reserve(size) for _ in range(2 * count)]
-    if tier.refused is not None:
-        return str(tier.refused)
-    storages = [
-        torch.empty(size, dtype=torch.uint8, device=device.device).untyped_storage() for _ in range(2 * count)
-    ]
-    pairs = [(place, storage) for place, storage in zip(places, storages) if place is not None]
-    out = [partial(_copy, device, tier.write(place), storage) for place, storage in pairs[:count]]
-    into = [partial(_copy, device, tier.read(place), storage) for place, storage in pairs[count:]]
+def measure_host(
+    device: CudaDevice, tier: HostTier, seconds: float, progress: Callable[[str], None]
+) -> measure.Link | str:
+    """The link device <-> host, or why memory could not be pinned. The places go back to the tier."""
+    count = 2 * LOOK_COUNT
+    size = min(LOOK_BYTES, tier.limit_bytes) // count // GRAIN_BYTES * GRAIN_BYTES
+    places = [place for _ in range(count) if size and (place := tier.reserve(size)) is not None]
+    if len(places) < count:
+        for place in places:
+            tier.release(place)
+        return str(tier.refused or f"{fmt_bytes(tier.limit_bytes)} are too little to measure a link with")
+    storages = [torch.empty(size, dtype=torch.uint8, device=device.device).untyped_storage() for _ in places]
+    pairs = list(zip(places, storages))
+    out = [partial(_copy, device, tier.write(place), storage) for place, storage in pairs[:LOOK_COUNT]]
+    into = [partial(_copy, device, tier.read(place), storage) for place, storage in pairs[LOOK_COUNT:]]
 
     def rate(moves: Sequence[Callable[[], Ticket]]) -> int:
         torch.cuda.synchronize()
@@ -291,6 +303,9 @@ def measure_host(device: CudaDevice, seconds: float, progress: Callable[[str], N
             _copy(device, start, small)
             device.drain()
         latencies.append((time.monotonic_ns() - begun) // 16)
+    torch.cuda.synchronize()
+    for place in places:
+        tier.release(place)
     return measure.Link("host", evict, fetch, both, both, *latencies)
 
 

@@ -26,16 +26,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from teraio import _native
 
-from . import memory, resident
-from .memory import return_freed_memory
+from . import memory, resident, spare
+
+if TYPE_CHECKING:
+    from . import measure
 
 __all__ = [
     "CpuDevice",
     "Device",
+    "Host",
     "Mark",
     "Ordered",
     "Pending",
@@ -44,7 +47,6 @@ __all__ = [
     "Ticket",
     "available_bytes",
     "current",
-    "return_freed_memory",
 ]
 
 CPU_MARGIN_PERCENT = 10  # of RAM: libraries, the interpreter and the page tables are not in the ledger
@@ -95,6 +97,26 @@ class Pending:
         return self.ticket.done()
 
 
+class Host(Protocol):
+    """Copies of tensors in host memory, beside a device that has memory of its own."""
+
+    def reserve(self, size_bytes: int) -> Any:
+        """A place for a tensor; None where there is no room."""
+        ...
+
+    def release(self, place: Any) -> None:
+        """What was fetched from there has ended on the host."""
+        ...
+
+    def write(self, place: Any) -> Start:
+        """For `begin_evict`."""
+        ...
+
+    def read(self, place: Any, demand: bool = False) -> Start:
+        """For `begin_fetch`; on demand, not behind what is fetched ahead."""
+        ...
+
+
 class Device(Protocol):
     """All that the engine asks of a device. One end per begin, on the thread that launches the kernels."""
 
@@ -126,6 +148,26 @@ class Device(Protocol):
         ...
 
     def reset_peak(self) -> None: ...
+
+    def keep_within(self, size_bytes: int) -> None:
+        """Tensors have so many bytes: what was freed may be kept for others, but no more than that in all."""
+        ...
+
+    def step_ended(self) -> None:
+        """What was kept and not needed goes back to the system."""
+        ...
+
+    def is_foreign(self, storage: Any) -> bool:
+        """Whether its bytes are not among those that `used_bytes` counts."""
+        ...
+
+    def host(self, limit_bytes: int) -> Host | None:
+        """Copies in host memory, of so many bytes in all; None where tensors are in it already."""
+        ...
+
+    def host_link(self, host: Host, seconds: float) -> measure.Link | str:
+        """What it carries, or why there is none after all."""
+        ...
 
     def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         """Slabs that the copier can use: on huge pages, and pinned where the device copies them itself."""
@@ -170,6 +212,21 @@ class Ordered:
 
     def reset_peak(self) -> None:
         pass
+
+    def keep_within(self, size_bytes: int) -> None:
+        pass
+
+    def step_ended(self) -> None:
+        pass
+
+    def is_foreign(self, storage: Any) -> bool:
+        return False
+
+    def host(self, limit_bytes: int) -> Host | None:
+        return None
+
+    def host_link(self, host: Host, seconds: float) -> measure.Link | str:
+        return f"a {type(self).__name__} has none"
 
     def mark(self) -> Mark:
         return Mark()
@@ -227,6 +284,14 @@ class CpuDevice(Ordered):
     kind = "cpu"
     copier = None
 
+    def __init__(self) -> None:
+        self.spares = not spare.install()
+        self.freed = _native.spare()
+
+    def resize(self, storage: Any, size_bytes: int) -> None:
+        spare.own(storage)
+        storage.resize_(size_bytes)
+
     def capacity_bytes(self) -> int:
         return memory.read().capacity_bytes
 
@@ -237,13 +302,30 @@ class CpuDevice(Ordered):
         return self.available_bytes() * (100 - CPU_MARGIN_PERCENT) // 100
 
     def used_bytes(self) -> int:
-        return resident.resident_bytes()
+        return self.freed.counts().used_bytes if self.spares else resident.resident_bytes()
 
     def peak_bytes(self) -> int:
-        return resident.peak_bytes()
+        return self.freed.counts().peak_bytes if self.spares else resident.peak_bytes()
 
     def reset_peak(self) -> None:
-        resident.reset_peak()
+        if self.spares:
+            self.freed.reset_peak()
+        else:
+            resident.reset_peak()
+
+    def keep_within(self, size_bytes: int) -> None:
+        self.freed.keep_within(max(0, size_bytes))
+
+    def step_ended(self) -> None:
+        self.freed.end_stretch()
+
+    def is_foreign(self, storage: Any) -> bool:
+        """Made before ours was there; small blocks are malloc's, and not asked for."""
+        return (
+            self.spares
+            and storage.nbytes() >= _native.Spare.LEAST
+            and not self.freed.holds(storage.data_ptr())
+        )
 
     def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         return _native.Slabs(slab_bytes, count)

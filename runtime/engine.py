@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ from teraio.schedule import Schedule, Step
 
 from . import gradients as _gradients
 from . import guard as _guard
-from .device import Device
+from .device import Device, Host
 from .follow import Follower, table_of
 from .moves import Mover
 from .pace import Pace, Stats
@@ -50,8 +50,9 @@ class Engine:
         reserve_bytes: int,
         on_step: Callable[[Step], None] | None = None,
         keep: Sequence[str] = (),
+        host: Host | None = None,
     ) -> None:
-        self.mover = Mover(store, device)
+        self.mover = Mover(store, device, host)
         self.pace = Pace(self.mover)
         self.residency = Residency(self.mover, budget_bytes, reserve_bytes)
         self.on_step = on_step
@@ -97,6 +98,14 @@ class Engine:
 
     def _attend(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int) -> None:
         """A slot that has something to do, or is measured."""
+        for stays, tick in self.parts(program, index, tensors, live_bytes):
+            if tick is not None and (operations := self.tracker.expected.table.get(tick)):
+                self.follower.follow(operations, live_bytes, stays)
+
+    def parts(
+        self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int
+    ) -> Iterator[tuple[list[Record], int | None]]:
+        """A slot, which stops once where moves come: with what may not leave in them, and the tick."""
         began_ns = time.perf_counter_ns()
         residency, tracker = self.residency, self.tracker
         stop = program.stops[index]
@@ -114,10 +123,7 @@ class Engine:
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
         exposed = self.user.exposed(tracker.number) if index == program.last else []
         tick = tracker.tick(index)
-        if tick is not None and (operations := tracker.expected.table.get(tick)):
-            for record in (*needed, *exposed):
-                record.used_at = residency.serial
-            self.follower.follow(operations, live_bytes)
+        yield needed + exposed, tick
         residency.ensure(needed, live_bytes, stop.kernel, tick)
         self._mark_written(bound, stop.written)
         for buffer in stop.returned:
@@ -219,6 +225,7 @@ class Engine:
                 self.tracker.training,
                 expected.settled or bool(expected.table),
             )
+        self.residency.keep_freed()
         step = self.tracker.finish(self.registry.described.get, self.user.end_step())
         self.registry.forget_names()
         if step is not None:
@@ -226,6 +233,8 @@ class Engine:
             if self.on_step is not None:
                 self.on_step(step)
         self.expect()
+        if recorder is not None:
+            recorder.begins_here()
 
     def install(self, plan: Plan, order: tuple[str, ...] = ()) -> None:
         """For the step that was last, or that has these programs."""
@@ -287,6 +296,7 @@ class Engine:
                 raise
         residency.serial += 1
         residency.free(0, None, self.guard.exposed)
+        residency.keep_freed()
 
     def record(self, recorder: Recorder) -> None:
         """From now on it is told what happens. Engines without one have no trace of it in their slots."""
@@ -302,6 +312,7 @@ class Engine:
     def close(self) -> None:
         """The process ends: what is away is not brought back for no one. Touching it is an error."""
         self.guard.put_on()
+        self.mover.device.keep_within(0)
         self.mover.store.close()
 
     def shut_down(self) -> None:
@@ -310,6 +321,7 @@ class Engine:
             self.end_step()
         self.guard.end()
         self.residency.bring_all_back(self.guard.exposed)
+        self.mover.device.keep_within(0)
         self.mover.store.close()
         if self.residency.torn is not None and not self.residency.torn_is_known:
             raise self.residency.torn

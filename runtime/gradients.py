@@ -120,7 +120,7 @@ class Gradients:
     def leaves_early(self, edge: int) -> Record | None:
         leaf = self.leaves[edge] if 0 <= edge < len(self.leaves) else None
         weight = self._weight(leaf)
-        if leaf is None or weight is None or weight.edges_unseen or id(leaf) not in HOOKED:
+        if leaf is None or weight is None or weight.in_a_graph() or id(leaf) not in HOOKED:
             return None
         return None if weight.key in self.shared.get(self.backward, ()) else weight
 

@@ -32,6 +32,7 @@ from torch.autograd import forward_ad
 
 from teraio.errors import EvictedError
 
+from .edges import Edges, edges_of
 from .no_bytes import NO_BYTES
 
 if TYPE_CHECKING:
@@ -52,10 +53,10 @@ class Owner(Protocol):
 
     def open(self, records: list[Record], place: str) -> Any:
         """User code is about to use these: they are resident and stay, until `close`, which is given the
-        result. `place` is the function of torch."""
+        result, and what came into a graph. `place` is the function of torch."""
         ...
 
-    def close(self, records: list[Record], place: str, before: Any) -> None: ...
+    def close(self, records: list[Record], place: str, before: Any, edges: Edges) -> None: ...
 
 
 class Guard:
@@ -238,12 +239,13 @@ def _serve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return _one_by_one(func, args, kwargs)
     records = _records(guard, worn)
     guard.take_off(worn)
-    before = ()
+    before, result = (), None
     try:
         before = guard.owner.open(records, place)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        return result
     finally:
-        guard.owner.close(records, place, before)
+        guard.owner.close(records, place, before, edges_of(worn, result, (args, kwargs)))
         guard.put_on(worn)
 
 

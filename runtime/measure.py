@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
 import statistics
 import tempfile
 import time
@@ -26,6 +27,7 @@ from .device import CpuDevice, Device
 from .store_slabs import LANES, SLAB_BYTES
 
 MIB = 2**20
+PAGE_BYTES = 4096
 AHEAD = 4  # transfers submitted and unfinished per direction: the drive never idles
 DEADLINE_S = 10.0  # a drive that takes longer for one block is no store
 POLL_S = 0.0005
@@ -193,11 +195,11 @@ class Bench:
             way.last_ns = max(way.last_ns, ended_ns)
 
     def latency_ns(self, move: Callable[[int, int], int], times: int = 9) -> int:
-        """Of one block of 4 KiB with nothing else under way: the median."""
+        """Of one page with nothing else under way: the median."""
         found = []
         for place in range(min(times, self.places)):
             start = time.monotonic_ns()
-            self.transfers.wait(move(place, 4096), "a measured block")
+            self.transfers.wait(move(place, PAGE_BYTES), "a measured block")
             found.append(time.monotonic_ns() - start)
         return round(statistics.median(found))
 
@@ -257,7 +259,7 @@ def store_link(
         began_cpu_ns = time.process_time_ns()
         try:
             progress("a look at the drive")
-            _prepare(bench, folder, seconds, limit_bytes, progress)
+            _prepare(bench, folder, seconds, min(limit_bytes, _room_bytes(folder)), progress)
             link = _rates(bench, seconds, progress)
             cpu_ns = time.process_time_ns() - began_cpu_ns
             direct = opened and bench.io.buffered_files == 0
@@ -270,7 +272,7 @@ def store_link(
 def _prepare(bench: Bench, folder: Path, seconds: float, limit_bytes: int, progress: Progress) -> None:
     """Finds the block size that suits the drive and writes every block of the file once."""
     began = time.monotonic()
-    bench.lay_out(MIB, 4 * AHEAD, seconds / 4)
+    bench.lay_out(_fitting(MIB, 4 * AHEAD, limit_bytes), 4 * AHEAD, seconds / 4)
     first = int(bench.moved_bytes / (time.monotonic() - began))
     if first < SLOWEST_BYTES_PER_S:
         raise StoreError(
@@ -279,7 +281,7 @@ def _prepare(bench: Bench, folder: Path, seconds: float, limit_bytes: int, progr
             path=str(folder),
         )
     probe, _ = bench.rates(seconds / 8, evict=True, fetch=False)
-    block = _block_bytes(probe)
+    block = _fitting(_block_bytes(probe), 2 * AHEAD, limit_bytes)
     progress("laying out a file")
     bench.lay_out(block, max(min(limit_bytes, int(probe * seconds)) // block, 2 * AHEAD), seconds)
 
@@ -294,6 +296,21 @@ def _rates(bench: Bench, seconds: float, progress: Progress) -> Link:
     progress("latency")
     evict_ns, fetch_ns = bench.latency_ns(bench.evict), bench.latency_ns(bench.fetch)
     return Link("ssd", evict, fetch, both_evict, both_fetch, evict_ns, fetch_ns)
+
+
+def _room_bytes(folder: Path) -> int:
+    """What a look may write: half of what is free, and no more than a file may hold."""
+    about = os.statvfs(folder)
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    free = about.f_bavail * about.f_frsize // 2
+    return free if limit == resource.RLIM_INFINITY else min(free, limit)
+
+
+def _fitting(block_bytes: int, places: int, limit_bytes: int) -> int:
+    """A block, by halves, of which so many fit."""
+    while block_bytes > PAGE_BYTES and block_bytes * places > limit_bytes:
+        block_bytes //= 2
+    return block_bytes
 
 
 def _block_bytes(bytes_per_s: int) -> int:

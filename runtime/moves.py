@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .device import Device, Mark, Pending, Ticket
+from .device import Device, Host, Mark, Pending, Start, Ticket
 from .recorder import Recorder
-from .records import Record, State
+from .records import HOST, SSD, Record, State
 from .store import Store
 from .weight_files import FileCopy
 
@@ -35,13 +35,17 @@ class Counts:
     ahead: int = 0  # fetches for touches to come
     overrun_bytes: int = 0  # the most that user code needed beyond the budget
     peak_bytes: int = 0
+    to_host_bytes: int = 0
+    from_host_bytes: int = 0
 
 
 class Mover:
-    def __init__(self, store: Store, device: Device) -> None:
+    def __init__(self, store: Store, device: Device, host: Host | None = None) -> None:
         self.store = store
         self.device = device
+        self.host = host
         self.resident_bytes = 0
+        self.foreign_bytes = 0  # of these: not from the allocator that the device counts by
         self.file_bytes = 0  # read from the files that weights came from
         self.counts = Counts()
         self.recorder: Recorder | None = None
@@ -59,28 +63,61 @@ class Mover:
 
     def leaves(self, record: Record) -> None:
         self.resident_bytes -= record.size_bytes
+        if record.foreign:
+            record.foreign = False
+            self.foreign_bytes -= record.size_bytes
         if self.recorder is not None:
             self.recorder.leaves(record)
 
-    def begin_evict(self, record: Record) -> None:
-        """Starts the write. A clean record needs none: its bytes exist elsewhere unchanged."""
+    def begin_evict(self, record: Record, tier: str | None = None) -> None:
+        """Starts the write, to this tier if it has room. A clean record needs none: its bytes exist elsewhere
+        unchanged. A plan that wants them in another tier has them written there, once."""
         assert record.state is State.DEVICE and record.evictable and not record.pins, record.name
         storage = record.storage()
         if storage is None:
             return
         if record.faces and (version := record.versions()) != record.version:
             record.version, record.clean = version, False
-        if not record.clean:
-            record.source = None
-            extent = record.extent or self.store.reserve(record.size_bytes, record.name)
-            record.extent = extent
+        if not record.clean or self._belongs_elsewhere(record, tier):
+            record.clean = False
             record.pending = self.device.begin_evict(
-                storage,
-                lambda s, mark: self.store.write(extent, s.data_ptr(), record.name, event=mark.handle),
+                storage, self._write(record, tier or record.home or HOST)
             )
             if self.recorder is not None:
                 self.recorder.begins(record, evict=True)
         record.state = State.LEAVING
+
+    def _belongs_elsewhere(self, record: Record, tier: str | None) -> bool:
+        """A file that has the bytes of now is as good as the store."""
+        return self.host is not None and tier is not None and record.home != (HOST if tier == HOST else SSD)
+
+    def _write(self, record: Record, tier: str) -> Start:
+        """The way of its bytes to this tier, or to the SSD if that has no room. An older copy elsewhere is
+        worth nothing any more."""
+        record.source = None
+        if tier == HOST and self.host is not None:
+            if record.place is None:
+                record.place = self.host.reserve(record.size_bytes)
+            if record.place is not None:
+                self._give_up_extent(record)
+                self.counts.to_host_bytes += record.size_bytes
+                return self.host.write(record.place)
+        self._give_up_place(record)
+        if record.extent is None:
+            record.extent = self.store.reserve(record.size_bytes, record.name)
+        extent = record.extent
+        return lambda s, mark: self.store.write(extent, s.data_ptr(), record.name, event=mark.handle)
+
+    def _give_up_extent(self, record: Record) -> None:
+        if record.extent is not None:
+            self.store.release(record.extent)
+            record.extent = None
+
+    def _give_up_place(self, record: Record) -> None:
+        if record.place is not None:
+            assert self.host is not None
+            self.host.release(record.place)
+            record.place = None
 
     def end_evict(self, record: Record) -> None:
         """The bytes are gone from the device once the write is confirmed; if it failed they stay."""
@@ -111,11 +148,25 @@ class Mover:
             record.clean = True
 
     def begin_fetch(self, record: Record, demand: bool = False) -> None:
-        extent, source = record.extent, record.source
-        assert record.state is State.AWAY and (extent is not None or source is not None), record.name
+        assert record.state is State.AWAY and record.home is not None, record.name
         storage = record.storage()
         if storage is None:
             return
+        record.pending = self.device.begin_fetch(storage, record.size_bytes, self._read(record, demand))
+        record.state = State.ARRIVING
+        self.enters(record)
+        self.counts.fetches += 1
+        self.counts.from_host_bytes += record.size_bytes if record.home == HOST else 0
+        self.file_bytes += 0 if record.source is None else record.size_bytes
+        if self.recorder is not None:
+            self.recorder.begins(record, evict=False, demand=demand)
+
+    def _read(self, record: Record, demand: bool) -> Start:
+        """The way of its bytes back."""
+        extent, source = record.extent, record.source
+        if record.place is not None:
+            assert self.host is not None
+            return self.host.read(record.place, demand)
 
         def start(target: Any, mark: Mark) -> Ticket:
             if source is not None:
@@ -123,13 +174,7 @@ class Mover:
             assert extent is not None
             return self.store.read(extent, target.data_ptr(), record.name, demand, event=mark.handle)
 
-        record.pending = self.device.begin_fetch(storage, record.size_bytes, start)
-        record.state = State.ARRIVING
-        self.enters(record)
-        self.counts.fetches += 1
-        self.file_bytes += 0 if source is None else record.size_bytes
-        if self.recorder is not None:
-            self.recorder.begins(record, evict=False, demand=demand)
+        return start
 
     def end_fetch(self, record: Record) -> None:
         """A failed read leaves the record away: its bytes are never taken for good."""
@@ -156,9 +201,8 @@ class Mover:
             self.device.drop(storage)
             self.leaves(record)
             record.state = State.AWAY
-        if record.extent is not None:
-            self.store.release(record.extent)
-            record.extent = None
+        self._give_up_extent(record)
+        self._give_up_place(record)
         record.source, record.clean, record.version = source, True, record.versions()
 
     def fill_with_nan(self, record: Record) -> None:
@@ -188,6 +232,6 @@ class Mover:
         assert record.pending is None and record.state is not State.ARRIVING, record.name
         if record.state is not State.AWAY:
             self.leaves(record)
-        if record.extent is not None:
-            self.store.release(record.extent)
+        self._give_up_extent(record)
+        self._give_up_place(record)
         record.release()

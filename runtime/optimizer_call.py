@@ -296,14 +296,18 @@ class OptimizerCall:
         return int(self.about.seen.born * sum(without))
 
     def _own_bytes(self, bucket: Bucket) -> int:
-        """A loop over parameters holds one parameter's temporaries at a time; fused kernels have none."""
-        sizes = [parameter.nbytes for parameter, _ in self._stepped(bucket)]
-        if not sizes or bucket.group.get("fused"):
-            return 0
-        loops = bucket.group.get("foreach") is False or (
-            bucket.group.get("foreach", "") is None and bucket.parameters[0].device.type == "cpu"
-        )
-        return int(self.about.seen.temporaries * (max(sizes) if loops else sum(sizes)))
+        return own_bytes(bucket, [p.nbytes for p, _ in self._stepped(bucket)], self.about.seen.temporaries)
+
+
+def own_bytes(bucket: Bucket, sizes: list[int], temporaries: float) -> int:
+    """What the update of a bucket holds besides, given the bytes of its parameters. A loop over parameters
+    holds one parameter's temporaries at a time; fused kernels have none."""
+    if not sizes or bucket.group.get("fused"):
+        return 0
+    loops = bucket.group.get("foreach") is False or (
+        bucket.group.get("foreach", "") is None and bucket.parameters[0].device.type == "cpu"
+    )
+    return int(temporaries * (max(sizes) if loops else sum(sizes)))
 
 
 def _movable(members: Iterable[Member]) -> dict[int, Record]:

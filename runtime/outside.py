@@ -102,7 +102,8 @@ class Outside:
         except OSError:
             self.off, used = True, 0
         self.residency.bury()
-        return max(0, used - self.residency.mover.resident_bytes)
+        mover = self.residency.mover
+        return max(0, used - (mover.resident_bytes - mover.foreign_bytes))
 
     def ends(self) -> None:
         """The next program begins."""

@@ -43,6 +43,8 @@ class Stats(TypedDict, total=False):
     misses: int
     written_bytes: int
     read_bytes: int
+    to_host_bytes: int  # of a GPU's tensors
+    from_host_bytes: int
     evictions: int
     drops: int
     fetches: int

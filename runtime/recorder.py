@@ -24,7 +24,7 @@ from .records import Record, State
 if TYPE_CHECKING:
     from .programs import Program
 
-DEVICE, TIER = "device", "ssd"
+DEVICE = "device"
 NOT_WAITED_NS = 10_000  # what it takes to ask for a transfer that has long ended
 QUEUED_PARTS = 4  # a transfer that stood in a queue for more than a quarter of its time was held up by others
 
@@ -91,27 +91,34 @@ class Recorder:
         """The engine's `visit`, seen from both sides."""
 
         def watched(program: Program, index: int, tensors: Sequence[Any], live_bytes: int | None) -> None:
-            self.entered_ns = began_ns = time.perf_counter_ns()
-            step = self._now(began_ns)
-            if step.kernels:
-                name, start_ns, _ = step.kernels[-1]
-                step.kernels[-1] = (name, start_ns, began_ns)
-            if step.entries > ENTRIES_MAX:  # a step that never ends is none
-                self.step = Happened(began_ns, dict(self.bytes), broken=True)
             stop = program.stops[index]
-            workspace = stop.live_bytes if live_bytes is None else live_bytes
-            # What the kernel before no longer has is gone; the next one's comes when there is room for it.
-            self._is("workspace", min(workspace, self.bytes.get("workspace", 0)))
-            self.in_slot = True
+            workspace_bytes = stop.live_bytes if live_bytes is None else live_bytes
+            self.slot_begins(workspace_bytes)
             try:
                 visit(program, index, tensors, live_bytes)
             finally:
                 self.in_slot = False
-            now_ns = time.perf_counter_ns()
-            self.step.kernels.append((stop.kernel, now_ns, now_ns))  # not `step`: the slot may have ended it
-            self._is("workspace", workspace)
+            self.kernel_begins(stop.kernel, workspace_bytes)
 
         return watched
+
+    def slot_begins(self, workspace_bytes: int) -> None:
+        """`workspace_bytes`: what the kernel after this slot takes."""
+        self.entered_ns = began_ns = time.perf_counter_ns()
+        step = self._now(began_ns)
+        if step.kernels:
+            name, start_ns, _ = step.kernels[-1]
+            step.kernels[-1] = (name, start_ns, began_ns)
+        if step.entries > ENTRIES_MAX:  # a step that never ends is none
+            self.step = Happened(began_ns, dict(self.bytes), broken=True)
+        # What the kernel before no longer has is gone; the next one's comes when there is room for it.
+        self._is("workspace", min(workspace_bytes, self.bytes.get("workspace", 0)))
+        self.in_slot = True
+
+    def kernel_begins(self, kernel: str, workspace_bytes: int) -> None:
+        now_ns = time.perf_counter_ns()
+        self.step.kernels.append((kernel, now_ns, now_ns))  # of this step, which the slot may have begun
+        self._is("workspace", workspace_bytes)
 
     def _now(self, at_ns: int) -> Happened:
         """The step that goes on; it begins with what comes first."""
@@ -146,7 +153,7 @@ class Recorder:
             self._now(now_ns).changes.append((now_ns, kind, size_bytes))
 
     def begins(self, record: Record, evict: bool, demand: bool = False) -> None:
-        track = f"{'evict' if evict else 'fetch'}:{TIER}"
+        track = f"{'evict' if evict else 'fetch'}:{record.home}"
         move = Move(track, record.name, record.size_bytes, demand, time.perf_counter_ns())
         self.under_way[record.key] = move
         self._now(move.begun_ns).moves.append(move)
@@ -168,11 +175,12 @@ class Recorder:
     def drops(self, record: Record) -> None:
         """A clean copy goes, which takes no time: the lane `drop:...` says when."""
         now_ns = time.perf_counter_ns()
-        move = Move(f"drop:{TIER}", record.name, 0, False, now_ns, now_ns, now_ns)
+        move = Move(f"drop:{record.home}", record.name, 0, False, now_ns, now_ns, now_ns)
         self._now(now_ns).moves.append(move)
 
     def abandoned(self) -> None:
         self.step.broken = True
+        self.in_slot = False
 
     def end_step(self, end_ns: int, training: bool, planned: bool) -> None:
         """What came after its end, in user code, is the next step's: that begins with the slot of now."""
@@ -191,6 +199,10 @@ class Recorder:
             self.last = step
         if changed:
             self.on_complete()
+
+    def begins_here(self) -> None:
+        """What was done between two steps, as a plan was made, belongs to neither."""
+        self.step.began_ns = time.perf_counter_ns()
 
     def _better(self, new: Happened | None, old: Happened | None) -> Happened | None:
         return new if new is not None and (old is None or new.rank >= old.rank) else old

@@ -15,6 +15,7 @@ from weakref import ReferenceType
 import torch
 
 from .device import Pending
+from .edges import Edge, Edges, alive
 from .store import Extent
 from .weight_files import FileCopy
 
@@ -42,6 +43,7 @@ class State(Enum):
 
 
 DEVICE = State.DEVICE  # the hot path looks at nothing else
+HOST, SSD = "host", "ssd"  # the tiers where a record can be away
 
 
 class Record:
@@ -49,10 +51,12 @@ class Record:
         "aliased",
         "clean",
         "echoes",
+        "edges",
         "edges_unseen",
         "evictable",
         "extent",
         "faces",
+        "foreign",
         "guardable",
         "held",
         "key",
@@ -62,6 +66,7 @@ class Record:
         "pending",
         "persistent",
         "pins",
+        "place",
         "pointed",
         "size_bytes",
         "source",
@@ -78,9 +83,12 @@ class Record:
         self.name = name
         self.kind = kind
         self.evictable = evictable
+        self.foreign = False  # its bytes are not from the allocator that the device counts by
         self.persistent = False
         self.state = State.DEVICE
-        self.clean = False  # the extent holds the bytes of now
+        self.clean = False  # its copy holds the bytes of now
+        # Where its copy is: at most one of these three.
+        self.place: Any = None  # in host memory, of the engine's `Host`
         self.extent: Extent | None = None
         self.source: FileCopy | None = None  # a file that has the bytes, until they change
         self.pending: Pending | None = None  # a copy in flight; holds the storage
@@ -92,9 +100,18 @@ class Record:
         self.aliased = False  # tensors that are no faces shared the bytes when user code last touched it
         self.held = False  # C++ held one of them when user code last touched it
         self.own_holders = 0  # that are no one's business: a parameter holds its gradient
-        self.edges_unseen = False  # eager code used this weight: autograd may add up gradients of it unseen
+        # Eager code has it in a graph: autograd may add up gradients of it unseen.
+        self.edges: list[ReferenceType[Edge]] = []
+        self.edges_unseen = False  # perhaps: it was not seen
         self.pointed = False  # user code asked for its address in this step
         self.version = 0  # of its faces, when the copy was made that `clean` speaks of
+
+    @property
+    def home(self) -> str | None:
+        """The tier where its copy is, if it has one."""
+        if self.place is not None:
+            return HOST
+        return None if self.extent is None and self.source is None else SSD
 
     def dead(self) -> bool:
         return self.weak is None or bool(torch.UntypedStorage._expired(self.weak))
@@ -137,6 +154,18 @@ class Record:
         """User code has used it: a tensor more that shares the bytes, a holder more?"""
         self.aliased |= self.references() > before[0]
         self.held |= self.holders() > before[1]
+
+    def notice_edges(self, edges: Edges) -> None:
+        """User code has used it, and this came of it in graphs of autograd's."""
+        if edges is None:
+            self.edges_unseen = True
+        elif edges:
+            self.edges = alive(self.edges) + edges
+
+    def in_a_graph(self) -> bool:
+        """Of eager code's, as far as is known."""
+        self.edges = alive(self.edges)
+        return self.edges_unseen or bool(self.edges)
 
     def forget_others(self) -> None:
         """At a moment when nothing runs: what user code had is seen to be gone. A program's own views of its

@@ -73,6 +73,9 @@ class Residency:
             self.mortal[record.key] = record
         self.by_name[name] = record
         self.mover.enters(record)
+        if self.mover.device.is_foreign(storage):
+            record.foreign = True
+            self.mover.foreign_bytes += record.size_bytes
         self.fixed_bytes += 0 if evictable else record.size_bytes
         return record
 
@@ -136,6 +139,12 @@ class Residency:
             if record.state is State.ARRIVING:
                 self.mover.end_fetch(record)
 
+    def keep_freed(self) -> None:
+        """What was freed is kept for others, as far as the budget goes; what a step did not need is not."""
+        room_bytes = self.budget_bytes - self.reserve_bytes + self.kept_bytes - self.mover.foreign_bytes
+        self.mover.device.keep_within(room_bytes)
+        self.mover.device.step_ended()
+
     def short_bytes(self, extra_bytes: int) -> int:
         return self.mover.resident_bytes + extra_bytes + self.reserve_bytes - self.budget_bytes
 
@@ -195,14 +204,14 @@ class Residency:
                     failure = self.keep_failed(record, error)
         return failure
 
-    def begin_evict(self, record: Record) -> None:
+    def begin_evict(self, record: Record, tier: str | None = None) -> None:
         """User code may have made it immovable a moment ago: an array of numpy's shares the bytes."""
         storage = record.storage()
         if storage is not None and not movable(storage):
             self.settle(record)
             self.immovable(record)
         else:
-            self.mover.begin_evict(record)
+            self.mover.begin_evict(record, tier)
 
     def keep_failed(self, record: Record, error: StoreError) -> StoreError:
         """A tensor that the store does not take stays in memory until the step ends."""

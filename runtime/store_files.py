@@ -206,6 +206,9 @@ def _make_directory(place: Place) -> tuple[str, int]:
             fd = open_private(place.path, name, place.fd)
         except FileNotFoundError:
             continue
+        except BaseException:  # too many open files, for one
+            _remove(place, name)
+            raise
         if _lock(place, name, fd):
             reach("locked")
             return name, fd

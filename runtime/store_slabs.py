@@ -36,6 +36,12 @@ def slab_shape(memory_bytes: int | None, files: int) -> tuple[int, int]:
     return max(BLOCK, min(SLAB_BYTES, share // count // BLOCK * BLOCK)), count
 
 
+def slab_bytes(memory_bytes: int | None, files: int) -> int:
+    """Memory that they will take, whole pages."""
+    size, count = slab_shape(memory_bytes, files)
+    return -(-size * count // HUGE_PAGE) * HUGE_PAGE
+
+
 def make_slabs(
     device: DeviceSide | None, memory_bytes: int | None, files: int, fall_back: Callable[[str], None]
 ) -> _native.Slabs:

@@ -14,6 +14,7 @@ from teraio.units import fmt_bytes
 
 from .ahead import Ahead
 from .device import Device
+from .edges import Edges
 from .guard import Guard
 from .moves import Mover
 from .outside import Outside
@@ -75,16 +76,15 @@ class UserCode:
 
     def open(self, records: list[Record], place: str) -> list[tuple[int, int]]:
         """User code is about to use these: they come back. Returns who had them before."""
-        seen_by_autograd = torch.is_grad_enabled()
         for record in records:
             record.pins += 1
-            record.edges_unseen |= seen_by_autograd
         self.bring(records, 0, place)
         return [record.watch_others() for record in records]
 
-    def close(self, records: list[Record], place: str, before: list[tuple[int, int]]) -> None:
+    def close(self, records: list[Record], place: str, before: list[tuple[int, int]], edges: Edges) -> None:
         for record in records:
             record.pins -= 1
+            record.notice_edges(edges)
         for record, others in zip(records, before):
             record.notice_others(others)
             record.pointed |= place in RAW

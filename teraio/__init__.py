@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from teraio.estimating import estimate
     from teraio.models import init, load
     from teraio.runtime.checkpoint import save
     from teraio.runtime.optimizer import wrap
@@ -15,10 +16,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Stats", "__version__", "init", "load", "reset", "resident", "save", "set_memory", "stats", "wrap"]
+__all__ = [
+    "Stats",
+    "__version__",
+    "estimate",
+    "init",
+    "load",
+    "reset",
+    "resident",
+    "save",
+    "set_memory",
+    "stats",
+    "wrap",
+]
 
 _WHERE = {
     "Stats": "runtime.pace",
+    "estimate": "estimating",
     "init": "models",
     "load": "models",
     "wrap": "runtime.optimizer",
@@ -35,3 +49,7 @@ def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(import_module(f"teraio.{_WHERE[name]}"), name)
     raise AttributeError(f"module 'teraio' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

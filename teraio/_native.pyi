@@ -221,3 +221,48 @@ class Search:
     def best(self) -> Integers:
         """Four numbers per gap, as in `absences`, one after another."""
     def best_routes(self) -> Integers: ...
+
+class SpareCounts:
+    """Memory of tensors on a CPU: blocks in use, and what was freed and is kept."""
+
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was used since `reset_peak`."""
+    @property
+    def spare_bytes(self) -> int: ...
+    @property
+    def mapped_bytes(self) -> int:
+        """Ever taken from the system."""
+    @property
+    def reused_bytes(self) -> int:
+        """Ever taken from what was kept."""
+    @property
+    def gathered_bytes(self) -> int:
+        """Of these: as pages of several blocks, moved to one address."""
+    @property
+    def moves(self) -> int: ...
+    @property
+    def limit_bytes(self) -> int: ...
+
+class Spare:
+    LEAST: int  # bytes; smaller blocks are malloc's
+
+    def __init__(self) -> None: ...
+    def take(self, size_bytes: int) -> int: ...
+    def give(self, address: int) -> None: ...
+    def holds(self, address: int) -> bool:
+        """Whether a block in use begins there, that is not malloc's."""
+    def keep_within(self, size_bytes: int) -> None:
+        """Used and kept bytes stay within this; what is used may exceed it, then nothing is kept."""
+    def end_stretch(self) -> None:
+        """What was kept all through this stretch and the one before goes back to the system."""
+    def reset_peak(self) -> None: ...
+    def counts(self) -> SpareCounts: ...
+
+def spare() -> Spare:
+    """The one that tensors of this process may come from."""
+
+def spare_functions() -> tuple[int, int]:
+    """Addresses of its `void* take(uint64_t bytes)` and `void give(void* block)`."""

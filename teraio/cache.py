@@ -54,6 +54,12 @@ def directory(environ: Mapping[str, str] | None = None) -> Path | None:
     return None if home.startswith("~") else Path(home) / "teraio" / "plans"  # a user without a home
 
 
+def built_folder() -> Path | None:
+    """Where the little that is compiled for the torch that is here stays, whether plans are kept or not."""
+    plans = directory() or directory({**os.environ, "TERAIO_CACHE_DIR": ""})
+    return None if plans is None else plans.with_name("built")
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     path: Path
@@ -72,7 +78,7 @@ class PlanCache:
         """The plan of a key, or why what is there was refused (empty if there is nothing). Without a
         `fingerprint` it may be of any step."""
         path = self.folder / f"{key}{SUFFIX}"
-        if refused := _untrusted(self.folder) or _untrusted(path):
+        if refused := untrusted(self.folder) or untrusted(path):
             return None, refused
         if not path.exists():
             return None, ""
@@ -90,7 +96,7 @@ class PlanCache:
         """Write a plan. Out: why it could not be, or nothing."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if refused := _untrusted(self.folder):
+            if refused := untrusted(self.folder):
                 return refused
             path = self.folder / f"{key}{SUFFIX}"
             if path.is_symlink():  # else what it points to would be written
@@ -120,7 +126,7 @@ class PlanCache:
         return gone
 
 
-def _untrusted(path: Path) -> str:
+def untrusted(path: Path) -> str:
     """Why this file or folder may be somebody else's doing; nothing if it is ours, or is not there."""
     try:
         status = path.lstat()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -32,7 +33,7 @@ class Command(Protocol):
 
 # In the order in which a person meets them.
 COMMANDS: tuple[tuple[str, Command, str], ...] = (
-    ("demo", demo, "train a small Llama plainly and within half of its memory"),
+    ("demo", demo, "train a small Llama plainly and within a third of its memory"),
     ("doctor", doctor, "what this machine can do, what stands in the way, and the fix"),
     ("profile", profile, "profiles of well-known models, for planning offline"),
     ("plan", plan, "make a plan from a saved profile, for a machine one may not own"),
@@ -59,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head` has seen enough; nor is there anyone to flush the rest to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _parser() -> argparse.ArgumentParser:

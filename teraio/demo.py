@@ -1,9 +1,9 @@
 """`teraio demo`: trains a small Llama twice, plainly and within a third of its memory, and lays both side by
 side.
 
-Each run is a process of its own, so that its memory can be told from the outside: what counts is the peak of
-the process' resident memory in a step, less what the process holds before it that is not a tensor (the
-interpreter, the compiler).
+Each run is a process of its own, so that its memory can be told from the outside. Tensors are counted by the
+allocator that they come from; without a compiler there is none, and what counts is the process' resident
+memory, less what it holds that is not a tensor (the interpreter, the compiler).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -42,14 +43,32 @@ exit codes: 0 losses are equal, 1 they are not or a run failed"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("--part", type=float, default=1 / 3, help="memory, as a part of the plain peak")
+    parser.add_argument("--part", type=_part, default=1 / 3, help="memory, as a part of the plain peak")
     parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="inner program")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps")
-    parser.add_argument("--layers", type=int, default=6, help="layers of the model")
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a batch")
-    parser.add_argument("--length", type=int, default=256, help="tokens in a sequence")
+    parser.add_argument("--steps", type=_count, default=5, help="measured steps")
+    parser.add_argument("--layers", type=_count, default=6, help="layers of the model")
+    parser.add_argument("--batch", type=_count, default=8, help="sequences in a batch")
+    parser.add_argument("--length", type=_count, default=256, help="tokens in a sequence")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _part(text: str) -> float:
+    try:
+        part = float(text)
+    except ValueError:
+        part = 0.0
+    if not 0 < part < 100:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no part of the plain peak: 0.5 is half of it, 1 all of it"
+        )
+    return part
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
+    return int(text)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -99,7 +118,8 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     from teraio.demo_model import Llama, Shape
     from teraio.runtime import device, resident
 
-    device.return_freed_memory()
+    here = device.CpuDevice()
+    here.keep_within(here.capacity_bytes())  # plainly: what is freed may stay, as it does with malloc
     # One compute thread: with two, plain differs from plain in the last bit (sums by atomics).
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -129,15 +149,17 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     stats = session.stats()
     time.sleep(PAUSE_S)  # what is on its way into memory is there, for the step that memory is taken of
     alive = stats["resident_bytes"] if budget else _alive_bytes(optimizer)
-    base = resident.resident_bytes() - alive
+    base = 0 if here.spares else here.used_bytes() - alive  # else it counts all that is in the process
+    here.reset_peak()
     resident.reset_peak()
     memory: list[int] = []
-    with _Sampler(memory):
+    with _Sampler(memory, here.used_bytes):
         step()
     return {
         "losses": losses,
         "step_s": median(times[-args.steps - 1 : -1]),
-        "tensor_peak_bytes": resident.peak_bytes() - base,
+        "tensor_peak_bytes": here.peak_bytes() - base,
+        "process_peak_bytes": resident.peak_bytes(),
         "tokens": args.batch * args.length,
         "memory": [max(0, m - base) for m in memory],
         "stats": stats,
@@ -162,10 +184,11 @@ def _alive_bytes(optimizer: Any) -> int:
 
 
 class _Sampler:
-    """Appends the process' resident memory to a list, every few milliseconds, while the block runs."""
+    """Appends the bytes that are used to a list, every few milliseconds, while the block runs."""
 
-    def __init__(self, into: list[int]) -> None:
+    def __init__(self, into: list[int], used_bytes: Callable[[], int]) -> None:
         self.into = into
+        self.used_bytes = used_bytes
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -177,10 +200,8 @@ class _Sampler:
         self.thread.join()
 
     def _sample(self) -> None:
-        from teraio.runtime import resident
-
         while not self.stop.wait(0.004):
-            self.into.append(resident.resident_bytes())
+            self.into.append(self.used_bytes())
 
 
 def _table(plain: dict[str, Any], ours: dict[str, Any], budget: int, equal: bool) -> str:
@@ -192,6 +213,11 @@ def _table(plain: dict[str, Any], ours: dict[str, Any], budget: int, equal: bool
             "peak memory of tensors",
             fmt_bytes(plain["tensor_peak_bytes"]),
             fmt_bytes(ours["tensor_peak_bytes"]),
+        ),
+        (
+            "peak memory of the process",
+            fmt_bytes(plain["process_peak_bytes"]),
+            fmt_bytes(ours["process_peak_bytes"]),
         ),
         ("time per step", f"{plain['step_s']:.2f} s", f"{ours['step_s']:.2f} s"),
         ("tokens per second", *(f"{r['tokens'] / r['step_s']:.0f}" for r in (plain, ours))),
@@ -222,7 +248,7 @@ def _picture(plain: list[int], ours: list[int], budget: int, width: int = 72, he
         level = top * (row - 0.5) / height
         line = "".join("#" if b >= level else ":" if a >= level else " " for a, b in zip(one, other))
         if abs(budget - level) <= top / height / 2:
-            line = "".join("-" if c == " " else c for c in line)
+            line = "".join(c if c == "#" else "-" for c in line)
         lines.append(f"  {fmt_bytes(int(top * row / height)):>10} |{line}")
     lines.append(f"  {'':>10} +{'-' * width}")
     lines.append(f"  {'':>10}  one step   : plain   # teraio   --- the budget")

@@ -76,8 +76,8 @@ class Llama(nn.Module):
         width = self.shape.hidden // self.shape.heads
         rate = 10000.0 ** (-torch.arange(0, width, 2, device=tokens.device) / width)
         angle = torch.outer(torch.arange(tokens.shape[1], device=tokens.device), rate).repeat(1, 2)
-        cos, sin = angle.cos(), angle.sin()
         x = self.embedding(tokens)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())

@@ -171,7 +171,7 @@ def _device(
     if reason is None:
         try:
             used = gpu = cuda.CudaDevice()
-            measured = cuda.measure_host(gpu, seconds, progress)
+            measured = cuda.measure_host(gpu, gpu.host(cuda.LOOK_BYTES), seconds, progress)
         except RuntimeError as error:
             fix = "see nvidia-smi: the GPU may be full or in a fault; CUDA_VISIBLE_DEVICES= trains on the CPU"
             found[-1] = findings.fail("GPU", str(error).splitlines()[0], fix)
@@ -209,19 +209,17 @@ def churn(total_bytes: int) -> int:
     """Allocates tensors of mixed sizes, frees them, and returns how many bytes stayed with this process."""
     import torch
 
+    from teraio.runtime import resident
+
     torch.zeros(2**20)
-    before = _resident_bytes()
+    before = resident.resident_bytes()
     tensors: list[torch.Tensor] = []
     while total_bytes > 0:
         tensors.append(torch.ones(2**20 * (1 + len(tensors) % 16), dtype=torch.uint8))
         total_bytes -= tensors[-1].nbytes
     for tensor in tensors[::2] + tensors[1::2]:
         tensor.untyped_storage().resize_(0)
-    return max(0, _resident_bytes() - before)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return max(0, resident.resident_bytes() - before)
 
 
 def _store(
@@ -268,11 +266,21 @@ def _store(
     return free
 
 
-def machine_of(name: str, links: list[measure.Link], device_bytes: int, ssd_bytes: int) -> Machine:
-    """What a planner may count on: the device, and the tiers that have a measured link."""
+def machine_of(
+    name: str,
+    links: list[measure.Link],
+    device_bytes: int,
+    ssd_bytes: int,
+    host_bytes: int | None = None,
+) -> Machine:
+    """What a planner may count on: the device, and the tiers that have a measured link. Of host memory, if
+    nothing else is said, all that can be had."""
     from teraio.runtime import memory
 
-    capacities = {"ssd": ssd_bytes, "host": memory.read().obtainable_bytes}
+    capacities = {
+        "ssd": ssd_bytes,
+        "host": memory.read().obtainable_bytes if host_bytes is None else host_bytes,
+    }
     tiers = [Tier("device", device_bytes)]
     tiers += [Tier(link.tier, capacities[link.tier]) for link in links]
     directed: list[Link] = []

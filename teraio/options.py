@@ -202,7 +202,9 @@ class Options:
         "budget of device memory: `20GiB`, `80%` of what there is, or `min`; default: nine tenths of it",
     )
     host_memory: Memory | None = _option(  # noqa: RUF009
-        _memory, "budget of host memory for evicted tensors: `64GiB`, `50%`, `min`; not built yet, refused"
+        _memory,
+        "with a GPU: host memory for what leaves it, pinned as it is needed: `64GiB`, `80%` of what can be "
+        "had, `min` for none; default: half",
     )
     store: tuple[str, ...] = _option(
         _paths,

@@ -12,7 +12,7 @@ import atexit
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from teraio.doctor import machine_of
 from teraio.earlier import Earlier
 from teraio.errors import OptionError, TeraioError, UnsupportedError
 from teraio.notices import described, more_than_there_is, names_of, unknown_environment, without_match
@@ -31,11 +30,11 @@ from teraio.planning import Planning
 from teraio.profile import Profile
 from teraio.recording import Recording
 from teraio.remade import Remaking
-from teraio.runtime import device, engine, measure, optimizer, saves, unasked
+from teraio.runtime import device, engine, optimizer, saves, unasked
 from teraio.runtime.pace import Stats
 from teraio.runtime.step import EXPECTATIONS_MAX
-from teraio.runtime.store import Store
 from teraio.schedule import Step
+from teraio.tiers import Tiers, refuse_host_memory
 from teraio.units import fmt_bytes, fmt_count
 from teraio.voice import speak
 
@@ -48,57 +47,46 @@ RESERVE_BYTES = 2 * 2**20
 NAMED = 5  # tensors that a message lists
 
 # Accepted by the readers, because the names are settled; refused here until they do something.
-NOT_BUILT = ("host_memory", "optimizer_step")
+NOT_BUILT = ("optimizer_step",)
 
 
 class Session:
     def __init__(self, options: Options, kind: str = "cpu") -> None:
-        _refuse(options)
+        _refuse(options, kind)
         self.options = options
         replay = Plan.read(options.plan) if options.plan else None  # before anything is opened
         # Measured, by the order of their programs; the most recent is the last.
         self.steps: dict[tuple[str, ...], list[Step]] = {}
         self.begun = False
         self.names: set[str] | None = set()  # of tensors that were seen; None: no longer of interest
-        device.return_freed_memory()
         self.device = device.current(kind)
         self.available_bytes = self.device.default_budget_bytes()
         budget = self.available_bytes
         if options.memory is not None:
             budget = options.memory.resolve(self.available_bytes, 0)
-        size = options.store_size
-        store = Store.open(
-            options.store or None,
-            None if size is None else lambda free_bytes: size.resolve(free_bytes, 0),
-            checksums=options.checksum,
-            memory_bytes=budget if kind == "cpu" else None,
-            device=self.device if kind != "cpu" else None,
-            on_fallback=options.on_fallback,
-            write_per_day_bytes=options.max_write_per_day,
-        )
-        memory = max(budget, self.device.capacity_bytes())
-        link, weights = _drives(store.directories)
-        store.extents.weights[:] = weights
-        machine = machine_of("here", [link], memory, store.capacity_bytes)
+        tiers = Tiers(options, self.device, budget)
+        store = tiers.store
         # What plans were made from, by order.
         self.measured: dict[tuple[str, ...], tuple[Profile, Step]] = {}
         # In RAM the slabs are memory too: the only copies of bytes on their way.
         reserve = RESERVE_BYTES + (store.slab_bytes_total if kind == "cpu" else 0)
-        self.engine = engine.Engine(store, self.device, budget, reserve, self.on_step, keep=options.keep)
+        self.engine = engine.Engine(
+            store, self.device, budget, reserve, self.on_step, keep=options.keep, host=tiers.host
+        )
         self.recording = Recording(self.engine, options.timeline) if options.timeline else None
         self.earlier = Earlier(options, replay, self.engine, self.device.kind)
         self.remaking = Remaking(replay, self.earlier.for_graph, options.recompute == "auto")
         self.engine.at_rest = self.remaking.at_rest
-        self.planning = Planning(options, machine, self.engine, self.earlier, self.remaking)
+        self.planning = Planning(options, tiers.machine, self.engine, self.earlier, self.remaking)
         if options.memory == SMALLEST:
             self.engine.resize(None)
         for line in more_than_there_is(budget, self.device.capacity_bytes()):
             log.warning("teraio: %s", line)
         log.info(
-            "teraio: memory %s, %s of it in reserve; store in %s%s",
+            "teraio: memory %s, %s of it in reserve; %s%s",
             "as little as the kernels let it be" if options.memory == SMALLEST else fmt_bytes(budget),
             fmt_bytes(reserve),
-            ", ".join(map(str, store.directories)),
+            tiers.where,
             "" if replay else f"; measuring {fmt_count(options.warmup, 'step')} first",
         )
 
@@ -317,8 +305,9 @@ def stats() -> Stats:
     return {} if SESSION is None else SESSION.engine.stats()
 
 
-def _refuse(options: Options) -> None:
+def _refuse(options: Options, kind: str) -> None:
     """Before anything is opened: what cannot be done, by name."""
+    refuse_host_memory(options, kind)
     defaults = Options()
     for name in NOT_BUILT:
         if getattr(options, name) not in {getattr(defaults, name), "off", "device"}:
@@ -327,20 +316,6 @@ def _refuse(options: Options) -> None:
         path = getattr(options, name)
         if path and not Path(path).absolute().parent.is_dir():
             raise OptionError(f"option {name!r}: the folder of {path} does not exist; make it first")
-
-
-def _drives(directories: Sequence[Path]) -> tuple[measure.Link, list[int]]:
-    """All drives of a store as one link, and how fast each directory is: several on one drive divide it."""
-    drives = [os.stat(directory).st_dev for directory in directories]
-    links = {drive: _link(directory) for drive, directory in zip(drives, directories)}
-    rates = {d: link.evict_bytes_per_s + link.fetch_bytes_per_s for d, link in links.items()}
-    return measure.joined(list(links.values())), [max(rates[d] // drives.count(d), 1) for d in drives]
-
-
-@cache
-def _link(directory: Path) -> measure.Link:
-    """How fast the store is, in about half a second; once per process and directory."""
-    return measure.store_link(directory, seconds=0.1, limit_bytes=64 * 2**20).link
 
 
 def _difference(one: Options, other: Options) -> str:

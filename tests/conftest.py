@@ -24,6 +24,9 @@ SCRATCH = tempfile.mkdtemp(prefix="teraio-tests-")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(SCRATCH, "inductor"))
 os.environ["XDG_CACHE_HOME"] = os.path.join(SCRATCH, "cache")
 os.environ["TERAIO_CACHE_DIR"] = "off"  # or a test would find the plan of the one before it
+# The default planner searches as long as it may: beside another suite that trebled what a suite cost. Tests
+# of what it does name it.
+os.environ.setdefault("TERAIO_PLANNER", "greedy")
 # Compiles run here and in children that are waited for, so that their CPU time is seen.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 LANES = Lanes(Path(os.environ.setdefault("TESTS_LANES", os.path.join(SCRATCH, "lanes"))))

@@ -70,6 +70,11 @@ def dropped_wait() -> Iterator[None]:
     to anything but the numbers."""
     late: list[Pending] = []
 
+    def bring_in() -> None:
+        while late:
+            pending = late.pop()  # holds the storage until the bytes are there
+            pending.ticket.wait()
+
     def unwaited(self: CpuDevice, pending: Pending) -> None:
         late.append(pending)
 
@@ -77,14 +82,16 @@ def dropped_wait() -> Iterator[None]:
         original = getattr(CpuDevice, name)
 
         def call(self: CpuDevice, *rest: Any) -> Any:
-            while late:
-                late.pop().ticket.wait()
+            bring_in()
             return original(self, *rest)
 
         return patch.object(CpuDevice, name, call)
 
     with settled("begin_evict"), settled("resize"), patch.object(CpuDevice, "end_fetch", unwaited):
-        yield
+        try:
+            yield
+        finally:
+            bring_in()
 
 
 PLANTS = {"scaled gradients": scaled_gradients, "stale bytes": stale_bytes, "dropped wait": dropped_wait}

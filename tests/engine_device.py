@@ -16,6 +16,7 @@ import ctypes
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -97,6 +98,7 @@ class EngineDevice(FakeDevice):
         self.known: dict[int, tuple[Storage, Any]] = {}  # torch storage -> (cells, weak reference)
         self.events: dict[int, Event] = {}
         self.streams: dict[int, Stream] = {}
+        self.fetch_begun: Callable[[], None] = lambda: None  # its memory is taken
 
     # ---- torch's storages
 
@@ -143,7 +145,9 @@ class EngineDevice(FakeDevice):
         return super().begin_evict(storage, self._with_address(start))
 
     def begin_fetch(self, storage: Any, size_bytes: int, start: Start) -> Pending:
-        return super().begin_fetch(storage, size_bytes, self._with_address(start))
+        begun = super().begin_fetch(storage, size_bytes, self._with_address(start))
+        self.fetch_begun()
+        return begun
 
     def _with_address(self, start: Start) -> Start:
         def begin(storage: Any, mark: Mark) -> Any:
@@ -207,6 +211,45 @@ class EngineDevice(FakeDevice):
             ctypes.memmove(target, slab, size)
 
         stream.give(begin, end)
+
+
+# ---- host memory
+
+
+@dataclass(slots=True)
+class HostPlace(Place):
+    size: int = 0
+
+
+class FakeHost:
+    """Host memory of so many cells. A place that is given back is the next tensor's, with whatever copies
+    still read and write there."""
+
+    def __init__(self, device: EngineDevice, cells: int) -> None:
+        self.device = device
+        self.left = cells
+        self.free: dict[int, list[HostPlace]] = {}
+
+    def reserve(self, size_bytes: int) -> HostPlace | None:
+        cells = size_bytes // CELL
+        if self.free.get(cells):
+            return self.free[cells].pop()
+        if cells > self.left:
+            return None
+        self.left -= cells
+        return HostPlace(size=cells)
+
+    def release(self, place: HostPlace) -> None:
+        self.free.setdefault(place.size, []).append(place)
+
+    def write(self, place: HostPlace) -> Start:
+        return lambda storage, mark: self._start(self.device.copy_out(place), storage, mark)
+
+    def read(self, place: HostPlace, demand: bool = False) -> Start:
+        return lambda storage, mark: self._start(self.device.copy_in(place), storage, mark)
+
+    def _start(self, copy: Callable[[Storage, Mark], Any], storage: Any, mark: Mark) -> Any:
+        return copy(self.device.storage_at(storage.data_ptr()), Mark(self.device.events[mark.handle]))
 
 
 # ---- the two stores

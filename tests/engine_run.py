@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from engine_device import CELL, DiskWorld, EngineDevice, StreamStore, native_store
+from engine_device import CELL, DiskWorld, EngineDevice, FakeHost, StreamStore, native_store
 
 from teraio.errors import BudgetError, PlanError
 from teraio.machine import Link, Machine, Tier
@@ -32,7 +32,7 @@ from teraio.runtime.optimizer_call import OptimizerCall, Stepped
 from teraio.schedule import Step
 
 STEPS = 3
-LINKS = (Link("device", "ssd", 10**9), Link("ssd", "device", 10**9))
+LINKS = tuple(Link(*ends, 10**9) for tier in ("ssd", "host") for ends in (("device", tier), (tier, "device")))
 
 
 @dataclass
@@ -173,10 +173,14 @@ class Run:
         self.device = kind(self.world, 3 * everything + 64)
         self.native = random.random() < 0.5
         store: Any = native_store(self.device, seed, folder) if self.native else StreamStore(self.device)
-        self.engine = Engine(store, self.device, self.budget * CELL, 0, self._on_step)  # type: ignore[arg-type]
+        self.host_cells = random.choice((0, int(everything * random.uniform(0.05, 0.5))))
+        host = FakeHost(self.device, self.host_cells) if self.host_cells else None
+        self.engine = Engine(store, self.device, self.budget * CELL, 0, self._on_step, host=host)  # type: ignore[arg-type]
         self.number = 0
         self.steps = 0
         self.over: list[str] = []
+        self.place = ""  # the slot that is visited
+        self.device.fetch_begun = self._fetch_begun
         self.about = Stepped(0)
         self.states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self.moments: dict[int, Value] = {}  # the same by the weight's id, with what they hold
@@ -212,7 +216,9 @@ class Run:
         stop = self.random.randrange(len(compiled.events)) if breaks else -1
         for at in range(len(compiled.events) + 1):
             for index, place in compiled.slots.get(at, ()):
+                self.place = f"slot {index} of a {compiled.signature.kind}"
                 self.engine.visit(compiled.program, index, [env[n].tensor for n in place.names], None)
+                self.place = ""
             if at == stop:
                 raise Broken
             if at < len(compiled.events):
@@ -231,9 +237,19 @@ class Run:
             case Launch(_, kernel, reads, writes):
                 (target,) = writes
                 self._launch([env[name] for name in sorted(reads)], env[target])
-                used = self.device.used_bytes()
-                if used > self.budget * CELL and self.steps:  # the first step meets weights it does not know
-                    self.over.append(f"{used // CELL} cells at {kernel}, memory is {self.budget}")
+                self._look(kernel)
+
+    def _look(self, place: str) -> None:
+        """Whether the budget is kept to here. The first step meets weights it does not know."""
+        used = self.device.used_bytes()
+        if used > self.budget * CELL and self.steps:
+            self.over.append(f"{used // CELL} cells at {place}, memory is {self.budget}")
+
+    def _fetch_begun(self) -> None:
+        """A fetch takes its memory when it begins: not only when a kernel runs is the budget to be kept to.
+        User code gets what it touches."""
+        if self.place:
+            self._look(self.place)
 
     # ---- a step
 
@@ -319,6 +335,10 @@ class Run:
             with contextlib.suppress(PlanError):  # the planner sees no way in this budget: on demand
                 self.engine.install(made[self.plans](lifetimes.profile_of([step], "fake")))
 
+    def _tier(self) -> str:
+        """Also where there is no host memory, or not enough: a plan is a hint."""
+        return self.random.choice(("ssd", "ssd", "host"))
+
     def _plan(self, moves: Sequence[Move]) -> Plan:
         return Plan("", self.plans, self.budget * CELL, (), tuple(moves))
 
@@ -332,7 +352,8 @@ class Run:
             for start, end in zip(uses, ends):
                 if end - start >= 3 and random.random() < self.part:
                     first, free, back = sorted(random.randint(start + 1, end) for _ in range(3))
-                    moves += [Evict(tensor.name, "ssd", free, first), Fetch(tensor.name, "ssd", back, end)]
+                    tier = self._tier()
+                    moves += [Evict(tensor.name, tier, free, first), Fetch(tensor.name, tier, back, end)]
         return self._plan(moves)
 
     def _any_moves(self, profile: Profile) -> Plan:
@@ -342,13 +363,14 @@ class Run:
         for _ in range(random.randrange(10, 100)):
             first, second = sorted(random.randrange(2 * ticks) for _ in range(2))
             if random.random() < 0.5:
-                moves.append(Evict(random.choice(names), "ssd", second, random.choice((first, None))))
+                moves.append(Evict(random.choice(names), self._tier(), second, random.choice((first, None))))
             else:
-                moves.append(Fetch(random.choice(names), "ssd", first, second))
+                moves.append(Fetch(random.choice(names), self._tier(), first, second))
         return self._plan(moves)
 
     def _planned(self, profile: Profile) -> Plan:
-        machine = Machine("fake", (Tier("device", self.budget * CELL), Tier("ssd", 2**40)), LINKS)
+        tiers = Tier("device", self.budget * CELL), Tier("ssd", 2**40), Tier("host", self.host_cells * CELL)
+        machine = Machine("fake", tiers, LINKS)
         return planner.plan(profile, machine, self.budget * CELL, time_limit_s=0.005)
 
 

@@ -94,7 +94,7 @@ class Loop:
         def opened(*places: Any, **settings: Any) -> Store:
             return Store(*places, **settings, wrap=wrap, deadline_s=DEADLINE_S)
 
-        with patch.object(session.Store, "open", opened):
+        with patch.object(Store, "open", opened):
             session.open_with(self.options)
         try:
             yield

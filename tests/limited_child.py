@@ -64,7 +64,7 @@ def train(model: nn.Module, batch: int, steps: int) -> list[float]:
 def main() -> None:
     kind, extra = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
-    device.return_freed_memory()  # for both: a limit counts what malloc keeps
+    device.CpuDevice()  # for both: a limit counts what malloc keeps
     os.environ.update({"TERAIO_DISABLE": "1"} if kind == "plain" else {"TERAIO_MEMORY": str(MEMORY)})
     os.environ["TERAIO_WARMUP"] = "1"
     train(Chain(), 64, 2)

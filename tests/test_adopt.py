@@ -17,7 +17,7 @@ from adopt_cases import CASES, SIZE, outcomes, values
 from adopt_train import HELD
 
 from teraio.runtime import adopt as adoption
-from teraio.runtime.adopt import NUMPY, Adopted, adopt
+from teraio.runtime.adopt import NUMPY, Adopted, Span, adopt
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -77,6 +77,12 @@ def test_an_array_in_a_local_variable_of_a_running_function_is_seen() -> None:
     assert array[1] == 1
     del array
     assert adopt([("w", tensor)]) == Adopted(1, SIZE * 4, ()), "looking left something behind"
+
+
+def test_memory_that_holds_others_meets_all_of_them() -> None:
+    """Not only the first: what comes behind that one lies within the large one still."""
+    spans = [Span(0, 100, 1), Span(10, 20, None), Span(30, 40, 2), Span(100, 110, 3)]
+    assert adoption._meeting(spans) == {1: NUMPY, 2: NUMPY}
 
 
 def test_what_can_be_emptied_already_is_left_alone() -> None:

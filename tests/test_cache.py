@@ -25,6 +25,7 @@ from teraio.earlier import Earlier
 from teraio.options import Options
 from teraio.passes import lifetimes
 from teraio.plan import Evict, Fetch, Plan, Predicted
+from teraio.profile import Kernel, Profile, Tensor
 from teraio.schedule import READ, Buffer, Call, Schedule, Slot, Step
 
 PLAN = Plan("f" * 32, "auto", 100, (), (Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 6, 9)))
@@ -252,6 +253,33 @@ def test_where_a_step_leaves_the_plan_is_said_once(folder: Path, caplog: pytest.
     assert "after 1 call, where it has another forward" in line
 
 
+def test_a_step_is_another_one_by_everything_but_its_times() -> None:
+    """A plan's ticks mean something only for the same kernels, tensors and uses."""
+    kernels = (Kernel("a", 0, 10), Kernel("b", 0, 10), Kernel("c", 1, 10))
+    one, two = Tensor("x", "weight", 64, True, (0, 2), ()), Tensor("y", "grad", 64, False, (2,), (1,))
+    here = Profile("run", 30, kernels, (one, two))
+    assert fingerprint_of(here) == fingerprint_of(
+        replace(here, name="again", step_ns=99, kernels=tuple(replace(k, duration_ns=33) for k in kernels))
+    )
+    changes: tuple[dict[str, Any], ...] = (
+        {"name": "z"},
+        {"kind": "state"},
+        {"size_bytes": 65},
+        {"persistent": False},
+        {"reads": (1, 2)},
+        {"writes": (2,)},
+    )
+    tensors = [replace(one, **change) for change in changes]
+    others = [
+        *(replace(here, tensors=(other, two)) for other in tensors),
+        *(replace(here, kernels=(*kernels[:2], other)) for other in (Kernel("d", 1, 10), Kernel("c", 0, 10))),
+        replace(here, kernels=kernels[:2]),
+        replace(here, kernels=(kernels[1], kernels[0], kernels[2])),
+        replace(here, tensors=(one,)),
+    ]
+    assert len({fingerprint_of(other) for other in (here, *others)}) == 1 + len(others)
+
+
 def test_other_options_budgets_and_wishes_find_nothing(folder: Path) -> None:
     kept_plan(10_000)
     same, it = order(step(1)), step(10_000)
@@ -293,7 +321,10 @@ def train() -> tuple[list[list[Any]], str]:
     return json.loads(ran.stdout), ran.stderr
 
 
-def test_a_second_process_follows_the_first_ones_plan_from_its_second_step_on(folder: Path) -> None:
+def test_a_second_process_follows_the_first_ones_plan_from_its_second_step_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TERAIO_PLANNER")  # the default is what most runs have
     first, log = train()
     assert len(re.findall("planned by auto", log)) == 1
     assert [moves for _, moves, _ in first][:4] == [0] * 4  # the first step, and three that were measured

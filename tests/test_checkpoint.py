@@ -7,8 +7,10 @@ import json
 import os
 import pickle
 import random
+import stat
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -204,6 +206,46 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(AttributeError):
         teraio.save([torch.zeros(100), lambda: None], path)
     assert teraio.load(path) == [1]
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_bytes_are_on_the_disk_before_the_file_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a name without bytes would be an empty checkpoint in the place of the last."""
+    done: list[str] = []
+
+    def noted(name: str) -> None:
+        really = getattr(os, name)
+
+        def call(what: Any, *rest: Any) -> None:
+            folder = name == "fsync" and stat.S_ISDIR(os.fstat(what).st_mode)
+            done.append(f"{name} of the folder" if folder else name)
+            really(what, *rest)
+
+        monkeypatch.setattr(os, name, call)
+
+    noted("fsync")
+    noted("replace")
+    teraio.save([1], tmp_path / "a.pt")
+    assert done == ["fsync", "replace", "fsync of the folder"]
+
+
+class SavesAnother:
+    """While it is pickled, the same file is saved once more."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        teraio.save([1], self.path)
+        return OrderedDict, ()
+
+
+def test_a_file_that_is_being_saved_is_no_leftover(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    teraio.save([SavesAnother(path)], path)
+    assert teraio.load(path) == [{}]
     assert os.listdir(tmp_path) == ["a.pt"]
 
 

@@ -61,6 +61,8 @@ def test_plan_prints_the_figures_of_the_plan(files: dict[str, str], out: Any) ->
     assert check(Plan.read(files["out"]), toys.diamond(), toys.machine()).feasible
     text = out(*arguments, "--endurance", "300TB")
     assert "a step of 12 µs" in text and "28.5 years until" in text
+    assert "8 hours until" in out(*arguments, "--endurance", "10GB")
+    assert "under an hour until" in out(*arguments, "--endurance", "1GB")
 
 
 def test_no_plan_is_told_in_json_too(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

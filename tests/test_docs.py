@@ -19,7 +19,11 @@ import tree
 import teraio
 from teraio import errors
 from teraio.commands import options as options_page
+from teraio.machine import Machine
 from teraio.options import VARIABLES, Options, env_name
+from teraio.plan import Plan
+from teraio.profile import Profile
+from teraio.timeline import Timeline
 
 DOCS = [tree.ROOT / "README.md", *sorted((tree.ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -197,9 +201,34 @@ def test_files_named_in_the_docs_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+FORMATS: dict[str, type[Profile | Machine | Plan | Timeline]] = {
+    "teraio-profile": Profile,
+    "teraio-machine": Machine,
+    "teraio-plan": Plan,
+    "teraio-timeline": Timeline,
+}
+
+
+def test_the_files_that_are_shown_can_be_read_and_no_field_is_missing() -> None:
+    page = (tree.ROOT / "docs" / "formats.md").read_text()
+    shown = {json.loads(text)["format"]: text for text in blocks("json").values()}
+    assert shown.keys() == FORMATS.keys()
+    for name, text in shown.items():
+        value = FORMATS[name].loads(text)
+        written = json.loads(value.dumps())
+        assert FORMATS[name].loads(value.dumps()) == value
+        keys = set(re.findall(r'"(\w+)":', value.dumps())) - set(written.get("tiers", ()))
+        assert all(f"`{key}`" in page or f'"{key}"' in page for key in keys)
+
+
+def test_the_package_shows_its_public_names_and_is_typed() -> None:
+    assert dir(teraio) == sorted(teraio.__all__) and len(teraio.__all__) < 12
+    assert (Path(teraio.__file__).parent / "py.typed").is_file()
+
+
 def test_every_page_is_on_the_map() -> None:
     start = (tree.ROOT / "docs" / "start.md").read_text()
-    assert {path.name for path in DOCS[1:]} <= set(re.findall(r"\]\((\w+\.md)\)", start))
+    assert {path.name for path in DOCS[1:]} <= set(re.findall(r"\]\(([\w-]+\.md)\)", start))
 
 
 def test_the_page_of_options_is_what_the_code_says() -> None:

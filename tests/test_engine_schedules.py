@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from engine_device import EngineDevice
+from engine_device import CELL, EngineDevice
 from engine_run import run
 from fake_device import Event
 
 from teraio.runtime.device import Mark, Pending, Start
+from teraio.runtime.moves import Mover
+from teraio.runtime.records import Record
 
-SCHEDULES = 500
+SCHEDULES = 400
 PLANTED = 60
 
 
@@ -43,6 +45,7 @@ def test_no_schedule_of_the_engine_lets_a_kernel_read_what_is_not_there(tmp_path
         done.update(asdict(one.engine.mover.counts))
         done[one.plans] += 1
         done["native" if one.native else "streams"] += 1
+        done["host"] += one.host_cells > 0
     print(dict(done))
     assert min(done[kind] for kind in ("none", "gaps", "hostile", "greedy")) > SCHEDULES / 10
     assert min(done["native"], done["streams"]) > SCHEDULES / 3
@@ -51,6 +54,9 @@ def test_no_schedule_of_the_engine_lets_a_kernel_read_what_is_not_there(tmp_path
     assert done["drops"] > SCHEDULES / 2
     assert done["misses"] > 4 * SCHEDULES
     assert done["planned_moves"] > 30 * SCHEDULES
+    assert done["host"] > SCHEDULES / 3
+    assert done["to_host_bytes"] > 4 * CELL * SCHEDULES
+    assert done["from_host_bytes"] > 4 * CELL * SCHEDULES
 
 
 # ---- each wait, left out
@@ -105,6 +111,32 @@ def test_a_missing_wait_is_caught(planted: type[EngineDevice], tmp_path: Path) -
     print(planted.__name__, dict(caught))
     assert sum(caught.values()) >= PLANTED / 10, f"{planted.__doc__} Left out, and only {caught} noticed"
     assert caught["native"] + caught["streams"] >= 3
+
+
+def keeps_the_place(mover: Mover, record: Record) -> None:
+    """What is written to the SSD has an older copy in host memory still."""
+
+
+def gives_back_early(mover: Mover, record: Record, demand: bool, read: Any = Mover._read) -> Start:
+    """The place of a tensor that is being fetched is another's."""
+    start: Start = read(mover, record, demand)
+    if record.place is not None:
+        mover.host.release(record.place)  # type: ignore[union-attr]
+    return start
+
+
+@pytest.mark.parametrize(("name", "bug"), [("_give_up_place", keeps_the_place), ("_read", gives_back_early)])
+def test_a_bug_with_host_memory_is_caught(
+    name: str, bug: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Mover, name, bug)
+    caught = 0
+    for seed in range(PLANTED // 2):
+        try:
+            caught += bool(run(seed, tmp_path)[0])
+        except AssertionError:
+            caught += 1
+    assert caught >= 3
 
 
 def test_a_seed_is_a_schedule_of_the_engine(tmp_path: Path) -> None:

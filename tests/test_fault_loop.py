@@ -12,6 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from touch_child import World, is_away, record_of, send_away
+
+from teraio.errors import StoreFullError, StoreReadError, TornStepError
+from teraio.runtime import engine
+from teraio.runtime.store import Store
 
 CHILD = Path(__file__).with_name("fault_loop.py")
 SAMPLE = [
@@ -62,3 +68,63 @@ def test_without_checksums_a_flipped_bit_is_found_out_here() -> None:
     """As wrong numbers: this is what the comparison is for."""
     outcomes = [run["outcome"] for run in runs(json.dumps(WITHOUT_CHECKSUMS), "checksum=off")]
     assert "other numbers" in outcomes
+
+
+class Full:
+    """A write that finds no room."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise StoreFullError("no room")
+
+
+def test_what_could_not_be_written_stays_for_this_step_and_leaves_whole_in_the_next(
+    nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that failed has made no copy: what it was of is still to be written."""
+    world = World(compiled=True, layers=2)
+    world.train(2)
+    weight = world.layers[0].head.weight
+    send_away([weight])
+    assert is_away(weight)
+    with torch.no_grad():
+        weight.fill_(3)
+    with monkeypatch.context() as full:
+        full.setattr(Store, "write", lambda *_, **__: Full())
+        send_away([weight])
+    send_away([weight])
+    assert not is_away(weight), "it is tried again in the same step"
+    assert engine.ENGINE is not None
+    engine.ENGINE.end_step()
+    send_away([weight])
+    assert is_away(weight) and bool((weight == 3).all())
+
+
+class Lost:
+    """A read that finds nothing."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise StoreReadError("the drive is gone")
+
+
+def test_a_weight_that_cannot_be_brought_back_is_no_number_and_ends_the_training(
+    nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a program has ended in the middle, user code could read it unseen: it must not look like one."""
+    world = World(compiled=True, layers=2)
+    world.train(2)
+    weight = world.layers[0].head.weight
+    send_away([weight])
+    record = record_of(weight)
+    assert record is not None and is_away(weight) and engine.ENGINE is not None
+    with monkeypatch.context() as lost:
+        lost.setattr(Store, "read", lambda *_, **__: Lost())
+        engine.ENGINE.residency.bring_back([record])
+    assert not is_away(weight) and bool(torch.isnan(weight).all())
+    with pytest.raises(TornStepError, match=r"the drive is gone.*last checkpoint"):
+        world.train(1)

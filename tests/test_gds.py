@@ -142,7 +142,7 @@ def test_tensors_of_all_sizes_go_out_and_come_back(path: Path) -> None:
 
 def test_it_is_a_start_like_any_other(path: Path) -> None:
     """`Device.begin_evict` and `begin_fetch` take what `write` and `read` give; every copy gets the mark."""
-    stage, cpu, storage = Stage(), device.CpuDevice(), Storage(b"x" * 3 * SLAB)
+    stage, cpu, storage = Stage(), device.Ordered(), Storage(b"x" * 3 * SLAB)
     cpu.mark = lambda: Mark("event", 7)  # type: ignore[method-assign]
     file = gds.DirectFile(path, stage)
     cpu.end_evict(cpu.begin_evict(storage, file.write(0, "w")))

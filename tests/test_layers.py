@@ -21,13 +21,14 @@ FACE = (
         "planning",
         "recording",
         "remade",
+        "tiers",
         "voice",
         "cli",
         "commands",
         "demo",
         "demo_model",
     ),
-    *("demo_model", "doctor", "report", "models"),
+    *("demo_model", "doctor", "report", "models", "estimating"),
     *("__init__", "__main__"),
 )
 BELOW = {

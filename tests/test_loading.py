@@ -218,6 +218,36 @@ def test_a_file_that_is_written_to_is_noticed(tmp_path: Path, cut: bool) -> None
     assert "changed since" in str(raised.value)
 
 
+def test_a_file_that_changes_while_it_is_read_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, file = one_file(tmp_path)
+    really = os.preadv
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        count = really(descriptor, buffers, offset)
+        os.utime(file)  # as who writes to it does
+        return count
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(EvictedError, match="changed since"):
+        ours.layers[3].weight.sum()
+
+
+def test_a_weight_may_come_in_many_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger than what is read at once, and the system may bring less than it was asked for."""
+    ours, _ = one_file(tmp_path)
+    really = os.preadv
+
+    def few(descriptor: int, buffers: Any, offset: int) -> int:
+        return really(descriptor, [memoryview(buffers[0])[:3000]], offset)
+
+    monkeypatch.setattr(weight_files, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(os, "preadv", few)
+    torch.manual_seed(0)
+    assert equal(ours, Net())
+
+
 def total(weight: torch.Tensor) -> float:
     with torch.no_grad():
         return weight.sum().item()

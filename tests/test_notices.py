@@ -18,7 +18,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import teraio
-from teraio import backend, cli, errors, session
+from teraio import backend, cli, errors, session, tiers
 from teraio.errors import OptionError, StoreError, TeraioError, UnsupportedError
 from teraio.notices import described, more_than_there_is, unknown_environment, without_match
 from teraio.options import Options
@@ -268,9 +268,9 @@ def test_a_plan_counts_on_all_drives_and_a_store_on_how_fast_each_is(
 
     paths = [tmp_path / name for name in ("slow", "fast", "slow too")]
     drives = dict(zip(paths, (1, 2, 1)))
-    monkeypatch.setattr(session, "_link", link)
+    monkeypatch.setattr(tiers, "_link", link)
     monkeypatch.setattr(session.os, "stat", lambda path: SimpleNamespace(st_dev=drives[path]))
-    together, weights = session._drives(paths)
+    together, weights = tiers.drives(paths)
     assert together.evict_bytes_per_s == together.fetch_bytes_per_s == 4 * 10**9
     assert (together.evict_latency_ns, together.fetch_latency_ns) == (50_001, 80_000)
     assert weights == [10**9, 6 * 10**9, 10**9]

@@ -27,6 +27,8 @@ from teraio.plan import Plan, Remade
 from teraio.remade import Remaking
 from teraio.schedule import Buffer, Call, Schedule, Slot, Step
 
+# What a run decides to make again goes by the times that it measures.
+pytestmark = pytest.mark.alone
 HERE = Path(__file__).parent
 BUDGETS = {"mlp": 11_000_000, "attention": 19_500_000, "checkpoint": 11_000_000}  # the second has dropout
 
@@ -285,7 +287,7 @@ def test_the_key_of_caches_has_all_that_is_made_again() -> None:
 def test_another_partitioner_is_not_replaced() -> None:
     from teraio.passes import inductor_partition
 
-    session._refuse(Options.parse({"recompute": "auto"}, {}))
+    session._refuse(Options.parse({"recompute": "auto"}, {}), "cpu")
     with inductor_partition.config.patch({inductor_partition.SETTING: object()}):
         with pytest.raises(UnsupportedError, match="custom_partitioner_fn"):
             inductor_partition.refuse_other(True)

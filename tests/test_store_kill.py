@@ -120,6 +120,8 @@ def test_what_is_not_ours_is_left_alone(root: Path, tmp_path: Path) -> None:
     (root / name).mkdir()
     (root / name / "photos").write_text("mine")
     (root / f"{store_files.PREFIX}2-{'b' * 16}").symlink_to(tmp_path)
+    (tmp_path / "empty").mkdir()  # what a killed process leaves looks so
+    (root / f"{store_files.PREFIX}5-{'e' * 16}").symlink_to(tmp_path / "empty")
     (root / f"{store_files.PREFIX}3-{'c' * 16}").write_text("a file")
     linked = root / f"{store_files.PREFIX}4-{'d' * 16}"
     linked.mkdir()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import time
 from collections import Counter as Count
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +21,12 @@ from torch import nn
 import teraio
 from teraio import cli, session
 from teraio.errors import BudgetError, OptionError
+from teraio.plan import Plan
+from teraio.planning import Planning
 from teraio.profile import Profile
 from teraio.runtime import engine
 from teraio.runtime.recorder import Happened, Move, Recorder
+from teraio.schedule import Step
 from teraio.timeline import Stall, Timeline
 
 WIDTH = 512  # a weight is 1 MiB
@@ -171,6 +175,27 @@ def test_it_is_there_while_the_run_goes_on(tmp_path: Path) -> None:
             assert path.exists()
             before = path.read_bytes()
     assert path.read_bytes() != before
+
+
+def test_the_time_a_plan_took_to_make_belongs_to_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, thought_s = Planning.plan, 2.0
+
+    def slow(self: Planning, profile: Profile, step: Step) -> Plan | None:
+        time.sleep(thought_s)
+        return make(self, profile, step)
+
+    monkeypatch.setattr(Planning, "plan", slow)
+    monkeypatch.setenv("TERAIO_CACHE_DIR", "off")
+    path = tmp_path / "run.timeline.json"
+    began_s = time.perf_counter()
+    list(train(3, timeline=str(path)))
+    assert time.perf_counter() - began_s > thought_s
+    teraio.reset()
+    line = Timeline.read(path)
+    assert 0 < line.step_ns < thought_s * 1e9
+    assert line.spans[0].start_ns < 1e9
 
 
 def test_who_asks_for_none_pays_for_none() -> None:

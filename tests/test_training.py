@@ -41,7 +41,7 @@ def eager_runs() -> dict[str, Any]:
     ]
     plain5 = {"name": "plain5", "steps": 5}
     tight = {"name": "tight", "of": "plain", "part": 0.2}
-    half = {"name": "half", "of": "plain", "part": 0.5}
+    half = {"name": "half", "of": "plain", "part": 0.5, "options": {"planner": "auto"}}
     demand = {**half, "name": "demand", "options": {"planner": "none"}}
     lean = {"name": "lean", "of": "plain", "part": 0.36}
     with tempfile.TemporaryDirectory() as folder:

@@ -77,8 +77,12 @@ def test_the_wheel_has_every_module(built: Built) -> None:
     }
     assert set(MODULES) - files == set()
     assert any(name.startswith("teraio/_native.") and name.endswith(".so") for name in built.wheel_names)
-    # What a report's page is made of is no module.
+    # What a report's page is made of is no module, nor what is compiled where it runs.
     assets = {f"teraio/report/assets/{name}" for name in ("page.html", "page.css", *onepage.SCRIPTS)}
+    assets.add("teraio/runtime/spare_allocator.cpp")
+    machines = [path.name for path in tree.files(".json") if path.parts[:2] == ("profiles", "machines")]
+    assets |= {f"teraio/machines/{name}" for name in machines}
+    assert machines
     assert assets - set(built.wheel_names) == set()
 
 

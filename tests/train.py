@@ -105,6 +105,9 @@ def hostile(seed: int, running: engine.Engine) -> Plan:
     return Plan("", "hostile", running.residency.budget_bytes, (), tuple(made))
 
 
+OUTSIDE = {name: os.environ[name] for name in ("TERAIO_PLANNER", "TERAIO_CACHE_DIR") if name in os.environ}
+
+
 class Trainer:
     """The model in one inner program, compiled plainly and with slots."""
 
@@ -134,7 +137,7 @@ class Trainer:
         environment = {f"TERAIO_{name.upper()}": str(value) for name, value in settings.items() if value}
         for name in [name for name in os.environ if name.startswith("TERAIO_")]:
             del os.environ[name]
-        os.environ.update(environment)
+        os.environ.update(OUTSIDE | environment)
         try:
             if budget:
                 with faulty_store(asked.get("fault")):

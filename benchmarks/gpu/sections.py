@@ -36,6 +36,7 @@ class Room:
 
     scratch: Path
     seconds: float
+    keep: Path  # what lies here comes back beside the figures
 
     @property
     def site(self) -> Path:
@@ -69,6 +70,7 @@ def run_apart(section: Section, room: Room, part: str) -> Figures:
     log = room.scratch / f"{section.name}.log"
     command = [sys.executable, __file__, "--part", part, "--section", section.name]
     command += ["--scratch", str(room.scratch), "--seconds", str(room.seconds), "--out", str(result)]
+    command += ["--keep", str(room.keep)]
     with log.open("wb") as output:
         child = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
@@ -117,7 +119,8 @@ def run_part(part: str, out: Path, scratch: Path, seconds: float) -> int:
         if left < 10:
             entries[section.name] = {"status": "skipped", "reason": "no time left"}
         else:
-            entries[section.name] = run_apart(section, Room(scratch, min(section.seconds, left)), part)
+            room = Room(scratch, min(section.seconds, left), out)
+            entries[section.name] = run_apart(section, room, part)
             entries[section.name]["seconds"] = round(time.monotonic() - start, 1)
         print(f"{section.name}: {entries[section.name]['status']}", flush=True)
         if section.name == "machine":
@@ -132,6 +135,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--keep", type=Path, help="where files go that come back; default: --out")
     parser.add_argument("--section", help="run this section here and write its entry to --out")
     args = parser.parse_args()
     if args.section is None:
@@ -139,7 +143,8 @@ def main() -> int:
     # By its module name, so that a part's NotSupported is the class that is caught.
     me = importlib.import_module("sections")
     sections = {section.name: section for section in importlib.import_module(f"part{args.part}").SECTIONS}
-    write(args.out, me.run_here(sections[args.section], Room(args.scratch, args.seconds)))
+    room = Room(args.scratch, args.seconds, args.keep)
+    write(args.out, me.run_here(sections[args.section], room))
     return 0
 
 

@@ -19,6 +19,7 @@ from teraio.profile import Profile
 from teraio.timeline import Timeline
 from teraio.units import fmt_bytes, fmt_count, fmt_ns, fmt_rate
 
+from . import graph
 from .figures import busy, figures, table
 from .plan import endurance_of
 from .request import Request, add_plan, add_what_if, checked_plan
@@ -26,7 +27,7 @@ from .request import Request, add_plan, add_what_if, checked_plan
 DESCRIPTION = """\
 Simulates a plan and says where its step goes: how long every link is busy, which tensors compute waits for
 and why, what moves, and what the drives bear. Then the same step is planned again: as it is, and with one
-thing more, a drive, host memory, device memory."""
+thing more, a drive, host memory, device memory. With --graph: what the plan does, kernel by kernel."""
 
 EPILOG = """\
 Causes of waiting: `late read`, a fetch that was issued too late for the link to carry it out in time (there
@@ -36,8 +37,9 @@ needed.
 A drive more reads 7 and writes 5 GB/s (PCIe 4.0), as far as the bandwidth that links share allows. Host
 memory on a machine that has none is reached at the bandwidth the drives share, or 25 GB/s.
 
-example:
-  teraio explain run.plan.json run.profile.json --machine h100-4ssd.machine.json"""
+examples:
+  teraio explain run.plan.json run.profile.json --machine h100-4ssd.machine.json
+  teraio explain run.plan.json run.profile.json --machine h100-4ssd.machine.json --graph"""
 
 MORE_HOST_BYTES = 64 * 2**30
 MORE_DEVICE_BYTES = 8 * 2**30
@@ -52,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_what_if(parser)
     parser.add_argument("--endurance", default="", metavar="X", help="what the drives are rated for: 2400TB")
     options.add_flags(parser, ["plan_time"])
+    parser.add_argument(
+        "--graph",
+        action="store_true",
+        help="print the step instead: its kernels, and what is begun and waited for before each",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
 
 
@@ -83,6 +90,9 @@ def main(args: argparse.Namespace) -> int:
     endurance = endurance_of(args)
     profile, machine = Profile.read(args.profile_file), Machine.read(args.machine)
     plan, profile = checked_plan(args.plan_file, profile, machine)
+    if args.graph:
+        print(json.dumps(graph.as_json(plan, profile)) if args.json else graph.listing(plan, profile))
+        return 0
     line, step = simulate(plan, profile, machine), predicted_ns(plan, profile, machine)
     plan = replace(plan, predicted=replace(plan.predicted, step_ns=step))
     waits = list(waited(line, profile))

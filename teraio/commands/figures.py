@@ -68,7 +68,16 @@ class Figures:
         if not self.ssd_endurance_bytes:
             return per_day
         rated = f"{self.ssd_endurance_bytes / 1e12:,.0f} TB they are rated for"
-        return f"{per_day}: {fmt_days(self.ssd_life_days)} until the drives have written the {rated}"
+        return f"{per_day}: {self.life()} until the drives have written the {rated}"
+
+    def life(self) -> str:
+        """Of the drives, if a day is full of such steps."""
+        if not self.ssd_write_bytes_per_day or not self.ssd_endurance_bytes:
+            return "-"
+        if self.ssd_life_days >= 2:
+            return fmt_days(self.ssd_life_days)
+        hours = 24 * self.ssd_endurance_bytes // self.ssd_write_bytes_per_day
+        return fmt_count(hours, "hour") if hours else "under an hour"
 
 
 def figures(plan: Plan, profile: Profile, machine: Machine, plan_ns: int, endurance_bytes: int) -> Figures:

@@ -11,7 +11,7 @@ from teraio.errors import OptionError, PlanError, TeraioError
 from teraio.plan import Plan
 from teraio.units import fmt_bytes, fmt_ns, parse_bytes
 
-from .figures import Figures, figures, fmt_days, table
+from .figures import Figures, figures, table
 from .request import PROFILE, Request, request
 from .request import add_arguments as add_common
 
@@ -134,7 +134,7 @@ def _comparison(asked: Request, rows: dict[str, Figures], refused: dict[str, str
                 fmt_bytes(made.peak_bytes),
                 fmt_bytes(made.ssd_write_bytes),
                 fmt_bytes(made.ssd_read_bytes),
-                fmt_days(made.ssd_life_days) if made.ssd_life_days else "-",
+                made.life(),
                 fmt_ns(made.plan_ns),
             )
         )

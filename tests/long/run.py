@@ -98,6 +98,21 @@ PROOFS = (
         "Ctrl-C at any moment of a step: the model goes on, with weights and states of whole steps",
         quick=("--count", "20"),
     ),
+    Proof(
+        "surroundings", "file systems and limits of the system: the same numbers, or an error that says why"
+    ),
+    Proof(
+        "planted",
+        "bugs that a tired engineer could write, one at a time: the tests that a patch names find each",
+        quick=(
+            "plan-for-more-memory",
+            "allocation-kept",
+            "copy-good-for-ever",
+            "half-written-file-left",
+            "bad-block-used-again",
+            "abandoned-call-counts",
+        ),
+    ),
     Proof("steps", "thousands of training steps: nothing grows", quick=("--steps", "300")),
     Proof("churn", "tensors come and go: nothing grows", quick=("--tensors", "2000", "--stores", "4")),
 )

@@ -54,6 +54,7 @@ def test_wrong_books_are_found_before_the_disk_is_asked() -> None:
         reads = rig.t.stats()["reads"]
         assert fails(rig, target, [(0, 0, 100)], 8, 3).mismatch == "tag"
         assert fails(rig, target, [(0, 0, 100)], 7, 2).mismatch == "generation"
+        assert fails(rig, target, [(0, 0, 100)], 7, 4).mismatch == "generation", "a write that never came"
         assert fails(rig, target, [(0, BLOCK, 100)], 7, 3).mismatch == "unwritten"
         assert fails(rig, Memory(99), [(0, 0, 99)], 7, 3).mismatch == "length"
         rig.t.forget([(0, 0, 100)])

@@ -163,6 +163,19 @@ def test_a_driver_error_is_an_error_of_the_transfer(device: Device, way: str) ->
     assert ctypes.string_at(address, SIZE) == source.get()
 
 
+def test_a_stream_that_failed_is_never_used_again(device: Device) -> None:
+    """What was queued in it may still run, into a slab that is another's by then."""
+    gc.collect()
+    address = device.alloc()
+    device.evict(address, None)
+    alive = device.cuda.fake_alive()
+    device.cuda.fake_fail_next(719)
+    with pytest.raises(StoreError):
+        device.evict(address, None)
+    device.evict(address, None)
+    assert device.cuda.fake_alive() == alive + 2, "a stream and an event in the place of the old ones"
+
+
 def test_streams_events_and_pins_are_given_back(library: str) -> None:
     gc.collect()
     device = Device(library)

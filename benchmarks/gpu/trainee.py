@@ -1,0 +1,133 @@
+"""One training in a process of its own, on the GPU or, as a rehearsal, on the CPU.
+
+    trainee.py '{"way": "teraio", "device": "cuda", "part": 0.4, "peak": 12000000000, "shape": {...}, ...}'
+
+prints one JSON object: losses, seconds of each step, the most that was allocated and reserved, and what
+teraio counted. `way` is one of WAYS; `part` is a part of `peak`, the peak of the plain run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import teraio
+from teraio.demo_model import Llama, Shape
+
+SETTLED_MOST = 12  # steps until the plan is there; then those that count
+WAYS = ("plain", "teraio", "save_on_cpu", "checkpoint")
+
+
+class Trainee:
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.asked, self.device = asked, asked["device"]
+        self.on_gpu = self.device == "cuda"
+        self.budget = int(asked.get("peak", 0) * asked.get("part", 0))
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(asked.get("deterministic", True), warn_only=True)
+        if "fraction" in asked:
+            torch.cuda.set_per_process_memory_fraction(asked["fraction"])
+        self.model = self._model()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-4, fused=asked.get("fused", False) or None
+        )
+        self.run = self._compiled()
+        self.random = torch.Generator().manual_seed(1)
+
+    def _model(self) -> nn.Module:
+        dtype = getattr(torch, self.asked.get("dtype", "float32"))
+        made = teraio.init(**self._options()) if self.asked.get("init") else contextlib.nullcontext()
+        with made, torch.device(self.device):
+            model = Llama(Shape(**self.asked["shape"])).to(dtype)
+        if self.asked["way"] == "checkpoint":
+            model.layers = nn.ModuleList(Again(layer) for layer in model.layers)
+        return model
+
+    def _options(self) -> dict[str, Any]:
+        return {"memory": self.budget, **self.asked.get("options", {})}
+
+    def _compiled(self) -> Callable[..., torch.Tensor]:
+        inner = {"inner": self.asked.get("inner", "inductor")}
+        options = self._options() if self.asked["way"] == "teraio" else {}
+        compiled: Any = torch.compile(self.model, backend="teraio", options={**inner, **options})
+        return self._offloading(compiled) if self.asked["way"] == "save_on_cpu" else compiled
+
+    def _offloading(self, compiled: Any) -> Callable[..., torch.Tensor]:
+        def run(*batch: torch.Tensor) -> torch.Tensor:
+            with torch.autograd.graph.save_on_cpu(pin_memory=self.on_gpu):
+                loss: torch.Tensor = compiled(*batch)
+            return loss
+
+        return run
+
+    def step(self) -> tuple[float, str]:
+        """Seconds, and the loss to the bit."""
+        batch, length = self.asked["batch"], self.asked["length"]
+        tokens = torch.randint(
+            0, self.asked["shape"]["vocabulary"], (batch, length + 1), generator=self.random
+        ).to(self.device)
+        self.wait()
+        began = time.perf_counter()
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.asked.get("autocast", False)):
+            loss = self.run(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        if clip := self.asked.get("clip"):
+            nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.wait()
+        return time.perf_counter() - began, float(loss.item()).hex()
+
+    def wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def peaks(self) -> dict[str, int]:
+        if not self.on_gpu:
+            return {"allocated_bytes": 0, "reserved_bytes": 0}
+        return {
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+        }
+
+    def train(self) -> dict[str, Any]:
+        steps: list[tuple[float, str]] = []
+        while len(steps) < self.asked.get("warmup", 3) or not self._settled(len(steps)):
+            steps.append(self.step())
+        began = len(steps)
+        steps += [self.step() for _ in range(self.asked["steps"])]
+        return {
+            **self.peaks(),
+            "budget_bytes": self.budget,
+            "first_measured": began,
+            "seconds": [seconds for seconds, _ in steps],
+            "losses": [loss for _, loss in steps],
+            "stats": dict(teraio.stats()),
+        }
+
+    def _settled(self, steps: int) -> bool:
+        return self.asked["way"] != "teraio" or steps >= SETTLED_MOST or teraio.stats()["phase"] == "planned"
+
+
+class Again(nn.Module):
+    """Activation checkpointing around a block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return checkpoint(self.block, *inputs, use_reentrant=False)
+
+
+if __name__ == "__main__":
+    print(json.dumps(Trainee(json.loads(sys.argv[1])).train()))

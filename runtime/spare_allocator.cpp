@@ -1,0 +1,43 @@
+// torch's allocator of CPU tensors, over two functions that it is given: built against the torch that is
+// there, once, because its classes differ from version to version.
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+using Take = void* (*)(uint64_t bytes);
+using Give = void (*)(void* block);
+Take take_block = nullptr;
+Give give_block = nullptr;
+
+struct Spare final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    const c10::Device cpu(c10::kCPU);
+    if (bytes == 0) return {nullptr, nullptr, give_block, cpu};
+    void* block = take_block(bytes);
+    // In the words of torch's own: libraries look for them, to try again with a smaller batch.
+    TORCH_CHECK(block != nullptr, "DefaultCPUAllocator: can't allocate memory: you tried to allocate ", bytes,
+                " bytes. Error code 12 (Cannot allocate memory)");
+    return {block, block, give_block, cpu};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return give_block; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+};
+Spare allocator;
+}  // namespace
+
+extern "C" {
+// Whether tensors are made with it from now on: not where someone else's allocator has a higher priority.
+bool teraio_install(Take take, Give give) {
+  take_block = take;
+  give_block = give;
+  c10::SetCPUAllocator(&allocator, 50);
+  return c10::GetCPUAllocator() == &allocator;
+}
+// A storage that was made before takes its next bytes from there too.
+void teraio_own(void* storage) {
+  static_cast<c10::StorageImpl*>(storage)->set_allocator(c10::GetCPUAllocator());
+}
+}

@@ -1,0 +1,353 @@
+"""One training step on fake tensors, by the programs and slots of a real one.
+
+The model is captured, cut and given slots as for `inner="eager"`; its programs then run on fake tensors,
+which computes shapes and no numbers. The slots write down what the engine would: who the tensors are, what
+cannot move. The clock goes on by what each kernel costs. So what comes out is a step like a measured one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from teraio.errors import OptionError, UnsupportedError
+from teraio.passes import aot, costs, fx
+from teraio.runtime.adopt import SMALLEST_BYTES
+from teraio.schedule import MADE, RETURNED, Call, ProgramKind, Schedule, Step
+from teraio.session import guard_this_graph
+
+from .why import INSTEAD, place
+
+
+@dataclass
+class Record:
+    """A storage under its name."""
+
+    storage: StorageWeakRef
+    name: str
+    kind: str
+    size_bytes: int
+    movable: bool
+
+
+@dataclass
+class Running:
+    """A call, as its slots see it."""
+
+    schedule: Schedule
+    bound: list[Record | None] = field(default_factory=list)
+    at_ns: list[int] = field(default_factory=list)
+    live_bytes: list[int] = field(default_factory=list)
+
+    def finish(self) -> Call:
+        names = tuple("" if record is None else record.name for record in self.bound)
+        stalls = (0,) * len(self.at_ns)
+        return Call(self.schedule, names, tuple(self.at_ns), tuple(self.live_bytes), stalls)
+
+
+class Ledger:
+    """Whose storage is whose, and the calls so far."""
+
+    def __init__(self, mode: FakeTensorMode, reserve_bytes: int) -> None:
+        self.mode = mode  # what makes fake tensors
+        self.reserve_bytes = reserve_bytes
+        self.records: dict[int, Record] = {}  # by address of the storage
+        self.met: list[Record] = []
+        self.names: set[str] = set()
+        self.calls: list[Running] = []
+        self.outside: dict[int, int] = {}
+        self.now_ns = 0
+
+    def record(self, tensor: torch.Tensor) -> Record | None:
+        key = tensor.untyped_storage()._cdata
+        found = self.records.get(key)
+        if found is not None and found.storage.expired():  # another storage has its address now
+            del self.records[key]
+            return None
+        return found
+
+    def add(self, tensor: torch.Tensor, name: str, kind: str, movable: bool) -> Record | None:
+        """None: too small to be worth a record, as in a run."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < SMALLEST_BYTES:
+            return None
+        record = Record(StorageWeakRef(storage), name, kind, int(storage.nbytes()), movable)
+        self.records[storage._cdata] = record
+        self.met.append(record)
+        self.names.add(name)
+        return record
+
+    def rename(self, record: Record, name: str, kind: str) -> None:
+        record.name, record.kind, record.movable = name, kind, True
+        self.names.add(name)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of what is there and cannot move: the batch, what programs gave the user."""
+        stays = (record for record in self.records.values() if not record.movable)
+        return sum(record.size_bytes for record in stays if not record.storage.expired())
+
+    def enter(self, schedule: Schedule) -> Running:
+        running = Running(schedule, [None] * len(schedule.buffers))
+        self.calls.append(running)
+        return running
+
+    def stand(self, running: Running, live_bytes: int, cost_ns: int) -> None:
+        """At a slot, whose kernel then takes this long."""
+        running.at_ns.append(self.now_ns)
+        running.live_bytes.append(live_bytes + self.fixed_bytes + self.reserve_bytes)
+        self.now_ns += cost_ns
+
+    def mark(self) -> tuple[int, int]:
+        return len(self.calls), self.now_ns
+
+    def back_to(self, mark: tuple[int, int]) -> None:
+        """What ran since then did not."""
+        calls, self.now_ns = mark
+        del self.calls[calls:]
+
+    def step(self) -> Step:
+        calls = tuple(running.finish() for running in self.calls)
+        seen = {name for call in calls for name in call.tensors}
+        kinds = {
+            record.name: (record.name, record.kind, record.size_bytes, record.kind in ("weight", "state"))
+            for record in self.met
+            if record.movable and record.name in seen
+        }
+        outside = tuple(self.outside.get(number, 0) for number in range(len(calls)))
+        return Step(calls, self.now_ns, tuple(kinds[n] for n in sorted(kinds)), frozenset(), outside)
+
+
+class Slotted:
+    """A program of the model: its schedule, and what its kernels cost by slot."""
+
+    def __init__(self, ledger: Ledger, speeds: costs.Speeds, graph: torch.fx.GraphModule, kind: ProgramKind):
+        self.ledger = ledger
+        self.labels: tuple[str, ...] = ()
+        self.running: Running | None = None
+        self.given: set[int] = set()  # buffers that this call has handed over
+        by_node = dict(costs.of_nodes(graph))
+        self.schedule, connect = fx.insert_slots(graph, kind)
+        self.cost_ns = [0] * len(self.schedule.slots)
+        at = -1
+        for node in graph.graph.nodes:
+            if getattr(node.target, "__module__", "") == "teraio":
+                at = node.args[0]
+            elif at >= 0:
+                self.cost_ns[at] += sum(map(speeds.duration_ns, by_node.get(node, ())))
+        connect(self.slot)
+
+    def slot(self, index: int, tensors: Sequence[torch.Tensor], live_bytes: int | None = None) -> None:
+        if index == 0:
+            self.running, self.given = self.ledger.enter(self.schedule), set()
+        assert self.running is not None
+        slot = self.schedule.slots[index]
+        for buffer, flags, tensor in zip(slot.buffers, slot.flags, tensors):
+            if flags & MADE or buffer not in self.given:
+                self.given.add(buffer)
+                self.running.bound[buffer] = self.ledger.record(tensor) or self.add(buffer, tensor)
+            record = self.running.bound[buffer]
+            if flags & RETURNED and record is not None and record.kind != "weight":
+                record.movable = False  # its memory is the caller's from here on
+        self.ledger.stand(self.running, slot.live_bytes, self.cost_ns[index])
+
+    def add(self, buffer: int, tensor: torch.Tensor) -> Record | None:
+        """Named and typed as the registry of a run does it."""
+        about = self.schedule.buffers[buffer]
+        label = self.label(buffer, tensor) if about.role == "argument" else ""
+        if label:
+            name = label if label not in self.ledger.names else f"{self.number}.{label}"
+            return self.ledger.add(tensor, name, "weight", not about.held)
+        kind = {"argument": "input"}.get(about.role, "activation")
+        if self.schedule.kind == "backward" and about.role == "result":
+            kind = "grad"
+        movable = about.role == "saved" or about.edge >= 0  # a weight's gradient may leave at once
+        return self.ledger.add(tensor, f"{self.number}.{about.name}", kind, movable)
+
+    def label(self, buffer: int, tensor: torch.Tensor) -> str:
+        label = self.labels[buffer] if buffer < len(self.labels) else ""
+        if label or not isinstance(tensor, torch.nn.Parameter):
+            return label
+        return self.schedule.buffers[buffer].name
+
+    @property
+    def number(self) -> int:
+        return len(self.ledger.calls) - 1
+
+    def name_arguments(self, labels: tuple[str, ...]) -> None:
+        arguments = sum(buffer.role == "argument" for buffer in self.schedule.buffers)
+        self.labels = labels if len(labels) == arguments else ()
+
+
+# What code gets that asks a fake tensor for a number that torch does not know either.
+NUMBERS = {torch.bool: False, torch.float64: 1.0, torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
+
+
+class Counted(TorchDispatchMode):
+    """What code outside of programs takes: its time, and the most bytes of it that are alive at once."""
+
+    def __init__(self, speeds: costs.Speeds) -> None:
+        super().__init__()
+        self.speeds = speeds
+        self.ns = 0
+        self.peak_bytes = 0
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            result = func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return NUMBERS.get(args[0].dtype, 1)
+            raise
+        cost = costs.of_call(func, args, kwargs or {}, result)
+        self.ns += self.speeds.duration_ns(cost)
+        given = {t.untyped_storage()._cdata for t in costs.tensors((args, kwargs))}
+        for tensor in costs.tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given:
+                self.alive[storage._cdata] = StorageWeakRef(storage), int(storage.nbytes())
+        self.alive = {key: kept for key, kept in self.alive.items() if not kept[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(size_bytes for _, size_bytes in self.alive.values()))
+        return result
+
+
+_NUMBERS = itertools.count(1)
+
+
+def _call(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return model(*args, **kwargs)
+
+
+def own_code() -> FunctionType:
+    """`_call` with a code object of its own: what Dynamo learns of it (programs, which sizes change) goes
+    with it, and nothing of that meets the user's own compiles."""
+    code: CodeType = _call.__code__.replace(co_filename=f"<teraio.estimate {next(_NUMBERS)}>")
+    return FunctionType(code, {"__builtins__": __builtins__})
+
+
+def _refuse_unknown_sizes(gm: torch.fx.GraphModule) -> None:
+    """All sizes that are given are numbers, so one that is none depends on what is computed."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
+            raise UnsupportedError(
+                f"estimate: the size of {node.name} depends on numbers, and none are computed"
+                f"{place(node.stack_trace or '')}. {INSTEAD}"
+            )
+
+
+def captured(
+    model: torch.nn.Module, ledger: Ledger, speeds: costs.Speeds
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """The model, compiled so that its programs write themselves into the ledger when they run."""
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        guard_this_graph()  # a training that runs within a budget learns that it is no foreign program
+        _refuse_unknown_sizes(gm)
+        labels = aot.placeholder_names(gm)
+
+        def slot(graph: torch.fx.GraphModule, kind: ProgramKind) -> None:
+            program = Slotted(ledger, speeds, graph, kind)
+            if kind != "backward":
+                program.name_arguments(labels)
+
+        # The backward is compiled here, and not in the middle of autograd, where all tensors that are made
+        # are fake: constants of the graph are copied.
+        with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
+            return fx.compiler(slot)(gm, inputs)
+
+    compiled = torch.compile(own_code(), backend=backend, fullgraph=True, dynamic=False)
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # What a model says to its logger is no part of the step.
+        spoken = {method for method in vars(logging.Logger).values() if callable(method)}
+        with dynamo_config.patch(ignore_logger_methods=spoken):
+            return compiled(model, args, kwargs)
+
+    return run
+
+
+def forward_and_backward(
+    model: torch.nn.Module,
+    batch: tuple[tuple[Any, ...], dict[str, Any]],
+    loss: Callable[[Any], Any] | None,
+    ledger: Ledger,
+    speeds: costs.Speeds,
+) -> str:
+    """Into the ledger, and the parameters get gradients. Returns what was taken for the loss."""
+    output = captured(model, ledger, speeds)(*batch)
+    told = "the loss is the one that was given"
+    root = None
+    if loss is None:
+        root, told = own_loss(output)
+        loss = _sum
+    if root is not None:
+        del output
+        root.backward()
+    else:
+        _through(output, loss, ledger, Counted(speeds))
+    for name, parameter in model.named_parameters():
+        _adopt_gradient(ledger, name, parameter)
+    return told
+
+
+def own_loss(output: Any) -> tuple[torch.Tensor | None, str]:
+    """The loss that a model returns: a scalar, by itself, under `loss`, or first."""
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    for found, where in ((named, "the model's `loss`"), (first, "the scalar that the model returns")):
+        if isinstance(found, torch.Tensor) and found.numel() == 1 and found.requires_grad:
+            return found, f"the loss is {where}"
+    return None, "the loss is the sum of what the model returns, which has none: give loss="
+
+
+def _sum(output: Any) -> torch.Tensor:
+    return sum(tensor.sum() for tensor in costs.tensors(output) if tensor.requires_grad)  # type: ignore[return-value]
+
+
+def _through(output: Any, loss: Callable[[Any], Any], ledger: Ledger, counted: Counted) -> None:
+    """Backward from a loss that the loop computes from what the model returned: that is no program, so its
+    time and the most it holds are those of the call that ended."""
+    ends = {id(t): t for t in costs.tensors(output) if t.requires_grad}
+    if not ends:
+        raise UnsupportedError("estimate: nothing that the model returns requires a gradient")
+    cut = {key: tensor.detach().requires_grad_() for key, tensor in ends.items()}
+    seen = tree_map_only(torch.Tensor, lambda t: cut.get(id(t), t), output)
+    with counted:
+        value = loss(seen)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise OptionError(
+                f"estimate: loss gives {_described(value)}; expected a scalar tensor that depends on what "
+                f"the model returns"
+            )
+        gradients = torch.autograd.grad(value, list(cut.values()), allow_unused=True)
+    ledger.now_ns += counted.ns
+    ledger.outside[len(ledger.calls) - 1] = counted.peak_bytes
+    reached = [(end, gradient) for end, gradient in zip(ends.values(), gradients) if gradient is not None]
+    torch.autograd.backward([end for end, _ in reached], [gradient for _, gradient in reached])
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:60]
+
+
+def _adopt_gradient(ledger: Ledger, name: str, parameter: torch.nn.Parameter) -> None:
+    weight, gradient = ledger.record(parameter), parameter.grad
+    if weight is None or gradient is None:
+        return
+    record = ledger.record(gradient) or ledger.add(gradient, f"{name}.grad", "grad", True)
+    if record is not None and record.kind != "weight":
+        ledger.rename(record, f"{weight.name}.grad", "grad")

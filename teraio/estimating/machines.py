@@ -1,0 +1,165 @@
+"""Which machine an estimate is for, and how fast it computes.
+
+A name     one of the machines that come with teraio, from data sheets
+a file     `teraio doctor -o` writes one
+none       the machine that this runs on: its drives and its processor are measured, in about a second
+
+A machine file says what moves bytes and nothing of what computes. For those of a known accelerator that is in
+the table below; else this processor is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from teraio.doctor import machine_of
+from teraio.errors import OptionError, UnsupportedError
+from teraio.machine import Machine
+from teraio.options import Options
+from teraio.passes.costs import Speeds
+from teraio.passes.synth import Rates
+from teraio.records import nearest
+from teraio.runtime import device, store_places
+from teraio.tiers import drives
+from teraio.units import fmt_rate
+
+FOLDER = Path(__file__).parent.parent / "machines"
+SUFFIX = ".machine.json"
+TERA, GIGA = 10**12, 10**9
+
+# 40 % of what data sheets say of dense bf16 and 75 % of fp32 without tensor cores, which large products
+# reach; 80 % of the memory's bandwidth; 4 us from one launch to the next. By how a machine's name begins.
+KNOWN = {
+    "h100": Speeds(Rates(400 * TERA, 2_640 * GIGA), Rates(50 * TERA, 2_640 * GIGA)),
+    "gh200": Speeds(Rates(400 * TERA, 3_200 * GIGA), Rates(50 * TERA, 3_200 * GIGA)),
+    "a100": Speeds(Rates(180 * TERA, 1_600 * GIGA), Rates(15 * TERA, 1_600 * GIGA)),
+    "rtx4090": Speeds(Rates(110 * TERA, 800 * GIGA), Rates(62 * TERA, 800 * GIGA)),
+    "teraio-paper": Speeds(Rates(334 * TERA, 3_100 * GIGA), Rates(45 * TERA, 3_100 * GIGA)),
+}
+
+SIDE = 768  # of the matrices that are multiplied
+COPY_BYTES = 32 * 2**20  # more than caches hold
+LAUNCHES = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """A machine, what it computes with, and where both figures come from. `available_bytes`: what a share of
+    memory is a share of. `files`: directories of the store, whose buffers are in the same memory as tensors;
+    0 where they are not."""
+
+    machine: Machine
+    speeds: Speeds
+    available_bytes: int
+    origin: str
+    compute: str
+    files: int
+    device: torch.device  # of the model
+
+
+def basis_of(asked: str | os.PathLike[str] | Machine | None, on: torch.device) -> Basis:
+    """OptionError or FileFormatError names what is wrong with what was asked for."""
+    if asked is None:
+        return _here(on)
+    if isinstance(asked, Machine):
+        machine, origin = asked, "given"
+    else:
+        path, origin = _file(os.fspath(asked))
+        machine = Machine.read(path)
+    capacity = next(tier.capacity_bytes for tier in machine.tiers if tier.name == "device")
+    known = max((each for each in KNOWN if machine.name.startswith(each)), key=len, default="")
+    if known:
+        return Basis(machine, KNOWN[known], capacity, origin, f"times by {known}'s data sheet", 0, on)
+    if on.type != "cpu":
+        raise OptionError(
+            f"estimate: machine {machine.name!r} does not say what computes on {on.type}; its name must "
+            f"begin with one of {', '.join(KNOWN)}"
+        )
+    speeds, compute = _processor()
+    return Basis(machine, speeds, capacity, origin, compute, 1, on)
+
+
+def names() -> list[str]:
+    return sorted(path.name.removesuffix(SUFFIX) for path in FOLDER.glob("*" + SUFFIX))
+
+
+def _file(asked: str) -> tuple[str, str]:
+    built_in = FOLDER / f"{asked}{SUFFIX}"
+    if asked in names():
+        return str(built_in), "from data sheets, not measured"
+    if os.sep in asked or "." in asked or os.path.exists(asked):
+        return asked, f"from {asked}"
+    raise OptionError(
+        f"estimate: machine {asked!r} is unknown{nearest(asked, names())}; there are {', '.join(names())}, "
+        f"or give a machine file: teraio doctor -o here.machine.json writes this machine's"
+    )
+
+
+def _here(on: torch.device) -> Basis:
+    if on.type != "cpu":
+        raise UnsupportedError(
+            f"estimate: the model is on {on.type}, which is not measured here; name the machine: "
+            f"machine={names()[0]!r}, or a file by `teraio doctor -o`"
+        )
+    options, used = Options.parse(), device.current("cpu")
+    directories = [Path(path) for path in options.store] or list(store_places.default_directories())
+    places = [store_places.open_place(path, parents=not options.store) for path in directories]
+    try:
+        free_bytes = store_places.free_bytes(places)
+        link, _ = drives([place.path for place in places])
+    finally:
+        for place in places:
+            os.close(place.fd)
+    speeds, compute = _processor()
+    machine = machine_of("here", [link], used.capacity_bytes(), free_bytes)
+    origin = f"measured just now; store in {', '.join(map(str, directories))}"
+    return Basis(machine, speeds, used.default_budget_bytes(), origin, compute, len(places), on)
+
+
+@cache
+def _processor() -> tuple[Speeds, str]:
+    """What this processor reaches, by a product of matrices of each kind and a copy."""
+    bandwidth = _copied_per_s()
+    launch_ns = _launch_ns()
+    rates = [Rates(_flop_per_s(dtype), bandwidth, launch_ns) for dtype in (torch.bfloat16, torch.float32)]
+    gflop = rates[1].flop_per_s / GIGA
+    told = f"times by what this processor did just now: {gflop:.0f} GFLOP/s in fp32, {fmt_rate(bandwidth)}"
+    return Speeds(*rates), told
+
+
+def _best_ns(work: Callable[[], object], times: int) -> int:
+    """The fastest of some: what else runs only makes them slower."""
+    spent = []
+    with torch.no_grad():
+        for _ in range(times):
+            began = time.perf_counter_ns()
+            work()
+            spent.append(time.perf_counter_ns() - began)
+    return max(1, min(spent))
+
+
+def _flop_per_s(dtype: torch.dtype) -> int:
+    left, right = torch.ones(SIDE, SIDE, dtype=dtype), torch.ones(SIDE, SIDE, dtype=dtype)
+    return 2 * SIDE**3 * 10**9 // _best_ns(lambda: left @ right, 4)
+
+
+def _copied_per_s() -> int:
+    source, target = torch.ones(COPY_BYTES // 4), torch.empty(COPY_BYTES // 4)
+    return 2 * COPY_BYTES * 10**9 // _best_ns(lambda: target.copy_(source), 4)
+
+
+def _launch_ns() -> int:
+    one = torch.ones(1)
+
+    def launches() -> None:
+        for _ in range(LAUNCHES):
+            one.add(1)
+
+    return _best_ns(launches, 2) // LAUNCHES

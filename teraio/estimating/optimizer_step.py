@@ -1,0 +1,102 @@
+"""An optimizer's step on fake parameters: a slot per bucket as in a run, with the states its code makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from teraio.errors import UnsupportedError
+from teraio.passes import costs
+from teraio.runtime import trial
+from teraio.runtime.optimizer_call import own_bytes
+from teraio.runtime.windows import Bucket, buckets_of, stand_in
+from teraio.schedule import READ, WRITE, Buffer, Schedule, Slot
+
+from .dry_run import Counted, Ledger, Record
+from .why import reason
+
+
+def step(ledger: Ledger, optimizer: torch.optim.Optimizer, limit_bytes: int, speeds: costs.Speeds) -> str:
+    """Into the ledger, in buckets of so many bytes of parameters. Returns what is to be known of it."""
+    name, seen = type(optimizer).__name__, trial.outcome(optimizer)
+    buckets = buckets_of(optimizer.param_groups, limit_bytes)
+    if seen.reason is not None:
+        every = [parameter for bucket in buckets for parameter in bucket.parameters]
+        buckets = [Bucket({**buckets[0].group, "foreach": True}, every)]
+    try:
+        with ledger.mode:
+            _run(optimizer, buckets, Counted(speeds))  # makes the states
+            spent = _run(optimizer, buckets, Counted(speeds))
+    except Exception as error:
+        raise UnsupportedError(
+            f"estimate: {name} cannot be stepped without numbers ({reason(error)}). Estimate "
+            f"with another optimizer with as many states, such as 'adamw' (2 per parameter) or 'sgd'"
+        ) from error
+    members = [_members(ledger, optimizer, bucket, at) for at, bucket in enumerate(buckets)]
+    sizes = [[p.nbytes for p in bucket.parameters if p.grad is not None] for bucket in buckets]
+    own = [own_bytes(bucket, of, seen.temporaries) for bucket, of in zip(buckets, sizes)]
+    _call(ledger, name, members, own, spent)
+    return "" if seen.reason is None else f"{name} steps all of its parameters at once: {seen.reason}"
+
+
+def _run(optimizer: torch.optim.Optimizer, buckets: list[Bucket], counted: Counted) -> list[int]:
+    """The optimizer's own code, bucket after bucket; the time each takes."""
+    spent: list[int] = []
+
+    def walk() -> Iterator[Bucket]:
+        for bucket in buckets:
+            before = counted.ns
+            yield bucket
+            spent.append(counted.ns - before)
+
+    run = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+    with counted, torch.compiler.set_stance("force_eager"):
+        run(stand_in(optimizer, walk))
+    return spent
+
+
+def _members(ledger: Ledger, optimizer: torch.optim.Optimizer, bucket: Bucket, at: int) -> dict[int, Record]:
+    """Of a bucket's parameters, their gradients and states, in the order of a run."""
+    found: dict[int, Record] = {}
+    for place, parameter in enumerate(p for p in bucket.parameters if p.grad is not None):
+        record = ledger.record(parameter)
+        base = f"optimizer 0.{at}.{place}" if record is None else record.name
+        states = _tensors(optimizer.state.get(parameter, {}), base)
+        gradient = parameter.grad
+        known = [record, ledger.record(gradient) if gradient is not None else None]
+        known += [ledger.record(state) or ledger.add(state, name, "state", True) for state, name in states]
+        found.update((id(each), each) for each in known if each is not None)
+    return found
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[torch.Tensor, str]]:
+    if isinstance(value, torch.Tensor):
+        yield value, name
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    for key, part in parts:
+        yield from _tensors(part, f"{name}.{key}")
+
+
+def _call(
+    ledger: Ledger, name: str, members: list[dict[int, Record]], own: list[int], spent: list[int]
+) -> None:
+    records = {k: record for bucket in members for k, record in bucket.items() if record.movable}
+    index = {key: position for position, key in enumerate(records)}
+    buffers = tuple(Buffer(record.name, "argument", record.size_bytes) for record in records.values())
+    slots = [Slot("enter", tuple(index.values()), (0,) * len(index), 0)]
+    for bucket, taken in zip(members, own):
+        touched = tuple(index[key] for key in bucket if key in index)
+        first = next((record.name for record in bucket.values()), "")
+        kernel = f"{name}.step {first}".rstrip()
+        slots.append(Slot(kernel, touched, (READ | WRITE,) * len(touched), taken))
+    schedule = Schedule("optimizer", buffers, (*slots, Slot("exit", (), (), 0)))
+    running = ledger.enter(schedule)
+    running.bound = list(records.values())
+    for slot, cost_ns in zip(schedule.slots, (0, *spent, 0)):
+        ledger.stand(running, slot.live_bytes, cost_ns)

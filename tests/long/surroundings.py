@@ -1,0 +1,173 @@
+"""The same training on file systems and under limits that a store may meet: the numbers of plain training, or
+an error of ours that says why. File systems are mounted for it, which needs root; what cannot be had is said.
+
+    python tests/long/surroundings.py [names]
+
+A line per place, and `surroundings-right N N PASS` in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CHILD = Path(__file__).resolve().parent.parent / "surroundings_child.py"
+SAME = "same"
+MIB = 2**20
+
+
+class CannotBeHad(Exception):
+    """Here; the text says why."""
+
+
+def command(*words: object) -> None:
+    if shutil.which(str(words[0])) is None:
+        raise CannotBeHad(f"there is no {words[0]}")
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CannotBeHad(f"{words[0]}: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, *how: object) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        raise CannotBeHad("only root can mount")
+    target = folder / "mounted"
+    target.mkdir()
+    command("mount", *how, target)
+    try:
+        yield target
+    finally:
+        subprocess.run(["umount", "-l", str(target)], check=False, capture_output=True)
+
+
+@contextlib.contextmanager
+def ordinary(folder: Path) -> Iterator[Path]:
+    target = folder / "ordinary"
+    target.mkdir()
+    yield target
+
+
+def memory(mib: int) -> Callable[[Path], Any]:
+    return lambda folder: mounted(folder, "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs")
+
+
+def disk(kind: str, mib: int, *options: str) -> Callable[[Path], Any]:
+    """A file system of its own, in a file."""
+
+    @contextlib.contextmanager
+    def made(folder: Path) -> Iterator[Path]:
+        image = folder / "image"
+        with open(image, "wb") as file:
+            file.truncate(mib * MIB)
+        command(f"mkfs.{kind}", *(("-q", "-F") if kind == "ext4" else ("-q",)), image)
+        with mounted(folder, "-o", ",".join(("loop", *options)), image) as target:
+            yield target
+
+    return made
+
+
+@contextlib.contextmanager
+def overlay(folder: Path) -> Iterator[Path]:
+    """On a file system of its own: one overlay cannot lie on another."""
+    with memory(512)(folder) as below:
+        for name in ("lower", "upper", "work"):
+            (below / name).mkdir()
+        inner = folder / "overlay"
+        inner.mkdir()
+        how = f"lowerdir={below}/lower,upperdir={below}/upper,workdir={below}/work"
+        with mounted(inner, "-t", "overlay", "-o", how, "overlay") as target:
+            yield target
+
+
+@dataclass
+class Place:
+    name: str
+    where: Callable[[Path], Any] = ordinary
+    outcomes: tuple[str, ...] = (SAME,)  # or the types of errors that are right
+    limits: dict[str, int] = field(default_factory=dict)
+    filled: bool = False  # by someone else, in the middle
+    detached: bool = False  # in the middle
+
+
+FULL = (SAME, "StoreFullError", "StoreError", "BudgetError", "TornStepError")
+PLACES = (
+    Place("an ordinary folder"),
+    Place("tmpfs", memory(512), ("StoreError",)),  # it is memory
+    Place("ext4", disk("ext4", 256)),
+    Place("ext4 of 16 MiB", disk("ext4", 16), FULL),
+    Place("ext4 that others fill", disk("ext4", 64), FULL, filled=True),
+    Place("ext4, taken from its folder meanwhile", disk("ext4", 256), detached=True),
+    Place("ext4, read-only", disk("ext4", 64, "ro"), ("StoreError",)),
+    Place("xfs", disk("xfs", 512)),
+    Place("an overlay", overlay),
+    Place("64 open files", limits={"RLIMIT_NOFILE": 64}),
+    Place("hardly an open file", outcomes=("StoreError",), limits={"RLIMIT_NOFILE": 5}),
+    Place("no locked memory", limits={"RLIMIT_MEMLOCK": 0}),
+    Place("files of 8 MiB", outcomes=FULL, limits={"RLIMIT_FSIZE": 8 * MIB}),
+    Place("no file at all", outcomes=FULL, limits={"RLIMIT_FSIZE": 0}),
+)
+
+
+def verdict(place: Place, folder: Path) -> tuple[bool, str]:
+    with place.where(folder) as store:
+        case: dict[str, Any] = {"name": place.name, "store": str(store), "limits": place.limits}
+        if place.filled:
+            case["fill"] = str(store)
+        if place.detached:
+            case["run"] = ["umount", "-l", str(store)]
+        done = subprocess.run(
+            [sys.executable, str(CHILD), json.dumps([case])],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+            env={**os.environ, "TERAIO_CACHE_DIR": "off", "TERAIO_PLANNER": "greedy"},
+        )
+        left = [path for path in store.rglob("*") if path.name not in {"other", "lost+found"}]
+    if done.returncode:
+        return False, f"ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"
+    result = json.loads(done.stdout.splitlines()[-1])[place.name]
+    outcome = SAME if result["same"] else result["error"].partition(":")[0] or "other numbers"
+    moved = f"{result['evictions']} evictions, {result['fetches']} fetches"
+    if outcome == SAME and not result["fetches"]:
+        return False, f"nothing moved: it shows nothing ({moved})"
+    if left:
+        return False, f"left behind: {left[:3]}"
+    return outcome in place.outcomes, f"{outcome}; {moved}" if outcome == SAME else result["error"][:150]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("names", nargs="*", help="parts of names; all if none is given")
+    names = parser.parse_args().names
+    chosen = [place for place in PLACES if not names or any(name in place.name for name in names)]
+    right = tried = 0
+    for place in chosen:
+        with tempfile.TemporaryDirectory(prefix="surroundings-") as folder:
+            try:
+                good, what = verdict(place, Path(folder))
+            except CannotBeHad as why:
+                print(f"left out  {place.name}: {why}", flush=True)
+                continue
+        tried += 1
+        right += good
+        print(f"{'right' if good else 'WRONG':<9} {place.name}: {what}", flush=True)
+    good = right == tried > 0
+    print(f"surroundings-left-out {len(chosen) - tried} any PASS")
+    print(f"surroundings-right {right} {tried} {'PASS' if good else 'FAIL'}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

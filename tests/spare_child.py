@@ -1,0 +1,174 @@
+"""One try with torch's memory from the product's allocator, in a process of its own; prints JSON."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+from unittest.mock import patch
+
+import allocator
+import torch
+from torch import nn
+
+import teraio
+from teraio import _native
+from teraio.runtime import device, engine, resident, spare
+
+MIB = 2**20
+WIDTH, LAYERS, BATCH = 512, 10, 512
+STEPS, LAST = 9, 4
+BUDGET = 40 * MIB
+
+
+def losses(budget: int) -> tuple[list[float], list[tuple[int, int, int]]]:
+    """Of a few steps, with the bytes taken from the system and reused so far, and the step's peak of the
+    process, less what of it is no tensor and not kept for one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    compiled = torch.compile(
+        model, backend="teraio", options={"memory": budget, "inner": "eager", "planner": "greedy"}
+    )
+    found, counts = [], []
+    for _ in range(STEPS):
+        loss = compiled(torch.randn(BATCH, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+        now = _native.spare().counts()
+        other = resident.resident_bytes() - now.used_bytes - now.spare_bytes
+        counts.append((now.mapped_bytes, now.reused_bytes, resident.peak_bytes() - other))
+        resident.reset_peak()
+    return found, counts
+
+
+def end() -> None:
+    teraio.reset()
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def train() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    plain, _ = losses(BUDGET * 10)
+    end()
+    losses(BUDGET)  # plans, for the next time too, and loads what is needed for that
+    end()
+    found, counts = losses(BUDGET)
+    assert engine.ENGINE is not None
+    foreign = engine.ENGINE.mover.foreign_bytes
+    end()
+    per_step = [(late - early) // LAST for early, late in zip(counts[-LAST - 1], counts[-1])]
+    return {
+        "budget": BUDGET,
+        "mapped_per_step": per_step[0],
+        "reused_per_step": per_step[1],
+        "peak": max(peak for _, _, peak in counts[-LAST:]),
+        "foreign": foreign,
+        "equal": found == plain,
+        "after_reset": _native.spare().counts().spare_bytes,
+    }
+
+
+def foreign() -> dict[str, Any]:
+    tensors = [torch.randn(MIB // 4) for _ in range(2)]
+    digests = [hashlib.sha256(t.numpy().tobytes()).digest() for t in map(torch.clone, tensors)]
+    copies = [t.clone() for t in tensors]
+    here = device.CpuDevice()
+    here.keep_within(8 * MIB)
+    before = [_native.spare().holds(t.data_ptr()) for t in tensors]
+    used = here.used_bytes()
+    for tensor in tensors:  # the first bytes go back to malloc
+        here.drop(tensor.untyped_storage())
+    for tensor, copy in zip(tensors, copies):
+        here.resize(tensor.untyped_storage(), MIB)
+        tensor.copy_(copy)
+    after = [_native.spare().holds(t.data_ptr()) for t in tensors]
+    counted, full = here.used_bytes() - used, resident.resident_bytes()
+    here.keep_within(0)
+    same = digests == [hashlib.sha256(t.numpy().tobytes()).digest() for t in tensors]
+    del tensors, tensor
+    return {
+        "freed": full - resident.resident_bytes(),
+        "before": before,
+        "after": after,
+        "counted": counted,
+        "same": same,
+    }
+
+
+def refused() -> dict[str, Any]:
+    """Why it could not be built: without a compiler, one that fails, a folder that others can write."""
+    tries = {"CXX": "none"}, {"CXX": os.environ["FAILING"]}, {"XDG_CACHE_HOME": os.environ["OTHERS"]}
+    reasons = []
+    for changed in tries:
+        with patch.dict(os.environ, changed):
+            reasons.append(spare._install())
+    with patch.dict(os.environ, tries[0]):
+        here = device.CpuDevice()
+        device.CpuDevice()
+    tensors = [torch.ones(2 * MIB, dtype=torch.uint8) for _ in range(16)]
+    full = resident.resident_bytes()
+    used_is_resident = here.used_bytes() > full // 2
+    for tensor in tensors[::2] + tensors[1::2]:
+        here.drop(tensor.untyped_storage())
+    freed = full - resident.resident_bytes()
+    return {"reasons": reasons, "used_is_resident": used_is_resident, "freed": freed}
+
+
+def fork() -> dict[str, Any]:
+    """Children of a process whose other thread takes and gives all the time."""
+    here = device.CpuDevice()
+    here.keep_within(64 * MIB)
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            torch.empty(MIB)
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    codes = []
+    for number in range(20):
+        child = os.fork()
+        if child == 0:
+            tensor = torch.full((MIB,), float(number))
+            os._exit(0 if tensor.sum().item() == number * MIB else 1)
+        codes.append(wait(child))
+        if codes[-1]:
+            break
+    stop.set()
+    thread.join()
+    return {"children": codes}
+
+
+def wait(child: int) -> int:
+    """Its exit code; a child that hangs is ended."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def other() -> dict[str, Any]:
+    counting = allocator.install()
+    before = counting.alive_bytes()
+    installed = spare.install()
+    tensor = torch.empty(MIB, dtype=torch.uint8)
+    return {"installed": installed, "counted": counting.alive_bytes() - before, "bytes": tensor.nbytes}
+
+
+if __name__ == "__main__":
+    tries = {"train": train, "foreign": foreign, "refused": refused, "fork": fork, "other": other}
+    print(json.dumps(tries[sys.argv[1]]()))

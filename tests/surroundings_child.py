@@ -1,0 +1,117 @@
+"""Trains the same model plainly, and once in each of the surroundings that it is given: a folder for the
+store on some file system, limits of the system, something that happens to the file system in the middle.
+
+    surroundings_child.py '[{"name": "few files", "store": "/folder", "limits": {"RLIMIT_NOFILE": 64}}, ...]'
+
+Prints one JSON object: by name, whether losses and weights are those of plain training, or the error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+import teraio
+from teraio.errors import TeraioError
+
+WIDTH, LAYERS, STEPS = 512, 6, 5
+MEMORY = "24MiB"  # 10 MiB of it in reserve; weights, gradients and states are 25 MiB
+MIB = 2**20
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def train(case: dict[str, Any]) -> list[Any]:
+    """What the loop saw, and the weights in the end."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = {"inner": "eager", "memory": MEMORY, "warmup": 1, "store": case["store"]}
+    compiled = torch.compile(
+        model, backend="teraio", options=options if case["store"] else {"inner": "eager"}
+    )
+    losses = []
+    for step in range(STEPS):
+        loss = compiled(torch.randn(16, WIDTH))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step == STEPS // 2:
+            happens(case)
+    return [losses, [parameter.detach().clone() for parameter in model.parameters()]]
+
+
+def happens(case: dict[str, Any]) -> None:
+    """In the middle of the training."""
+    if filled := case.get("fill"):
+        with contextlib.suppress(OSError), open(Path(filled) / "other", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(MIB))
+    if command := case.get("run"):
+        subprocess.run(command, check=True)
+
+
+@contextlib.contextmanager
+def limited(limits: dict[str, int]) -> Iterator[None]:
+    before = {name: resource.getrlimit(getattr(resource, name)) for name in limits}
+    for name, limit in limits.items():
+        resource.setrlimit(getattr(resource, name), (limit, before[name][1]))
+    try:
+        yield
+    finally:
+        for name, pair in before.items():
+            resource.setrlimit(getattr(resource, name), pair)
+
+
+def outcome(case: dict[str, Any], expected: list[Any]) -> dict[str, Any]:
+    moved: dict[str, Any] = {}
+    error = ""
+    same = False
+    with limited(case.get("limits", {})):
+        try:
+            losses, weights = train(case)
+            same = losses == expected[0] and all(map(torch.equal, weights, expected[1]))
+            moved = dict(teraio.stats())
+        except TeraioError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        except Exception as raised:  # noqa: BLE001  not one of ours: a finding
+            error = f"not ours: {type(raised).__name__}: {raised}"
+        finally:
+            with contextlib.suppress(TeraioError):
+                teraio.reset()
+    fetches, evictions = moved.get("fetches", 0), moved.get("evictions", 0)
+    return {"same": same, "error": error, "fetches": fetches, "evictions": evictions}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    cases = json.loads(sys.argv[1])
+    with patch.dict(os.environ, {"TERAIO_DISABLE": "1"}):
+        expected = train({"store": ""})
+    print(json.dumps({case["name"]: outcome(case, expected) for case in cases}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""README's main job, small: what the demo says it shows is in what it prints."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import tree
+
+from teraio import cli
+
+TINY = ("--inner", "eager", "--layers", "2", "--batch", "2", "--length", "96", "--steps", "1")
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "teraio", "demo", *TINY, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tree.ROOT, timeout=300)
+
+
+def test_the_demo_shows_equal_losses_within_a_part_of_the_memory() -> None:
+    done = demo("--part", "0.55")
+    assert done.returncode == 0, done.stderr
+    rows = dict(re.findall(r"^  (\S.*?)  +(.*)$", done.stdout, re.MULTILINE))
+    assert rows["losses equal, bit for bit"] == "yes"
+    allowed = mebibytes(rows["memory allowed"])
+    plain, ours = (mebibytes(text) for text in re.findall(r"[\d.]+ MiB", rows["peak memory of tensors"]))
+    assert ours <= allowed < 0.56 * plain
+    assert all(mebibytes(text) > 5 for text in rows["written to / read from disk"].split(" / "))
+    picture = done.stdout.split("bit for bit")[1]
+    assert ":" in picture and "#" in picture
+    assert len(re.findall(r"^ +[\d.]+ MiB \|", picture, re.MULTILINE)) == 12
+
+
+def mebibytes(text: str) -> float:
+    return float(re.findall(r"([\d.]+) MiB", text)[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--steps", "0"), "whole number from 1 on"),
+        (("--layers", "-1"), "whole number from 1 on"),
+        (("--part", "0"), "no part of the plain peak"),
+        (("--part", "nan"), "no part of the plain peak"),
+        (("--part", "third"), "no part of the plain peak"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["demo", *arguments])
+    assert refused.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_losses_that_differ_are_said_and_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = iter([run_of([2.0, 1.5]), run_of([2.0, 1.25])])
+    monkeypatch.setattr("teraio.demo._run", lambda args, budget: next(runs))
+    assert cli.main(["demo", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["equal"] is False
+
+
+def run_of(losses: list[float]) -> dict[str, object]:
+    return {"losses": losses, "tensor_peak_bytes": 2**20, "step_s": 1.0}

@@ -1,0 +1,361 @@
+"""An estimate is what a run would measure: the same kernels, tensors and bytes, without running any of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import teraio
+from teraio import cli
+from teraio.cache import fingerprint_of
+from teraio.demo_model import Llama, Shape
+from teraio.errors import FileFormatError, OptionError, TeraioError, UnsupportedError
+from teraio.estimating import Estimate, machines
+from teraio.machine import Machine
+from teraio.passes import costs
+from teraio.passes.planner import build
+from teraio.passes.synth import Rates
+from teraio.profile import Profile
+from teraio.runtime import device, resident
+from teraio.session import RESERVE_BYTES
+
+MIB = 2**20
+LARGE = torch.empty(0)  # stands for what takes no bytes
+SMALL = Shape(vocabulary=512, hidden=128, intermediate=384, layers=1, heads=4)
+H100 = "h100-4ssd"
+LOG = logging.getLogger("tests.estimate")
+
+Loss = Callable[[Any], torch.Tensor] | None
+
+
+class Perceptron(nn.Module):
+    """With what a step changes besides weights: statistics and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Linear(256, 768), nn.BatchNorm1d(768), nn.GELU(), nn.Dropout(0.1)),
+            *(nn.Linear(768, 768), nn.ReLU(), nn.Linear(768, 64)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        return y
+
+
+class Case:
+    """A model, what feeds it, what updates it; a fresh one for each use."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        self.loss: Loss = None
+        if name == "llama":
+            self.model: nn.Module = Llama(SMALL)
+            tokens = torch.randint(0, SMALL.vocabulary, (8, 64))
+            self.batch: tuple[torch.Tensor, ...] = (tokens, tokens)
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        else:
+            self.model, self.batch = Perceptron(), (torch.randn(1024, 256),)
+            self.loss = lambda output: output.square().mean()
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+
+    def estimate(self, memory: str = "20MiB", machine: Any = H100) -> Estimate:
+        asked: dict[str, Any] = {"optimizer": self.optimizer, "loss": self.loss}
+        return teraio.estimate(self.model, self.batch, memory, machine=machine, **asked)
+
+    def train(
+        self, options: dict[str, Any], steps: int = 4, after: Callable[[], Any] = lambda: None
+    ) -> list[float]:
+        compiled = torch.compile(self.model, backend="teraio", options={"inner": "eager", **options})
+        losses = []
+        for _ in range(steps):
+            output = compiled(*self.batch)
+            loss = output if self.loss is None else self.loss(output)
+            del output
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+            after()
+        return losses
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(nothing_left: None) -> Iterator[None]:
+    yield
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> str:
+    """A machine whose device is this processor: its drives' buffers are in the same memory."""
+    path = tmp_path / "toy.machine.json"
+    toys.machine(2**33, 2**40, 10**9).write(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["llama", "perceptron"])
+def test_the_step_is_the_one_that_a_run_measures(name: str, toy: str, tmp_path: Path) -> None:
+    """Kernels, their order, tensors, their bytes and uses: all of it. Bytes that cannot move: to the byte
+    where the loss is in the model; where it is the loop's, no less and 4 % more at most."""
+    estimated = Case(name).estimate(machine=toy).profile
+    path = tmp_path / "run.profile.json"
+    Case(name).train({"memory": "20MiB", "profile": str(path), "warmup": 1, "planner": "greedy"})
+    measured = Profile.read(path)
+    assert [k.name for k in estimated.kernels] == [k.name for k in measured.kernels]
+    assert {t.name: t for t in estimated.tensors} == {t.name: t for t in measured.tensors}
+    assert fingerprint_of(estimated) == fingerprint_of(measured)
+    ours, theirs = ([k.workspace_bytes for k in of.kernels] for of in (estimated, measured))
+    if name == "llama":
+        assert ours == theirs
+    assert all(one + 4096 > other for one, other in zip(ours, theirs)), list(zip(ours, theirs))
+    peaks = [int(build(of).live.max()) for of in (estimated, measured)]
+    assert 1 <= peaks[0] / peaks[1] <= 1.04
+
+
+def test_the_memory_it_names_is_what_plain_training_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To half a percent, counted by the allocator."""
+    here = device.current("cpu")
+    if not here.spares:  # type: ignore[attr-defined]
+        pytest.skip("no compiler: nothing counts the bytes of tensors")
+    monkeypatch.setenv("TERAIO_DISABLE", "1")
+    before = here.used_bytes()
+    case = Case("llama")
+    case.train({}, 2)
+    here.reset_peak()
+    case.train({}, 1)
+    measured = here.peak_bytes() - before
+    estimated = case.estimate().peak_bytes - RESERVE_BYTES
+    assert abs(estimated - measured) <= measured * 0.005, (estimated, measured)
+
+
+def test_a_run_follows_the_plan_of_an_estimate(toy: str, tmp_path: Path) -> None:
+    """From its second step on, with nothing measured; the numbers are those of a run without a budget. Nor
+    does it notice that the model is estimated again between its steps: nothing comes back for that."""
+    found = Case("perceptron").estimate("20MiB", toy)
+    assert found.fits and found.plan is not None and found.plan.moves
+    found.plan.write(tmp_path / "run.plan.json")
+    case = Case("perceptron")
+    losses = case.train({"memory": "20MiB", "plan": str(tmp_path / "run.plan.json")}, 4, case.estimate)
+    stats = teraio.stats()
+    assert stats["phase"] == "planned" and stats["planned_moves"] > 0 and stats["step_misses"] == 0
+    assert stats["touches"] == 0 and stats["evictions"] > 0
+    torch._dynamo.reset()
+    assert losses == Case("perceptron").train({"memory": "1GiB"})
+
+
+def test_the_other_commands_go_on_from_its_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Case("perceptron").estimate()
+    found.profile.write(tmp_path / "run.profile.json")
+    machine = str(machines.FOLDER / f"{H100}.machine.json")
+    told = ["--machine", machine, "--memory", "20MiB", "--planner", "greedy", "--json"]
+    assert cli.main(["plan", str(tmp_path / "run.profile.json"), *told]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["step_ns"], made["compute_ns"]) == (found.step_ns, found.compute_ns)
+
+
+def test_a_model_of_gigabytes_takes_none_of_them() -> None:
+    shape = Shape(vocabulary=32_000, hidden=8192, intermediate=28_672, layers=1, heads=64, key_heads=8)
+    with torch.device("meta"):
+        model, tokens = Llama(shape), torch.empty(1, 1024, dtype=torch.long)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    before = resident.resident_bytes()
+    resident.reset_peak()
+    found = teraio.estimate(model, (tokens, tokens), "15GiB", machine=H100)
+    assert resident.peak_bytes() - before < 200 * MIB
+    assert weights > 5 * 2**30 and found.fits
+    assert found.size_bytes("weight") == found.size_bytes("grad") == weights
+    assert found.size_bytes("state") == 2 * weights
+    assert found.smallest_bytes < 15 * 2**30 < 4 * weights < found.peak_bytes
+    assert found.step_ns is not None and found.bound_ns is not None
+    assert found.compute_ns <= found.bound_ns <= found.step_ns
+
+
+def test_nothing_of_the_model_changes() -> None:
+    case = Case("perceptron")
+    model = case.model
+    before = {name: (t.clone(), t._version) for name, t in model.state_dict().items()}
+    random, flags = torch.get_rng_state(), [p.requires_grad for p in model.parameters()]
+    case.estimate()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name][0]) and tensor._version == before[name][1], name
+    assert torch.equal(torch.get_rng_state(), random) and model.training
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_dynamo_learns_of_an_estimate_does_not_meet_a_compile() -> None:
+    """More batch sizes in a row than Dynamo compiles a function for, and the first compile of the model has
+    one size and no symbol."""
+    model, seen = nn.Linear(256, 64), []
+    for rows in range(32, 42):
+        teraio.estimate(model, torch.empty(rows, 256), "1GiB", machine=H100)
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        seen.append([type(size) for value in inputs for size in value.shape])
+        return gm.forward
+
+    torch.compile(model, backend=backend)(torch.randn(16, 256))
+    assert len(seen) == 1 and set(seen[0]) == {int}
+
+
+NAMES = ["adagrad", "adafactor", "nadam", "sgd"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_are_those_that_the_optimizer_makes(name: str) -> None:
+    model = nn.Linear(512, 256)
+    kinds = {kind.lower(): made for kind, made in vars(torch.optim).items() if isinstance(made, type)}
+    optimizer = kinds[name](model.parameters())
+    found = teraio.estimate(model, torch.empty(32, 512), "1GiB", machine=H100, optimizer=name)
+    model(torch.randn(32, 512)).sum().backward()
+    optimizer.step()
+    made = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    large = [tensor.nbytes for tensor in made if tensor.nbytes >= 4096]
+    assert sorted(t.size_bytes for t in found.profile.tensors if t.kind == "state") == sorted(large)
+
+
+def test_tied_frozen_and_shared_tensors_count_once() -> None:
+    """In a model that also has a constant, and says something on its way."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(512, 64), nn.Linear(64, 512, bias=False)
+            self.head.weight = self.table.weight
+            self.fixed = nn.Linear(64, 64, bias=False).requires_grad_(False)
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            LOG.warning("not a part of the step")
+            logits = self.head(self.fixed(self.table(ids))) * torch.tensor([2.0])
+            return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    ids = torch.zeros(4, 128, dtype=torch.long)
+    found = teraio.estimate(Tied(), {"ids": ids, "labels": ids}, "1GiB", machine=H100)
+    table, fixed = 512 * 64 * 4, 64 * 64 * 4
+    assert found.size_bytes("weight") == table + fixed
+    assert (found.size_bytes("grad"), found.size_bytes("state")) == (table, 2 * table)
+
+
+def test_it_can_be_read(toy: str) -> None:
+    case = Case("perceptron")
+    text = str(case.estimate())
+    assert text.startswith("Perceptron within 20 MiB on h100-4ssd (from data sheets, not measured)\n")
+    assert "fits:" in text and "yes, with" in text and "to host" in text and "optimizer states" in text
+    assert "Times are a roofline, not measured." in text and "the optimizer is SGD" in text
+    assert "nothing has to move" in str(case.estimate("1GiB"))
+    none = case.estimate("3MiB", toy)
+    assert not none.fits and none.step_ns is None and none.bound_ns is None
+    assert f"no: step needs {none.smallest_bytes} bytes at kernel" in str(none)
+    least = case.estimate("min", toy)
+    assert least.fits and least.memory_bytes == least.smallest_bytes == none.smallest_bytes
+    assert least.memory_bytes <= least.plan.predicted.peak_bytes  # type: ignore[union-attr]
+
+
+def test_this_machine_is_measured() -> None:
+    found = Case("perceptron").estimate("50%", machine=None)
+    assert found.origin.startswith("measured just now; store in ")
+    assert found.machine.name == "here" and {link.target for link in found.machine.links} >= {"ssd"}
+    assert found.memory_bytes <= next(t.capacity_bytes for t in found.machine.tiers if t.name == "device")
+    assert "GFLOP/s in fp32" in str(found) and found.fits
+
+
+def test_each_machine_that_comes_along_is_known() -> None:
+    assert len(machines.names()) == 8
+    for name in machines.names():
+        basis = machines.basis_of(name, torch.device("cpu"))
+        assert basis.machine.name == name and basis.compute.startswith("times by "), name
+        assert basis.speeds.half.flop_per_s > basis.speeds.full.flop_per_s
+
+
+def test_kernels_take_what_their_shapes_say() -> None:
+    speeds = costs.Speeds(Rates(8 * 10**12, 10**12, 0), Rates(10**12, 10**12, 0))
+    aten = torch.ops.aten
+    with FakeTensorMode():
+        x, w, table = torch.empty(64, 128), torch.empty(128, 32), torch.empty(1000, 32)
+        product = costs.of_call(aten.mm.default, (x, w), {}, x @ w)
+        assert product == costs.Cost(2 * 64 * 128 * 32, 4 * (64 * 128 + 128 * 32 + 64 * 32))
+        assert speeds.duration_ns(product) == -(-product.flop // 1000)
+        half = costs.of_call(aten.mm.default, (x.half(), w.half()), {}, (x @ w).half())
+        assert half.half and half.flop == product.flop and 2 * half.moved_bytes == product.moved_bytes
+        assert costs.of_call(aten.t.default, (x,), {}, x.t()) == costs.NOTHING
+        assert speeds.duration_ns(costs.NOTHING) == 0
+        assert costs.of_call(aten.add_.Tensor, (x, x), {}, x).moved_bytes == 3 * x.nbytes
+        ids = torch.zeros(10, dtype=torch.long)
+        looked_up = costs.of_call(aten.embedding.default, (table, ids), {}, table[ids])
+        assert looked_up.moved_bytes == 2 * 10 * 32 * 4 + 80
+        q = torch.empty(2, 4, 64, 32)
+        attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+        assert costs.of_call(attention, (q, q, q), {}, (q + 0, q + 0)).flop == 4 * 2 * 4 * 64 * 64 * 32
+
+
+class Branch(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if y.sum() > 0 else -y
+
+
+class Unknown(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[x[:, 0].nonzero()].sum()
+
+
+def wrong(**asked: Any) -> Callable[[], Estimate]:
+    given = {"model": nn.Linear(64, 64), "batch": torch.empty(8, 64), "memory": "1GiB", "machine": H100}
+    return lambda: teraio.estimate(**{**given, **asked})
+
+
+WRONG: list[tuple[Callable[[], Any], type[TeraioError], str]] = [
+    (
+        wrong(model=Branch(64, 64)),
+        UnsupportedError,
+        r"not one graph: Data-dependent .*test_estimate.py:\d+: ",
+    ),
+    (wrong(model=Unknown(64, 64)), UnsupportedError, r"size of nonzero depends on .*test_estimate.py:\d+: "),
+    (wrong(batch=torch.empty(8, 63)), UnsupportedError, r"fails on this batch: .*\[8, 63\]"),
+    (wrong(batch=()), OptionError, "cannot be called with this batch: missing a required argument: 'input'"),
+    (wrong(batch=8), OptionError, "batch is of type int; give a tensor"),
+    (wrong(model=LARGE), OptionError, "model is of type Tensor"),
+    (wrong(model=nn.Linear(64, 64).requires_grad_(False)), OptionError, "no parameter of Linear requires"),
+    (wrong(memory="20GB!"), OptionError, "option 'memory': "),
+    (wrong(planner="gredy"), OptionError, "did you mean greedy"),
+    (wrong(machine="h100-4sd"), OptionError, "machine 'h100-4sd' is unknown; did you mean h100-4ssd"),
+    (wrong(machine="./none.machine.json"), FileFormatError, "No such file"),
+    (wrong(optimizer="adamv"), OptionError, "none of torch.optim; did you mean adam"),
+    (wrong(optimizer=7), OptionError, "optimizer is of type int"),
+    (wrong(optimizer=torch.optim.SGD([nn.Parameter(LARGE)])), OptionError, "1 of 1 parameters of the SGD"),
+    (wrong(optimizer="lbfgs"), UnsupportedError, "LBFGS cannot be stepped without numbers"),
+    (wrong(optimizer="muon"), OptionError, "Muon cannot be made for the parameters of Linear"),
+    (wrong(loss=lambda output: output), OptionError, r"loss gives a tensor of shape \(8, 64\)"),
+    (wrong(batch=torch.empty(8, 64).to_sparse()), UnsupportedError, "layout torch.sparse_coo"),
+]
+
+
+@pytest.mark.parametrize(("ask", "kind", "says"), WRONG)
+def test_what_cannot_be_is_refused_by_name(
+    ask: Callable[[], Any], kind: type[TeraioError], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(kind, match=says):
+        ask()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_machine_may_be_given_as_it_is() -> None:
+    known = Machine.read(machines.FOLDER / f"{H100}.machine.json")
+    slower = replace(known, tiers=tuple(t for t in known.tiers if t.name != "host"))
+    links = tuple(link for link in known.links if "host" not in (link.source, link.target))
+    case = Case("perceptron")
+    found = case.estimate(machine=replace(slower, links=links))
+    assert found.origin == "given" and not found.moved_bytes("host", evict=True)
+    assert found.moved_bytes("ssd", evict=True)

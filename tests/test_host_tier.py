@@ -1,0 +1,227 @@
+"""Training with host memory beside a device that has its own: here RAM stands in for both, so bytes really
+move, and where the host is full they go to the SSD."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import teraio
+from teraio import session, tiers
+from teraio.errors import UnsupportedError
+from teraio.options import Options
+from teraio.plan import Fetch, Plan
+from teraio.runtime import device, engine, measure
+from teraio.runtime.device import Host, Start
+
+WIDTH, LAYERS, BATCH = 256, 8, 1024
+MIB = 2**20  # 16 of activations, 2 of weights, 2 of gradients, 4 of states; 4 of reserve
+STEPS = 7
+FAST = 8 * 10**9  # bytes per second, about what copying in RAM carries
+OPTIONS: dict[str, Any] = {"inner": "eager", "memory": 15 * MIB, "warmup": 1}
+
+
+class Arrived:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class Bytes:
+    """A place. What was released is overwritten: whoever still reads there gets other numbers."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.bytes = bytearray(size_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
+
+
+class Ram:
+    """Host memory that copies when it is asked to."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes, self.used_bytes, self.most_bytes = limit_bytes, 0, 0
+
+    def reserve(self, size_bytes: int) -> Bytes | None:
+        if self.used_bytes + size_bytes > self.limit_bytes:
+            return None
+        self.used_bytes += size_bytes
+        self.most_bytes = max(self.most_bytes, self.used_bytes)
+        return Bytes(size_bytes)
+
+    def release(self, place: Bytes) -> None:
+        self.used_bytes -= len(place.bytes)
+        place.bytes[:] = b"\xff" * len(place.bytes)
+
+    def write(self, place: Bytes) -> Start:
+        return lambda storage, mark: self._copy(place.address, storage.data_ptr(), place)
+
+    def read(self, place: Bytes, demand: bool = False) -> Start:
+        return lambda storage, mark: self._copy(storage.data_ptr(), place.address, place)
+
+    def _copy(self, target: int, source: int, place: Bytes) -> Arrived:
+        ctypes.memmove(target, source, len(place.bytes))
+        return Arrived()
+
+
+class RamDevice(device.CpuDevice):
+    refusal = ""
+
+    def host(self, limit_bytes: int) -> Host | None:
+        return Ram(limit_bytes)
+
+    def host_link(self, host: Host, seconds: float) -> measure.Link | str:
+        return self.refusal or measure.Link("host", FAST, FAST, FAST, FAST, 10_000, 10_000)
+
+
+@pytest.fixture
+def host(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def of(limit_bytes: int) -> None:
+        monkeypatch.setattr(device, "current", lambda kind=None: RamDevice())
+        monkeypatch.setattr(tiers, "host_bytes", lambda options: limit_bytes)
+
+    return of
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU()))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(x).square().mean()
+        return loss
+
+
+def train(**options: Any) -> tuple[list[float], list[torch.Tensor], dict[str, Any]]:
+    """Losses, weights and the last step's counts."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled: Any = torch.compile(model, backend="teraio", options={**OPTIONS, **options})
+    losses = []
+    for step in range(STEPS):
+        loss = compiled(torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.item()))
+    counts = dict(teraio.stats())
+    teraio.reset()
+    return losses, [parameter.detach().clone() for parameter in model.parameters()], counts
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[float], list[torch.Tensor]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as disabled:
+        disabled.setenv("TERAIO_DISABLE", "1")
+        losses, weights, _ = train()
+    torch.set_num_threads(threads)
+    return losses, weights
+
+
+def same(
+    run: tuple[list[float], list[torch.Tensor], Any], plain: tuple[list[float], list[torch.Tensor]]
+) -> bool:
+    return run[0] == plain[0] and all(torch.equal(one, other) for one, other in zip(run[1], plain[1]))
+
+
+@pytest.mark.parametrize("limit", [64 * MIB, 6 * MIB, MIB // 4])
+def test_the_numbers_are_the_same_however_much_host_memory_there_is(
+    limit: int, host: Callable[[int], None], plain: Any
+) -> None:
+    host(limit)
+    run = train()
+    assert same(run, plain)
+    counts = run[2]
+    assert counts["peak_bytes"] <= 15 * MIB
+    assert counts["from_host_bytes"] > limit // 2
+    assert counts["written_bytes"] > MIB
+    # With room for all a plan still uses both ways at once; on demand the host comes first.
+    assert (counts["to_host_bytes"] > 2 * counts["written_bytes"]) == (limit == 64 * MIB)
+
+
+def test_a_plan_uses_both_tiers_and_is_followed(
+    host: Callable[[int], None], plain: Any, tmp_path: Path
+) -> None:
+    host(4 * MIB)
+    moved: Counter[str] = Counter()
+    files = {name: str(tmp_path / f"run.{name}.json") for name in ("timeline", "profile")}
+    installed: list[Plan] = []
+    install = engine.Engine.install
+
+    def seen(self: engine.Engine, plan: Plan) -> None:
+        installed.append(plan)
+        install(self, plan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.Engine, "install", seen)
+        patch.setattr(engine.Engine, "settle", lambda self, plan, *order: seen(self, plan))
+        run = train(**files)
+    assert same(run, plain)
+    for move in installed[0].moves:
+        moved[move.source if isinstance(move, Fetch) else move.to] += 1
+    assert moved["host"] > 4 and moved["ssd"] > 4
+    assert run[2]["planned_moves"] > 20 * run[2]["skipped_moves"]
+    lanes = {span["track"] for span in spans(files["timeline"])}
+    assert {"evict:host", "fetch:host", "evict:ssd", "fetch:ssd"} <= lanes
+
+
+def spans(path: str) -> list[dict[str, Any]]:
+    found = [
+        json.loads(line.rstrip(",")) for line in Path(path).read_text().splitlines() if '"track"' in line
+    ]
+    return [span for span in found if "track" in span]
+
+
+def test_host_memory_that_cannot_be_pinned_is_done_without_and_said(
+    host: Callable[[int], None], plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host(64 * MIB)
+    monkeypatch.setattr(RamDevice, "refusal", "the driver refuses to pin 1 GiB")
+    with caplog.at_level(logging.WARNING, "teraio"):
+        run = train()
+    assert same(run, plain)
+    assert run[2]["to_host_bytes"] == 0 < run[2]["written_bytes"]
+    (line,) = [r.getMessage() for r in caplog.records if "host memory" in r.getMessage()]
+    assert "refuses to pin 1 GiB" in line
+    with pytest.raises(UnsupportedError, match="refuses to pin 1 GiB"):
+        session.start(Options.parse({**OPTIONS, "on_fallback": "error"}, {}))
+    assert session.SESSION is None
+
+
+def test_on_a_cpu_it_is_refused_with_the_reason() -> None:
+    with pytest.raises(UnsupportedError, match="for a GPU: here tensors are in host memory"):
+        session.start(Options.parse({"memory": "1GiB", "host_memory": "1GiB"}, {}))
+
+
+def test_how_much_is_pinned_at_most() -> None:
+    for asked, part in ({"host_memory": "3GiB"}, None), ({}, 0.5), ({"host_memory": "25%"}, 0.25):
+        most = tiers.host_bytes(Options.parse(asked, {}))
+        there = tiers.memory.read().obtainable_bytes
+        assert most == 3 * 2**30 if part is None else abs(most / there - part) < 0.05
+    assert tiers.host_bytes(Options.parse({"host_memory": "min"}, {})) == 0
+
+
+def test_a_planted_bug_changes_the_numbers(
+    host: Callable[[int], None], plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them are in test_engine_schedules.py."""
+    host(6 * MIB)
+    monkeypatch.setattr(Ram, "write", lambda ram, place: lambda storage, mark: Arrived())
+    assert not same(train(), plain)

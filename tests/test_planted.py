@@ -1,0 +1,99 @@
+"""Planted bugs fit the code as it is: a change that makes one stale is noticed here, in a moment.
+
+That each is found by the tests it names is for tests/long/planted.py to show, which takes the better part of
+an hour.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+
+import planted_bugs
+import pytest
+import tree
+from planted_bugs import Bug, PatchError
+
+LEAST, LEAST_NATIVE = 30, 8
+LINES_MOST = 6
+
+BUGS = planted_bugs.bugs()
+
+
+def test_there_are_enough_of_them_all_over_the_engine() -> None:
+    assert len(BUGS) >= LEAST
+    assert sum(bug.native for bug in BUGS) >= LEAST_NATIVE
+    folders = {file.partition("/")[0] for bug in BUGS for file in bug.hunks}
+    assert folders >= {"csrc", "runtime", "teraio"}
+    assert [bug.name[:2] for bug in BUGS] == [f"{number:02}" for number in range(1, len(BUGS) + 1)]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_bug_fits_the_code_is_small_and_names_tests_that_are_there(bug: Bug) -> None:
+    for file, hunks in bug.hunks.items():
+        text = tree.text(tree.ROOT / file)
+        worse = planted_bugs.planted(text, hunks, f"{bug.name}: {file}")
+        assert worse != text
+        if file.endswith(".py"):
+            ast.parse(worse, file)
+    assert 0 < bug.changed_lines <= LINES_MOST, "a bug that a person could write by mistake"
+    for finder in bug.tests:
+        path = tree.ROOT / finder.file
+        assert path.is_file(), f"{finder.file} is not there"
+        names = planted_bugs.names_of_tests(path)
+        assert not finder.name or finder.name in names, f"{finder.selector} is not there"
+
+
+@pytest.mark.skipif(not (tree.ROOT / ".git").exists(), reason="no checkout of git")
+def test_git_takes_them_too() -> None:
+    for path in sorted(planted_bugs.FOLDER.glob("*.patch")):
+        command = ["git", "apply", "--check", str(path)]
+        ran = subprocess.run(command, cwd=tree.ROOT, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr
+
+
+# ---- what is no patch
+
+HEAD = "It adds wrongly.\nfound by: tests/test_x.py::test_sums[2]\n\n"
+DIFF = "--- a/x.py\n+++ b/x.py\n@@ -2,3 +2,3 @@\n one\n-two\n+too\n three\n"
+TEXT = "zero\none\ntwo\nthree\nfour\n"
+
+
+def changed(text: str) -> str:
+    return planted_bugs.planted(text, planted_bugs.parse("p", HEAD + DIFF).hunks["x.py"], "p")
+
+
+def test_a_patch_is_read_and_put_where_its_lines_are() -> None:
+    bug = planted_bugs.parse("p", HEAD + DIFF)
+    assert (bug.about, [finder.selector for finder in bug.tests]) == (
+        "It adds wrongly.",
+        ["tests/test_x.py::test_sums[2]"],
+    )
+    assert (bug.hangs, bug.native, bug.changed_lines) == (False, False, 1)
+    assert changed(TEXT) == TEXT.replace("two", "too")
+    assert changed("more\n" * 50 + TEXT) == "more\n" * 50 + TEXT.replace("two", "too")
+    twice = TEXT * 2
+    assert changed(twice) == twice.replace("two", "too", 1), "the nearest to where they were"
+
+
+@pytest.mark.parametrize("text", [TEXT.replace("two", "2"), TEXT.replace("three", "3"), ""])
+def test_a_patch_whose_lines_are_not_there_is_stale(text: str) -> None:
+    with pytest.raises(PatchError, match="Make it again for the code as it is"):
+        changed(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (DIFF, "what is wrong"),
+        (HEAD, "no diff"),
+        (HEAD + DIFF.replace("-2,3", "-2,4"), "counts lines"),
+        (HEAD + DIFF + "something else\n", "begins no file"),
+        (HEAD + DIFF.replace("b/x.py", "b/y.py"), "begins no file"),
+        (HEAD + DIFF + DIFF, "comes twice"),
+        (HEAD.replace("tests/test_x.py", "somewhere") + DIFF, "names no test"),
+    ],
+)
+def test_what_is_no_patch_is_an_error(text: str, said: str) -> None:
+    with pytest.raises(PatchError, match=said):
+        planted_bugs.parse("p", text)
