@@ -121,7 +121,12 @@ def recomputed(profile: Profile, names: Collection[str]) -> Profile:
     if not names:
         return profile
     step, _ = replayed(profile, names)
-    known, change = len(profile.tensors), [0] * (len(step.kernels) + 1)
+    return folded(step, len(profile.tensors))
+
+
+def folded(step: Profile, known: int) -> Profile:
+    """Tensors behind the first `known` count as workspace of the kernels for which they are there."""
+    change = [0] * (len(step.kernels) + 1)
     for tensor in step.tensors[known:]:
         change[tensor.writes[0]] += tensor.size_bytes
         change[max((*tensor.reads, *tensor.writes)) + 1] -= tensor.size_bytes

@@ -263,9 +263,23 @@ def test_a_set_whose_kernels_do_not_fit_is_not_chosen() -> None:
     """To make b again takes more memory at once than the budget: its kernel has a workspace."""
     kernels = list(two_layers().kernels)
     kernels[1] = replace(kernels[1], workspace_bytes=9)
-    problem = planner.build(replace(two_layers(), kernels=tuple(kernels)), toys.machine())
-    assert joint._judged(problem, toys.machine(), 18, (), ("b",), 0, 18) is None
-    assert joint._judged(problem, toys.machine(), 19, (), ("b",), 0, 19) is not None
+    step = replace(two_layers(), kernels=tuple(kernels))
+    assert joint._that_fit(step, ("b",), 18) == ()
+    assert joint._that_fit(step, ("b",), 19) == ("b",)
+
+
+def test_of_a_set_that_does_not_fit_as_much_is_made_again_as_does() -> None:
+    """What is made again for a later use needs memory until then; without some of it the rest fits."""
+    parts = set()
+    for seed in range(12):
+        for names in filter(None, subsets(network(seed), seed, 4)):
+            most = int(planner.build(recomputed(network(seed), names)).floor.max())
+            assert joint._that_fit(network(seed), names, most) == names
+            fit = joint._that_fit(network(seed), names, most - 1)
+            assert set(fit) < set(names)
+            assert not fit or planner.build(recomputed(network(seed), fit)).floor.max() < most
+            parts.add(bool(fit))
+    assert True in parts
 
 
 def test_the_command_prints_what_is_made_again_and_explains_the_plan(

@@ -58,7 +58,7 @@ def trained() -> dict[str, Any]:
         {"name": f"{model} cut", "model": model, "cut": f"{model} auto"} for model in ("mlp", "attention")
     ]
     mlp = {"model": "mlp", "budget": BUDGETS["mlp"]}
-    runs.append({**mlp, "name": "off", "steps": 6})
+    runs.append({**mlp, "name": "off", "steps": 7})
     runs.append({**mlp, "name": "replay", "replay": "mlp auto"})
     runs.append({**mlp, "name": "later", "cache": True, "options": {"recompute": "auto"}})
     return child(runs)

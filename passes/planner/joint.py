@@ -5,7 +5,8 @@ That is nearly a decision: on steps of Llama 8B all but 1 to 6 of 450 fractions 
 know is that a tensor may have to be made again long before it is used, because another is made from it. A
 chain of such tensors goes through all layers: then all of it is made again at the beginning of the backward.
 So where tensors come early, some are saved that all ways from them lead through, the smallest on the way:
-all of these, every second, third or fourth. Each set is planned by greedy for a moment; the fastest wins.
+all of these, every second, third or fourth. And where what was made again would need more memory than there
+is until it is used, some of it is saved. Each set is planned by greedy for a moment; the fastest wins.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from time import monotonic
 from teraio.errors import PlanError
 from teraio.machine import Machine
 from teraio.profile import Profile
-from teraio.recompute import recomputed, replayed
+from teraio.recompute import folded, recomputed, replayed
 
 from .again import candidates
 from .bound import lower_bound
@@ -67,11 +68,15 @@ def choose(
     ]
     stop = begun + (SHARE + TRIES_SHARE) * time_limit_s
     best: tuple[int, tuple[str, ...]] | None = None
-    for tried in dict.fromkeys([*sets, ()]):
+    seen: set[tuple[str, ...]] = set()
+    for each in [*sets, ()]:
         if best is not None and monotonic() > stop:
             break
-        most_bytes = int(budget_bytes * (1 - spare)) if tried else budget_bytes
-        step_ns = _judged(problem, machine, budget_bytes, keep, tried, lower.step_ns, most_bytes)
+        tried = _that_fit(problem.profile, each, int(budget_bytes * (1 - spare)))
+        if tried in seen:
+            continue
+        seen.add(tried)
+        step_ns = _judged(problem, machine, budget_bytes, keep, tried, lower.step_ns)
         if step_ns is not None and (best is None or step_ns < best[0]):
             best = step_ns, tried
     return Choice(best[1] if best else (), lower.step_ns)
@@ -125,6 +130,32 @@ def _to_save(profile: Profile, names: tuple[str, ...]) -> list[str]:
     return [tensors[index].name for index in sorted(picked, key=lambda index: tensors[index].writes[0])]
 
 
+def _that_fit(profile: Profile, names: tuple[str, ...], most_bytes: int) -> tuple[str, ...]:
+    """Of these, what no kernel needs more memory for: of what is there before it is used, the largest for
+    longest is saved."""
+    while names:
+        step, replay = replayed(profile, names)
+        floor = build(folded(step, len(profile.tensors))).floor
+        worst = int(floor.argmax())
+        over = int(floor[worst]) - most_bytes
+        if over <= 0:
+            break
+        waiting: list[tuple[int, int]] = []
+        for index, row in replay.again.items():
+            uses = (*step.tensors[row].reads, *step.tensors[row].writes)
+            if index in replay.chosen and min(uses) <= worst <= max(uses) and worst not in uses:
+                waiting.append((step.tensors[row].size_bytes * (max(uses) - min(uses)), index))
+        saved: set[str] = set()
+        for _, index in sorted(waiting, reverse=True):
+            if over > 0:
+                saved.add(profile.tensors[index].name)
+                over -= profile.tensors[index].size_bytes
+        if not saved:
+            return ()
+        names = tuple(name for name in names if name not in saved)
+    return names
+
+
 def _judged(
     problem: Problem,
     machine: Machine,
@@ -132,13 +163,9 @@ def _judged(
     keep: Collection[str],
     names: tuple[str, ...],
     bound_ns: int,
-    most_bytes: int,
 ) -> int | None:
-    """The step of the best of greedy's first plans with these made again; None if there is none, or a kernel
-    needs more than `most_bytes`."""
+    """The step of the best of greedy's first plans with these made again; None if there is none."""
     step = build(recomputed(problem.profile, names), machine, keep)
-    if int(step.floor.max()) > most_bytes:
-        return None
     try:
         plans = islice(portfolio(step, machine, budget_bytes, bound_ns), FIRST)
         return min((period_ns for _, period_ns in plans), default=None)
