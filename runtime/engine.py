@@ -15,16 +15,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from teraio.errors import TeraioError, TornStepError
+from teraio.errors import TeraioError
 from teraio.plan import Plan
 from teraio.schedule import Schedule, Step
 
 from . import gradients as _gradients
 from . import guard as _guard
+from .calm import Calm
 from .device import Device, Host
 from .follow import Follower, table_of
 from .moves import Mover
@@ -64,11 +65,17 @@ class Engine:
         self.gradients = self.registry.gradients
         self.stuck = self.registry.stuck
         self.follower = Follower(self.residency, self.mover)
+        self.calm = Calm(self.residency, self.tracker, self.registry.register)
 
     # ---- slots
 
     def visit(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int | None) -> None:
         """Most slots have nothing to do, and must not take longer than it takes to see that."""
+        if self.calm.program is not None:
+            if self.calm.program is program and 0 < index < program.last:
+                self.calm.passes(index, tensors)
+                return
+            self.calm.ends()
         stop = program.stops[index]
         if live_bytes is None:
             live_bytes = stop.live_bytes
@@ -77,6 +84,8 @@ class Engine:
         serial = residency.serial = residency.serial + 1
         if tracker.running is not None or not 0 < index < program.last:
             self._attend(program, index, tensors, live_bytes)
+            if index == 0 and program.schedule.kind != "optimizer":
+                self.calm.begins(program)
             return
         for position, buffer in stop.made:
             bound[buffer] = self.registry.register(program, buffer, tensors[position])
@@ -92,7 +101,7 @@ class Engine:
         if here and fits and (tick is None or tick not in table) and residency.torn is None:
             mover.counts.peak_bytes = max(mover.counts.peak_bytes, total_bytes)
             if stop.written:
-                self._mark_written(bound, stop.written)
+                residency.mark_written(bound, stop.written)
         else:
             self._attend(program, index, (), live_bytes)
 
@@ -110,7 +119,7 @@ class Engine:
         residency, tracker = self.residency, self.tracker
         stop = program.stops[index]
         if residency.torn is not None:
-            self._refuse_torn(residency.torn)
+            residency.refuse_torn()
         own = program.schedule.kind != "optimizer"  # whose records are bound when its call begins
         if index == 0 and own:
             self._enter(program, tensors)
@@ -125,7 +134,7 @@ class Engine:
         tick = tracker.tick(index)
         yield needed + exposed, tick
         residency.ensure(needed, live_bytes, stop.kernel, tick)
-        self._mark_written(bound, stop.written)
+        residency.mark_written(bound, stop.written)
         for buffer in stop.returned:
             if (returned := bound[buffer]) is not None and returned.kind != "weight":
                 residency.settle(returned)
@@ -136,18 +145,6 @@ class Engine:
         if tracker.running is not None:
             unmovable = live_bytes + residency.fixed_bytes + residency.reserve_bytes
             tracker.visited(index, began_ns, time.perf_counter_ns(), unmovable)
-
-    def _mark_written(self, bound: list[Record | None], written: tuple[int, ...]) -> None:
-        for buffer in written:
-            if (record := bound[buffer]) is not None:
-                record.clean = False
-
-    def _refuse_torn(self, lost: TeraioError) -> NoReturn:
-        self.residency.torn_is_known = True
-        raise TornStepError(
-            f"weights or optimizer states were lost ({lost}); what could not be read is filled with NaN, so "
-            f"that it cannot be taken for good. Load the last checkpoint, after teraio.reset()"
-        ) from lost
 
     def _enter(self, program: Program, tensors: Sequence[Any]) -> None:
         self.user.outside.ends()
@@ -259,6 +256,7 @@ class Engine:
         unseen comes back, budget or not. A weight that cannot come back is filled with NaN, and no further
         step is taken."""
         self.tracker.abandon()
+        self.calm.abandon()
         if self.mover.recorder is not None:
             self.mover.recorder.abandoned()
         self.guard.take_back()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -75,13 +75,12 @@ class Stepped:
             )
         return seen
 
-    def program(self, schedule: Schedule) -> Program:
+    def program(self, key: tuple[Any, ...], schedule: Callable[[], Schedule]) -> Program:
         """The same object each time: a step is recognised by the programs that run in it."""
-        key = (schedule.buffers, schedule.slots)
         if key not in self.programs:
             while len(self.programs) >= PROGRAMS_MAX:
                 del self.programs[next(iter(self.programs))]
-            self.programs[key] = Program(schedule)
+            self.programs[key] = Program(schedule())
         return self.programs[key]
 
 
@@ -94,6 +93,7 @@ class OptimizerCall:
         self.about = about
         self.program: Program | None = None
         self.buckets: list[Bucket] = []
+        self.stepped: list[list[tuple[torch.Tensor, str]]] = []  # per bucket: parameters and their names
         self.members: list[list[Member]] = []
         self.own_bytes: list[int] = []  # per bucket: what its update holds besides
         self.born_bytes: list[int] = []  # per bucket: states that it makes, as far as that is known
@@ -153,13 +153,20 @@ class OptimizerCall:
         """One slot per bucket; and the records of its buffers."""
         records = list(self._records().values())
         index = {record.key: position for position, record in enumerate(records)}
+        touched = [
+            tuple({index[r.key]: None for _, r in members if r is not None and r.key in index})
+            for members in self.members
+        ]
+        facts = tuple([(record.name, record.size_bytes) for record in records])
+        key = (facts, *touched, *self.own_bytes, *map(self._kernel, self.members))
+        return self.about.program(key, lambda: self._schedule(records, touched)), [*records]
+
+    def _schedule(self, records: Sequence[Record], touched: Sequence[tuple[int, ...]]) -> Schedule:
         buffers = tuple(Buffer(record.name, "argument", record.size_bytes) for record in records)
-        slots = [Slot("enter", tuple(index.values()), (0,) * len(index), 0)]
-        for members, own_bytes in zip(self.members, self.own_bytes):
-            touched = tuple({index[r.key]: None for _, r in members if r is not None and r.key in index})
-            slots.append(Slot(self._kernel(members), touched, (READ | WRITE,) * len(touched), own_bytes))
-        schedule = Schedule("optimizer", buffers, (*slots, Slot("exit", (), (), 0)))
-        return self.about.program(schedule), [*records]
+        slots = [Slot("enter", tuple(range(len(records))), (0,) * len(records), 0)]
+        for members, own_bytes, indices in zip(self.members, self.own_bytes, touched):
+            slots.append(Slot(self._kernel(members), indices, (READ | WRITE,) * len(indices), own_bytes))
+        return Schedule("optimizer", buffers, (*slots, Slot("exit", (), (), 0)))
 
     def _records(self) -> dict[int, Record]:
         """What can move of all buckets."""
@@ -218,7 +225,7 @@ class OptimizerCall:
         known = {id(tensor) for tensor, _ in self.members[at]}
         self.members[at] += [
             (tensor, self.engine.registry.state(tensor, name))
-            for parameter, base in self._stepped(self.buckets[at])
+            for parameter, base in self.stepped[at]
             for tensor, name in self._states(parameter, base)
             if id(tensor) not in known
         ]
@@ -248,40 +255,39 @@ class OptimizerCall:
     def _gather(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
         with DisableTorchFunctionSubclass():
-            self.engine.registry.adopt_states(self._all_states())
-            self.members = [self._members(bucket, at) for at, bucket in enumerate(buckets)]
-            self.own_bytes = [self._own_bytes(bucket) for bucket in buckets]
-            self.born_bytes = [self._born_bytes(bucket) for bucket in buckets]
+            self.stepped = [list(self._stepped(bucket, at)) for at, bucket in enumerate(buckets)]
+            states = [[[*self._states(p, base)] for p, base in stepped] for stepped in self.stepped]
+            self.engine.registry.adopt_states(pair for bucket in states for pairs in bucket for pair in pairs)
+            self.members = [self._members(*both) for both in zip(self.stepped, states)]
+            self.own_bytes = [self._own_bytes(at) for at in range(len(buckets))]
+            self.born_bytes = [self._born_bytes(at) for at in range(len(buckets))]
 
-    def _stepped(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, str]]:
-        """The parameters that have gradients, with the names of their weights."""
+    def _stepped(self, bucket: Bucket, at: int) -> Iterator[tuple[torch.Tensor, str]]:
+        """The parameters that have gradients, with the names of their weights, or what they are called where
+        no program knows them."""
         guard = self.engine.guard
-        for parameter in bucket.parameters:
+        for place, parameter in enumerate(bucket.parameters):
             if parameter.grad is not None or self.closure:
                 record = guard.records.get(id(parameter))
                 record = record or self.engine.residency.records.get(parameter.untyped_storage()._cdata)
-                yield parameter, "" if record is None else record.name
+                yield (
+                    parameter,
+                    f"optimizer {self.about.number}.{at}.{place}" if record is None else record.name,
+                )
 
-    def _members(self, bucket: Bucket, at: int) -> list[Member]:
+    def _members(
+        self, stepped: list[tuple[torch.Tensor, str]], states: list[list[tuple[torch.Tensor, str]]]
+    ) -> list[Member]:
         """Its parameters, their gradients and states, with their records."""
         registry = self.engine.registry
         members: list[Member] = []
-        for place, (parameter, name) in enumerate(self._stepped(bucket)):
-            base = name or self._unnamed(at, place)
+        for (parameter, base), pairs in zip(stepped, states):
             members.append((parameter, registry.count(parameter, base, "outside")))
-            if parameter.grad is not None:
-                members.append((parameter.grad, registry.count(parameter.grad, f"{base}.grad", "grad")))
-            members += [(t, registry.state(t, state)) for t, state in self._states(parameter, base)]
+            gradient = parameter.grad
+            if gradient is not None:
+                members.append((gradient, registry.count(gradient, f"{base}.grad", "grad")))
+            members += [(tensor, registry.state(tensor, name)) for tensor, name in pairs]
         return members
-
-    def _all_states(self) -> Iterator[tuple[torch.Tensor, str]]:
-        for at, bucket in enumerate(self.buckets):
-            for place, (parameter, name) in enumerate(self._stepped(bucket)):
-                yield from self._states(parameter, name or self._unnamed(at, place))
-
-    def _unnamed(self, at: int, place: int) -> str:
-        """What a parameter is called that no program knows."""
-        return f"optimizer {self.about.number}.{at}.{place}"
 
     def _states(self, parameter: torch.Tensor, base: str) -> Iterator[tuple[torch.Tensor, str]]:
         for name, value in self.optimizer.state.get(parameter, {}).items():
@@ -290,13 +296,15 @@ class OptimizerCall:
     def _live_bytes(self, at: int) -> int:
         return self.own_bytes[at] + self.born_bytes[at]
 
-    def _born_bytes(self, bucket: Bucket) -> int:
+    def _born_bytes(self, at: int) -> int:
         """The states of parameters that have none yet."""
-        without = [p.nbytes for p, _ in self._stepped(bucket) if not self.optimizer.state.get(p)]
+        without = [p.nbytes for p, _ in self.stepped[at] if not self.optimizer.state.get(p)]
         return int(self.about.seen.born * sum(without))
 
-    def _own_bytes(self, bucket: Bucket) -> int:
-        return own_bytes(bucket, [p.nbytes for p, _ in self._stepped(bucket)], self.about.seen.temporaries)
+    def _own_bytes(self, at: int) -> int:
+        return own_bytes(
+            self.buckets[at], [p.nbytes for p, _ in self.stepped[at]], self.about.seen.temporaries
+        )
 
 
 def own_bytes(bucket: Bucket, sizes: list[int], temporaries: float) -> int:

@@ -37,6 +37,7 @@ class Program:
         self.bound: list[Record | None] = [None] * len(schedule.buffers)
         self.stops = _stops(schedule)
         self.last = len(self.stops) - 1
+        self.growth_bytes = _growth_bytes(schedule, self.stops)
         self.checked = False  # its largest kernel was compared with the budget
 
     def label(self, buffer: int) -> str:
@@ -95,6 +96,16 @@ class Program:
         if record is None:
             return about.size_bytes if about.role == "saved" or leaves(about) else 0
         return record.size_bytes if record.evictable else 0
+
+
+def _growth_bytes(schedule: Schedule, stops: Sequence[Stop]) -> int:
+    """The most that a call holds at once beside its arguments, if nothing leaves."""
+    most = made = 0
+    for stop in stops:
+        about = [schedule.buffers[buffer] for _, buffer in stop.made]
+        made += sum(buffer.size_bytes for buffer in about if buffer.role != "argument")
+        most = max(most, made + stop.live_bytes)
+    return most
 
 
 def _stops(schedule: Schedule) -> tuple[Stop, ...]:

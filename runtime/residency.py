@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from teraio.errors import BudgetError, StoreError, TeraioError
+from teraio.errors import BudgetError, StoreError, TeraioError, TornStepError
 from teraio.units import fmt_bytes
 
 from .adopt import movable
@@ -128,6 +128,12 @@ class Residency:
         self.fetch(needed)
         counts = self.mover.counts
         counts.peak_bytes = max(counts.peak_bytes, self.mover.resident_bytes + live_bytes)
+
+    def mark_written(self, bound: Sequence[Record | None], written: Iterable[int]) -> None:
+        """A kernel wrote these: copies of them in the store are old."""
+        for buffer in written:
+            if (record := bound[buffer]) is not None:
+                record.clean = False
 
     def fetch(self, needed: Iterable[Record]) -> None:
         """These are resident when this returns; room was made before."""
@@ -276,6 +282,13 @@ class Residency:
             f"the kernel needs, {reserve} in reserve); memory is {given}. Give at least {needed}, more if a "
             f"later kernel needs it, or a smaller batch"
         )
+
+    def refuse_torn(self) -> NoReturn:
+        self.torn_is_known = True
+        raise TornStepError(
+            f"weights or optimizer states were lost ({self.torn}); what could not be read is NaN now, so "
+            f"that it cannot be taken for good. Load the last checkpoint, after teraio.reset()"
+        ) from self.torn
 
     def bury(self, among: dict[int, Record] | None = None) -> None:
         """Forgets the storages whose last tensor is gone."""

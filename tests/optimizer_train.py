@@ -21,7 +21,7 @@ import torch
 from optimizer_loops import LOOPS, OPTIMIZERS, WHOLE, Loop
 
 import teraio
-from teraio.runtime import engine, gradients, optimizer_call, trial, user_code, windows
+from teraio.runtime import engine, gradients, optimizer_call, residency, trial, user_code, windows
 from teraio.runtime.records import Record, State
 from teraio.runtime.windows import same
 
@@ -45,7 +45,7 @@ PLANTS: dict[str, list[Any]] = {
     # the copy of before the update comes back
     "updates are forgotten": [
         patch.object(Record, "versions", lambda self: 0),
-        patch.object(engine.Engine, "_mark_written", lambda self, bound, written: None),
+        patch.object(residency.Residency, "mark_written", lambda self, bound, written: None),
     ],
     # autograd adds to what is not there
     "gradients are not fetched": [patch.object(gradients.Gradients, "before", lambda *_: None)],

@@ -32,7 +32,7 @@ from teraio.demo_model import Llama, Shape
 from teraio.errors import StoreError
 from teraio.options import Options
 from teraio.plan import Evict, Fetch, Plan
-from teraio.runtime import engine, records, store_ticket
+from teraio.runtime import engine, records, residency, store_ticket
 from teraio.runtime.store import Store
 
 SHAPE = Shape(vocabulary=512, hidden=128, intermediate=352, layers=3, heads=2, key_heads=1)
@@ -58,7 +58,7 @@ PLANTS: dict[str, list[tuple[Any, str, Any]]] = {
     # what the optimizer wrote is taken for clean: the copy of before comes back
     "forget_the_update": [
         (records.Record, "versions", lambda self: 0),
-        (engine.Engine, "_mark_written", lambda self, bound, written: None),
+        (residency.Residency, "mark_written", lambda self, bound, written: None),
     ],
 }
 

@@ -1,0 +1,214 @@
+"""Promises about calls in which nothing has to move: what is counted at their end is what would have been
+counted at each slot, and what comes after finds all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_device import CELL
+from engine_run import Compiled, Run, with_forgets
+from torch import nn
+
+import teraio
+from teraio import earlier
+from teraio.errors import BudgetError
+from teraio.passes.slots import Signature
+from teraio.runtime import engine
+from teraio.runtime.calm import Calm
+from teraio.runtime.programs import Program
+
+WIDTH, LAYERS, BATCH = 128, 6, 512
+ROOM, LITTLE = 2**24, 6 * 2**20  # 3 MiB of activations, 1.6 of the model and what belongs to it; 4 of reserve
+
+
+@pytest.fixture(autouse=True)
+def no_drift(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(earlier, "DRIFT_PERCENT", 10**9)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each call, whether it was a calm one."""
+    found: list[bool] = []
+    begins = Calm.begins
+
+    def counted(self: Calm, program: Program) -> None:
+        begins(self, program)
+        found.append(self.program is not None)
+
+    monkeypatch.setattr(Calm, "begins", counted)
+    return found
+
+
+class Remembers(nn.Module):
+    """Its compiled program writes into a buffer."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        self.layers = nn.Sequential(*layers)
+        self.register_buffer("seen", torch.zeros(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.mul_(0.5).add_(x[:WIDTH])
+        loss: torch.Tensor = (self.layers(x) + self.seen.sum()).square().mean()
+        return loss
+
+
+def trained(memory: list[int], **options: Any) -> tuple[list[str], list[Any], list[torch.Tensor]]:
+    """With so much memory in each step: losses, what was counted in each, and what the model is then."""
+    torch.manual_seed(0)
+    model = Remembers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    asked: dict[str, Any] = {"inner": "eager", "warmup": 1, "planner": "greedy", **options}
+    compiled: Any = torch.compile(model, backend="teraio", options={**asked, "memory": ROOM})
+    losses, counts, given = [], [], ROOM
+    for number, room in enumerate(memory):
+        if room != given and engine.ENGINE is not None:
+            teraio.set_memory(room)
+            given = room
+        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number))
+        loss = compiled(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+        counts.append(counted())
+    tensors = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+    return losses, counts, tensors
+
+
+def counted() -> Any:
+    """What the engine knows: numbers, and the tensors in the order of their last use."""
+    if engine.ENGINE is None:
+        return None
+    told = teraio.stats()
+    records = sorted(engine.ENGINE.residency.records.values(), key=lambda r: (r.used_at, r.name))
+    order = [(record.name, record.kind, record.clean, record.evictable) for record in records]
+    return {name: told[name] for name in ("slots", "step_peak_bytes", "resident_bytes")}, order
+
+
+def test_what_is_counted_is_what_each_slot_would_have_counted(
+    calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = trained([ROOM] * 6)
+    assert calls[-2:] == [True, True]
+    teraio.reset()
+    torch._dynamo.reset()
+    monkeypatch.setattr(Calm, "_is_calm", lambda self, program: False)
+    busy = trained([ROOM] * 6)
+    assert not any(calls[-12:])
+    assert calm[0] == busy[0]
+    assert calm[1] == busy[1]
+
+
+def test_memory_that_becomes_little_again_finds_all_that_calm_calls_wrote(
+    calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = [ROOM] * 4 + ([LITTLE] * 3 + [ROOM] * 3) * 2 + [LITTLE] * 3
+    losses, _, tensors = trained(memory)
+    assert calls.count(True) > 8 and calls.count(False) > 12
+    assert teraio.stats()["evictions"] > 20
+    teraio.reset()
+    torch._dynamo.reset()
+    monkeypatch.setenv("TERAIO_DISABLE", "1")
+    plain = trained([ROOM] * len(memory))
+    assert losses == plain[0]
+    assert all(torch.equal(one, other) for one, other in zip(tensors, plain[2], strict=True))
+
+
+def test_a_recorded_step_has_all_its_slots(calls: list[bool], tmp_path: Path) -> None:
+    trained([ROOM] * 5, timeline=str(tmp_path / "run.timeline.json"))
+    assert calls and not any(calls)
+
+
+class Changing(Run):
+    """Random programs on the asynchronous device; from step to step there is room for all, or little."""
+
+    calm = 0
+
+    def _on_step(self, step: Any) -> None:
+        self.engine.settle(None)
+
+    def step(self) -> None:
+        little = self.budget
+        if self.steps % 4 > 1:
+            self.budget = little + 10_000
+            self.engine.resize(self.budget * CELL)
+        else:
+            self.engine.resize(self.budget * CELL)
+        super().step()
+        self.budget = little
+
+
+def test_random_programs_read_what_they_should_whether_calls_are_calm_or_not(
+    calls: list[bool], tmp_path: Path
+) -> None:
+    for seed in range(6):
+        more = 0
+        while True:
+            one = Changing(seed, tmp_path, more=more)
+            try:
+                for _ in range(7):
+                    one.step()
+                one.steps = 0
+                assert one.go() == [], f"seed {seed}"
+                break
+            except BudgetError:
+                one.engine.shut_down()
+                more += 2
+    assert calls.count(True) > 25
+
+
+def test_what_a_calm_call_writes_has_an_old_copy(calls: list[bool], tmp_path: Path) -> None:
+    one = Changing(0, tmp_path, more=10_000)
+    weight = one.weights[0][0]
+    x = one._made("x", 1)
+    sizes = {"w0": weight.cells, "x": 1, "a": 1}
+    arguments = tuple((name, sizes[name] * CELL) for name in ("w0", "x"))
+    kernels = [("launch", ("f", ["x", "w0"], ["w0"])), ("make", ("a", 1)), ("launch", ("g", ["w0"], ["a"]))]
+    events = with_forgets(kernels, ["a"], {"w0", "x"})
+    program = Compiled(Signature("inference", arguments, ("a",), frozenset()), events, sizes)
+    for _ in range(4):
+        one._execute(program, {"w0": weight, "x": x})
+        record = one.engine.residency.by_name["w0"]
+        assert record.clean is False
+        record.clean = True
+    assert calls[-1]
+    one.engine.shut_down()
+
+
+def test_a_call_that_an_error_ends_leaves_nothing_behind(calls: list[bool]) -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(self.one(x))
+            return self.two(h[index]).square().mean()
+
+    torch.manual_seed(0)
+    model = Fails()
+    compiled: Any = torch.compile(
+        model, backend="teraio", options={"inner": "eager", "warmup": 1, "planner": "greedy", "memory": ROOM}
+    )
+    x, index = torch.randn(BATCH, WIDTH), torch.arange(BATCH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        compiled(x, index).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert calls[-1]
+    assert engine.ENGINE is not None
+    calm = engine.ENGINE.calm
+    with pytest.raises(IndexError):
+        compiled(x, index + 1)
+    assert calm.program is None and calm.made == []
+    compiled(x, index).backward()
