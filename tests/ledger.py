@@ -5,10 +5,14 @@ What is compared with the row is the smaller of wall time and CPU time: on a sha
 with what the neighbours do and CPU time does not, while a suite that keeps both cores busy has less wall time
 than CPU time. A suite that only waits would pass for free that way, so its wall time is held too, three times
 as loosely.
+
+CPU time grows as well where neighbours share caches and cores: so what a fixed piece of work takes is looked
+at again and again, and seconds count as those of a machine that takes WORK_SECONDS for it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import tomllib
@@ -21,6 +25,8 @@ TOTAL_SECONDS = 1200.0
 GROWTH = 2.0  # the same suite took 1.6 times as long an hour later: machines are shared
 FLOOR_SECONDS = 5.0  # first imports and compiles land on whichever suite runs first
 WAITING = 3.0
+WORK_SECONDS = 0.014  # for `work`, where the rows were measured
+LOOK_SECONDS = 5.0  # between two looks at how fast the machine is
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,9 @@ class Cost:
     def __sub__(self, other: Cost) -> Cost:
         return Cost(self.wall_s - other.wall_s, self.cpu_s - other.cpu_s)
 
+    def __truediv__(self, times: float) -> Cost:
+        return Cost(self.wall_s / times, self.cpu_s / times)
+
     @property
     def seconds(self) -> float:
         return min(self.wall_s, self.cpu_s)
@@ -43,6 +52,27 @@ def now() -> Cost:
     """The clocks of this process and of its children that have ended, such as compilers."""
     used = os.times()
     return Cost(time.perf_counter(), used.user + used.system + used.children_user + used.children_system)
+
+
+def work() -> None:
+    """Many small objects are made and let go, as in most of what Python does."""
+    json.loads(json.dumps([{str(key): [key, str(key)] for key in range(60)} for _ in range(200)]))
+
+
+class Slowness:
+    """How many times as long as where the rows were measured a thing takes here, now; at least once."""
+
+    def __init__(self) -> None:
+        self.looked_at = -LOOK_SECONDS
+        self.times = 1.0
+
+    def look(self) -> float:
+        if time.perf_counter() - self.looked_at >= LOOK_SECONDS:
+            began = time.process_time()
+            work()
+            self.times = max(1.0, (time.process_time() - began) / WORK_SECONDS)
+            self.looked_at = time.perf_counter()
+        return self.times
 
 
 def rows(path: Path = TESTS / "budget.toml") -> dict[str, float]:

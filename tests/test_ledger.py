@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import ledger
+import pytest
 from ledger import Cost
 
 ANOTHER = ["-p", "xdist", "-n", "2", "--dist", "loadfile"]
@@ -37,6 +38,18 @@ def test_busy_neighbours_and_busy_second_cores_cost_nothing() -> None:
 
 def test_a_suite_that_only_waits_is_seen() -> None:
     assert len(ledger.complaints({"sleeps": 10.0}, {"sleeps": Cost(wall_s=76, cpu_s=0)})) == 1
+
+
+def test_seconds_of_a_slow_machine_count_less_and_of_a_fast_one_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for took_s, times in ((3 * ledger.WORK_SECONDS, 3.0), (ledger.WORK_SECONDS / 2, 1.0)):
+        clock = iter((0.0, took_s))
+        monkeypatch.setattr(ledger.time, "process_time", lambda clock=clock: next(clock))
+        slowness = ledger.Slowness()
+        assert slowness.look() == pytest.approx(times)
+        assert slowness.look() == pytest.approx(times)  # it has just looked
+        assert (Cost(30, 60) / slowness.look()).cpu_s == pytest.approx(60 / times)
 
 
 def test_a_suite_without_a_row_is_left_to_the_test_that_asks_for_rows() -> None:
