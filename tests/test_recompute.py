@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from random import Random
+from time import monotonic
 
 import pytest
 import toys
@@ -280,6 +281,29 @@ def test_of_a_set_that_does_not_fit_as_much_is_made_again_as_does() -> None:
             assert not fit or planner.build(recomputed(network(seed), fit)).floor.max() < most
             parts.add(bool(fit))
     assert True in parts
+
+
+def test_what_is_alike_but_for_a_number_is_made_again_with_most_of_it() -> None:
+    names = [f"layers.{n}.{what}" for n in range(4) for what in ("add1.out", "add2.out", "mul")]
+    taken = [
+        "layers.0.add1.out",
+        "layers.1.add1.out",
+        "layers.3.add1.out",
+        "layers.2.add2.out",
+        "layers.0.mul",
+    ]
+    added = set(joint._with_alike(taken, names)) - set(taken)
+    assert added == {"layers.2.add1.out"}
+    assert joint._with_alike([], names) == ()
+
+
+def test_of_sets_that_are_as_fast_the_one_with_the_lowest_bound_is_chosen() -> None:
+    """However it is called: its first and its last have the same bound, and time for none is time for one."""
+    problem = planner.build(two_layers(), toys.machine(device=12))
+    sets: list[tuple[str, ...]] = [(), ("b",)]
+    for given in (sets, sets[::-1]):
+        assert joint._lowest(problem, toys.machine(device=12), 12, (), given, monotonic() + 60) == ("b",)
+        assert joint._lowest(problem, toys.machine(device=12), 12, (), given, 0.0) == given[0]
 
 
 def test_the_command_prints_what_is_made_again_and_explains_the_plan(
