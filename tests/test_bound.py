@@ -297,7 +297,7 @@ def test_the_time_limit_is_kept() -> None:
     for limit_s in (0.0, 0.2, 1.0):
         began = time.process_time()
         found = lower_bound(problem, machine, budget, time_limit_s=limit_s)
-        assert time.process_time() - began < 2 * limit_s + 1.0
+        assert time.process_time() - began < 2 * limit_s + 0.6  # all of it takes 1.2 s on a slow machine
         assert found.step_ns >= found.simple_ns == simple
         assert limit_s or found.checks == ()
     assert found.step_ns > 1.2 * simple, "the relaxation was reached within a second"
