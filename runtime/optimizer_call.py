@@ -158,15 +158,10 @@ class OptimizerCall:
             for members in self.members
         ]
         facts = tuple([(record.name, record.size_bytes) for record in records])
-        key = (facts, *touched, *self.own_bytes, *map(self._kernel, self.members))
-        return self.about.program(key, lambda: self._schedule(records, touched)), [*records]
-
-    def _schedule(self, records: Sequence[Record], touched: Sequence[tuple[int, ...]]) -> Schedule:
-        buffers = tuple(Buffer(record.name, "argument", record.size_bytes) for record in records)
-        slots = [Slot("enter", tuple(range(len(records))), (0,) * len(records), 0)]
-        for members, own_bytes, indices in zip(self.members, self.own_bytes, touched):
-            slots.append(Slot(self._kernel(members), indices, (READ | WRITE,) * len(indices), own_bytes))
-        return Schedule("optimizer", buffers, (*slots, Slot("exit", (), (), 0)))
+        kernels = [self._kernel(members) for members in self.members]
+        key = (facts, *touched, *self.own_bytes, *kernels)
+        program = self.about.program(key, lambda: schedule_of(facts, kernels, touched, self.own_bytes))
+        return program, [*records]
 
     def _records(self) -> dict[int, Record]:
         """What can move of all buckets."""
@@ -291,7 +286,7 @@ class OptimizerCall:
 
     def _states(self, parameter: torch.Tensor, base: str) -> Iterator[tuple[torch.Tensor, str]]:
         for name, value in self.optimizer.state.get(parameter, {}).items():
-            yield from _tensors(value, f"{base}.{name}")
+            yield from tensors_of(value, f"{base}.{name}")
 
     def _live_bytes(self, at: int) -> int:
         return self.own_bytes[at] + self.born_bytes[at]
@@ -305,6 +300,21 @@ class OptimizerCall:
         return own_bytes(
             self.buckets[at], [p.nbytes for p, _ in self.stepped[at]], self.about.seen.temporaries
         )
+
+
+def schedule_of(
+    arguments: Sequence[tuple[str, int]],
+    kernels: Sequence[str],
+    touched: Sequence[tuple[int, ...]],
+    own_bytes: Sequence[int],
+) -> Schedule:
+    """A step over these tensors (name, size_bytes): per bucket its kernel, what that touches, and what it
+    holds besides."""
+    buffers = tuple(Buffer(name, "argument", size_bytes) for name, size_bytes in arguments)
+    slots = [Slot("enter", tuple(range(len(buffers))), (0,) * len(buffers), 0)]
+    for kernel, indices, live_bytes in zip(kernels, touched, own_bytes):
+        slots.append(Slot(kernel, indices, (READ | WRITE,) * len(indices), live_bytes))
+    return Schedule("optimizer", buffers, (*slots, Slot("exit", (), (), 0)))
 
 
 def own_bytes(bucket: Bucket, sizes: list[int], temporaries: float) -> int:
@@ -322,15 +332,16 @@ def _movable(members: Iterable[Member]) -> dict[int, Record]:
     return {record.key: record for _, record in members if record is not None and record.evictable}
 
 
-def _tensors(value: Any, name: str) -> Iterator[tuple[torch.Tensor, str]]:
+def tensors_of(value: Any, name: str) -> Iterator[tuple[torch.Tensor, str]]:
+    """Of an optimizer's state, however nested, with their names."""
     if isinstance(value, torch.Tensor):
         yield value, name
     elif isinstance(value, list | tuple):
         for at, part in enumerate(value):
-            yield from _tensors(part, f"{name}.{at}")
+            yield from tensors_of(part, f"{name}.{at}")
     elif isinstance(value, dict):
         for key, part in value.items():
-            yield from _tensors(part, f"{name}.{key}")
+            yield from tensors_of(part, f"{name}.{key}")
 
 
 def step_code(optimizer: torch.optim.Optimizer) -> CodeType | None:

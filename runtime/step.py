@@ -16,6 +16,7 @@ from teraio.plan import Plan, Predicted
 from teraio.schedule import Call, Step
 
 if TYPE_CHECKING:
+    from .follow import Table
     from .programs import Program
 
 EXPECTATIONS_MAX = 8
@@ -51,7 +52,7 @@ class Expectation:
         self.base = bases[:-1]  # tick at which each call begins
         self.length = bases[-1]
         self.uses: dict[str, list[float]] = {}  # name -> ticks, ascending; of touches in between
-        self.table: dict[int, list[tuple[int, str, str | None]]] = {}  # the plan: tick -> operations
+        self.table: Table = {}  # the plan: tick -> operations
         self.outside: dict[int, int] = {}  # call -> bytes that user code took after it, beside the ledger's
         self.kept: dict[int, int] = {}  # call -> bytes of user code that were there when it began
         self.touched: dict[int, tuple[str, ...]] = {}  # call -> what user code touched after it, in order
@@ -59,7 +60,7 @@ class Expectation:
         self.planned = False
         self.predicted: Predicted | None = None  # by its plan
 
-    def follow(self, plan: Plan, table: dict[int, list[tuple[int, str, str | None]]]) -> None:
+    def follow(self, plan: Plan, table: Table) -> None:
         self.table = table
         self.planned, self.predicted = plan.planner != "none", plan.predicted
 

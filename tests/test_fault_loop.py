@@ -15,7 +15,7 @@ import pytest
 import torch
 from touch_child import World, is_away, record_of, send_away
 
-from teraio.errors import StoreFullError, StoreReadError, TornStepError
+from teraio.errors import StoreError, StoreFullError, StoreReadError, TornStepError
 from teraio.runtime import engine
 from teraio.runtime.store import Store
 
@@ -70,29 +70,38 @@ def test_without_checksums_a_flipped_bit_is_found_out_here() -> None:
     assert "other numbers" in outcomes
 
 
-class Full:
-    """A write that finds no room."""
+class Fails:
+    """A transfer that ends in an error."""
+
+    def __init__(self, error: StoreError) -> None:
+        self.error = error
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> None:
-        raise StoreFullError("no room")
+        raise self.error
+
+
+def weight_away() -> tuple[World, torch.Tensor]:
+    """A model that trains, and a weight of it that is away."""
+    world = World(compiled=True, layers=2)
+    world.train(2)
+    weight = world.layers[0].head.weight
+    send_away([weight])
+    assert is_away(weight)
+    return world, weight
 
 
 def test_what_could_not_be_written_stays_for_this_step_and_leaves_whole_in_the_next(
     nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write that failed has made no copy: what it was of is still to be written."""
-    world = World(compiled=True, layers=2)
-    world.train(2)
-    weight = world.layers[0].head.weight
-    send_away([weight])
-    assert is_away(weight)
+    _, weight = weight_away()
     with torch.no_grad():
         weight.fill_(3)
     with monkeypatch.context() as full:
-        full.setattr(Store, "write", lambda *_, **__: Full())
+        full.setattr(Store, "write", lambda *_, **__: Fails(StoreFullError("no room")))
         send_away([weight])
     send_away([weight])
     assert not is_away(weight), "it is tried again in the same step"
@@ -102,28 +111,15 @@ def test_what_could_not_be_written_stays_for_this_step_and_leaves_whole_in_the_n
     assert is_away(weight) and bool((weight == 3).all())
 
 
-class Lost:
-    """A read that finds nothing."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        raise StoreReadError("the drive is gone")
-
-
 def test_a_weight_that_cannot_be_brought_back_is_no_number_and_ends_the_training(
     nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a program has ended in the middle, user code could read it unseen: it must not look like one."""
-    world = World(compiled=True, layers=2)
-    world.train(2)
-    weight = world.layers[0].head.weight
-    send_away([weight])
+    world, weight = weight_away()
     record = record_of(weight)
-    assert record is not None and is_away(weight) and engine.ENGINE is not None
+    assert record is not None and engine.ENGINE is not None
     with monkeypatch.context() as lost:
-        lost.setattr(Store, "read", lambda *_, **__: Lost())
+        lost.setattr(Store, "read", lambda *_, **__: Fails(StoreReadError("the drive is gone")))
         engine.ENGINE.residency.bring_back([record])
     assert not is_away(weight) and bool(torch.isnan(weight).all())
     with pytest.raises(TornStepError, match=r"the drive is gone.*last checkpoint"):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from teraio.errors import UnsupportedError
 from teraio.passes import costs
 from teraio.runtime import trial
-from teraio.runtime.optimizer_call import own_bytes
+from teraio.runtime.optimizer_call import own_bytes, schedule_of, tensors_of
 from teraio.runtime.windows import Bucket, buckets_of, stand_in
-from teraio.schedule import READ, WRITE, Buffer, Schedule, Slot
 
 from .dry_run import Counted, Ledger, Record
 from .why import reason
@@ -63,7 +61,7 @@ def _members(ledger: Ledger, optimizer: torch.optim.Optimizer, bucket: Bucket, a
     for place, parameter in enumerate(p for p in bucket.parameters if p.grad is not None):
         record = ledger.record(parameter)
         base = f"optimizer 0.{at}.{place}" if record is None else record.name
-        states = _tensors(optimizer.state.get(parameter, {}), base)
+        states = tensors_of(optimizer.state.get(parameter, {}), base)
         gradient = parameter.grad
         known = [record, ledger.record(gradient) if gradient is not None else None]
         known += [ledger.record(state) or ledger.add(state, name, "state", True) for state, name in states]
@@ -71,31 +69,16 @@ def _members(ledger: Ledger, optimizer: torch.optim.Optimizer, bucket: Bucket, a
     return found
 
 
-def _tensors(value: Any, name: str) -> Iterator[tuple[torch.Tensor, str]]:
-    if isinstance(value, torch.Tensor):
-        yield value, name
-    parts: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        parts = value.items()
-    elif isinstance(value, list | tuple):
-        parts = enumerate(value)
-    for key, part in parts:
-        yield from _tensors(part, f"{name}.{key}")
-
-
 def _call(
     ledger: Ledger, name: str, members: list[dict[int, Record]], own: list[int], spent: list[int]
 ) -> None:
     records = {k: record for bucket in members for k, record in bucket.items() if record.movable}
     index = {key: position for position, key in enumerate(records)}
-    buffers = tuple(Buffer(record.name, "argument", record.size_bytes) for record in records.values())
-    slots = [Slot("enter", tuple(index.values()), (0,) * len(index), 0)]
-    for bucket, taken in zip(members, own):
-        touched = tuple(index[key] for key in bucket if key in index)
-        first = next((record.name for record in bucket.values()), "")
-        kernel = f"{name}.step {first}".rstrip()
-        slots.append(Slot(kernel, touched, (READ | WRITE,) * len(touched), taken))
-    schedule = Schedule("optimizer", buffers, (*slots, Slot("exit", (), (), 0)))
+    arguments = [(record.name, record.size_bytes) for record in records.values()]
+    firsts = [next((record.name for record in bucket.values()), "") for bucket in members]
+    kernels = [f"{name}.step {first}".rstrip() for first in firsts]
+    touched = [tuple(index[key] for key in bucket if key in index) for bucket in members]
+    schedule = schedule_of(arguments, kernels, touched, own)
     running = ledger.enter(schedule)
     running.bound = list(records.values())
     for slot, cost_ns in zip(schedule.slots, (0, *spent, 0)):
