@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from time import monotonic
@@ -67,45 +67,43 @@ def choose(
     if not again or int(problem.live.max()) <= budget_bytes:
         return None
     lower = lower_bound(problem, machine, budget_bytes, time_limit_s=SHARE * time_limit_s, again=again)
-    names = [tensor.name for tensor in problem.profile.tensors]
+    names_of = [tensor.name for tensor in problem.profile.tensors]
     # Without a relaxation all of it, cheap or not, and none of it are the only sets there are.
     fractions = lower.again or tuple((each.tensor, 1.0) for each in again)
-    taken = [tuple(names[i] for i, part in fractions if part >= least) for least in THRESHOLDS]
-    whole = _with_alike(taken[0], [names[i] for i, _ in fractions])
-    sets = [
-        each for names_of in (taken[0], whole, *taken[1:]) for each in _unchained(problem.profile, names_of)
-    ]
+    taken = [tuple(names_of[i] for i, part in fractions if part >= least) for least in THRESHOLDS]
+    whole = _with_alike(taken[0], [names_of[i] for i, _ in fractions])
+    sets = [each for names in (taken[0], whole, *taken[1:]) for each in _unchained(problem.profile, names)]
     stop = begun + (SHARE + TRIES_SHARE) * time_limit_s
-    reached: dict[tuple[str, ...], int | None] = {}
+    tried: set[tuple[str, ...]] = set()
+    found: dict[tuple[str, ...], tuple[int, Problem]] = {}
     for each in [*sets, ()]:
-        if any(reached.values()) and monotonic() > stop:
+        if found and monotonic() > stop:
             break
-        tried = _that_fit(problem.profile, each, int(budget_bytes * (1 - spare)))
-        if tried not in reached:
-            reached[tried] = _judged(problem, machine, budget_bytes, keep, tried, lower.step_ns)
-    found = sorted((step_ns, tried) for tried, step_ns in reached.items() if step_ns is not None)
-    near = [tried for step_ns, tried in found if step_ns <= found[0][0] * NEAR]
-    return Choice(_lowest(problem, machine, budget_bytes, keep, near, stop), lower.step_ns)
+        fits = _that_fit(problem.profile, each, int(budget_bytes * (1 - spare)))
+        if fits in tried:
+            continue
+        tried.add(fits)
+        step = build(recomputed(problem.profile, fits), machine, keep)
+        step_ns = _judged(step, machine, budget_bytes, lower.step_ns)
+        if step_ns is not None:
+            found[fits] = step_ns, step
+    fastest = sorted((step_ns, names) for names, (step_ns, _) in found.items())
+    near = {names: found[names][1] for step_ns, names in fastest if step_ns <= fastest[0][0] * NEAR}
+    return Choice(_lowest(near, machine, budget_bytes, stop), lower.step_ns)
 
 
 def _lowest(
-    problem: Problem,
-    machine: Machine,
-    budget_bytes: int,
-    keep: Collection[str],
-    sets: Sequence[tuple[str, ...]],
-    stop: float,
+    steps: Mapping[tuple[str, ...], Problem], machine: Machine, budget_bytes: int, stop: float
 ) -> tuple[str, ...]:
-    """Of these, fastest first, the one with the lowest bound, as far as there is time to look."""
+    """Of these sets, fastest first, the one with the lowest bound, as far as there is time to look."""
     best: tuple[int, tuple[str, ...]] | None = None
-    for names in sets if len(sets) > 1 else ():
+    for names, step in steps.items() if len(steps) > 1 else ():
         if best is not None and monotonic() > stop:
             break
-        step = build(recomputed(problem.profile, names), machine, keep)
         bound = lower_bound(step, machine, budget_bytes, time_limit_s=LOOK_S, refined=False)
         if best is None or bound.step_ns < best[0]:
             best = bound.step_ns, names
-    return best[1] if best is not None else sets[0] if sets else ()
+    return best[1] if best is not None else next(iter(steps), ())
 
 
 def _with_alike(names: Sequence[str], possible: Sequence[str]) -> tuple[str, ...]:
@@ -190,16 +188,8 @@ def _that_fit(profile: Profile, names: tuple[str, ...], most_bytes: int) -> tupl
     return names
 
 
-def _judged(
-    problem: Problem,
-    machine: Machine,
-    budget_bytes: int,
-    keep: Collection[str],
-    names: tuple[str, ...],
-    bound_ns: int,
-) -> int | None:
-    """The step of the best of greedy's first plans with these made again; None if there is none."""
-    step = build(recomputed(problem.profile, names), machine, keep)
+def _judged(step: Problem, machine: Machine, budget_bytes: int, bound_ns: int) -> int | None:
+    """The step of the best of greedy's first plans; None if there is none."""
     try:
         plans = islice(portfolio(step, machine, budget_bytes, bound_ns), FIRST)
         return min((period_ns for _, period_ns in plans), default=None)

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_map_only
 from teraio.errors import OptionError, UnsupportedError
 from teraio.passes import aot, costs, fx
 from teraio.runtime.adopt import SMALLEST_BYTES
-from teraio.schedule import MADE, RETURNED, Call, ProgramKind, Schedule, Step
+from teraio.runtime.programs import Program
+from teraio.schedule import Call, ProgramKind, Schedule, Step
 from teraio.session import guard_this_graph
 
 from .why import INSTEAD, place
@@ -135,12 +136,11 @@ class Slotted:
 
     def __init__(self, ledger: Ledger, speeds: costs.Speeds, graph: torch.fx.GraphModule, kind: ProgramKind):
         self.ledger = ledger
-        self.labels: tuple[str, ...] = ()
         self.running: Running | None = None
-        self.given: set[int] = set()  # buffers that this call has handed over
         by_node = dict(costs.of_nodes(graph))
-        self.schedule, connect = fx.insert_slots(graph, kind)
-        self.cost_ns = [0] * len(self.schedule.slots)
+        schedule, connect = fx.insert_slots(graph, kind)
+        self.program = Program(schedule)
+        self.cost_ns = [0] * len(schedule.slots)
         at = -1
         for node in graph.graph.nodes:
             if getattr(node.target, "__module__", "") == "teraio":
@@ -151,44 +151,30 @@ class Slotted:
 
     def slot(self, index: int, tensors: Sequence[torch.Tensor], live_bytes: int | None = None) -> None:
         if index == 0:
-            self.running, self.given = self.ledger.enter(self.schedule), set()
+            self.running = self.ledger.enter(self.program.schedule)
         assert self.running is not None
-        slot = self.schedule.slots[index]
-        for buffer, flags, tensor in zip(slot.buffers, slot.flags, tensors):
-            if flags & MADE or buffer not in self.given:
-                self.given.add(buffer)
-                self.running.bound[buffer] = self.ledger.record(tensor) or self.add(buffer, tensor)
-            record = self.running.bound[buffer]
-            if flags & RETURNED and record is not None and record.kind != "weight":
+        stop, bound = self.program.stops[index], self.running.bound
+        for position, buffer in stop.made:
+            bound[buffer] = self.ledger.record(tensors[position]) or self.add(buffer, tensors[position])
+        for buffer in stop.returned:
+            record = bound[buffer]
+            if record is not None and record.kind != "weight":
                 record.movable = False  # its memory is the caller's from here on
-        self.ledger.stand(self.running, slot.live_bytes, self.cost_ns[index])
+        self.ledger.stand(self.running, stop.live_bytes, self.cost_ns[index])
 
     def add(self, buffer: int, tensor: torch.Tensor) -> Record | None:
         """Named and typed as the registry of a run does it."""
-        about = self.schedule.buffers[buffer]
-        label = self.label(buffer, tensor) if about.role == "argument" else ""
-        if label:
-            name = label if label not in self.ledger.names else f"{self.number}.{label}"
+        schedule, number = self.program.schedule, len(self.ledger.calls) - 1
+        about = schedule.buffers[buffer]
+        if about.role == "argument" and self.program.is_weight(buffer, tensor):
+            label = self.program.label(buffer)
+            name = label if label not in self.ledger.names else f"{number}.{label}"
             return self.ledger.add(tensor, name, "weight", not about.held)
         kind = {"argument": "input"}.get(about.role, "activation")
-        if self.schedule.kind == "backward" and about.role == "result":
+        if schedule.kind == "backward" and about.role == "result":
             kind = "grad"
         movable = about.role == "saved" or about.edge >= 0  # a weight's gradient may leave at once
-        return self.ledger.add(tensor, f"{self.number}.{about.name}", kind, movable)
-
-    def label(self, buffer: int, tensor: torch.Tensor) -> str:
-        label = self.labels[buffer] if buffer < len(self.labels) else ""
-        if label or not isinstance(tensor, torch.nn.Parameter):
-            return label
-        return self.schedule.buffers[buffer].name
-
-    @property
-    def number(self) -> int:
-        return len(self.ledger.calls) - 1
-
-    def name_arguments(self, labels: tuple[str, ...]) -> None:
-        arguments = sum(buffer.role == "argument" for buffer in self.schedule.buffers)
-        self.labels = labels if len(labels) == arguments else ()
+        return self.ledger.add(tensor, f"{number}.{about.name}", kind, movable)
 
 
 # What code gets that asks a fake tensor for a number that torch does not know either.
@@ -260,9 +246,9 @@ def captured(
         labels = aot.placeholder_names(gm)
 
         def slot(graph: torch.fx.GraphModule, kind: ProgramKind) -> None:
-            program = Slotted(ledger, speeds, graph, kind)
+            slotted = Slotted(ledger, speeds, graph, kind)
             if kind != "backward":
-                program.name_arguments(labels)
+                slotted.program.name_arguments(labels)
 
         # The backward is compiled here, and not in the middle of autograd, where all tensors that are made
         # are fake: constants of the graph are copied.
