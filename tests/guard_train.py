@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
+import steady
 import torch
 
 import teraio
@@ -302,6 +303,7 @@ def compare(scenario: str) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    steady.plans()
     with planted(sys.argv[2] if len(sys.argv) > 2 else ""):
         print(json.dumps({scenario: compare(scenario) for scenario in json.loads(sys.argv[1])}))
 

@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import allocator
+import steady
 import torch
 from optimizer_loops import LOOPS, OPTIMIZERS, WHOLE, Loop
 
@@ -141,6 +142,7 @@ def compare(scenario: str, counting: allocator.Counting, bug: str) -> dict[str, 
 def main() -> None:
     counting = allocator.install()
     torch.set_num_threads(1)
+    steady.plans()
     bug = sys.argv[2] if len(sys.argv) > 2 else ""
     for scenario in json.loads(sys.argv[1]):
         print(json.dumps({"scenario": scenario, **compare(scenario, counting, bug)}), flush=True)

@@ -19,17 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import allocator
+import steady
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import teraio
-from teraio import earlier, session, tiers
+from teraio import earlier, session
 from teraio.plan import Plan
 from teraio.runtime import outside
 
-SLOW_BYTES_PER_S = 10**5  # a kernel that runs again is ten thousand times as fast, on a busy machine, too
+SLOW_BYTES_PER_S = 10**6  # a kernel that runs again is hundreds of times as fast
 WIDTH = 192
 
 
@@ -59,14 +60,6 @@ class Block(nn.Module):
 def model_of(kind: str, layers: int) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(Block(kind) for _ in range(layers)))
-
-
-def slow(monkey: Any = tiers._link) -> Any:
-    def link(directory: Any) -> Any:
-        rates = ("evict_bytes_per_s", "fetch_bytes_per_s", "both_evict_bytes_per_s", "both_fetch_bytes_per_s")
-        return replace(monkey(directory), **dict.fromkeys(rates, SLOW_BYTES_PER_S))
-
-    return link
 
 
 def run(
@@ -118,7 +111,7 @@ def main(asked_for: str, folder: str) -> None:
     counting = allocator.install()
     torch.set_num_threads(1)
     outside.NOISE_BYTES = 2**24  # of what the system counts: as much as such a model
-    tiers._link = slow()
+    steady.plans(SLOW_BYTES_PER_S)
     plans: dict[str, str] = {}
     done: dict[str, Any] = {}
     keep = earlier.Earlier.keep
