@@ -2,11 +2,14 @@
 the weights must look as they did when the program was traced.
 
     guards of a program of ours   `before()`; if they do not hold: `after()`, then a compile or plain Python
+    guards of no program          `before()`, and, if they hold, `after()`: Dynamo cut a frame before anything
+                                  was computed, and what runs next is Python
     a compile                     `before()` ... `after()`
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch._guards import Guard, TracingContext
 
 try:
     from torch._C._dynamo.eval_frame import set_guard_complete_hook
+    from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import GlobalStateSource
 except ImportError:  # a torch that has other names for them: then weights are never away in user code
     set_guard_complete_hook = None  # type: ignore[assignment]
@@ -32,11 +36,12 @@ class Watch:
         self.before, self.after = before, after
         self.foreign = foreign  # another backend compiled something
         self.ours = 0  # graphs that were compiled for us
-        self.graphs = 0  # of all backends, when the compile began
+        self.began = (0, 0)  # that, and the graphs of other backends, when the compile began
         self.other: Callable[[bool], bool] | None = None
 
     def install(self) -> None:
         self.other = set_guard_complete_hook(self._evaluated)  # type: ignore[arg-type]
+        self._see_every_frame()
         self.listen()
 
     def listen(self) -> None:
@@ -45,7 +50,11 @@ class Watch:
         if self._started not in compiles.start_callbacks:
             compiles.register_start_callback(self._started)
             compiles.register_end_callback(self._ended)
-            self.graphs = counters["stats"]["unique_graphs"] - self.ours
+            self.began = self._graphs()
+
+    def _graphs(self) -> tuple[int, int]:
+        """So far: ours, and those of others."""
+        return self.ours, counters["stats"]["unique_graphs"] - self.ours
 
     def _evaluated(self, found: bool) -> bool:
         """Called by Dynamo after all guards of a frame; returns whether to use the program that was found."""
@@ -56,11 +65,11 @@ class Watch:
         return found
 
     def _started(self, *_: Any) -> None:
-        self.graphs = counters["stats"]["unique_graphs"] - self.ours
+        self.began = self._graphs()
         self.before()
 
     def _ended(self, *_: Any) -> None:
-        if counters["stats"]["unique_graphs"] - self.ours > self.graphs:
+        if self._graphs()[1] > self.began[1]:
             self.foreign()
         self.after()
 
@@ -74,13 +83,31 @@ class Watch:
             tracing.guards_context.dynamo_guards.add(guard)
 
     def _add(self, builder: Any, guard: Guard) -> None:
-        def weights_are_plain(*_: Any) -> bool:
-            self.before()
-            return True
+        _ask(builder.guard_manager.root.add_lambda_guard, self.before)
 
-        said = ["teraio: weights are plain tensors"]
-        root = builder.guard_manager.root
-        try:
-            root.add_lambda_guard(weights_are_plain, said, None)
-        except TypeError:  # torch 2.11
-            root.add_lambda_guard(weights_are_plain, said)
+    def _see_every_frame(self) -> None:
+        """Each frame is guarded on the mode of autograd, which `GRAD_MODE` leaves to others."""
+        elsewhere = GuardBuilder.GRAD_MODE
+
+        @functools.wraps(elsewhere)
+        def of_no_program(builder: Any, guard: Guard) -> None:
+            elsewhere(builder, guard)
+            if self._graphs() == self.began:
+                self._add(builder, guard)
+                _ask(builder.guard_manager.root.add_epilogue_lambda_guard, self.after)
+
+        GuardBuilder.GRAD_MODE = of_no_program  # type: ignore[method-assign]
+
+
+def _ask(add: Callable[..., None], what: Callable[[], None]) -> None:
+    """One more guard, which holds: `what` runs when its turn comes."""
+
+    def weights_are_plain(*_: Any) -> bool:
+        what()
+        return True
+
+    said = ["teraio: weights are plain tensors"]
+    try:
+        add(weights_are_plain, said, None)
+    except TypeError:  # torch 2.11
+        add(weights_are_plain, said)

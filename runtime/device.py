@@ -121,6 +121,7 @@ class Device(Protocol):
     """All that the engine asks of a device. One end per begin, on the thread that launches the kernels."""
 
     kind: str
+    sees_pages: bool  # `used_bytes` counts memory that was written to, not what was asked for
 
     @property
     def copier(self) -> _native.Copier | None:
@@ -200,6 +201,8 @@ class Device(Protocol):
 
 class Ordered:
     """What is the same for all kinds of devices, over four primitives that each kind has its own of."""
+
+    sees_pages = False
 
     def resize(self, storage: Any, size_bytes: int) -> None:
         storage.resize_(size_bytes)
@@ -286,6 +289,7 @@ class CpuDevice(Ordered):
 
     def __init__(self) -> None:
         self.spares = not spare.install()
+        self.sees_pages = not self.spares
         self.freed = _native.spare()
 
     def resize(self, storage: Any, size_bytes: int) -> None:

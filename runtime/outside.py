@@ -15,7 +15,7 @@ their states, show nothing that comes again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from .device import Device
@@ -68,10 +68,10 @@ class Outside:
     def begins(self) -> None:
         """A program has returned, or an optimizer steps. When that is done, its own stretch goes on."""
         tracker = self.tracker
-        if self.off or tracker.running is None:
+        if self.off or not (tracker.running or self._unseen(tracker.expected.outside)):
             self.stretch = None
         elif self.stretch is None:
-            kind = tracker.running.program.schedule.kind
+            kind = tracker.programs[-1].schedule.kind
             try:
                 self.device.reset_peak()
                 used = self.device.used_bytes()
@@ -86,7 +86,8 @@ class Outside:
         """A program has begun: what has been kept since the step began, and is no one's, is there while it
         runs."""
         tracker, number = self.tracker, self.tracker.number
-        if tracker.running is not None and self._nothing_arrives():
+        exact = not self.device.sees_pages or self._nothing_arrives()
+        if exact and (tracker.running or number == 0 or self._unseen(tracker.expected.kept)):
             unknown = self._unknown_bytes()
             if number == 0:
                 self.first = unknown, Program.made_count
@@ -126,8 +127,15 @@ class Outside:
             stretch.kind == "optimizer" and not self.tracker.known
         ):
             return False
-        return self._nothing_arrives()
+        # What came and went meanwhile would count as user code's: better than to know nothing of it.
+        return self._nothing_arrives() or self._unseen(self.tracker.expected.outside)
+
+    def _unseen(self, known: Mapping[int, int]) -> bool:
+        """The step is one that is known, but for this: so it is when the plan of an earlier run is followed,
+        and it was first seen when programs were compiled. Where pages are counted there is no telling."""
+        tracker = self.tracker
+        return tracker.base is not None and not self.device.sees_pages and tracker.at - 1 not in known
 
     def _nothing_arrives(self) -> bool:
-        """What arrives is in the ledger, and its pages are not all there yet."""
+        """What arrives is in the ledger. Where the system counts pages, they are not all there yet."""
         return not any(record.state is State.ARRIVING for record in self.residency.records.values())
