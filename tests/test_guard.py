@@ -73,7 +73,7 @@ def test_what_is_away_comes_back_when_it_is_touched_and_only_then() -> None:
     assert results()["prints"]["counts"]["touches"] > 0
     clips = results()["clips"]["counts"]  # gradients: when they are touched, or before, as the last step did
     assert clips["touches"] > 0 and clips["ahead"] > 0
-    for untouched in ("plain", "lends", "blocks"):
+    for untouched in ("plain", "blocks"):
         assert results()[untouched]["counts"]["touches"] == 0
 
 
