@@ -45,18 +45,13 @@ class Block(torch.nn.Module):
         return out
 
 
-@torch._dynamo.disable
-def is_small(weight: torch.Tensor) -> bool:
-    return 0 < weight.abs().max().item() < 100
-
-
 class Lent(Block):
     """Takes a weight from its caller, and Dynamo cuts its frame before anything is computed: there it guards
     on the weight, and has no program. Then Python reads it."""
 
     def forward(self, x: torch.Tensor, lent: torch.Tensor | None = None) -> torch.Tensor:
         assert lent is not None and lent.requires_grad
-        assert is_small(lent)
+        assert "nan" not in repr(lent)
         return super().forward(x) + x * lent.mean(0)
 
 
