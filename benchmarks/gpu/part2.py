@@ -30,12 +30,14 @@ SMALL: Figures = {
 PARTS = (0.6, 0.4, 0.25)
 
 
-def train(room: Room, asked: Figures, environment: dict[str, str] | None = None) -> Figures:
+def train(
+    room: Room, asked: Figures, environment: dict[str, str] | None = None, script: Path = TRAINEE
+) -> Figures:
     """What a trainee prints; an error is the end of the section."""
     settings = {**os.environ, "TERAIO_CACHE_DIR": "off", **(environment or {})}
     if asked["way"] != "teraio":
         settings["TERAIO_DISABLE"] = "1"
-    done = ran([sys.executable, str(TRAINEE), json.dumps({"device": DEVICE, **asked})], room, env=settings)
+    done = ran([sys.executable, str(script), json.dumps({"device": DEVICE, **asked})], room, env=settings)
     if done.returncode:
         raise RuntimeError(f"{asked}: {done.stderr[-3000:]}")
     return {**json.loads(done.stdout.strip().splitlines()[-1]), "stderr": done.stderr}

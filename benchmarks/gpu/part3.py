@@ -1,5 +1,5 @@
-"""Part 3: how fast. A Llama of 1.3 billion parameters in bfloat16 within parts of its plain peak, beside what
-PyTorch offers for activations; what was predicted beside what came.
+"""Part 3: how fast. A Llama of 1.3 billion parameters in bfloat16 within parts of its plain peak; what was
+predicted beside what came.
 
 Rehearsed as part 2 is.
 """
@@ -77,16 +77,8 @@ def keep(path: Path, room: Room) -> None:
         shutil.copy(path, room.keep / path.name)
 
 
-def beside(room: Room) -> Figures:
-    """Activations on pinned host memory, or made again: peak and time, without a budget."""
-    on_gpu()
-    plain = train(room, {**ASKED, "way": "plain"})
-    return {way: figures(plain, train(room, {**ASKED, "way": way})) for way in ("save_on_cpu", "checkpoint")}
-
-
 SECTIONS = (
     Section(machine, 30),
     Section(build, 180),
     Section(within, 420),
-    Section(beside, 240),
 )

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +24,7 @@ import teraio
 from teraio.demo_model import Llama, Shape
 
 SETTLED_MOST = 12  # steps until the plan is there; then those that count
-WAYS = ("plain", "teraio", "save_on_cpu", "checkpoint")
+WAYS = ("plain", "teraio", "save_on_cpu", "checkpoint", "offloading")  # and those of zero.py
 
 
 class Trainee:
@@ -56,6 +57,9 @@ class Trainee:
         return {"memory": self.budget, **self.asked.get("options", {})}
 
     def _compiled(self) -> Callable[..., torch.Tensor]:
+        if self.asked["way"] == "offloading":  # the compiler's own: it says itself which activations leave
+            functorch_config.enable_activation_offloading = True
+            functorch_config.activation_offload_separate_stream = True
         inner = {"inner": self.asked.get("inner", "inductor")}
         options = self._options() if self.asked["way"] == "teraio" else {}
         compiled: Any = torch.compile(self.model, backend="teraio", options={**inner, **options})
@@ -77,15 +81,19 @@ class Trainee:
         ).to(self.device)
         self.wait()
         began = time.perf_counter()
+        loss = self.learn(tokens[:, :-1], tokens[:, 1:])
+        self.wait()
+        return time.perf_counter() - began, float(loss.item()).hex()
+
+    def learn(self, *batch: torch.Tensor) -> torch.Tensor:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.asked.get("autocast", False)):
-            loss = self.run(tokens[:, :-1], tokens[:, 1:])
+            loss = self.run(*batch)
         loss.backward()
         if clip := self.asked.get("clip"):
             nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.wait()
-        return time.perf_counter() - began, float(loss.item()).hex()
+        return loss
 
     def wait(self) -> None:
         if self.on_gpu:

@@ -1,0 +1,81 @@
+"""The training of trainee.py by DeepSpeed's ZeRO-3, on one GPU, with parameters and states in host memory or
+on a drive.
+
+    zero.py '{"way": "zero-offload", "device": "cuda", "shape": {...}, "folder": "/where/nvme/is", ...}'
+
+`way` is `zero-offload` (host memory) or `zero-infinity` (a drive). Its optimizer keeps weights and states in
+single precision beside those in bfloat16, as its users have it: losses are not those of the others. It
+compiles nothing: its hooks break a graph at every module.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from trainee import Trainee
+
+from teraio.demo_model import Llama, Shape
+
+DEVICES = {"zero-offload": "cpu", "zero-infinity": "nvme"}
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def configuration(way: str, folder: str) -> dict[str, Any]:
+    """As its guide to ZeRO-Infinity has it; a buffer holds the largest weight there is."""
+    place: dict[str, Any] = {"device": DEVICES[way], "pin_memory": True}
+    if way == "zero-infinity":
+        place["nvme_path"] = folder
+    pipeline = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 4}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 100_000_000,
+            "stage3_param_persistence_threshold": 100_000,
+            "offload_optimizer": {**place, **(pipeline if way == "zero-infinity" else {})},
+            "offload_param": {**place, "buffer_count": 8, "buffer_size": 200_000_000},
+        },
+        "aio": {
+            "block_size": 1_048_576,
+            "queue_depth": 16,
+            "intra_op_parallelism": 4,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+    }
+
+
+class Zero(Trainee):
+    def __init__(self, asked: dict[str, Any]) -> None:
+        os.environ.update({**ALONE, "MASTER_PORT": str(20_000 + os.getpid() % 20_000)})
+        self.asked, self.device, self.on_gpu, self.budget = asked, asked["device"], True, 0
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        import deepspeed
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        deepspeed.init_distributed("nccl")
+        config = configuration(asked["way"], asked["folder"])
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            self.model: nn.Module = Llama(Shape(**asked["shape"]))
+        optimizer = DeepSpeedCPUAdam(self.model.parameters(), lr=1e-4, weight_decay=0.01, adamw_mode=True)
+        self.engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+        self.random = torch.Generator().manual_seed(1)
+
+    def learn(self, *batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.engine(*batch)
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss
+
+
+if __name__ == "__main__":
+    print(json.dumps(Zero(json.loads(sys.argv[1])).train()))
