@@ -24,6 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 import allocator
+import steady
 import torch
 
 import teraio
@@ -195,6 +196,7 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def main() -> None:
     counting = allocator.install()
     torch.set_num_threads(1)
+    steady.plans()
     trainers: dict[str, Trainer] = {}
     done: dict[str, dict[str, Any]] = {}
     for asked in json.loads(sys.argv[1]):
