@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import allocator
+import steady
 import torch
 from adopt_cases import path
 
@@ -166,6 +167,7 @@ def main() -> None:
 
     counting = allocator.install()
     torch.set_num_threads(1)
+    steady.plans()
     torch._dynamo.config.error_on_recompile = True
     torch.manual_seed(0)
     state = Llama(SHAPE).state_dict()

@@ -16,6 +16,7 @@ import resource
 import sys
 from typing import Any
 
+import steady
 import torch
 from limited_child import data_bytes
 from safetensors.torch import save_file
@@ -90,6 +91,7 @@ def attempt(part: Any, *arguments: Any) -> dict[str, Any]:
 def main() -> None:
     kind, extra, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
+    steady.plans()
     device.CpuDevice()  # for both: a limit counts what malloc keeps
     os.environ.update({"TERAIO_DISABLE": "1"} if kind == "plain" else {"TERAIO_MEMORY": str(MEMORY)})
     os.environ |= {"TERAIO_WARMUP": "1", "TERAIO_PLANNER": "greedy", "TERAIO_INNER": "eager"}

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import steady
 import torch
 from torch import nn
 
@@ -64,6 +65,7 @@ def train(model: nn.Module, batch: int, steps: int) -> list[float]:
 def main() -> None:
     kind, extra = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
+    steady.plans()
     device.CpuDevice()  # for both: a limit counts what malloc keeps
     os.environ.update({"TERAIO_DISABLE": "1"} if kind == "plain" else {"TERAIO_MEMORY": str(MEMORY)})
     os.environ["TERAIO_WARMUP"] = "1"

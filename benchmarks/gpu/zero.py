@@ -1,7 +1,7 @@
 """The training of trainee.py by DeepSpeed's ZeRO-3, on one GPU, with parameters and states in host memory or
 on a drive.
 
-    zero.py '{"way": "zero-offload", "device": "cuda", "shape": {...}, "folder": "/where/nvme/is", ...}'
+    zero.py '{"way": "zero-offload", "device": "cuda", "shape": {...}, "folder": "/nvme/zero", ...}'
 
 `way` is `zero-offload` (host memory) or `zero-infinity` (a drive). Its optimizer keeps weights and states in
 single precision beside those in bfloat16, as its users have it: losses are not those of the others. It
