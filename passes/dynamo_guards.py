@@ -74,7 +74,8 @@ class Watch:
         self.after()
 
     def guard_this_graph(self) -> None:
-        """Called by the backend while a graph is compiled: its guards will begin with ours."""
+        """Called by the backend while a graph is compiled: its guards will begin with ours.
+        `_see_every_frame` comes too late for the first: that frame has said before what it is guarded on."""
         self.listen()
         self.ours += 1
         tracing = TracingContext.try_get()

@@ -86,8 +86,9 @@ class Outside:
         """A program has begun: what has been kept since the step began, and is no one's, is there while it
         runs."""
         tracker, number = self.tracker, self.tracker.number
-        exact = not self.device.sees_pages or self._nothing_arrives()
-        if exact and (tracker.running or number == 0 or self._unseen(tracker.expected.kept)):
+        counts = not self.device.sees_pages  # then a look is cheap, and right at any time
+        looks = tracker.running or (counts and number == 0) or self._unseen(tracker.expected.kept)
+        if looks and (counts or self._nothing_arrives()):
             unknown = self._unknown_bytes()
             if number == 0:
                 self.first = unknown, Program.made_count
