@@ -15,21 +15,20 @@ fi
 target=${1:-wheels}
 limit_mib=60
 
+collect() {
+  pip download --quiet --only-binary=:all: --dest "$target" --python-version 3.12 --implementation cp \
+    --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
+    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 "$@"
+}
+
 mkdir -p "$target"
-pip download --quiet --no-deps --only-binary=:all: --dest "$target" --constraint constraints.txt \
-  --python-version 3.12 --implementation cp \
-  --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
-  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-  nanobind scikit-build-core packaging pathspec ninja \
+collect --no-deps --constraint constraints.txt nanobind scikit-build-core packaging pathspec ninja \
   ortools absl-py immutabledict protobuf typing-extensions pandas python-dateutil six networkx \
   pytest pluggy iniconfig pygments hypothesis sortedcontainers
 
 if [ -n "$deepspeed" ]; then
   DS_BUILD_OPS=0 pip wheel --quiet --no-deps --wheel-dir "$target" deepspeed==0.19.8
-  pip download --quiet --only-binary=:all: --dest "$target" \
-    --python-version 3.12 --implementation cp \
-    --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-    einops hjson msgpack psutil py-cpuinfo pydantic tqdm
+  collect einops hjson msgpack psutil py-cpuinfo pydantic tqdm
 fi
 
 size_mib=$(du -sm "$target" | cut -f1)

@@ -38,9 +38,7 @@ class Trainee:
         if "fraction" in asked:
             torch.cuda.set_per_process_memory_fraction(asked["fraction"])
         self.model = self._model()
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=1e-4, fused=asked.get("fused", False) or None
-        )
+        self.optimizer = self._optimizer()
         self.run = self._compiled()
         self.random = torch.Generator().manual_seed(1)
 
@@ -52,6 +50,10 @@ class Trainee:
         if self.asked["way"] == "checkpoint":
             model.layers = nn.ModuleList(Again(layer) for layer in model.layers)
         return model
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        fused = self.asked.get("fused", False) or None
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
 
     def _options(self) -> dict[str, Any]:
         return {"memory": self.budget, **self.asked.get("options", {})}

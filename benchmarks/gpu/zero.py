@@ -54,26 +54,31 @@ def configuration(way: str, folder: str) -> dict[str, Any]:
 
 
 class Zero(Trainee):
-    def __init__(self, asked: dict[str, Any]) -> None:
+    def _model(self) -> nn.Module:
         os.environ.update({**ALONE, "MASTER_PORT": str(20_000 + os.getpid() % 20_000)})
-        self.asked, self.device, self.on_gpu, self.budget = asked, asked["device"], True, 0
-        torch.manual_seed(0)
-        torch.set_num_threads(1)
         import deepspeed
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         deepspeed.init_distributed("nccl")
-        config = configuration(asked["way"], asked["folder"])
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            self.model: nn.Module = Llama(Shape(**asked["shape"]))
-        optimizer = DeepSpeedCPUAdam(self.model.parameters(), lr=1e-4, weight_decay=0.01, adamw_mode=True)
-        self.engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
-        self.random = torch.Generator().manual_seed(1)
+        self.config = configuration(self.asked["way"], self.asked["folder"])
+        with deepspeed.zero.Init(config_dict_or_path=self.config):
+            return Llama(Shape(**self.asked["shape"]))
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(self.model.parameters(), lr=1e-4, weight_decay=0.01, adamw_mode=True)
+
+    def _compiled(self) -> Any:
+        import deepspeed
+
+        engine, *_ = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=self.config)
+        return engine
 
     def learn(self, *batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.engine(*batch)
-        self.engine.backward(loss)
-        self.engine.step()
+        engine: Any = self.run
+        loss: torch.Tensor = engine(*batch)
+        engine.backward(loss)
+        engine.step()
         return loss
 
 
