@@ -69,10 +69,10 @@ def test_the_guard_costs_no_compile_and_leaves_no_trace(scenario: str) -> None:
 
 
 def test_what_is_away_comes_back_when_it_is_touched_and_only_then() -> None:
-    """How many are away is the plan's choice, and plans go by measured times."""
-    assert results()["prints"]["counts"]["touches"] > 0
+    """How many are away is the plan's choice: the numbers are those of plans that do not go by the clock."""
+    assert results()["prints"]["counts"]["touches"] > 10
     clips = results()["clips"]["counts"]  # gradients: when they are touched, or before, as the last step did
-    assert clips["touches"] > 0 and clips["ahead"] > 0
+    assert clips["touches"] > 0 and clips["ahead"] > 0 and clips["touches"] + clips["ahead"] > 20
     for untouched in ("plain", "blocks"):
         assert results()[untouched]["counts"]["touches"] == 0
 
