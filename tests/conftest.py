@@ -32,7 +32,6 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 LANES = Lanes(Path(os.environ.setdefault("TESTS_LANES", os.path.join(SCRATCH, "lanes"))))
 
 SPENT: dict[str, ledger.Cost] = {}
-SLOWNESS = ledger.Slowness()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,8 +69,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             return (yield)
         finally:
             suite = ledger.suite_of(item.path)
-            cost = (ledger.now() - before) / SLOWNESS.look()
-            SPENT[suite] = SPENT.get(suite, ledger.Cost()) + cost
+            SPENT[suite] = SPENT.get(suite, ledger.Cost()) + (ledger.now() - before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import ledger
-import pytest
 from ledger import Cost
 
 ANOTHER = ["-p", "xdist", "-n", "2", "--dist", "loadfile"]
@@ -24,32 +23,44 @@ def test_the_rows_fit_in_a_quarter_of_an_hour_also_on_slower_machines() -> None:
     assert sum(ledger.rows().values()) <= ledger.TOTAL_SECONDS
 
 
+# Suites that are as their rows say: they tell that this is a machine like the one the rows were measured on.
+AS_EVER = {f"as ever {n}": 100.0 for n in range(ledger.ENOUGH)}
+
+
+def complaints(row: float, cost: Cost, pace: float = 1.0) -> list[str]:
+    """Of a suite beside others that all take `pace` times their rows."""
+    others = {suite: Cost(seconds * pace, seconds * pace) for suite, seconds in AS_EVER.items()}
+    return ledger.complaints({**AS_EVER, "it": row}, {**others, "it": cost})
+
+
 def test_a_suite_may_take_twice_its_row_and_not_more() -> None:
-    budget = {"fits": 100.0}  # limit 205 s
-    assert ledger.complaints(budget, {"fits": Cost(204, 204)}) == []
-    assert len(ledger.complaints(budget, {"fits": Cost(206, 206)})) == 1
+    assert complaints(100.0, Cost(204, 204)) == []  # limit 205 s
+    assert len(complaints(100.0, Cost(206, 206))) == 1
 
 
 def test_busy_neighbours_and_busy_second_cores_cost_nothing() -> None:
-    budget = {"fits": 100.0}
-    assert ledger.complaints(budget, {"fits": Cost(wall_s=300, cpu_s=100)}) == []
-    assert ledger.complaints(budget, {"fits": Cost(wall_s=100, cpu_s=200)}) == []
+    assert complaints(100.0, Cost(wall_s=300, cpu_s=100)) == []
+    assert complaints(100.0, Cost(wall_s=100, cpu_s=250)) == []
 
 
 def test_a_suite_that_only_waits_is_seen() -> None:
-    assert len(ledger.complaints({"sleeps": 10.0}, {"sleeps": Cost(wall_s=76, cpu_s=0)})) == 1
+    assert len(complaints(10.0, Cost(wall_s=76, cpu_s=0))) == 1
 
 
-def test_seconds_of_a_slow_machine_count_less_and_of_a_fast_one_as_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for took_s, times in ((3 * ledger.WORK_SECONDS, 3.0), (ledger.WORK_SECONDS / 2, 1.0)):
-        clock = iter((0.0, took_s))
-        monkeypatch.setattr(ledger.time, "process_time", lambda clock=clock: next(clock))
-        slowness = ledger.Slowness()
-        assert slowness.look() == pytest.approx(times)
-        assert slowness.look() == pytest.approx(times)  # it has just looked
-        assert (Cost(30, 60) / slowness.look()).cpu_s == pytest.approx(60 / times)
+def test_on_a_slow_machine_a_suite_is_held_to_what_the_others_take() -> None:
+    assert complaints(100.0, Cost(609, 609), pace=3.0) == []  # limit 615 s
+    assert len(complaints(100.0, Cost(620, 620), pace=3.0)) == 1
+    assert len(complaints(100.0, Cost(206, 206), pace=0.3)) == 1  # a fast one earns nobody a row
+
+
+def test_everything_outgrowing_its_row_is_seen() -> None:
+    assert len(ledger.complaints(AS_EVER, {suite: Cost(900, 900) for suite in AS_EVER})) == ledger.ENOUGH
+
+
+def test_a_few_suites_tell_no_pace() -> None:
+    few = dict(list(AS_EVER.items())[1:])
+    assert ledger.pace(few, {suite: Cost(100, 100) for suite in few}) == ledger.PACES[1]
+    assert ledger.pace(AS_EVER, {suite: Cost(100, 100) for suite in AS_EVER}) == ledger.PACES[0]
 
 
 def test_a_suite_without_a_row_is_left_to_the_test_that_asks_for_rows() -> None:
