@@ -94,7 +94,7 @@ def test_what_can_be_emptied_already_is_left_alone() -> None:
 
 def trained(*sources: str) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).with_name("adopt_train.py")), json.dumps(sources)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout, done.stderr[-2000:])
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

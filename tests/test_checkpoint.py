@@ -270,7 +270,7 @@ def test_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
 @cache
 def child(how: str, path: Path) -> dict[str, Any]:
     command = [sys.executable, str(CHILD), how, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

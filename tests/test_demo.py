@@ -17,7 +17,7 @@ TINY = ("--inner", "eager", "--layers", "2", "--batch", "2", "--length", "96", "
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "teraio", "demo", *TINY, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tree.ROOT, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tree.ROOT, timeout=900)
 
 
 def test_the_demo_shows_equal_losses_within_a_part_of_the_memory() -> None:

@@ -59,7 +59,7 @@ def ran() -> dict[str, Any]:
         text=True,
         env=environment,
         check=False,
-        timeout=250,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "matches none" not in done.stderr, done.stderr[-3000:]

@@ -37,7 +37,7 @@ WITHOUT_CHECKSUMS = [["flip", "read", "once", 8, 23, 3]]
 @cache
 def runs(rows: str, *options: str) -> list[dict[str, Any]]:
     command = [sys.executable, str(CHILD), rows, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     operations = lines[0]["operations"]

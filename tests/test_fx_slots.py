@@ -35,7 +35,7 @@ SCALAR_BYTES = 64
 
 def run(*cases: dict[str, Any]) -> list[dict[str, Any]]:
     command = [sys.executable, str(HERE / "slots_child.py"), json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     results: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return results

@@ -22,7 +22,7 @@ def trained() -> dict[str, Any]:
     """The store is where it is by default, below the run's own folder: on a disk."""
     asked = json.dumps({"steps": STEPS, "budget": BUDGET})
     command = [sys.executable, str(Path(__file__).with_name("growth_train.py")), asked]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     for row in (*result["rows"], result["plenty"], result["left"]):

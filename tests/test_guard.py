@@ -38,7 +38,7 @@ FEW_WRITES = ("streamed", "frozen", "frozen, touched")
 
 def run(scenarios: tuple[str, ...], bug: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(CHILD), json.dumps(scenarios), bug]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
 
 
 @cache

@@ -16,7 +16,7 @@ EXTRA_BYTES = (
 
 def train(kind: str, extra_bytes: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(CHILD), kind, str(extra_bytes)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
 
 
 def test_under_a_limit_that_ends_plain_training_ours_finishes_with_the_same_losses() -> None:

@@ -23,7 +23,7 @@ assert MEMORY < EXTRA_BYTES < WEIGHTS_BYTES
 
 def run(kind: str, extra_bytes: int, file: Path) -> dict[str, Any]:
     command = [*SMALL_STACKS, sys.executable, str(CHILD), kind, str(extra_bytes), str(file)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert ran.returncode == 0, ran.stderr[-3000:]
     found: dict[str, Any] = json.loads(ran.stdout)
     return found

@@ -37,7 +37,7 @@ def trained() -> dict[str, Any]:
         {"name": "too little", "of": "plenty", "part": 0.35, "planner": "none", "steps": 3},
     ]
     command = [sys.executable, str(Path(__file__).with_name("outside_train.py")), json.dumps(runs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     for name, run in result.items():
@@ -230,7 +230,7 @@ def test_what_eager_autograd_keeps_between_two_programs_is_made_room_for() -> No
     runs = []
     for words in ([], ["unseen"]):
         command = [sys.executable, str(Path(__file__).with_name("kept_train.py")), str(budget), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
         assert done.returncode == 0, done.stderr[-3000:]
         runs.append(json.loads(done.stdout.strip().splitlines()[-1]))
     seen, unseen = runs

@@ -23,7 +23,7 @@ def measured() -> dict[str, Any]:
     command = [sys.executable, str(BENCHMARK), "--attempts", str(ATTEMPTS)]
     for name, value in SIZE.items():
         command += [f"--{name}", str(value)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.stdout, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout)
     print(done.stdout)

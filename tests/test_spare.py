@@ -225,7 +225,7 @@ def child(do: str, **environment: str) -> dict[str, Any]:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -31,7 +31,7 @@ def results(folder: Path) -> dict[str, dict[str, Any]]:
     cases = [{"name": name, "store": str(folder), "limits": limits} for name, limits in LIMITS.items()]
     child = str(Path(__file__).with_name("surroundings_child.py"))
     command = [sys.executable, child, json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -21,7 +21,7 @@ Case = tuple[str, str]  # kind and operation
 def run(first: int, bug: str = "") -> tuple[dict[Case, str], int]:
     """What is wrong with each case from this one on, and the number to go on with: 0 if all were tried."""
     command = [sys.executable, str(CHILD), str(first), bug]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     found = {(kind, name): wrong for (_, kind, name), wrong in zip(lines[::2], lines[1::2])}
     assert done.returncode <= 0, done.stderr[-3000:]

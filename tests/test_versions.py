@@ -292,7 +292,7 @@ def test_a_model_trains_on_an_unknown_torch_on_what_works_there(tmp_path: Path) 
         text=True,
         check=False,
         env={**os.environ, "PYTHONPATH": paths},
-        timeout=240,
+        timeout=900,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     plain, ours, error, causes = json.loads(ran.stdout.splitlines()[-1])
