@@ -147,8 +147,8 @@ class Ticket:
     def wait(self) -> None:
         """Returns when the bytes have arrived. Raises the StoreError of what failed, or KeyboardInterrupt;
         the transfer is over then as well."""
-        self._store._check_pid()
         try:
+            self._store._check_pid()
             while not self._finished:
                 self._wait_once()
         except BaseException:  # Ctrl-C, anywhere in there
