@@ -58,12 +58,16 @@ class Outside:
 
     def room(self, live_bytes: int, tick: int | None, stays: Callable[[Record], bool]) -> None:
         """Before user code runs: makes free what it took after this call the last time."""
-        tracker = self.tracker
-        wanted = tracker.expected.outside.get(tracker.at - 1, 0) if tracker.base is not None else 0
+        wanted = self.to_come()
         if wanted:
             short, _ = self.residency.free(live_bytes + wanted, tick, stays)
             if short > 0:
-                self.overrun(short, f"after call {tracker.number}")
+                self.overrun(short, f"after call {self.tracker.number}")
+
+    def to_come(self) -> int:
+        """What user code takes before the next program begins, as far as that is known."""
+        tracker = self.tracker
+        return tracker.expected.outside.get(tracker.at - 1, 0) if tracker.base is not None else 0
 
     def begins(self) -> None:
         """A program has returned, or an optimizer steps. When that is done, its own stretch goes on."""

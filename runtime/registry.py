@@ -199,6 +199,8 @@ class Registry:
     def count(self, tensor: torch.Tensor, name: str, kind: str) -> Record | None:
         """Registers a tensor that is never moved, so that the ledger knows its bytes; one that is known stays
         what it is."""
+        if tensor.layout != torch.strided:  # sparse gradients
+            return None
         storage = tensor.untyped_storage()
         record = self.residency.records.get(storage._cdata)
         if record is None and storage.nbytes() >= SMALLEST_BYTES:

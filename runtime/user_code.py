@@ -110,7 +110,9 @@ class UserCode:
         missing = sum(record.size_bytes for record in records if record.state is State.AWAY)
         try:
             self.forget_others()
-            short, _ = residency.free(missing + live_bytes, self.ahead.now(), self.guard.exposed)
+            to_come = self.outside.to_come()
+            short, _ = residency.free(missing + live_bytes + to_come, self.ahead.now(), self.guard.exposed)
+            short -= to_come
             if short > 0:
                 self.overrun(short, f"{place} {records[0].name}")
             residency.fetch(records)
