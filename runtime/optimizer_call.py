@@ -210,7 +210,11 @@ class OptimizerCall:
             INTERRUPTS.begin(step_code(self.optimizer))
         self.visited.add(at)
         self.current = at
-        engine.guard.lend([tensor for tensor, _ in members])
+        tensors = [tensor for tensor, _ in members]
+        if self.closure:  # it runs programs, and what has to leave for them comes back when it is touched
+            engine.guard.put_on(tensors)
+        else:
+            engine.guard.lend(tensors)
 
     def close(self) -> None:
         """The bucket has been stepped: the states that were made for it are known from here on."""

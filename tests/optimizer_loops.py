@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from teraio.runtime import engine
+
 Parameters = list[nn.Parameter]
 
 
@@ -222,6 +224,19 @@ def anomaly(run: Any, loss: torch.Tensor) -> None:
         loss.backward()
 
 
+def needs_room(run: Any, step: int, again: Callable[[], Any]) -> None:
+    """In the middle of its update, which has weights and states at hand."""
+
+    def closure() -> Any:
+        loss = again()
+        if engine.ENGINE is not None:
+            engine.ENGINE.residency.serial += 1
+            engine.ENGINE.residency.free(2**40, None, engine.ENGINE.guard.exposed)
+        return loss
+
+    run.losses.append(run.optimizer.step(closure).item())
+
+
 LOOPS: dict[str, Loop] = {
     "accumulates": Loop(batches=4, between=clips),
     "clips": Loop(between=clips),
@@ -236,7 +251,7 @@ LOOPS: dict[str, Loop] = {
     "swaps the optimizer": Loop(begin=swaps),
     "scheduler": Loop(end=schedules),
     "closure": Loop(update=lambda run, step, again: run.losses.append(run.optimizer.step(again).item())),
-    "LBFGS": Loop(update=lambda run, step, again: run.losses.append(run.optimizer.step(again).item())),
+    "LBFGS": Loop(update=needs_room),
     "backward twice": Loop(backward=twice),
     "autograd.grad": Loop(backward=graph_of_the_backward),
     "anomaly": Loop(backward=anomaly),
