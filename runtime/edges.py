@@ -9,7 +9,8 @@ one else holds: it does nothing, and it ends when the node does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -44,24 +45,51 @@ class Edge:
 Edges = list[ReferenceType[Edge]] | None  # None: it is not known
 
 
-def edges_of(used: list[torch.Tensor], made: Any, given: Any) -> Edges:
-    """What a function of torch that was `given` these, and so `used` weights, put into a graph: what it
-    `made`, or, if that is nothing, what it changed."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Of a function of torch."""
+
+    made: Any
+    given: Any
+    first: int  # the nodes that it put into a graph have this number in their thread, or a higher one
+
+
+def edges_of(used: Iterable[torch.Tensor], call: Call) -> Edges:
+    """What a call that used these weights put into a graph."""
     if not torch.is_grad_enabled():
         return []
     with DisableTorchFunctionSubclass():
         if not any(tensor.requires_grad for tensor in used):
             return []
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        tensors = tensors_of(call)
+        if tensors is None:
             return None
-        leaves = list(_leaves(made))
-        if not all(isinstance(leaf, PLAIN) for leaf in leaves):
-            return None
-        if made is None:
-            leaves = list(_leaves(given))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         nodes = {id(node): node for tensor in tensors if (node := tensor.grad_fn) is not None}
         return [_hooked(node) for node in nodes.values()]
+
+
+def tensors_of(call: Call) -> list[torch.Tensor] | None:
+    """Which it made, or, if that is nothing, which it changed. None: it is not known."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    leaves = list(_leaves(call.made))
+    if not all(isinstance(leaf, PLAIN) for leaf in leaves):
+        return None
+    if call.made is None:
+        leaves = list(_leaves(call.given))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def end_of_graphs(weight: torch.Tensor) -> Any:
+    """The node at which graphs of a weight end, which exists from now on, as long as this is held. None if
+    it has none, or that cannot be told here."""
+    if not (weight.requires_grad and weight.is_leaf) or torch.is_inference_mode_enabled():
+        return None
+    with torch.enable_grad(), DisableTorchFunctionSubclass():
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        view = weight.view_as(weight)
+        return view.grad_fn.next_functions[0][0] if view.grad_fn is not None else None
 
 
 def _hooked(node: Any) -> ReferenceType[Edge]:

@@ -168,16 +168,11 @@ class Engine:
 
     def _meet(self, program: Program) -> None:
         """Its arguments are known. Weights that were never seen may be held by eager autograd already: they
-        have more holders than those beside them, which are all handed over in the same way: those that get
-        gradients in one, frozen ones and buffers in another."""
+        have more holders than those beside them, which are all handed over in the same way."""
         if self.registry.new_weights:
-            weights = [r for r in program.bound if r is not None and r.kind == "weight"]
-            least = {
-                trained: min((r.holders() for r in weights if r.trained() is trained), default=0)
-                for trained in (True, False)
-            }
+            least = min(r.holders() for r in program.bound if r is not None and r.kind == "weight")
             for record in self.registry.new_weights:
-                record.held = record.edges_unseen = record.holders() > least[record.trained()]
+                record.held = record.edges_unseen = record.holders() > least
             self.registry.new_weights.clear()
         if not program.checked:
             program.checked = True

@@ -24,6 +24,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from teraio.schedule import Buffer
 
+from .guard import BARE
 from .programs import Program
 from .records import Record
 from .residency import Residency
@@ -138,7 +139,7 @@ class Gradients:
         """This weight's gradients are seen from now on."""
         if id(tensor) in HOOKED or not (tensor.requires_grad and tensor.is_leaf):
             return
-        if type(tensor) is torch.nn.Parameter and not self.user.guard.off:
+        if BARE.get(type(tensor), type(tensor)) is torch.nn.Parameter and not self.user.guard.off:
             _hook(tensor)
 
     def before(self, tensor: torch.Tensor, gradient: torch.Tensor, counts: Counts) -> None:
@@ -159,18 +160,31 @@ class Gradients:
 
     def after(self, tensor: torch.Tensor) -> None:
         """The weight has its gradient."""
-        taken_over = not self._let_go(id(tensor))
+        self._adopt(tensor, taken_over=not self._let_go(id(tensor)))
+
+    def watch_late(self, tensor: torch.Tensor) -> None:
+        """The weight may have its gradient already."""
+        self.watch(tensor)
+        self._adopt(tensor, taken_over=False)
+
+    def _adopt(self, tensor: torch.Tensor, taken_over: bool) -> None:
         weight = self._weight(tensor)
         gradient = tensor.grad
         if weight is None or gradient is None:
             return
         weight.edges_unseen = False
-        if not self.user.guard.off and type(gradient).__name__ in {"Tensor", "GuardedTensor"}:
+        plain = type(gradient).__name__ in {"Tensor", "GuardedTensor"} and gradient.layout == torch.strided
+        if plain and not self.user.guard.off:
+            before = len(self.residency.records)
             record = self.adopt(weight, gradient, taken_over)
+            if record is not None and len(self.residency.records) > before:
+                self.user.outside.took(record.size_bytes)
             if record is not None and record.evictable:
                 self.user.guard.put_on([gradient])
 
     def _known(self, tensor: torch.Tensor) -> Record | None:
+        if tensor.layout != torch.strided:
+            return None
         record = self.user.guard.records.get(id(tensor))
         return record if record is not None else self.residency.records.get(tensor.untyped_storage()._cdata)
 

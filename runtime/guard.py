@@ -32,7 +32,7 @@ from torch.autograd import forward_ad
 
 from teraio.errors import EvictedError
 
-from .edges import Edges, edges_of
+from .edges import Call
 from .no_bytes import NO_BYTES
 
 if TYPE_CHECKING:
@@ -52,11 +52,21 @@ class Owner(Protocol):
     """The engine, as the guard needs it."""
 
     def open(self, records: list[Record], place: str) -> Any:
-        """User code is about to use these: they are resident and stay, until `close`, which is given the
-        result, and what came into a graph. `place` is the function of torch."""
+        """User code is about to use these: they are resident and stay, until `close`, which is given these
+        weights and what was called with them, or neither if that is a backward's node. `place` is the
+        function of torch."""
         ...
 
-    def close(self, records: list[Record], place: str, before: Any, edges: Edges) -> None: ...
+    def close(
+        self,
+        records: list[Record],
+        place: str,
+        before: Any,
+        used: Sequence[torch.Tensor] = (),
+        call: Call | None = None,
+    ) -> None: ...
+
+    def record_at(self, key: int) -> Record | None: ...
 
 
 class Guard:
@@ -177,7 +187,7 @@ def describes_itself(state_dict: Callable[..., Any]) -> Callable[..., Any]:
 ACTIVE: list[Guard] = []  # of the engine of this process, if there is one
 
 
-def _active() -> Guard | None:
+def active() -> Guard | None:
     """None as well in a fork of its process."""
     return ACTIVE[0] if ACTIVE and ACTIVE[0].pid == os.getpid() else None
 
@@ -185,7 +195,7 @@ def _active() -> Guard | None:
 def _detached(tensor: torch.Tensor) -> torch.Tensor | None:
     """Another tensor of the same bytes, which wears the guard class as well: a state dict of a model brings
     nothing back, and keeps nothing here. None: this is not the plain case."""
-    guard = _active()
+    guard = active()
     record = guard.records.get(id(tensor)) if guard is not None else None
     if guard is None or record is None or guard.off or record.dead() or forward_ad._current_level >= 0:
         return None
@@ -228,7 +238,7 @@ def _edges(values: Any) -> Any:
 
 def _serve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     worn = [tensor for tensor in _tensors(args, kwargs) if type(tensor) in BARE]
-    guard = _active()
+    guard = active()
     place = getattr(func, "__name__", str(func))
     if guard is None:
         _refuse_away(worn, place)
@@ -239,13 +249,13 @@ def _serve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return _one_by_one(func, args, kwargs)
     records = _records(guard, worn)
     guard.take_off(worn)
-    before, result = (), None
+    before, result, first = (), None, torch._C._autograd._get_sequence_nr()
     try:
         before = guard.owner.open(records, place)
         result = func(*args, **kwargs)
         return result
     finally:
-        guard.owner.close(records, place, before, edges_of(worn, result, (args, kwargs)))
+        guard.owner.close(records, place, before, worn, Call(result, (args, kwargs), first))
         guard.put_on(worn)
 
 
@@ -255,11 +265,14 @@ def _refuse_away(worn: list[torch.Tensor], place: str) -> None:
         away = [t for t in worn if t.numel() and not torch.Tensor.untyped_storage(t).nbytes()]
     if away:
         known = ACTIVE[0].records.get(id(away[0])) if ACTIVE else None
-        raise EvictedError(
-            f"user code ({place}) needs {known.name if known else 'a weight'}, which is away, and this "
-            f"process ends, or was forked from the one that can bring it back. Fork inside "
-            f"`with teraio.resident(model):`, or start processes by 'spawn'"
-        )
+        raise nobody_brings(known.name if known else "a weight", place)
+
+
+def nobody_brings(name: str, place: str) -> EvictedError:
+    return EvictedError(
+        f"user code ({place}) needs {name}, which is away, and this process ends, or was forked from the one "
+        f"that can bring it back. Fork inside `with teraio.resident(model):`, or start processes by 'spawn'"
+    )
 
 
 def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

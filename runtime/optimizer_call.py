@@ -41,6 +41,7 @@ class Stepped:
         self.seen = trial.Outcome(None)
         self.programs: dict[tuple[Any, ...], Program] = {}
         self.asked: tuple[Any, ...] | None = None
+        self.met = 0  # how many of its parameters were looked at, whether eager code alone uses them
         self.in_buckets = False  # the user insists
         self.limit_bytes = 0
 
@@ -132,6 +133,7 @@ class OptimizerCall:
         engine.stuck.look()
         engine.gradients.let_go()
         engine.user.forget_others()
+        self._take_in_eager()
         need: Need | None = None
         for buckets in ways:
             self._gather(buckets)
@@ -148,6 +150,26 @@ class OptimizerCall:
         except BaseException:
             engine.abandon()
             raise
+
+    def _take_in_eager(self) -> None:
+        """What is trained beside the weights of programs is a part of the same model."""
+        groups = self.optimizer.param_groups
+        count = sum(len(group["params"]) for group in groups)
+        if count == self.about.met:
+            return
+        registry, records = self.engine.registry, self.engine.guard.records
+        named = {
+            f"optimizer {self.about.number}.{place}.{at}": parameter
+            for place, group in enumerate(groups)
+            for at, parameter in enumerate(group["params"])
+        }
+        known = [p for p in named.values() if id(p) in records and records[id(p)].kind == "weight"]
+        if known:
+            self.about.met = count
+            with DisableTorchFunctionSubclass():
+                for name, parameter in named.items():
+                    if parameter.device == known[0].device and parameter.layout == torch.strided:
+                        registry.take_in_eager(parameter, name)
 
     def _program(self) -> tuple[Program, list[Record | None]]:
         """One slot per bucket; and the records of its buffers."""

@@ -53,11 +53,13 @@ class Outside:
         self.overrun = overrun
         residency.overrun = overrun
         self.stretch: Stretch | None = None
+        self.taken_bytes = 0  # in this stretch, and in the ledger by now: gradients that eager code made
         self.first = (0, -1)  # as this step began: bytes that the ledger does not know, programs
         self.off = False  # the system does not say
 
     def room(self, live_bytes: int, tick: int | None, stays: Callable[[Record], bool]) -> None:
         """Before user code runs: makes free what it took after this call the last time."""
+        self.taken_bytes = 0
         wanted = self.to_come()
         if wanted:
             short, _ = self.residency.free(live_bytes + wanted, tick, stays)
@@ -65,9 +67,14 @@ class Outside:
                 self.overrun(short, f"after call {self.tracker.number}")
 
     def to_come(self) -> int:
-        """What user code takes before the next program begins, as far as that is known."""
+        """What user code takes before the next program begins, as far as it is not in the ledger by now."""
         tracker = self.tracker
-        return tracker.expected.outside.get(tracker.at - 1, 0) if tracker.base is not None else 0
+        wanted = tracker.expected.outside.get(tracker.at - 1, 0) if tracker.base is not None else 0
+        return max(0, wanted - self.taken_bytes)
+
+    def took(self, size_bytes: int) -> None:
+        """User code has made something that the ledger counts from now on."""
+        self.taken_bytes += size_bytes
 
     def begins(self) -> None:
         """A program has returned, or an optimizer steps. When that is done, its own stretch goes on."""
@@ -119,7 +126,7 @@ class Outside:
             return
         residency = self.residency
         grown = self.device.peak_bytes() - stretch.used_bytes
-        grown -= max(0, residency.mover.resident_bytes - stretch.known_bytes)
+        grown -= max(0, residency.mover.resident_bytes - stretch.known_bytes - self.taken_bytes)
         outside = grown if grown >= NOISE_BYTES else 0
         self.tracker.outside[stretch.call] = outside
         short = stretch.known_bytes + outside + residency.reserve_bytes - residency.budget_bytes

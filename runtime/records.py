@@ -15,7 +15,7 @@ from weakref import ReferenceType
 import torch
 
 from .device import Pending
-from .edges import Edge, Edges, alive
+from .edges import Edge, Edges, alive, end_of_graphs
 from .store import Extent
 from .weight_files import FileCopy
 
@@ -135,16 +135,18 @@ class Record:
         one and keeps it."""
         return int(torch._C._storage_Use_Count(self.key)) - KEPT - (HOLDS if self.pending is not None else 0)
 
-    def trained(self) -> bool:
-        return any(tensor.requires_grad for tensor in self.live_faces())
-
     def shared(self) -> bool:
         """By tensors that are none of its faces."""
         return self.references() > len(self.live_faces())
 
     def holders(self) -> int:
-        """How often C++ holds its tensors: autograd saved one, a function is being applied to it."""
-        return sum(tensor._use_count() - 1 for tensor in self.live_faces())  # type: ignore[attr-defined]
+        """How often C++ holds its tensors: autograd saved one, a function is being applied to it. A graph
+        that ends at one holds it, too, and reads nothing."""
+        held = 0
+        for tensor in self.live_faces():
+            end = end_of_graphs(tensor)
+            held += tensor._use_count() - 1 - (end is not None)  # type: ignore[attr-defined]
+        return held
 
     def watch_others(self) -> tuple[int, int]:
         """To be compared later, by `notice_others`."""
@@ -154,6 +156,9 @@ class Record:
         """User code has used it: a tensor more that shares the bytes, a holder more?"""
         self.aliased |= self.references() > before[0]
         self.held |= self.holders() > before[1]
+
+    def more_hold(self, before: tuple[int, int]) -> bool:
+        return self.references() > before[0] or self.holders() > before[1]
 
     def notice_edges(self, edges: Edges) -> None:
         """User code has used it, and this came of it in graphs of autograd's."""

@@ -90,6 +90,19 @@ class Registry:
             self.guard.put_on([tensor])
         return record
 
+    def take_in_eager(self, tensor: torch.Tensor, name: str) -> None:
+        """A weight that is trained beside those of programs, and that eager code alone uses."""
+        record = self.residency.records.get(tensor.untyped_storage()._cdata)
+        if self.kept(name) or (record is not None and record.kind != "outside"):
+            return
+        record = self.take_in(tensor, name)
+        if record is not None and record.evictable:
+            self.residency.becomes(record, "weight")
+            record.persistent = True
+            record.held |= record.holders() > 0
+            self.describe(record)
+            self.gradients.watch_late(tensor)
+
     def _bring_in(self, record: Record, storage: torch.UntypedStorage, label: str, about: Buffer) -> None:
         """An optimizer knew it before any program did, or the module that it was made for."""
         self.residency.becomes(record, "weight")

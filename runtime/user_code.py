@@ -14,12 +14,13 @@ from teraio.units import fmt_bytes
 
 from .ahead import Ahead
 from .device import Device
-from .edges import Edges
+from .edges import Call, edges_of
 from .guard import Guard
 from .moves import Mover
 from .outside import Outside
 from .records import Record, State
 from .residency import Residency
+from .saved import left_to_nodes
 from .step import StepTracker
 
 log = logging.getLogger("teraio")
@@ -81,17 +82,36 @@ class UserCode:
         self.bring(records, 0, place)
         return [record.watch_others() for record in records]
 
-    def close(self, records: list[Record], place: str, before: list[tuple[int, int]], edges: Edges) -> None:
+    def close(
+        self,
+        records: list[Record],
+        place: str,
+        before: list[tuple[int, int]],
+        used: Sequence[torch.Tensor] = (),
+        call: Call | None = None,
+    ) -> None:
+        edges = edges_of(used, call) if call is not None else []
         for record in records:
             record.pins -= 1
             record.notice_edges(edges)
         for record, others in zip(records, before):
-            record.notice_others(others)
+            if not self._left_to_nodes(record, others, call):
+                record.notice_others(others)
             record.pointed |= place in RAW
             if place in UNVERSIONED:
                 record.clean = False
             if record.exposed:
                 record.clean = False
+
+    def _left_to_nodes(self, record: Record, before: tuple[int, int], call: Call | None) -> bool:
+        """Whether more hold it now, and all of them bring it back themselves."""
+        if call is None or self.guard.off or record.exposed or not record.more_hold(before):
+            return False
+        return left_to_nodes(record, before, call)
+
+    def record_at(self, key: int) -> Record | None:
+        """Of the storage with this key."""
+        return self.residency.records.get(key)
 
     def bring(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
         """For user code: makes these resident, over the budget if it must be."""

@@ -60,17 +60,28 @@ def is_small(weight: torch.Tensor) -> bool:
     return 0 < weight.abs().max().item() < 100
 
 
+@torch._dynamo.disable
+def eagerly(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Autograd keeps its weights until the backward, and no program knows them."""
+    out: torch.Tensor = block(x)
+    return out
+
+
 class Model(torch.nn.Module):
     def __init__(self, scenario: str) -> None:
         super().__init__()
         self.lends = scenario == "lends"
         self.blocks = torch.nn.ModuleList(Lent() if self.lends else Block() for _ in range(6))
         self.breaks = scenario == "breaks"
+        self.eager = scenario == "eager blocks"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, block in enumerate(self.blocks):
             if self.lends:
                 x = block(x, lent=self.blocks[number - 1].up.weight)  # type: ignore[union-attr]
+                continue
+            if self.eager and number in {2, 4}:
+                x = eagerly(block, x)
                 continue
             if self.breaks and number == 3:
                 torch._dynamo.graph_break()
@@ -92,6 +103,8 @@ class Run:
             for number, parameter in enumerate(self.model.parameters()):
                 parameter.requires_grad_(number >= 22)
         trained = [[p for p in b.parameters() if p.requires_grad] for b in self.model.blocks]
+        if scenario == "eager blocks":
+            trained = [[p for block in trained for p in block]]
         self.optimizers = [torch.optim.SGD(block, lr=0.1) for block in trained if block]
         if memory is None:
             os.environ["TERAIO_DISABLE"] = "1"

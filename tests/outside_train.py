@@ -3,6 +3,7 @@ head and its loss are user code, which takes more memory than a block.
 
     outside_train.py '[{"name": "half", "part": 0.6, "of": "plenty", "planner": "none", "steps": 4}, ...]'
 
+(and `wide`: the embedding and the head are most of the model)
 prints one JSON object: per run the losses, the peak bytes of each step, the largest overrun until then, what
 was learnt of user code after each call, and the error that ended it. All runs share what the first compiles.
 """
@@ -13,6 +14,7 @@ import gc
 import json
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import allocator
@@ -27,13 +29,15 @@ from teraio.runtime import engine
 
 SHAPE = Shape(vocabulary=2048, hidden=128, intermediate=352, layers=4, heads=2, key_heads=1)
 BATCH, LENGTH = 16, 96
+WIDE, WIDE_BATCH = replace(SHAPE, vocabulary=16384), 1
 
 
 class Trainer:
-    def __init__(self, counting: allocator.Counting) -> None:
+    def __init__(self, counting: allocator.Counting, wide: bool) -> None:
         self.counting = counting
+        self.shape, self.batch = (WIDE, WIDE_BATCH) if wide else (SHAPE, BATCH)
         torch.manual_seed(0)
-        self.model = Llama(SHAPE)
+        self.model = Llama(self.shape)
         self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
         for block in self.model.layers:
             block.compile(backend="teraio", options={"inner": "eager"})
@@ -58,7 +62,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(1)
         assert engine.ENGINE is not None
         for _ in range(steps):
-            tokens = torch.randint(0, SHAPE.vocabulary, (BATCH, LENGTH + 1), generator=generator)
+            tokens = torch.randint(0, self.shape.vocabulary, (self.batch, LENGTH + 1), generator=generator)
             self.counting.reset_peak()
             loss = self.model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
@@ -68,6 +72,7 @@ class Trainer:
             del loss
             result["peaks"].append(self.counting.peak_bytes() - others)
             result["overruns"].append(teraio.stats()["overrun_bytes"])
+        result["touches"] = teraio.stats()["touches"] + teraio.stats()["ahead"]
         result["evictions"] = teraio.stats()["evictions"]
         result["learnt"] = dict(engine.ENGINE.tracker.expected.outside)
 
@@ -75,7 +80,7 @@ class Trainer:
 def main() -> None:
     counting = allocator.install()
     torch.set_num_threads(1)
-    trainer = Trainer(counting)
+    trainer = Trainer(counting, "wide" in sys.argv[2:])
     done: dict[str, dict[str, Any]] = {}
     for asked in json.loads(sys.argv[1]):
         done[asked["name"]] = trainer.run(asked, done)

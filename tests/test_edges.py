@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from teraio.runtime import engine
-from teraio.runtime.edges import alive, edges_of
+from teraio.runtime.edges import Call, alive, edges_of
 
 
 def weight() -> torch.Tensor:
@@ -21,7 +21,7 @@ def weight() -> torch.Tensor:
 def edges_after(func: Callable[..., Any], *given: Any) -> tuple[Any, Any]:
     """What the function gives, and what that put into a graph."""
     made = func(*given)
-    return made, edges_of([given[0]], made, given)
+    return made, edges_of([given[0]], Call(made, given, 0))
 
 
 def test_an_edge_lives_as_long_as_its_graph() -> None:

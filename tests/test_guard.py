@@ -31,6 +31,7 @@ TOUCHES = (
     "breaks",
     "lends",
     "blocks",
+    "eager blocks",
     "frozen, written",
 )
 FEW_WRITES = ("streamed", "frozen", "frozen, touched")
@@ -73,6 +74,8 @@ def test_what_is_away_comes_back_when_it_is_touched_and_only_then() -> None:
     assert results()["prints"]["counts"]["touches"] > 10
     clips = results()["clips"]["counts"]  # gradients: when they are touched, or before, as the last step did
     assert clips["touches"] > 0 and clips["ahead"] > 0 and clips["touches"] + clips["ahead"] > 20
+    eager = results()["eager blocks"]["counts"]  # what autograd saved, too
+    assert eager["touches"] + eager["ahead"] > 15
     for untouched in ("plain", "blocks"):
         assert results()[untouched]["counts"]["touches"] == 0
 

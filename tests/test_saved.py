@@ -1,0 +1,274 @@
+"""What eager autograd saved of a weight may be away until it is read, if autograd's nodes alone have it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.checkpoint import checkpoint
+
+import teraio
+from teraio.runtime import engine
+from teraio.runtime.records import Record, State
+
+WIDTH = 256
+KEPT: list[Any] = []
+
+
+@pytest.fixture
+def model(nothing_left: None) -> nn.Module:
+    """Its weights wear the guard, after two steps; the last layer is in no program."""
+    model = three_layers()
+    compiled = torch.compile(model[:2], backend="teraio", options={"inner": "eager", "memory": "64MiB"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        layer(model, 2)(compiled(torch.ones(4, WIDTH))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def three_layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+
+def layer(model: nn.Module, number: int) -> nn.Linear:
+    found = model[number]  # type: ignore[index]
+    assert isinstance(found, nn.Linear)
+    return found
+
+
+def record(tensor: torch.Tensor) -> Record:
+    assert engine.ENGINE is not None
+    return engine.ENGINE.guard.records[id(tensor)]
+
+
+def send_away() -> None:
+    """Everything that may leave."""
+    assert engine.ENGINE is not None
+    engine.ENGINE.user.forget_others()
+    residency = engine.ENGINE.residency
+    residency.serial += 1
+    residency.free(2**40, None, engine.ENGINE.guard.exposed)
+
+
+def inputs() -> torch.Tensor:
+    return torch.arange(4.0 * WIDTH).reshape(4, WIDTH).div(1000).requires_grad_()
+
+
+class Doubled(torch.autograd.Function):
+    """A function of the user's. What it kept it reads in Python, where it is brought back like anything."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight.t() * 2, x.t() @ gradients[0] * 2
+
+
+def keeps_a_view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As torch's own functions in Python, asked as a whole; and it remembers what it saved."""
+    if has_torch_function((weight,)):
+        return handle_torch_function(keeps_a_view, (weight,), x, weight)
+    view = weight.t()
+    KEPT.append(view)
+    return x @ view
+
+
+Use = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+MAY_LEAVE: dict[str, Use] = {
+    "linear": lambda m, x: F.linear(x, layer(m, 0).weight, layer(m, 0).bias),
+    "three dimensions": lambda m, x: F.linear(x[None], layer(m, 0).weight, layer(m, 0).bias),
+    "product": lambda m, x: x @ layer(m, 0).weight,
+    "twice": lambda m, x: F.linear(F.linear(x, layer(m, 0).weight), layer(m, 0).weight),
+    "elementwise": lambda m, x: x[:1] * layer(m, 0).weight,
+    "penalty": lambda m, x: x.sum() * layer(m, 0).weight.square().sum(),
+    "a function of the user's": lambda m, x: Doubled.apply(x, layer(m, 0).weight),
+    "rows": lambda m, x: F.embedding(torch.tensor([3, 5]), layer(m, 0).weight) * x[:2],
+}
+STAYS: dict[str, Use] = {
+    "a view": lambda m, x: x @ layer(m, 0).weight.t(),
+    "a view that is kept": lambda m, x: keeps_a_view(x, layer(m, 0).weight),
+}
+
+
+def gradients(use: Use, model: nn.Module, away: bool) -> list[torch.Tensor]:
+    """Of the input and of the weights that were used."""
+    x = inputs()
+    made = use(model, x)
+    if away:
+        send_away()
+        assert record(layer(model, 0).weight).state is State.AWAY
+    made.square().sum().backward()
+    found = [x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    model.zero_grad()
+    return [gradient for gradient in found if gradient is not None]
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The same weights, and no one guards them."""
+    copy = three_layers()
+    copy.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    return copy
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+@pytest.mark.parametrize("name", MAY_LEAVE)
+def test_a_node_brings_back_what_it_saved(model: nn.Module, name: str) -> None:
+    wanted = gradients(MAY_LEAVE[name], bare(model), away=False)
+    assert same(gradients(MAY_LEAVE[name], model, away=True), wanted)
+    assert record(layer(model, 0).weight).pins == 0
+    send_away()
+    assert record(layer(model, 0).weight).state is State.AWAY, "it may leave again"
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_someone_else_may_hold_stays(model: nn.Module, name: str) -> None:
+    wanted = gradients(STAYS[name], bare(model), away=False)
+    x = inputs()
+    made = STAYS[name](model, x)
+    send_away()
+    assert record(layer(model, 0).weight).state is State.DEVICE
+    made.square().sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, wanted[0])
+    KEPT.clear()
+
+
+def test_what_is_saved_by_a_hook_of_the_users_is_not_looked_at(model: nn.Module) -> None:
+    linear = layer(model, 0)
+    unpacked: list[torch.Tensor] = []
+
+    def unpack(saved: torch.Tensor) -> torch.Tensor:
+        unpacked.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+        made = F.linear(inputs(), linear.weight)
+    assert not unpacked
+    send_away()
+    made.sum().backward()
+    assert unpacked
+
+
+def test_recomputation_uses_them_again(model: nn.Module) -> None:
+    def use(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = checkpoint(MAY_LEAVE["linear"], model, x, use_reentrant=False)
+        return made
+
+    assert same(gradients(use, model, away=True), gradients(use, bare(model), away=False))
+
+
+def test_a_graph_that_is_kept_brings_them_back_each_time(model: nn.Module) -> None:
+    linear = layer(model, 0)
+    x = inputs()
+    loss = F.linear(x, linear.weight).square().sum()
+    found: list[torch.Tensor] = []
+    for _ in range(2):
+        send_away()
+        assert record(linear.weight).state is State.AWAY
+        found += torch.autograd.grad(loss, x, retain_graph=True)
+    assert torch.equal(*found)
+    assert record(linear.weight).pins == 0
+
+
+def test_a_backward_of_a_backward_has_what_it_needs(model: nn.Module) -> None:
+    def twice(model: nn.Module, away: bool) -> torch.Tensor:
+        x = inputs()
+        loss = F.linear(x, layer(model, 0).weight).pow(3).sum()
+        if away:
+            send_away()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        if away:
+            send_away()
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    assert torch.equal(twice(model, True), twice(bare(model), False))
+
+
+def test_a_node_that_fails_lets_go_with_its_graph(model: nn.Module) -> None:
+    linear = layer(model, 0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        x = inputs()
+        made = F.linear(x, linear.weight)
+        with torch.no_grad():
+            linear.weight.mul_(1)
+        made.sum().backward()
+    del made, x
+    gc.collect()
+    assert record(linear.weight).pins == 0
+    send_away()
+    assert record(linear.weight).state is State.AWAY
+
+
+def test_other_bytes_that_a_weight_was_given_are_the_ones_that_come(model: nn.Module) -> None:
+    """As torch has it: a node that saved the weight reads what is in it then."""
+
+    def use(model: nn.Module, away: bool) -> torch.Tensor:
+        weight = layer(model, 0).weight
+        x = inputs()
+        made = x[:1] * weight
+        weight.data = torch.full((WIDTH, WIDTH), 3.0)
+        if away:
+            layer(model, 0).weight.abs()  # it is found again by its new bytes
+            send_away()
+        made.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    wanted = use(bare(model), False)
+    assert torch.equal(use(model, True), wanted)
+
+
+def test_after_the_end_of_the_engine_a_graph_goes_on(model: nn.Module) -> None:
+    wanted = gradients(MAY_LEAVE["linear"], bare(model), away=False)
+    x = inputs()
+    made = MAY_LEAVE["linear"](model, x)
+    send_away()
+    teraio.reset()
+    made.square().sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, wanted[0])
+
+
+def test_weights_that_eager_code_alone_uses_are_managed_beside_those_of_programs(model: nn.Module) -> None:
+    found = record(layer(model, 2).weight)
+    assert found.evictable and found.kind == "weight" and found.name == "optimizer 0.0.4"
+    wanted = gradients(MAY_LEAVE["linear"], bare(model), away=False)
+    assert same(gradients(MAY_LEAVE["linear"], model, away=True), wanted)
+    send_away()
+    assert found.state is State.AWAY
+    assert torch.equal(layer(model, 2).weight, layer(bare(model), 2).weight)
+
+
+def test_an_embedding_with_sparse_gradients_trains_beside_them(nothing_left: None) -> None:
+    def losses(memory: str | None) -> list[float]:
+        torch.manual_seed(0)
+        rows = nn.Embedding(2000, WIDTH, sparse=True)
+        layers: Any = three_layers()
+        trained = [*rows.parameters(), *layers.parameters()]
+        if memory:
+            layers = torch.compile(layers, backend="teraio", options={"inner": "eager", "memory": memory})
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        found = []
+        for step in range(5):
+            loss = layers(rows(torch.arange(1024) + step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    assert losses("8.6MiB") == losses(None)
+    assert teraio.stats()["evictions"] > 4
