@@ -69,9 +69,11 @@ class Watch:
         self.before()
 
     def _ended(self, *_: Any) -> None:
-        if self._graphs()[1] > self.began[1]:
-            self.foreign()
-        self.after()
+        try:
+            if self._graphs()[1] > self.began[1]:
+                self.foreign()
+        finally:
+            self.after()
 
     def guard_this_graph(self) -> None:
         """Called by the backend while a graph is compiled: its guards will begin with ours.

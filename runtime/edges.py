@@ -15,7 +15,7 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 
 # Of these it can be seen whether they are in a graph. Of anything else it is not known.
 PLAIN = (
@@ -85,9 +85,9 @@ def end_of_graphs(weight: torch.Tensor) -> Any:
     it has none, or that cannot be told here."""
     if not (weight.requires_grad and weight.is_leaf) or torch.is_inference_mode_enabled():
         return None
-    with torch.enable_grad(), DisableTorchFunctionSubclass():
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    with torch.enable_grad(), DisableTorchFunction(), torch._C._DisableTorchDispatch():  # no mode sees it
         view = weight.view_as(weight)
         return view.grad_fn.next_functions[0][0] if view.grad_fn is not None else None
 

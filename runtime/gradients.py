@@ -26,7 +26,7 @@ from teraio.schedule import Buffer
 
 from .guard import BARE
 from .programs import Program
-from .records import Record
+from .records import Record, sharers
 from .residency import Residency
 from .user_code import UserCode
 
@@ -129,6 +129,9 @@ class Gradients:
         record = self.user.guard.records.get(id(tensor))
         return record if record is not None and record.kind == "weight" else None
 
+    def awaits_backward(self) -> bool:
+        return any(self._open(forward) for forward in self.forwards)
+
     def _open(self, forward: Forward) -> bool:
         known = self.residency.records
         return not forward.saved or any(known.get(record.key) is record for record in forward.saved)
@@ -177,6 +180,8 @@ class Gradients:
         if plain and not self.user.guard.off:
             before = len(self.residency.records)
             record = self.adopt(weight, gradient, taken_over)
+            if record is not None and record.references() > SHARED_AFTER:
+                record.aliased = True  # it is a view of what goes on through the graph, or a hook has it
             if record is not None and len(self.residency.records) > before:
                 self.user.outside.took(record.size_bytes)
             if record is not None and record.evictable:
@@ -237,10 +242,12 @@ def _hook(tensor: torch.Tensor) -> None:
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _taken_over_at() -> Counts | None:
-    """What a hook sees of a gradient whose storage the weight is about to take over, tried on a small one;
-    None if this torch takes over none."""
-    seen: list[Any] = []
+def _taken_over_at() -> tuple[Counts | None, int]:
+    """What a hook sees of a gradient whose storage the weight is about to take over, tried on a small one,
+    None if this torch takes over none; and how many tensors share its bytes when the weight has it."""
+    made_at: list[int] = []
+    seen: list[Counts] = []
+    sharing: list[int] = []
 
     class Double(torch.autograd.Function):
         @staticmethod
@@ -250,19 +257,24 @@ def _taken_over_at() -> Counts | None:
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             made = gradient * 2
-            seen.append(made.untyped_storage()._cdata)
+            made_at.append(made.untyped_storage()._cdata)
             return made
 
     weight = torch.nn.Parameter(torch.ones(4))
 
     def before(gradient: torch.Tensor) -> None:
-        counts = gradient._use_count(), sys.getrefcount(gradient)  # type: ignore[attr-defined]
-        seen.append(counts)
+        seen.append((gradient._use_count(), sys.getrefcount(gradient)))  # type: ignore[attr-defined]
+
+    def after(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        sharing.append(sharers(weight.grad.untyped_storage()._cdata))
 
     weight.register_hook(before)
+    weight.register_post_accumulate_grad_hook(after)
     Double.apply(weight).sum().backward()
     assert weight.grad is not None
-    return seen[1] if weight.grad.untyped_storage()._cdata == seen[0] else None
+    taken_over = weight.grad.untyped_storage()._cdata == made_at[0]
+    return seen[0] if taken_over else None, sharing[0]
 
 
-TAKEN_OVER_AT = _taken_over_at()
+TAKEN_OVER_AT, SHARED_AFTER = _taken_over_at()

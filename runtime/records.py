@@ -35,6 +35,11 @@ def _storage_counts() -> tuple[int, int]:
 KEPT, HOLDS = _storage_counts()
 
 
+def sharers(key: int) -> int:
+    """How many tensors share a storage that Python has seen and does not hold."""
+    return int(torch._C._storage_Use_Count(key)) - KEPT
+
+
 class State(Enum):
     DEVICE = "device"
     LEAVING = "leaving"
@@ -133,7 +138,7 @@ class Record:
     def references(self) -> int:
         """How many tensors share the bytes. A storage object that someone holds does not count: torch makes
         one and keeps it."""
-        return int(torch._C._storage_Use_Count(self.key)) - KEPT - (HOLDS if self.pending is not None else 0)
+        return sharers(self.key) - (HOLDS if self.pending is not None else 0)
 
     def shared(self) -> bool:
         """By tensors that are none of its faces."""

@@ -44,6 +44,9 @@ class UserCode:
         self.residency.bury()
         if not self.guard.off and torch.distributed.is_available() and torch.distributed.is_initialized():
             self.expose_all("torch.distributed reads and writes weights")
+        for record in self.residency.reachable.values():
+            if record.aliased and record.kind == "grad":  # by what went on through a graph, which may be gone
+                record.forget_others()
         exposed = [r for r in self.residency.reachable.values() if self.guard.exposed(r)]
         for record in exposed:
             record.clean = False
@@ -98,6 +101,7 @@ class UserCode:
             if not self._left_to_nodes(record, others, call):
                 record.notice_others(others)
             record.pointed |= place in RAW
+            record.guardable &= torch._C._get_tracing_state() is None  # what is traced reads it unseen
             if place in UNVERSIONED:
                 record.clean = False
             if record.exposed:

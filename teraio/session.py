@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from functools import cache
@@ -25,6 +26,7 @@ from teraio.errors import OptionError, TeraioError, UnsupportedError
 from teraio.notices import described, more_than_there_is, names_of, unknown_environment, without_match
 from teraio.options import SMALLEST, Memory, Options
 from teraio.passes import dynamo_guards, lifetimes
+from teraio.passes.dynamo_errors import raise_as_it_is
 from teraio.plan import Plan
 from teraio.planning import Planning
 from teraio.profile import Profile
@@ -243,8 +245,21 @@ def _watch_guards(running: engine.Engine) -> None:
 
 
 def _foreign_program() -> None:
+    if SESSION is not None and SESSION.engine.gradients.awaits_backward() and _compiles_backwards():
+        raise_as_it_is(
+            UnsupportedError(
+                "compiled autograd compiles a backward with another backend, and what forwards saved for it "
+                "may be away. Leave compiled autograd off, or compile it with backend='teraio' too"
+            )
+        )
     if not optimizer.updating():
         engine.foreign_program()
+
+
+def _compiles_backwards() -> bool:
+    """Whether a backward runs that is compiled as a whole, nodes of eager code and all."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def made_again(graph: str) -> tuple[Collection[str], int]:

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import teraio
+from teraio.errors import UnsupportedError
 from teraio.runtime import engine
 from teraio.runtime.records import Record, State
 
@@ -161,6 +163,159 @@ def test_what_is_saved_by_a_hook_of_the_users_is_not_looked_at(model: nn.Module)
     send_away()
     made.sum().backward()
     assert unpacked
+
+
+def test_who_else_asks_a_node_for_what_it_saved_gets_it_and_it_stays(model: nn.Module) -> None:
+    made = F.linear(inputs(), layer(model, 0).weight)
+    send_away()
+    saved = made.grad_fn._saved_mat2  # type: ignore[union-attr]
+    send_away()
+    assert record(layer(model, 0).weight).state is State.DEVICE, "he has it"
+    assert torch.equal(saved, layer(bare(model), 0).weight.t())
+
+
+def test_a_node_that_is_called_by_hand_reads_them(model: nn.Module) -> None:
+    def use(model: nn.Module, away: bool) -> torch.Tensor:
+        made = F.linear(inputs(), layer(model, 0).weight)
+        if away:
+            send_away()
+        node: Any = made.grad_fn
+        found: torch.Tensor = node(torch.ones(4, WIDTH))[0]
+        return found
+
+    wanted = use(bare(model), False)
+    assert torch.equal(use(model, True), wanted)
+
+
+def test_a_view_that_was_saved_and_then_written_is_refused_as_torch_does(model: nn.Module) -> None:
+    made = inputs() @ layer(model, 0).weight
+    for node in (made, F.linear(inputs(), layer(model, 0).weight)):
+        with torch.no_grad():
+            layer(model, 0).weight.mul_(2)
+        send_away()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: 0\.weight"):
+            node.sum().backward()
+    assert record(layer(model, 0).weight).pins == 0
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_what_the_user_does_and_no_more(model: nn.Module) -> None:
+    """But that torch detaches what hooks give to a node; what counts functions does not count that one."""
+
+    def seen(model: nn.Module, away: bool) -> list[str]:
+        x = inputs()
+        with Seen() as mode:
+            made = F.linear(x, layer(model, 0).weight).square().sum()
+            if away:
+                send_away()
+            made.backward()
+        return [name for name in mode.functions if name != "aten.detach.default"]
+
+    assert seen(model, True) == seen(bare(model), False)
+
+
+def test_what_is_traced_reads_them_unseen_and_so_they_stay(model: nn.Module) -> None:
+    traced: Any = torch.jit.trace(layer(model, 0), torch.ones(4, WIDTH))
+    send_away()
+    assert torch.equal(traced(torch.ones(4, WIDTH)), layer(bare(model), 0)(torch.ones(4, WIDTH)))
+
+
+def test_a_backward_that_another_backend_compiles_is_refused_by_name(nothing_left: None) -> None:
+    layers = three_layers()
+    compiled: Any = torch.compile(layers, backend="teraio", options={"inner": "eager", "memory": "64MiB"})
+    compiled(inputs()).sum().backward()
+    loss = compiled(inputs()).sum()
+    enable = torch._dynamo.compiled_autograd._enable
+    with pytest.raises(UnsupportedError, match="compiled autograd compiles a backward with another"):
+        with enable(lambda graph: torch.compile(graph, backend="eager")):
+            loss.backward()
+
+
+# ---- gradients of weights that eager code alone uses
+
+
+def trained(head: Callable[[], nn.Module], use: Use, away: bool) -> list[torch.Tensor]:
+    """Losses and weights of a training whose head is in no program. Whatever may leave does, whenever a
+    weight of the head gets a gradient."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), head())
+    options: Any = {"inner": "eager", "memory": "64MiB"} if away else None
+    front: Any = torch.compile(model[0], backend="teraio" if away else "aot_eager", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
+    for step in range(4):
+        if away and step == 2:
+            for weight in model[1].parameters():
+                weight.register_post_accumulate_grad_hook(lambda _: send_away())
+        loss = use(model[1], front(inputs().detach()[None])).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    assert not away or teraio.stats()["evictions"] >= 4
+    teraio.reset()
+    return [*found, *(weight.detach().clone() for weight in model.parameters())]
+
+
+class Places(nn.Module):
+    """The gradient of the places is a view of the one that goes on to the layer before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.places = nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.after(self.before(x) + self.places[None])
+        return made
+
+
+class Joined(nn.Module):
+    """Gradients of both are views of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, torch.cat([self.one, torch.tanh(self.other)]))
+
+
+class Looking(nn.Linear):
+    """A hook of the user's keeps the gradient, and gives a view of it on."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.norms: list[torch.Tensor] = []
+        self.weight.register_hook(self.look)
+
+    def look(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.norms.append(gradient)
+        return gradient.view(-1).view(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = super().forward(x) * sum((n.norm() for n in self.norms), torch.ones(()))
+        self.norms.clear()
+        return made
+
+
+@pytest.mark.parametrize("head", [Places, Joined, Looking])
+def test_a_gradient_that_others_have_as_well_stays_as_long(nothing_left: None, head: Any) -> None:
+    def use(head: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = head(x)
+        return made
+
+    assert same(trained(head, use, True), trained(head, use, False))
 
 
 def test_recomputation_uses_them_again(model: nn.Module) -> None:
