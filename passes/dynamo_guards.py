@@ -69,11 +69,9 @@ class Watch:
         self.before()
 
     def _ended(self, *_: Any) -> None:
-        try:
-            if self._graphs()[1] > self.began[1]:
-                self.foreign()
-        finally:
-            self.after()
+        if self._graphs()[1] > self.began[1]:
+            self.foreign()
+        self.after()
 
     def guard_this_graph(self) -> None:
         """Called by the backend while a graph is compiled: its guards will begin with ours.

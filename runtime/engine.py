@@ -350,10 +350,12 @@ def weights_on_guard() -> None:
         ENGINE.guard.put_on()
 
 
-def foreign_program() -> None:
-    """Another backend compiled something that may read weights where no guard sees it."""
+def foreign_program(backward: bool) -> None:
+    """Another backend compiled something that may read weights where no guard sees it; if it is a whole
+    backward, what forwards saved as well."""
     if ENGINE is not None:
-        ENGINE.user.expose_all("another compiler's program may read weights")
+        what = "weights, and what forwards saved," if backward else "weights"
+        ENGINE.user.expose_all(f"another compiler's program may read {what}", backward)
 
 
 def program(text: str) -> Callable[..., None]:

@@ -129,9 +129,6 @@ class Gradients:
         record = self.user.guard.records.get(id(tensor))
         return record if record is not None and record.kind == "weight" else None
 
-    def awaits_backward(self) -> bool:
-        return any(self._open(forward) for forward in self.forwards)
-
     def _open(self, forward: Forward) -> bool:
         known = self.residency.records
         return not forward.saved or any(known.get(record.key) is record for record in forward.saved)

@@ -36,6 +36,7 @@ class UserCode:
         self.guard = Guard(self)
         self.outside = Outside(residency, device, tracker, self.overrun)
         self.ahead = Ahead(residency, mover, tracker, self.guard.exposed)
+        self.saved_stays = False  # what forwards saved is read where the guard does not see it
         self.kept: set[tuple[int, str]] = set()  # in this step: (call, tensor) that was exposed when it ended
 
     def exposed(self, call: int) -> list[Record]:
@@ -47,11 +48,16 @@ class UserCode:
         for record in self.residency.reachable.values():
             if record.aliased and record.kind == "grad":  # by what went on through a graph, which may be gone
                 record.forget_others()
-        exposed = [r for r in self.residency.reachable.values() if self.guard.exposed(r)]
+        exposed = [r for r in self._could_be_reached() if self.guard.exposed(r)]
         for record in exposed:
             record.clean = False
             self.kept.add((call, record.name))
         return exposed
+
+    def _could_be_reached(self) -> Iterable[Record]:
+        if not self.saved_stays:
+            return self.residency.reachable.values()
+        return [record for record in self.residency.records.values() if record.evictable]
 
     def make_ready(self, exposed: Sequence[Record], live_bytes: int, tick: int | None) -> None:
         """At the last slot of a program: brings what is exposed, and makes room for what user code will take
@@ -60,12 +66,15 @@ class UserCode:
             self.bring(exposed, live_bytes, "what it holds of")
         self.outside.room(live_bytes, tick, self.guard.exposed)
 
-    def expose_all(self, why: str) -> None:
-        """From now on all weights are resident whenever user code runs."""
-        if not self.guard.off:
-            log.warning("teraio: %s unseen: between programs all of them are in memory", why)
-            self.guard.end()
-            self.residency.bring_back(self.residency.reachable.values())
+    def expose_all(self, why: str, saved: bool = False) -> None:
+        """From now on all weights are resident whenever user code runs; what forwards saved, too, if
+        that is read."""
+        if self.guard.off and self.saved_stays >= saved:
+            return
+        log.warning("teraio: %s unseen: between programs all of them are in memory", why)
+        self.saved_stays |= saved
+        self.guard.end()
+        self.residency.bring_back(self._could_be_reached())
 
     def forget_others(self) -> None:
         for record in self.residency.reachable.values():

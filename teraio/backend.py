@@ -10,18 +10,19 @@ What then happens between the engine, the measured steps and the planner is in s
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo import eval_frame
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 
 from teraio import session, versions
 from teraio.errors import TeraioError, UnsupportedError
 from teraio.options import Options, disabled
 from teraio.passes import selftest
-from teraio.passes.dynamo_errors import raise_as_it_is
 from teraio.runtime import engine
 from teraio.runtime.adopt import foreign_weight, weights_of_compiled_modules
 from teraio.schedule import ProgramKind
@@ -41,7 +42,7 @@ def backend(
     try:
         return _compile(gm, example_inputs, {**(options or {}), **({"mode": mode} if mode else {})})
     except TeraioError as error:
-        raise_as_it_is(error)
+        _raise_as_it_is(error)
 
 
 def _compile(
@@ -99,6 +100,19 @@ def _kind_of(inputs: list[Any]) -> str:
         names = ", ".join(sorted(others))
         raise UnsupportedError(f"a graph on {names}: teraio moves tensors of cuda and cpu")
     return "cuda" if "cuda" in kinds else "cpu"
+
+
+def _raise_as_it_is(error: TeraioError) -> NoReturn:
+    """Dynamo wraps what a backend raises in an exception of its own, unless it is such a one already: then
+    the user gets it, without Dynamo's frames. So the error becomes both; its name and its message stay."""
+    kind = type(error)
+    as_it_was = {"__str__": lambda self: str(error), "__reduce__": lambda self: error.__reduce__()}
+    both = type(kind.__name__, (kind, BackendCompilerFailed), {**as_it_was, "__module__": kind.__module__})
+    raised = both.__new__(both, *error.args)
+    ShortenTraceback.__init__(raised, *error.args, first_useful_frame=sys._getframe())
+    raised.backend_name, raised.inner_exception = "teraio", error
+    raised.__dict__.update(error.__dict__)
+    raise raised.with_traceback(error.__traceback__) from error.__cause__
 
 
 def _reset() -> None:

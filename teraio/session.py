@@ -26,7 +26,6 @@ from teraio.errors import OptionError, TeraioError, UnsupportedError
 from teraio.notices import described, more_than_there_is, names_of, unknown_environment, without_match
 from teraio.options import SMALLEST, Memory, Options
 from teraio.passes import dynamo_guards, lifetimes
-from teraio.passes.dynamo_errors import raise_as_it_is
 from teraio.plan import Plan
 from teraio.planning import Planning
 from teraio.profile import Profile
@@ -245,15 +244,8 @@ def _watch_guards(running: engine.Engine) -> None:
 
 
 def _foreign_program() -> None:
-    if SESSION is not None and SESSION.engine.gradients.awaits_backward() and _compiles_backwards():
-        raise_as_it_is(
-            UnsupportedError(
-                "compiled autograd compiles a backward with another backend, and what forwards saved for it "
-                "may be away. Leave compiled autograd off, or compile it with backend='teraio' too"
-            )
-        )
     if not optimizer.updating():
-        engine.foreign_program()
+        engine.foreign_program(_compiles_backwards())
 
 
 def _compiles_backwards() -> bool:

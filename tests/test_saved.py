@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -15,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import teraio
-from teraio.errors import UnsupportedError
 from teraio.runtime import engine
 from teraio.runtime.records import Record, State
 
@@ -229,15 +230,26 @@ def test_what_is_traced_reads_them_unseen_and_so_they_stay(model: nn.Module) -> 
     assert torch.equal(traced(torch.ones(4, WIDTH)), layer(bare(model), 0)(torch.ones(4, WIDTH)))
 
 
-def test_a_backward_that_another_backend_compiles_is_refused_by_name(nothing_left: None) -> None:
-    layers = three_layers()
-    compiled: Any = torch.compile(layers, backend="teraio", options={"inner": "eager", "memory": "64MiB"})
-    compiled(inputs()).sum().backward()
-    loss = compiled(inputs()).sum()
-    enable = torch._dynamo.compiled_autograd._enable
-    with pytest.raises(UnsupportedError, match="compiled autograd compiles a backward with another"):
-        with enable(lambda graph: torch.compile(graph, backend="eager")):
-            loss.backward()
+def test_a_backward_that_another_backend_compiles_finds_what_forwards_saved(nothing_left: None) -> None:
+    def use(model: nn.Module, away: bool) -> list[torch.Tensor]:
+        options: Any = {"inner": "eager", "memory": "64MiB"} if away else None
+        backend = "teraio" if away else "aot_eager"
+        compiled: Any = torch.compile(model, backend=backend, options=options)
+        x = torch.ones(1024, WIDTH, requires_grad=True)
+        for step in range(3):
+            loss = compiled(x).tanh().sum()
+            if away:
+                send_away()
+            other: Any = torch.compile(backend="eager")
+            with torch._dynamo.compiled_autograd._enable(other) if step else contextlib.nullcontext():
+                loss.backward()
+        teraio.reset()
+        torch._dynamo.reset()
+        return [p.grad for p in (x, *model.parameters()) if p.grad is not None]
+
+    model = nn.Sequential(three_layers(), nn.Tanh(), three_layers())
+    copy = deepcopy(model)
+    assert same(use(model, True), use(copy, False))
 
 
 # ---- gradients of weights that eager code alone uses
