@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -46,7 +47,7 @@ class Kept:
         saved = saved[self.at] if isinstance(saved, list | tuple) else saved
         with torch._C._DisableTorchDispatch():  # modes are for what the user does
             saved.register_hooks(reader.keep, reader.read)
-        self.node.register_hook(reader.ends)
+        self.node.register_hook(_end_of(reader))
 
 
 NAMES: dict[type, tuple[str, ...]] = {}  # of a kind of nodes: attributes that may hold tensors
@@ -56,7 +57,7 @@ class Reader:
     """Of a weight that a node saved, or of a view of it. The node lets go of it when it has run; anyone else
     who asks the node for it, when the tensor that he got is gone."""
 
-    __slots__ = ("expected", "face", "node", "open", "place", "record", "tensor")
+    __slots__ = ("__weakref__", "expected", "face", "node", "open", "place", "record", "tensor")
 
     def __init__(self, record: Record, kept: Kept) -> None:
         self.record = record
@@ -106,7 +107,7 @@ class Reader:
             record.aliased = True  # by what is given to him now
             self.ends()
 
-    def ends(self, *_: Any) -> None:
+    def ends(self) -> None:
         opened, self.open = self.open, None
         if opened is not None:
             guard, record, before = opened
@@ -114,6 +115,19 @@ class Reader:
 
     def __del__(self) -> None:
         self.ends()
+
+
+def _end_of(reader: Reader) -> Callable[..., None]:
+    """A hook that runs after the node. What was saved goes with a backward, the node with the last that came
+    of it: so it has not the reader."""
+    weak = ref(reader)
+
+    def has_run(*_: Any) -> None:
+        if (reader := weak()) is not None:
+            reader.ends()
+
+    skip_code(has_run.__code__)
+    return has_run
 
 
 for _method in (Reader.keep, Reader.read, Reader.ends, Reader.__del__):
