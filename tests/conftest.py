@@ -61,6 +61,16 @@ def one_thread(nothing_left: None) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def steady_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What moves goes by no clock in this test; what is replaced for that comes back after it."""
+    import steady
+
+    for module, name in steady.REPLACED:
+        monkeypatch.setattr(module, name, getattr(module, name))
+    steady.plans()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     with LANES.alone() if item.get_closest_marker("alone") else LANES.beside_others():

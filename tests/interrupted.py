@@ -6,7 +6,6 @@ interrupted.py train ROOT     trains and saves until it is killed; prints a line
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import random
@@ -101,18 +100,20 @@ def interrupted(count: int, seed: int) -> dict[str, int]:
         seconds = chance.uniform(0, sorted(lately[-9:])[len(lately[-9:]) // 2])
         try:
             timer = Timer(seconds) if done >= WARM else None
-            began = time.perf_counter()
-            ours.step(done)
-            lately.append(time.perf_counter() - began)
-            if timer is not None and timer.fired:
-                time.sleep(LATE_S)
-                figures["swallowed"] += 1
+            try:
+                began = time.perf_counter()
+                ours.step(done)
+                lately.append(time.perf_counter() - began)
+                if timer is not None and timer.fired:
+                    time.sleep(LATE_S)
+                    figures["swallowed"] += 1
+            except Exception as error:  # noqa: BLE001 - whatever Ctrl-C was turned into
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+                figures["errors"] += 1
+            if timer is not None:
+                timer.end()  # it may come as late as here
         except KeyboardInterrupt:
             pressed = True
-        except Exception as error:  # noqa: BLE001 - whatever Ctrl-C was turned into
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            figures["errors"] += 1
-        with contextlib.suppress(KeyboardInterrupt):
             if timer is not None:
                 timer.end()
         state = ours.digest()

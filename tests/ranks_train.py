@@ -35,7 +35,7 @@ def work(rank: int, folder: str, memory: str) -> None:
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting{memory}"
     dist.init_process_group(
-        "gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=600)
     )
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(Net())

@@ -151,7 +151,7 @@ def fork() -> dict[str, Any]:
 
 def wait(child: int) -> int:
     """Its exit code; a child that hangs is ended."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while time.monotonic() < until:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:

@@ -16,6 +16,7 @@ from teraio.schedule import Step
 KERNEL_NS = 10**6
 RATE = 10**9  # bytes per s
 LATENCY_NS = 10**5
+REPLACED = ((lifetimes, "_durations"), (tiers, "_link"), (earlier, "DRIFT_PERCENT"))
 
 
 def _durations(step: Step) -> list[int]:

@@ -17,9 +17,10 @@ from teraio import _native
 from teraio.errors import StoreError
 from teraio.runtime import leftovers, store_files, store_places
 from teraio.runtime.extents import Extents, Piece, rounded
-from teraio.runtime.store import Extent, Store
+from teraio.runtime.store import Extent, Store, Ticket
 
 MIB = 1 << 20
+LOOKS_ALIKE = 5
 
 # The process dies before the drive has done something, or after it and before anyone is told.
 OPERATIONS = ("kill write", "killed write", "kill read", "killed read")
@@ -111,6 +112,29 @@ def check_extents(extents: Extents, live: list[tuple[Piece, ...]]) -> None:
         assert missing <= {b for f, b in dead if f == number}, f"lost: {sorted(missing)[:5]}"
         assert not any(owner[f].get(b) in {"run", "recent"} for f, b in dead), "a dead block is free"
     assert extents.dead_bytes == 4096 * len(dead)
+
+
+def at_rest(count: Callable[[], Any]) -> Any:
+    """What is counted once it stays the same: a thread that was joined stays listed for a moment."""
+    looks = [count()]
+    while len(looks) < LOOKS_ALIKE or any(look != looks[-1] for look in looks[-LOOKS_ALIKE:]):
+        time.sleep(0.02)
+        looks.append(count())
+    return looks[-1]
+
+
+def pressed_while_waiting(ticket: Ticket, seconds: float) -> bool:
+    """Ctrl-C so much later, in a wait for the ticket; whether the wait heard it. Where this thread is held up
+    it comes before the wait, or there is nothing left to wait for."""
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        ticket.wait()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt as stop:
+        frames = [frame.f_code for frame, _ in traceback.walk_tb(stop.__traceback__)]
+        return Ticket._wait_once.__code__ in frames or Ticket.cancel.__code__ in frames
+    return False
 
 
 # ---- processes

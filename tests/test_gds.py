@@ -219,6 +219,7 @@ def test_a_drive_that_hangs_is_an_error_in_time_and_its_slab_is_never_used_again
         hanging.wait()
     assert not hanging.done()
     ToyFile.trouble = None
+    file.deadline_s = 60.0  # of what goes well
     came = Storage(b"y" * 4096)
     file.read(4096)(came, Mark()).wait()
     assert came.data == bytes(4096)

@@ -38,7 +38,7 @@ def child(runs: list[dict[str, Any]]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=300
+            command, env=environment, capture_output=True, text=True, check=False, timeout=900
         )
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

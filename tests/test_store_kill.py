@@ -235,5 +235,5 @@ def test_the_interpreter_ends_in_time_and_leaves_nothing(root: Path, how: str) -
     assert ran.returncode == (1 if how == "raise" else 0), ran.stderr
     assert ("RuntimeError: flying" in ran.stderr) == (how == "raise")
     assert how == "raise" or not ran.stderr
-    assert time.monotonic() - began < 5 + 3, "imports included"
+    assert time.monotonic() - began < 5 + 25, "imports included; a drive that hangs is given up after 60 s"
     assert not list(root.iterdir())

@@ -195,7 +195,7 @@ def test_the_time_a_plan_took_to_make_belongs_to_no_step(
     teraio.reset()
     line = Timeline.read(path)
     assert 0 < line.step_ns < thought_s * 1e9
-    assert line.spans[0].start_ns < 1e9
+    assert line.spans[0].start_ns < 0.9 * thought_s * 1e9
 
 
 def test_who_asks_for_none_pays_for_none() -> None:

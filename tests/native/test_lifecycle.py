@@ -17,6 +17,7 @@ from transfer_rig import BLOCK, Memory, Rig, open_direct
 from teraio import _native
 
 SLAB = 16 * BLOCK
+TRIES = 5
 
 
 def threads_of_ours() -> int:
@@ -26,22 +27,25 @@ def threads_of_ours() -> int:
 
 def test_waiting_releases_the_gil(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
-        rig.fault.add("delay", "write", delay_s=0.4)
-        seen: list[float] = []
+        rig.fault.add("drop", "write")
+        waiting, seen = threading.Event(), [0]
 
         def other() -> None:
-            while len(seen) < 10:
-                seen.append(time.monotonic())
+            """What is waited for comes from here, after this has had many turns."""
+            waiting.wait()
+            while seen[0] < 10 or not rig.fault.dropped:
+                seen[0] += 1
                 time.sleep(0.005)
+            rig.fault.deliver()
 
         thread = threading.Thread(target=other)
+        thread.start()
         source = Memory(SLAB)
         ticket = rig.t.out(source.address, SLAB, [(0, 0, SLAB)], 1, 1)
-        thread.start()
-        rig.t.wait(ticket)
-        ended = time.monotonic()
+        waiting.set()
+        assert rig.t.wait(ticket)
         thread.join()
-        assert sum(moment < ended for moment in seen) >= 5
+        assert seen[0] >= 10
 
 
 def test_several_threads_may_submit_and_wait_at_once(tmp_path: Path) -> None:
@@ -122,36 +126,48 @@ def test_churn_grows_nothing() -> None:
                 rig.t.wait(rig.t.into(a.address, size, piece, 1, i))
 
         churn(5000)
-        base = resident_bytes()
-        churn(40000)
-        assert resident_bytes() - base < 512 * 1024
+        grown = []
+        for _ in range(TRIES):  # what leaks, leaks every time; the system gives a page now and then
+            base = resident_bytes()
+            churn(40000)
+            grown.append(resident_bytes() - base)
+            if grown[-1] < 512 * 1024:
+                break
+        assert min(grown) < 512 * 1024, grown
         assert rig.t.stats()["blocks"] <= 128 and rig.t.stats()["unfinished"] == 0
 
 
+def are_soon(threads: int) -> bool:
+    """A joined thread stays listed in /proc for a moment."""
+    until = time.monotonic() + 60
+    while threads_of_ours() != threads and time.monotonic() < until:
+        time.sleep(0.01)
+    return threads_of_ours() == threads
+
+
 def test_engines_come_and_go_without_a_trace(tmp_path: Path) -> None:
+    gc.collect()
+    time.sleep(0.1)  # whatever was before has ended
     fds, threads = len(os.listdir("/proc/self/fd")), threads_of_ours()
     for i in range(30):
         rig = Rig(tmp_path, files=2, depth=4)
         a = Memory(SLAB, seed=i)
         rig.out(a, [(0, 0, SLAB)])
-        assert threads_of_ours() == threads + 8
+        assert are_soon(threads + 8)
         if i % 2:
             assert rig.t.close()
         del rig  # without close() the destructor does it
     gc.collect()
-    until = time.monotonic() + 5
-    while threads_of_ours() != threads and time.monotonic() < until:
-        time.sleep(0.01)  # a joined thread stays listed in /proc for a moment
-    assert threads_of_ours() == threads and len(os.listdir("/proc/self/fd")) == fds
+    assert are_soon(threads) and len(os.listdir("/proc/self/fd")) == fds
 
 
 def test_closing_ends_what_runs_drops_what_waits_and_refuses_the_rest(tmp_path: Path) -> None:
     with Rig(tmp_path, slabs=2, depth=1) as rig:
-        a = Memory(50 * SLAB, seed=1)
-        rig.fault.add("delay", "write", sticky=True, delay_s=0.02)
+        a = Memory(200 * SLAB, seed=1)  # all of them would take 6 s
+        rig.fault.add("delay", "write", sticky=True, delay_s=0.03)
         ticket = rig.t.out(a.address, a.size, [(0, 0, a.size)], 1, 1)
         assert rig.t.close(5.0) is True
-        assert rig.fault.operations("write") < 50
+        assert rig.fault.operations("write") < 200
         assert rig.t.wait(ticket) is False
         with pytest.raises(RuntimeError, match="closed"):
             rig.t.out(a.address, SLAB, [(0, 0, SLAB)], 1, 1)
@@ -162,17 +178,17 @@ def test_closing_does_not_wait_for_a_drive_that_hangs(tmp_path: Path) -> None:
     rig = Rig(tmp_path, slabs=2, depth=1)
     target = Memory(SLAB, seed=1)
     rig.out(target, [(0, 0, SLAB)])
-    rig.fault.add("delay", "read", delay_s=1.5)
+    rig.fault.add("delay", "read", delay_s=2.5)
     ticket = rig.t.into(target.address, SLAB, [(0, 0, SLAB)], 1, 1)
-    time.sleep(0.05)
+    time.sleep(0.4)
     began = time.monotonic()
     assert rig.t.close(0.1) is False
-    assert time.monotonic() - began < 1.4
+    assert time.monotonic() - began < 2.0
     then = target.get()
     assert rig.t.wait(ticket) is False
     del rig
     gc.collect()
-    time.sleep(1.6)  # the thread comes back to books and a slab that are still there
+    time.sleep(2.6)  # the thread comes back to books and a slab that are still there
     assert target.get() == then
 
 
@@ -182,12 +198,12 @@ def test_an_operation_that_ends_after_its_engine_finds_books_that_are_still_ther
         f"""
 rig = Rig(Path({str(tmp_path)!r}), slabs=64, depth=1)  # many: small pieces are not filled when they are freed
 a = Memory(65536, seed=1)
-rig.fault.add("delay", "write", delay_s=1.5)
+rig.fault.add("delay", "write", delay_s=2.5)
 rig.t.out(a.address, a.size, [(0, 0, a.size)], 1, 1)
-time.sleep(0.2)
+time.sleep(0.4)
 print(rig.t.close(0.05))
 del rig
-time.sleep(1.6)
+time.sleep(2.6)
 print("end")
 """,
         MALLOC_PERTURB_="165",
@@ -204,7 +220,7 @@ def run_python(body: str, **environment: str) -> subprocess.CompletedProcess[str
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=900,
         check=False,
     )
 
@@ -290,8 +306,8 @@ a = Memory(65536, seed=1)
 ticket = rig.t.out(a.address, a.size, [(0, 0, a.size)], 1, 1)
 while not rig.fault.dropped:
     time.sleep(0.01)
-threading.Timer(0.2, lambda: os.kill(os.getpid(), {int(signal.SIGINT)})).start()
 try:
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), {int(signal.SIGINT)})).start()
     rig.t.wait(ticket)
 except KeyboardInterrupt:
     print("heard", rig.fault.deliver(), rig.t.wait(ticket))
