@@ -1,5 +1,6 @@
 """Functions of torch that read a tensor without asking its class first: a weight that is away would be read
-from an address that is not there. They are wrapped once per process, so that the guard is asked before.
+from an address that is not there. They are wrapped once per process, so that the guard is asked before. And
+one that asks for no other reason than to go a slower way then, whose last digits are others.
 
 tests/touch_list.py is how they were found: each of them ended the process.
 """
@@ -7,6 +8,7 @@ tests/touch_list.py is how they were found: each of them ended the process.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,8 +16,10 @@ import torch
 import torch._functorch.eager_transforms as _transforms
 import torch._functorch.vmap as _vmap
 import torch.jit._builtins as _script_builtins
+import torch.overrides
 import torch.utils.dlpack
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.utils._device import _device_constructors
 
 from .guard import BARE, touched
@@ -32,6 +36,8 @@ PLAIN: tuple[tuple[Any, str], ...] = (
     (_transforms, "_wrap_for_grad"),
     (_transforms, "_wrap_functional_tensor"),
 )
+# In evaluation they call one function for the whole layer, if no argument has a class that wants to be asked.
+WHOLE_LAYERS = frozenset({"torch.nn.modules.activation", "torch.nn.modules.transformer"})
 SCRIPTS = ("ScriptFunction", "ScriptMethod")
 
 _installed = False
@@ -45,11 +51,14 @@ def install() -> None:
     # They have noted the functions themselves before they meet the wrapped ones: Dynamo, and
     # `with torch.device(...)`, which would no longer know `torch.tensor` as one that makes tensors.
     get_torch_obj_rule_map()
+    TorchInGraphFunctionVariable._get_handlers()
     _device_constructors()
     for owner, name in PLAIN:
         if (function := getattr(owner, name, None)) is not None:
             setattr(owner, name, _plain(function))
     _script_builtins._register_builtin(torch.tensor, "aten::tensor")
+    torch.overrides.has_torch_function = _but_ours(torch.overrides.has_torch_function)
+    _script_builtins._register_builtin(torch.overrides.has_torch_function, "aten::has_torch_function")
     for name in SCRIPTS:
         owner = getattr(torch._C, name)
         owner.__call__ = _all(owner.__call__)
@@ -89,6 +98,19 @@ def _gradients(function: Function) -> Function:
         if _any_guarded(gradients):
             return touched(lambda given: function(outputs, given, *args, **kwargs), (gradients,), {})
         return function(outputs, gradients, *args, **kwargs)
+
+    return asks
+
+
+def _but_ours(function: Function) -> Function:
+    """That one function asks the guard, like any."""
+
+    @functools.wraps(function)
+    def asks(values: Iterable[Any]) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return function(values)
+        whole_layer = sys._getframe(1).f_globals.get("__name__") in WHOLE_LAYERS
+        return function([value for value in values if type(value) not in BARE] if whole_layer else values)
 
     return asks
 
