@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from eager_beside import (
+    WIDTH,
+    Use,
+    bare,
+    gradients,
+    inputs,
+    layer,
+    record,
+    same,
+    send_away,
+    three_layers,
+    trained_beside,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
@@ -17,52 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import teraio
-from teraio.runtime import engine
-from teraio.runtime.records import Record, State
+from teraio.runtime.records import State
 
-WIDTH = 256
 KEPT: list[Any] = []
-
-
-@pytest.fixture
-def model(nothing_left: None) -> nn.Module:
-    """Its weights wear the guard, after two steps; the last layer is in no program."""
-    model = three_layers()
-    compiled = torch.compile(model[:2], backend="teraio", options={"inner": "eager", "memory": "64MiB"})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for _ in range(2):
-        layer(model, 2)(compiled(torch.ones(4, WIDTH))).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-def three_layers() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-
-
-def layer(model: nn.Module, number: int) -> nn.Linear:
-    found = model[number]  # type: ignore[index]
-    assert isinstance(found, nn.Linear)
-    return found
-
-
-def record(tensor: torch.Tensor) -> Record:
-    assert engine.ENGINE is not None
-    return engine.ENGINE.guard.records[id(tensor)]
-
-
-def send_away() -> None:
-    """Everything that may leave."""
-    assert engine.ENGINE is not None
-    engine.ENGINE.user.forget_others()
-    residency = engine.ENGINE.residency
-    residency.serial += 1
-    residency.free(2**40, None, engine.ENGINE.guard.exposed)
-
-
-def inputs() -> torch.Tensor:
-    return torch.arange(4.0 * WIDTH).reshape(4, WIDTH).div(1000).requires_grad_()
 
 
 class Doubled(torch.autograd.Function):
@@ -88,7 +57,6 @@ def keeps_a_view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x @ view
 
 
-Use = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 MAY_LEAVE: dict[str, Use] = {
     "linear": lambda m, x: F.linear(x, layer(m, 0).weight, layer(m, 0).bias),
     "three dimensions": lambda m, x: F.linear(x[None], layer(m, 0).weight, layer(m, 0).bias),
@@ -105,28 +73,9 @@ STAYS: dict[str, Use] = {
 }
 
 
-def gradients(use: Use, model: nn.Module, away: bool) -> list[torch.Tensor]:
-    """Of the input and of the weights that were used."""
-    x = inputs()
-    made = use(model, x)
-    if away:
-        send_away()
-        assert record(layer(model, 0).weight).state is State.AWAY
-    made.square().sum().backward()
-    found = [x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    model.zero_grad()
-    return [gradient for gradient in found if gradient is not None]
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The same weights, and no one guards them."""
-    copy = three_layers()
-    copy.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-    return copy
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
+@pytest.fixture
+def model(nothing_left: None) -> nn.Module:
+    return trained_beside()
 
 
 @pytest.mark.parametrize("name", MAY_LEAVE)
@@ -252,84 +201,6 @@ def test_a_backward_that_another_backend_compiles_finds_what_forwards_saved(noth
     assert same(use(model, True), use(copy, False))
 
 
-# ---- gradients of weights that eager code alone uses
-
-
-def trained(head: Callable[[], nn.Module], use: Use, away: bool) -> list[torch.Tensor]:
-    """Losses and weights of a training whose head is in no program. Whatever may leave does, whenever a
-    weight of the head gets a gradient."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), head())
-    options: Any = {"inner": "eager", "memory": "64MiB"} if away else None
-    front: Any = torch.compile(model[0], backend="teraio" if away else "aot_eager", options=options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    found = []
-    for step in range(4):
-        if away and step == 2:
-            for weight in model[1].parameters():
-                weight.register_post_accumulate_grad_hook(lambda _: send_away())
-        loss = use(model[1], front(inputs().detach()[None])).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
-    assert not away or teraio.stats()["evictions"] >= 4
-    teraio.reset()
-    return [*found, *(weight.detach().clone() for weight in model.parameters())]
-
-
-class Places(nn.Module):
-    """The gradient of the places is a view of the one that goes on to the layer before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.places = nn.Parameter(torch.randn(4, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.after(self.before(x) + self.places[None])
-        return made
-
-
-class Joined(nn.Module):
-    """Gradients of both are views of one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 16) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, torch.cat([self.one, torch.tanh(self.other)]))
-
-
-class Looking(nn.Linear):
-    """A hook of the user's keeps the gradient, and gives a view of it on."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.norms: list[torch.Tensor] = []
-        self.weight.register_hook(self.look)
-
-    def look(self, gradient: torch.Tensor) -> torch.Tensor:
-        self.norms.append(gradient)
-        return gradient.view(-1).view(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = super().forward(x) * sum((n.norm() for n in self.norms), torch.ones(()))
-        self.norms.clear()
-        return made
-
-
-@pytest.mark.parametrize("head", [Places, Joined, Looking])
-def test_a_gradient_that_others_have_as_well_stays_as_long(nothing_left: None, head: Any) -> None:
-    def use(head: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = head(x)
-        return made
-
-    assert same(trained(head, use, True), trained(head, use, False))
-
-
 def test_recomputation_uses_them_again(model: nn.Module) -> None:
     def use(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = checkpoint(MAY_LEAVE["linear"], model, x, use_reentrant=False)
@@ -407,35 +278,3 @@ def test_after_the_end_of_the_engine_a_graph_goes_on(model: nn.Module) -> None:
     teraio.reset()
     made.square().sum().backward()
     assert x.grad is not None and torch.equal(x.grad, wanted[0])
-
-
-def test_weights_that_eager_code_alone_uses_are_managed_beside_those_of_programs(model: nn.Module) -> None:
-    found = record(layer(model, 2).weight)
-    assert found.evictable and found.kind == "weight" and found.name == "optimizer 0.0.4"
-    wanted = gradients(MAY_LEAVE["linear"], bare(model), away=False)
-    assert same(gradients(MAY_LEAVE["linear"], model, away=True), wanted)
-    send_away()
-    assert found.state is State.AWAY
-    assert torch.equal(layer(model, 2).weight, layer(bare(model), 2).weight)
-
-
-def test_an_embedding_with_sparse_gradients_trains_beside_them(nothing_left: None) -> None:
-    def losses(memory: str | None) -> list[float]:
-        torch.manual_seed(0)
-        rows = nn.Embedding(2000, WIDTH, sparse=True)
-        layers: Any = three_layers()
-        trained = [*rows.parameters(), *layers.parameters()]
-        if memory:
-            layers = torch.compile(layers, backend="teraio", options={"inner": "eager", "memory": memory})
-        optimizer = torch.optim.SGD(trained, lr=0.1)
-        found = []
-        for step in range(5):
-            loss = layers(rows(torch.arange(1024) + step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
-
-    assert losses("8.6MiB") == losses(None)
-    assert teraio.stats()["evictions"] > 4

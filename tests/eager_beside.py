@@ -1,0 +1,81 @@
+"""A model of which programs run a part and eager code the rest; and what sends its weights away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from teraio.runtime import engine
+from teraio.runtime.records import Record, State
+
+WIDTH = 256
+
+Use = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+def trained_beside() -> nn.Module:
+    """Its weights wear the guard, after two steps; the last layer is in no program."""
+    model = three_layers()
+    compiled = torch.compile(model[:2], backend="teraio", options={"inner": "eager", "memory": "64MiB"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        layer(model, 2)(compiled(torch.ones(4, WIDTH))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def three_layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+
+def layer(model: nn.Module, number: int) -> nn.Linear:
+    found = model[number]  # type: ignore[index]
+    assert isinstance(found, nn.Linear)
+    return found
+
+
+def record(tensor: torch.Tensor) -> Record:
+    assert engine.ENGINE is not None
+    return engine.ENGINE.guard.records[id(tensor)]
+
+
+def send_away() -> int:
+    """Everything that may leave; how many those are."""
+    assert engine.ENGINE is not None
+    engine.ENGINE.user.forget_others()
+    residency = engine.ENGINE.residency
+    residency.serial += 1
+    before = residency.mover.counts.evictions
+    residency.free(2**40, None, engine.ENGINE.guard.exposed)
+    return residency.mover.counts.evictions - before
+
+
+def inputs() -> torch.Tensor:
+    return torch.arange(4.0 * WIDTH).reshape(4, WIDTH).div(1000).requires_grad_()
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The same weights, and no one guards them."""
+    copy = three_layers()
+    copy.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    return copy
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+def gradients(use: Use, model: nn.Module, away: bool) -> list[torch.Tensor]:
+    """Of the input and of the weights that were used."""
+    x = inputs()
+    made = use(model, x)
+    if away:
+        send_away()
+        assert record(layer(model, 0).weight).state is State.AWAY
+    made.square().sum().backward()
+    found = [x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    model.zero_grad()
+    return [gradient for gradient in found if gradient is not None]

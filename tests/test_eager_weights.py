@@ -1,0 +1,139 @@
+"""Weights that eager code alone uses, beside those of programs: within the budget as well, with their
+gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from eager_beside import (
+    WIDTH,
+    Use,
+    bare,
+    gradients,
+    inputs,
+    layer,
+    record,
+    same,
+    send_away,
+    three_layers,
+    trained_beside,
+)
+from torch import nn
+from torch.nn import functional as F
+
+import teraio
+from teraio.runtime.records import State
+
+
+def test_weights_that_eager_code_alone_uses_are_managed_beside_those_of_programs(nothing_left: None) -> None:
+    def linear(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, layer(model, 2).weight)
+
+    model = trained_beside()
+    found = record(layer(model, 2).weight)
+    assert found.evictable and found.kind == "weight" and found.name == "optimizer 0.0.4"
+    wanted = gradients(linear, bare(model), away=False)
+    assert same(gradients(linear, model, away=True), wanted)
+    send_away()
+    assert found.state is State.AWAY
+    assert torch.equal(layer(model, 2).weight, layer(bare(model), 2).weight)
+
+
+def test_an_embedding_with_sparse_gradients_trains_beside_them(nothing_left: None) -> None:
+    def losses(memory: str | None) -> list[float]:
+        torch.manual_seed(0)
+        rows = nn.Embedding(2000, WIDTH, sparse=True)
+        layers: Any = three_layers()
+        trained = [*rows.parameters(), *layers.parameters()]
+        if memory:
+            layers = torch.compile(layers, backend="teraio", options={"inner": "eager", "memory": memory})
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        found = []
+        for step in range(5):
+            loss = layers(rows(torch.arange(1024) + step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    assert losses("8.6MiB") == losses(None)
+    assert teraio.stats()["evictions"] > 4
+
+
+def trained(head: Callable[[], nn.Module], use: Use, away: bool) -> list[torch.Tensor]:
+    """Losses and weights of a training whose head is in no program. Whatever may leave does, whenever a
+    weight of the head gets a gradient."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), head())
+    options: Any = {"inner": "eager", "memory": "64MiB"} if away else None
+    front: Any = torch.compile(model[0], backend="teraio" if away else "aot_eager", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
+    for step in range(4):
+        if away and step == 2:
+            for weight in model[1].parameters():
+                weight.register_post_accumulate_grad_hook(lambda _: send_away())
+        loss = use(model[1], front(inputs().detach()[None])).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    assert not away or teraio.stats()["evictions"] >= 4
+    teraio.reset()
+    return [*found, *(weight.detach().clone() for weight in model.parameters())]
+
+
+class Places(nn.Module):
+    """The gradient of the places is a view of the one that goes on to the layer before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.places = nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.after(self.before(x) + self.places[None])
+        return made
+
+
+class Joined(nn.Module):
+    """Gradients of both are views of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, torch.cat([self.one, torch.tanh(self.other)]))
+
+
+class Looking(nn.Linear):
+    """A hook of the user's keeps the gradient, and gives a view of it on."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.norms: list[torch.Tensor] = []
+        self.weight.register_hook(self.look)
+
+    def look(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.norms.append(gradient)
+        return gradient.view(-1).view(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = super().forward(x) * sum((n.norm() for n in self.norms), torch.ones(()))
+        self.norms.clear()
+        return made
+
+
+@pytest.mark.parametrize("head", [Places, Joined, Looking])
+def test_a_gradient_that_others_have_as_well_stays_as_long(nothing_left: None, head: Any) -> None:
+    def use(head: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = head(x)
+        return made
+
+    assert same(trained(head, use, True), trained(head, use, False))
