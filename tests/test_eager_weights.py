@@ -64,6 +64,10 @@ def test_an_embedding_with_sparse_gradients_trains_beside_them(nothing_left: Non
     assert teraio.stats()["evictions"] > 4
 
 
+def all_leave(_: torch.Tensor) -> None:
+    send_away()
+
+
 def trained(head: Callable[[], nn.Module], use: Use, away: bool) -> list[torch.Tensor]:
     """Losses and weights of a training whose head is in no program. Whatever may leave does, whenever a
     weight of the head gets a gradient."""
@@ -77,7 +81,7 @@ def trained(head: Callable[[], nn.Module], use: Use, away: bool) -> list[torch.T
     for step in range(4):
         if away and step == 2:
             for weight in model[1].parameters():
-                weight.register_post_accumulate_grad_hook(lambda _: send_away())
+                weight.register_post_accumulate_grad_hook(all_leave)
         loss = use(model[1], front(inputs().detach()[None])).square().mean()
         loss.backward()
         optimizer.step()
