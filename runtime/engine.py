@@ -162,8 +162,9 @@ class Engine:
         self.gradients.enter(program)
 
     def expect(self) -> None:
-        """Of the tensors' next uses, what the tracker knows now."""
+        """Of the tensors' next uses, and their ways, what the tracker knows now."""
         expected = self.tracker.expected
+        self.mover.to_host = expected.to_host
         self.residency.uses, self.residency.step_ticks = expected.uses, expected.length
 
     def _meet(self, program: Program) -> None:

@@ -5,7 +5,7 @@ of its eviction; nothing here decides anything.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,8 @@ class Mover:
         self.store = store
         self.device = device
         self.host = host
+        self.in_host: dict[int, Record] = {}  # what has a place there
+        self.to_host: Collection[str] = ()  # what the plan of this step sends there
         self.resident_bytes = 0
         self.foreign_bytes = 0  # of these: not from the allocator that the device counts by
         self.file_bytes = 0  # read from the files that weights came from
@@ -96,8 +98,8 @@ class Mover:
         worth nothing any more."""
         record.source = None
         if tier == HOST and self.host is not None:
-            if record.place is None:
-                record.place = self.host.reserve(record.size_bytes)
+            if record.place is None and (place := self._place(self.host, record)) is not None:
+                record.place, self.in_host[record.key] = place, record
             if record.place is not None:
                 self._give_up_extent(record)
                 self.counts.to_host_bytes += record.size_bytes
@@ -107,6 +109,22 @@ class Mover:
             record.extent = self.store.reserve(record.size_bytes, record.name)
         extent = record.extent
         return lambda s, mark: self.store.write(extent, s.data_ptr(), record.name, event=mark.handle)
+
+    def _place(self, host: Host, record: Record) -> Any:
+        """None where there is no room: copies of bytes that have changed since make some, and, for what the
+        plan sends there, those of what is in memory and goes elsewhere by the plan."""
+        place = host.reserve(record.size_bytes)
+        if place is None:
+            planned = record.name in self.to_host
+            for other in list(self.in_host.values()):
+                if other.state is State.DEVICE and (
+                    not other.clean or (planned and other.name not in self.to_host)
+                ):
+                    self._give_up_place(other)
+                    other.clean = False
+                    if (place := host.reserve(record.size_bytes)) is not None:
+                        break
+        return place
 
     def _give_up_extent(self, record: Record) -> None:
         if record.extent is not None:
@@ -118,6 +136,7 @@ class Mover:
             assert self.host is not None
             self.host.release(record.place)
             record.place = None
+            del self.in_host[record.key]
 
     def end_evict(self, record: Record) -> None:
         """The bytes are gone from the device once the write is confirmed; if it failed they stay."""

@@ -9,11 +9,13 @@ when optimizers have stepped and a program comes; among programs of inference, w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal
 
-from teraio.plan import Plan, Predicted
+from teraio.plan import Evict, Plan, Predicted
 from teraio.schedule import Call, Step
+
+from .records import HOST
 
 if TYPE_CHECKING:
     from .follow import Table
@@ -53,6 +55,7 @@ class Expectation:
         self.length = bases[-1]
         self.uses: dict[str, list[float]] = {}  # name -> ticks, ascending; of touches in between
         self.table: Table = {}  # the plan: tick -> operations
+        self.to_host: Collection[str] = ()  # what the plan has in host memory for a while
         self.outside: dict[int, int] = {}  # call -> bytes that user code took after it, beside the ledger's
         self.kept: dict[int, int] = {}  # call -> bytes of user code that were there when it began
         self.touched: dict[int, tuple[str, ...]] = {}  # call -> what user code touched after it, in order
@@ -62,6 +65,7 @@ class Expectation:
 
     def follow(self, plan: Plan, table: Table) -> None:
         self.table = table
+        self.to_host = {move.tensor for move in plan.moves if isinstance(move, Evict) and move.to == HOST}
         self.planned, self.predicted = plan.planner != "none", plan.predicted
 
     @property
