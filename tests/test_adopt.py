@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from adopt_cases import CASES, SIZE, outcomes, values
 from adopt_train import HELD
+from children import ended
 
 from teraio.runtime import adopt as adoption
 from teraio.runtime.adopt import NUMPY, Adopted, Span, adopt
@@ -94,7 +94,7 @@ def test_what_can_be_emptied_already_is_left_alone() -> None:
 
 def trained(*sources: str) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).with_name("adopt_train.py")), json.dumps(sources)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    done = ended(command)
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout, done.stderr[-2000:])
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

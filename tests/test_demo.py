@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import tree
+from children import ended
 
 from teraio import cli
 
@@ -17,7 +18,7 @@ TINY = ("--inner", "eager", "--layers", "2", "--batch", "2", "--length", "96", "
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "teraio", "demo", *TINY, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tree.ROOT, timeout=900)
+    return ended(command, cwd=tree.ROOT)
 
 
 def test_the_demo_shows_equal_losses_within_a_part_of_the_memory() -> None:

@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import fields
 from itertools import pairwise
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import tree
+from children import ended
 
 import teraio
 from teraio import errors
@@ -52,15 +52,8 @@ PYTHON = {**blocks("python"), **blocks("python run")}
 def ran() -> dict[str, Any]:
     """All blocks that run, in one process."""
     environment = {**os.environ, "TERAIO_INNER": "eager", "TERAIO_PLANNER": "greedy", "TERAIO_WARMUP": "1"}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("docs_run.py"))],
-        input=json.dumps(list(blocks("python run").items())),
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        timeout=900,
-    )
+    command = [sys.executable, str(Path(__file__).with_name("docs_run.py"))]
+    done = ended(command, env=environment, given=json.dumps(list(blocks("python run").items())))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "matches none" not in done.stderr, done.stderr[-3000:]
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from children import ended
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = "--vocabulary 256 --hidden 128 --layers 6 --heads 4 --inner eager"
@@ -51,7 +51,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     # Any plan will do, and greedy takes a tenth of the time.
     settings = {**os.environ, "TERAIO_PLANNER": "greedy", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).with_name("examples_child.py")), str(asked)]
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False, timeout=900)
+    done = ended(command, env=settings)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(runs, json.loads(done.stdout.splitlines()[-1])))
 

@@ -4,7 +4,6 @@ program without slots, and no kernel takes more than its slot knew of."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import slots_models
 import torch
+from children import ended
 from torch.fx import GraphModule
 
 from teraio.passes import fx
@@ -35,7 +35,7 @@ SCALAR_BYTES = 64
 
 def run(*cases: dict[str, Any]) -> list[dict[str, Any]]:
     command = [sys.executable, str(HERE / "slots_child.py"), json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    done = ended(command)
     assert done.returncode == 0, done.stderr[-3000:]
     results: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return results

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from children import ended
 
 MIB = 2**20
 STEPS, BUDGET = 500, 13 * MIB // 2
@@ -22,7 +23,7 @@ def trained() -> dict[str, Any]:
     """The store is where it is by default, below the run's own folder: on a disk."""
     asked = json.dumps({"steps": STEPS, "budget": BUDGET})
     command = [sys.executable, str(Path(__file__).with_name("growth_train.py")), asked]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    done = ended(command)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     for row in (*result["rows"], result["plenty"], result["left"]):

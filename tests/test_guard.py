@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from children import ended
 
 CHILD = Path(__file__).with_name("guard_train.py")
 
@@ -39,7 +40,7 @@ FEW_WRITES = ("streamed", "frozen", "frozen, touched")
 
 def run(scenarios: tuple[str, ...], bug: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(CHILD), json.dumps(scenarios), bug]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    return ended(command)
 
 
 @cache

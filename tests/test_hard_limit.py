@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from children import ended
+
 CHILD = Path(__file__).with_name("limited_child.py")
 SAVED_BYTES = 20 * (16 << 20)  # what plain training holds between forward and backward, at least
 EXTRA_BYTES = (
@@ -16,7 +18,7 @@ EXTRA_BYTES = (
 
 def train(kind: str, extra_bytes: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(CHILD), kind, str(extra_bytes)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    return ended(command)
 
 
 def test_under_a_limit_that_ends_plain_training_ours_finishes_with_the_same_losses() -> None:

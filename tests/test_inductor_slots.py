@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from children import ended
 from test_fx_slots import WORKSPACES, beyond
 from test_remade import child as remade_child
 
@@ -25,7 +25,7 @@ CACHE = tempfile.TemporaryDirectory(prefix="teraio-inductor-")
 def child(*asked: dict[str, Any], flags: tuple[str, ...] = ()) -> dict[str, Any]:
     command = [sys.executable, *flags, str(HERE / "compile_child.py"), json.dumps(asked)]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": CACHE.name}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
+    done = ended(command, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return results

@@ -4,11 +4,11 @@ infers, with the numbers of a process that may have everything."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from children import ended
 from larger_child import LAYERS, MEMORY, STEPS, WIDTH
 
 CHILD = Path(__file__).with_name("larger_child.py")
@@ -23,7 +23,7 @@ assert MEMORY < EXTRA_BYTES < WEIGHTS_BYTES
 
 def run(kind: str, extra_bytes: int, file: Path) -> dict[str, Any]:
     command = [*SMALL_STACKS, sys.executable, str(CHILD), kind, str(extra_bytes), str(file)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    ran = ended(command)
     assert ran.returncode == 0, ran.stderr[-3000:]
     found: dict[str, Any] = json.loads(ran.stdout)
     return found

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from children import ended
 from optimizer_loops import LOOPS, OPTIMIZERS, WHOLE
 
 from teraio.runtime.windows import Passes, buckets_of
@@ -33,7 +34,7 @@ KEPT = {"hooks"}  # user code holds gradients: they are there, over the budget i
 
 def run(scenarios: list[str], bug: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(CHILD), json.dumps(scenarios), bug]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    return ended(command)
 
 
 @cache
@@ -90,7 +91,7 @@ def test_gradients_leave_between_micro_batches_and_while_they_are_clipped() -> N
 
 def test_a_weight_of_two_programs_gets_both_gradients_of_every_batch() -> None:
     command = [sys.executable, str(CHILD.with_name("shared_weight_train.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    done = ended(command)
     assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-3000:]}"
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert result["same"]
@@ -108,23 +109,23 @@ def test_a_group_without_parameters_is_stepped_too() -> None:
     assert [group["t"] for group in groups] == [1, 6]
 
 
-def ended(how: str) -> dict[str, Any]:
+def torn(how: str) -> dict[str, Any]:
     command = [sys.executable, str(CHILD.with_name("torn_train.py")), how]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    done = ended(command)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
 
 def test_ctrl_c_waits_for_the_end_of_the_step() -> None:
-    result = ended("pressed")
+    result = torn("pressed")
     assert result["updated"] == result["of"]
     assert [error.partition(":")[0] for error in result["raised"]] == ["KeyboardInterrupt"]
     assert result["plain"]
 
 
 def test_a_step_that_cannot_be_completed_is_torn_and_no_other_is_taken() -> None:
-    result = ended("lost")
+    result = torn("lost")
     assert 0 < result["updated"] < result["of"], "the test wants an end in the middle"
     assert [error.partition(":")[0] for error in result["raised"]] == ["TornStepError", "TornStepError"]
     assert f"ended after {result['updated']} of {result['of']} buckets" in result["raised"][0]

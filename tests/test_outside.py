@@ -6,7 +6,6 @@ Blocks of a Llama are compiled, its head and its loss are not; an allocator coun
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from children import ended
 from kept_train import ROWS, SAVED, WIDTH
 from outside_train import BATCH, LENGTH, SHAPE
 
@@ -29,7 +29,7 @@ MIB = 2**20
 
 def results(runs: list[dict[str, Any]], *shape: str) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).with_name("outside_train.py")), json.dumps(runs), *shape]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    done = ended(command)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     for name, run in result.items():
@@ -250,7 +250,7 @@ def test_what_eager_autograd_keeps_between_two_programs_is_made_room_for() -> No
     runs = []
     for words in ([], ["unseen"]):
         command = [sys.executable, str(Path(__file__).with_name("kept_train.py")), str(budget), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+        done = ended(command)
         assert done.returncode == 0, done.stderr[-3000:]
         runs.append(json.loads(done.stdout.strip().splitlines()[-1]))
     seen, unseen = runs

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import ended
 
 pytestmark = pytest.mark.alone
 
@@ -23,7 +23,7 @@ def measured() -> dict[str, Any]:
     command = [sys.executable, str(BENCHMARK), "--attempts", str(ATTEMPTS)]
     for name, value in SIZE.items():
         command += [f"--{name}", str(value)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    done = ended(command)
     assert done.stdout, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout)
     print(done.stdout)

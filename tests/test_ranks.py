@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from children import ended
 
 
 def test_two_ranks_with_ddp_train_bit_equal_within_their_budgets(tmp_path: Path) -> None:
     child = Path(__file__).with_name("ranks_train.py")
     command = [sys.executable, str(child), str(tmp_path / "ranks"), "9.25MiB"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    done = ended(command)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "torch.distributed reads and writes weights unseen" in done.stderr
     for rank in (0, 1):
@@ -44,9 +44,7 @@ optimizer.step()
 
 
 def test_sharded_parameters_are_refused_by_name() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SHARDED], capture_output=True, text=True, check=False, timeout=900
-    )
+    done = ended([sys.executable, "-c", SHARDED])
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "UnsupportedError: AdamW steps parameters of type DTensor" in last

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from children import ended
 from functorch.compile import aot_function, min_cut_rematerialization_partition, nop
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -37,9 +37,7 @@ def child(runs: list[dict[str, Any]]) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "recompute_train.py"), json.dumps(runs)]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=900
-        )
+        done = ended(command, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     results["log"] = done.stderr

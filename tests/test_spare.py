@@ -7,13 +7,13 @@ import itertools
 import json
 import os
 import random
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import ended
 
 from teraio._native import Spare
 from teraio.runtime.resident import resident_bytes
@@ -220,14 +220,7 @@ def test_threads_take_and_give_at_once() -> None:
 
 
 def child(do: str, **environment: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(CHILD), do],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    done = ended([sys.executable, str(CHILD), do], env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return {**found, "said": done.stderr}

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import ended
 
 from teraio.runtime import measure
 
@@ -31,7 +31,7 @@ def results(folder: Path) -> dict[str, dict[str, Any]]:
     cases = [{"name": name, "store": str(folder), "limits": limits} for name, limits in LIMITS.items()]
     child = str(Path(__file__).with_name("surroundings_child.py"))
     command = [sys.executable, child, json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    done = ended(command)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from functools import cache
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from children import ended
 
 from teraio import cli
 from teraio.machine import Link, Machine, Tier
@@ -25,7 +25,7 @@ def train(*runs: dict[str, Any]) -> dict[str, Any]:
     """Results by name of runs that share one process (and so one compilation of the model per inner
     program)."""
     command = [sys.executable, str(HERE / "train.py"), json.dumps(runs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    done = ended(command)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     for name, each in result.items():

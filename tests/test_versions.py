@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import tree
+from children import ended
 
 from teraio import versions
 from teraio.errors import UnsupportedError
@@ -249,9 +249,7 @@ def test_it_finds_a_dropped_slot_in_inductors_programs(monkeypatch: pytest.Monke
 
 def test_what_torch_no_longer_has_is_named() -> None:
     """In a process in which parts of torch are gone before teraio looks for them."""
-    ran = subprocess.run(
-        [sys.executable, "-c", GONE], capture_output=True, text=True, check=False, env=os.environ, timeout=900
-    )
+    ran = ended([sys.executable, "-c", GONE], env=os.environ)
     assert ran.returncode == 0, ran.stderr[-2000:]
     inductor, eager = json.loads(ran.stdout.splitlines()[-1])
     assert "WrapperLine" in inductor and inductor.startswith(("AttributeError", "ImportError"))
@@ -286,14 +284,7 @@ def test_a_model_trains_on_an_unknown_torch_on_what_works_there(tmp_path: Path) 
     """What the slots of Inductor's programs stand on is gone: the model trains in the other inner program."""
     (tmp_path / "sitecustomize.py").write_text(LOST)
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    ran = subprocess.run(
-        [sys.executable, "-c", TRAIN],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": paths},
-        timeout=900,
-    )
+    ran = ended([sys.executable, "-c", TRAIN], env={**os.environ, "PYTHONPATH": paths})
     assert ran.returncode == 0, ran.stderr[-2000:]
     plain, ours, error, causes = json.loads(ran.stdout.splitlines()[-1])
     assert ours == plain

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from children import ended
 
 from teraio.units import parse_bytes
 
@@ -16,7 +17,7 @@ CHILD = Path(__file__).with_name("trainers.py")
 
 def results(mode: str, folder: Path, names: Sequence[str]) -> dict[str, Any]:
     command = [sys.executable, str(CHILD), mode, str(folder / mode), *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    done = ended(command)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import ended
 from transfer_rig import BLOCK, KINDS, Memory, Outcome, Rig, facts, fault_rules, one_fault, workload
 
 from teraio import _native
@@ -124,9 +124,7 @@ with Rig(Path({str(tmp_path)!r})) as rig:
     rig.into(back, [(0, 0, fits.size)])
     print(back.get() == fits.get())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", body], capture_output=True, text=True, timeout=900, check=False
-    )
+    done = ended([sys.executable, "-c", body])
     assert done.stdout.split() == ["errno", str(errno.EFBIG), "True"], done.stderr
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from children import ended
 from transfer_rig import BLOCK, Memory, Rig, open_direct
 
 from teraio import _native
@@ -215,14 +216,7 @@ def run_python(body: str, **environment: str) -> subprocess.CompletedProcess[str
     head = "import os, sys, time\nfrom pathlib import Path\n"
     head += f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     head += "from transfer_rig import *\n"
-    return subprocess.run(
-        [sys.executable, "-c", head + body],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    return ended([sys.executable, "-c", head + body], env={**os.environ, **environment})
 
 
 def test_after_a_fork_the_engine_is_inert_in_the_child(tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""Processes that tests start. One that hangs fails its test, before pytest would end all of them for it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+LIMIT_S = 840  # pyproject.toml has faulthandler_timeout: 900
+
+
+def ended(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    given: str | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Of a process that ran to its end."""
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env,
+        cwd=cwd,
+        input=given,
+        timeout=LIMIT_S,
+    )
