@@ -16,7 +16,8 @@ from teraio.errors import UnsupportedError
 from . import engine as _engine
 from .guard import GuardedParameter, GuardedTensor
 from .interrupts import INTERRUPTS
-from .optimizer_call import OptimizerCall, Stepped, plainly_called
+from .optimizer_call import OptimizerCall, plainly_called
+from .stepped import Stepped
 from .windows import is_stand_in, stand_in
 
 _installed = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -14,75 +14,18 @@ from torch._C import DisableTorchFunctionSubclass
 from teraio.errors import TeraioError, TornStepError
 from teraio.schedule import READ, WRITE, Buffer, Schedule, Slot
 
-from . import trial
 from .engine import Engine
 from .interrupts import INTERRUPTS, runs
 from .programs import Program
 from .records import Record
 from .residency import Need
+from .slices import in_slices, passes_over, slice_bytes
+from .stepped import Stepped
 from .windows import Bucket, buckets_of
 
 log = logging.getLogger("teraio")
 
-BUDGET_PARTS = (
-    64  # of the budget, in parameters of one bucket: with gradients, states and temporaries a tenth
-)
-BUCKET_MIN_BYTES, BUCKET_MAX_BYTES = 64 * 2**10, 32 * 2**20
-PROGRAMS_MAX = 16
-
 Member = tuple[torch.Tensor, Record | None]
-
-
-class Stepped:
-    """What is known of one optimizer."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.seen = trial.Outcome(None)
-        self.programs: dict[tuple[Any, ...], Program] = {}
-        self.asked: tuple[Any, ...] | None = None
-        self.met = 0  # how many of its parameters were looked at, whether eager code alone uses them
-        self.in_buckets = False  # the user insists
-        self.limit_bytes = 0
-
-    def bucket_bytes(self, budget_bytes: int) -> int:
-        """How large its buckets may be. Another budget changes nothing: the step would be another one."""
-        if not self.limit_bytes:
-            self.limit_bytes = min(max(budget_bytes // BUDGET_PARTS, BUCKET_MIN_BYTES), BUCKET_MAX_BYTES)
-        return self.limit_bytes
-
-    def ask(self, optimizer: torch.optim.Optimizer) -> None:
-        """Once, and again when its groups have become others."""
-        if (question := self._question(optimizer)) != self.asked:
-            self.asked = question
-            self.seen = self._ask(optimizer)
-
-    def _question(self, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-        """What decides which implementation runs."""
-        kinds = (bool, str, type(None))
-        return tuple(
-            tuple((name, value) for name, value in group.items() if isinstance(value, kinds))
-            for group in optimizer.param_groups
-        )
-
-    def _ask(self, optimizer: torch.optim.Optimizer) -> trial.Outcome:
-        seen = trial.outcome(optimizer)
-        if seen.reason is not None:
-            log.warning(
-                "teraio: %s steps all of its parameters at once (%s): all gradients and states are in memory "
-                "then",
-                type(optimizer).__name__,
-                seen.reason,
-            )
-        return seen
-
-    def program(self, key: tuple[Any, ...], schedule: Callable[[], Schedule]) -> Program:
-        """The same object each time: a step is recognised by the programs that run in it."""
-        if key not in self.programs:
-            while len(self.programs) >= PROGRAMS_MAX:
-                del self.programs[next(iter(self.programs))]
-            self.programs[key] = Program(schedule())
-        return self.programs[key]
 
 
 class OptimizerCall:
@@ -106,13 +49,22 @@ class OptimizerCall:
 
     def walk(self) -> Iterator[Bucket]:
         if self.program is None:
-            limit = self.about.bucket_bytes(self.engine.residency.budget_bytes)
-            # If these do not fit: each parameter alone.
-            self.begin(buckets_of(self.optimizer.param_groups, most) for most in (limit, 0))
+            self.begin(self._ways())
         for at, bucket in enumerate(self.buckets):
             self.open(at)
-            yield bucket
+            yield from passes_over(self.optimizer, bucket)
         self.close()
+
+    def _ways(self) -> Iterator[list[Bucket]]:
+        """If several parameters at a time do not fit, each alone, and then in slices."""
+        groups, limit = (
+            self.optimizer.param_groups,
+            self.about.bucket_bytes(self.engine.residency.budget_bytes),
+        )
+        yield buckets_of(groups, limit)
+        yield buckets_of(groups, 0)
+        if self.about.goes_by_rows(self.optimizer):
+            yield in_slices(groups, limit)
 
     def run_whole(self, closure: bool) -> None:
         """All parameters of all groups are one bucket. A closure will make gradients of those that have none:
@@ -323,9 +275,11 @@ class OptimizerCall:
         return int(self.about.seen.born * sum(without))
 
     def _own_bytes(self, at: int) -> int:
-        return own_bytes(
-            self.buckets[at], [p.nbytes for p, _ in self.stepped[at]], self.about.seen.temporaries
-        )
+        seen, bucket = self.about.seen, self.buckets[at]
+        if bucket.slices > 1 and self.stepped[at]:
+            born = 0 if self.optimizer.state.get(bucket.parameters[0]) else seen.born
+            return int((seen.temporaries + born) * slice_bytes(bucket))
+        return own_bytes(bucket, [p.nbytes for p, _ in self.stepped[at]], seen.temporaries)
 
 
 def schedule_of(

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .slices import passes_over
 from .windows import Bucket, Group, buckets_of, same, stand_in
 
 GROUPS_MAX = 4
@@ -35,6 +36,16 @@ class Outcome:
     temporaries: float = 2.0  # that the update of a parameter holds besides
 
 
+def by_rows(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a parameter may be stepped some rows at a time, of an optimizer that is stepped in buckets."""
+    run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    try:
+        whole = _try(optimizer, run)
+        return any(p.ndim and p.shape[0] > 1 for p in whole[0]) and same(whole, _try(optimizer, run, 2))
+    except Exception:  # noqa: BLE001  whatever a third party's step does with clones
+        return False
+
+
 def outcome(optimizer: torch.optim.Optimizer) -> Outcome:
     try:
         run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
@@ -46,13 +57,13 @@ def outcome(optimizer: torch.optim.Optimizer) -> Outcome:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return Outcome("differentiable=True")
     try:
-        whole = _try(optimizer, run, in_parts=False)
-        parts = _try(optimizer, run, in_parts=True)
+        whole = _try(optimizer, run)
+        parts = _try(optimizer, run, 1)
         seen = Allocations()
         with torch.compiler.set_stance(
             "force_eager"
         ):  # a step that compiles its update, under a mode of ours
-            _try(optimizer, run, in_parts=True, seen=seen)
+            _try(optimizer, run, 1, seen)
     except Exception as error:  # noqa: BLE001  whatever a third party's step does with clones
         return Outcome(f"it could not be tried on clones: {type(error).__name__}: {error}")
     if not same(whole, parts):
@@ -119,10 +130,11 @@ def _plain(value: Any) -> bool:
 def _try(
     optimizer: torch.optim.Optimizer,
     run: Callable[..., Any],
-    in_parts: bool,
+    slices: int = 0,
     seen: Allocations | None = None,
 ) -> list[Any]:
-    """Parameters, states and groups after the steps, and what the random numbers have become."""
+    """Parameters, states and groups after the steps, and what the random numbers have become. Of steps of all
+    parameters at once, of one at a time, or of so many slices of one."""
     clone = object.__new__(type(optimizer))
     vars(clone).update({**vars(optimizer), **copy.deepcopy(_attributes(optimizer))})
     with torch.random.fork_rng(devices=_devices(optimizer)):
@@ -134,12 +146,14 @@ def _try(
         def walk() -> Iterator[Bucket]:
             alive = seen.alive_bytes() if seen is not None else 0
             for bucket in buckets_of(groups, 0):
+                rows = bucket.parameters[0].shape[:1].numel() if bucket.parameters else 1
+                cut = Bucket(bucket.group, bucket.parameters, min(slices, rows))
                 with seen or nullcontext():
-                    yield bucket
+                    yield from passes_over(clone, cut)
                 if seen is not None:
                     alive = seen.bucket(bucket.parameters, alive)
 
-        subject = stand_in(clone, walk) if in_parts else clone
+        subject = stand_in(clone, walk) if slices else clone
         parameters = [parameter for group in groups for parameter in group["params"]]
         for _ in range(STEPS):
             for parameter in parameters:

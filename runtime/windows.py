@@ -30,6 +30,7 @@ MISSING = object()
 class Bucket:
     group: Group  # the user's own
     parameters: list[torch.Tensor]
+    slices: int = 1  # in which its one parameter is stepped
 
 
 def buckets_of(groups: list[Group], limit_bytes: int) -> list[Bucket]:

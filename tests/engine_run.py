@@ -28,7 +28,8 @@ from teraio.passes.slots import Event, Forget, Launch, Make, Place, Signature, l
 from teraio.plan import Evict, Fetch, Move, Plan
 from teraio.profile import Profile
 from teraio.runtime.engine import Engine, Program
-from teraio.runtime.optimizer_call import OptimizerCall, Stepped
+from teraio.runtime.optimizer_call import OptimizerCall
+from teraio.runtime.stepped import Stepped
 from teraio.schedule import Step
 
 STEPS = 3

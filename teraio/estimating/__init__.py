@@ -23,7 +23,7 @@ from teraio.options import Memory, Options
 from teraio.passes import costs, lifetimes, planner
 from teraio.plan import Plan
 from teraio.profile import Profile
-from teraio.runtime.optimizer_call import Stepped
+from teraio.runtime.stepped import Stepped
 from teraio.runtime.store_slabs import slab_bytes
 from teraio.session import RESERVE_BYTES
 

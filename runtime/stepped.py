@@ -1,0 +1,86 @@
+"""What is known of an optimizer: how it may be stepped, and the programs that its steps are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from teraio.schedule import Schedule
+
+from . import trial
+from .programs import Program
+
+log = logging.getLogger("teraio")
+
+# Of the budget, in parameters of one bucket: with gradients, states and temporaries a tenth.
+BUDGET_PARTS = 64
+BUCKET_MIN_BYTES, BUCKET_MAX_BYTES = 64 * 2**10, 32 * 2**20
+PROGRAMS_MAX = 16
+
+
+class Stepped:
+    """What is known of one optimizer."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.seen = trial.Outcome(None)
+        self.programs: dict[tuple[Any, ...], Program] = {}
+        self.asked: tuple[Any, ...] | None = None
+        self.met = 0  # how many of its parameters were looked at, whether eager code alone uses them
+        self.by_rows: bool | None = None  # whether a parameter may be stepped in slices
+        self.in_buckets = False  # the user insists
+        self.limit_bytes = 0
+
+    def bucket_bytes(self, budget_bytes: int) -> int:
+        """How large its buckets may be. Another budget changes nothing: the step would be another one."""
+        if not self.limit_bytes:
+            self.limit_bytes = min(max(budget_bytes // BUDGET_PARTS, BUCKET_MIN_BYTES), BUCKET_MAX_BYTES)
+        return self.limit_bytes
+
+    def ask(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once, and again when its groups have become others."""
+        if (question := self._question(optimizer)) != self.asked:
+            self.asked, self.by_rows = question, None
+            self.seen = self._ask(optimizer)
+
+    def _question(self, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+        """What decides which implementation runs."""
+        kinds = (bool, str, type(None))
+        return tuple(
+            tuple((name, value) for name, value in group.items() if isinstance(value, kinds))
+            for group in optimizer.param_groups
+        )
+
+    def _ask(self, optimizer: torch.optim.Optimizer) -> trial.Outcome:
+        seen = trial.outcome(optimizer)
+        if seen.reason is not None:
+            log.warning(
+                "teraio: %s steps all of its parameters at once (%s): all gradients and states are in memory "
+                "then",
+                type(optimizer).__name__,
+                seen.reason,
+            )
+        return seen
+
+    def goes_by_rows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Asked where nothing else fits."""
+        if self.by_rows is None:
+            self.by_rows = trial.by_rows(optimizer)
+            if self.by_rows:
+                log.info(
+                    "teraio: %s steps its largest parameters some rows at a time: whole, with what their "
+                    "update holds besides, they do not fit",
+                    type(optimizer).__name__,
+                )
+        return self.by_rows
+
+    def program(self, key: tuple[Any, ...], schedule: Callable[[], Schedule]) -> Program:
+        """The same object each time: a step is recognised by the programs that run in it."""
+        if key not in self.programs:
+            while len(self.programs) >= PROGRAMS_MAX:
+                del self.programs[next(iter(self.programs))]
+            self.programs[key] = Program(schedule())
+        return self.programs[key]

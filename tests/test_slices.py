@@ -1,0 +1,163 @@
+"""A parameter that is stepped some rows at a time: where the update is per element, and nothing else fits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from optimizer_loops import OPTIMIZERS
+from torch import nn
+
+import teraio
+from teraio.errors import BudgetError
+from teraio.runtime import trial
+from teraio.runtime.slices import in_slices, passes_over, slice_bytes
+from teraio.runtime.windows import Bucket, same, stand_in
+
+PER_ELEMENT = [
+    "AdamW",
+    "AdamW foreach",
+    "Adam amsgrad",
+    "SGD momentum",
+    "RMSprop",
+    "Adagrad",
+    "NAdam",
+    "counter in the group",
+    "inherited step",
+    "closure",
+]
+ROWS, WIDTH = 301, 64
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread: None) -> None:
+    pass
+
+
+def stepped(name: str, limit_bytes: int | None) -> list[Any]:
+    """Parameters, states and groups after steps, whole or in slices of so many bytes. In the third the last
+    parameter has no gradient."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(WIDTH, ROWS), nn.Linear(ROWS, 3)])
+    optimizer = OPTIMIZERS[name](model)
+    run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    for step in range(4):
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.randn_like(parameter) if number < 3 or step != 2 else None
+        if limit_bytes is None:
+            run(optimizer)
+            continue
+        buckets = in_slices(optimizer.param_groups, limit_bytes)
+        parts = [list[Bucket]() for _ in buckets]
+
+        def walk(buckets: list[Bucket] = buckets, parts: list[list[Bucket]] = parts) -> Any:
+            for bucket, seen in zip(buckets, parts):
+                for part in passes_over(optimizer, bucket):
+                    seen.append(part)
+                    yield part
+
+        run(stand_in(optimizer, walk))
+        for bucket, seen in zip(buckets, parts):
+            if bucket.slices > 1 and bucket.parameters[0].grad is not None:
+                assert max(p.nbytes for part in seen for p in part.parameters) <= slice_bytes(bucket)
+                assert len(seen) > bucket.slices // 2
+    states = [dict(optimizer.state.get(p, {})) for p in model.parameters()]
+    assert len(optimizer.state) <= 4, "what slices had is gone"
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return [[p.data for p in model.parameters()], states, groups]
+
+
+@pytest.mark.parametrize("limit_bytes", [20_000, 1_000, 1])
+@pytest.mark.parametrize("name", PER_ELEMENT)
+def test_an_update_per_element_gives_the_same_bits(name: str, limit_bytes: int) -> None:
+    assert same(stepped(name, limit_bytes), stepped(name, None))
+
+
+@pytest.mark.parametrize("name", PER_ELEMENT)
+def test_that_it_is_one_is_seen_on_clones(name: str) -> None:
+    optimizer = OPTIMIZERS[name](nn.Linear(WIDTH, ROWS))
+    before = copy.deepcopy(optimizer.state_dict())
+    assert trial.by_rows(optimizer)
+    assert same(optimizer.state_dict(), before)
+
+
+class Trusting(torch.optim.Optimizer):
+    """Like LAMB and LARS: how far a parameter goes depends on its norm."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    ratio = parameter.norm() / parameter.grad.norm()
+                    parameter.sub_(parameter.grad * ratio, alpha=group["lr"])
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    """On a CPU it treats the last elements of a tensor in another way; and it holds nothing besides."""
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+@pytest.mark.parametrize("make", [Trusting, torch.optim.Adafactor, fused])
+def test_one_that_looks_at_a_whole_parameter_is_not(make: Any) -> None:
+    optimizer = make(nn.Linear(WIDTH, ROWS).parameters())
+    assert trial.outcome(optimizer).reason is None
+    assert not trial.by_rows(optimizer)
+
+
+class Words(nn.Module):
+    """Its embedding is most of it: 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4096, 256)
+        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(self.rows(words)).square().mean()
+        return loss
+
+
+def trained(memory: str | None, make: Any = torch.optim.AdamW) -> list[Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = make(model.parameters())
+    options: Any = {"inner": "eager", "memory": memory, "warmup": 1} if memory else None
+    compiled: Any = torch.compile(model, backend="teraio" if memory else "aot_eager", options=options)
+    losses = []
+    for step in range(5):
+        loss = compiled(torch.arange(64) * 7 + step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    if memory:
+        assert teraio.stats()["overrun_bytes"] == 0
+    states = [dict(optimizer.state.get(p, {})) for p in model.parameters()]
+    weights = [p.detach().clone() for p in model.parameters()]
+    result = copy.deepcopy([losses, weights, states])
+    teraio.reset()
+    return result
+
+
+def test_an_embedding_trains_where_its_update_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """Weight, gradient and two states are 16 MiB; the update of all rows would hold 8 beside them."""
+    with caplog.at_level(logging.INFO, "teraio"):
+        ours = trained("23MiB")
+    said = [r.getMessage() for r in caplog.records if "some rows at a time" in r.getMessage()]
+    assert len(said) == 1 and "AdamW" in said[0]
+    assert same(ours, trained(None))
+    with pytest.raises(BudgetError, match="needs"):
+        trained("19MiB")
+
+
+def test_where_it_cannot_be_cut_it_is_refused_as_before(nothing_left: None) -> None:
+    with pytest.raises(BudgetError, match=r"Trusting.step rows.weight"):
+        trained("13MiB", Trusting)
