@@ -98,22 +98,26 @@ def _profile(
         call = fakes.batch(batch, model)
     told = _forward_and_backward(copied, call, loss, ledger, basis.speeds)
 
-    def with_buckets(limit_bytes: int) -> tuple[Profile, int, str]:
+    def with_buckets(limit_bytes: int, by_rows: bool = False) -> tuple[Profile, int, str]:
         ledger.back_to(mark)
-        note = optimizer_step.step(ledger, stepped, limit_bytes, basis.speeds)
+        note = optimizer_step.step(ledger, stepped, limit_bytes, basis.speeds, by_rows)
         profile = lifetimes.profile_of([ledger.step()], type(model).__name__)
         return profile, planner.smallest_budget(profile), note
 
-    # As a run cuts them; if these do not fit, each parameter alone, with which the least memory will do.
+    # As a run cuts them: several parameters at a time; if these do not fit, each alone; then in slices.
     mark = ledger.mark()
-    profile, smallest, step_told = with_buckets(0)
+    ways = [with_buckets(0)]
+    budget = memory.resolve(basis.available_bytes, ways[0][1])
+    limit = Stepped(0).bucket_bytes(budget)
+    if ways[0][1] >= budget:
+        ways.append(with_buckets(limit, by_rows=True))
+    ways.insert(0, with_buckets(limit))
+    smallest = min(least for _, least, _ in ways)
     budget = memory.resolve(basis.available_bytes, smallest)
-    larger = with_buckets(Stepped(0).bucket_bytes(budget))
-    if larger[1] <= budget:
-        profile = larger[0]
+    profile, _, step_told = next((way for way in ways if way[1] <= budget), ways[-1])
     kernels = f"kernels are those of inner='eager' on {fakes.device.type}, one by one; Inductor fuses some"
     notes = [told, f"the optimizer is {type(stepped).__name__}", *[step_told] * bool(step_told), kernels]
-    return profile, min(smallest, larger[1]), budget, notes
+    return profile, smallest, budget, notes
 
 
 def _forward_and_backward(

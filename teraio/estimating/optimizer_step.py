@@ -10,16 +10,25 @@ from teraio.errors import UnsupportedError
 from teraio.passes import costs
 from teraio.runtime import trial
 from teraio.runtime.optimizer_call import own_bytes, schedule_of, tensors_of
+from teraio.runtime.slices import in_slices, slice_bytes
 from teraio.runtime.windows import Bucket, buckets_of, stand_in
 
 from .dry_run import Counted, Ledger, Record
 from .why import reason
 
 
-def step(ledger: Ledger, optimizer: torch.optim.Optimizer, limit_bytes: int, speeds: costs.Speeds) -> str:
-    """Into the ledger, in buckets of so many bytes of parameters. Returns what is to be known of it."""
+def step(
+    ledger: Ledger,
+    optimizer: torch.optim.Optimizer,
+    limit_bytes: int,
+    speeds: costs.Speeds,
+    by_rows: bool = False,
+) -> str:
+    """Into the ledger, in buckets of so many bytes of parameters, larger ones in slices, if that is asked for
+    and can be. Returns what is to be known of it."""
     name, seen = type(optimizer).__name__, trial.outcome(optimizer)
-    buckets = buckets_of(optimizer.param_groups, limit_bytes)
+    by_rows = by_rows and seen.reason is None and trial.by_rows(optimizer)
+    buckets = (in_slices if by_rows else buckets_of)(optimizer.param_groups, limit_bytes)
     if seen.reason is not None:
         every = [parameter for bucket in buckets for parameter in bucket.parameters]
         buckets = [Bucket({**buckets[0].group, "foreach": True}, every)]
@@ -34,7 +43,10 @@ def step(ledger: Ledger, optimizer: torch.optim.Optimizer, limit_bytes: int, spe
         ) from error
     members = [_members(ledger, optimizer, bucket, at) for at, bucket in enumerate(buckets)]
     sizes = [[p.nbytes for p in bucket.parameters if p.grad is not None] for bucket in buckets]
-    own = [own_bytes(bucket, of, seen.temporaries) for bucket, of in zip(buckets, sizes)]
+    own = [
+        own_bytes(bucket, [slice_bytes(bucket)] if of and bucket.slices > 1 else of, seen.temporaries)
+        for bucket, of in zip(buckets, sizes)
+    ]
     _call(ledger, name, members, own, spent)
     return "" if seen.reason is None else f"{name} steps all of its parameters at once: {seen.reason}"
 
