@@ -38,8 +38,8 @@ class Outcome:
 
 def by_rows(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a parameter may be stepped some rows at a time, of an optimizer that is stepped in buckets."""
-    run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     try:
+        run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
         whole = _try(optimizer, run)
         return any(p.ndim and p.shape[0] > 1 for p in whole[0]) and same(whole, _try(optimizer, run, 2))
     except Exception:  # noqa: BLE001  whatever a third party's step does with clones
