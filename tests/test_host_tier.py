@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from store_rig import disk_near
 from torch import nn
 
 import teraio
@@ -23,6 +24,9 @@ from teraio.options import Options
 from teraio.plan import Fetch, Plan
 from teraio.runtime import device, engine, measure
 from teraio.runtime.device import Host, Start
+from teraio.runtime.moves import Mover
+from teraio.runtime.records import Record
+from teraio.runtime.store import Store
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
 MIB = 2**20  # 16 of activations, 2 of weights, 2 of gradients, 4 of states; 4 of reserve
@@ -185,6 +189,34 @@ def test_a_plan_uses_both_tiers_and_is_followed(
     assert run[2]["to_host_in_steps"][-1] > 0.9 * limit
     lanes = {span["track"].partition(":")[2] for span in spans(files["timeline"])}
     assert {"host", "ssd"} <= lanes
+
+
+def test_a_plan_has_the_places_of_copies_that_it_wants_elsewhere(tmp_path: Path) -> None:
+    disk = disk_near(tmp_path)
+    if disk is None:
+        pytest.skip("no disk here, only memory")
+    store = Store(disk, 8 * MIB)
+    mover = Mover(store, device.CpuDevice(), Ram(MIB))
+    tensors = {name: torch.randn(MIB // 4) for name in ("one", "other")}
+    wanted = {name: tensor.clone() for name, tensor in tensors.items()}
+    one, other = (Record(t.untyped_storage(), name, "weight", True) for name, t in tensors.items())
+
+    def away_and_back(record: Record, tier: str | None) -> str | None:
+        """Where it was meanwhile."""
+        mover.begin_evict(record, tier)
+        mover.end_evict(record)
+        home = record.home
+        mover.begin_fetch(record)
+        mover.end_fetch(record)
+        assert torch.equal(tensors[record.name], wanted[record.name])
+        return home
+
+    assert away_and_back(one, "host") == "host"
+    assert away_and_back(other, None) == "ssd", "a clean copy stays, if no plan wants its place"
+    mover.to_host = {"other"}
+    assert away_and_back(other, "host") == "host"
+    assert away_and_back(one, None) == "ssd"
+    store.close()
 
 
 def spans(path: str) -> list[dict[str, Any]]:
