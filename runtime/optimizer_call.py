@@ -57,10 +57,8 @@ class OptimizerCall:
 
     def _ways(self) -> Iterator[list[Bucket]]:
         """If several parameters at a time do not fit, each alone, and then in slices."""
-        groups, limit = (
-            self.optimizer.param_groups,
-            self.about.bucket_bytes(self.engine.residency.budget_bytes),
-        )
+        groups = self.optimizer.param_groups
+        limit = self.about.bucket_bytes(self.engine.residency.budget_bytes)
         yield buckets_of(groups, limit)
         yield buckets_of(groups, 0)
         if self.about.goes_by_rows(self.optimizer):
@@ -232,8 +230,8 @@ class OptimizerCall:
             states = [[[*self._states(p, base)] for p, base in stepped] for stepped in self.stepped]
             self.engine.registry.adopt_states(pair for bucket in states for pairs in bucket for pair in pairs)
             self.members = [self._members(*both) for both in zip(self.stepped, states)]
-            self.own_bytes = [self._own_bytes(at) for at in range(len(buckets))]
             self.born_bytes = [self._born_bytes(at) for at in range(len(buckets))]
+            self.own_bytes = [self._own_bytes(at) for at in range(len(buckets))]
 
     def _stepped(self, bucket: Bucket, at: int) -> Iterator[tuple[torch.Tensor, str]]:
         """The parameters that have gradients, with the names of their weights, or what they are called where
@@ -276,10 +274,10 @@ class OptimizerCall:
 
     def _own_bytes(self, at: int) -> int:
         seen, bucket = self.about.seen, self.buckets[at]
-        if bucket.slices > 1 and self.stepped[at]:
-            born = 0 if self.optimizer.state.get(bucket.parameters[0]) else seen.born
-            return int((seen.temporaries + born) * slice_bytes(bucket))
-        return own_bytes(bucket, [p.nbytes for p, _ in self.stepped[at]], seen.temporaries)
+        own = own_bytes(bucket, [p.nbytes for p, _ in self.stepped[at]], seen.temporaries)
+        if bucket.slices > 1 and self.born_bytes[at]:  # a slice's, before they are joined
+            own += int(seen.born * slice_bytes(bucket))
+        return own
 
 
 def schedule_of(
@@ -299,9 +297,11 @@ def schedule_of(
 
 def own_bytes(bucket: Bucket, sizes: list[int], temporaries: float) -> int:
     """What the update of a bucket holds besides, given the bytes of its parameters. A loop over parameters
-    holds one parameter's temporaries at a time; fused kernels have none."""
+    holds one parameter's temporaries at a time, or those of one slice; fused kernels have none."""
     if not sizes or bucket.group.get("fused"):
         return 0
+    if bucket.slices > 1:
+        return int(temporaries * slice_bytes(bucket))
     loops = bucket.group.get("foreach") is False or (
         bucket.group.get("foreach", "") is None and bucket.parameters[0].device.type == "cpu"
     )

@@ -154,16 +154,13 @@ class Record:
         return held
 
     def watch_others(self) -> tuple[int, int]:
-        """To be compared later, by `notice_others`."""
+        """How many there are, to be compared with how many there were."""
         return self.references(), self.holders()
 
-    def notice_others(self, before: tuple[int, int]) -> None:
+    def notice_others(self, before: tuple[int, int], after: tuple[int, int]) -> None:
         """User code has used it: a tensor more that shares the bytes, a holder more?"""
-        self.aliased |= self.references() > before[0]
-        self.held |= self.holders() > before[1]
-
-    def more_hold(self, before: tuple[int, int]) -> bool:
-        return self.references() > before[0] or self.holders() > before[1]
+        self.aliased |= after[0] > before[0]
+        self.held |= after[1] > before[1]
 
     def notice_edges(self, edges: Edges) -> None:
         """User code has used it, and this came of it in graphs of autograd's."""

@@ -107,8 +107,9 @@ class UserCode:
             record.pins -= 1
             record.notice_edges(edges)
         for record, others in zip(records, before):
-            if not self._left_to_nodes(record, others, call):
-                record.notice_others(others)
+            after = record.watch_others()
+            if not self._left_to_nodes(record, others, after, call):
+                record.notice_others(others, after)
             record.pointed |= place in RAW
             record.guardable &= torch._C._get_tracing_state() is None  # what is traced reads it unseen
             if place in UNVERSIONED:
@@ -116,9 +117,12 @@ class UserCode:
             if record.exposed:
                 record.clean = False
 
-    def _left_to_nodes(self, record: Record, before: tuple[int, int], call: Call | None) -> bool:
+    def _left_to_nodes(
+        self, record: Record, before: tuple[int, int], after: tuple[int, int], call: Call | None
+    ) -> bool:
         """Whether more hold it now, and all of them bring it back themselves."""
-        if call is None or self.guard.off or record.exposed or not record.more_hold(before):
+        more = after[0] > before[0] or after[1] > before[1]
+        if call is None or self.guard.off or record.exposed or not more:
             return False
         return left_to_nodes(record, before, call)
 

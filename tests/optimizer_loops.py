@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from eager_beside import send_away
 from torch import nn, optim
 
 from teraio.runtime import engine
@@ -230,8 +231,7 @@ def needs_room(run: Any, step: int, again: Callable[[], Any]) -> None:
     def closure() -> Any:
         loss = again()
         if engine.ENGINE is not None:
-            engine.ENGINE.residency.serial += 1
-            engine.ENGINE.residency.free(2**40, None, engine.ENGINE.guard.exposed)
+            send_away()
         return loss
 
     run.losses.append(run.optimizer.step(closure).item())

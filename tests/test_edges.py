@@ -108,24 +108,3 @@ def test_a_penalty_keeps_them_as_long_as_it_is_there(trained: nn.Module) -> None
     del penalty
     gc.collect()
     assert in_graphs() == set()
-
-
-def test_sparse_gradients_beside_a_program_are_the_users(nothing_left: None) -> None:
-    """An embedding that is not compiled: its gradients have no storage of their own."""
-
-    def losses(memory: str | None) -> list[float]:
-        torch.manual_seed(0)
-        rows, layers = nn.Embedding(200, 256, sparse=True), nn.Sequential(nn.Linear(256, 256), nn.ReLU())
-        options: Any = {"inner": "eager", "memory": memory}
-        compiled: Any = torch.compile(layers, backend="teraio", options=options) if memory else layers
-        optimizer = torch.optim.SGD([*rows.parameters(), *layers.parameters()], lr=0.1)
-        found = []
-        for step in range(4):
-            loss = compiled(rows(torch.arange(64) + step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
-
-    assert losses("64MiB") == losses(None)

@@ -10,7 +10,7 @@ from teraio.errors import UnsupportedError
 from teraio.passes import costs
 from teraio.runtime import trial
 from teraio.runtime.optimizer_call import own_bytes, schedule_of, tensors_of
-from teraio.runtime.slices import in_slices, slice_bytes
+from teraio.runtime.slices import in_slices
 from teraio.runtime.windows import Bucket, buckets_of, stand_in
 
 from .dry_run import Counted, Ledger, Record
@@ -43,10 +43,7 @@ def step(
         ) from error
     members = [_members(ledger, optimizer, bucket, at) for at, bucket in enumerate(buckets)]
     sizes = [[p.nbytes for p in bucket.parameters if p.grad is not None] for bucket in buckets]
-    own = [
-        own_bytes(bucket, [slice_bytes(bucket)] if of and bucket.slices > 1 else of, seen.temporaries)
-        for bucket, of in zip(buckets, sizes)
-    ]
+    own = [own_bytes(bucket, of, seen.temporaries) for bucket, of in zip(buckets, sizes)]
     _call(ledger, name, members, own, spent)
     return "" if seen.reason is None else f"{name} steps all of its parameters at once: {seen.reason}"
 
