@@ -166,6 +166,8 @@ class OptimizerCall:
                 engine.residency.serial += 1
                 needed = [record for _, record in members if record is not None]
                 engine.residency.ensure(needed, self._live_bytes(at), self._kernel(members), None)
+                for record in needed:  # fused kernels write without a version
+                    record.clean = False
             else:
                 engine.visit(program, at + 1, (), self._live_bytes(at))
         except BaseException as error:

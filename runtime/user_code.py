@@ -26,7 +26,16 @@ from .step import StepTracker
 log = logging.getLogger("teraio")
 
 RAW = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage"})  # not seen: what is written so
-UNVERSIONED = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})  # write, and no version moves
+# They write, and no version moves.
+UNVERSIONED = frozenset(
+    {
+        "_amp_foreach_non_finite_check_and_unscale_",
+        "_fused_adagrad_",
+        "_fused_adam_",
+        "_fused_adamw_",
+        "_fused_sgd_",
+    }
+)
 
 
 class UserCode:

@@ -59,6 +59,29 @@ class GlobalNorm(optim.Optimizer):
         return 1 / max(1.0, torch.stack(norms).norm().item()) if norms else 1.0
 
 
+class FusedAfterAll(optim.Optimizer):
+    """Goes through all states before its first update, by a kernel of torch's that moves no version."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("momentum", torch.zeros_like(p))
+        for group in self.param_groups:
+            for p in group["params"]:
+                fused(p, [self.state[p]["momentum"]])
+
+
+def fused(parameter: torch.Tensor, momentum: list[torch.Tensor]) -> None:
+    settings: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9 * len(momentum), "dampening": 0.0}
+    settings |= {"weight_decay": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+    if parameter.grad is not None:
+        torch._fused_sgd_([parameter], [parameter.grad], momentum, **settings)
+
+
 class Inherited(optim.AdamW):
     """Calls the step that it inherits."""
 
@@ -86,6 +109,7 @@ OPTIMIZERS: dict[str, Make] = {
     "counter in the group": lambda m: Counted(two_groups(m), lr=1e-2),
     "inherited step": lambda m: Inherited(m.parameters(), lr=1e-3),
     "two passes": lambda m: GlobalNorm(m.parameters(), lr=1e-2, by_group=False),
+    "two passes, fused": lambda m: FusedAfterAll(m.parameters()),
     "global norm": lambda m: GlobalNorm(m.parameters(), lr=1e-2, by_group=True),
     "LBFGS": lambda m: optim.LBFGS(m.parameters(), lr=1e-2, max_iter=2, history_size=1),
     "closure": lambda m: optim.SGD(m.parameters(), lr=1e-2, momentum=0.9),
@@ -225,6 +249,13 @@ def anomaly(run: Any, loss: torch.Tensor) -> None:
         loss.backward()
 
 
+@torch.no_grad()
+def fused_by_hand(run: Any, step: int, again: Callable[[], Any]) -> None:
+    """No optimizer steps."""
+    for parameter in run.model.parameters():
+        fused(parameter, [])
+
+
 def needs_room(run: Any, step: int, again: Callable[[], Any]) -> None:
     """In the middle of its update, which has weights and states at hand."""
 
@@ -252,6 +283,7 @@ LOOPS: dict[str, Loop] = {
     "scheduler": Loop(end=schedules),
     "closure": Loop(update=lambda run, step, again: run.losses.append(run.optimizer.step(again).item())),
     "LBFGS": Loop(update=needs_room),
+    "fused by hand": Loop(update=fused_by_hand),
     "backward twice": Loop(backward=twice),
     "autograd.grad": Loop(backward=graph_of_the_backward),
     "anomaly": Loop(backward=anomaly),
