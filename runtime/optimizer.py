@@ -17,13 +17,12 @@ from . import engine as _engine
 from .guard import GuardedParameter, GuardedTensor
 from .interrupts import INTERRUPTS
 from .optimizer_call import OptimizerCall, plainly_called
-from .stepped import Stepped
+from .stepped import TRYING, Stepped
 from .windows import is_stand_in, stand_in
 
 _installed = False
 _KNOWN: WeakKeyDictionary[torch.optim.Optimizer, Stepped] = WeakKeyDictionary()
 _CALLS: list[OptimizerCall] = []  # the one that runs; a step inside a step, or on trial, is not ours
-_TRYING: list[torch.optim.Optimizer] = []
 
 
 def install() -> None:
@@ -54,7 +53,7 @@ def stop() -> None:
 
 def updating() -> bool:
     """Whether an optimizer's update runs: what is compiled for it reads what it is given, and no more."""
-    return bool(_TRYING) or any(call.updates for call in _CALLS)
+    return bool(TRYING) or any(call.updates for call in _CALLS)
 
 
 def _known(optimizer: torch.optim.Optimizer) -> Stepped:
@@ -62,11 +61,7 @@ def _known(optimizer: torch.optim.Optimizer) -> Stepped:
     if about is None:
         _refuse_shards(optimizer)
         about = _KNOWN[optimizer] = Stepped(len(_KNOWN))
-    _TRYING.append(optimizer)
-    try:
-        about.ask(optimizer)
-    finally:
-        _TRYING.pop()
+    about.ask(optimizer)
     return about
 
 
@@ -107,7 +102,7 @@ def _refuse_whole(optimizer: torch.optim.Optimizer, about: Stepped) -> None:
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Gives the step a stand-in for its optimizer, whose groups come bucket by bucket."""
     engine = _engine.ENGINE
-    if engine is None or _TRYING or is_stand_in(optimizer):
+    if engine is None or TRYING or is_stand_in(optimizer):
         return None
     _CALLS.clear()  # one that an exception ended
     engine.user.outside.ends()  # what the trial takes is not the user's
@@ -122,7 +117,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _TRYING or is_stand_in(optimizer) or not _CALLS:
+    if TRYING or is_stand_in(optimizer) or not _CALLS:
         return
     call = _CALLS.pop()
     if _engine.ENGINE is call.engine:

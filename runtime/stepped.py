@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,17 @@ log = logging.getLogger("teraio")
 BUDGET_PARTS = 64
 BUCKET_MIN_BYTES, BUCKET_MAX_BYTES = 64 * 2**10, 32 * 2**20
 PROGRAMS_MAX = 16
+
+TRYING: list[torch.optim.Optimizer] = []  # on clones, whose steps are not ours
+
+
+@contextmanager
+def trying(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    TRYING.append(optimizer)
+    try:
+        yield
+    finally:
+        TRYING.pop()
 
 
 class Stepped:
@@ -44,7 +56,8 @@ class Stepped:
         """Once, and again when its groups have become others."""
         if (question := self._question(optimizer)) != self.asked:
             self.asked, self.by_rows = question, None
-            self.seen = self._ask(optimizer)
+            with trying(optimizer):
+                self.seen = self._ask(optimizer)
 
     def _question(self, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
         """What decides which implementation runs."""
@@ -68,7 +81,8 @@ class Stepped:
     def goes_by_rows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Asked where nothing else fits."""
         if self.by_rows is None:
-            self.by_rows = trial.by_rows(optimizer)
+            with trying(optimizer):
+                self.by_rows = trial.by_rows(optimizer)
             if self.by_rows:
                 log.info(
                     "teraio: %s steps its largest parameters some rows at a time: whole, with what their "

@@ -13,7 +13,7 @@ from torch import nn
 
 import teraio
 from teraio.errors import BudgetError
-from teraio.runtime import trial
+from teraio.runtime import engine, trial
 from teraio.runtime.slices import in_slices, passes_over, slice_bytes
 from teraio.runtime.windows import Bucket, same, stand_in
 
@@ -111,6 +111,11 @@ def test_one_that_looks_at_a_whole_parameter_is_not(make: Any) -> None:
     assert not trial.by_rows(optimizer)
 
 
+class Inheriting(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 class Words(nn.Module):
     """Its embedding is most of it: 4 MiB."""
 
@@ -140,6 +145,8 @@ def trained(memory: str | None, make: Any = torch.optim.AdamW) -> list[Any]:
         losses.append(loss.detach())
     if memory:
         assert teraio.stats()["overrun_bytes"] == 0
+        assert teraio.stats()["step"] == 5
+        assert engine.ENGINE is not None and len(engine.ENGINE.tracker.known) == 1, "all are alike"
     states = [dict(optimizer.state.get(p, {})) for p in model.parameters()]
     weights = [p.detach().clone() for p in model.parameters()]
     result = copy.deepcopy([losses, weights, states])
@@ -156,6 +163,12 @@ def test_an_embedding_trains_where_its_update_does_not_fit(caplog: pytest.LogCap
     assert same(ours, trained(None))
     with pytest.raises(BudgetError, match="needs"):
         trained("19MiB")
+
+
+def test_a_step_that_calls_the_one_it_inherits_is_tried_by_itself() -> None:
+    """Torch wraps the inherited one as well, once an optimizer of that class was made."""
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    assert same(trained("23MiB", Inheriting), trained(None, Inheriting))
 
 
 def test_where_it_cannot_be_cut_it_is_refused_as_before(nothing_left: None) -> None:
