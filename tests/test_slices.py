@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_loops import OPTIMIZERS
+from optimizer_loops import OPTIMIZERS, Inherited
 from torch import nn
 
 import teraio
@@ -111,11 +111,6 @@ def test_one_that_looks_at_a_whole_parameter_is_not(make: Any) -> None:
     assert not trial.by_rows(optimizer)
 
 
-class Inheriting(torch.optim.AdamW):
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
 class Words(nn.Module):
     """Its embedding is most of it: 4 MiB."""
 
@@ -168,7 +163,7 @@ def test_an_embedding_trains_where_its_update_does_not_fit(caplog: pytest.LogCap
 def test_a_step_that_calls_the_one_it_inherits_is_tried_by_itself() -> None:
     """Torch wraps the inherited one as well, once an optimizer of that class was made."""
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])
-    assert same(trained("23MiB", Inheriting), trained(None, Inheriting))
+    assert same(trained("23MiB", Inherited), trained(None, Inherited))
 
 
 def test_where_it_cannot_be_cut_it_is_refused_as_before(nothing_left: None) -> None:
