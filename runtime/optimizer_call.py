@@ -6,7 +6,6 @@ import inspect
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType
-from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -21,7 +20,7 @@ from .records import Record
 from .residency import Need
 from .slices import in_slices, passes_over, slice_bytes
 from .stepped import Stepped
-from .windows import Bucket, buckets_of
+from .windows import Bucket, buckets_of, tensors_of
 
 log = logging.getLogger("teraio")
 
@@ -62,7 +61,7 @@ class OptimizerCall:
         yield buckets_of(groups, limit)
         yield buckets_of(groups, 0)
         if self.about.goes_by_rows(self.optimizer):
-            yield in_slices(groups, limit)
+            yield in_slices(groups, limit, self.optimizer.state)
 
     def run_whole(self, closure: bool) -> None:
         """All parameters of all groups are one bucket. A closure will make gradients of those that have none:
@@ -312,18 +311,6 @@ def own_bytes(bucket: Bucket, sizes: list[int], temporaries: float) -> int:
 
 def _movable(members: Iterable[Member]) -> dict[int, Record]:
     return {record.key: record for _, record in members if record is not None and record.evictable}
-
-
-def tensors_of(value: Any, name: str) -> Iterator[tuple[torch.Tensor, str]]:
-    """Of an optimizer's state, however nested, with their names."""
-    if isinstance(value, torch.Tensor):
-        yield value, name
-    elif isinstance(value, list | tuple):
-        for at, part in enumerate(value):
-            yield from tensors_of(part, f"{name}.{at}")
-    elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from tensors_of(part, f"{name}.{key}")
 
 
 def step_code(optimizer: torch.optim.Optimizer) -> CodeType | None:

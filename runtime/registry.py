@@ -30,13 +30,16 @@ class Registry:
         self.tracker = tracker
         self.guard = user.guard
         self.keep = keep  # name globs of tensors that never move
+        self.found: set[str] = set()  # of these
         self.stuck = Stuck(residency, self.kept)
         self.gradients = Gradients(residency, user, self.adopt_gradient)
         self.new_weights: list[Record] = []  # that this program brought in
         self.described: dict[str, TensorFacts] = {}  # all tensors of this step that move, dead ones too
 
     def kept(self, name: str) -> bool:
-        return any(fnmatchcase(name, glob) for glob in self.keep)
+        found = {glob for glob in self.keep if fnmatchcase(name, glob)}
+        self.found |= found
+        return bool(found)
 
     # ---- what programs hand over
 

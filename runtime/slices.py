@@ -8,25 +8,35 @@ only where nothing else fits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from .windows import Bucket, Group
+from .windows import Bucket, Group, tensors_of
+
+States = Mapping[torch.Tensor, Any]  # of an optimizer
 
 
-def in_slices(groups: list[Group], limit_bytes: int) -> list[Bucket]:
+def in_slices(groups: list[Group], limit_bytes: int, states: States = MappingProxyType({})) -> list[Bucket]:
     """Each parameter alone, the larger ones in slices of so many bytes, or of a row."""
     found = []
     for group in groups:
         for parameter in group["params"]:
-            rows = parameter.shape[0] if parameter.ndim else 1
+            rows = parameter.shape[0] if parameter.ndim and _divides(parameter, states) else 1
             slices = min(rows, -(-parameter.nbytes // limit_bytes))
             found.append(Bucket(group, [parameter], max(slices, 1)))
         if not group["params"]:
             found.append(Bucket(group, []))
     return found
+
+
+def _divides(parameter: torch.Tensor, states: States) -> bool:
+    """Whether nothing that it has is of several rows at once, such as a factor, or a mask."""
+    beside = [*tensors_of([*vars(parameter).values()], "")]
+    own = [tensor for tensor, _ in tensors_of(states.get(parameter, {}), "")]
+    return not beside and all(state.shape == parameter.shape or state.numel() <= 1 for state in own)
 
 
 def slice_bytes(bucket: Bucket) -> int:
@@ -48,6 +58,7 @@ def passes_over(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[Bu
         here = slice(first, first + rows)
         part = parameter.detach()[here].requires_grad_()
         part.grad = parameter.grad.detach()[here]  # type: ignore[union-attr]
+        vars(part).update(vars(parameter))
         if states:
             optimizer.state[part] = {name: _part(state, parameter, here) for name, state in states.items()}
         yield Bucket(bucket.group, [part])

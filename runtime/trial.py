@@ -21,6 +21,8 @@ from .windows import Bucket, Group, buckets_of, same, stand_in
 
 GROUPS_MAX = 4
 EDGE_MAX = 5  # elements of a clone along each dimension
+WIDE_EDGE_MAX = 130  # along the first two, where rows are tried: many look at large matrices only as wholes
+KINDS_MAX = 6  # of parameters in a group
 STEPS = 2
 # What every optimizer has, and what others hang onto it; none of it takes part in an update.
 OWN = {"state", "param_groups", "defaults", "step", "_zero_grad_profile_name", "profile_hook_step"}
@@ -40,22 +42,16 @@ def by_rows(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a parameter may be stepped some rows at a time, of an optimizer that is stepped in buckets."""
     try:
         run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-        whole = _try(optimizer, run)
-        return any(p.ndim and p.shape[0] > 1 for p in whole[0]) and same(whole, _try(optimizer, run, 2))
+        whole, parts = (_try(optimizer, run, slices, edge=WIDE_EDGE_MAX) for slices in (0, 2))
+        return any(p.ndim and p.shape[0] > 1 for p in whole[0]) and same(whole, parts)
     except Exception:  # noqa: BLE001  whatever a third party's step does with clones
         return False
 
 
 def outcome(optimizer: torch.optim.Optimizer) -> Outcome:
-    try:
-        run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-    except AttributeError:
-        return Outcome("its step is not the one that torch wraps")
-    held = next((name for name, value in _attributes(optimizer).items() if not _plain(value)), None)
-    if held is not None:
-        return Outcome(f"it keeps more than its groups and states: {held}")
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return Outcome("differentiable=True")
+    if (reason := _unfit(optimizer)) is not None:
+        return Outcome(reason)
+    run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     try:
         whole = _try(optimizer, run)
         parts = _try(optimizer, run, 1)
@@ -69,6 +65,21 @@ def outcome(optimizer: torch.optim.Optimizer) -> Outcome:
     if not same(whole, parts):
         return Outcome("its update of one parameter depends on the others")
     return Outcome(None, seen.born, seen.temporaries)
+
+
+def _unfit(optimizer: torch.optim.Optimizer) -> str | None:
+    """What needs no trial."""
+    if not hasattr(type(optimizer).step, "__wrapped__"):
+        return "its step is not the one that torch wraps"
+    for name, value in _attributes(optimizer).items():
+        if not _plain(value):
+            return f"it keeps more than its groups and states: {name}"
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return "differentiable=True"
+        if len({*map(id, group["params"])}) < len(group["params"]):
+            return "a parameter is in a group twice"
+    return None
 
 
 class Allocations(TorchDispatchMode):
@@ -132,6 +143,7 @@ def _try(
     run: Callable[..., Any],
     slices: int = 0,
     seen: Allocations | None = None,
+    edge: int = EDGE_MAX,
 ) -> list[Any]:
     """Parameters, states and groups after the steps, and what the random numbers have become. Of steps of all
     parameters at once, of one at a time, or of so many slices of one."""
@@ -139,7 +151,7 @@ def _try(
     vars(clone).update({**vars(optimizer), **copy.deepcopy(_attributes(optimizer))})
     with torch.random.fork_rng(devices=_devices(optimizer)):
         torch.manual_seed(0)
-        groups = [_clone(group) for group in optimizer.param_groups[:GROUPS_MAX]]
+        groups = [_clone(group, edge) for group in optimizer.param_groups[:GROUPS_MAX]]
         vars(clone).update(state=defaultdict(dict), param_groups=groups, step=None)
         del vars(clone)["step"]
 
@@ -169,14 +181,29 @@ def _devices(optimizer: torch.optim.Optimizer) -> list[torch.device]:
     return [device for device in found if device.type == "cuda"]
 
 
-def _clone(group: Group) -> Group:
-    """The group with two small parameters like two of its own."""
-    own = group["params"]
-    models = [own[0], own[-1]] if own else []
-    made = [
-        torch.nn.Parameter(
-            torch.randn([min(n, EDGE_MAX - at) for n in p.shape], dtype=p.dtype, device=p.device)
-        )
-        for at, p in enumerate(models)
-    ]
+def _clone(group: Group, edge: int) -> Group:
+    """The group with small parameters like its own."""
+    made = [_like(parameter, edge) for parameter in _kinds(group["params"])]
     return {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": made}
+
+
+def _kinds(own: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One of each kind that an optimizer may tell apart, and the last."""
+    found: dict[Any, torch.Tensor] = {}
+    for parameter in own:
+        marks = sorted((name, repr(value)) for name, value in _marks(parameter).items())
+        found.setdefault((parameter.ndim, parameter.dtype, parameter.device, *marks), parameter)
+    return [*[*found.values()][:KINDS_MAX], *own[-1:]]
+
+
+def _like(parameter: torch.Tensor, edge: int) -> torch.nn.Parameter:
+    edges = [edge - at if at < 2 else EDGE_MAX - at for at in range(parameter.ndim)]
+    sizes = [min(size, most) for size, most in zip(parameter.shape, edges)]
+    made = torch.nn.Parameter(torch.randn(sizes, dtype=parameter.dtype, device=parameter.device))
+    vars(made).update(_marks(parameter))
+    return made
+
+
+def _marks(parameter: torch.Tensor) -> dict[str, Any]:
+    """What users hang onto parameters for an optimizer to see."""
+    return {name: value for name, value in vars(parameter).items() if _plain(value)}

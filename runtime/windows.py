@@ -125,3 +125,15 @@ def _passes(self: Any) -> Passes:
 
 def _assign(self: Any, groups: list[Group]) -> None:
     self.__dict__["param_groups"] = groups
+
+
+def tensors_of(value: Any, name: str) -> Iterator[tuple[torch.Tensor, str]]:
+    """Of an optimizer's state, however nested, with their names."""
+    if isinstance(value, torch.Tensor):
+        yield value, name
+    elif isinstance(value, list | tuple):
+        for at, part in enumerate(value):
+            yield from tensors_of(part, f"{name}.{at}")
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from tensors_of(part, f"{name}.{key}")

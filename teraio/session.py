@@ -154,7 +154,8 @@ class Session:
             return
         self.names |= names_of(step)
         if last:
-            for line in without_match(self.options.keep, self.names):
+            unseen = [glob for glob in self.options.keep if glob not in self.engine.registry.found]
+            for line in without_match(unseen, self.names):
                 log.warning("teraio: %s", line)
             self.names = None
 

@@ -57,10 +57,10 @@ class Model(nn.Module):
         return result
 
 
-def train(*batches: int, **options: Any) -> None:
+def train(*batches: int, momentum: float = 0.0, **options: Any) -> None:
     """A step for each of these batch sizes; 0: no step, but an evaluation."""
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     compiled: Any = torch.compile(model, backend="teraio", dynamic=False, options={**SMALL, **options})
     for batch in batches:
         if batch:
@@ -127,6 +127,13 @@ def test_a_glob_that_keeps_nothing_is_said_when_the_first_plan_is_made(said: Any
     (line,) = said("option 'keep'")
     assert "'frist.*' matches none of the" in line
     assert "did you mean first?; there are first.weight, second.weight, " in line
+
+
+def test_states_that_are_kept_match(said: Any) -> None:
+    """No slot says of them that it uses them."""
+    train(8, 8, 8, 8, momentum=0.9, keep="*.momentum_buffer,*.momentum")
+    (line,) = said("option 'keep'")
+    assert "'*.momentum' matches none of the" in line
 
 
 def test_each_glob_is_said_once_and_what_matches_is_not(said: Any) -> None:

@@ -49,25 +49,29 @@ def stepped(name: str, limit_bytes: int | None) -> list[Any]:
             parameter.grad = torch.randn_like(parameter) if number < 3 or step != 2 else None
         if limit_bytes is None:
             run(optimizer)
-            continue
-        buckets = in_slices(optimizer.param_groups, limit_bytes)
-        parts = [list[Bucket]() for _ in buckets]
-
-        def walk(buckets: list[Bucket] = buckets, parts: list[list[Bucket]] = parts) -> Any:
-            for bucket, seen in zip(buckets, parts):
-                for part in passes_over(optimizer, bucket):
-                    seen.append(part)
-                    yield part
-
-        run(stand_in(optimizer, walk))
-        for bucket, seen in zip(buckets, parts):
-            if bucket.slices > 1 and bucket.parameters[0].grad is not None:
-                assert max(p.nbytes for part in seen for p in part.parameters) <= slice_bytes(bucket)
-                assert len(seen) > bucket.slices // 2
+        else:
+            step_in_slices(optimizer, limit_bytes)
     states = [dict(optimizer.state.get(p, {})) for p in model.parameters()]
     assert len(optimizer.state) <= 4, "what slices had is gone"
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return [[p.data for p in model.parameters()], states, groups]
+
+
+def step_in_slices(optimizer: torch.optim.Optimizer, limit_bytes: int) -> None:
+    buckets = in_slices(optimizer.param_groups, limit_bytes)
+    parts = [list[Bucket]() for _ in buckets]
+
+    def walk() -> Any:
+        for bucket, seen in zip(buckets, parts):
+            for part in passes_over(optimizer, bucket):
+                seen.append(part)
+                yield part
+
+    type(optimizer).step.__wrapped__(stand_in(optimizer, walk))  # type: ignore[attr-defined]
+    for bucket, seen in zip(buckets, parts):
+        if bucket.slices > 1 and bucket.parameters[0].grad is not None:
+            assert max(p.nbytes for part in seen for p in part.parameters) <= slice_bytes(bucket)
+            assert len(seen) > bucket.slices // 2
 
 
 @pytest.mark.parametrize("limit_bytes", [20_000, 1_000, 1])
@@ -109,6 +113,69 @@ def test_one_that_looks_at_a_whole_parameter_is_not(make: Any) -> None:
     optimizer = make(nn.Linear(WIDTH, ROWS).parameters())
     assert trial.outcome(optimizer).reason is None
     assert not trial.by_rows(optimizer)
+
+
+class Marked(torch.optim.Optimizer):
+    """Marks on parameters, and their sizes, say how they are updated."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "normed_from": 10**6})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                update = self.state[parameter].setdefault("sum", torch.zeros_like(parameter))
+                update.add_(parameter.grad)
+                if getattr(parameter, "normed", False) or min(parameter.shape) >= group["normed_from"]:
+                    update = update / update.norm()
+                parameter.sub_(update, alpha=group["lr"] * getattr(parameter, "lr_scale", 1.0))
+
+
+def marked(**marks: Any) -> list[nn.Parameter]:
+    """The one that has the marks is neither the first nor the last."""
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((8,), (ROWS, WIDTH), (8,))]
+    vars(parameters[1]).update(marks)
+    return parameters
+
+
+@pytest.mark.parametrize(
+    ("marks", "normed_from", "by_rows"),
+    [({}, 10**6, True), ({"normed": True}, 10**6, False), ({}, 32, False)],
+)
+def test_one_that_is_looked_at_whole_for_its_mark_or_size(
+    marks: Any, normed_from: int, by_rows: bool
+) -> None:
+    optimizer = Marked(marked(**marks))
+    optimizer.param_groups[0]["normed_from"] = normed_from
+    assert trial.by_rows(optimizer) == by_rows
+
+
+def test_slices_have_the_marks_of_their_parameter() -> None:
+    results = []
+    for step in (Marked.step, lambda optimizer: step_in_slices(optimizer, 4096)):
+        torch.manual_seed(0)
+        optimizer = Marked(marked(lr_scale=0.5))
+        parameters = optimizer.param_groups[0]["params"]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        step(optimizer)
+        results.append([parameter.detach() for parameter in parameters])
+    assert same(*results)
+
+
+def test_what_has_a_factor_or_a_mask_of_its_rows_is_not_cut() -> None:
+    for marks, state, slices in (
+        ({}, {}, 19),
+        ({"mask": torch.ones(ROWS, 1)}, {}, 1),
+        ({}, torch.ones(ROWS), 1),
+    ):
+        optimizer = Marked(marked(**marks))
+        optimizer.state[optimizer.param_groups[0]["params"][1]] = {"state": state}
+        buckets = in_slices(optimizer.param_groups, 4096, optimizer.state)
+        assert [bucket.slices for bucket in buckets] == [1, slices, 1]
 
 
 class Words(nn.Module):

@@ -9,9 +9,9 @@ import torch
 from teraio.errors import UnsupportedError
 from teraio.passes import costs
 from teraio.runtime import trial
-from teraio.runtime.optimizer_call import own_bytes, schedule_of, tensors_of
+from teraio.runtime.optimizer_call import own_bytes, schedule_of
 from teraio.runtime.slices import in_slices
-from teraio.runtime.windows import Bucket, buckets_of, stand_in
+from teraio.runtime.windows import Bucket, buckets_of, stand_in, tensors_of
 
 from .dry_run import Counted, Ledger, Record
 from .why import reason
