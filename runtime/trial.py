@@ -197,7 +197,7 @@ def _kinds(own: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _like(parameter: torch.Tensor, edge: int) -> torch.nn.Parameter:
-    edges = [edge - at if at < 2 else EDGE_MAX - at for at in range(parameter.ndim)]
+    edges = [edge - at if at < 2 else max(EDGE_MAX - at, 1) for at in range(parameter.ndim)]
     sizes = [min(size, most) for size, most in zip(parameter.shape, edges)]
     made = torch.nn.Parameter(torch.randn(sizes, dtype=parameter.dtype, device=parameter.device))
     vars(made).update(_marks(parameter))

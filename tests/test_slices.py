@@ -153,6 +153,12 @@ def test_one_that_is_looked_at_whole_for_its_mark_or_size(
     assert trial.by_rows(optimizer) == by_rows
 
 
+def test_a_parameter_of_many_dimensions_is_tried() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones((2,) * 8))])
+    assert trial.outcome(optimizer).reason is None
+    assert trial.by_rows(optimizer)
+
+
 def test_slices_have_the_marks_of_their_parameter() -> None:
     results = []
     for step in (Marked.step, lambda optimizer: step_in_slices(optimizer, 4096)):
