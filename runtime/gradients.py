@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -33,12 +33,17 @@ from .user_code import UserCode
 Counts = tuple[int, int]  # how often C++ and Python hold a gradient, as a hook sees it
 
 
+FORGOTTEN_AFTER = 2  # steps: a forward that no backward came for
+
+
 @dataclass
 class Forward:
-    """A forward whose backward may still come: while one of the tensors is alive that it saved."""
+    """A forward whose backward may still come: while one of the tensors is alive that it saved. If no one can
+    see those, it may come until it has, or steps went by."""
 
-    weights: frozenset[int]  # keys of records
-    saved: list[Record] = field(default_factory=list)
+    weights: frozenset[int]  # keys of the records of those that are trained
+    saved: list[Record]
+    steps: int = 0  # that have ended since
 
 
 class Gradients:
@@ -88,9 +93,24 @@ class Gradients:
     def forward_ran(self, program: Program) -> None:
         """Its backward may come."""
         self.forwards = [forward for forward in self.forwards if self._open(forward)]
-        there = [record for record in program.bound if record is not None]
-        weights = frozenset(record.key for record in there if record.kind == "weight")
-        self.forwards.append(Forward(weights, [r for r in there if r.kind == "activation"]))
+        weights: set[int] = set()
+        saved: list[Record] = []
+        packed = (
+            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        )  # what is saved is theirs
+        for about, record in zip(program.schedule.buffers, program.bound):
+            if record is None:
+                continue
+            if about.role == "saved" and not packed:
+                saved.append(record)
+            elif record.kind == "weight" and _trained(record):
+                weights.add(record.key)
+        if weights:
+            self.forwards.append(Forward(frozenset(weights), saved))
+
+    def end_step(self) -> None:
+        for forward in self.forwards:
+            forward.steps += 1
 
     def backward_ran(self, outputs: Sequence[Any]) -> None:
         """Autograd, and the user's hooks, get what it made."""
@@ -101,10 +121,10 @@ class Gradients:
                     self.residency.reachable[record.key] = record
                     self.user.guard.watch(tensor, record, fresh=True)
         weights = {r.key for leaf in self.leaves if (r := self._weight(leaf)) is not None}
-        for forward in self.forwards:
-            if not forward.saved and forward.weights >= weights:
-                self.forwards.remove(forward)
-                break
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            unseen = (f for f in self.forwards if not f.saved and f.weights == weights)
+            if (over := next(unseen, None)) is not None:
+                self.forwards.remove(over)
         self.leaves, self.made = [], {}
 
     def early(self, edge: int, gradient: torch.Tensor) -> Record | None:
@@ -131,7 +151,9 @@ class Gradients:
 
     def _open(self, forward: Forward) -> bool:
         known = self.residency.records
-        return not forward.saved or any(known.get(record.key) is record for record in forward.saved)
+        if forward.saved:
+            return any(known.get(record.key) is record for record in forward.saved)
+        return forward.steps <= FORGOTTEN_AFTER
 
     # ---- accumulation
 
@@ -202,6 +224,11 @@ class Gradients:
         for tensor, (number, _) in list(self.adding.items()):
             if backward is None or number == backward:
                 self._let_go(tensor)
+
+
+def _trained(weight: Record) -> bool:
+    with DisableTorchFunctionSubclass():
+        return any(face.requires_grad for face in weight.live_faces())
 
 
 def _fits(tensor: torch.Tensor, gradient: torch.Tensor) -> bool:

@@ -227,6 +227,7 @@ class Registry:
 
     def end_step(self) -> None:
         """A gradient that is still there when the next step begins lives on in it."""
+        self.gradients.end_step()
         for record in self.residency.reachable.values():
             if record.kind == "grad" and not record.persistent:
                 record.persistent = True

@@ -2,14 +2,15 @@
 before anyone is asked, and those of a batch to those of the batch before. A gradient that is away then is
 read where nothing is: that ends the process.
 
-    shared_weight_train.py
+    shared_weight_train.py [nothing]
 
-prints one JSON line: whether losses and weights are those of the plain training, and what moved.
+With `nothing`, the blocks of the shared weight save nothing that anyone could see. It one JSON line: whether losses and weights are those of the plain training, and what moved.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 
 import torch
 from torch import nn
@@ -30,12 +31,18 @@ class Block(nn.Module):
         return torch.tanh(x @ self.weight) + x
 
 
+class Adds(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * 2)[: len(x)] + x
+
+
 def train(backend: str, **options: object) -> list[torch.Tensor]:
     """Losses and weights."""
     torch._dynamo.reset()
     torch.manual_seed(1)
     weights = [nn.Parameter(torch.randn(WIDTH, WIDTH) / 16) for _ in range(max(ORDER) + 1)]
-    blocks = nn.ModuleList(Block(weights[number]) for number in ORDER)
+    first = Adds if "nothing" in sys.argv else Block  # two of them: the result of one is gone
+    blocks = nn.ModuleList((first if number < 2 else Block)(weights[number]) for number in ORDER)
     for block in blocks:
         block.compile(backend=backend, **options)
     optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1, momentum=0.9)

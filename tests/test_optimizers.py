@@ -90,8 +90,9 @@ def test_gradients_leave_between_micro_batches_and_while_they_are_clipped() -> N
     assert result_of("AdamW")["counts"]["touches"] == 0, "no one else asked for anything"
 
 
-def test_a_weight_of_two_programs_gets_both_gradients_of_every_batch() -> None:
-    command = [sys.executable, str(CHILD.with_name("shared_weight_train.py"))]
+@pytest.mark.parametrize("saves", [[], ["nothing"]])
+def test_a_weight_of_two_programs_gets_both_gradients_of_every_batch(saves: list[str]) -> None:
+    command = [sys.executable, str(CHILD.with_name("shared_weight_train.py")), *saves]
     done = ended(command)
     assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-3000:]}"
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
