@@ -4,7 +4,8 @@ read where nothing is: that ends the process.
 
     shared_weight_train.py [nothing]
 
-With `nothing`, the blocks of the shared weight save nothing that anyone could see. It one JSON line: whether losses and weights are those of the plain training, and what moved.
+prints one JSON line: whether losses and weights are those of the plain training, and what moved. With
+`nothing`, the blocks of the shared weight save nothing that anyone could see.
 """
 
 from __future__ import annotations
