@@ -125,6 +125,10 @@ class CudaDevice(Ordered):
         for stream in (self.evict_stream, self.fetch_stream, self.demand_stream):
             stream.synchronize()
 
+    def idle(self) -> None:
+        self.drain()
+        self.compute().synchronize()
+
     def compute(self) -> torch.cuda.Stream:
         """The current stream, behind what the last one was given.
 

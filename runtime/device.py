@@ -174,6 +174,10 @@ class Device(Protocol):
         """Slabs that the copier can use: on huge pages, and pinned where the device copies them itself."""
         ...
 
+    def idle(self) -> None:
+        """The host waits until kernels and copies given so far are over."""
+        ...
+
     def begin_evict(self, storage: Any, start: Start) -> Pending:
         """Starts the copy out. Until the end it may be read, not written."""
         ...
@@ -239,6 +243,9 @@ class Ordered:
 
     def drain(self) -> None:
         """The host waits until no copy is running."""
+
+    def idle(self) -> None:
+        self.drain()
 
     def begin_evict(self, storage: Any, start: Start) -> Pending:
         mark = self.mark()

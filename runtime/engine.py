@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from . import guard as _guard
 from .calm import Calm
 from .device import Device, Host
 from .follow import Follower, table_of
+from .host_step import HostStep
 from .moves import Mover
 from .pace import Pace, Stats
 from .programs import Program
@@ -65,6 +66,7 @@ class Engine:
         self.gradients = self.registry.gradients
         self.stuck = self.registry.stuck
         self.follower = Follower(self.residency, self.mover)
+        self.host_step: HostStep | None = None  # optimizers step there what has its states there
         self.calm = Calm(self.residency, self.tracker, self.registry.register)
 
     # ---- slots
@@ -228,6 +230,10 @@ class Engine:
         self.expect()
         if recorder is not None:
             recorder.begins_here()
+
+    def steps_on_host(self, kernels: Collection[str] | None = None) -> None:
+        """Optimizers step there from now on, where they can: these buckets, or all."""
+        self.host_step = HostStep(self.residency, self.guard, kernels)
 
     def install(self, plan: Plan, order: tuple[str, ...] = ()) -> None:
         """For the step that was last, or that has these programs."""

@@ -78,9 +78,7 @@ class Mover:
         storage = record.storage()
         if storage is None:
             return
-        if record.faces and (version := record.versions()) != record.version:
-            record.version, record.clean = version, False
-        if not record.clean or self._belongs_elsewhere(record, tier):
+        if not self.is_clean(record) or self._belongs_elsewhere(record, tier):
             record.clean = False
             record.pending = self.device.begin_evict(
                 storage, self._write(record, tier or record.home or HOST)
@@ -88,6 +86,17 @@ class Mover:
             if self.recorder is not None:
                 self.recorder.begins(record, evict=True)
         record.state = State.LEAVING
+
+    def is_clean(self, record: Record) -> bool:
+        """Whether its copy holds the bytes of now, by all that is known of writes."""
+        if record.faces and (version := record.versions()) != record.version:
+            record.version, record.clean = version, False
+        return record.clean
+
+    def copied_to_place(self, record: Record) -> None:
+        """Its place in host memory holds the bytes of now, and it is on the device."""
+        self._give_up_extent(record)
+        record.source, record.clean, record.version = None, True, record.versions()
 
     def _belongs_elsewhere(self, record: Record, tier: str | None) -> bool:
         """A file that has the bytes of now is as good as the store."""
@@ -97,18 +106,22 @@ class Mover:
         """The way of its bytes to this tier, or to the SSD if that has no room. An older copy elsewhere is
         worth nothing any more."""
         record.source = None
-        if tier == HOST and self.host is not None:
-            if record.place is None and (place := self._place(self.host, record)) is not None:
-                record.place, self.in_host[record.key] = place, record
-            if record.place is not None:
-                self._give_up_extent(record)
-                self.counts.to_host_bytes += record.size_bytes
-                return self.host.write(record.place)
+        if tier == HOST and self.host is not None and self.make_place(record):
+            self._give_up_extent(record)
+            self.counts.to_host_bytes += record.size_bytes
+            return self.host.write(record.place)
         self._give_up_place(record)
         if record.extent is None:
             record.extent = self.store.reserve(record.size_bytes, record.name)
         extent = record.extent
         return lambda s, mark: self.store.write(extent, s.data_ptr(), record.name, event=mark.handle)
+
+    def make_place(self, record: Record) -> bool:
+        """Whether this one, which is on the device, has a place in host memory to be written to."""
+        place = self._place(self.host, record) if record.place is None and self.host is not None else None
+        if place is not None:
+            record.place, self.in_host[record.key], record.clean = place, record, False
+        return record.place is not None
 
     def _place(self, host: Host, record: Record) -> Any:
         """None where there is no room: copies of bytes that have changed since make some, and, for what the
@@ -117,9 +130,8 @@ class Mover:
         if place is None:
             planned = record.name in self.to_host
             for other in list(self.in_host.values()):
-                if other.state is State.DEVICE and (
-                    not other.clean or (planned and other.name not in self.to_host)
-                ):
+                worse = not other.clean or (planned and other.name not in self.to_host)
+                if other.state is State.DEVICE and worse and not other.pins:
                     self._give_up_place(other)
                     other.clean = False
                     if (place := host.reserve(record.size_bytes)) is not None:

@@ -108,11 +108,11 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     engine.user.outside.ends()  # what the trial takes is not the user's
     about = _known(optimizer)
     _refuse_whole(optimizer, about)
-    call = OptimizerCall(engine, optimizer, about)
+    call = OptimizerCall(engine, optimizer, about, closure=bool(args[1:] or kwargs.get("closure")))
     _CALLS.append(call)
     if about.seen.reason is None and plainly_called(optimizer):
         return (stand_in(optimizer, call.walk), *args[1:]), kwargs
-    call.run_whole(closure=bool(args[1:] or kwargs.get("closure")))
+    call.run_whole()
     return None
 
 

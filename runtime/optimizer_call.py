@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType
 
 import torch
@@ -30,7 +31,9 @@ Member = tuple[torch.Tensor, Record | None]
 class OptimizerCall:
     """From the first bucket to the end of the step."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, about: Stepped) -> None:
+    def __init__(
+        self, engine: Engine, optimizer: torch.optim.Optimizer, about: Stepped, closure: bool
+    ) -> None:
         self.engine = engine
         self.optimizer = optimizer
         self.about = about
@@ -42,7 +45,11 @@ class OptimizerCall:
         self.born_bytes: list[int] = []  # per bucket: states that it makes, as far as that is known
         self.visited: set[int] = set()
         self.current: int | None = None
-        self.closure = False  # gradients are yet to be made
+        self.has_closure = closure
+        self.closure = False  # it is yet to make gradients
+        self.on_host: set[int] = set()  # buckets that are stepped there
+        host, reason = engine.host_step, "its step has a closure" if closure else None
+        self.host = host if host is not None and host.takes(optimizer, reason) else None
 
     # ---- the step's code goes through the groups
 
@@ -50,9 +57,24 @@ class OptimizerCall:
         if self.program is None:
             self.begin(self._ways())
         for at, bucket in enumerate(self.buckets):
-            self.open(at)
-            yield from passes_over(self.optimizer, bucket)
+            if at in self.on_host:
+                self._step_on_host(at)
+                yield Bucket(bucket.group, [])
+            else:
+                self.open(at)
+                yield from passes_over(self.optimizer, bucket)
         self.close()
+
+    def _step_on_host(self, at: int) -> None:
+        """Once, however often the step's code goes through the groups."""
+        if at not in self.visited:
+            assert self.host is not None
+            self.open(at)
+            with self._whole_or_torn(at, begun=len(self.visited) > 1):
+                after = self.stepped[at + 1] if at + 1 in self.on_host else []
+                both = ([parameter for parameter, _ in pairs] for pairs in (self.stepped[at], after))
+                self.host.step(self.optimizer, self.buckets[at].group, *both)
+            self.close()
 
     def _ways(self) -> Iterator[list[Bucket]]:
         """If several parameters at a time do not fit, each alone, and then in slices."""
@@ -63,12 +85,15 @@ class OptimizerCall:
         if self.about.goes_by_rows(self.optimizer):
             yield in_slices(groups, limit, self.optimizer.state)
 
-    def run_whole(self, closure: bool) -> None:
+    def run_whole(self) -> None:
         """All parameters of all groups are one bucket. A closure will make gradients of those that have none:
         and it runs programs, to which states and gradients are no arguments."""
         groups = self.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
-        self.closure = closure
+        self.closure = self.has_closure
+        if self.host is not None:
+            self.host.takes(self.optimizer, "it steps all parameters at once, or its step is compiled")
+            self.host = None
         self.begin([[Bucket({**(groups[0] if groups else {}), "foreach": True}, parameters)]])
         self.open(0)
         self.engine.user.outside.begins()
@@ -125,18 +150,25 @@ class OptimizerCall:
         records = list(self._records().values())
         index = {record.key: position for position, record in enumerate(records)}
         touched = [
-            tuple({index[r.key]: None for _, r in members if r is not None and r.key in index})
-            for members in self.members
+            tuple({index[r.key]: None for _, r in self._here(at) if r is not None and r.key in index})
+            for at in range(len(self.members))
         ]
         facts = tuple([(record.name, record.size_bytes) for record in records])
-        kernels = [self._kernel(members) for members in self.members]
+        kernels = [
+            self._kernel(members) + (" on the host" if at in self.on_host else "")
+            for at, members in enumerate(self.members)
+        ]
         key = (facts, *touched, *self.own_bytes, *kernels)
         program = self.about.program(key, lambda: schedule_of(facts, kernels, touched, self.own_bytes))
         return program, [*records]
 
     def _records(self) -> dict[int, Record]:
         """What can move of all buckets."""
-        return _movable(member for members in self.members for member in members)
+        return _movable(member for at in range(len(self.members)) for member in self._here(at))
+
+    def _here(self, at: int) -> list[Member]:
+        """What is on the device when a bucket's turn comes: for a step on the host nothing."""
+        return [] if at in self.on_host else self.members[at]
 
     def _kernel(self, members: list[Member]) -> str:
         first = next((record.name for _, record in members if record is not None), "")
@@ -157,10 +189,10 @@ class OptimizerCall:
     def open(self, at: int) -> None:
         """All of the bucket is here and plain; the one before may leave."""
         self.close()
-        engine, program, members = self.engine, self.program, self.members[at]
+        engine, program, members = self.engine, self.program, self._here(at)
         assert program is not None
         running = engine.tracker.running
-        try:
+        with self._whole_or_torn(at, begun=bool(self.visited)):
             if at in self.visited or (running is not None and running.program is not program):
                 engine.residency.serial += 1
                 needed = [record for _, record in members if record is not None]
@@ -169,16 +201,6 @@ class OptimizerCall:
                     record.clean = False
             else:
                 engine.visit(program, at + 1, (), self._live_bytes(at))
-        except BaseException as error:
-            engine.abandon()
-            if not isinstance(error, TeraioError) or not self.visited:
-                raise
-            engine.residency.torn, engine.residency.torn_is_known = error, True
-            raise TornStepError(
-                f"the step of {type(self.optimizer).__name__} ended after {at} of {len(self.buckets)} "
-                f"buckets: {error}. Weights and states are those of no whole step: load the last checkpoint, "
-                f"after teraio.reset()"
-            ) from error
         if not self.visited:
             INTERRUPTS.begin(step_code(self.optimizer))
         self.visited.add(at)
@@ -188,6 +210,22 @@ class OptimizerCall:
             engine.guard.put_on(tensors)
         else:
             engine.guard.lend(tensors)
+
+    @contextmanager
+    def _whole_or_torn(self, at: int, begun: bool) -> Iterator[None]:
+        """What goes wrong with the store when some buckets have been stepped leaves no whole step."""
+        try:
+            yield
+        except BaseException as error:
+            self.engine.abandon()
+            if not isinstance(error, TeraioError) or not begun:
+                raise
+            self.engine.residency.torn, self.engine.residency.torn_is_known = error, True
+            raise TornStepError(
+                f"the step of {type(self.optimizer).__name__} ended after {at} of {len(self.buckets)} "
+                f"buckets: {error}. Weights and states are those of no whole step: load the last checkpoint, "
+                f"after teraio.reset()"
+            ) from error
 
     def close(self) -> None:
         """The bucket has been stepped: the states that were made for it are known from here on."""
@@ -231,8 +269,15 @@ class OptimizerCall:
             states = [[[*self._states(p, base)] for p, base in stepped] for stepped in self.stepped]
             self.engine.registry.adopt_states(pair for bucket in states for pairs in bucket for pair in pairs)
             self.members = [self._members(*both) for both in zip(self.stepped, states)]
+            self.on_host = {at for at in range(len(buckets)) if self._goes_to_host(at)}
             self.born_bytes = [self._born_bytes(at) for at in range(len(buckets))]
             self.own_bytes = [self._own_bytes(at) for at in range(len(buckets))]
+
+    def _goes_to_host(self, at: int) -> bool:
+        if self.host is None or self.buckets[at].slices > 1:
+            return False
+        parameters = [parameter for parameter, _ in self.stepped[at]]
+        return self.host.takes_bucket(self._kernel(self.members[at]), self.optimizer, parameters)
 
     def _stepped(self, bucket: Bucket, at: int) -> Iterator[tuple[torch.Tensor, str]]:
         """The parameters that have gradients, with the names of their weights, or what they are called where
@@ -274,6 +319,8 @@ class OptimizerCall:
         return int(self.about.seen.born * sum(without))
 
     def _own_bytes(self, at: int) -> int:
+        if at in self.on_host:
+            return 0
         seen, bucket = self.about.seen, self.buckets[at]
         own = own_bytes(bucket, [p.nbytes for p, _ in self.stepped[at]], seen.temporaries)
         if bucket.slices > 1 and self.born_bytes[at]:  # a slice's, before they are joined

@@ -231,7 +231,7 @@ class Options:
     plan_time: int = _option(_duration, "time limit of the planner: `10s`, `2min`, or seconds", 30 * 10**9)
     optimizer_step: str = _option(
         _word("auto", "device", "host"),
-        "where the optimizer computes: `auto`, `device`; `host` is not built yet, refused",
+        "where the optimizer computes: `auto`, `device`, `host` (beside a GPU)",
         "auto",
     )
     recompute: str = _option(

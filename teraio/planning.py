@@ -2,7 +2,8 @@
 
 a plan file           if it is for this step
 a new one             by the planner that the options name, as good as pays back
-none, for now         if tensors are made again in it: it is compiled anew first, and measured
+none, for now         if tensors are made again in it: it is compiled anew first, and measured; or if the
+                      optimizer steps elsewhere from now on
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 from teraio.cache import fingerprint_of
 from teraio.earlier import Earlier
 from teraio.errors import TeraioError
+from teraio.host_choice import HostChoice
 from teraio.machine import Machine
 from teraio.options import Options
 from teraio.passes import lifetimes, planner
@@ -35,6 +37,8 @@ class Planning:
     ) -> None:
         self.options, self.machine, self.engine = options, machine, engine
         self.earlier, self.remaking = earlier, remaking
+        is_open = options.optimizer_step == "auto" and options.planner != "none"
+        self.host_choice = HostChoice(engine, machine, is_open)
 
     @property
     def budget_bytes(self) -> int:
@@ -71,18 +75,12 @@ class Planning:
             smallest = max(self.budget_bytes, planner.smallest_budget(profile))
             self.engine.residency.budget_bytes = smallest
             log.info("teraio: memory is %s, the smallest for this step", fmt_bytes(smallest, up=True))
-        fitting = as_far_as_it_fits(profile, self.budget_bytes)
         try:
-            if self.remaking.open(step) and self.options.planner != "none":
-                names = planner.to_make_again(
-                    fitting, self.machine, self.budget_bytes, time_limit_s=self.options.plan_time / 1e9
-                )
-                if self.remaking.decide(step, names):
-                    return None
-            plan = self._make(fitting, fingerprint)
-            plan = replace(plan, remade=self.remaking.of(step))
+            plan = self._new(as_far_as_it_fits(profile, self.budget_bytes), step, fingerprint)
         except TeraioError as error:
             log.warning("teraio: no plan, tensors are moved on demand: %s", error)
+            return None
+        if plan is None:
             return None
         if plan.planner == "none":
             log.info("teraio: no plan was asked for: tensors are moved on demand")
@@ -92,6 +90,19 @@ class Planning:
         artifact("teraio_plan", plan.dumps)
         self.earlier.keep(plan)
         return plan
+
+    def _new(self, profile: Profile, step: Step, fingerprint: str) -> Plan | None:
+        """None: another step than this one runs from now on."""
+        if self.remaking.open(step) and self.options.planner != "none":
+            names = planner.to_make_again(
+                profile, self.machine, self.budget_bytes, time_limit_s=self.options.plan_time / 1e9
+            )
+            if self.remaking.decide(step, names):
+                return None
+        plan = self._make(profile, fingerprint)
+        if self.host_choice.changes(profile, step, plan, lambda other: self._make(other, "")):
+            return None
+        return replace(plan, remade=self.remaking.of(step))
 
     def _make(self, profile: Profile, fingerprint: str) -> Plan:
         return planner.plan(

@@ -35,7 +35,7 @@ from teraio.runtime import device, engine, optimizer, saves, unasked
 from teraio.runtime.pace import Stats
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.schedule import Step
-from teraio.tiers import Tiers, refuse_host_memory
+from teraio.tiers import Tiers, refuse_host
 from teraio.units import fmt_bytes, fmt_count
 from teraio.voice import speak
 
@@ -46,9 +46,6 @@ log = logging.getLogger("teraio")
 RESERVE_BYTES = 2 * 2**20
 
 NAMED = 5  # tensors that a message lists
-
-# Accepted by the readers, because the names are settled; refused here until they do something.
-NOT_BUILT = ("optimizer_step",)
 
 
 class Session:
@@ -74,6 +71,8 @@ class Session:
         self.engine = engine.Engine(
             store, self.device, budget, reserve, self.on_step, keep=options.keep, host=tiers.host
         )
+        if options.optimizer_step == "host":
+            self.engine.steps_on_host()
         self.recording = Recording(self.engine, options.timeline) if options.timeline else None
         self.earlier = Earlier(options, replay, self.engine, self.device.kind)
         self.remaking = Remaking(replay, self.earlier.for_graph, options.recompute == "auto")
@@ -315,11 +314,7 @@ def stats() -> Stats:
 
 def _refuse(options: Options, kind: str) -> None:
     """Before anything is opened: what cannot be done, by name."""
-    refuse_host_memory(options, kind)
-    defaults = Options()
-    for name in NOT_BUILT:
-        if getattr(options, name) not in {getattr(defaults, name), "off", "device"}:
-            raise UnsupportedError(f"option {name!r} is not built yet; leave it out")
+    refuse_host(options, kind)
     for name in ("profile", "timeline"):
         path = getattr(options, name)
         if path and not Path(path).absolute().parent.is_dir():

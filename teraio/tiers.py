@@ -54,6 +54,12 @@ class Tiers:
                 self._no_host(carried, options)
             else:
                 links.append(carried)
+        if self.host is None and options.optimizer_step == "host":
+            self.store.close()
+            raise UnsupportedError(
+                "option 'optimizer_step' is 'host', and no host memory is used; give 'host_memory', or leave "
+                "it out"
+            )
         most = max(budget_bytes, device.capacity_bytes())
         self.machine: Machine = machine_of(
             "here", links, most, self.store.capacity_bytes, self.host_bytes if self.host else None
@@ -74,7 +80,12 @@ class Tiers:
         return f"{host}store in {', '.join(map(str, self.store.directories))}"
 
 
-def refuse_host_memory(options: Options, kind: str) -> None:
+def refuse_host(options: Options, kind: str) -> None:
+    if options.optimizer_step == "host" and kind in {"cpu", "meta"}:
+        raise UnsupportedError(
+            "option 'optimizer_step': 'host' is for a GPU: here tensors are in host memory already; leave "
+            "it out"
+        )
     if options.host_memory is not None and kind in {"cpu", "meta"}:
         raise UnsupportedError(
             "option 'host_memory' is for a GPU: here tensors are in host memory, and `memory` is their "

@@ -272,7 +272,7 @@ class Run:
                     found.setdefault(id(weight.tensor), []).append(grad)
         parameters = [value.tensor for value in values.values()]
         optimizer: Any = SimpleNamespace(param_groups=[{"params": parameters}], state=self.states)
-        call = OptimizerCall(self.engine, optimizer, self.about)
+        call = OptimizerCall(self.engine, optimizer, self.about, closure=False)
         call.closure = True  # gradients are not the parameters' own here
         for bucket in call.walk():
             for parameter in bucket.parameters:

@@ -3,7 +3,6 @@ move, and where the host is full they go to the SSD."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 from collections import Counter
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ram_device import Arrived, Ram, RamDevice
 from store_rig import disk_near
 from torch import nn
 
@@ -22,8 +22,7 @@ from teraio import session, tiers
 from teraio.errors import UnsupportedError
 from teraio.options import Options
 from teraio.plan import Fetch, Plan
-from teraio.runtime import device, engine, measure
-from teraio.runtime.device import Host, Start
+from teraio.runtime import device, engine
 from teraio.runtime.moves import Mover
 from teraio.runtime.records import Record
 from teraio.runtime.store import Store
@@ -31,62 +30,7 @@ from teraio.runtime.store import Store
 WIDTH, LAYERS, BATCH = 256, 8, 1024
 MIB = 2**20  # 16 of activations, 2 of weights, 2 of gradients, 4 of states; 4 of reserve
 STEPS = 7
-FAST = 8 * 10**9  # bytes per second, about what copying in RAM carries
 OPTIONS: dict[str, Any] = {"inner": "eager", "memory": 15 * MIB, "warmup": 1}
-
-
-class Arrived:
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
-class Bytes:
-    """A place. What was released is overwritten: whoever still reads there gets other numbers."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.bytes = bytearray(size_bytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
-
-
-class Ram:
-    """Host memory that copies when it is asked to."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes, self.used_bytes, self.most_bytes = limit_bytes, 0, 0
-
-    def reserve(self, size_bytes: int) -> Bytes | None:
-        if self.used_bytes + size_bytes > self.limit_bytes:
-            return None
-        self.used_bytes += size_bytes
-        self.most_bytes = max(self.most_bytes, self.used_bytes)
-        return Bytes(size_bytes)
-
-    def release(self, place: Bytes) -> None:
-        self.used_bytes -= len(place.bytes)
-        place.bytes[:] = b"\xff" * len(place.bytes)
-
-    def write(self, place: Bytes) -> Start:
-        return lambda storage, mark: self._copy(place.address, storage.data_ptr(), place)
-
-    def read(self, place: Bytes, demand: bool = False) -> Start:
-        return lambda storage, mark: self._copy(storage.data_ptr(), place.address, place)
-
-    def _copy(self, target: int, source: int, place: Bytes) -> Arrived:
-        ctypes.memmove(target, source, len(place.bytes))
-        return Arrived()
-
-
-class RamDevice(device.CpuDevice):
-    refusal = ""
-
-    def host(self, limit_bytes: int) -> Host | None:
-        return Ram(limit_bytes)
-
-    def host_link(self, host: Host, seconds: float) -> measure.Link | str:
-        return self.refusal or measure.Link("host", FAST, FAST, FAST, FAST, 10_000, 10_000)
 
 
 @pytest.fixture

@@ -1,0 +1,123 @@
+"""RAM as a device with host memory beside it: bytes really move there and back."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from teraio.runtime import device, measure
+from teraio.runtime.device import Host, Start
+
+FAST = 8 * 10**9  # bytes per second, about what copying in RAM carries
+
+
+class Arrived:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class Bytes:
+    """A place. What was released is overwritten: whoever still reads there gets other numbers."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.bytes = bytearray(size_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
+
+
+class Ram:
+    """Host memory that copies when it is asked to."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes, self.used_bytes, self.most_bytes = limit_bytes, 0, 0
+
+    def reserve(self, size_bytes: int) -> Bytes | None:
+        if self.used_bytes + size_bytes > self.limit_bytes:
+            return None
+        self.used_bytes += size_bytes
+        self.most_bytes = max(self.most_bytes, self.used_bytes)
+        return Bytes(size_bytes)
+
+    def release(self, place: Bytes) -> None:
+        self.used_bytes -= len(place.bytes)
+        place.bytes[:] = b"\xff" * len(place.bytes)
+
+    def write(self, place: Bytes) -> Start:
+        return lambda storage, mark: self._copy(place.address, storage.data_ptr(), place)
+
+    def read(self, place: Bytes, demand: bool = False) -> Start:
+        return lambda storage, mark: self._copy(storage.data_ptr(), place.address, place)
+
+    def _copy(self, target: int, source: int, place: Bytes) -> Arrived:
+        ctypes.memmove(target, source, len(place.bytes))
+        return Arrived()
+
+
+class RamDevice(device.CpuDevice):
+    refusal = ""
+
+    def host(self, limit_bytes: int) -> Host | None:
+        return Ram(limit_bytes)
+
+    def host_link(self, host: Host, seconds: float) -> measure.Link | str:
+        return self.refusal or measure.Link("host", FAST, FAST, FAST, FAST, 10_000, 10_000)
+
+
+class LateBytes(Bytes):
+    """What was copied here is seen by copies at once, as on a stream, and by the host when it has waited."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(size_bytes)
+        self.coming: bytes | None = None
+
+
+class LateRam(Ram):
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
+        self.late: list[LateBytes] = []
+
+    def reserve(self, size_bytes: int) -> Bytes | None:
+        place = super().reserve(size_bytes)
+        return None if place is None else LateBytes(size_bytes)
+
+    def write(self, place: Bytes) -> Start:
+        def start(storage: Any, mark: Any) -> Arrived:
+            assert isinstance(place, LateBytes)
+            place.coming = ctypes.string_at(storage.data_ptr(), len(place.bytes))
+            place.bytes[:] = b"\xff" * len(place.bytes)
+            self.late.append(place)
+            return Arrived()
+
+        return start
+
+    def read(self, place: Bytes, demand: bool = False) -> Start:
+        def start(storage: Any, mark: Any) -> Arrived:
+            assert isinstance(place, LateBytes)
+            coming = bytes(place.bytes) if place.coming is None else place.coming
+            ctypes.memmove(storage.data_ptr(), coming, len(coming))
+            return Arrived()
+
+        return start
+
+    def arrive(self) -> int:
+        count = len(self.late)
+        for place in self.late:
+            if place.coming is not None:
+                place.bytes[:], place.coming = place.coming, None
+        self.late.clear()
+        return count
+
+
+class Late(RamDevice):
+    """Copies to host memory are there when the host has waited for the device."""
+
+    arrived_late = 0
+
+    def host(self, limit_bytes: int) -> Host | None:
+        self.beside = LateRam(limit_bytes)
+        return self.beside
+
+    def idle(self) -> None:
+        Late.arrived_late += self.beside.arrive()

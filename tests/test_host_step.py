@@ -1,0 +1,350 @@
+"""The optimizer's step on the host: the numbers of torch's fused kernels for the CPU, with states that are
+never on the device. RAM stands in for a device with memory of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from host_loops import LOOPS, MIB, ON_DEVICE, Training, adamw
+from ram_device import Late, Ram, RamDevice
+from store_rig import disk_near
+from torch import nn
+
+import teraio
+from teraio import host_choice, session, tiers
+from teraio.errors import TeraioError, UnsupportedError
+from teraio.options import Options
+from teraio.runtime import device, engine, host_step, measure
+from teraio.runtime.moves import Mover
+from teraio.runtime.records import HOST, Record, State
+from teraio.runtime.store import Store
+
+
+@pytest.fixture(autouse=True)
+def beside(one_thread: None, steady_plans: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Host memory of so many bytes beside the device; returns the steps on the host as they are made."""
+
+    def of(limit_bytes: int = 64 * MIB, kind: type[RamDevice] = RamDevice) -> list[Any]:
+        monkeypatch.setattr(device, "current", lambda _=None: kind())
+        monkeypatch.setattr(tiers, "host_bytes", lambda options: limit_bytes)
+        monkeypatch.setattr(session, "refuse_host", lambda options, kind: None)
+        steps: list[Any] = []
+        step = host_step.HostStep.step
+
+        def counted(self: Any, *arguments: Any) -> None:
+            steps.append(arguments)
+            step(self, *arguments)
+
+        monkeypatch.setattr(host_step.HostStep, "step", counted)
+        return steps
+
+    return of
+
+
+@cache
+def plain(name: str) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as disabled:
+        disabled.setenv("TERAIO_DISABLE", "1")
+        return LOOPS[name]().run(optimizer_step="device")
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    tensors = (
+        len(one[name]) == len(other[name]) and all(map(torch.equal, one[name], other[name]))
+        for name in ("weights", "states")
+    )
+    return one["seen"] == other["seen"] and all(tensors)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_numbers_are_those_of_the_fused_kernels(
+    name: str, beside: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = beside()
+    with caplog.at_level(logging.WARNING, "teraio"):
+        assert same(LOOPS[name]().run(), plain(name))
+    assert bool(steps) == (name not in ON_DEVICE)
+    said = [record.getMessage() for record in caplog.records if "steps on the device" in record.getMessage()]
+    reason = ON_DEVICE.get(name, "")
+    assert len(said) == bool(reason)
+    assert all(reason in line for line in said)
+
+
+@pytest.mark.parametrize("limit", [MIB // 2, MIB // 8])
+def test_where_host_memory_ends_it_is_copied_there_and_back(
+    limit: int, beside: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = beside(limit)
+    with caplog.at_level(logging.WARNING, "teraio"):
+        assert same(LOOPS["writes"]().run(), plain("writes"))
+    assert steps
+    assert len([r for r in caplog.records if "host memory is full" in r.getMessage()]) == 1
+
+
+def test_the_host_waits_for_what_is_on_its_way(beside: Callable[..., list[Any]]) -> None:
+    """Copies to host memory arrive when someone waits for them, on the host or on the device."""
+    steps = beside(kind=Late)
+    assert same(LOOPS["writes"]().run(), plain("writes"))
+    assert steps and Late.arrived_late > 20
+
+
+def test_states_never_come_to_the_device(beside: Callable[..., list[Any]]) -> None:
+    """From the second step on; and what comes there besides is no more than the weights."""
+    beside()
+    where: list[tuple[str, State, str | None]] = []
+    came = [0]
+
+    def look(training: Training) -> None:
+        records = engine.ENGINE.residency.records.values()  # type: ignore[union-attr]
+        if training.number == 1:
+            came[0] = teraio.stats()["from_host_bytes"]
+        if training.number > 1:
+            where.extend((r.name, r.state, r.home) for r in records if r.kind == "state")
+
+    training = Training(adamw, look)
+    training.run(memory=64 * MIB)
+    assert len(where) > 12
+    assert {(state, home) for _, state, home in where} == {(State.AWAY, HOST)}
+
+
+class Stumbles:
+    """torch's own step, which fails after it has stepped: the `at`-th on the host."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count, self.run = at, 0, host_step._run
+
+    def __call__(self, *arguments: Any) -> None:
+        self.count += 1
+        self.run(*arguments)
+        if self.count == self.at:
+            raise RuntimeError("stumbled")
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_a_step_that_fails_leaves_what_it_has_stepped(
+    at: int, beside: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch does: weights and states of one bucket belong together, and the training can go on."""
+    beside()
+    stumbles = Stumbles(at)
+    monkeypatch.setattr(host_step, "_run", stumbles)
+
+    class Goes(Training):
+        def step(self) -> None:
+            try:
+                super().step()
+            except RuntimeError as error:
+                assert str(error) == "stumbled"
+                self.seen.append("stumbled")
+
+    class Expected(Goes):
+        """Plain, and as far as the other got."""
+
+        def step(self) -> None:
+            if self.number != 1 + (at - 1) // per_step:
+                super().step()
+                return
+            stepped = 1 + (at - 1) % per_step
+            parameters = [p for p in self.model.parameters() if p.grad is not None]
+            gradients = [p.grad for p in parameters]
+            for parameter in parameters[2 * stepped :]:
+                parameter.grad = None
+            self.optimizer.step()
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = gradient
+            self.seen.append("stumbled")
+
+    per_step = 6  # buckets: a layer each
+    ours = Goes(adamw).run()
+    assert stumbles.count == 4 * per_step + 1 + (at - 1) % per_step
+    with pytest.MonkeyPatch.context() as disabled:
+        disabled.setenv("TERAIO_DISABLE", "1")
+        assert same(ours, Expected(adamw).run())
+
+
+def test_a_state_that_is_lost_ends_the_step_aloud(
+    beside: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside()
+    there = host_step.Loans._there
+    count = [0]
+
+    def lost(self: Any, record: Any, tensor: Any) -> Any:
+        count[0] += record.kind == "state"
+        if count[0] == 9:
+            raise TeraioError("lost on the way")
+        return there(self, record, tensor)
+
+    monkeypatch.setattr(host_step.Loans, "_there", lost)
+    with pytest.raises(TeraioError, match="ended after 2 of 6 buckets: lost on the way"):
+        Training(adamw).run()
+    assert not any(record.pins for record in engine.ENGINE.residency.records.values())  # type: ignore[union-attr]
+
+
+def test_it_is_refused_where_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="here tensors are in host memory already"):
+        session.start(Options.parse({"optimizer_step": "host"}))
+    monkeypatch.setattr(session, "refuse_host", lambda options, kind: None)
+    with pytest.raises(UnsupportedError, match="no host memory is used"):
+        session.start(Options.parse({"optimizer_step": "host"}))
+
+
+# ---- what is usual
+
+
+def made() -> tuple[nn.Parameter, dict[str, Any]]:
+    parameter = nn.Parameter(torch.randn(8, 4))
+    parameter.grad = torch.randn(8, 4)
+    return parameter, {"step": torch.ones(()), "exp_avg": torch.zeros(8, 4), "exp_avg_sq": torch.zeros(8, 4)}
+
+
+def test_what_torch_makes_is_usual() -> None:
+    assert host_step._usual(*made())
+
+
+def negated() -> torch.Tensor:
+    return torch.zeros(8, 4, dtype=torch.cfloat).conj().imag.contiguous()._neg_view()
+
+
+STRANGE: dict[str, Callable[[nn.Parameter, dict[str, Any]], Any]] = {
+    "no gradient": lambda p, s: setattr(p, "grad", None),
+    "a sparse gradient": lambda p, s: setattr(p, "grad", torch.randn(8, 4).to_sparse()),
+    "a gradient by columns": lambda p, s: setattr(p, "grad", torch.randn(4, 8).t()),
+    "a weight by columns": lambda p, s: setattr(p, "data", torch.randn(4, 8).t()),
+    "a weight of integers": lambda p, s: p.requires_grad_(False).__setattr__("data", torch.ones(8, 4).int()),
+    "a state by columns": lambda p, s: s.update(exp_avg=torch.zeros(4, 8).t()),
+    "a state of another type": lambda p, s: s.update(exp_avg=torch.zeros(8, 4, dtype=torch.float64)),
+    "a state of another shape": lambda p, s: s.update(exp_avg=torch.zeros(32)),
+    "a state that is negated": lambda p, s: s.update(
+        exp_avg=torch.zeros(8, 4, dtype=torch.cfloat).conj().imag
+    ),
+    "a state of a class": lambda p, s: s.update(exp_avg=nn.Parameter(torch.zeros(8, 4))),
+    "a state that is a list": lambda p, s: s.update(exp_avg=[torch.zeros(8, 4)]),
+    "a counter that is a number": lambda p, s: s.update(step=1),
+    "no states of size": lambda p, s: [s.pop("exp_avg"), s.pop("exp_avg_sq")],
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_what_is_strange_stays_on_the_device(what: str) -> None:
+    parameter, states = made()
+    STRANGE[what](parameter, states)
+    assert not host_step._usual(parameter, states)
+
+
+def test_what_shares_bytes_stays_on_the_device() -> None:
+    parameter, states = made()
+    assert host_step._apart([parameter, parameter.grad, states["exp_avg"]])
+    assert not host_step._apart([parameter, parameter.detach()[1:]])
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "RMSprop": (torch.optim.RMSprop, "torch has fused kernels"),
+    "capturable": (lambda p: torch.optim.Adam(p, capturable=True), "capturable=True"),
+    "differentiable": (lambda p: torch.optim.Adam(p, differentiable=True), "differentiable=True"),
+    "betas": (
+        lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), betas=(torch.tensor(0.9), 0.99), foreach=False),
+        "betas is a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_optimizers_that_stay_on_the_device(what: str) -> None:
+    make, reason = REFUSED[what]
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(2))])
+    try:
+        optimizer = make([nn.Parameter(torch.zeros(2))])
+    except ValueError:  # refused by this torch
+        optimizer.param_groups[0]["betas"] = (torch.tensor(0.9), 0.99)
+    assert reason in (host_step.reason_against(optimizer) or "")
+
+
+# ---- who chooses
+
+
+LEFT_OPEN = {"optimizer_step": "auto", "memory": 5 * MIB}  # one of them for more than two of tensors
+
+
+def carry(monkeypatch: pytest.MonkeyPatch, rate: int, updated: int) -> None:
+    """All links carry so many bytes a second, and so many are updated on the host."""
+    link = measure.Link("host", rate, rate, rate, rate, 10_000, 10_000)
+    monkeypatch.setattr(RamDevice, "host_link", lambda self, host, seconds: link)
+    monkeypatch.setattr(
+        tiers,
+        "_link",
+        lambda directory: replace(link, tier="ssd", evict_bytes_per_s=10**6, fetch_bytes_per_s=10**6),
+    )
+    monkeypatch.setattr(host_choice, "update_bytes_per_s", lambda: updated)
+
+
+@pytest.mark.parametrize(
+    ("rate", "updated", "chosen"), [(10**7, 10**10, True), (10**10, 10**7, False)], ids=["link", "host"]
+)
+def test_the_faster_way_is_chosen(
+    rate: int,
+    updated: int,
+    chosen: bool,
+    beside: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    steps = beside()
+    carry(monkeypatch, rate, updated)
+    with caplog.at_level(logging.INFO, "teraio"):
+        assert same(LOOPS["small batches"]().run(**LEFT_OPEN), plain("small batches"))
+    assert bool(steps) == chosen
+    assert any("on the host from now on" in record.getMessage() for record in caplog.records) == chosen
+
+
+def test_the_device_has_it_back_where_the_host_is_slower_than_thought(
+    beside: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = beside()
+    carry(monkeypatch, 10**7, 10**10)
+    monkeypatch.setattr(host_choice.HostChoice, "_goes_back", goes_back_from(10**6))
+    with caplog.at_level(logging.INFO, "teraio"):
+        assert same(LOOPS["small batches"]().run(**LEFT_OPEN), plain("small batches"))
+    told = [record.getMessage() for record in caplog.records]
+    assert [line for line in told if "steps on the device again" in line]
+    assert 0 < len(steps) < 6 * 4
+
+
+def goes_back_from(device_ns: int) -> Any:
+    goes_back = host_choice.HostChoice._goes_back
+
+    def seen(self: host_choice.HostChoice, plan: Any) -> bool:
+        self.device_ns = device_ns
+        return goes_back(self, plan)
+
+    return seen
+
+
+def test_how_fast_the_host_updates_is_measured() -> None:
+    assert 10**8 < host_choice.update_bytes_per_s() < 10**13
+
+
+def test_a_place_in_use_is_not_given_away(tmp_path: Path) -> None:
+    """Host memory is full: what the plan wants there takes others' places, not that of what is stepped."""
+    disk = disk_near(tmp_path)
+    if disk is None:
+        pytest.skip("no disk here, only memory")
+    store = Store(disk, 8 * MIB)
+    mover = Mover(store, device.CpuDevice(), Ram(MIB))
+    tensors = [torch.randn(MIB // 4) for _ in range(2)]
+    one, other = (Record(t.untyped_storage(), str(at), "weight", True) for at, t in enumerate(tensors))
+    mover.to_host = {"1"}
+    assert mover.make_place(one)
+    one.pins = 1
+    assert not mover.make_place(other)
+    one.pins = 0
+    assert mover.make_place(other)
+    assert one.place is None
+    store.close()
