@@ -110,8 +110,10 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     _refuse_whole(optimizer, about)
     call = OptimizerCall(engine, optimizer, about, closure=bool(args[1:] or kwargs.get("closure")))
     _CALLS.append(call)
-    if about.seen.reason is None and plainly_called(optimizer):
-        return (stand_in(optimizer, call.walk), *args[1:]), kwargs
+    if about.seen.reason is None:
+        if plainly_called(optimizer):
+            return (stand_in(optimizer, call.walk), *args[1:]), kwargs
+        about.warn_whole(optimizer, "its step is compiled")
     call.run_whole()
     return None
 

@@ -92,7 +92,7 @@ class OptimizerCall:
         parameters = [parameter for group in groups for parameter in group["params"]]
         self.closure = self.has_closure
         if self.host is not None:
-            self.host.takes(self.optimizer, "it steps all parameters at once, or its step is compiled")
+            self.host.takes(self.optimizer, "it steps all parameters at once")
             self.host = None
         self.begin([[Bucket({**(groups[0] if groups else {}), "foreach": True}, parameters)]])
         self.open(0)
@@ -367,12 +367,15 @@ def step_code(optimizer: torch.optim.Optimizer) -> CodeType | None:
 
 
 def plainly_called(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook of the step was called by torch's own code around it, and not by what a compiler made of
-    that."""
+    """Whether a hook of the step was called by torch's own code around it, in a call that nobody compiles:
+    neither is it what a compiler made of that code, nor does a compiler look at what that calls."""
     frame = inspect.currentframe()
     wrapper = step_code(optimizer)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("optim/optimizer.py"):
-            return frame.f_code is wrapper
+    while frame is not None and not frame.f_code.co_filename.endswith("optim/optimizer.py"):
         frame = frame.f_back
-    return False
+    if frame is None or frame.f_code is not wrapper:
+        return False
+    while (frame := frame.f_back) is not None:
+        if frame.f_code.co_filename.endswith("_dynamo/eval_frame.py"):
+            return frame.f_code.co_name != "compile_wrapper"  # of those that switch the compiler on or off
+    return True

@@ -45,6 +45,7 @@ class Stepped:
         self.by_rows: bool | None = None  # whether a parameter may be stepped in slices
         self.in_buckets = False  # the user insists
         self.limit_bytes = 0
+        self.said: set[str] = set()
 
     def bucket_bytes(self, budget_bytes: int) -> int:
         """How large its buckets may be. Another budget changes nothing: the step would be another one."""
@@ -70,13 +71,19 @@ class Stepped:
     def _ask(self, optimizer: torch.optim.Optimizer) -> trial.Outcome:
         seen = trial.outcome(optimizer)
         if seen.reason is not None:
+            self.warn_whole(optimizer, seen.reason)
+        return seen
+
+    def warn_whole(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
+        """Once per reason."""
+        if reason not in self.said:
+            self.said.add(reason)
             log.warning(
                 "teraio: %s steps all of its parameters at once (%s): all gradients and states are in memory "
                 "then",
                 type(optimizer).__name__,
-                seen.reason,
+                reason,
             )
-        return seen
 
     def goes_by_rows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Asked where nothing else fits."""

@@ -102,6 +102,11 @@ class Closed(Training):
         self.optimizer.step(lambda: None)
 
 
+class Compiled(Training):
+    def step(self) -> None:
+        torch.compile(self.optimizer.step, backend="eager")()
+
+
 def adamw(model: Any) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
@@ -194,6 +199,7 @@ LOOPS: dict[str, Callable[[], Training]] = {
     "shares": lambda: Training(adamw, share),
     "scales": lambda: Scaled(adamw),
     "has a closure": lambda: Closed(adamw),
+    "is compiled": lambda: Compiled(lambda m: torch.optim.AdamW(m.parameters(), foreach=True)),
     "no states": lambda: Training(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, fused=True)),
     "not torch's own": lambda: Training(
         lambda m: type("Own", (torch.optim.AdamW,), {})(m.parameters(), fused=True)
@@ -202,6 +208,7 @@ LOOPS: dict[str, Callable[[], Training]] = {
 # What steps nothing on the host, and what is said of it.
 ON_DEVICE = {
     "has a closure": "its step has a closure",
+    "is compiled": "it steps all parameters at once",
     "no states": "",
     "not torch's own": "torch has fused kernels for the CPU of these alone",
     "scales": "a GradScaler leaves its work",

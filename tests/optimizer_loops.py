@@ -115,7 +115,7 @@ OPTIMIZERS: dict[str, Make] = {
     "closure": lambda m: optim.SGD(m.parameters(), lr=1e-2, momentum=0.9),
     "adds a group": lambda m: optim.AdamW([p for p in m.parameters() if p.ndim > 1], lr=1e-3),
 }
-WHOLE = frozenset({"global norm", "LBFGS"})
+WHOLE = frozenset({"global norm", "LBFGS", "compiled step"})
 
 
 @dataclass
@@ -268,6 +268,10 @@ def needs_room(run: Any, step: int, again: Callable[[], Any]) -> None:
     run.losses.append(run.optimizer.step(closure).item())
 
 
+def steps_compiled(run: Any, step: int, again: Callable[[], Any]) -> None:
+    torch.compile(run.optimizer.step, backend="eager")()
+
+
 LOOPS: dict[str, Loop] = {
     "accumulates": Loop(batches=4, between=clips),
     "clips": Loop(between=clips),
@@ -279,6 +283,7 @@ LOOPS: dict[str, Loop] = {
     "scaler": Loop(backward=scales, update=unscales),
     "freezes": Loop(begin=freezes),
     "adds a group": Loop(begin=adds_a_group),
+    "compiled step": Loop(update=steps_compiled),
     "swaps the optimizer": Loop(begin=swaps),
     "scheduler": Loop(end=schedules),
     "closure": Loop(update=lambda run, step, again: run.losses.append(run.optimizer.step(again).item())),

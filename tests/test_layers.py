@@ -18,6 +18,7 @@ FACE = (
         "backend",
         "session",
         "earlier",
+        "host_choice",
         "planning",
         "recording",
         "remade",
