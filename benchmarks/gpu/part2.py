@@ -102,6 +102,32 @@ def tiers(room: Room) -> Figures:
     return found
 
 
+def host_step(room: Room) -> Figures:
+    """The optimizer on the host: within the budget, twice the same bits, and losses near those of the GPU's
+    kernels, whose rounding is another."""
+    if REHEARSAL:
+        raise NotSupported("there is no host memory beside RAM")
+    plain = train(room, {**SMALL, "inner": "eager", "fused": True, "way": "plain", "warmup": 8})
+    asked = {
+        **SMALL,
+        "inner": "eager",
+        "fused": True,
+        "way": "teraio",
+        "part": 0.4,
+        "peak": plain_peak(plain),
+    }
+    asked["options"] = {"optimizer_step": "host"}
+    once, again = (train(room, asked) for _ in range(2))
+    apart = max(
+        abs(float.fromhex(one) / float.fromhex(other) - 1)
+        for one, other in zip(plain["losses"], once["losses"])
+    )
+    found = {**row(plain, once), "again": row(once, again)["equal"], "losses_apart": apart}
+    if not (found["within"] and found["again"] and apart < 1e-3):
+        raise RuntimeError(json.dumps(found))
+    return found
+
+
 def segments(room: Room) -> Figures:
     """The same with segments that grow: how much the allocator reserves beside what is allocated."""
     on_gpu()
@@ -156,6 +182,7 @@ SECTIONS = (
     Section(build, 180),
     Section(equal_eager, 120),
     Section(tiers, 120),
+    Section(host_step, 90),
     Section(segments, 90),
     Section(larger, 90),
     Section(sanitizer, 90),

@@ -33,7 +33,7 @@ class Trainee:
         self.on_gpu = self.device == "cuda"
         self.budget = int(asked.get("peak", 0) * asked.get("part", 0))
         torch.manual_seed(0)
-        torch.set_num_threads(1)
+        torch.set_num_threads(asked.get("threads", 1))
         torch.use_deterministic_algorithms(asked.get("deterministic", True), warn_only=True)
         if "fraction" in asked:
             torch.cuda.set_per_process_memory_fraction(asked["fraction"])
