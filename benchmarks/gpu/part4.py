@@ -1,6 +1,5 @@
 """Part 4: what else there is, on the training of part 3. What PyTorch does for activations, and DeepSpeed's
-ZeRO-3 where it was carried: seconds and the most memory, beside the plain run and teraio at 40 %. And the optimizer's
-step on the host.
+ZeRO-3 where it was carried: seconds and the most memory, beside the plain run and teraio at 40 %.
 
 Rehearsed as part 2 is, but for DeepSpeed, which asks for a GPU.
 """
@@ -8,7 +7,6 @@ Rehearsed as part 2 is, but for DeepSpeed, which asks for a GPU.
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 
 from part1 import build, machine
@@ -30,16 +28,6 @@ def pytorch(room: Room) -> Figures:
     asked = {**ASKED, "way": "teraio", "part": PART, "peak": plain_peak(plain)}
     found["teraio"] = figures(plain, train(room, asked))
     return found
-
-
-def host_step(room: Room) -> Figures:
-    """The optimizer on the device, on the host with all threads, and where the plan says."""
-    on_gpu()
-    plain = train(room, {**ASKED, "way": "plain"})
-    asked = {**ASKED, "way": "teraio", "part": PART, "peak": plain_peak(plain), "threads": os.cpu_count()}
-    ways = ("device", "auto") if REHEARSAL else ("device", "host", "auto")
-    runs = {way: train(room, {**asked, "options": {"optimizer_step": way}}) for way in ways}
-    return {"plain": figures(plain, plain), **{way: figures(plain, run) for way, run in runs.items()}}
 
 
 def zero_offload(room: Room) -> Figures:
@@ -66,7 +54,6 @@ SECTIONS = (
     Section(machine, 30),
     Section(build, 180),
     Section(pytorch, 240),
-    Section(host_step, 180),
     Section(zero_offload, 120),
     Section(zero_infinity, 120),
 )

@@ -7,8 +7,8 @@
 # Expected there: Python 3.12, torch 2.11 with CUDA 13, cmake, a C++ compiler; collect_wheels.sh has the rest.
 #
 # Part 1 builds, measures links and runs the native tests. Part 2 trains and compares to the bit. Part 3 is
-# for speed, part 4 for what else there is. With REHEARSE=1 parts 2 to 4 train tiny models on the CPU: the
-# scripts are tried, and what can only be measured on a GPU is left out.
+# for speed, part 4 for what else there is, part 5 for the optimizer on the host. With REHEARSE=1 parts 2 to 5
+# train tiny models on the CPU: the scripts are tried, and what can only be measured on a GPU is left out.
 #
 # Rehearsed without a network (unshare -n) on a machine without a GPU, part 1: Python 3.12.1 with the carried
 # wheels and no torch, and Python 3.11 with torch 2.13 for CPU. Wheels, build, ortools, the native engine on a
