@@ -232,7 +232,8 @@ class Engine:
             recorder.begins_here()
 
     def steps_on_host(self, kernels: Collection[str] | None = None) -> None:
-        """Optimizers step there from now on, where they can: these buckets, or all."""
+        """Optimizers step there from now on, where they can: these buckets, or all. With none it is seen
+        which ones could."""
         self.host_step = HostStep(self.residency, self.guard, kernels)
 
     def install(self, plan: Plan, order: tuple[str, ...] = ()) -> None:

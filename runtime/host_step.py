@@ -56,6 +56,7 @@ class HostStep:
     def __init__(self, residency: Residency, guard: Guard, kernels: Collection[str] | None = None) -> None:
         self.residency, self.guard = residency, guard
         self.kernels = kernels  # of the buckets that it takes; None: of all
+        self.could: set[str] = set()  # take these
         self.said: set[str] = set()
 
     def takes(self, optimizer: torch.optim.Optimizer, reason: str | None = None) -> bool:
@@ -68,8 +69,6 @@ class HostStep:
         self, kernel: str, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
     ) -> bool:
         """All of its tensors are what torch's own code makes of them."""
-        if self.kernels is not None and kernel not in self.kernels:
-            return False
         if not parameters or not all(optimizer.state.get(parameter) for parameter in parameters):
             return False  # the first step, or nothing to step
         with DisableTorchFunctionSubclass():
@@ -81,7 +80,9 @@ class HostStep:
                 f"{type(optimizer).__name__} steps a part of its parameters on the device: their states or "
                 "gradients have other types, layouts or memory than torch gives them"
             )
-        return usual
+            return False
+        self.could.add(kernel)
+        return self.kernels is None or kernel in self.kernels
 
     def step(
         self,
@@ -114,9 +115,10 @@ class HostStep:
                 self.residency.begin_evict(record, HOST)
 
     def say(self, what: str) -> None:
+        """Aloud where the host was asked for."""
         if what not in self.said:
             self.said.add(what)
-            log.warning("teraio: %s", what)
+            log.log(logging.WARNING if self.kernels is None else logging.INFO, "teraio: %s", what)
 
 
 class Loans:

@@ -51,8 +51,7 @@ class Bucket:
 
 class HostChoice:
     def __init__(self, engine: Engine, machine: Machine, is_open: bool) -> None:
-        self.engine, self.machine = engine, machine
-        self.is_open = is_open and engine.mover.host is not None
+        self.engine, self.machine, self.is_open = engine, machine, is_open
         self.device_ns = 0  # of the step that the host took over from, as it was planned
         self.left: Order = ()
 
@@ -61,7 +60,7 @@ class HostChoice:
         order = tuple(call.schedule.identity for call in step.calls)
         if self.device_ns and order != self.left and _is_on_host(step):
             return self._goes_back(plan)
-        if not self.is_open or not any(call.schedule.kind == "optimizer" for call in step.calls):
+        if not self.is_open or self.engine.host_step is None or not _optimizer_ticks(step):
             return False
         self.is_open = False
         buckets = self._worthwhile(profile, step, plan)
@@ -92,7 +91,7 @@ class HostChoice:
             fmt_ns(plan.predicted.step_ns),
             fmt_ns(here_ns),
         )
-        self.engine.host_step = None
+        self.engine.steps_on_host(())
         self.engine.tracker.measure_again(self.left)
         return True
 
@@ -104,8 +103,10 @@ class HostChoice:
         kinds = {tensor.name: tensor.kind for tensor in profile.tensors}
         if not any(kinds[name] == "state" for name, _ in fetched):
             return []
+        assert self.engine.host_step is not None
+        could = self.engine.host_step.could
         buckets = self._buckets(profile, step, fetched, update_bytes_per_s())
-        faster = [bucket for bucket in buckets if bucket.host_ns < bucket.moved_ns]
+        faster = [b for b in buckets if b.kernel in could and b.host_ns < b.moved_ns]
         room = next((tier.capacity_bytes for tier in self.machine.tiers if tier.name == "host"), 0)
         taken = []
         for bucket in sorted(faster, key=lambda bucket: bucket.host_ns / bucket.moved_ns):

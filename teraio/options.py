@@ -231,8 +231,8 @@ class Options:
     plan_time: int = _option(_duration, "time limit of the planner: `10s`, `2min`, or seconds", 30 * 10**9)
     optimizer_step: str = _option(
         _word("auto", "device", "host"),
-        "where the optimizer computes: `auto`, `device`, `host` (beside a GPU)",
-        "auto",
+        "where the optimizer computes: `device`, beside a GPU also `host`, or `auto`: the faster",
+        "device",
     )
     recompute: str = _option(
         _word("off", "auto"),

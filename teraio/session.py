@@ -71,8 +71,8 @@ class Session:
         self.engine = engine.Engine(
             store, self.device, budget, reserve, self.on_step, keep=options.keep, host=tiers.host
         )
-        if options.optimizer_step == "host":
-            self.engine.steps_on_host()
+        if options.optimizer_step != "device" and tiers.host is not None:
+            self.engine.steps_on_host(None if options.optimizer_step == "host" else ())
         self.recording = Recording(self.engine, options.timeline) if options.timeline else None
         self.earlier = Earlier(options, replay, self.engine, self.device.kind)
         self.remaking = Remaking(replay, self.earlier.for_graph, options.recompute == "auto")

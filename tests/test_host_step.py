@@ -304,6 +304,24 @@ def test_the_faster_way_is_chosen(
     assert any("on the host from now on" in record.getMessage() for record in caplog.records) == chosen
 
 
+def test_what_the_host_cannot_step_is_not_chosen(
+    beside: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is anything planned for it, or warned of: nobody asked."""
+    steps = beside()
+    carry(monkeypatch, 10**7, 10**10)
+    planned: list[int] = []
+    training = Training(
+        lambda m: type("AdamW", (torch.optim.AdamW,), {})(m.parameters(), fused=True),
+        lambda training: planned.append(teraio.stats()["planned_moves"]),
+        batch=32,
+    )
+    with caplog.at_level(logging.WARNING, "teraio"):
+        training.run(**LEFT_OPEN)
+    assert not steps and not caplog.records
+    assert planned[-1] > planned[-2] > 0
+
+
 def test_the_device_has_it_back_where_the_host_is_slower_than_thought(
     beside: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
