@@ -4,8 +4,8 @@
                 2 the plan's moves for this tick           then everything it reads or writes is resident
     kernel i    runs; what it uses stays until slot i + 1
 
-A plan is a hint; residency is the law. Without a plan, with a stale one or with a hostile one the same code
-fetches on demand and evicts by furthest next use: it costs time and never correctness.
+A plan is a hint; residency is the law. Without a plan, with a stale or a hostile one the same code fetches on
+demand and evicts by furthest next use: it costs time and never correctness.
 
 Between two programs user code runs. What it touches comes back (`guard.py`); what it holds stays.
 """
@@ -132,7 +132,8 @@ class Engine:
         if index == 0 and own:
             self._meet(program)
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
-        exposed = self.user.exposed(tracker.number) if index == program.last else []
+        last = index == program.last
+        exposed = self.user.exposed(tracker.number) + _gradients.packed(program) if last else []
         tick = tracker.tick(index)
         yield needed + exposed, tick
         residency.ensure(needed, live_bytes, stop.kernel, tick)
@@ -231,9 +232,7 @@ class Engine:
         if recorder is not None:
             recorder.begins_here()
 
-    def steps_on_host(self, kernels: Collection[str] | None = None) -> None:
-        """Optimizers step there from now on, where they can: these buckets, or all. With none it is seen
-        which ones could."""
+    def steps_on_host(self, kernels: Collection[str] | None = None) -> None:  # these buckets, or all
         self.host_step = HostStep(self.residency, self.guard, kernels)
 
     def install(self, plan: Plan, order: tuple[str, ...] = ()) -> None:

@@ -21,6 +21,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch.autograd import _get_sequence_nr
 
 from teraio.schedule import Buffer
 
@@ -30,19 +31,23 @@ from .records import Record, sharers
 from .residency import Residency
 from .user_code import UserCode
 
+AGAIN, CHECKPOINT = "_recomputation_hook", "_checkpoint_hook"  # of torch.utils.checkpoint
+
 Counts = tuple[int, int]  # how often C++ and Python hold a gradient, as a hook sees it
 
 
-FORGOTTEN_AFTER = 2  # steps: a forward that no backward came for
+FORGOTTEN_AFTER = 2  # steps: a forward that no backward came for, whose results are gone
 
 
 @dataclass
 class Forward:
     """A forward whose backward may still come: while one of the tensors is alive that it saved. If no one can
-    see those, it may come until it has, or steps went by."""
+    see those, it may come until it has, or its results are gone and steps went by."""
 
+    number: int  # autograd's, of the node that is its backward
     weights: frozenset[int]  # keys of the records of those that are trained
     saved: list[Record]
+    results: list[Record]
     steps: int = 0  # that have ended since
 
 
@@ -60,6 +65,7 @@ class Gradients:
         self.leaves: list[Any] = []  # of the backward that runs: what each edge of its node leads to
         self.made: dict[int, Record] = {}  # by it, and free to leave
         self.backward = -1  # autograd's number of it
+        self.number = -1  # and of the node of the forward that runs
         self.shared: dict[int, set[int]] = {}  # backward -> weights whose gradients it adds up
         # By the weight's id: which backward it is, and what is pinned until the weight has it added up.
         self.adding: dict[int, tuple[int, list[Record]]] = {}
@@ -70,6 +76,7 @@ class Gradients:
         """A program begins. What an exception left behind is let go of."""
         self.let_go()
         self.leaves, self.made = [], {}
+        self.number = _get_sequence_nr() - 1  # the node is made before its forward runs
         self.backward = torch._C._current_graph_task_id()
         if self.backward < 0:
             self.shared.clear()
@@ -93,20 +100,19 @@ class Gradients:
     def forward_ran(self, program: Program) -> None:
         """Its backward may come."""
         self.forwards = [forward for forward in self.forwards if self._open(forward)]
+        packer = packing()
+        if packer.startswith(AGAIN):
+            return  # a checkpoint makes what was saved once more: that node is no one's
         weights: set[int] = set()
-        saved: list[Record] = []
-        packed = (
-            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        )  # what is saved is theirs
+        found: dict[str, list[Record]] = {"saved": [], "result": [], "argument": []}
         for about, record in zip(program.schedule.buffers, program.bound):
-            if record is None:
-                continue
-            if about.role == "saved" and not packed:
-                saved.append(record)
-            elif record.kind == "weight" and _trained(record):
-                weights.add(record.key)
+            if record is not None:
+                found[about.role].append(record)
+                if record.kind == "weight" and _trained(record):
+                    weights.add(record.key)
         if weights:
-            self.forwards.append(Forward(frozenset(weights), saved))
+            saved: list[Record] = [] if packer else found["saved"]  # what is packed is theirs
+            self.forwards.append(Forward(self.number, frozenset(weights), saved, found["result"]))
 
     def end_step(self) -> None:
         for forward in self.forwards:
@@ -120,11 +126,10 @@ class Gradients:
                 if record is not None:
                     self.residency.reachable[record.key] = record
                     self.user.guard.watch(tensor, record, fresh=True)
-        weights = {r.key for leaf in self.leaves if (r := self._weight(leaf)) is not None}
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            unseen = (f for f in self.forwards if not f.saved and f.weights == weights)
-            if (over := next(unseen, None)) is not None:
-                self.forwards.remove(over)
+        node = torch._C._current_autograd_node()
+        if node is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
+            number = node._sequence_nr()
+            self.forwards = [forward for forward in self.forwards if forward.number != number]
         self.leaves, self.made = [], {}
 
     def early(self, edge: int, gradient: torch.Tensor) -> Record | None:
@@ -151,9 +156,10 @@ class Gradients:
 
     def _open(self, forward: Forward) -> bool:
         known = self.residency.records
-        if forward.saved:
-            return any(known.get(record.key) is record for record in forward.saved)
-        return forward.steps <= FORGOTTEN_AFTER
+        seen = forward.saved or forward.results
+        if any(known.get(record.key) is record for record in seen):
+            return True
+        return not forward.saved and forward.steps <= FORGOTTEN_AFTER
 
     # ---- accumulation
 
@@ -224,6 +230,21 @@ class Gradients:
         for tensor, (number, _) in list(self.adding.items()):
             if backward is None or number == backward:
                 self._let_go(tensor)
+
+
+def packing() -> str:
+    """Who packs what is saved now, if someone does."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return "" if hooks is None else getattr(hooks[0], "__qualname__", "a hook")
+
+
+def packed(program: Program) -> list[Record]:
+    """What a forward may have saved, or views of it, where someone reads that to pack it. Checkpoints keep or
+    forget it as it is."""
+    packer = packing()
+    if program.schedule.kind != "forward" or not packer or packer.startswith((AGAIN, CHECKPOINT)):
+        return []
+    return [record for record in program.bound if record is not None and record.evictable]
 
 
 def _trained(weight: Record) -> bool:

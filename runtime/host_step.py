@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch.autograd import _unsafe_preserve_version_counter
 
 from .guard import BARE, Guard
 from .records import HOST, Record, State
@@ -45,7 +46,9 @@ def reason_against(optimizer: torch.optim.Optimizer) -> str | None:
             if group.get(name):
                 return f"{name}=True"
         for name, value in group.items():
-            if name not in {"lr", "params"} and any(isinstance(v, torch.Tensor) for v in _parts(value)):
+            if name not in {"lr", "initial_lr", "params"} and any(
+                isinstance(v, torch.Tensor) for v in _parts(value)
+            ):
                 return f"{name} is a tensor"
     return None
 
@@ -66,14 +69,21 @@ class HostStep:
         return reason is None
 
     def takes_bucket(
-        self, kernel: str, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+        self,
+        kernel: str,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        parameters: Sequence[torch.Tensor],
     ) -> bool:
         """All of its tensors are what torch's own code makes of them."""
         if not parameters or not all(optimizer.state.get(parameter) for parameter in parameters):
             return False  # the first step, or nothing to step
         with DisableTorchFunctionSubclass():
-            usual = all(_usual(p, optimizer.state[p]) for p in parameters) and _apart(
-                [t for p in parameters for t in (p, p.grad, *optimizer.state[p].values())]
+            named = all({*optimizer.state[p]} == _names(optimizer, group) for p in parameters)
+            usual = (
+                named
+                and all(_usual(p, optimizer.state[p]) for p in parameters)
+                and _apart([t for p in parameters for t in (p, p.grad, *optimizer.state[p].values())])
             )
         if not usual:
             self.say(
@@ -231,7 +241,9 @@ class Loans:
             self.mover.copied_to_place(record)
 
     def _copy_back(self, tensor: torch.Tensor, own: torch.Tensor) -> None:
-        tensor.detach().copy_(own.detach(), non_blocking=True)
+        """Fused kernels move no version of what they write: a graph that ends at it stays good."""
+        with _unsafe_preserve_version_counter(tensor):
+            tensor.detach().copy_(own.detach(), non_blocking=True)
         self.mover.counts.from_host_bytes += tensor.nbytes
 
 
@@ -263,6 +275,15 @@ def _over(place: Any, tensor: torch.Tensor) -> torch.Tensor:
     held: Any = ctypes.c_char * size_bytes
     flat = torch.frombuffer(held.from_address(place.address), dtype=tensor.dtype)
     return flat[tensor.storage_offset() :].view(tensor.shape)
+
+
+def _names(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
+    """Of a parameter's states, when there are some: a step makes no other ones."""
+    if isinstance(optimizer, torch.optim.SGD):
+        return {"momentum_buffer"} if group["momentum"] else set()
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return {"step", "sum"}
+    return {"step", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])}
 
 
 def _large(parameter: torch.Tensor, states: dict[str, Any]) -> list[torch.Tensor]:

@@ -108,7 +108,8 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     engine.user.outside.ends()  # what the trial takes is not the user's
     about = _known(optimizer)
     _refuse_whole(optimizer, about)
-    call = OptimizerCall(engine, optimizer, about, closure=bool(args[1:] or kwargs.get("closure")))
+    closure = any(given is not None for given in (*args[1:], kwargs.get("closure")))
+    call = OptimizerCall(engine, optimizer, about, closure)
     _CALLS.append(call)
     if about.seen.reason is None:
         if plainly_called(optimizer):

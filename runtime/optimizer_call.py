@@ -274,10 +274,12 @@ class OptimizerCall:
             self.own_bytes = [self._own_bytes(at) for at in range(len(buckets))]
 
     def _goes_to_host(self, at: int) -> bool:
-        if self.host is None or self.buckets[at].slices > 1:
+        bucket = self.buckets[at]
+        if self.host is None or bucket.slices > 1 or not self.about.met:  # of a model that is not ours
             return False
         parameters = [parameter for parameter, _ in self.stepped[at]]
-        return self.host.takes_bucket(self._kernel(self.members[at]), self.optimizer, parameters)
+        kernel = self._kernel(self.members[at])
+        return self.host.takes_bucket(kernel, self.optimizer, bucket.group, parameters)
 
     def _stepped(self, bucket: Bucket, at: int) -> Iterator[tuple[torch.Tensor, str]]:
         """The parameters that have gradients, with the names of their weights, or what they are called where

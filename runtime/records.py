@@ -8,6 +8,7 @@ go with the last tensor. It holds it strongly only while a copy is in flight.
 
 from __future__ import annotations
 
+import itertools
 from enum import Enum
 from typing import Any
 from weakref import ReferenceType
@@ -46,6 +47,8 @@ class State(Enum):
     AWAY = "away"
     ARRIVING = "arriving"
 
+
+_WRITTEN = itertools.count(2**40)
 
 DEVICE = State.DEVICE  # the hot path looks at nothing else
 HOST, SSD = "host", "ssd"  # the tiers where a record can be away
@@ -131,9 +134,13 @@ class Record:
         return [tensor for face in (*self.faces, *self.echoes) if (tensor := face()) is not None]
 
     def versions(self) -> int:
-        """Grows with every write that torch knows of."""
+        """Grows with every write that torch knows of. It knows of none into what was made in inference mode:
+        that may have been written at any time."""
         faces = [tensor for face in self.faces if (tensor := face()) is not None]
-        return sum(tensor._version for tensor in faces or self.live_faces())
+        try:
+            return sum(tensor._version for tensor in faces or self.live_faces())
+        except RuntimeError:
+            return next(_WRITTEN)
 
     def references(self) -> int:
         """How many tensors share the bytes. A storage object that someone holds does not count: torch makes

@@ -159,7 +159,7 @@ def _try(
             alive = seen.alive_bytes() if seen is not None else 0
             for bucket in buckets_of(groups, 0):
                 rows = bucket.parameters[0].shape[:1].numel() if bucket.parameters else 1
-                cut = Bucket(bucket.group, bucket.parameters, min(slices, rows))
+                cut = Bucket(bucket.group, bucket.parameters, min(slices, max(rows, 1)))
                 with seen or nullcontext():
                     yield from passes_over(clone, cut)
                 if seen is not None:

@@ -101,6 +101,14 @@ def test_a_weight_of_two_programs_gets_both_gradients_of_every_batch(saves: list
     assert result["counts"]["evictions"] > 50, "little moved: the test shows little"
 
 
+def test_a_forward_is_open_until_its_own_backward_has_run() -> None:
+    done = ended([sys.executable, str(CHILD.with_name("open_forward_train.py"))])
+    assert done.returncode == 0, f"exit {done.returncode}: {done.stdout} {done.stderr[-3000:]}"
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 3
+    assert all(result["same"] for result in found), found
+
+
 def test_a_group_without_parameters_is_stepped_too() -> None:
     """It has a learning rate, a counter: what the step writes there is the next step's."""
     parameters = [torch.zeros(4), torch.zeros(4)]
