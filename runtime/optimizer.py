@@ -112,11 +112,20 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     call = OptimizerCall(engine, optimizer, about, closure)
     _CALLS.append(call)
     if about.seen.reason is None:
-        if plainly_called(optimizer):
+        reason = _whole_now(optimizer)
+        if reason is None:
             return (stand_in(optimizer, call.walk), *args[1:]), kwargs
-        about.warn_whole(optimizer, "its step is compiled")
+        about.warn_whole(optimizer, reason)
     call.run_whole()
     return None
+
+
+def _whole_now(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why this step runs whole, of an optimizer that could be stepped in buckets."""
+    if not plainly_called(optimizer):
+        return "its step is compiled"
+    states = [id(v) for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    return "two of them share a state" if len({*states}) < len(states) else None
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -174,8 +174,8 @@ def another(training: Training) -> None:
 
 
 def share(training: Training) -> None:
-    """Two states have the same bytes."""
-    if training.number == 1:
+    """Two states are one."""
+    if training.number == 0:
         states = [training.optimizer.state[layer.weight] for layer in training.model.layers[:4:2]]
         states[0]["exp_avg"] = states[1]["exp_avg"]
 
@@ -211,5 +211,6 @@ ON_DEVICE = {
     "is compiled": "it steps all parameters at once",
     "no states": "",
     "not torch's own": "torch has fused kernels for the CPU of these alone",
+    "shares": "it steps all parameters at once",
     "scales": "a GradScaler leaves its work",
 }

@@ -98,6 +98,7 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 Make = Callable[[nn.Module], optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": lambda m: optim.AdamW(m.parameters(), lr=1e-3),
+    "one counter": lambda m: optim.AdamW(m.parameters(), lr=1e-3, foreach=True),
     "AdamW foreach": lambda m: optim.AdamW(two_groups(m), lr=1e-3, foreach=True),
     "AdamW fused": lambda m: optim.AdamW(m.parameters(), lr=1e-3, fused=True),
     "Adam amsgrad": lambda m: optim.Adam(m.parameters(), lr=1e-3, amsgrad=True),
@@ -115,7 +116,7 @@ OPTIMIZERS: dict[str, Make] = {
     "closure": lambda m: optim.SGD(m.parameters(), lr=1e-2, momentum=0.9),
     "adds a group": lambda m: optim.AdamW([p for p in m.parameters() if p.ndim > 1], lr=1e-3),
 }
-WHOLE = frozenset({"global norm", "LBFGS", "compiled step"})
+WHOLE = frozenset({"global norm", "LBFGS", "compiled step", "one counter"})
 
 
 @dataclass
@@ -268,6 +269,13 @@ def needs_room(run: Any, step: int, again: Callable[[], Any]) -> None:
     run.losses.append(run.optimizer.step(closure).item())
 
 
+def counts_together(run: Any, step: int) -> None:
+    """All parameters have one counter: it counts each of them, before the first update."""
+    states = [*run.optimizer.state.values()]
+    for state in states:
+        state["step"] = states[0]["step"]
+
+
 def steps_compiled(run: Any, step: int, again: Callable[[], Any]) -> None:
     torch.compile(run.optimizer.step, backend="eager")()
 
@@ -284,6 +292,7 @@ LOOPS: dict[str, Loop] = {
     "freezes": Loop(begin=freezes),
     "adds a group": Loop(begin=adds_a_group),
     "compiled step": Loop(update=steps_compiled),
+    "one counter": Loop(begin=counts_together),
     "swaps the optimizer": Loop(begin=swaps),
     "scheduler": Loop(end=schedules),
     "closure": Loop(update=lambda run, step, again: run.losses.append(run.optimizer.step(again).item())),
