@@ -133,7 +133,7 @@ class Engine:
             self._meet(program)
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
         last = index == program.last
-        exposed = self.user.exposed(tracker.number) + _gradients.packed(program) if last else []
+        exposed = self.user.exposed(tracker.number, _gradients.read_by_caller(program)) if last else []
         tick = tracker.tick(index)
         yield needed + exposed, tick
         residency.ensure(needed, live_bytes, stop.kernel, tick)

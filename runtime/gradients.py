@@ -247,6 +247,11 @@ def packed(program: Program) -> list[Record]:
     return [record for record in program.bound if record is not None and record.evictable]
 
 
+def read_by_caller(program: Program) -> list[Record]:
+    """As soon as it has returned, and perhaps later, by tensors that the guard does not see."""
+    return program.given_records() + packed(program)
+
+
 def _trained(weight: Record) -> bool:
     with DisableTorchFunctionSubclass():
         return any(face.requires_grad for face in weight.live_faces())
@@ -282,7 +287,15 @@ def _hook(tensor: torch.Tensor) -> None:
 
     before.teraio = True  # type: ignore[attr-defined]
     tensor.register_hook(before)
-    tensor.register_post_accumulate_grad_hook(after)
+    handle = tensor.register_post_accumulate_grad_hook(after)
+    _put_first(tensor._post_accumulate_grad_hooks, handle.id)
+
+
+def _put_first(hooks: dict[int, Any], key: int) -> None:
+    """Before those of the user's that were there: what they read wears the guard. Torch goes through it in
+    C++, by when each was put in."""
+    for other in [other for other in hooks if other != key]:
+        hooks[other] = hooks.pop(other)
 
 
 @torch.inference_mode(False)

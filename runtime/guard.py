@@ -68,6 +68,10 @@ class Owner(Protocol):
 
     def record_at(self, key: int) -> Record | None: ...
 
+    def gave_address(self, key: int) -> None:
+        """Others have the address of this storage's bytes."""
+        ...
+
 
 class Guard:
     """All weights of an engine that can wear the guard class. `bare` are those that do not at the moment."""
@@ -84,13 +88,24 @@ class Guard:
     def watch(self, tensor: torch.Tensor, record: Record, fresh: bool = False) -> None:
         """One more tensor by which user code reaches this record's bytes. A `fresh` one was just made, and
         what made it still holds it."""
-        if self.records.get(id(tensor)) is record:
+        known = self.records.get(id(tensor))
+        if known is record:
             return
+        if known is not None:
+            self.unwatch(tensor, known)
         face = self._follow(tensor, record)
         record.faces = [*(known for known in record.faces if known() is not None), face]
         if not fresh:
             record.aliased |= record.shared()
         record.guardable = record.guardable and type(tensor) in GUARDED
+
+    def unwatch(self, tensor: torch.Tensor, record: Record) -> None:
+        """It has other bytes now. Those of the record may be someone else's, whom the guard does not see."""
+        for faces in (record.faces, record.echoes):
+            faces[:] = [face for face in faces if face() is not tensor]
+        for known in (self.records, self.bare, self.worn):
+            known.pop(id(tensor), None)
+        record.aliased |= record.shared()
 
     def echo(self, tensor: torch.Tensor, record: Record) -> None:
         """A tensor that `detach` made of one that is watched."""
@@ -256,7 +271,17 @@ def _serve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return result
     finally:
         guard.owner.close(records, place, before, worn, Call(result, (args, kwargs), first))
+        _notice_other_bytes(guard, worn)
         guard.put_on(worn)
+
+
+def _notice_other_bytes(guard: Guard, tensors: list[torch.Tensor]) -> None:
+    """Of tensors that were given others: `p.data = q`."""
+    with DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            record = guard.records.get(id(tensor))
+            if record is not None and torch.Tensor.untyped_storage(tensor)._cdata != record.key:
+                guard.unwatch(tensor, record)
 
 
 def _refuse_away(worn: list[torch.Tensor], place: str) -> None:

@@ -39,6 +39,9 @@ class Program:
         self.last = len(self.stops) - 1
         self.growth_bytes = _growth_bytes(schedule, self.stops)
         self.checked = False  # its largest kernel was compared with the budget
+        # Arguments that are there at the end: its caller gets views of them, made when it has returned.
+        ends = self.stops[self.last].needed if self.stops else ()
+        self.given = [buffer for buffer in ends if schedule.buffers[buffer].role == "argument"]
 
     def label(self, buffer: int) -> str:
         label = self.labels[buffer] if buffer < len(self.labels) else ""
@@ -55,6 +58,9 @@ class Program:
         arguments out: then it is not known whose they are."""
         arguments = sum(buffer.role == "argument" for buffer in self.schedule.buffers)
         self.labels = tuple(labels) if len(labels) == arguments else ()
+
+    def given_records(self) -> list[Record]:
+        return [record for buffer in self.given if (record := self.bound[buffer]) is not None]
 
     def floor(
         self, fixed_bytes: int, leaves: Callable[[Buffer], bool] = lambda about: False

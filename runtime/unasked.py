@@ -22,7 +22,7 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.utils._device import _device_constructors
 
-from .guard import BARE, touched
+from .guard import BARE, active, touched
 
 Function = Callable[..., Any]
 
@@ -30,11 +30,16 @@ Function = Callable[..., Any]
 PLAIN: tuple[tuple[Any, str], ...] = (
     (torch, "tensor"),
     (torch.Tensor, "new_tensor"),
-    (torch, "to_dlpack"),
-    (torch.utils.dlpack, "to_dlpack"),
     (_vmap, "_add_batch_dim"),
     (_transforms, "_wrap_for_grad"),
     (_transforms, "_wrap_functional_tensor"),
+)
+# What they return has the address for as long as it likes.
+ADDRESS: tuple[tuple[Any, str], ...] = (
+    (torch, "to_dlpack"),
+    (torch.utils.dlpack, "to_dlpack"),
+    (torch._C, "_to_dlpack"),
+    (torch._C, "_to_dlpack_versioned"),
 )
 # In evaluation they call one function for the whole layer, if no argument has a class that wants to be asked.
 WHOLE_LAYERS = frozenset({"torch.nn.modules.activation", "torch.nn.modules.transformer"})
@@ -53,9 +58,10 @@ def install() -> None:
     get_torch_obj_rule_map()
     TorchInGraphFunctionVariable._get_handlers()
     _device_constructors()
-    for owner, name in PLAIN:
-        if (function := getattr(owner, name, None)) is not None:
-            setattr(owner, name, _plain(function))
+    for wrap, names in ((_plain, PLAIN), (_address, ADDRESS)):
+        for owner, name in names:
+            if (function := getattr(owner, name, None)) is not None:
+                setattr(owner, name, wrap(function))
     _script_builtins._register_builtin(torch.tensor, "aten::tensor")
     torch.overrides.has_torch_function = _but_ours(torch.overrides.has_torch_function)
     _script_builtins._register_builtin(torch.overrides.has_torch_function, "aten::has_torch_function")
@@ -73,6 +79,21 @@ def _plain(function: Function) -> Function:
         if not torch.compiler.is_dynamo_compiling() and _any_guarded((*args, *kwargs.values()), nested=False):
             return touched(function, args, kwargs)
         return function(*args, **kwargs)
+
+    return asks
+
+
+def _address(function: Function) -> Function:
+    """Whose bytes it gives to others, by their address: they never move again."""
+    asking = _plain(function)
+
+    @functools.wraps(function)
+    def asks(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = asking(tensor, *args, **kwargs)
+        if (guard := active()) is not None and not kwargs.get("copy"):
+            with torch._C.DisableTorchFunctionSubclass():
+                guard.owner.gave_address(torch.Tensor.untyped_storage(tensor)._cdata)
+        return result
 
     return asks
 

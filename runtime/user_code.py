@@ -46,11 +46,16 @@ class UserCode:
         self.outside = Outside(residency, device, tracker, self.overrun)
         self.ahead = Ahead(residency, mover, tracker, self.guard.exposed)
         self.saved_stays = False  # what forwards saved is read where the guard does not see it
+        self.given: list[Record] = []  # by the program that ran, which its caller has views of since
         self.kept: set[tuple[int, str]] = set()  # in this step: (call, tensor) that was exposed when it ended
 
-    def exposed(self, call: int) -> list[Record]:
+    def exposed(self, call: int, given: Sequence[Record] = ()) -> list[Record]:
         """User code runs after this call. What it could reach unseen is resident then, over the budget if it
-        must be, and may be written."""
+        must be, and may be written. Of those `given` it gets views."""
+        self.see_given()
+        self.given = list(given)
+        for record in given:
+            record.edges_unseen = True  # views of it may be used in graphs
         self.residency.bury()
         if not self.guard.off and torch.distributed.is_available() and torch.distributed.is_initialized():
             self.expose_all("torch.distributed reads and writes weights")
@@ -61,7 +66,13 @@ class UserCode:
         for record in exposed:
             record.clean = False
             self.kept.add((call, record.name))
-        return exposed
+        return [*exposed, *(r for r in given if r.evictable and r not in exposed)]
+
+    def see_given(self) -> None:
+        """Views that a program gave of its arguments: AOTAutograd makes them when it has returned."""
+        given, self.given = self.given, []
+        for record in given:
+            record.aliased |= record.shared()
 
     def _could_be_reached(self) -> Iterable[Record]:
         if not self.saved_stays:
@@ -86,6 +97,7 @@ class UserCode:
         self.residency.bring_back(self._could_be_reached())
 
     def forget_others(self) -> None:
+        self.see_given()
         for record in self.residency.reachable.values():
             record.forget_others()
 
@@ -94,7 +106,8 @@ class UserCode:
         self.residency.serial += 1
         self.guard.put_on()
         self.outside.begins()
-        self.ahead.go_on()
+        if not self.given:
+            self.ahead.go_on()
 
     def open(self, records: list[Record], place: str) -> list[tuple[int, int]]:
         """User code is about to use these: they come back. Returns who had them before."""
@@ -139,8 +152,16 @@ class UserCode:
         """Of the storage with this key."""
         return self.residency.records.get(key)
 
+    def gave_address(self, key: int) -> None:
+        record = self.record_at(key)
+        if record is not None and record.evictable:
+            name = record.name
+            log.warning("teraio: %s stays in memory from now on: DLPack gave its address to others", name)
+            self.residency.settle(record)
+
     def bring(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
         """For user code: makes these resident, over the budget if it must be."""
+        self.see_given()
         for record in records:
             if record.state is State.LEAVING:
                 self.mover.undo_evict(record)

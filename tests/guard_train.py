@@ -31,6 +31,7 @@ from teraio.runtime import engine, guard, records
 WIDTH, ROWS, STEPS = 256, 32, 8
 BUDGET = dict.fromkeys(("streamed", "frozen", "frozen, touched", "frozen, written"), "8MiB")
 BUDGET["keeps views"] = "6.5MiB"
+BUDGET["lends addresses"] = "7.5MiB"
 USUAL = "11.5MiB"  # weights 6 MiB, gradients 6 MiB, 4 MiB in reserve; one block is updated at a time
 
 
@@ -74,6 +75,8 @@ class Model(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(Lent() if self.lends else Block() for _ in range(6))
         self.breaks = scenario == "breaks"
         self.eager = scenario == "eager blocks"
+        self.gives = scenario == "gives views"
+        self.given: list[torch.Tensor] = []  # views of its weights, made when the program has returned
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, block in enumerate(self.blocks):
@@ -87,6 +90,8 @@ class Model(torch.nn.Module):
                 torch._dynamo.graph_break()
                 assert block.up.weight.abs().max().item() < 100  # type: ignore[union-attr, operator]
             x = block(x)
+        if self.gives:
+            self.given = [block.up.weight[:2] for block in self.blocks]  # type: ignore[index, union-attr]
         return x
 
 
@@ -110,6 +115,9 @@ class Run:
             os.environ["TERAIO_DISABLE"] = "1"
         else:
             os.environ.pop("TERAIO_DISABLE", None)
+        self.losses: list[float] = []
+        self.kept: list[Any] = []  # what user code holds on to
+        FIRST.get(scenario, lambda run: None)(self)
         options: Any = {"inner": "eager", "warmup": 2, **({"memory": memory} if memory else {})}
         if scenario == "blocks":
             for block in self.model.blocks:
@@ -119,8 +127,6 @@ class Run:
             if scenario == "blocks"
             else torch.compile(self.model, backend="teraio", options=options)
         )
-        self.losses: list[float] = []
-        self.kept: list[Any] = []  # what user code holds on to
         self.written: list[int] = []  # bytes so far, after each step
         self.away: set[int] = set()  # how many weights were away when user code ran
 
@@ -156,6 +162,18 @@ class Run:
         return self.model.blocks[0].up.weight  # type: ignore[return-value, union-attr]
 
 
+# ---- what user code does before anything is compiled
+
+
+def hooks_first(run: Run) -> None:
+    """They read gradients as soon as a weight has them: often the first that anyone reads of them."""
+    for parameter in run.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: run.losses.append(p.grad.sum().item()))
+
+
+FIRST: dict[str, Callable[[Run], None]] = {"hooks first": hooks_first}
+
+
 # ---- what user code does before the forward: (run, input) -> input
 
 
@@ -177,8 +195,15 @@ def prints(run: Run, step: int, loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def gives_views(run: Run, step: int, loss: torch.Tensor) -> torch.Tensor:
+    """What user code adds of them is differentiated with the program's own part."""
+    assert len(run.model.given) == len(run.model.blocks)
+    return loss + 1e-3 * sum(view.square().mean() for view in run.model.given)
+
+
 BETWEEN: dict[str, Callable[[Run, int, torch.Tensor], torch.Tensor]] = {
     "prints": prints,
+    "gives views": gives_views,
     "frozen, touched": prints,
 }
 
@@ -194,8 +219,13 @@ def clips(run: Run) -> None:
     run.losses.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.01).item())
 
 
+def reads_views(run: Run, step: int = 0) -> None:
+    run.losses += [view.sum().item() for view in (*run.model.given, *run.kept)]
+
+
 LATER: dict[str, Callable[[Run], None]] = {
     "prints": prints_later,
+    "gives views": reads_views,
     "clips": clips,
     "writes data": lambda run: writes_data(run, 0),
     "keeps views": lambda run: keeps_views(run, 1),
@@ -268,6 +298,35 @@ def replaces(run: Run, step: int) -> None:
         run.first().data = torch.full_like(run.first(), 0.01)
 
 
+def exchanges(run: Run, step: int) -> None:
+    """Averaged weights for an evaluation, then one's own again: meanwhile nothing but `backup` has those."""
+    parameters = list(run.model.parameters())
+    if not run.kept:
+        run.kept = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for mean, now in zip(run.kept, parameters):
+            mean.lerp_(now, 0.1)
+        backup = [p.data for p in parameters]
+        for mean, now in zip(run.kept, parameters):
+            now.data = mean
+        run.losses.append(run.compiled(torch.ones(ROWS, WIDTH)).sum().item())
+        run.losses += [old.sum().item() for old in backup]
+        for old, now in zip(backup, parameters):
+            now.data = old
+
+
+def lends_addresses(run: Run, step: int) -> None:
+    """To another library, which keeps them: nothing of torch counts that, and the bytes must not move."""
+    weights: list[Any] = [run.first(), run.model.blocks[3].down.weight]  # type: ignore[union-attr]
+    if step == 2:
+        capsules = [torch.utils.dlpack.to_dlpack(weight) for weight in weights]
+        run.kept = [torch.utils.dlpack.from_dlpack(capsule) for capsule in capsules]
+    with torch._C.DisableTorchFunctionSubclass():
+        addresses = [torch.Tensor.data_ptr(weight) for weight in weights[: len(run.kept)]]
+    assert addresses == [lent.data_ptr() for lent in run.kept]
+    reads_views(run)
+
+
 def forks(run: Run, step: int) -> None:
     """In the child the engine is inert; what is here can be read, what is away says so."""
     child = os.fork()
@@ -291,9 +350,12 @@ AFTER: dict[str, Callable[[Run, int], None]] = {
         evaluates,
         averages,
         replaces,
+        exchanges,
+        lends_addresses,
         forks,
     )
 }
+AFTER["gives views"] = reads_views
 AFTER["frozen, written"] = writes_in_place
 
 

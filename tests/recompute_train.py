@@ -4,7 +4,8 @@
 
 prints one JSON object: per run its losses, a digest of its weights, the engine's counts per step, the peak of
 all tensors, how often Dynamo compiled, what is made again, and the last plan. `plain`: without teraio.
-`replay`: with the plan of that run; `cut`: only with what it makes again, and no budget to speak of.
+`replay`: with the plan of that run; `cut`: only with what it makes again, and no budget to speak of;
+`offline`: with the plan that `teraio plan` makes of that run's profile.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import teraio
-from teraio import earlier, session
+from teraio import cli, earlier, session
 from teraio.plan import Plan
 from teraio.runtime import outside
 
@@ -62,6 +64,13 @@ def model_of(kind: str, layers: int) -> nn.Module:
     return nn.Sequential(*(Block(kind) for _ in range(layers)))
 
 
+def plan_offline(run: Path, budget: int, target: str) -> None:
+    files = [f"{run}.profile.json", "--machine", f"{run}.machine.json", "-o", target]
+    asked = ["--memory", str(budget), "--planner", "greedy", "--recompute", "auto"]
+    with redirect_stdout(sys.stderr):
+        assert cli.main(["plan", *files, *asked]) == 0
+
+
 def run(
     asked: dict[str, Any], plans: dict[str, str], counting: allocator.Counting, folder: str
 ) -> dict[str, Any]:
@@ -69,11 +78,17 @@ def run(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     options: dict[str, Any] = {"inner": "eager", "memory": asked.get("budget", 2**34), "planner": "greedy"}
     options |= {"plan_time": "20s", "warmup": 3, **asked.get("options", {})}
+    files = {name: str(Path(folder) / f"{asked['name']}.{name}.json") for name in ("profile", "plan")}
+    if asked.get("profile"):
+        options["profile"] = files["profile"]
+    if "offline" in asked:
+        options["plan"] = files["plan"]
+        plan_offline(Path(folder) / asked["offline"], asked["budget"], files["plan"])
     if "replay" in asked or "cut" in asked:
         plan = Plan.loads(plans[asked.get("replay") or asked["cut"]])
         if "cut" in asked:
             plan = replace(plan, moves=(), homes=(), fingerprint="0" * 32)
-        options["plan"] = str(Path(folder) / f"{asked['name']}.plan.json")
+        options["plan"] = files["plan"]
         plan.write(options["plan"])
     compiled: Any = torch.compile(model, backend="teraio", options=options)
     if "plain" in asked:
@@ -99,6 +114,8 @@ def run(
     if session.SESSION is not None:
         chosen = session.SESSION.remaking.sets
         result["nodes"] = sorted(node for nodes in chosen.values() for node in nodes)
+        if asked.get("profile"):
+            session.SESSION.planning.machine.write(f"{folder}/{asked['name']}.machine.json")
     teraio.reset()
     torch._dynamo.reset()
     counters.clear()

@@ -56,7 +56,8 @@ def trained() -> dict[str, Any]:
         {"name": f"{model} cut", "model": model, "cut": f"{model} auto"} for model in ("mlp", "attention")
     ]
     mlp = {"model": "mlp", "budget": BUDGETS["mlp"]}
-    runs.append({**mlp, "name": "off", "steps": 7})
+    runs.append({**mlp, "name": "off", "steps": 7, "profile": True})
+    runs.append({**mlp, "name": "offline", "offline": "off"})
     runs.append({**mlp, "name": "replay", "replay": "mlp auto"})
     runs.append({**mlp, "name": "later", "cache": True, "options": {"recompute": "auto"}})
     return child(runs)
@@ -98,6 +99,16 @@ def test_a_plan_file_is_compiled_once_and_followed() -> None:
     assert replay["compiles"] == 1 and replay["nodes"] == auto["nodes"]
     assert replay["digest"] == auto["digest"]
     assert replay["counts"][-1]["planned_moves"] > 0
+
+
+def test_what_an_offline_plan_makes_again_is_compiled_once_more_and_changes_no_bit() -> None:
+    """From the profile of a run without recompute: its moves are not for the step that then runs."""
+    offline, plain, off = (trained()[name] for name in ("offline", "mlp plain", "off"))
+    assert offline["nodes"] and offline["compiles"] == 2
+    assert offline["losses"] == plain["losses"] and offline["digest"] == plain["digest"]
+    assert max(offline["peaks"]) <= BUDGETS["mlp"]
+    before, after = (run["counts"][-1]["written_bytes"] for run in (off, offline))
+    assert after < 0.8 * before
 
 
 def test_a_kept_plan_is_compiled_once_and_followed_from_the_second_step_on() -> None:

@@ -126,7 +126,7 @@ class Copy:
         site = next((folder / "venv" / "lib").glob("python*")) / "site-packages"
         # Before all else, also before what an editable installation of this package puts first.
         first = f"import sys; sys.path[0:0] = [{str(self.root)!r}]"
-        others = [path for path in sys.path if not Path(path).is_relative_to(tree.ROOT)]
+        others = [path for path in sys.path if _is_installed(Path(path))]
         (site / "planted.pth").write_text("\n".join([first, *others]) + "\n")
 
     @property
@@ -169,6 +169,11 @@ class Copy:
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _is_installed(path: Path) -> bool:
+    """Not this tree; but an environment may lie in it."""
+    return path.is_relative_to(sys.prefix) or not path.is_relative_to(tree.ROOT)
 
 
 def _end(running: subprocess.Popen[bytes]) -> None:
