@@ -27,7 +27,7 @@ from . import gradients as _gradients
 from . import guard as _guard
 from .calm import Calm
 from .device import Device, Host
-from .follow import Follower, table_of
+from .follow import Follower, Here, table_of
 from .host_step import HostStep
 from .moves import Mover
 from .pace import Pace, Stats
@@ -96,11 +96,10 @@ class Engine:
             if (record := bound[buffer]) is not None:
                 record.used_at = serial
                 here = here and record.state is DEVICE
-        table = tracker.expected.table
-        tick = tracker.tick(index) if table or not here else None
+        tick = tracker.tick(index) if tracker.expected.table or not here else None
         total_bytes = mover.resident_bytes + live_bytes
         fits = total_bytes + residency.reserve_bytes <= residency.budget_bytes
-        if here and fits and (tick is None or tick not in table) and residency.torn is None:
+        if here and fits and residency.torn is None and not tracker.expected.moves_at(tick):
             mover.counts.peak_bytes = max(mover.counts.peak_bytes, total_bytes)
             if stop.written:
                 residency.mark_written(bound, stop.written)
@@ -110,8 +109,8 @@ class Engine:
     def _attend(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int) -> None:
         """A slot that has something to do, or is measured."""
         for stays, tick in self.parts(program, index, tensors, live_bytes):
-            if tick is not None and (operations := self.tracker.expected.table.get(tick)):
-                self.follower.follow(operations, live_bytes, stays)
+            if (expected := self.tracker.expected).moves_at(tick):
+                self.follower.follow(Here(expected, tick, live_bytes), stays)
 
     def parts(
         self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int

@@ -11,7 +11,7 @@ from typing import Any
 from teraio.errors import StoreError
 
 from . import engine as _engine
-from .follow import EVICT, FETCH, FREE
+from .follow import EVICT, FETCH, FREE, Here
 from .programs import Program
 from .records import Record, State
 
@@ -22,7 +22,7 @@ class Explicit:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.open: Iterator[tuple[list[Record], int | None]] | None = None
-        self.stays: list[Record] = []  # what the next kernel needs
+        self.here: Here | None = None
         self.live_bytes = 0
 
     def slot(self, index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None:
@@ -40,7 +40,10 @@ class Explicit:
         engine.mover.counts.slots += 1
         engine.residency.serial += 1
         self.open = engine.parts(self.program, index, tensors, self.live_bytes)
-        self.stays, _ = next(self.open)
+        stays, tick = next(self.open)
+        for needed in stays:
+            needed.used_at = engine.residency.serial
+        self.here = Here(engine.tracker.expected, tick, self.live_bytes)
 
     def evict(self, tensor: str, tier: str) -> None:
         self._follow(EVICT, tensor, tier)
@@ -63,14 +66,15 @@ class Explicit:
                     engine.mover.end_fetch(record)
 
     def _follow(self, operation: int, tensor: str, tier: str | None = None) -> None:
-        if (engine := _engine.ENGINE) is not None:
-            engine.follower.follow([(operation, tensor, tier)], self.live_bytes, self.stays)
+        if (engine := _engine.ENGINE) is not None and self.here is not None:
+            engine.follower.carry_out((operation, tensor, tier), self.here)
 
     def ensure(self, index: int) -> None:
         engine, parts = _engine.ENGINE, self.open
-        self.open, self.stays = None, []
-        if engine is None or parts is None:
+        self.open = None
+        if engine is None or parts is None or self.here is None:
             return
+        engine.follower.catch_up(self.here)
         next(parts, None)
         if (recorder := engine.mover.recorder) is not None:
             recorder.in_slot = False

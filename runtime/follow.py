@@ -1,9 +1,12 @@
 """A plan becomes a table, tick -> operations, and a slot carries out those of its tick. A move that does not
-fit what is there is skipped and counted, never an error: a plan is a hint."""
+fit what is there is skipped and counted, never an error: a plan is a hint. A fetch that found no room is late
+and begins at the first slot that has room for it, so that kernels seldom have to ask for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from teraio.errors import StoreError
 from teraio.plan import Evict, Fetch, Plan
@@ -11,6 +14,7 @@ from teraio.plan import Evict, Fetch, Plan
 from .moves import Mover
 from .records import Record, State
 from .residency import Residency
+from .step import Expectation
 
 EVICT, FREE, FETCH = 0, 1, 2
 
@@ -34,26 +38,58 @@ def table_of(plan: Plan, length: int) -> Table:
     return table
 
 
+@dataclass(frozen=True, slots=True)
+class Here:
+    """A slot: of which step, at which of its ticks, with how many bytes that no one can move."""
+
+    expected: Expectation
+    tick: int | None
+    live_bytes: int
+
+
 class Follower:
     def __init__(self, residency: Residency, mover: Mover) -> None:
         self.residency = residency
         self.mover = mover
 
-    def follow(self, operations: Sequence[Operation], live_bytes: int, stays: Iterable[Record]) -> None:
+    def follow(self, here: Here, stays: Iterable[Record]) -> None:
         """`stays`: what the next kernel needs, whatever the plan says of it."""
-        counts = self.mover.counts
         for needed in stays:
             needed.used_at = self.residency.serial
-        for operation, name, tier in operations:
-            record = self.residency.by_name.get(name)
-            if record is None or record.dead() or not self._move(operation, record, tier, live_bytes):
-                counts.skipped_moves += 1
-            else:
-                counts.planned_moves += 1
+        for operation in here.expected.table.get(here.tick, ()) if here.tick is not None else ():
+            self.carry_out(operation, here)
+        self.catch_up(here)
 
-    def _move(self, operation: int, record: Record, tier: str | None, live_bytes: int) -> bool:
-        if operation == FETCH:
-            if record.state is not State.AWAY or not self.residency.fits(record.size_bytes + live_bytes):
+    def carry_out(self, operation: Operation, here: Here) -> None:
+        what, name, tier = operation
+        counts, late = self.mover.counts, here.expected.late
+        if what == FETCH and late:
+            self.catch_up(here)
+        late.pop(name, None)
+        record = self.residency.by_name.get(name)
+        if record is not None and not record.dead() and self._move(what, record, tier, here):
+            counts.planned_moves += 1
+            return
+        counts.skipped_moves += 1
+        if what == FETCH and record is not None and record.state is State.AWAY:
+            late[name] = None
+
+    def catch_up(self, here: Here) -> None:
+        """In the plan's order, as many as there is room for. What is here, or gone, is not late any more."""
+        late = here.expected.late
+        for name in list(late):
+            record = self.residency.by_name.get(name)
+            if record is not None and record.state is State.AWAY and not record.dead():
+                if not self.residency.makes_way(record.size_bytes + here.live_bytes, here.tick):
+                    return
+                self.mover.begin_fetch(record)
+            del late[name]
+
+    def _move(self, what: int, record: Record, tier: str | None, here: Here) -> bool:
+        if what == FETCH:
+            if record.state is not State.AWAY:
+                return False
+            if not self.residency.makes_way(record.size_bytes + here.live_bytes, here.tick):
                 return False
             self.mover.begin_fetch(record)
             return True
@@ -67,7 +103,7 @@ class Follower:
         try:
             if record.state is State.DEVICE:
                 self.residency.begin_evict(record, tier)
-            if operation == FREE and record.state is State.LEAVING:
+            if what == FREE and record.state is State.LEAVING:
                 self.mover.end_evict(record)
         except StoreError as error:
             self.residency.keep_failed(record, error)

@@ -41,6 +41,7 @@ class OptimizerCall:
         self.buckets: list[Bucket] = []
         self.stepped: list[list[tuple[torch.Tensor, str]]] = []  # per bucket: parameters and their names
         self.members: list[list[Member]] = []
+        self.gradients: set[int] = set()  # ids of those among them
         self.own_bytes: list[int] = []  # per bucket: what its update holds besides
         self.born_bytes: list[int] = []  # per bucket: states that it makes, as far as that is known
         self.visited: set[int] = set()
@@ -150,7 +151,7 @@ class OptimizerCall:
         records = list(self._records().values())
         index = {record.key: position for position, record in enumerate(records)}
         touched = [
-            tuple({index[r.key]: None for _, r in self._here(at) if r is not None and r.key in index})
+            tuple((index[r.key], flags) for r, flags in self._flags(at) if r.key in index)
             for at in range(len(self.members))
         ]
         facts = tuple([(record.name, record.size_bytes) for record in records])
@@ -169,6 +170,17 @@ class OptimizerCall:
     def _here(self, at: int) -> list[Member]:
         """What is on the device when a bucket's turn comes: for a step on the host nothing."""
         return [] if at in self.on_host else self.members[at]
+
+    def _flags(self, at: int) -> list[tuple[Record, int]]:
+        """What a bucket's update does to each of its records."""
+        found: dict[int, tuple[Record, int]] = {}
+        scaled = getattr(self.optimizer, "grad_scale", None) is not None  # and divides by that, untold
+        read_only = not (scaled or self.about.seen.writes_gradients)
+        for tensor, record in self._here(at):
+            if record is not None:
+                flags = READ if read_only and id(tensor) in self.gradients else READ | WRITE
+                found[record.key] = record, found.get(record.key, (record, 0))[1] | flags
+        return list(found.values())
 
     def _kernel(self, members: list[Member]) -> str:
         first = next((record.name for _, record in members if record is not None), "")
@@ -197,8 +209,8 @@ class OptimizerCall:
                 engine.residency.serial += 1
                 needed = [record for _, record in members if record is not None]
                 engine.residency.ensure(needed, self._live_bytes(at), self._kernel(members), None)
-                for record in needed:  # fused kernels write without a version
-                    record.clean = False
+                for record, flags in self._flags(at):  # fused kernels write without a version
+                    record.clean = record.clean and not flags & WRITE
             else:
                 engine.visit(program, at + 1, (), self._live_bytes(at))
         if not self.visited:
@@ -267,6 +279,7 @@ class OptimizerCall:
         with DisableTorchFunctionSubclass():
             self.stepped = [list(self._stepped(bucket, at)) for at, bucket in enumerate(buckets)]
             states = [[[*self._states(p, base)] for p, base in stepped] for stepped in self.stepped]
+            self.gradients = {id(p.grad) for bucket in self.stepped for p, _ in bucket}
             self.engine.registry.adopt_states(pair for bucket in states for pairs in bucket for pair in pairs)
             self.members = [self._members(*both) for both in zip(self.stepped, states)]
             self.on_host = {at for at in range(len(buckets)) if self._goes_to_host(at)}
@@ -333,15 +346,16 @@ class OptimizerCall:
 def schedule_of(
     arguments: Sequence[tuple[str, int]],
     kernels: Sequence[str],
-    touched: Sequence[tuple[int, ...]],
+    touched: Sequence[Sequence[tuple[int, int]]],
     own_bytes: Sequence[int],
 ) -> Schedule:
-    """A step over these tensors (name, size_bytes): per bucket its kernel, what that touches, and what it
-    holds besides."""
+    """A step over these tensors (name, size_bytes): per bucket its kernel, what that touches and how, and
+    what it holds besides."""
     buffers = tuple(Buffer(name, "argument", size_bytes) for name, size_bytes in arguments)
     slots = [Slot("enter", tuple(range(len(buffers))), (0,) * len(buffers), 0)]
-    for kernel, indices, live_bytes in zip(kernels, touched, own_bytes):
-        slots.append(Slot(kernel, indices, (READ | WRITE,) * len(indices), live_bytes))
+    for kernel, pairs, live_bytes in zip(kernels, touched, own_bytes):
+        indices, flags = (tuple(pair[place] for pair in pairs) for place in (0, 1))
+        slots.append(Slot(kernel, indices, flags, live_bytes))
     return Schedule("optimizer", buffers, (*slots, Slot("exit", (), (), 0)))
 
 

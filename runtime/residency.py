@@ -14,6 +14,7 @@ import gc
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -159,6 +160,28 @@ class Residency:
             self.bury(self.mortal)
         return self.short_bytes(extra_bytes) <= 0
 
+    def makes_way(self, extra_bytes: int, tick: int | None) -> bool:
+        """Whether so many bytes fit, if need be after spent gradients have left: what was to be done with
+        them in this step is done, and plans take them for gone. Most have a copy. Of others one is begun, and
+        the room is there at a later slot."""
+        if self.fits(extra_bytes):
+            return True
+        short = self.short_bytes(extra_bytes)
+        for record in sorted(self._spent(tick), key=lambda r: not self.mover.is_clean(r)):
+            if short <= 0:
+                break
+            self._evict_part(record, begin=True)
+            if record.state is State.LEAVING:
+                short -= record.size_bytes
+                if record.pending is None or record.pending.done():
+                    self._evict_part(record, begin=False)
+        return self.short_bytes(extra_bytes) <= 0
+
+    def _spent(self, tick: int | None) -> list[Record]:
+        there = (r for r in self.mortal.values() if r.kind == "grad" and r.state is not State.AWAY)
+        idle = (r for r in there if r.evictable and not (r.exposed or self.in_use(r) or r.key in self.failed))
+        return [r for r in idle if self.next_use(r, tick) == (1, inf)]
+
     def make_room(self, extra_bytes: int, kernel: str, tick: int | None) -> None:
         short, failure = self.free(extra_bytes, tick)
         if short <= 0:
@@ -199,16 +222,20 @@ class Residency:
         failure: StoreError | None = None
         for begin in (True, False):
             for record in victims:
-                try:
-                    if record.state is State.ARRIVING:
-                        self.mover.end_fetch(record)
-                    if begin and record.state is State.DEVICE:
-                        self.begin_evict(record)
-                    elif not begin and record.state is State.LEAVING:
-                        self.mover.end_evict(record)
-                except StoreError as error:
-                    failure = self.keep_failed(record, error)
+                failure = self._evict_part(record, begin) or failure
         return failure
+
+    def _evict_part(self, record: Record, begin: bool) -> StoreError | None:
+        try:
+            if record.state is State.ARRIVING:
+                self.mover.end_fetch(record)
+            if begin and record.state is State.DEVICE:
+                self.begin_evict(record)
+            elif not begin and record.state is State.LEAVING:
+                self.mover.end_evict(record)
+        except StoreError as error:
+            return self.keep_failed(record, error)
+        return None
 
     def begin_evict(self, record: Record, tier: str | None = None) -> None:
         """User code may have made it immovable a moment ago: an array of numpy's shares the bytes."""
@@ -242,12 +269,14 @@ class Residency:
 
     def next_use(self, record: Record, tick: float | None) -> tuple[int, float]:
         """By the last step's order where it is known, else by least recent use (and sooner than all
-        known)."""
+        known). A gradient that this step is done with is spent: the next step makes another."""
         ticks = self.uses.get(record.name)
         if not ticks or tick is None:
             return (0, -record.used_at)
         at = bisect_right(ticks, tick)
-        return (1, ticks[at] if at < len(ticks) else ticks[0] + self.step_ticks)
+        if at < len(ticks):
+            return (1, ticks[at])
+        return (1, inf if record.kind == "grad" else ticks[0] + self.step_ticks)
 
     def lacks(self, need: Need) -> bool:
         return need.size_bytes + self.reserve_bytes > self.budget_bytes

@@ -55,6 +55,7 @@ class Expectation:
         self.length = bases[-1]
         self.uses: dict[str, list[float]] = {}  # name -> ticks, ascending; of touches in between
         self.table: Table = {}  # the plan: tick -> operations
+        self.late: dict[str, None] = {}  # its fetches that did not fit yet, in its order
         self.to_host: Collection[str] = ()  # what the plan has in host memory for a while
         self.outside: dict[int, int] = {}  # call -> bytes that user code took after it, beside the ledger's
         self.kept: dict[int, int] = {}  # call -> bytes of user code that were there when it began
@@ -64,9 +65,12 @@ class Expectation:
         self.predicted: Predicted | None = None  # by its plan
 
     def follow(self, plan: Plan, table: Table) -> None:
-        self.table = table
+        self.table, self.late = table, {}
         self.to_host = {move.tensor for move in plan.moves if isinstance(move, Evict) and move.to == HOST}
         self.planned, self.predicted = plan.planner != "none", plan.predicted
+
+    def moves_at(self, tick: int | None) -> bool:
+        return tick is not None and (tick in self.table or bool(self.late))
 
     @property
     def phase(self) -> Literal["measuring", "planned", "on demand"]:

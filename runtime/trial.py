@@ -36,6 +36,24 @@ class Outcome:
     reason: str | None  # why its step runs whole
     born: float = 2.0  # states that its first step makes
     temporaries: float = 2.0  # that the update of a parameter holds besides
+    writes_gradients: bool = True  # also where no version tells
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What two steps left."""
+
+    parameters: list[torch.Tensor]
+    states: list[dict[Any, Any]]
+    groups: list[dict[str, Any]]
+    random_numbers: torch.Tensor
+    wrote_gradients: bool
+
+    def same(self, other: Tried) -> bool:
+        return same(self._numbers(), other._numbers())
+
+    def _numbers(self) -> list[Any]:
+        return [self.parameters, self.states, self.groups, self.random_numbers]
 
 
 def by_rows(optimizer: torch.optim.Optimizer) -> bool:
@@ -43,7 +61,7 @@ def by_rows(optimizer: torch.optim.Optimizer) -> bool:
     try:
         run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
         whole, parts = (_try(optimizer, run, slices, edge=WIDE_EDGE_MAX) for slices in (0, 2))
-        return any(p.ndim and p.shape[0] > 1 for p in whole[0]) and same(whole, parts)
+        return any(p.ndim and p.shape[0] > 1 for p in whole.parameters) and whole.same(parts)
     except Exception:  # noqa: BLE001  whatever a third party's step does with clones
         return False
 
@@ -59,12 +77,13 @@ def outcome(optimizer: torch.optim.Optimizer) -> Outcome:
         with torch.compiler.set_stance(
             "force_eager"
         ):  # a step that compiles its update, under a mode of ours
-            _try(optimizer, run, 1, seen)
+            watched = _try(optimizer, run, 1, seen)
     except Exception as error:  # noqa: BLE001  whatever a third party's step does with clones
         return Outcome(f"it could not be tried on clones: {type(error).__name__}: {error}")
-    if not same(whole, parts):
+    if not whole.same(parts):
         return Outcome("its update of one parameter depends on the others")
-    return Outcome(None, seen.born, seen.temporaries)
+    wrote = any(tried.wrote_gradients for tried in (whole, parts, watched))
+    return Outcome(None, seen.born, seen.temporaries, wrote)
 
 
 def _unfit(optimizer: torch.optim.Optimizer) -> str | None:
@@ -144,7 +163,7 @@ def _try(
     slices: int = 0,
     seen: Allocations | None = None,
     edge: int = EDGE_MAX,
-) -> list[Any]:
+) -> Tried:
     """Parameters, states and groups after the steps, and what the random numbers have become. Of steps of all
     parameters at once, of one at a time, or of so many slices of one."""
     clone = object.__new__(type(optimizer))
@@ -167,13 +186,16 @@ def _try(
 
         subject = stand_in(clone, walk) if slices else clone
         parameters = [parameter for group in groups for parameter in group["params"]]
+        wrote = False
         for _ in range(STEPS):
             for parameter in parameters:
                 parameter.grad = 4 * torch.randn_like(parameter)
+            given = [parameter.grad.clone() for parameter in parameters]
             run(subject)
+            wrote |= not same(given, [parameter.grad for parameter in parameters])
         states = [dict(clone.state.get(parameter, {})) for parameter in parameters]
         outside = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        return [parameters, states, outside, torch.get_rng_state()]
+        return Tried(parameters, states, outside, torch.get_rng_state(), wrote)
 
 
 def _devices(optimizer: torch.optim.Optimizer) -> list[torch.device]:

@@ -23,76 +23,18 @@ from unittest.mock import PropertyMock, patch
 
 import steady
 import torch
+from guard_model import WIDTH, Model
 
 import teraio
 from teraio.errors import EvictedError
 from teraio.runtime import engine, guard, records
 
-WIDTH, ROWS, STEPS = 256, 32, 8
+ROWS, STEPS = 32, 8
 BUDGET = dict.fromkeys(("streamed", "frozen", "frozen, touched", "frozen, written"), "8MiB")
 BUDGET["keeps views"] = "6.5MiB"
+BUDGET["eager blocks"] = "9.5MiB"
 BUDGET["lends addresses"] = "7.5MiB"
 USUAL = "11.5MiB"  # weights 6 MiB, gradients 6 MiB, 4 MiB in reserve; one block is updated at a time
-
-
-class Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = torch.nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = torch.nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(torch.relu(self.up(x)))
-        return out
-
-
-class Lent(Block):
-    """Takes a weight from its caller, and Dynamo cuts its frame before anything is computed: there it guards
-    on the weight, and has no program. Then Python reads it."""
-
-    def forward(self, x: torch.Tensor, lent: torch.Tensor | None = None) -> torch.Tensor:
-        assert lent is not None and lent.requires_grad
-        assert is_small(lent)
-        return super().forward(x) + x * lent.mean(0)
-
-
-@torch._dynamo.disable
-def is_small(weight: torch.Tensor) -> bool:
-    return 0 < weight.abs().max().item() < 100
-
-
-@torch._dynamo.disable
-def eagerly(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Autograd keeps its weights until the backward, and no program knows them."""
-    out: torch.Tensor = block(x)
-    return out
-
-
-class Model(torch.nn.Module):
-    def __init__(self, scenario: str) -> None:
-        super().__init__()
-        self.lends = scenario == "lends"
-        self.blocks = torch.nn.ModuleList(Lent() if self.lends else Block() for _ in range(6))
-        self.breaks = scenario == "breaks"
-        self.eager = scenario == "eager blocks"
-        self.gives = scenario == "gives views"
-        self.given: list[torch.Tensor] = []  # views of its weights, made when the program has returned
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number, block in enumerate(self.blocks):
-            if self.lends:
-                x = block(x, lent=self.blocks[number - 1].up.weight)  # type: ignore[union-attr]
-                continue
-            if self.eager and number in {2, 4}:
-                x = eagerly(block, x)
-                continue
-            if self.breaks and number == 3:
-                torch._dynamo.graph_break()
-                assert block.up.weight.abs().max().item() < 100  # type: ignore[union-attr, operator]
-            x = block(x)
-        if self.gives:
-            self.given = [block.up.weight[:2] for block in self.blocks]  # type: ignore[index, union-attr]
-        return x
 
 
 class Run:

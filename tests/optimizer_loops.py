@@ -82,6 +82,22 @@ def fused(parameter: torch.Tensor, momentum: list[torch.Tensor]) -> None:
         torch._fused_sgd_([parameter], [parameter.grad], momentum, **settings)
 
 
+class Normed(optim.Optimizer):
+    """Changes gradients, and no version tells."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.data.div_(p.grad.norm() + 1e-6)
+                    self.state[p].setdefault("seen", torch.zeros_like(p)).add_(p.grad)
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
 class Inherited(optim.AdamW):
     """Calls the step that it inherits."""
 
@@ -108,6 +124,8 @@ OPTIMIZERS: dict[str, Make] = {
     "Adafactor": lambda m: optim.Adafactor(m.parameters(), lr=1e-2),
     "NAdam": lambda m: optim.NAdam(m.parameters(), lr=1e-3),
     "counter in the group": lambda m: Counted(two_groups(m), lr=1e-2),
+    "writes gradients": lambda m: Normed(m.parameters()),
+    "scales in its kernel": lambda m: optim.AdamW(m.parameters(), lr=1e-3, fused=True),
     "inherited step": lambda m: Inherited(m.parameters(), lr=1e-3),
     "two passes": lambda m: GlobalNorm(m.parameters(), lr=1e-2, by_group=False),
     "two passes, fused": lambda m: FusedAfterAll(m.parameters()),
@@ -210,6 +228,26 @@ def unscales(run: Any, step: int, again: Any) -> None:
     run.losses.append(run.scaler.get_scale())
 
 
+def steps_scaled(run: Any, step: int, again: Any) -> None:
+    """The optimizer's kernel divides by the scale."""
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+
+
+def leaves(run: Any, step: int) -> None:
+    """Gradients have a copy when the step begins."""
+    if engine.ENGINE is not None:
+        send_away()
+
+
+def reads_spent(run: Any, step: int) -> None:
+    """What the step has left of the gradients, which leave and come back."""
+    leaves(run, step)
+    for parameter in run.model.parameters():
+        run.losses.append(parameter.grad.abs().sum().item())
+    run.optimizer.zero_grad()
+
+
 def freezes(run: Any, step: int) -> None:
     for parameter in run.model.layers[2].parameters():
         parameter.requires_grad_(step != 1)
@@ -289,6 +327,9 @@ LOOPS: dict[str, Loop] = {
     "zeroes before": Loop(begin=lambda run, step: run.optimizer.zero_grad(), end=lambda run, step: None),
     "hooks": Loop(begin=hooks),
     "scaler": Loop(backward=scales, update=unscales),
+    "scales in its kernel": Loop(between=leaves, backward=scales, update=steps_scaled, end=reads_spent),
+    "writes gradients": Loop(between=leaves, end=reads_spent),
+    "reads spent": Loop(between=leaves, end=reads_spent),
     "freezes": Loop(begin=freezes),
     "adds a group": Loop(begin=adds_a_group),
     "compiled step": Loop(update=steps_compiled),

@@ -79,6 +79,13 @@ def test_the_step_goes_bucket_by_bucket_within_the_budget(scenario: str) -> None
     assert max(result["peaks"]) <= BUDGET - RESERVE + 2 * MIB
 
 
+@pytest.mark.parametrize("scenario", ["AdamW", "AdamW foreach", "SGD momentum"])
+def test_a_plan_leaves_nothing_of_an_optimizers_step_to_demand(scenario: str) -> None:
+    """Though gradients stay after their update, which plans do not know: they leave for what has to come."""
+    counts = result_of(scenario)["counts"]
+    assert counts["step_misses"] == 0 < counts["step_read_bytes"]
+
+
 @pytest.mark.parametrize("scenario", sorted(WHOLE))
 def test_what_cannot_be_taken_apart_is_stepped_whole_and_that_is_said(scenario: str) -> None:
     result_of(scenario)

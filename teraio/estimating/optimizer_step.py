@@ -12,6 +12,7 @@ from teraio.runtime import trial
 from teraio.runtime.optimizer_call import own_bytes, schedule_of
 from teraio.runtime.slices import in_slices
 from teraio.runtime.windows import Bucket, buckets_of, stand_in, tensors_of
+from teraio.schedule import READ, WRITE
 
 from .dry_run import Counted, Ledger, Record
 from .why import reason
@@ -42,9 +43,11 @@ def step(
             f"with another optimizer with as many states, such as 'adamw' (2 per parameter) or 'sgd'"
         ) from error
     members = [_members(ledger, optimizer, bucket, at) for at, bucket in enumerate(buckets)]
+    gradients = () if seen.writes_gradients else [p.grad for b in buckets for p in b.parameters]
+    read_only = {id(ledger.record(gradient)) for gradient in gradients if gradient is not None}
     sizes = [[p.nbytes for p in bucket.parameters if p.grad is not None] for bucket in buckets]
     own = [own_bytes(bucket, of, seen.temporaries) for bucket, of in zip(buckets, sizes)]
-    _call(ledger, name, members, own, spent)
+    _call(ledger, name, members, own, spent, read_only)
     return "" if seen.reason is None else f"{name} steps all of its parameters at once: {seen.reason}"
 
 
@@ -79,14 +82,20 @@ def _members(ledger: Ledger, optimizer: torch.optim.Optimizer, bucket: Bucket, a
 
 
 def _call(
-    ledger: Ledger, name: str, members: list[dict[int, Record]], own: list[int], spent: list[int]
+    ledger: Ledger,
+    name: str,
+    members: list[dict[int, Record]],
+    own: list[int],
+    spent: list[int],
+    read_only: set[int],
 ) -> None:
     records = {k: record for bucket in members for k, record in bucket.items() if record.movable}
     index = {key: position for position, key in enumerate(records)}
     arguments = [(record.name, record.size_bytes) for record in records.values()]
     firsts = [next((record.name for record in bucket.values()), "") for bucket in members]
     kernels = [f"{name}.step {first}".rstrip() for first in firsts]
-    touched = [tuple(index[key] for key in bucket if key in index) for bucket in members]
+    flags = {key: READ if key in read_only else READ | WRITE for key in index}
+    touched = [tuple((index[key], flags[key]) for key in bucket if key in index) for bucket in members]
     schedule = schedule_of(arguments, kernels, touched, own)
     running = ledger.enter(schedule)
     running.bound = list(records.values())
