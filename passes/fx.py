@@ -23,6 +23,8 @@ from .slots import Alias, Event, Forget, Launch, Make, Signature, lay_slots, own
 
 SlotFunction = Callable[..., None]
 
+UNTOLD_VIEWS = {torch.ops.aten._unsafe_view.default}  # their schemas tell of no alias
+
 
 def is_tensor(node: object) -> bool:
     return isinstance(node, torch.fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
@@ -63,8 +65,8 @@ def value_of(node: torch.fx.Node) -> Any:
 
 
 class Reader:
-    """Writes the nodes of a graph down as events. Which storage a node's value has is what its fake tensor
-    says."""
+    """Writes the nodes of a graph down as events. Which storage a node's value has is what its operator
+    and its fake tensor say."""
 
     def __init__(self, gm: torch.fx.GraphModule) -> None:
         self.gm = gm
@@ -95,8 +97,11 @@ class Reader:
             return
         aliases: list[Alias] = []
         made: list[Make] = []
+        source = viewed(node)
         for name, result in elements(node.name, value):
             key = storage_key(result)
+            if source is not None:
+                self.owner.setdefault(key, self.owner[storage_key(source.meta["val"])])
             if key in self.owner:
                 aliases.append(Alias(at, name, self.owner[key]))
             else:
@@ -141,6 +146,15 @@ class Reader:
             sums.append(sizes.total([Make(at, "", *storage_size(tensor)) for tensor in copied], largest.name))
             largest = sizes.largest(sums, largest.name)
         return Make(at, largest.name, largest.size_bytes, largest.size) if sums else None
+
+
+def viewed(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Whose bytes a node's value has, if its operator says so: a fake tensor that was made of a saved one may
+    have a storage of its own (`detach` in the backward of logcumsumexp)."""
+    if node.target in UNTOLD_VIEWS or getattr(node.target, "is_view", False):
+        source = node.args[0] if node.args else None
+        return source if isinstance(source, torch.fx.Node) and is_tensor(source) else None
+    return None
 
 
 def mutated(node: torch.fx.Node) -> frozenset[str]:

@@ -136,6 +136,7 @@ class Result:
     what: str
     drive: str
     unstable: list[str] = field(default_factory=list)  # where plain differs from itself
+    untraced: str = ""  # why Dynamo does not trace it, whoever the backend is
     gaps: int = 0
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
@@ -183,6 +184,7 @@ class Rig:
         session.start(Options.parse(self.options))
         running().on_step = measured.append
         seen = self.run(self.ours, steps)
+        running().end_step()  # or the next step would tell of the last, which has the largest batch
         running().on_step = None
         return seen, profile_of(measured[-1:], "generated")
 
@@ -276,9 +278,25 @@ def examine(seed: int, plant: str, asked: Asked, counting: allocator.Counting) -
     return result
 
 
+def untraced(rig: Rig) -> str:
+    """Dynamo itself fails with some models, such as those that recompute parts of changing sizes."""
+    torch._dynamo.reset()
+    try:
+        rig.run(torch.compile(rig.model, backend="eager", dynamic=rig.model.style == "dynamic"), 1)
+    except Exception as error:  # noqa: BLE001  Dynamo's own
+        return f"{type(error).__name__}: {error}"[:300]
+    return ""
+
+
 def _examine(rig: Rig, asked: Asked, result: Result) -> None:
     result.what = rig.model.what
-    expected = rig.run_plain(asked.steps)
+    try:
+        expected = rig.run_plain(asked.steps)
+    except Exception:
+        result.untraced = untraced(rig)
+        if not result.untraced:
+            raise
+        return
     result.unstable = differences(expected, rig.run_plain(asked.steps))
     strange = [n for n, v in expected.items() if v.is_floating_point() and not v.isfinite().all()]
     assert not strange, f"not finite, so it shows nothing: {strange[:5]}"

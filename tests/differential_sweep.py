@@ -71,7 +71,16 @@ def _child(
         listener.join()
     if child.returncode or left:
         error = f"the process ended with {child.returncode}: {''.join(said)[-TAIL:]}"
-        results.put({"seed": left[0] if left else -1, "what": "", "rows": [], "unstable": [], "error": error})
+        results.put(
+            {
+                "seed": left[0] if left else -1,
+                "what": "",
+                "rows": [],
+                "unstable": [],
+                "untraced": "",
+                "error": error,
+            }
+        )
     return left[1:]
 
 
@@ -101,6 +110,7 @@ def totals(results: Iterable[dict[str, Any]]) -> dict[str, int]:
         "plans": len(planned),
         "complaints": sum(len(complaints(result)) for result in results),
         "unstable": sum(bool(result["unstable"]) for result in results),
+        "untraced": sum(bool(result["untraced"]) for result in results),
         **{key: sum(row[key] for row in planned) for key in keys},
         "misses on demand": sum(row["misses"] for row in rows if row["plan"] < 0),
         "most over": max((row["over_bytes"] for row in rows if not row["error"]), default=0),

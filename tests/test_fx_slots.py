@@ -4,6 +4,7 @@ program without slots, and no kernel takes more than its slot knew of."""
 from __future__ import annotations
 
 import json
+import operator
 import sys
 from functools import cache
 from pathlib import Path
@@ -121,6 +122,30 @@ def test_a_size_that_data_decide_is_bounded_until_it_is_known() -> None:
     assert rows, "nobody asks how many rows there are"
     assert before and not rows & before
     assert any(rows & names for names in after)
+
+
+@pytest.mark.parametrize("view", ["detach", "_unsafe_view", "split"])
+def test_a_view_has_the_bytes_of_its_source_whatever_its_fake_tensor_says(view: str) -> None:
+    graph, aten = torch.fx.Graph(), torch.ops.aten
+    source = graph.placeholder("source")
+    source.meta["val"] = torch.empty(8)
+    match view:
+        case "detach":
+            seen = graph.call_function(aten.detach.default, (source,))
+        case "_unsafe_view":
+            seen = graph.call_function(aten._unsafe_view.default, (source, [2, 4]))
+        case _:
+            parts = graph.call_function(aten.split.Tensor, (source, 4))
+            parts.meta["val"] = [torch.empty(4), torch.empty(4)]
+            seen = graph.call_function(operator.getitem, (parts, 0))
+    seen.meta["val"] = torch.empty(8)  # of its own, as of what a backward makes of a saved result
+    used = graph.call_function(aten.neg.default, (seen,))
+    used.meta["val"] = torch.empty(8)
+    graph.output((used,))
+    schedule, _ = fx.insert_slots(GraphModule(torch.nn.Module(), graph), "inference")
+    last = next(slot for slot in schedule.slots if slot.kernel == used.name)
+    assert [schedule.buffers[buffer].name for buffer in last.buffers] == ["source"]
+    assert not any(slot.live_bytes for slot in schedule.slots[:-2]), "a view takes no bytes"
 
 
 def inputs_of(value: Any) -> set[str]:

@@ -30,6 +30,10 @@ def run(inner: str, models: int, args: argparse.Namespace, file: TextIO | None) 
             print(line, flush=True)
         if result["unstable"]:
             print(f"seed {result['seed']}: plain training differs from itself in {result['unstable'][:5]}")
+        if result["untraced"]:
+            print(
+                f"seed {result['seed']}: Dynamo does not trace it, plainly either: {result['untraced'][:200]}"
+            )
         if file is not None:
             file.write(json.dumps({"inner": inner, **result}) + "\n")
             file.flush()
