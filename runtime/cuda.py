@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
+import os
 import time
 from bisect import insort
 from collections.abc import Callable, Sequence
@@ -27,8 +29,11 @@ from teraio.units import fmt_bytes
 from . import measure
 from .device import Host, Mark, Ordered, Start, Ticket
 
+log = logging.getLogger("teraio")
+
 MARGIN_PERCENT = 5  # of free and held memory: what the driver and libraries take beside the allocator
 SEGMENT_BYTES = 2**30  # pinned memory grows by this much at a time: pinning takes tens of milliseconds
+LIBRARIES_BYTES = 96 * 2**20  # cuBLAS takes 32 MiB on Hopper, per thread: the forward's, and autograd's
 GRAIN_BYTES = 64 * 1024  # of places in pinned memory, so that equal sizes with small differences share them
 
 
@@ -59,13 +64,36 @@ def reason_without() -> str | None:
     return None
 
 
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # in the environment
+
+
+def split_blocks_finely() -> None:
+    """Segments that grow, for tensors from now on. In others a block is not split if less than 1 MiB would be
+    left of it: all of it counts as allocated, and hundreds of tensors that come and go take that much more
+    each. Who has settings of their own keeps them; without these the reserve learns what is lost."""
+    if any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):
+        return
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if change is None:
+        log.warning(
+            "teraio: torch %s has no way to change its allocator's settings: memory may be split into pieces "
+            "that nothing fits in. Start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            torch.__version__,
+        )
+    else:
+        change("expandable_segments:True")
+
+
 class CudaDevice(Ordered):
     """The current GPU of this process. Touches it: makes its context if there is none yet."""
 
     kind = "cuda"
+    counts_all = True
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
+        split_blocks_finely()
+        self.highest = 0
         torch.cuda.synchronize(self.device)  # the copier takes the context that is current
         self.copier = _native.CudaCopier()
         self.evict_stream = torch.cuda.Stream(self.device)
@@ -91,7 +119,14 @@ class CudaDevice(Ordered):
         return int(torch.cuda.max_memory_allocated(self.device))
 
     def reset_peak(self) -> None:
+        self.highest = self.highest_bytes()
         torch.cuda.reset_peak_memory_stats(self.device)
+
+    def highest_bytes(self) -> int:
+        return max(self.highest, self.peak_bytes())
+
+    def libraries_bytes(self, budget_bytes: int) -> int:
+        return min(LIBRARIES_BYTES, budget_bytes // 8)
 
     def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         """Pinned for the life of the copier, and on huge pages: cudaHostAlloc does not tell what it gives."""

@@ -122,6 +122,7 @@ class Device(Protocol):
 
     kind: str
     sees_pages: bool  # `used_bytes` counts memory that was written to, not what was asked for
+    counts_all: bool  # `used_bytes` counts all that the budget is for, libraries' and others' too
 
     @property
     def copier(self) -> _native.Copier | None:
@@ -149,6 +150,14 @@ class Device(Protocol):
         ...
 
     def reset_peak(self) -> None: ...
+
+    def highest_bytes(self) -> int:
+        """The most that was used since the device was there, whatever was reset; 0 where it is not known."""
+        ...
+
+    def libraries_bytes(self, budget_bytes: int) -> int:
+        """What libraries may take of such a budget before anything is measured."""
+        ...
 
     def keep_within(self, size_bytes: int) -> None:
         """Tensors have so many bytes: what was freed may be kept for others, but no more than that in all."""
@@ -207,6 +216,7 @@ class Ordered:
     """What is the same for all kinds of devices, over four primitives that each kind has its own of."""
 
     sees_pages = False
+    counts_all = False
 
     def resize(self, storage: Any, size_bytes: int) -> None:
         storage.resize_(size_bytes)
@@ -219,6 +229,12 @@ class Ordered:
 
     def reset_peak(self) -> None:
         pass
+
+    def highest_bytes(self) -> int:
+        return 0
+
+    def libraries_bytes(self, budget_bytes: int) -> int:
+        return 0
 
     def keep_within(self, size_bytes: int) -> None:
         pass

@@ -38,6 +38,7 @@ from .registry import Registry
 from .residency import Need, Residency
 from .step import StepTracker
 from .store import Store
+from .unseen import Unseen
 from .user_code import UserCode
 
 CALLS_MAX = 4096  # of a step: one that never ends is none, and what is kept per call must end
@@ -65,6 +66,7 @@ class Engine:
         self.registry = Registry(self.residency, self.tracker, self.user, keep)
         self.gradients = self.registry.gradients
         self.stuck = self.registry.stuck
+        self.unseen = Unseen(self.residency, device, self.user.overrun)
         self.follower = Follower(self.residency, self.mover)
         self.host_step: HostStep | None = None  # optimizers step there what has its states there
         self.calm = Calm(self.residency, self.tracker, self.registry.register)
@@ -122,6 +124,8 @@ class Engine:
         if residency.torn is not None:
             residency.refuse_torn()
         own = program.schedule.kind != "optimizer"  # whose records are bound when its call begins
+        if index and own:
+            self.unseen.arrives(program.stops[index - 1].kernel)
         if index == 0 and own:
             self._enter(program, tensors)
         bound = program.bound
@@ -146,6 +150,8 @@ class Engine:
                 self.gradients.forward_ran(program)
         if tracker.running is not None:
             unmovable = live_bytes + residency.fixed_bytes + residency.reserve_bytes
+            if own and index < program.last:
+                self.unseen.leaves(live_bytes)
             tracker.visited(index, began_ns, time.perf_counter_ns(), unmovable)
 
     def _enter(self, program: Program, tensors: Sequence[Any]) -> None:
@@ -258,6 +264,7 @@ class Engine:
         step is taken."""
         self.tracker.abandon()
         self.calm.abandon()
+        self.unseen.ends()
         if self.mover.recorder is not None:
             self.mover.recorder.abandoned()
         self.guard.take_back()

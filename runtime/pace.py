@@ -39,6 +39,7 @@ class Stats(TypedDict, total=False):
     budget_bytes: int
     resident_bytes: int
     peak_bytes: int
+    device_peak_bytes: int  # of a GPU's memory by its allocator, libraries and others included
     stall_ns: int
     misses: int
     written_bytes: int
@@ -107,6 +108,8 @@ class Pace:
         sums["peak_bytes"] = max(self.peak_bytes, mover.counts.peak_bytes)
         sums["resident_bytes"], sums["budget_bytes"] = mover.resident_bytes, budget_bytes
         sums["written_bytes"], sums["read_bytes"] = mover.store.written_bytes, mover.read_bytes
+        if mover.device.counts_all:
+            sums["device_peak_bytes"] = mover.device.highest_bytes()
         sums["phase"] = expected.phase
         sums["step"] = 0
         sums.update(self.last)

@@ -198,14 +198,15 @@ class UserCode:
         with pinned(records):
             yield
 
-    def overrun(self, short: int, place: str) -> None:
+    def overrun(self, short: int, place: str, who: str = "user code") -> None:
         if self.residency.elastic:
             self.residency.budget_bytes += short
             return
         counts = self.mover.counts
         if short > 2 * counts.overrun_bytes:  # not a line per tensor
             log.warning(
-                "teraio: overrun: user code (%s) needs %s more than the memory of %s; it gets it",
+                "teraio: overrun: %s (%s) needs %s more than the memory of %s; it gets it",
+                who,
                 place,
                 fmt_bytes(short, up=True),
                 fmt_bytes(self.residency.budget_bytes),

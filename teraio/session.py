@@ -68,6 +68,7 @@ class Session:
         self.measured: dict[tuple[str, ...], tuple[Profile, Step]] = {}
         # In RAM the slabs are memory too: the only copies of bytes on their way.
         reserve = RESERVE_BYTES + (store.slab_bytes_total if kind == "cpu" else 0)
+        reserve += self.device.libraries_bytes(budget)
         self.engine = engine.Engine(
             store, self.device, budget, reserve, self.on_step, keep=options.keep, host=tiers.host
         )

@@ -104,8 +104,9 @@ class Trainee:
     def peaks(self) -> dict[str, int]:
         if not self.on_gpu:
             return {"allocated_bytes": 0, "reserved_bytes": 0}
+        seen = teraio.stats().get("device_peak_bytes", 0)  # the engine resets torch's count while it measures
         return {
-            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "allocated_bytes": max(torch.cuda.max_memory_allocated(), seen),
             "reserved_bytes": torch.cuda.max_memory_reserved(),
         }
 
