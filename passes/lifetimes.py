@@ -70,7 +70,16 @@ def _tensors(step: Step) -> tuple[Tensor, ...]:
     tensors: list[Tensor] = []
     for name, kind, size_bytes, persistent in step.kinds:
         if name in reads or name in writes:
+            if not persistent and kind != "input":
+                _is_there_when_it_is_used(name, reads, writes)
             uses = tuple(sorted(reads.get(name, ()))), tuple(sorted(writes.get(name, ())))
             chain = again.get(name, ()) if kind == "activation" and not persistent else ()
             tensors.append(Tensor(name, cast(Kind, kind), size_bytes, persistent, *uses, chain))
     return tuple(tensors)
+
+
+def _is_there_when_it_is_used(name: str, reads: dict[str, set[int]], writes: dict[str, set[int]]) -> None:
+    """What eager code made no kernel writes: it is there from its first use on."""
+    first = min(reads.get(name, ()), default=None)
+    if first is not None and first < min(writes.get(name, ()), default=first + 1):
+        writes.setdefault(name, set()).add(first)

@@ -230,7 +230,7 @@ class Engine:
         step = self.tracker.finish(self.registry.described.get, self.user.end_step())
         self.registry.forget_names()
         if step is not None:
-            self._learn(step)
+            self.tracker.expected.learn(step)
             if self.on_step is not None:
                 self.on_step(step)
         self.expect()
@@ -270,20 +270,6 @@ class Engine:
         self.guard.take_back()
         self.residency.bring_back(self.user.exposed(self.tracker.number))
         self.user.hand_over()
-
-    def _learn(self, step: Step) -> None:
-        expected = self.tracker.expected
-        uses: dict[str, list[float]] = {}
-        tick = 0
-        for number, call in enumerate(step.calls):
-            for index, slot in enumerate(call.schedule.slots):
-                for buffer, flags in zip(slot.buffers, slot.flags):
-                    if flags and call.tensors[buffer]:
-                        uses.setdefault(call.tensors[buffer], []).append(tick + index)
-            tick += len(call.schedule.slots)
-            for index, name in enumerate(expected.touched.get(number, ())):
-                uses.setdefault(name, []).append(expected.touch_tick(number, index))
-        expected.uses = uses
 
     # ---- for the outside
 

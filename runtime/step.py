@@ -76,6 +76,18 @@ class Expectation:
     def phase(self) -> Literal["measuring", "planned", "on demand"]:
         return "planned" if self.planned else "on demand" if self.settled else "measuring"
 
+    def learn(self, step: Step) -> None:
+        """When each tensor was used in such a step."""
+        uses: dict[str, list[float]] = {}
+        for number, call in enumerate(step.calls):
+            for index, slot in enumerate(call.schedule.slots, self.base[number]):
+                for buffer, flags in zip(slot.buffers, slot.flags):
+                    if flags and call.tensors[buffer]:
+                        uses.setdefault(call.tensors[buffer], []).append(index)
+            for index, name in enumerate(self.touched.get(number, ())):
+                uses.setdefault(name, []).append(self.touch_tick(number, index))
+        self.uses = uses
+
     def touch_tick(self, call: int, index: int) -> float:
         """When user code makes this touch after that call: after its last tick and before the next."""
         end = self.base[call + 1] if call + 1 < len(self.base) else self.length

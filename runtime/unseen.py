@@ -1,5 +1,5 @@
-"""What the ledger does not see of a GPU's memory: workspaces of libraries, what a kernel takes for itself, blocks
-of the allocator that are larger than what was asked for, and what else the process has there.
+"""What the ledger does not see of a GPU's memory: workspaces of libraries, what a kernel takes for itself,
+blocks of the allocator that are larger than what was asked for, and what else the process has there.
 
     slot i      leaves    the peak begins anew; the ledger knows of so many bytes
     kernel i    runs
@@ -18,7 +18,9 @@ from .residency import Residency
 
 
 class Unseen:
-    def __init__(self, residency: Residency, device: Device, overrun: Callable[[int, str, str], None]) -> None:
+    def __init__(
+        self, residency: Residency, device: Device, overrun: Callable[[int, str, str], None]
+    ) -> None:
         self.residency = residency
         self.device = device
         self.overrun = overrun

@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 import allocator
+import steady
 import torch
 
 import teraio
@@ -74,6 +75,7 @@ class Training:
 
 def main() -> None:
     torch.set_num_threads(1)
+    steady.plans()
     counting = allocator.install()
     how, path = sys.argv[1:]
     training = Training()

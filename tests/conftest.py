@@ -62,13 +62,12 @@ def one_thread(nothing_left: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def steady_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What moves goes by no clock in this test; what is replaced for that comes back after it."""
+def steady_plans() -> Iterator[None]:
+    """What moves goes by no clock in this test."""
     import steady
 
-    for module, name in steady.REPLACED:
-        monkeypatch.setattr(module, name, getattr(module, name))
-    steady.plans()
+    with steady.planned():
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

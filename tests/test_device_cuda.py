@@ -81,6 +81,8 @@ class FakeCuda:
         self.Event, self.Stream = FakeEvent, FakeStream
         self.compute: Any = FakeStream()
         self.free, self.total, self.reserved = 30, 100, 50
+        self.most = 0
+        self.settings: list[str] = []
 
     def current_device(self) -> int:
         return 0
@@ -96,6 +98,12 @@ class FakeCuda:
 
     def memory_reserved(self, device: Any = None) -> int:
         return self.reserved
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return self.most
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        self.most = 0
 
     # ---- what a program does
 
@@ -166,7 +174,11 @@ class FakeStorage:
 def fake(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     made = FakeCuda(library)
     made.driver.fake_set(random.randrange(1000), 300)
-    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=made, device=lambda *about: about))
+    inside = SimpleNamespace(_accelerator_setAllocatorSettings=made.settings.append)
+    torch = SimpleNamespace(cuda=made, device=lambda *about: about, _C=inside, __version__="2.0")
+    monkeypatch.setattr(cuda, "torch", torch)
+    for name in cuda.ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cuda, "copy_on", made.copy_on)
     native = SimpleNamespace(Slabs=_native.Slabs, CudaCopier=lambda: _native.CudaCopier(library))
     monkeypatch.setattr(cuda, "_native", native)
@@ -290,6 +302,29 @@ def test_a_mark_inside_a_side_stream_is_a_programmer_error(fake: FakeCuda) -> No
 def test_the_budget_is_free_and_held_memory_less_five_percent(fake: FakeCuda) -> None:
     device = CudaDevice()
     assert (device.capacity_bytes(), device.available_bytes(), device.default_budget_bytes()) == (100, 80, 76)
+
+
+def test_segments_grow_unless_the_user_has_settings_of_their_own(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    CudaDevice()
+    assert fake.settings == ["expandable_segments:True"]
+    del cuda.torch._C._accelerator_setAllocatorSettings
+    CudaDevice()
+    assert "torch 2.0 has no way" in caplog.text and "PYTORCH_CUDA_ALLOC_CONF" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    CudaDevice()
+    assert fake.settings == ["expandable_segments:True"] and not caplog.text
+
+
+def test_the_most_that_was_used_outlives_every_reset(fake: FakeCuda) -> None:
+    device = CudaDevice()
+    for most, highest in ((70, 70), (20, 70), (90, 90), (10, 90)):
+        fake.most = most
+        device.reset_peak()
+        assert (device.peak_bytes(), device.highest_bytes()) == (0, highest)
+    assert [device.libraries_bytes(budget) for budget in (2**23, 2**40)] == [2**20, cuda.LIBRARIES_BYTES]
 
 
 def test_memory_that_cannot_be_pinned_is_refused_with_the_remedy(fake: FakeCuda) -> None:

@@ -8,7 +8,7 @@ from teraio.passes.planner import smallest_budget
 from teraio.passes.slots import Event, Launch, Make, Signature, lay_slots
 from teraio.plan import Plan
 from teraio.planning import as_far_as_it_fits
-from teraio.schedule import Call, Step
+from teraio.schedule import MADE, READ, Buffer, Call, Schedule, Slot, Step
 
 
 def test_a_saved_output_counts_once_at_the_kernel_that_makes_it() -> None:
@@ -48,3 +48,16 @@ def test_what_user_code_takes_after_a_program_counts_where_it_ends() -> None:
     assert [kernel.workspace_bytes for kernel in profile.kernels] == [0] * (slots - 1) + [30]
     floors = {budget: smallest_budget(as_far_as_it_fits(profile, budget)) for budget in (50, 30, 25)}
     assert floors == {50: 30, 30: 30, 25: 25}
+
+
+def test_a_gradient_that_eager_code_made_is_there_from_its_first_use_on() -> None:
+    """The optimizer only reads it, and a program may make one of its name afterwards; a file takes it."""
+    step = Schedule("optimizer", (Buffer("w.grad", "argument", 10),), (Slot("step", (0,), (READ,), 0),))
+    backward = Schedule("backward", (Buffer("w.grad", "result", 10),), (Slot("exit", (0,), (MADE,), 0),))
+    for schedules, writes in (((step,), (0,)), ((step, step, backward), (0, 1))):
+        calls = tuple(Call(s, ("w.grad",), (0,), (0,), (0,)) for s in schedules)
+        kinds = (("w.grad", "grad", 10, False),)
+        profile = profile_of([Step(calls, 1, kinds, frozenset())], "toy")
+        profile.validate()
+        assert profile.tensors[0].reads == tuple(range(len([s for s in schedules if s is step])))
+        assert profile.tensors[0].writes == writes

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import steady
 import torch
 import toys
 from materialize_train import (
@@ -51,7 +52,8 @@ def plain() -> Training:
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Training:
     folder = tmp_path_factory.mktemp("run")  # with a profile asked for, the first plan stays
-    return train(profile=str(folder / "run.profile.json"), timeline=str(folder / "run.timeline.json"))
+    with steady.planned():
+        return train(profile=str(folder / "run.profile.json"), timeline=str(folder / "run.timeline.json"))
 
 
 # ---- running
