@@ -24,7 +24,7 @@ from differential_sweep import complaints, sweep, totals
 def run(inner: str, models: int, args: argparse.Namespace, file: TextIO | None) -> bool:
     began = time.monotonic()
     done: list[dict[str, Any]] = []
-    for result in sweep(range(args.first, args.first + models), args.jobs, 20, inner=inner, plans=args.plans):
+    for result in sweep(range(args.first, args.first + models), args.jobs, 40, inner=inner, plans=args.plans):
         done.append(result)
         for line in complaints(result):
             print(line, flush=True)
