@@ -36,7 +36,6 @@ class Ahead:
         self.stays = stays
         self.call = -1  # of the expected step, after which user code runs
         self.at = 0  # how many of its touches have been seen
-        self.leaving: list[Record] = []
 
     @property
     def limit_bytes(self) -> int:
@@ -75,7 +74,7 @@ class Ahead:
         order = self._order()
         if self.at >= len(order) or self.tracker.running is not None:
             return
-        self._harvest()
+        self.residency.going.end_done()
         besides = self.tracker.expected.outside.get(self.call, 0)
         limit_bytes, on_their_way, short = self.limit_bytes, 0, 0
         for name in order[self.at : self.at + LOST_AFTER]:
@@ -102,21 +101,9 @@ class Ahead:
             return False
         return True
 
-    def _harvest(self) -> None:
-        """Frees what has been written."""
-        for record in self.leaving[:]:
-            if record.state is not State.LEAVING:
-                self.leaving.remove(record)
-            elif not self.residency.in_use(record) and (record.pending is None or record.pending.done()):
-                self.leaving.remove(record)
-                try:
-                    self.mover.end_evict(record)
-                except StoreError as error:
-                    self.residency.keep_failed(record, error)
-
     def _make_room(self, wanted_bytes: int) -> None:
         """Starts writes of what is used later than that which is to come."""
-        short = self.residency.short_bytes(wanted_bytes) - sum(record.size_bytes for record in self.leaving)
+        short = self.residency.short_bytes(wanted_bytes) - self.residency.going.size_bytes
         if short <= 0:
             return
         expected, ahead = self.tracker.expected, self.at + LOST_AFTER
@@ -131,4 +118,4 @@ class Ahead:
             except StoreError as error:
                 self.residency.keep_failed(record, error)
             if record.state is State.LEAVING:
-                self.leaving.append(record)
+                self.residency.going.add(record)

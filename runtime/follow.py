@@ -1,6 +1,7 @@
 """A plan becomes a table, tick -> operations, and a slot carries out those of its tick. A move that does not
 fit what is there is skipped and counted, never an error: a plan is a hint. A fetch that found no room is late
-and begins at the first slot that has room for it, so that kernels seldom have to ask for it.
+and begins at the first slot that has room for it, so that kernels seldom have to ask for it. A write that is
+not done when its room is free by the plan is waited for only when a kernel needs that room (going.py).
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Follower:
 
     def catch_up(self, here: Here) -> None:
         """In the plan's order, as many as there is room for. What is here, or gone, is not late any more."""
+        self.residency.going.end_done()
         late = here.expected.late
         for name in list(late):
             record = self.residency.by_name.get(name)
@@ -104,7 +106,10 @@ class Follower:
             if record.state is State.DEVICE:
                 self.residency.begin_evict(record, tier)
             if what == FREE and record.state is State.LEAVING:
-                self.mover.end_evict(record)
+                if record.pending is None or record.pending.done():
+                    self.mover.end_evict(record)
+                else:
+                    self.residency.going.add(record)
         except StoreError as error:
             self.residency.keep_failed(record, error)
             return False

@@ -23,6 +23,7 @@ from teraio.errors import BudgetError, StoreError, TeraioError, TornStepError
 from teraio.units import fmt_bytes
 
 from .adopt import movable
+from .going import Going
 from .moves import Mover
 from .records import Record, State
 
@@ -56,6 +57,7 @@ class Residency:
         self.by_name: dict[str, Record] = {}
         self.mortal: dict[int, Record] = {}  # of those, what does not live from step to step
         self.reachable: dict[int, Record] = {}  # what can move, wears the guard, and user code may touch
+        self.going = Going(self.in_use, lambda record: self._evict_part(record, begin=False))
         self.serial = 1  # of the slot: a record with `used_at` equal to it is in use
         self.fixed_bytes = 0  # of records that never move
         self.uses: dict[str, list[float]] = {}  # name -> ticks of the expected step, ascending
@@ -161,24 +163,24 @@ class Residency:
         return self.short_bytes(extra_bytes) <= 0
 
     def makes_way(self, extra_bytes: int, tick: int | None) -> bool:
-        """Whether so many bytes fit, if need be after spent gradients have left: what was to be done with
-        them in this step is done, and plans take them for gone. Most have a copy. Of others one is begun, and
-        the room is there at a later slot."""
+        """Whether so many bytes fit, without waiting for any, if need be after spent gradients have left:
+        what was to be done with them in this step is done, and plans take them for gone. Most have a copy. Of
+        others one is begun, and the room is there at a later slot."""
         if self.fits(extra_bytes):
             return True
-        short = self.short_bytes(extra_bytes)
+        short = self.short_bytes(extra_bytes) - self.going.size_bytes
         for record in sorted(self._spent(tick), key=lambda r: not self.mover.is_clean(r)):
             if short <= 0:
                 break
             self._evict_part(record, begin=True)
             if record.state is State.LEAVING:
                 short -= record.size_bytes
-                if record.pending is None or record.pending.done():
-                    self._evict_part(record, begin=False)
-        return self.short_bytes(extra_bytes) <= 0
+                self.going.add(record)
+        self.going.end_done()
+        return self.fits(extra_bytes)
 
     def _spent(self, tick: int | None) -> list[Record]:
-        there = (r for r in self.mortal.values() if r.kind == "grad" and r.state is not State.AWAY)
+        there = (r for r in self.mortal.values() if r.kind == "grad" and r.state is State.DEVICE)
         idle = (r for r in there if r.evictable and not (r.exposed or self.in_use(r) or r.key in self.failed))
         return [r for r in idle if self.next_use(r, tick) == (1, inf)]
 
@@ -195,9 +197,9 @@ class Residency:
     ) -> tuple[int, StoreError | None]:
         """Evicts until so many bytes fit; returns how many are still missing, and what went wrong if
         something did."""
-        failure: StoreError | None = None
         if self.fits(extra_bytes):
             return 0, None
+        failure = self.going.end_until(lambda: self.short_bytes(extra_bytes) <= 0)
         while (short := self.short_bytes(extra_bytes)) > 0:
             victims = self.victims(short, tick, stays)
             if not victims:

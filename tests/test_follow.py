@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from teraio.errors import StoreError
 from teraio.plan import Evict, Fetch, Plan
 from teraio.runtime.follow import Follower, Here, table_of
+from teraio.runtime.going import Going
 from teraio.runtime.records import State
+from teraio.runtime.residency import Residency
 from teraio.runtime.step import Expectation
 
 TICKS = 4
@@ -32,6 +35,8 @@ class World:
             begin_evict=lambda record, tier: setattr(record, "state", State.LEAVING),
             makes_way=lambda extra_bytes, tick: extra_bytes <= self.room,
         )
+        self.residency.going = Going(lambda record: record.name in self.used, self.leave)
+        self.used: set[str] = set()
         self.expected = Expectation(("p",), (TICKS,))
 
     @staticmethod
@@ -40,12 +45,19 @@ class World:
             name=name, size_bytes=size, state=State.AWAY, evictable=True, key=name, dead=lambda: False
         )
 
+    def writing(self, name: str) -> Any:
+        """It is here, and its write takes until someone says that it is done."""
+        record, done = self.records[name], SimpleNamespace(is_so=False)
+        record.state, record.pending = State.DEVICE, SimpleNamespace(done=lambda: done.is_so)
+        return done
+
     def arrive(self, record: Any) -> None:
         self.begun.append(record.name)
         self.room -= record.size_bytes
         record.state = State.DEVICE
 
     def leave(self, record: Any) -> None:
+        assert record.state is State.LEAVING
         self.room += record.size_bytes
         record.state = State.AWAY
 
@@ -105,3 +117,92 @@ def test_another_plan_knows_nothing_of_what_was_late() -> None:
     world.follow()
     world.room = 2
     assert not world.at(1)
+
+
+# ---- writes whose room is free by the plan
+
+
+def test_a_write_that_is_not_done_is_not_waited_for_and_gives_its_room_when_it_is() -> None:
+    world = World(0, a=2, b=2)
+    done = world.writing("a")
+    world.follow(Evict("a", "ssd", 1, 0), Fetch("b", "ssd", 1, 3))
+    assert not world.at(0)
+    assert not world.at(1) and world.records["a"].state is State.LEAVING
+    assert not world.at(2)
+    done.is_so = True
+    assert world.at(3) == ["b"], "late, as its room was"
+    assert world.records["a"].state is State.AWAY
+    assert not world.residency.going.records
+
+
+def test_who_needs_room_waits_for_as_many_as_it_takes_in_the_order_of_the_plan() -> None:
+    world = World(0, a=2, b=2, c=2)
+    for name in "abc":
+        world.writing(name)
+    world.follow(*(Evict(name, "ssd", tick, 0) for tick, name in enumerate("bca", 1)))
+    for tick in range(4):
+        world.at(tick)
+    going = world.residency.going
+    assert going.size_bytes == 6
+    assert going.end_until(lambda: world.room >= 3) is None
+    assert [world.records[name].state for name in "abc"] == [State.LEAVING, State.AWAY, State.AWAY]
+    assert going.size_bytes == 2 and world.room == 4
+
+
+@pytest.mark.parametrize("why", ["a kernel uses it", "it came back"])
+def test_what_is_needed_after_all_does_not_go(why: str) -> None:
+    world = World(0, a=2)
+    done = world.writing("a")
+    world.follow(Evict("a", "ssd", 1, 0))
+    world.at(0), world.at(1)
+    if why == "it came back":
+        world.records["a"].state = State.DEVICE
+    else:
+        world.used.add("a")
+    done.is_so = True
+    going = world.residency.going
+    going.end_done()
+    assert going.end_until(lambda: False) is None
+    assert going.size_bytes == 0 == world.room
+    assert world.records["a"].state is not State.AWAY
+    world.used.clear()
+    going.end_done()
+    assert (world.records["a"].state is State.AWAY) == (why == "a kernel uses it")
+
+
+def test_a_write_that_failed_is_told_to_who_waited() -> None:
+    world = World(0, a=2, b=2)
+    failures = [StoreError("no room"), None]
+    going = Going(lambda record: False, lambda record: failures.pop(0))
+    for name in "ab":
+        world.records[name].state = State.LEAVING
+        going.add(world.records[name])
+    assert str(going.end_until(lambda: False)) == "no room"
+    assert not failures and not going.records
+
+
+def test_a_kernel_that_needs_room_sends_no_other_tensor_away_for_it() -> None:
+    """Nor does it wait where there is room: `idle` is the first that would leave, but what is under way is
+    enough."""
+    world = World(0, gone=2, idle=2)
+    mover: Any = SimpleNamespace(resident_bytes=4)
+    residency = Residency(mover, budget_bytes=4, reserve_bytes=0)
+    for record in world.records.values():
+        record.state, record.used_at, record.pins = State.DEVICE, 0, 0
+        residency.records[record.key] = record
+    ended: list[str] = []
+
+    def end_evict(record: Any) -> None:
+        record.state = State.AWAY
+        mover.resident_bytes -= record.size_bytes
+        ended.append(record.name)
+
+    mover.begin_evict = lambda record, tier: setattr(record, "state", State.LEAVING)
+    mover.end_evict = end_evict
+    world.records["idle"].storage, world.records["idle"].used_at = lambda: None, -1
+    world.records["gone"].state = State.LEAVING
+    residency.going.add(world.records["gone"])
+    residency.bury = lambda among=None: None  # type: ignore[method-assign]
+    assert residency.free(0, None) == (0, None) and not ended
+    assert residency.free(1, None) == (0, None) and ended == ["gone"]
+    assert residency.free(4, None) == (0, None) and ended == ["gone", "idle"]
