@@ -39,7 +39,7 @@ from .residency import Need, Residency
 from .step import StepTracker
 from .store import Store
 from .unseen import Unseen
-from .user_code import UserCode
+from .user_code import UserCode, written_unseen
 
 CALLS_MAX = 4096  # of a step: one that never ends is none, and what is kept per call must end
 
@@ -269,7 +269,9 @@ class Engine:
         if self.mover.recorder is not None:
             self.mover.recorder.abandoned()
         self.guard.take_back()
-        self.residency.bring_back(self.user.exposed(self.tracker.number))
+        exposed = self.user.exposed(self.tracker.number)
+        self.residency.bring_back(exposed)
+        written_unseen(exposed)
         self.user.hand_over()
 
     # ---- for the outside

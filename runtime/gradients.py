@@ -126,6 +126,7 @@ class Gradients:
                 if record is not None:
                     self.residency.reachable[record.key] = record
                     self.user.guard.watch(tensor, record, fresh=True)
+                    record.version = record.versions()  # hooks may write into it before its weight has it
         node = torch._C._current_autograd_node()
         if node is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
             number = node._sequence_nr()

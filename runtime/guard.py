@@ -168,6 +168,14 @@ class Guard:
         self.lent = set()
         self.put_on(tensors)
 
+    def notice_other_bytes(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Of tensors that were given others: `p.data = q`."""
+        with DisableTorchFunctionSubclass():
+            for tensor in tensors:
+                record = self.records.get(id(tensor))
+                if record is not None and torch.Tensor.untyped_storage(tensor)._cdata != record.key:
+                    self.unwatch(tensor, record)
+
     def exposed(self, record: Record) -> bool:
         """Whether user code may reach its bytes without being seen. Optimizer states are no one's but the
         optimizer's, whatever else runs."""
@@ -271,17 +279,23 @@ def _serve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return result
     finally:
         guard.owner.close(records, place, before, worn, Call(result, (args, kwargs), first))
-        _notice_other_bytes(guard, worn)
+        if writes(func):
+            for record in records:
+                record.clean = False
+        guard.notice_other_bytes(worn)
         guard.put_on(worn)
 
 
-def _notice_other_bytes(guard: Guard, tensors: list[torch.Tensor]) -> None:
-    """Of tensors that were given others: `p.data = q`."""
-    with DisableTorchFunctionSubclass():
-        for tensor in tensors:
-            record = guard.records.get(id(tensor))
-            if record is not None and torch.Tensor.untyped_storage(tensor)._cdata != record.key:
-                guard.unwatch(tensor, record)
+TORCHS_OWN = frozenset({"aten", "prim", "prims"})  # namespaces of operators whose writes move a version
+
+
+def writes(func: Callable[..., Any]) -> bool:
+    """An operator of others that says that it writes; perhaps no version tells."""
+    if isinstance(func, torch._ops.OpOverload):
+        return func.namespace not in TORCHS_OWN and func._schema.is_mutable
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return any(writes(getattr(func, name)) for name in func.overloads())
+    return False
 
 
 def _refuse_away(worn: list[torch.Tensor], place: str) -> None:

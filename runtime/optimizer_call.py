@@ -48,6 +48,7 @@ class OptimizerCall:
         self.current: int | None = None
         self.has_closure = closure
         self.closure = False  # it is yet to make gradients
+        self.whole = False  # all at once: the user's hooks on the step have everything plain, too
         self.on_host: set[int] = set()  # buckets that are stepped there
         host, reason = engine.host_step, "its step has a closure" if closure else None
         self.host = host if host is not None and host.takes(optimizer, reason) else None
@@ -91,7 +92,7 @@ class OptimizerCall:
         and it runs programs, to which states and gradients are no arguments."""
         groups = self.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
-        self.closure = self.has_closure
+        self.closure, self.whole = self.has_closure, True
         if self.host is not None:
             self.host.takes(self.optimizer, "it steps all parameters at once")
             self.host = None
@@ -175,7 +176,7 @@ class OptimizerCall:
         """What a bucket's update does to each of its records."""
         found: dict[int, tuple[Record, int]] = {}
         scaled = getattr(self.optimizer, "grad_scale", None) is not None  # and divides by that, untold
-        read_only = not (scaled or self.about.seen.writes_gradients)
+        read_only = not (scaled or self.whole or self.about.seen.writes_gradients)
         for tensor, record in self._here(at):
             if record is not None:
                 flags = READ if read_only and id(tensor) in self.gradients else READ | WRITE
@@ -251,6 +252,7 @@ class OptimizerCall:
             for tensor, name in self._states(parameter, base)
             if id(tensor) not in known
         ]
+        self.engine.guard.notice_other_bytes([tensor for tensor, _ in self.members[at]])
         self.engine.guard.take_back([tensor for tensor, _ in self.members[at]])
 
     @property

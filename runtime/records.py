@@ -56,6 +56,7 @@ HOST, SSD = "host", "ssd"  # the tiers where a record can be away
 
 class Record:
     __slots__ = (
+        "addressed",
         "aliased",
         "clean",
         "echoes",
@@ -112,6 +113,7 @@ class Record:
         self.edges: list[ReferenceType[Edge]] = []
         self.edges_unseen = False  # perhaps: it was not seen
         self.pointed = False  # user code asked for its address in this step
+        self.addressed = False  # others have its address for good
         self.version = 0  # of its faces, when the copy was made that `clean` speaks of
 
     @property

@@ -111,7 +111,7 @@ class Registry:
         self.residency.becomes(record, "weight")
         record.persistent = True
         self.residency.rename(record, self._weight_name(label))
-        if self.kept(record.name) or about.held:
+        if self.kept(record.name) or about.held or record.addressed:
             if record.evictable:
                 self.residency.ensure([record], 0, f"{record.name}, which stays,", None)
                 self.residency.settle(record)
@@ -155,7 +155,7 @@ class Registry:
             storage = gradient.untyped_storage()
         record = self.residency.records.get(storage._cdata)
         name = f"{weight.name}.grad"
-        if self.kept(name) or not movable(storage):
+        if self.kept(name) or not movable(storage) or (record is not None and record.addressed):
             return record
         if record is None:
             if storage.nbytes() < SMALLEST_BYTES:
@@ -168,12 +168,11 @@ class Registry:
         if record.name != name:
             self.residency.rename(record, name)
         record.own_holders = 1
+        written = gradient._version != record.version  # by a hook, since it was made
         self.residency.unsettle(record)
         self.guard.watch(gradient, record, fresh=True)
-        if taken_over:
-            record.version = record.versions()
-        else:
-            record.clean = False
+        record.version = record.versions()
+        record.clean = record.clean and taken_over and not written
         self.describe(record)
         return record
 

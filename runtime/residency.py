@@ -99,7 +99,9 @@ class Residency:
             self.reachable.pop(record.key, None)
 
     def unsettle(self, record: Record) -> None:
-        """It is ours again: it may move, and user code finds it guarded."""
+        """It is ours again: it may move, and user code finds it guarded. Not if others have its address."""
+        if record.addressed:
+            return
         if not record.evictable:
             record.evictable = True
             self.fixed_bytes -= record.size_bytes

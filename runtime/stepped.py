@@ -24,6 +24,14 @@ PROGRAMS_MAX = 16
 TRYING: list[torch.optim.Optimizer] = []  # on clones, whose steps are not ours
 
 
+DECIDES = (bool, str, type(None), int, float)
+
+
+def _turned(value: Any) -> Any:
+    """On or off, or which."""
+    return value if value is None or isinstance(value, str) else bool(value)
+
+
 @contextmanager
 def trying(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     TRYING.append(optimizer)
@@ -61,11 +69,10 @@ class Stepped:
                 self.seen = self._ask(optimizer)
 
     def _question(self, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-        """What decides which implementation runs."""
-        kinds = (bool, str, type(None))
+        """What decides which implementation runs: names and signs, and of numbers whether they are zero."""
         return tuple(
-            tuple((name, value) for name, value in group.items() if isinstance(value, kinds))
-            for group in optimizer.param_groups
+            tuple((name, _turned(value)) for name, value in about.items() if isinstance(value, DECIDES))
+            for about in (trial.attributes(optimizer), *optimizer.param_groups)
         )
 
     def _ask(self, optimizer: torch.optim.Optimizer) -> trial.Outcome:

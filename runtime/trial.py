@@ -1,13 +1,16 @@
-"""May this optimizer be stepped in buckets? Two steps are tried on small clones of two of its parameters per
-group, whole and bucket by bucket. Only if parameters, states and groups come out equal in every bit is the
-optimizer taken for one that updates each parameter by itself. What it allocates for one is seen as well."""
+"""May this optimizer be stepped in buckets? Some steps are tried on small clones of a few of its parameters
+per group, whole and bucket by bucket. Only if parameters, states and groups come out of each of them equal in
+every bit is the optimizer taken for one that updates each parameter by itself. What it allocates for one is
+seen as well."""
 
 from __future__ import annotations
 
 import copy
+import random
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +26,8 @@ GROUPS_MAX = 4
 EDGE_MAX = 5  # elements of a clone along each dimension
 WIDE_EDGE_MAX = 130  # along the first two, where rows are tried: many look at large matrices only as wholes
 KINDS_MAX = 6  # of parameters in a group
-STEPS = 2
+# Of their gradients, step by step: what an optimizer does to large and small ones only is met, too.
+SCALES = (4.0, 4.0, 1e-6, 1e6)
 # What every optimizer has, and what others hang onto it; none of it takes part in an update.
 OWN = {"state", "param_groups", "defaults", "step", "_zero_grad_profile_name", "profile_hook_step"}
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, type(Ellipsis))
@@ -41,19 +45,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What two steps left."""
-
     parameters: list[torch.Tensor]
-    states: list[dict[Any, Any]]
-    groups: list[dict[str, Any]]
+    left: list[Any]  # by each step: parameters, states, groups, gradients
     random_numbers: torch.Tensor
     wrote_gradients: bool
 
     def same(self, other: Tried) -> bool:
-        return same(self._numbers(), other._numbers())
-
-    def _numbers(self) -> list[Any]:
-        return [self.parameters, self.states, self.groups, self.random_numbers]
+        return same([self.left, self.random_numbers], [other.left, other.random_numbers])
 
 
 def by_rows(optimizer: torch.optim.Optimizer) -> bool:
@@ -83,14 +81,22 @@ def outcome(optimizer: torch.optim.Optimizer) -> Outcome:
     if not whole.same(parts):
         return Outcome("its update of one parameter depends on the others")
     wrote = any(tried.wrote_gradients for tried in (whole, parts, watched))
-    return Outcome(None, seen.born, seen.temporaries, wrote)
+    return Outcome(None, seen.born, seen.temporaries, wrote or not _torchs_own(optimizer))
+
+
+def _torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Of which it is known that its update changes gradients always or never, for these options. Another's
+    may do so from some step on, or for some values, by ways that move no version."""
+    kind = type(optimizer)
+    module: str = kind.__module__
+    return module.startswith("torch.optim.") and kind.step.__wrapped__.__module__ == module  # type: ignore[attr-defined]
 
 
 def _unfit(optimizer: torch.optim.Optimizer) -> str | None:
     """What needs no trial."""
     if not hasattr(type(optimizer).step, "__wrapped__"):
         return "its step is not the one that torch wraps"
-    for name, value in _attributes(optimizer).items():
+    for name, value in attributes(optimizer).items():
         if not _plain(value):
             return f"it keeps more than its groups and states: {name}"
     for group in optimizer.param_groups:
@@ -138,7 +144,7 @@ class Allocations(TorchDispatchMode):
         return after
 
 
-def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -167,8 +173,8 @@ def _try(
     """Parameters, states and groups after the steps, and what the random numbers have become. Of steps of all
     parameters at once, of one at a time, or of so many slices of one."""
     clone = object.__new__(type(optimizer))
-    vars(clone).update({**vars(optimizer), **copy.deepcopy(_attributes(optimizer))})
-    with torch.random.fork_rng(devices=_devices(optimizer)):
+    vars(clone).update({**vars(optimizer), **copy.deepcopy(attributes(optimizer))})
+    with torch.random.fork_rng(devices=_devices(optimizer)), _others_random_numbers():
         torch.manual_seed(0)
         groups = [_clone(group, edge) for group in optimizer.param_groups[:GROUPS_MAX]]
         vars(clone).update(state=defaultdict(dict), param_groups=groups, step=None)
@@ -186,16 +192,45 @@ def _try(
 
         subject = stand_in(clone, walk) if slices else clone
         parameters = [parameter for group in groups for parameter in group["params"]]
-        wrote = False
-        for _ in range(STEPS):
+        wrote, left = False, []
+        for scale in SCALES:
             for parameter in parameters:
-                parameter.grad = 4 * torch.randn_like(parameter)
+                parameter.grad = _scale(scale, parameter.dtype) * torch.randn_like(parameter)
             given = [parameter.grad.clone() for parameter in parameters]
             run(subject)
             wrote |= not same(given, [parameter.grad for parameter in parameters])
-        states = [dict(clone.state.get(parameter, {})) for parameter in parameters]
-        outside = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        return Tried(parameters, states, outside, torch.get_rng_state(), wrote)
+            gradients = [parameter.grad for parameter in parameters]
+            states = [clone.state.get(parameter, {}) for parameter in parameters]
+            outside = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            left.append(_copied([parameters, states, outside, gradients]))
+        return Tried(parameters, left, torch.get_rng_state(), wrote)
+
+
+def _copied(value: Any) -> Any:
+    """With the tensors as they are now."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(part) for key, part in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in {list, tuple} else value
+
+
+def _scale(wanted: float, dtype: torch.dtype) -> float:
+    """As far as its square has a number there."""
+    return min(wanted, torch.finfo(dtype).max ** 0.5 / 64)
+
+
+@contextmanager
+def _others_random_numbers() -> Iterator[None]:
+    """Python's and numpy's are the user's: a trial takes none of them."""
+    numpy: Any = sys.modules.get("numpy")
+    mine = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(mine[0])
+        if numpy:
+            numpy.random.set_state(mine[1])
 
 
 def _devices(optimizer: torch.optim.Optimizer) -> list[torch.device]:

@@ -63,9 +63,7 @@ class UserCode:
             if record.aliased and record.kind == "grad":  # by what went on through a graph, which may be gone
                 record.forget_others()
         exposed = [r for r in self._could_be_reached() if self.guard.exposed(r)]
-        for record in exposed:
-            record.clean = False
-            self.kept.add((call, record.name))
+        self.kept.update((call, record.name) for record in exposed)
         return [*exposed, *(r for r in given if r.evictable and r not in exposed)]
 
     def see_given(self) -> None:
@@ -84,6 +82,7 @@ class UserCode:
         beside it."""
         if exposed:
             self.bring(exposed, live_bytes, "what it holds of")
+            written_unseen(exposed)
         self.outside.room(live_bytes, tick, self.guard.exposed)
 
     def expose_all(self, why: str, saved: bool = False) -> None:
@@ -158,6 +157,8 @@ class UserCode:
             name = record.name
             log.warning("teraio: %s stays in memory from now on: DLPack gave its address to others", name)
             self.residency.settle(record)
+        if record is not None:
+            record.addressed = True
 
     def bring(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
         """For user code: makes these resident, over the budget if it must be."""
@@ -226,6 +227,13 @@ class UserCode:
         kept = frozenset(self.kept)
         self.kept.clear()
         return kept
+
+
+def written_unseen(records: Iterable[Record]) -> None:
+    """User code may write into these unseen. They are here, and what was under way is over: that the copy is
+    good after a write that was undone says nothing of what comes."""
+    for record in records:
+        record.clean = False
 
 
 @contextmanager

@@ -80,8 +80,7 @@ class FakeCuda:
 
         self.Event, self.Stream = FakeEvent, FakeStream
         self.compute: Any = FakeStream()
-        self.free, self.total, self.reserved = 30, 100, 50
-        self.most = 0
+        self.free, self.total, self.reserved, self.most = 30, 100, 50, 0
         self.settings: list[str] = []
 
     def current_device(self) -> int:
@@ -175,8 +174,8 @@ def fake(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     made = FakeCuda(library)
     made.driver.fake_set(random.randrange(1000), 300)
     inside = SimpleNamespace(_accelerator_setAllocatorSettings=made.settings.append)
-    torch = SimpleNamespace(cuda=made, device=lambda *about: about, _C=inside, __version__="2.0")
-    monkeypatch.setattr(cuda, "torch", torch)
+    about = {"cuda": made, "device": lambda *about: about, "_C": inside, "__version__": "2.0"}
+    monkeypatch.setattr(cuda, "torch", SimpleNamespace(**about))
     for name in cuda.ALLOCATOR_SETTINGS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cuda, "copy_on", made.copy_on)
@@ -320,8 +319,7 @@ def test_segments_grow_unless_the_user_has_settings_of_their_own(
 
 def test_the_most_that_was_used_outlives_every_reset(fake: FakeCuda) -> None:
     device = CudaDevice()
-    for most, highest in ((70, 70), (20, 70), (90, 90), (10, 90)):
-        fake.most = most
+    for fake.most, highest in ((70, 70), (20, 70), (90, 90), (10, 90)):
         device.reset_peak()
         assert (device.peak_bytes(), device.highest_bytes()) == (0, highest)
     assert [device.libraries_bytes(budget) for budget in (2**23, 2**40)] == [2**20, cuda.LIBRARIES_BYTES]

@@ -1,0 +1,70 @@
+"""Bytes that change where no version tells are not taken for those of before: by hooks, views that a program
+gave, others' optimizers, operators and libraries."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from children import ended
+from untold_train import SCENARIOS, Clips, PerParameter
+
+from teraio.runtime import trial
+from teraio.runtime.stepped import Stepped
+
+CHILD = Path(__file__).with_name("untold_train.py")
+WHOLE = {"clips if they are large", "hooks on a whole step"}  # in a budget that has room for that
+
+
+@cache
+def results() -> dict[str, Any]:
+    done = ended([sys.executable, "-X", "faulthandler", str(CHILD), json.dumps(SCENARIOS)])
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    print(done.stderr[-3000:])
+    return {result["scenario"]: result for result in found}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_losses_weights_states_and_gradients_are_those_of_the_plain_run(scenario: str) -> None:
+    assert scenario in results(), "the process ended in it"
+    result = results()[scenario]
+    assert result["same"]
+    if scenario not in WHOLE:
+        assert result["counts"]["fetches"] > 40, "little moved: the test shows little"
+
+
+def test_an_optimizer_is_tried_again_when_a_rule_of_its_own_is_switched_on() -> None:
+    """Which may be an attribute, and no option of a group. Another number is no reason: rates change in each
+    step."""
+    optimizer = Clips([torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(3)])
+    optimizer.most = 0.0
+    about = Stepped(0)
+    about.ask(optimizer)
+    assert about.seen.reason is None
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+    before = about.seen
+    about.ask(optimizer)
+    assert about.seen is before
+    optimizer.most = 0.5
+    about.ask(optimizer)
+    assert about.seen.reason is not None and "depends on the others" in about.seen.reason
+
+
+class Takes(PerParameter):
+    """Leaves no gradient."""
+
+    def update(self, p: torch.nn.Parameter, state: dict[str, Any]) -> None:
+        p.grad = None
+
+
+def test_rows_are_not_stepped_by_an_optimizer_that_takes_the_gradient_away() -> None:
+    """It would take that of the rows, and the parameter would keep its own."""
+    optimizer = Takes([torch.nn.Parameter(torch.zeros(8, 4))])
+    assert trial.outcome(optimizer).reason is None
+    assert not trial.by_rows(optimizer)
