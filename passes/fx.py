@@ -100,8 +100,8 @@ class Reader:
         source = viewed(node)
         for name, result in elements(node.name, value):
             key = storage_key(result)
-            if source is not None:
-                self.owner.setdefault(key, self.owner[storage_key(source.meta["val"])])
+            if source is not None and (whole := storage_key(source.meta["val"])) in self.owner:  # no constant
+                self.owner.setdefault(key, self.owner[whole])
             if key in self.owner:
                 aliases.append(Alias(at, name, self.owner[key]))
             else:

@@ -148,6 +148,18 @@ def test_a_view_has_the_bytes_of_its_source_whatever_its_fake_tensor_says(view: 
     assert not any(slot.live_bytes for slot in schedule.slots[:-2]), "a view takes no bytes"
 
 
+def test_a_view_of_a_constant_is_no_ones() -> None:
+    graph, root = torch.fx.Graph(), torch.nn.Module()
+    root.register_buffer("constant", torch.ones(8))
+    constant = graph.get_attr("constant")
+    seen = graph.call_function(torch.ops.aten.detach.default, (constant,))
+    for node in (constant, seen):
+        node.meta["val"] = torch.empty(8)
+    graph.output((seen,))
+    schedule, _ = fx.insert_slots(GraphModule(root, graph), "inference")
+    assert all("constant" not in buffer.name for buffer in schedule.buffers)
+
+
 def inputs_of(value: Any) -> set[str]:
     """Names of all nodes that a value is computed from."""
     if not isinstance(value, torch.fx.Node):
