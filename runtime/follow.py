@@ -1,7 +1,7 @@
 """A plan becomes a table, tick -> operations, and a slot carries out those of its tick. A move that does not
 fit what is there is skipped and counted, never an error: a plan is a hint. A fetch that found no room is late
 and begins at the first slot that has room for it, so that kernels seldom have to ask for it. A write that is
-not done when its room is free by the plan is waited for only when a kernel needs that room (going.py).
+not done when its room is free by the plan is waited for only when someone needs that room (going.py).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Follower:
     def _move(self, what: int, record: Record, tier: str | None, here: Here) -> bool:
         if what == FETCH:
             if record.state is not State.AWAY:
-                return False
+                return self.residency.going.stays(record)
             if not self.residency.makes_way(record.size_bytes + here.live_bytes, here.tick):
                 return False
             self.mover.begin_fetch(record)
@@ -109,7 +109,7 @@ class Follower:
                 if record.pending is None or record.pending.done():
                     self.mover.end_evict(record)
                 else:
-                    self.residency.going.add(record)
+                    self.residency.going.add(record, by_plan=True)
         except StoreError as error:
             self.residency.keep_failed(record, error)
             return False

@@ -1,10 +1,11 @@
-"""Writes whose room is counted on: by a plan that has the tensor gone by now, or for what user code gets.
+"""Writes whose room is counted on: by a plan that has the tensor gone by now, or by what comes next.
 
     begin_evict      free by plan                room is asked for, and short
         |---- the write -----------------|--------------|
                           x  not done: nobody waits     x  now someone does, in the order of the plan
 
-Compute that waits for a write whose room no one needs yet waits for nothing.
+Compute that waits for a write whose room no one needs yet waits for nothing. A kernel that needs room waits
+for all of them before it sends anything else away; a planned fetch for those that its plan has gone by now.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ class Going:
         self.in_use = in_use
         self.end_evict = end_evict
         self.records: dict[int, Record] = {}  # by key, in the order in which their room is given
+        self.planned: set[int] = set()  # those that a plan has gone by now
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Record, by_plan: bool = False) -> None:
         self.records[record.key] = record
+        if by_plan:
+            self.planned.add(record.key)
 
     @property
     def size_bytes(self) -> int:
@@ -38,13 +42,15 @@ class Going:
             if record.pending is None or record.pending.done():
                 self._end(record)
 
-    def end_until(self, enough: Callable[[], bool]) -> StoreError | None:
-        """Waits for as many as it takes; returns what went wrong if something did."""
+    def end_until(self, enough: Callable[[], bool], by_plan: bool = False) -> StoreError | None:
+        """Waits for as many as it takes, of all or of those `by_plan`; returns what went wrong if something
+        did."""
         failure: StoreError | None = None
         for record in self._still():
             if enough():
                 break
-            failure = self._end(record) or failure
+            if not by_plan or record.key in self.planned:
+                failure = self._end(record) or failure
         return failure
 
     def _still(self) -> list[Record]:
@@ -52,9 +58,20 @@ class Going:
         if not self.records:
             return []
         for record in [r for r in self.records.values() if r.state is not State.LEAVING]:
-            del self.records[record.key]
+            self._forget(record)
         return [record for record in self.records.values() if not self.in_use(record)]
 
     def _end(self, record: Record) -> StoreError | None:
-        del self.records[record.key]
+        self._forget(record)
         return self.end_evict(record)
+
+    def stays(self, record: Record) -> bool:
+        """It is to come back before it has gone: it need not go. Whether it was one of these."""
+        known = self.records.get(record.key) is record and record.state is State.LEAVING
+        if known:
+            self._forget(record)
+        return known
+
+    def _forget(self, record: Record) -> None:
+        del self.records[record.key]
+        self.planned.discard(record.key)

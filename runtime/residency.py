@@ -165,11 +165,12 @@ class Residency:
         return self.short_bytes(extra_bytes) <= 0
 
     def makes_way(self, extra_bytes: int, tick: int | None) -> bool:
-        """Whether so many bytes fit, without waiting for any, if need be after spent gradients have left:
-        what was to be done with them in this step is done, and plans take them for gone. Most have a copy. Of
-        others one is begun, and the room is there at a later slot."""
+        """Whether so many bytes fit, if need be after what the plan has gone by now, and spent gradients,
+        have left: what was to be done with those in this step is done, and plans take them for gone. Most
+        have a copy. Of others one is begun, and the room is there at a later slot."""
         if self.fits(extra_bytes):
             return True
+        self.going.end_until(lambda: self.short_bytes(extra_bytes) <= 0, by_plan=True)
         short = self.short_bytes(extra_bytes) - self.going.size_bytes
         for record in sorted(self._spent(tick), key=lambda r: not self.mover.is_clean(r)):
             if short <= 0:

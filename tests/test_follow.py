@@ -144,7 +144,7 @@ def test_who_needs_room_waits_for_as_many_as_it_takes_in_the_order_of_the_plan()
         world.at(tick)
     going = world.residency.going
     assert going.size_bytes == 6
-    assert going.end_until(lambda: world.room >= 3) is None
+    assert going.end_until(lambda: world.room >= 3, by_plan=True) is None
     assert [world.records[name].state for name in "abc"] == [State.LEAVING, State.AWAY, State.AWAY]
     assert going.size_bytes == 2 and world.room == 4
 
@@ -170,6 +170,20 @@ def test_what_is_needed_after_all_does_not_go(why: str) -> None:
     assert (world.records["a"].state is State.AWAY) == (why == "a kernel uses it")
 
 
+def test_what_is_to_come_back_before_it_has_gone_stays() -> None:
+    """Neither read nor freed, and the plan was followed."""
+    world = World(0, a=2)
+    done = world.writing("a")
+    world.follow(Evict("a", "ssd", 1, 0), Fetch("a", "ssd", 2, 3))
+    for tick in range(3):
+        assert not world.at(tick)
+    done.is_so = True
+    world.residency.going.end_done()
+    assert world.records["a"].state is State.LEAVING and world.room == 0
+    counts = world.mover.counts
+    assert (counts.planned_moves, counts.skipped_moves) == (3, 0)
+
+
 def test_a_write_that_failed_is_told_to_who_waited() -> None:
     world = World(0, a=2, b=2)
     failures = [StoreError("no room"), None]
@@ -177,6 +191,7 @@ def test_a_write_that_failed_is_told_to_who_waited() -> None:
     for name in "ab":
         world.records[name].state = State.LEAVING
         going.add(world.records[name])
+    assert going.end_until(lambda: False, by_plan=True) is None and len(failures) == 2
     assert str(going.end_until(lambda: False)) == "no room"
     assert not failures and not going.records
 
