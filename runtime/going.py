@@ -54,11 +54,12 @@ class Going:
         return failure
 
     def _still(self) -> list[Record]:
-        """One that is needed after all, or was sent away by the law, is not going any more."""
+        """One that is needed after all, was sent away by the law or has died is not going any more."""
         if not self.records:
             return []
-        for record in [r for r in self.records.values() if r.state is not State.LEAVING]:
-            self._forget(record)
+        for record in list(self.records.values()):
+            if record.state is not State.LEAVING or (record.pending is None and record.dead()):
+                self._forget(record)
         return [record for record in self.records.values() if not self.in_use(record)]
 
     def _end(self, record: Record) -> StoreError | None:

@@ -168,11 +168,11 @@ class Registry:
         if record.name != name:
             self.residency.rename(record, name)
         record.own_holders = 1
-        written = gradient._version != record.version  # by a hook, since it was made
+        written = not taken_over or gradient._version != record.version  # by a hook, since it was made
         self.residency.unsettle(record)
         self.guard.watch(gradient, record, fresh=True)
         record.version = record.versions()
-        record.clean = record.clean and taken_over and not written
+        record.clean = record.clean and not written
         self.describe(record)
         return record
 

@@ -42,7 +42,13 @@ class World:
     @staticmethod
     def record(name: str, size: int) -> Any:
         return SimpleNamespace(
-            name=name, size_bytes=size, state=State.AWAY, evictable=True, key=name, dead=lambda: False
+            name=name,
+            size_bytes=size,
+            state=State.AWAY,
+            evictable=True,
+            key=name,
+            pending=None,
+            dead=lambda: False,
         )
 
     def writing(self, name: str) -> Any:
@@ -149,7 +155,7 @@ def test_who_needs_room_waits_for_as_many_as_it_takes_in_the_order_of_the_plan()
     assert going.size_bytes == 2 and world.room == 4
 
 
-@pytest.mark.parametrize("why", ["a kernel uses it", "it came back"])
+@pytest.mark.parametrize("why", ["a kernel uses it", "it came back", "it died"])
 def test_what_is_needed_after_all_does_not_go(why: str) -> None:
     world = World(0, a=2)
     done = world.writing("a")
@@ -157,6 +163,8 @@ def test_what_is_needed_after_all_does_not_go(why: str) -> None:
     world.at(0), world.at(1)
     if why == "it came back":
         world.records["a"].state = State.DEVICE
+    elif why == "it died":  # its bytes with it, and they are counted
+        world.records["a"].pending, world.records["a"].dead = None, lambda: True
     else:
         world.used.add("a")
     done.is_so = True
