@@ -27,6 +27,7 @@ class Going:
         self.planned: set[int] = set()  # those that a plan has gone by now
 
     def add(self, record: Record, by_plan: bool = False) -> None:
+        self.forget(record)
         self.records[record.key] = record
         if by_plan:
             self.planned.add(record.key)
@@ -35,6 +36,10 @@ class Going:
     def size_bytes(self) -> int:
         """What will be free without another write."""
         return sum(record.size_bytes for record in self._still())
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(record.size_bytes for record in self._still() if record.key in self.planned)
 
     def end_done(self) -> None:
         """What has been written gives its room."""
@@ -58,21 +63,22 @@ class Going:
         if not self.records:
             return []
         for record in list(self.records.values()):
-            if record.state is not State.LEAVING or (record.pending is None and record.dead()):
-                self._forget(record)
+            lives = record.pending is not None or not record.dead()
+            if record.state is not State.LEAVING or not record.evictable or not lives:
+                self.forget(record)
         return [record for record in self.records.values() if not self.in_use(record)]
 
     def _end(self, record: Record) -> StoreError | None:
-        self._forget(record)
+        self.forget(record)
         return self.end_evict(record)
 
     def stays(self, record: Record) -> bool:
         """It is to come back before it has gone: it need not go. Whether it was one of these."""
         known = self.records.get(record.key) is record and record.state is State.LEAVING
         if known:
-            self._forget(record)
+            self.forget(record)
         return known
 
-    def _forget(self, record: Record) -> None:
-        del self.records[record.key]
+    def forget(self, record: Record) -> None:
+        self.records.pop(record.key, None)
         self.planned.discard(record.key)

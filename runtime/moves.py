@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from teraio.errors import StoreError
+
 from .device import Device, Host, Mark, Pending, Start, Ticket
 from .recorder import Recorder
 from .records import HOST, SSD, Record, State
@@ -51,6 +53,7 @@ class Mover:
         self.file_bytes = 0  # read from the files that weights came from
         self.counts = Counts()
         self.recorder: Recorder | None = None
+        self.not_written: Callable[[Record, StoreError], object] = lambda record, error: None  # is told
 
     @property
     def read_bytes(self) -> int:
@@ -170,13 +173,17 @@ class Mover:
         self.leaves(record)
 
     def undo_evict(self, record: Record) -> None:
-        """The record is needed after all: it never left. Its copy is good once the write is confirmed."""
+        """The record is needed after all: it never left. Its copy is good once the write is confirmed; if it
+        failed, the bytes are here all the same."""
         assert record.state is State.LEAVING, record.name
         pending, record.pending = record.pending, None
         record.state = State.DEVICE
         if pending is not None:
-            self._timed(self.device.keep, record, pending)
-            record.clean = True
+            try:
+                self._timed(self.device.keep, record, pending)
+                record.clean = True
+            except StoreError as error:
+                self.not_written(record, error)
 
     def begin_fetch(self, record: Record, demand: bool = False) -> None:
         assert record.state is State.AWAY and record.home is not None, record.name

@@ -168,7 +168,8 @@ class Registry:
         if record.name != name:
             self.residency.rename(record, name)
         record.own_holders = 1
-        written = not taken_over or gradient._version != record.version  # by a hook, since it was made
+        # By a hook, since it was made; of what inference mode made no one knows.
+        written = not taken_over or gradient.is_inference() or gradient._version != record.version
         self.residency.unsettle(record)
         self.guard.watch(gradient, record, fresh=True)
         record.version = record.versions()

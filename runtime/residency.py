@@ -48,6 +48,7 @@ NOTHING = Need(0, 0, "")
 class Residency:
     def __init__(self, mover: Mover, budget_bytes: int, reserve_bytes: int) -> None:
         self.mover = mover
+        mover.not_written = self.keep_failed
         self.budget_bytes = budget_bytes
         self.reserve_bytes = reserve_bytes
         self.kept_bytes = 0  # of these: what user code has while a program runs
@@ -170,7 +171,8 @@ class Residency:
         have a copy. Of others one is begun, and the room is there at a later slot."""
         if self.fits(extra_bytes):
             return True
-        self.going.end_until(lambda: self.short_bytes(extra_bytes) <= 0, by_plan=True)
+        if self.short_bytes(extra_bytes) <= self.going.planned_bytes:
+            self.going.end_until(lambda: self.short_bytes(extra_bytes) <= 0, by_plan=True)
         short = self.short_bytes(extra_bytes) - self.going.size_bytes
         for record in sorted(self._spent(tick), key=lambda r: not self.mover.is_clean(r)):
             if short <= 0:
@@ -249,12 +251,14 @@ class Residency:
             self.settle(record)
             self.immovable(record)
         else:
+            self.going.forget(record)
             self.mover.begin_evict(record, tier)
 
     def keep_failed(self, record: Record, error: StoreError) -> StoreError:
         """A tensor that the store does not take stays in memory until the step ends."""
         if not self.failed:
             log.warning("teraio: %s stays in memory, others take its place: %s", record.name, error)
+        error.with_traceback(None)  # whose frames would keep a program's tensors
         self.failed[record.key] = record
         self.mover.counts.failed_moves += 1
         return error

@@ -24,14 +24,6 @@ PROGRAMS_MAX = 16
 TRYING: list[torch.optim.Optimizer] = []  # on clones, whose steps are not ours
 
 
-DECIDES = (bool, str, type(None), int, float)
-
-
-def _turned(value: Any) -> Any:
-    """On or off, or which."""
-    return value if value is None or isinstance(value, str) else bool(value)
-
-
 @contextmanager
 def trying(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     TRYING.append(optimizer)
@@ -62,18 +54,12 @@ class Stepped:
         return self.limit_bytes
 
     def ask(self, optimizer: torch.optim.Optimizer) -> None:
-        """Once, and again when its groups have become others."""
-        if (question := self._question(optimizer)) != self.asked:
-            self.asked, self.by_rows = question, None
+        """Once, and again when its groups have become others, or a rule of its own was switched on."""
+        if trial.question(optimizer, self.seen.counts) != self.asked:
+            self.by_rows = None
             with trying(optimizer):
                 self.seen = self._ask(optimizer)
-
-    def _question(self, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-        """What decides which implementation runs: names and signs, and of numbers whether they are zero."""
-        return tuple(
-            tuple((name, _turned(value)) for name, value in about.items() if isinstance(value, DECIDES))
-            for about in (trial.attributes(optimizer), *optimizer.param_groups)
-        )
+            self.asked = trial.question(optimizer, self.seen.counts)
 
     def _ask(self, optimizer: torch.optim.Optimizer) -> trial.Outcome:
         seen = trial.outcome(optimizer)

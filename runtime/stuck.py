@@ -54,7 +54,7 @@ class Stuck:
         names = {record.name for record, _ in stuck}
         if names - self.asked_again:
             self.adopt([(r.name, torch.empty(0, device=s.device).set_(s, 0, (0,), (1,))) for r, s in stuck])
-        free = [record for record, storage in stuck if movable(storage)]
+        free = [record for record, storage in stuck if movable(storage) and not record.addressed]
         for record in free:
             self.residency.unsettle(record)
         self.records = [record for record, storage in stuck if not movable(storage)]

@@ -30,6 +30,8 @@ KINDS_MAX = 6  # of parameters in a group
 SCALES = (4.0, 4.0, 1e-6, 1e6)
 # What every optimizer has, and what others hang onto it; none of it takes part in an update.
 OWN = {"state", "param_groups", "defaults", "step", "_zero_grad_profile_name", "profile_hook_step"}
+DECIDES = (bool, str, type(None), int, float)
+MISSING = object()
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, type(Ellipsis))
 
 
@@ -41,6 +43,7 @@ class Outcome:
     born: float = 2.0  # states that its first step makes
     temporaries: float = 2.0  # that the update of a parameter holds besides
     writes_gradients: bool = True  # also where no version tells
+    counts: frozenset[str] = frozenset()  # what its own steps change of its options and attributes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Tried:
     left: list[Any]  # by each step: parameters, states, groups, gradients
     random_numbers: torch.Tensor
     wrote_gradients: bool
+    counts: frozenset[str]
 
     def same(self, other: Tried) -> bool:
         return same([self.left, self.random_numbers], [other.left, other.random_numbers])
@@ -81,15 +85,15 @@ def outcome(optimizer: torch.optim.Optimizer) -> Outcome:
     if not whole.same(parts):
         return Outcome("its update of one parameter depends on the others")
     wrote = any(tried.wrote_gradients for tried in (whole, parts, watched))
-    return Outcome(None, seen.born, seen.temporaries, wrote or not _torchs_own(optimizer))
+    return Outcome(None, seen.born, seen.temporaries, wrote or not _torchs_own(optimizer), whole.counts)
 
 
 def _torchs_own(optimizer: torch.optim.Optimizer) -> bool:
     """Of which it is known that its update changes gradients always or never, for these options. Another's
     may do so from some step on, or for some values, by ways that move no version."""
     kind = type(optimizer)
-    module: str = kind.__module__
-    return module.startswith("torch.optim.") and kind.step.__wrapped__.__module__ == module  # type: ignore[attr-defined]
+    step: Any = kind.step  # AdamW's is Adam's
+    return all(module.startswith("torch.optim.") for module in (kind.__module__, step.__wrapped__.__module__))
 
 
 def _unfit(optimizer: torch.optim.Optimizer) -> str | None:
@@ -192,7 +196,7 @@ def _try(
 
         subject = stand_in(clone, walk) if slices else clone
         parameters = [parameter for group in groups for parameter in group["params"]]
-        wrote, left = False, []
+        wrote, left, before = False, [], _decides(clone)
         for scale in SCALES:
             for parameter in parameters:
                 parameter.grad = _scale(scale, parameter.dtype) * torch.randn_like(parameter)
@@ -203,7 +207,32 @@ def _try(
             states = [clone.state.get(parameter, {}) for parameter in parameters]
             outside = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             left.append(_copied([parameters, states, outside, gradients]))
-        return Tried(parameters, left, torch.get_rng_state(), wrote)
+        counts = {
+            name
+            for one, other in zip(before, _decides(clone))
+            for name in one.keys() | other.keys()
+            if one.get(name, MISSING) != other.get(name, MISSING)
+        }
+        return Tried(parameters, left, torch.get_rng_state(), wrote, frozenset(counts))
+
+
+def _decides(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What may decide which implementation runs, or which rule."""
+    about = (attributes(optimizer), *optimizer.param_groups)
+    return [{k: value for k, value in each.items() if isinstance(value, DECIDES)} for each in about]
+
+
+def question(optimizer: torch.optim.Optimizer, counts: frozenset[str]) -> tuple[Any, ...]:
+    """Names and signs, and of numbers whether they are zero, but for what its own steps change."""
+    return tuple(
+        tuple((name, _turned(value)) for name, value in about.items() if name not in counts)
+        for about in _decides(optimizer)
+    )
+
+
+def _turned(value: Any) -> Any:
+    """On or off, or which."""
+    return value if value is None or isinstance(value, str) else bool(value)
 
 
 def _copied(value: Any) -> Any:

@@ -11,6 +11,7 @@ from teraio.errors import StoreError
 from teraio.plan import Evict, Fetch, Plan
 from teraio.runtime.follow import Follower, Here, table_of
 from teraio.runtime.going import Going
+from teraio.runtime.moves import Mover
 from teraio.runtime.records import State
 from teraio.runtime.residency import Residency
 from teraio.runtime.step import Expectation
@@ -229,3 +230,25 @@ def test_a_kernel_that_needs_room_sends_no_other_tensor_away_for_it() -> None:
     assert residency.free(0, None) == (0, None) and not ended
     assert residency.free(1, None) == (0, None) and ended == ["gone"]
     assert residency.free(4, None) == (0, None) and ended == ["gone", "idle"]
+
+
+@pytest.mark.parametrize("how", ["needed by a kernel", "to come back by its plan"])
+def test_a_late_write_that_fails_is_no_error_of_who_needs_the_tensor(how: str) -> None:
+    """Its bytes are in memory; it is dirty, and not tried again in this step."""
+
+    def keep(storage: Any, pending: Any) -> None:
+        raise StoreError("no room", tensor="a", path="")
+
+    device: Any = SimpleNamespace(keep=lambda pending: keep(None, pending))
+    mover = Mover(SimpleNamespace(), device)  # type: ignore[arg-type]
+    residency = Residency(mover, budget_bytes=2**20, reserve_bytes=0)
+    record: Any = SimpleNamespace(
+        name="a", key=1, size_bytes=4, state=State.LEAVING, evictable=True, used_at=0, pins=0, clean=False
+    )
+    record.pending, record.dead = SimpleNamespace(ticket=None), lambda: False
+    residency.going.add(record, by_plan=True)
+    if how == "to come back by its plan":
+        assert residency.going.stays(record)
+    residency.ensure([record], 0, "kernel", None)
+    assert record.state is State.DEVICE and not record.clean
+    assert residency.failed == {1: record} and mover.counts.failed_moves == 1

@@ -56,6 +56,46 @@ def test_an_optimizer_is_tried_again_when_a_rule_of_its_own_is_switched_on() -> 
     assert about.seen.reason is not None and "depends on the others" in about.seen.reason
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RAdam])
+def test_of_torchs_own_it_is_known_that_gradients_are_only_read(kind: Any) -> None:
+    """So that what left in the backward need not be written again."""
+    assert not trial.outcome(kind([torch.nn.Parameter(torch.zeros(4, 4))])).writes_gradients
+
+
+class Begins(PerParameter):
+    """Makes its states in its first step, by a count of its own; without them, later ones fail."""
+
+    calls = 0
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.calls = 0
+        self.param_groups[0]["k"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["k"] == self.calls == 0:
+                    self.state[p]["seen"] = torch.zeros_like(p)
+                p.sub_(self.state[p]["seen"].add_(p.grad))
+            group["k"] += 1
+        self.calls += 1
+
+
+def test_what_an_optimizer_counts_is_no_reason_to_try_it_again() -> None:
+    optimizer = Begins([torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(3)])
+    about = Stepped(0)
+    about.ask(optimizer)
+    before = about.seen
+    assert before.reason is None
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones(4, 4)
+    optimizer.step()
+    about.ask(optimizer)
+    assert about.seen is before
+
+
 class Takes(PerParameter):
     """Leaves no gradient."""
 

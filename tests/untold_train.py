@@ -8,6 +8,7 @@ prints one JSON line per scenario: whether losses, weights, states and gradients
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import sys
@@ -152,7 +153,8 @@ class Run:
                 view.data.mul_(0.9)
             if scenario == "views of frozen weights":
                 continue
-            (loss * SCALE.get(scenario, 1.0)).backward()
+            with BACKWARD.get(scenario, contextlib.nullcontext)():
+                (loss * SCALE.get(scenario, 1.0)).backward()
             del loss, views
             BEFORE.get(scenario, lambda run, step: None)(self, step)
             self.optimizer.step()
@@ -247,6 +249,7 @@ AFTER: dict[str, Callable[[Run, int], None]] = {
     "hooks on a whole step": reads_gradients,
     "an address": lambda run, step: run.optimizer.zero_grad(set_to_none=False),
 }
+BACKWARD: dict[str, Callable[[], Any]] = {"a backward in inference mode": torch.inference_mode}
 SCALE = {"clips if they are large": 1e3}
 # 4 MiB of each in reserve; weights, gradients and states of Adam are 6.8 MiB.
 BUDGET = {
@@ -266,6 +269,7 @@ SCENARIOS = (
     "hooks on a whole step",
     "an operator of others",
     "an address",
+    "a backward in inference mode",
 )
 
 
