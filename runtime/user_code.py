@@ -80,6 +80,7 @@ class UserCode:
     def make_ready(self, exposed: Sequence[Record], live_bytes: int, tick: int | None) -> None:
         """At the last slot of a program: brings what is exposed, and makes room for what user code will take
         beside it."""
+        self.residency.going.end_until(lambda: False, by_plan=True)  # what comes next asks for no room
         if exposed:
             self.bring(exposed, live_bytes, "what it holds of")
             written_unseen(exposed)

@@ -153,9 +153,10 @@ class Run:
                 view.data.mul_(0.9)
             if scenario == "views of frozen weights":
                 continue
+            scaled_loss = loss * SCALE.get(scenario, 1.0)
             with BACKWARD.get(scenario, contextlib.nullcontext)():
-                (loss * SCALE.get(scenario, 1.0)).backward()
-            del loss, views
+                scaled_loss.backward()
+            del loss, scaled_loss, views
             BEFORE.get(scenario, lambda run, step: None)(self, step)
             self.optimizer.step()
             AFTER.get(scenario, lambda run, step: self.optimizer.zero_grad())(self, step)
