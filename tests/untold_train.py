@@ -62,8 +62,6 @@ class Chain(nn.Module):
 class PerParameter(optim.Optimizer):
     """Momentum, and what `update` does beside it."""
 
-    steps = 0
-
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 1e-2})
 
