@@ -67,12 +67,19 @@ void Search::rewrite(int32_t at) {
   touched_.push_back(index);
 }
 
+// To another tier; if that is full, a tensor from there comes instead.
 void Search::reroute(int32_t at) {
   const int32_t index = gaps_[static_cast<size_t>(at)];
   const int32_t tensor = gap(index).tensor;
   const int32_t before = now_.route(tensor);
   const int32_t other = (before + 1 + below(instance_.routes() - 1)) % instance_.routes();
-  if (now_.place(tensor, other)) touched_.push_back(index);
+  for (int32_t tries = 0; !now_.place(tensor, other); ++tries) {
+    if (tries == 12) return;
+    const int32_t away = gaps_[static_cast<size_t>(below(static_cast<int32_t>(gaps_.size())))];
+    if (now_.route(gap(away).tensor) != other || !now_.place(gap(away).tensor, before)) continue;
+    touched_.push_back(away);
+  }
+  touched_.push_back(index);
 }
 
 // Until the ledger is within the budget: somebody leaves earlier, returns later, or goes as well.

@@ -96,11 +96,11 @@ bool Search::change(int32_t focus) {
   } else if (dice < 75) {
     bring_home(near(focus));
     send_away(transfers_[static_cast<size_t>(focus)].wait);
-  } else if (dice < 90) {
+  } else if (dice < (instance_.routes() < 2 ? 90 : 82)) {
     for (int32_t count = 1 + below(2); count > 0; --count)
       send_away(transfers_[static_cast<size_t>(focus)].wait);
     if (read) hasten(focus);
-  } else if (dice < 97 || instance_.routes() < 2) {
+  } else if (dice < 88 || instance_.routes() < 2) {
     rewrite(near(focus));
   } else {
     reroute(near(focus));

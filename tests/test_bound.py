@@ -40,6 +40,13 @@ def sharing(machine: Machine, rate: int) -> Machine:
     return replace(machine, links=links, shared=(("bus", rate),))
 
 
+# Links in both directions, and of two tiers, of which one slows the other down.
+SHARING = (
+    sharing(MACHINES[2], 4 * toys.BYTE_PER_US),
+    sharing(toys.machine(device=ROOM, ssd=ROOM, host=40), 5 * toys.BYTE_PER_US // 3),
+)
+
+
 def tight_budgets(problem: Problem) -> set[int]:
     """The smallest there is, and one halfway to where everything fits."""
     floor, live = int(problem.floor.max()), int(problem.live.max())
@@ -107,6 +114,17 @@ def test_a_full_tier_pushes_traffic_to_the_slow_one() -> None:
     assert steps[0] == 8_000
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] < 3_000  # both links together carry 3 bytes per us
+
+
+def test_a_link_that_another_one_slows_down_carries_less() -> None:
+    # 8 bytes come back per step, 2 of them from the host, which has room for no more. While both links move
+    # bytes each has half of the bus, 0.2 bytes per us, and the SSD's alone has 0.25: 10 us together, and 16
+    # for the 4 bytes that the SSD has left. That link alone would say 24, the bus 20.
+    profile = toys.profile([toys.weight("a", 4, (0,)), toys.weight("b", 4, (1,))], 2)
+    machine = toys.machine(device=ROOM, ssd=ROOM, host=2, rate=toys.BYTE_PER_US // 4)
+    bus = sharing(machine, toys.BYTE_PER_US * 2 // 5)
+    assert lower_bound(build(profile, machine), machine, 4, time_limit_s=10).step_ns == 24_000
+    assert lower_bound(build(profile, bus), bus, 4, time_limit_s=10).step_ns == 26_000
 
 
 # ---- against every plan of tiny problems ----
@@ -223,7 +241,7 @@ def test_a_wrong_relaxation_is_above_some_plan(
 def test_no_planned_step_is_shorter(block: int) -> None:
     met = planned = 0
     for seed in range(block * 50, block * 50 + 50):
-        machine = (*MACHINES, SMALL, sharing(MACHINES[2], 4 * toys.BYTE_PER_US))[seed % 6]
+        machine = (*MACHINES, SMALL, *SHARING)[seed % 7]
         problem = build(toys.random_profile(seed), machine)
         for budget in tight_budgets(problem):
             try:

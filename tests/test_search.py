@@ -19,7 +19,7 @@ from teraio.passes.planner import build, events, plan, smallest_budget
 from teraio.passes.planner.index import Position, index_of, plan_of, position_of
 from teraio.passes.planner.search import improve
 from teraio.passes.planner.simulate import step_ns
-from teraio.plan import Evict, Fetch, Plan
+from teraio.plan import Evict, Fetch, Home, Plan
 from teraio.profile import Profile
 
 MACHINES = (
@@ -95,6 +95,34 @@ def test_where_links_share_a_better_plan_is_better_by_events_too() -> None:
         assert judged[0] <= judged[1], seed
         improved += judged[0] < judged[1]
     assert improved > 5
+
+
+def test_what_moves_often_changes_places_with_what_has_the_fast_tier() -> None:
+    # Weight a is fetched three times a step, b once; the host, twice as fast, has room for one, and has b.
+    profile = toys.profile(
+        [
+            toys.weight("a", 4, (0, 4, 8)),
+            toys.weight("b", 4, (0,)),
+            *(toys.activation(f"x{tick}", 8, tick, (tick + 1,)) for tick in (2, 6, 10)),
+        ],
+        12,
+    )
+    machine = toys.machine(device=10_000, ssd=10_000, host=4)
+    moves: tuple[Evict | Fetch, ...] = (
+        *(Evict("a", "ssd", tick + 1, None) for tick in (0, 4, 8)),
+        *(Fetch("a", "ssd", tick, tick) for tick in (4, 8, 0)),
+        Evict("b", "host", 1, None),
+        Fetch("b", "host", 0, 0),
+    )
+    start = Plan("", "", 8, (Home("a", "ssd"), Home("b", "host")), moves)
+    assert check(start, profile, machine).problems == ()
+    assert step_ns(start, profile, machine) == 24_000  # 12 of kernels, 3 x 4 for a, and b comes meanwhile
+    made = better(start, profile, machine)
+    assert {move.tensor: move.to for move in made.moves if isinstance(move, Evict)} == {
+        "a": "host",
+        "b": "ssd",
+    }
+    assert step_ns(made, profile, machine) == 20_000
 
 
 def test_small_tiers_are_never_overfilled() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from . import solvers
 from .rows import NS_PER_S, Rows
 
 GRID_BITS = 44  # a price is a multiple of 2**-44 ns per unit: rounding it on 10**12 bytes costs 0.03 ns
@@ -64,6 +65,8 @@ def certified_ns(rows: Rows, prices: Sequence[float]) -> int:
 
 def solve(rows: Rows, time_limit_s: float) -> Solution | None:
     """What OR-Tools' simplex says, None if it says nothing within the time."""
+    if not solvers.there():
+        return None
     from ortools.math_opt.python import mathopt
 
     unit_ns = [NS_PER_S if column < rows.stalls else 1 for column in range(rows.unknowns)]

@@ -21,6 +21,7 @@ from itertools import pairwise
 from math import gcd
 from typing import Any
 
+from . import solvers
 from .problem import Problem, Route, transfer_ns
 from .windows import Chosen, Free, Window
 
@@ -60,6 +61,8 @@ class _Transfer:
 
 def solve(problem: Problem, window: Window, time_limit_s: float, seed: int) -> list[Chosen] | None:
     """The best choice for the window that is found in the time; None if there is none below `below_ns`."""
+    if not solvers.there():
+        return None
     from ortools.sat.python import cp_model
 
     program = _Program(problem, window, cp_model.CpModel())

@@ -11,6 +11,7 @@ from typing import Any
 
 from teraio.errors import PlanError
 
+from . import solvers
 from .choose import Choice, lifetime, no_room
 from .problem import Problem
 
@@ -19,11 +20,13 @@ PACKING_S = 5.0  # for a solver that needs milliseconds where tensors are hundre
 
 def packed(problem: Problem, budget_bytes: int) -> Choice:
     """PlanError with the certificate if nothing fits, or if none was found in time."""
-    from ortools.sat.python import cp_model
-
     gaps, routes = problem.gaps, problem.routes
     if not routes:
         raise no_room(problem, budget_bytes)
+    if not solvers.there():
+        raise PlanError(f"{no_room(problem, budget_bytes)} (ortools, which is missing, might find a way)")
+    from ortools.sat.python import cp_model
+
     model = cp_model.CpModel()
     places: dict[int, list[Any]] = {}
     for gap in gaps:

@@ -17,6 +17,8 @@ those of links that share a bandwidth; a slow tier holds what is away in it. The
   check in truth is no more than the fluid's.
 - A version is written once per tier and leaves for nothing afterwards; one that no kernel makes always does.
 - Steps that differ from each other average to a point of the relaxation, because it is convex.
+- Where links share a bandwidth, one that could take more than its part of it loses time to each other one that
+  moves bytes meanwhile.
 - The latency of a transfer is part of its time, but not where links share a bandwidth: it moves no bytes.
 - In a group every byte moves at the price of the cheapest.
 - What is fetched within a gap and leaves again might as well have stayed away.
@@ -26,9 +28,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 from teraio.machine import Link
 
@@ -270,6 +272,12 @@ class _Builder:
         for (link, interval), terms in self.on_link.items():
             timed.append((link, interval, len(self.rows.low)))
             self.rows.add(None, lengths_ns[interval], [*_merged(terms), (interval, -1)])
+        for one, other, slower in self._beside():
+            for interval in range(len(checks)):
+                lost = [(column, _part(ns, slower)) for column, ns in self.on_link[other, interval]]
+                timed.append((f"{_name(one)} beside {_name(other)}", interval, len(self.rows.low)))
+                terms = [*_merged([*self.on_link[one, interval], *lost]), (interval, -1)]
+                self.rows.add(None, lengths_ns[interval], terms)
         for (name, interval), terms in self.on_shared.items():
             rate = self.shared[name]
             times = [(column, size * NS_PER_S // rate) for column, size in _merged(terms)]
@@ -280,6 +288,29 @@ class _Builder:
                 terms = [*self.in_tier[route, check], *self.held[route]]
                 self.rows.add(None, route.capacity_bytes, terms)
         return tuple(timed)
+
+    def _beside(self) -> Iterator[tuple[Link, Link, int]]:
+        """Each link that is slower than alone while another moves bytes, that other one, and what the first
+        loses of a second of its time by each second of the other's, in ns."""
+        sharing = list(dict.fromkeys(link for link, _ in self.on_link if link.shares is not None))
+        for one, other in permutations(sharing, 2):
+            if one.shares is None or one.shares != other.shares:
+                continue
+            alone, others = one.bandwidth_bytes_per_s, other.bandwidth_bytes_per_s
+            whole = self.shared[one.shares]
+            rate = min(alone, max(-(-whole // 2), whole - others))  # at most, if both move
+            others_rate = min(others, max(-(-whole // 2), whole - alone))
+            if rate < alone:
+                yield one, other, others * (alone - rate) * NS_PER_S // (others_rate * alone)
+
+
+def _part(ns: int, of_second: int) -> int:
+    """So many ns of each second, rounded towards nothing."""
+    return ns * of_second // NS_PER_S if ns >= 0 else -(-ns * of_second // NS_PER_S)
+
+
+def _name(link: Link) -> str:
+    return f"{link.source}>{link.target}"
 
 
 def _merged(terms: Terms) -> Terms:

@@ -1,0 +1,55 @@
+"""Where OR-Tools is missing plans are made all the same, by search alone, and that is said once."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+import toys
+
+from teraio.check import check
+from teraio.errors import PlanError
+from teraio.passes import planner
+from teraio.passes.planner import packing, solvers
+from teraio.passes.planner.bound import lower_bound_ns
+from teraio.passes.planner.problem import build
+
+
+@pytest.fixture
+def _without(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    solvers.there.cache_clear()
+    yield
+    solvers.there.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["auto", "greedy", "search", "ilp", "none", "teraio-paper"])
+def test_every_planner_works_without_them(
+    _without: None, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    profile, machine = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
+    caplog.set_level(logging.WARNING, "teraio")
+    made = planner.plan(profile, machine, 1_500, planner=name, time_limit_s=1.0)
+    again = planner.plan(profile, machine, 1_500, planner=name, time_limit_s=1.0)
+    assert made.budget_bytes == again.budget_bytes == 1_500
+    assert name == "none" or check(made, profile, machine).problems == ()
+    assert made.predicted.bound_ns == lower_bound_ns(build(profile, machine), 1_500)
+    assert [record.message for record in caplog.records if "OR-Tools" in record.message] == [
+        caplog.records[0].message
+    ]
+    assert "pip install ortools" in caplog.records[0].message
+
+
+def test_full_tiers_say_that_a_solver_might_find_room(_without: None) -> None:
+    profile = toys.profile([toys.weight("a", 4, (0,)), toys.weight("b", 4, (1,))], 2)
+    with pytest.raises(PlanError, match="ortools, which is missing"):
+        packing.packed(build(profile, toys.machine(ssd=3)), 4)
+
+
+def test_with_them_the_bound_is_a_better_one() -> None:
+    profile, machine = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
+    assert solvers.there()
+    made = planner.plan(profile, machine, 1_500, planner="greedy", time_limit_s=1.0)
+    assert made.predicted.bound_ns > lower_bound_ns(build(profile, machine), 1_500)
