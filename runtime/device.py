@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from teraio import _native
 
 from . import memory, resident, spare
+from .clock import Clock, HostClock
 
 if TYPE_CHECKING:
     from . import measure
@@ -117,7 +118,7 @@ class Host(Protocol):
         ...
 
 
-class Device(Protocol):
+class Device(Clock, Protocol):
     """All that the engine asks of a device. One end per begin, on the thread that launches the kernels."""
 
     kind: str
@@ -212,7 +213,7 @@ class Device(Protocol):
         ...
 
 
-class Ordered:
+class Ordered(HostClock):
     """What is the same for all kinds of devices, over four primitives that each kind has its own of."""
 
     sees_pages = False

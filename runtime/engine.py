@@ -60,7 +60,7 @@ class Engine:
         self.residency = Residency(self.mover, budget_bytes, reserve_bytes)
         self.on_step = on_step
         self.at_rest: Callable[[], None] = lambda: None  # called where no compiled program runs
-        self.tracker = StepTracker(self.pace.begins)
+        self.tracker = StepTracker(self.pace.begins, device)
         self.user = UserCode(self.residency, self.mover, device, self.tracker)
         self.guard = self.user.guard
         self.registry = Registry(self.residency, self.tracker, self.user, keep)
@@ -118,8 +118,8 @@ class Engine:
         self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int
     ) -> Iterator[tuple[list[Record], int | None]]:
         """A slot, which stops once where moves come: with what may not leave in them, and the tick."""
-        began_ns = time.perf_counter_ns()
         residency, tracker = self.residency, self.tracker
+        began = self.mover.device.moment() if index == 0 or tracker.running is not None else None
         stop = program.stops[index]
         if residency.torn is not None:
             residency.refuse_torn()
@@ -152,7 +152,7 @@ class Engine:
             unmovable = live_bytes + residency.fixed_bytes + residency.reserve_bytes
             if own and index < program.last:
                 self.unseen.leaves(live_bytes)
-            tracker.visited(index, began_ns, time.perf_counter_ns(), unmovable)
+            tracker.visited(index, began, self.mover.device.moment(), unmovable)
 
     def _enter(self, program: Program, tensors: Sequence[Any]) -> None:
         self.user.outside.ends()
@@ -206,8 +206,7 @@ class Engine:
         self.user.keeps_after_optimizer(used)
         for record in self.stuck.retry():  # now: no program holds them
             self.registry.describe(record)
-        self.tracker.stepped_at_ns = time.perf_counter_ns()
-        self.pace.ends()
+        self.tracker.stepped = self.pace.ends()
         self.user.hand_over()
         self.at_rest()
 
@@ -218,12 +217,12 @@ class Engine:
         self.residency.failed.clear()
         self.residency.bury()
         self.registry.end_step()
-        if self.tracker.programs and not self.tracker.stepped_at_ns:  # inference
-            self.pace.ends()
+        if self.tracker.programs and self.tracker.stepped is None:  # inference
+            self.tracker.stepped = self.pace.ends()
         if (recorder := self.mover.recorder) is not None:
             expected = self.tracker.expected
             recorder.end_step(
-                self.tracker.stepped_at_ns or time.perf_counter_ns(),
+                self.pace.ended_ns or time.perf_counter_ns(),
                 self.tracker.training,
                 expected.settled or bool(expected.table),
             )
@@ -312,7 +311,7 @@ class Engine:
 
     def shut_down(self) -> None:
         """Everything that is away comes back, budget or not, and the store is given up."""
-        if self.tracker.stepped_at_ns:
+        if self.tracker.stepped is not None:
             self.end_step()
         self.guard.end()
         self.residency.bring_all_back(self.guard.exposed)

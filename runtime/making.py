@@ -151,6 +151,8 @@ def _taken_by(func: Any, args: Any, kwargs: Any) -> int:
     cannot say before it has seen numbers, nothing is known."""
     if any(result.alias_info is not None for result in func._schema.returns):
         return 0  # a view, or in place
+    if any(tensor.device.type not in ("cpu", "meta") for tensor in _tensors((*args, *kwargs.values()))):
+        return 0  # it would be computed there, and random numbers drawn, once more
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "cpu":
         return 0

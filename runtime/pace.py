@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from teraio.units import fmt_bytes, fmt_ns
 
@@ -28,7 +28,7 @@ class Stats(TypedDict, total=False):
     step: int  # how many were taken
     phase: Phase  # of the step that comes next
     step_ns: int  # from its first kernel to the end of its optimizer
-    step_stall_ns: int  # of that, waiting for transfers
+    step_stall_ns: int  # of that, the host waiting for transfers
     step_misses: int  # fetches that no plan asked for
     step_written_bytes: int  # device to SSD
     step_read_bytes: int  # SSD to device
@@ -62,7 +62,10 @@ class Pace:
     def __init__(self, mover: Mover) -> None:
         self.mover = mover
         self.begun = 0
-        self.begun_ns = 0
+        moment = mover.device.moment()
+        self.began = moment
+        self.took: tuple[Any, Any] = moment, moment  # the last step: from when to when
+        self.ended_ns = 0  # when that was by the host's clock; 0 while a step goes on
         self.at_begin: tuple[int, ...] = self._sums()
         self.peak_bytes = 0  # before this step
         self.last: Stats = {}
@@ -74,17 +77,17 @@ class Pace:
     def begins(self) -> None:
         """The first program of a step runs next."""
         self.begun += 1
-        self.begun_ns = time.perf_counter_ns()
+        self.began, self.ended_ns = self.mover.device.moment(), 0
         self.at_begin = self._sums()
         self.peak_bytes = max(self.peak_bytes, self.mover.counts.peak_bytes)
         self.mover.counts.peak_bytes = 0
 
-    def ends(self) -> None:
-        """An optimizer has stepped; where there are several, each ends it anew."""
+    def ends(self) -> Any:
+        """An optimizer has stepped; where there are several, each ends it anew. The moment."""
         stall_ns, misses, written, read = (n - b for n, b in zip(self._sums(), self.at_begin))
+        self.took, self.ended_ns = (self.began, self.mover.device.moment()), time.perf_counter_ns()
         self.last = {
             "step": self.begun,
-            "step_ns": time.perf_counter_ns() - self.begun_ns,
             "step_stall_ns": stall_ns,
             "step_misses": misses,
             "step_written_bytes": written,
@@ -95,12 +98,18 @@ class Pace:
             log.debug(
                 "teraio: step %d: %s, of it %s of waiting; misses: %d; written %s, read %s",
                 self.begun,
-                fmt_ns(self.last["step_ns"]),
+                fmt_ns(self._step_ns()),
                 fmt_ns(stall_ns),
                 misses,
                 fmt_bytes(written),
                 fmt_bytes(read),
             )
+
+        return self.took[1]
+
+    def _step_ns(self) -> int:
+        began_ns, ended_ns = self.mover.device.times_ns(self.took)
+        return ended_ns - began_ns
 
     def stats(self, expected: Expectation, budget_bytes: int) -> Stats:
         mover = self.mover
@@ -113,6 +122,8 @@ class Pace:
         sums["phase"] = expected.phase
         sums["step"] = 0
         sums.update(self.last)
+        if self.last:
+            sums["step_ns"] = self._step_ns()
         predicted = expected.predicted
         if predicted is not None and predicted.step_ns:
             sums["predicted_step_ns"] = predicted.step_ns

@@ -11,6 +11,7 @@ Files are those that torch writes, byte for byte.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -67,8 +68,11 @@ def _pickling(module: Any, engine: _engine.Engine, pinned: contextlib.ExitStack,
     class Pickler(module.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor) and (record := _record(engine, obj)) is not None:
-                if not stays and obj.device.type == "cpu":
-                    return _reduced(obj, record.size_bytes)
+                if not stays and not (_elsewhere(obj) and _pinned_copies()):
+                    reduced = _reduced(obj, record.size_bytes)
+                    if _elsewhere(obj):
+                        pinned.enter_context(_copied_when_written(engine, record, reduced))
+                    return reduced
                 pinned.enter_context(engine.user.holding([record], "save"))
             other = getattr(super(), "reducer_override", None)
             return NotImplemented if other is None else other(obj)
@@ -98,6 +102,35 @@ def _reduced(tensor: torch.Tensor, size_bytes: int) -> Any:
     return reduced
 
 
+def _elsewhere(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def _pinned_copies() -> bool:
+    """torch then copies by itself, and does not ask the storage."""
+    from torch.utils.serialization import config
+
+    return bool(config.save.use_pinned_memory_for_d2h)
+
+
+@contextlib.contextmanager
+def _copied_when_written(engine: _engine.Engine, record: Record, reduced: Any) -> Iterator[None]:
+    """A GPU's storage is copied by torch just before it is written: only then it comes back."""
+
+    def copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        with engine.user.holding([record], "save"):
+            return torch.UntypedStorage.cpu(storage)
+
+    storages = [typed._untyped_storage for typed in _storages(reduced)]
+    for storage in storages:
+        storage.cpu = functools.partial(copied, storage)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for storage in storages:
+            storage.__dict__.pop("cpu", None)
+
+
 def _storages(reduced: Any) -> Iterator[TypedStorage]:
     for part in reduced:
         if isinstance(part, TypedStorage):
@@ -120,6 +153,7 @@ class Writer:
         record = None
         if isinstance(data, torch.UntypedStorage):
             record = self._engine.residency.records.get(data._cdata)
+            size_bytes = max(size_bytes, data.nbytes())  # torch asked before it came back
         if record is None:
             self._archive.write_record(name, data, size_bytes)
             return

@@ -8,13 +8,13 @@ when optimizers have stepped and a program comes; among programs of inference, w
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from teraio.plan import Evict, Plan, Predicted
 from teraio.schedule import Call, Step
 
+from .clock import Clock, HostClock
 from .records import HOST
 
 if TYPE_CHECKING:
@@ -27,20 +27,36 @@ TensorFacts = tuple[str, str, int, bool]  # name, kind, size_bytes, persistent
 
 
 class Running:
-    """The call that is going on, as it is measured."""
+    """A call, as it is measured: between which moments it stood at each slot."""
 
     def __init__(self, program: Program) -> None:
         slots = len(program.schedule.slots)
         self.program = program
-        self.at_ns = [0] * slots
-        self.stall_ns = [0] * slots
+        self.stood: list[tuple[Any, Any] | None] = [None] * slots
         self.live_bytes = [0] * slots
+        self.tensors: tuple[str, ...] = ()
 
-    def finish(self, name: Callable[[int], str]) -> Call:
-        tensors = tuple(name(buffer) for buffer in range(len(self.program.schedule.buffers)))
-        return Call(
-            self.program.schedule, tensors, tuple(self.at_ns), tuple(self.live_bytes), tuple(self.stall_ns)
-        )
+    def close(self) -> None:
+        """Its program may be called again: who its buffers were is kept here."""
+        self.tensors = tuple(record.name if record else "" for record in self.program.bound)
+
+
+def _calls(measured: Sequence[Running], ended: Any, clock: Clock) -> tuple[tuple[Call, ...], int]:
+    """What the clock says of a whole step: its calls, and when it was over."""
+    stood = [each for running in measured for each in running.stood if each is not None]
+    times = clock.times_ns([*(moment for each in stood for moment in each), ended])
+    calls, at = [], 0
+    for running in measured:
+        at_ns, stall_ns = [], []
+        for each in running.stood:
+            began_ns, left_ns = times[at : at + 2] if each is not None else (0, 0)
+            at += 2 if each is not None else 0
+            at_ns.append(left_ns)
+            stall_ns.append(left_ns - began_ns)
+        live_bytes = tuple(running.live_bytes)
+        schedule = running.program.schedule
+        calls.append(Call(schedule, running.tensors, tuple(at_ns), live_bytes, tuple(stall_ns)))
+    return tuple(calls), times[-1]
 
 
 class Expectation:
@@ -95,22 +111,23 @@ class Expectation:
 
 
 class StepTracker:
-    def __init__(self, begins: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, begins: Callable[[], None] = lambda: None, clock: Clock | None = None) -> None:
         self.begins = begins  # is told when the first call of a step is entered
+        self.clock = clock or HostClock()
         self.known: dict[tuple[str, ...], Expectation] = {}  # the most recent is the last
         self.expected = Expectation((), ())
         self.at = 0  # calls of the expected step that have begun
         self.base: int | None = None  # the tick of the running call's first slot
         self.number = 0  # of the call that runs, within the step
         self.programs: list[Program] = []  # that ran so far in this step
-        self.calls: list[Call] = []  # as far as they were measured
+        self.calls: list[Running] = []  # as far as they were measured
         self.running: Running | None = None
         self.outside: dict[int, int] = {}  # of this step, as in Expectation
         self.kept: dict[int, int] = {}  # likewise
         self.touched: dict[int, list[str]] = {}
         self.foreign = False  # the running call is no part of the expected step
         self.first: Any = None  # what the step began with
-        self.stepped_at_ns = 0  # when an optimizer last did in this step
+        self.stepped: Any = None  # the moment when an optimizer last did in this step
         self.training = False  # a program of this step will have a backward, or is one
 
     @property
@@ -127,7 +144,7 @@ class StepTracker:
     def is_over(self, program: Program, mark: Any) -> bool:
         """Whether the step so far ends before this program: an optimizer has stepped, or there was nothing
         but inference, and it comes round again or a training step begins."""
-        if self.stepped_at_ns:
+        if self.stepped is not None:
             return True
         if self.training or not self.programs:
             return False
@@ -171,17 +188,16 @@ class StepTracker:
         """The tick of this slot, or None where the step does not follow one that is known."""
         return None if self.base is None else self.base + index
 
-    def visited(self, index: int, began_ns: int, left_ns: int, live_bytes: int) -> None:
+    def visited(self, index: int, began: Any, left: Any, live_bytes: int) -> None:
         running = self.running
         assert running is not None
-        running.at_ns[index] = left_ns
-        running.stall_ns[index] = left_ns - began_ns
+        running.stood[index] = began, left
         running.live_bytes[index] = live_bytes
 
     def _close(self) -> None:
         if self.running is not None:
-            bound = self.running.program.bound
-            self.calls.append(self.running.finish(lambda b: bound[b].name if bound[b] else ""))  # type: ignore[union-attr]
+            self.running.close()
+            self.calls.append(self.running)
             self.running = None
 
     def drop(self) -> None:
@@ -213,9 +229,9 @@ class StepTracker:
     ) -> Step | None:
         """Ends the step and expects another one like it; returns it if all of it was measured."""
         self._close()
-        ended_ns, self.stepped_at_ns = self.stepped_at_ns or time.perf_counter_ns(), 0
+        ended, self.stepped = self.stepped, None
         programs, self.programs = self.programs, []
-        calls, self.calls = tuple(self.calls), []
+        measured, self.calls = self.calls, []
         outside, self.outside = self.outside, {}
         kept, self.kept = self.kept, {}
         touched, self.touched = self.touched, {}
@@ -231,8 +247,9 @@ class StepTracker:
         self.expected.touched = {call: tuple(names) for call, names in touched.items()}
         while len(self.known) > EXPECTATIONS_MAX:
             del self.known[next(iter(self.known))]
-        if len(calls) < len(programs):
+        if len(measured) < len(programs):
             return None
+        calls, ended_ns = _calls(measured, ended or self.clock.moment(), self.clock)
         names = {name for call in calls for name in call.tensors if name}
         kinds = tuple(sorted(k for name in names if (k := describe(name)) is not None))
         taken = tuple(self.expected.outside.get(call, 0) for call in range(len(calls)))

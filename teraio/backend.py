@@ -93,8 +93,12 @@ def _compile(
 
 
 def _kind_of(inputs: list[Any]) -> str:
-    """Of the device that a graph runs on; a tensor of one element may lie anywhere."""
-    kinds = {x.device.type for x in inputs if isinstance(x, torch.Tensor) and x.numel() > 1}
+    """Of the device that a graph runs on. A tensor of one element may lie in RAM wherever that is, so a graph
+    of such ones, or of none, is one of the device that the process has."""
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    kinds = {x.device.type for x in tensors if x.numel() > 1 or x.device.type != "cpu"}
+    if not kinds and session.SESSION is not None:
+        return session.SESSION.device.kind
     others = kinds - {"cpu", "cuda", "meta"}
     if others and not disabled():
         names = ", ".join(sorted(others))

@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cache
 from pathlib import Path
 
 from teraio.doctor import machine_of
@@ -43,7 +42,7 @@ class Tiers:
             on_fallback=options.on_fallback,
             write_per_day_bytes=options.max_write_per_day,
         )
-        link, weights = drives(self.store.directories)
+        link, weights = drives(self.store.directories, device)
         self.store.extents.weights[:] = weights
         links = [link]
         self.host_bytes = host_bytes(options)
@@ -98,15 +97,20 @@ def host_bytes(options: Options) -> int:
     return (options.host_memory or HOST_SHARE).resolve(memory.read().obtainable_bytes, 0)
 
 
-def drives(directories: Sequence[Path]) -> tuple[measure.Link, list[int]]:
+def drives(directories: Sequence[Path], device: Device) -> tuple[measure.Link, list[int]]:
     """All drives of a store as one link, and how fast each directory is: several on one drive divide it."""
     numbers = [os.stat(directory).st_dev for directory in directories]
-    links = {number: _link(directory) for number, directory in zip(numbers, directories)}
+    links = {number: _link(directory, device) for number, directory in zip(numbers, directories)}
     rates = {n: link.evict_bytes_per_s + link.fetch_bytes_per_s for n, link in links.items()}
     return measure.joined(list(links.values())), [max(rates[n] // numbers.count(n), 1) for n in numbers]
 
 
-@cache
-def _link(directory: Path) -> measure.Link:
-    """How fast the store is, in about half a second; once per process and directory."""
-    return measure.store_link(directory, seconds=LOOK_S, limit_bytes=64 * 2**20).link
+_KNOWN: dict[tuple[Path, str], measure.Link] = {}  # by directory and kind of device: once per process
+
+
+def _link(directory: Path, device: Device) -> measure.Link:
+    """How fast the store is, in about half a second."""
+    if (directory, device.kind) not in _KNOWN:
+        measured = measure.store_link(directory, LOOK_S, limit_bytes=64 * 2**20, device=device)
+        _KNOWN[directory, device.kind] = measured.link
+    return _KNOWN[directory, device.kind]

@@ -38,11 +38,11 @@ def _done(self: Pending) -> bool:
 def plans(rate: int = RATE) -> None:
     """From now on, in this process."""
 
-    def link(directory: Path) -> Link:
+    def link(directory: Path, device: object) -> Link:
         return Link("ssd", rate, rate, rate, rate, LATENCY_NS, LATENCY_NS)
 
     lifetimes._durations = _durations
-    tiers._link = link  # type: ignore[assignment]
+    tiers._link = link
     Pending.done = _done  # type: ignore[method-assign]
     earlier.DRIFT_PERCENT = 10**9  # none is planned again because it took another time
 

@@ -23,7 +23,7 @@ from children import ended
 from touch_child import World, is_away, plain_facts, record_of, send_away, twin_of
 
 import teraio
-from teraio.runtime import engine
+from teraio.runtime import engine, saves
 
 CHILD = Path(__file__).with_name("checkpoint_child.py")
 LAYERS, TENSOR_BYTES = 6, 64 * 64 * 4
@@ -93,6 +93,28 @@ def test_a_file_is_the_one_that_torch_writes_byte_for_byte(worlds: tuple[World, 
     assert written(all_of(world)) == written(all_of(twin))
     assert overrun() == 0, "it was not written a tensor at a time"
     assert sum(map(is_away, tensors(world))) >= len(tensors(world)) // 2
+
+
+@pytest.mark.parametrize("brought", [True, False])
+def test_what_is_on_a_gpu_comes_back_one_by_one_too(
+    worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch, brought: bool
+) -> None:
+    """There torch asks for the size, copies to RAM, and writes that; what is away would have no bytes."""
+    world, twin = worlds
+    write, copies = saves.Writer.write_record, []
+
+    def on_gpu(writer: saves.Writer, name: str, data: Any, size_bytes: int) -> None:
+        if isinstance(data, torch.UntypedStorage):
+            copies.append(data.cpu() if brought else data.clone())
+            data, size_bytes = copies[-1], data.nbytes()
+        write(writer, name, data, size_bytes)
+
+    monkeypatch.setattr(saves, "_elsewhere", lambda tensor: True)
+    monkeypatch.setattr(torch.UntypedStorage, "cpu", torch.UntypedStorage.clone)
+    monkeypatch.setattr(saves.Writer, "write_record", on_gpu)
+    assert (written(all_of(world)) == written(all_of(twin))) == brought
+    assert len(copies) > LAYERS and overrun() == 0, "it was not written a tensor at a time"
+    assert not any("cpu" in vars(tensor.untyped_storage()) for tensor in tensors(world))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_cuda import SIZE, FakeCuda, FakeStorage
 
 from teraio import _native
 from teraio.runtime import cuda
@@ -21,7 +23,6 @@ from teraio.runtime.cuda import CudaDevice, HostTier, Place
 
 KIB = 1024
 GIB = 2**30
-SIZE = 64 * KIB
 
 
 @pytest.fixture(scope="module")
@@ -35,138 +36,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
         [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", source, "-o", target], check=True
     )
     return str(target)
-
-
-class FakeCuda:
-    """As much of `torch.cuda` as the device uses, over the fake driver. Kernels read and write bytes."""
-
-    def __init__(self, library: str) -> None:
-        self.driver = ctypes.CDLL(library)
-        self.driver.fake_alloc.restype = ctypes.c_uint64
-        driver = self.driver
-
-        class FakeEvent:
-            def __init__(self) -> None:
-                self.handle = ctypes.c_void_p()
-                driver.cuEventCreate(ctypes.byref(self.handle), 0)
-
-            @property
-            def cuda_event(self) -> int:
-                return self.handle.value or 0
-
-            def record(self, stream: FakeStream) -> None:
-                driver.cuEventRecord(self.handle, stream.handle)
-
-            def __del__(self) -> None:
-                driver.cuEventDestroy_v2(self.handle)
-
-        class FakeStream:
-            def __init__(self, device: Any = None, priority: int = 0) -> None:
-                self.handle = ctypes.c_void_p()
-                driver.cuStreamCreate(ctypes.byref(self.handle), 0)
-
-            def wait_event(self, event: FakeEvent) -> None:
-                driver.cuStreamWaitEvent(self.handle, event.handle, 0)
-
-            def wait_stream(self, other: FakeStream) -> None:
-                event = FakeEvent()
-                event.record(other)
-                self.wait_event(event)
-
-            def synchronize(self) -> None:
-                event = FakeEvent()
-                event.record(self)
-                driver.cuEventSynchronize(event.handle)
-
-        self.Event, self.Stream = FakeEvent, FakeStream
-        self.compute: Any = FakeStream()
-        self.free, self.total, self.reserved, self.most = 30, 100, 50, 0
-        self.settings: list[str] = []
-
-    def current_device(self) -> int:
-        return 0
-
-    def synchronize(self, device: Any = None) -> None:
-        self.compute.synchronize()
-
-    def current_stream(self, device: Any = None) -> Any:
-        return self.compute
-
-    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        return self.free, self.total
-
-    def memory_reserved(self, device: Any = None) -> int:
-        return self.reserved
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        return self.most
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        self.most = 0
-
-    # ---- what a program does
-
-    def copy_on(self, stream: Any, storage: FakeStorage, address: int, size: int, out: bool) -> None:
-        there, here, count = (
-            ctypes.c_uint64(storage.data_ptr()),
-            ctypes.c_void_p(address),
-            ctypes.c_size_t(size),
-        )
-        if out:
-            self.driver.cuMemcpyDtoHAsync_v2(here, there, count, stream.handle)
-        else:
-            self.driver.cuMemcpyHtoDAsync_v2(there, here, count, stream.handle)
-
-    def write(self, storage: FakeStorage, data: bytes) -> Any:
-        """A kernel that writes. Returns what must live until it has run."""
-        held = ctypes.create_string_buffer(data, len(data))
-        self.write_at(storage.data_ptr(), held)
-        return held
-
-    def write_at(self, address: int, held: Any) -> None:
-        self.driver.fake_kernel_write(
-            self.compute.handle, ctypes.c_uint64(address), held, ctypes.c_size_t(len(held))
-        )
-
-    def read(self, storage: FakeStorage) -> Any:
-        """A kernel that reads: the buffer that it fills when it runs."""
-        seen = ctypes.create_string_buffer(SIZE)
-        there = ctypes.c_uint64(storage.data_ptr())
-        self.driver.fake_kernel_read(self.compute.handle, seen, there, ctypes.c_size_t(SIZE))
-        return seen
-
-
-POISON = ctypes.create_string_buffer(b"\xdd" * SIZE, SIZE)
-
-
-class FakeStorage:
-    """Freed memory goes at once to whatever the compute stream runs next: a kernel that poisons it."""
-
-    pool: list[int]
-
-    def __init__(self, fake: FakeCuda, pool: list[int]) -> None:
-        self.fake = fake
-        self.pool = pool
-        self.address = 0
-        self.resize_(SIZE)
-
-    def resize_(self, size: int) -> None:
-        if size:
-            assert not self.address
-            self.address = (
-                self.pool.pop() if self.pool else self.fake.driver.fake_alloc(ctypes.c_size_t(SIZE))
-            )
-        else:
-            self.fake.write_at(self.address, POISON)
-            self.pool.append(self.address)
-            self.address = 0
-
-    def nbytes(self) -> int:
-        return SIZE if self.address else 0
-
-    def data_ptr(self) -> int:
-        assert self.address, "a storage is used while it is away"
-        return self.address
 
 
 @pytest.fixture
@@ -289,6 +158,30 @@ def test_another_current_stream_is_put_behind_the_last_one(fake: FakeCuda) -> No
     fake.synchronize()
     assert seen.raw == held.raw
     assert fake.compute is not first
+
+
+def test_time_passes_as_kernels_run_and_not_as_they_are_given(fake: FakeCuda) -> None:
+    device = CudaDevice()
+    tier = device.host(2 * SIZE)
+    place = tier.reserve(SIZE)
+    assert place is not None
+    storage = FakeStorage(fake, [])
+    moments = [device.moment()]
+    fake.driver.fake_gate.restype = ctypes.c_void_p
+    gate = ctypes.c_void_p(fake.driver.fake_gate(fake.compute.handle))
+    moments.append(device.moment())
+    ticket = tier.write(place)(storage, device.mark())
+    asked_ns = time.perf_counter_ns()
+    time.sleep(0.05)
+    assert not ticket.done(), "the copy waits for the kernel"
+    waited_ns = time.perf_counter_ns() - asked_ns
+    fake.driver.fake_open(gate)
+    moments.append(device.moment())
+    started_ns, over_ns, end_ns = device.times_ns(moments)
+    assert started_ns == 0 and over_ns >= waited_ns - 1000 and end_ns >= over_ns
+    assert device.times_ns(moments[:1]) == [0] and device.times_ns([]) == []
+    device.drain()
+    assert ticket.done()
 
 
 def test_a_mark_inside_a_side_stream_is_a_programmer_error(fake: FakeCuda) -> None:

@@ -280,7 +280,7 @@ def carry(monkeypatch: pytest.MonkeyPatch, rate: int, updated: int) -> None:
     monkeypatch.setattr(
         tiers,
         "_link",
-        lambda directory: replace(link, tier="ssd", evict_bytes_per_s=10**6, fetch_bytes_per_s=10**6),
+        lambda *about: replace(link, tier="ssd", evict_bytes_per_s=10**6, fetch_bytes_per_s=10**6),
     )
     monkeypatch.setattr(host_choice, "update_bytes_per_s", lambda: updated)
 

@@ -75,7 +75,7 @@ def test_an_optimizer_ends_the_step_and_a_second_one_belongs_to_it() -> None:
     run(tracker, A)
     for name in ("first", "second"):
         run(tracker, program(name, slots=1))
-        tracker.stepped_at_ns = 7
+        tracker.stepped = 7
     assert tracker.is_over(A, None)
     step = finish(tracker)
     assert len(step.calls) == 3

@@ -113,7 +113,7 @@ def _here(on: torch.device) -> Basis:
     places = [store_places.open_place(path, parents=not options.store) for path in directories]
     try:
         free_bytes = store_places.free_bytes(places)
-        link, _ = drives([place.path for place in places])
+        link, _ = drives([place.path for place in places], used)
     finally:
         for place in places:
             os.close(place.fd)

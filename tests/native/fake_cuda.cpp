@@ -22,9 +22,11 @@ struct Mark {  // one recording of an event
   std::mutex mutex;
   std::condition_variable passed;
   bool done = false;
+  std::chrono::steady_clock::time_point at;
   void pass() {
     std::lock_guard lock(mutex);
     done = true;
+    at = std::chrono::steady_clock::now();
     passed.notify_all();
   }
   void wait() {
@@ -105,6 +107,20 @@ int cuEventRecord(void* e, void* s) {
 }
 int cuEventSynchronize(void* e) {
   if (auto mark = static_cast<Event*>(e)->last) mark->wait();
+  return 0;
+}
+int cuEventQuery(void* e) {
+  auto mark = static_cast<Event*>(e)->last;
+  if (!mark) return 0;
+  std::lock_guard lock(mark->mutex);
+  return mark->done ? 0 : 600;
+}
+int cuEventElapsedTime(float* ms, void* from, void* to) {
+  auto one = static_cast<Event*>(from)->last, other = static_cast<Event*>(to)->last;
+  if (!one || !other) return 400;
+  std::scoped_lock lock(one->mutex, other->mutex);
+  if (!one->done || !other->done) return 600;
+  *ms = std::chrono::duration<float, std::milli>(other->at - one->at).count();
   return 0;
 }
 int cuStreamWaitEvent(void* s, void* e, unsigned) {

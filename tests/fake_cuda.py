@@ -1,0 +1,152 @@
+"""As much of `torch.cuda` as the CUDA device uses, over the fake driver of native/, which is late."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+SIZE = 64 * 1024  # bytes of every storage
+
+
+class FakeCuda:
+    """`torch.cuda`. Kernels read and write bytes."""
+
+    def __init__(self, library: str) -> None:
+        self.driver = ctypes.CDLL(library)
+        self.driver.fake_alloc.restype = ctypes.c_uint64
+        driver = self.driver
+
+        class FakeEvent:
+            def __init__(self, enable_timing: bool = False) -> None:
+                self.handle, self.timed = ctypes.c_void_p(), enable_timing
+                driver.cuEventCreate(ctypes.byref(self.handle), 0)
+
+            def query(self) -> bool:
+                return driver.cuEventQuery(self.handle) == 0
+
+            def synchronize(self) -> None:
+                driver.cuEventSynchronize(self.handle)
+
+            def elapsed_time(self, later: FakeEvent) -> float:
+                assert self.timed and later.timed
+                found = ctypes.c_float()
+                assert driver.cuEventElapsedTime(ctypes.byref(found), self.handle, later.handle) == 0
+                return found.value
+
+            @property
+            def cuda_event(self) -> int:
+                return self.handle.value or 0
+
+            def record(self, stream: FakeStream) -> None:
+                driver.cuEventRecord(self.handle, stream.handle)
+
+            def __del__(self) -> None:
+                driver.cuEventDestroy_v2(self.handle)
+
+        class FakeStream:
+            def __init__(self, device: Any = None, priority: int = 0) -> None:
+                self.handle = ctypes.c_void_p()
+                driver.cuStreamCreate(ctypes.byref(self.handle), 0)
+
+            def wait_event(self, event: FakeEvent) -> None:
+                driver.cuStreamWaitEvent(self.handle, event.handle, 0)
+
+            def wait_stream(self, other: FakeStream) -> None:
+                event = FakeEvent()
+                event.record(other)
+                self.wait_event(event)
+
+            def synchronize(self) -> None:
+                event = FakeEvent()
+                event.record(self)
+                driver.cuEventSynchronize(event.handle)
+
+        self.Event, self.Stream = FakeEvent, FakeStream
+        self.compute: Any = FakeStream()
+        self.free, self.total, self.reserved, self.most = 30, 100, 50, 0
+        self.settings: list[str] = []
+
+    def current_device(self) -> int:
+        return 0
+
+    def synchronize(self, device: Any = None) -> None:
+        self.compute.synchronize()
+
+    def current_stream(self, device: Any = None) -> Any:
+        return self.compute
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return self.free, self.total
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return self.reserved
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return self.most
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        self.most = 0
+
+    # ---- what a program does
+
+    def copy_on(self, stream: Any, storage: FakeStorage, address: int, size: int, out: bool) -> None:
+        there, here, count = (
+            ctypes.c_uint64(storage.data_ptr()),
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(size),
+        )
+        if out:
+            self.driver.cuMemcpyDtoHAsync_v2(here, there, count, stream.handle)
+        else:
+            self.driver.cuMemcpyHtoDAsync_v2(there, here, count, stream.handle)
+
+    def write(self, storage: FakeStorage, data: bytes) -> Any:
+        """A kernel that writes. Returns what must live until it has run."""
+        held = ctypes.create_string_buffer(data, len(data))
+        self.write_at(storage.data_ptr(), held)
+        return held
+
+    def write_at(self, address: int, held: Any) -> None:
+        self.driver.fake_kernel_write(
+            self.compute.handle, ctypes.c_uint64(address), held, ctypes.c_size_t(len(held))
+        )
+
+    def read(self, storage: FakeStorage) -> Any:
+        """A kernel that reads: the buffer that it fills when it runs."""
+        seen = ctypes.create_string_buffer(SIZE)
+        there = ctypes.c_uint64(storage.data_ptr())
+        self.driver.fake_kernel_read(self.compute.handle, seen, there, ctypes.c_size_t(SIZE))
+        return seen
+
+
+POISON = ctypes.create_string_buffer(b"\xdd" * SIZE, SIZE)
+
+
+class FakeStorage:
+    """Freed memory goes at once to whatever the compute stream runs next: a kernel that poisons it."""
+
+    pool: list[int]
+
+    def __init__(self, fake: FakeCuda, pool: list[int]) -> None:
+        self.fake = fake
+        self.pool = pool
+        self.address = 0
+        self.resize_(SIZE)
+
+    def resize_(self, size: int) -> None:
+        if size:
+            assert not self.address
+            self.address = (
+                self.pool.pop() if self.pool else self.fake.driver.fake_alloc(ctypes.c_size_t(SIZE))
+            )
+        else:
+            self.fake.write_at(self.address, POISON)
+            self.pool.append(self.address)
+            self.address = 0
+
+    def nbytes(self) -> int:
+        return SIZE if self.address else 0
+
+    def data_ptr(self) -> int:
+        assert self.address, "a storage is used while it is away"
+        return self.address
