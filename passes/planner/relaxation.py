@@ -17,8 +17,8 @@ those of links that share a bandwidth; a slow tier holds what is away in it. The
   check in truth is no more than the fluid's.
 - A version is written once per tier and leaves for nothing afterwards; one that no kernel makes always does.
 - Steps that differ from each other average to a point of the relaxation, because it is convex.
-- Where links share a bandwidth, one that could take more than its part of it loses time to each other one that
-  moves bytes meanwhile.
+- Where links share a bandwidth, one that could take more than its part of it loses time to each other one
+  that moves bytes meanwhile.
 - The latency of a transfer is part of its time, but not where links share a bandwidth: it moves no bytes.
 - In a group every byte moves at the price of the cheapest.
 - What is fetched within a gap and leaves again might as well have stayed away.
