@@ -16,6 +16,7 @@ import torch
 import toys
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import teraio
 from teraio import backend, cli, errors, session, tiers
@@ -290,6 +291,18 @@ def test_a_process_has_one_device() -> None:
             session.start(Options.parse(SMALL), "cuda")
     finally:
         session.reset()
+
+
+def test_a_graph_of_scalars_is_one_of_the_device_that_the_process_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with FakeTensorMode():
+        loss, weight = torch.empty((), device="cuda"), torch.empty(4, device="cuda")
+    rate, batch = torch.tensor(0.1), torch.ones(4)
+    kinds = [backend._kind_of(graph) for graph in ([loss], [weight, rate], [rate], [batch], [], [1, "a"])]
+    assert kinds == ["cuda", "cuda", "cpu", "cpu", "cpu", "cpu"]
+    monkeypatch.setattr(session, "SESSION", SimpleNamespace(device=SimpleNamespace(kind="cuda")))
+    assert [backend._kind_of(graph) for graph in ([rate], [batch], [])] == ["cuda", "cpu", "cuda"]
 
 
 def test_the_device_is_the_one_that_programs_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
