@@ -92,9 +92,10 @@ def _rungs(problem: Problem, budget_bytes: int) -> Iterator[tuple[Choice, Clock,
     """The portfolio: choices, each with the clock by which it is timed first, and whether it is guided."""
     room = budget_bytes - int(problem.floor.max())
     alone = replace(problem, towards=())
-    # With several tiers, by what each carries, and by the relaxation: on steps of Llama 8B with a host tier
-    # one or the other was up to 7 % better.
-    told = ((each, problem) for problem in (alone, problem)[: len(problem.routes)] for each in GUIDED)
+    # With several tiers, by the relaxation and by what each carries, in turn: on steps of Llama 8B with a
+    # host tier one or the other was up to 7 % better, and at 70B there is time for one setting of each.
+    tiers = (problem, alone) if len(problem.routes) > 1 else (alone,)
+    told = ((each, one) for each in GUIDED for one in tiers)
     for (stretch, least_away, shares), one in told if problem.stalls_ns else ():
         slow = _stretched(one, stretch)
         windows = [
