@@ -38,6 +38,7 @@ class Making:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.kind = engine.mover.device.kind  # what is made elsewhere is not within the budget
         self.thread = threading.get_ident()
         self.given: list[tuple[str, ReferenceType[torch.Tensor]]] = []  # to modules; they may get other bytes
         self.count = 0
@@ -54,8 +55,9 @@ class Making:
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
         self.engine.residency.serial += 1
-        if tensor.device.type == "cpu" and tensor.layout == torch.strided:
-            self._own_bytes(name, tensor)
+        if _is_on(self.kind, tensor):
+            if self.kind == "cpu":
+                self._own_bytes(name, tensor)
             self.count += 1
             self.engine.registry.take_in(tensor, f"{name} ({self.count})")
 
@@ -125,17 +127,21 @@ class Room(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (size_bytes := _taken_by(func, args, kwargs)) > 0:
+        kind = self.making.kind
+        if (size_bytes := _taken_by(func, args, kwargs, kind)) > 0:
             self.making.make_room(size_bytes, func._schema.name)
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
-            if type(tensor) is torch.Tensor and _counts(tensor):
+            if type(tensor) is torch.Tensor and _is_on(kind, tensor):
                 self.making.appeared(tensor)
         return result
 
 
-def _counts(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout == torch.strided
+_RAM = torch.device("cpu")
+
+
+def _is_on(kind: str, tensor: torch.Tensor) -> bool:
+    return tensor.device.type == kind and tensor.layout == torch.strided
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -146,28 +152,32 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _taken_by(func: Any, args: Any, kwargs: Any) -> int:
-    """What an operation is about to allocate: its results' bytes, tried on tensors without any. Of one that
-    cannot say before it has seen numbers, nothing is known."""
+def _taken_by(func: Any, args: Any, kwargs: Any, kind: str) -> int:
+    """What an operation is about to allocate there: its results' bytes, tried on tensors without any. Of one
+    that cannot say before it has seen numbers, nothing is known."""
     if any(result.alias_info is not None for result in func._schema.returns):
         return 0  # a view, or in place
-    if any(tensor.device.type not in ("cpu", "meta") for tensor in _tensors((*args, *kwargs.values()))):
+    given = list(_tensors((*args, *kwargs.values())))
+    if any(tensor.device.type not in (kind, "cpu", "meta") for tensor in given):
         return 0  # it would be computed there, and random numbers drawn, once more
     device = kwargs.get("device")
-    if device is not None and torch.device(device).type != "cpu":
+    on = [torch.device(device)] if device is not None else [t.device for t in given if t.ndim] or [_RAM]
+    if on[0].type != kind:
         return 0
-    if device is not None or not any(True for _ in _tensors((*args, *kwargs.values()))):
+    if device is not None or not given:
         kwargs = {**kwargs, "device": torch.device("meta")}
     try:
-        args, kwargs = tree_map(_without_bytes, (args, kwargs))
+        args, kwargs = tree_map(lambda value: _without_bytes(value, kind), (args, kwargs))
         results = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError):
         return 0
     return sum(tensor.nbytes for tensor in _tensors((results,)))
 
 
-def _without_bytes(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or not _counts(value):
+def _without_bytes(value: Any, kind: str) -> Any:
+    if not isinstance(value, torch.Tensor) or not (
+        _is_on(kind, value) or (_is_on("cpu", value) and value.ndim)
+    ):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 

@@ -87,6 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -rows.get(ledger.suite_of(item.path), 0.0))
 
 
+@pytest.hookimpl(optionalhook=True)  # of xdist, which need not be there
 def pytest_testnodedown(node: Any, error: object) -> None:
     """One of the processes has ended: what its suites have cost."""
     for suite, (wall_s, cpu_s) in getattr(node, "workeroutput", {}).get("spent", {}).items():

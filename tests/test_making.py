@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import teraio
 from teraio import session
 from teraio.errors import OptionError, UnsupportedError
-from teraio.runtime import adopt, engine
+from teraio.runtime import adopt, engine, making
 from teraio.runtime.making import Making
 from teraio.runtime.records import State
 
@@ -310,3 +311,24 @@ def test_a_device_as_a_block_still_knows_what_makes_tensors() -> None:
     """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def test_what_an_operation_takes_is_counted_where_it_takes_it() -> None:
+    """Without a GPU, and without computing anything on one."""
+    aten, on_gpu = torch.ops.aten, {"device": torch.device("cuda")}
+    with FakeTensorMode():
+        there = torch.empty(8, 4, device="cuda")
+    here, factor = torch.ones(8, 4), torch.tensor(2.0)
+    for func, args, kwargs, of_gpu, of_ram in (
+        (aten.empty.memory_format, ([8, 4],), on_gpu, 128, 0),
+        (aten.empty.memory_format, ([8, 4],), {}, 0, 128),
+        (aten.add.Tensor, (there, there), {}, 128, 0),
+        (aten.mul.Tensor, (there, factor), {}, 128, 0),
+        (aten.add.Tensor, (here, factor), {}, 0, 128),
+        (aten.randn_like.default, (there,), {}, 128, 0),
+        (aten._to_copy.default, (here,), on_gpu, 128, 0),
+        (aten.add_.Tensor, (there, there), {}, 0, 0),
+    ):
+        assert [making._taken_by(func, args, kwargs, kind) for kind in ("cuda", "cpu")] == [of_gpu, of_ram], (
+            func
+        )

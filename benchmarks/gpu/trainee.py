@@ -9,6 +9,7 @@ teraio counted. `way` is one of WAYS; `part` is a part of `peak`, the peak of th
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import sys
 import time
@@ -24,7 +25,9 @@ import teraio
 from teraio.demo_model import Llama, Shape
 
 SETTLED_MOST = 12  # steps until the plan is there; then those that count
-WAYS = ("plain", "teraio", "save_on_cpu", "checkpoint", "offloading")  # and those of zero.py
+# And those of zero.py.
+WAYS = ("plain", "teraio", "save_on_cpu", "checkpoint", "offloading", "offloading_stream")
+OFFLOADED_LEAST = 2**16  # bytes; smaller activations stay
 
 
 class Trainee:
@@ -34,7 +37,10 @@ class Trainee:
         self.budget = int(asked.get("peak", 0) * asked.get("part", 0))
         torch.manual_seed(0)
         torch.set_num_threads(asked.get("threads", 1))
-        torch.use_deterministic_algorithms(asked.get("deterministic", True), warn_only=True)
+        self._order(asked.get("deterministic", True))
+        if asked.get("sanitize"):
+            watch_streams()
+        self.offloaded_bytes = 0
         if "fraction" in asked:
             torch.cuda.set_per_process_memory_fraction(asked["fraction"])
         self.model = self._model()
@@ -42,10 +48,22 @@ class Trainee:
         self.run = self._compiled()
         self.random = torch.Generator().manual_seed(1)
 
+    def _order(self, kept: bool | str) -> None:
+        """Sums in the same order each time, or else a warning; `strict`: or else an error. Of the kernels for
+        attention flash keeps an order under `strict` alone, others never: without it the plain ones run."""
+        strict = kept == "strict"
+        torch.use_deterministic_algorithms(bool(kept), warn_only=not strict)
+        if kept and self.on_gpu:
+            torch.backends.cuda.enable_flash_sdp(strict)
+            torch.backends.cuda.enable_math_sdp(not strict)
+            torch.backends.cuda.enable_mem_efficient_sdp(False)
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
     def _model(self) -> nn.Module:
+        """The device first: it is that of the session which teraio.init opens."""
         dtype = getattr(torch, self.asked.get("dtype", "float32"))
         made = teraio.init(**self._options()) if self.asked.get("init") else contextlib.nullcontext()
-        with made, torch.device(self.device):
+        with torch.device(self.device), made:
             model = Llama(Shape(**self.asked["shape"])).to(dtype)
         if self.asked["way"] == "checkpoint":
             model.layers = nn.ModuleList(Again(layer) for layer in model.layers)
@@ -59,15 +77,36 @@ class Trainee:
         return {"memory": self.budget, **self.asked.get("options", {})}
 
     def _compiled(self) -> Callable[..., torch.Tensor]:
-        if self.asked["way"] == "offloading":  # the compiler's own: it says itself which activations leave
-            functorch_config.enable_activation_offloading = True
-            functorch_config.activation_offload_separate_stream = True
+        if self.asked["way"].startswith("offloading"):
+            self._offload()
         inner = {"inner": self.asked.get("inner", "inductor")}
         options = self._options() if self.asked["way"] == "teraio" else {}
         compiled: Any = torch.compile(self.model, backend="teraio", options={**inner, **options})
-        return self._offloading(compiled) if self.asked["way"] == "save_on_cpu" else compiled
+        return self._saving(compiled) if self.asked["way"] == "save_on_cpu" else compiled
 
-    def _offloading(self, compiled: Any) -> Callable[..., torch.Tensor]:
+    def _offload(self) -> None:
+        """The compiler moves activations that are marked, and marks none itself: here all that it saves and
+        that are of some size. It then leaves out what it cannot move."""
+        functorch_config.enable_activation_offloading = True
+        functorch_config.activation_offload_separate_stream = self.asked["way"] == "offloading_stream"
+        functorch_config.enable_autograd_cache = False  # a program from there was not marked here
+        cut: Any = importlib.import_module("torch._functorch._activation_offloading.activation_offloading")
+        choose = cut.choose_offload_sets
+
+        def marked(forward: torch.fx.GraphModule, *rest: Any) -> bool:
+            saved: Any = forward.graph.output_node().args[0]
+            sizes = {node: bytes_of(node) for node in saved if isinstance(node, torch.fx.Node)}
+            for node, size in sizes.items():
+                node.meta["should_offload"] = node.op == "call_function" and size >= OFFLOADED_LEAST
+            chosen = bool(choose(forward, *rest))
+            self.offloaded_bytes += sum(
+                size for node, size in sizes.items() if node.meta.get("saved_for_offloading")
+            )
+            return chosen
+
+        cut.choose_offload_sets = marked
+
+    def _saving(self, compiled: Any) -> Callable[..., torch.Tensor]:
         def run(*batch: torch.Tensor) -> torch.Tensor:
             with torch.autograd.graph.save_on_cpu(pin_memory=self.on_gpu):
                 loss: torch.Tensor = compiled(*batch)
@@ -119,6 +158,7 @@ class Trainee:
         return {
             **self.peaks(),
             "budget_bytes": self.budget,
+            "offloaded_bytes": self.offloaded_bytes,
             "first_measured": began,
             "seconds": [seconds for seconds, _ in steps],
             "losses": [loss for _, loss in steps],
@@ -126,7 +166,21 @@ class Trainee:
         }
 
     def _settled(self, steps: int) -> bool:
-        return self.asked["way"] != "teraio" or steps >= SETTLED_MOST or teraio.stats()["phase"] == "planned"
+        planned = teraio.stats().get("phase") == "planned"
+        return self.asked["way"] != "teraio" or steps >= SETTLED_MOST or planned
+
+
+def bytes_of(node: torch.fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+
+def watch_streams() -> None:
+    """What TORCH_CUDA_SANITIZER turns on, but compiled programs stay compiled: under a mode that does not
+    say that it ignores their compilation, Dynamo leaves every frame as it is."""
+    sanitizer: Any = importlib.import_module("torch.cuda._sanitizer")
+    sanitizer.CUDASanitizerDispatchMode.ignore_compile_internals = classmethod(lambda cls: True)
+    sanitizer.enable_cuda_sanitizer()
 
 
 class Again(nn.Module):
