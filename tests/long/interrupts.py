@@ -8,6 +8,7 @@ Prints `name value target PASS|FAIL`; exit code 0 or 1.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -23,6 +24,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell starts what is in its background without
     torch.set_num_threads(1)
     found = interrupted(args.count, args.seed)
     targets = {"interrupted": args.count, "torn": 0, "errors": 0}
