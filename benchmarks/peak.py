@@ -6,8 +6,9 @@ A Llama with AdamW trains plainly, then under parts of the memory that took: com
 and planned anew for less memory while it runs. Per plan a row: the budget, the peak it predicts, the largest
 peak of the steps that followed it, and how many graphs Dynamo had compiled by then (one for the plain model).
 The predicted peak holds the reserve and the buffers of the store, which are no tensors: `of tensors` is
-without them, and is what the measured peak is compared with. Prints the table to stderr, one JSON object to
-stdout.
+without them, and is what the measured peak is compared with: below it memory lies idle. A run may be above
+it, and stays within the budget: who waits for a late write is who needs its room. Prints the table to stderr,
+one JSON object to stdout.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import teraio
-from teraio import session
+from teraio import _native, session
 from teraio.demo_model import Llama, Shape
 from teraio.options import Options
 from teraio.passes import planner
@@ -166,11 +167,11 @@ def machine() -> dict[str, Any]:
 
 def figures(rows: list[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
     """(name, value, target, passed)."""
-    off = max(abs(row["difference_bytes"]) / row["budget_bytes"] for row in rows)
+    short = max(-row["difference_bytes"] / row["budget_bytes"] for row in rows)
     over = max(row["measured_peak_bytes"] / row["budget_bytes"] for row in rows)
     new = sum(row["new_graphs"] for row in rows)
     return [
-        ("off-by", round(off, 4), TOLERANCE, off <= TOLERANCE),
+        ("below-predicted", round(short, 4), TOLERANCE, short <= TOLERANCE),
         ("measured-per-budget", round(over, 4), 1.0, over <= 1.0),
         ("new-graphs", new, 0, not new),
     ]
@@ -185,6 +186,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, help="that follow each plan")
     args = parser.parse_args()
     counting = allocator.install()
+    counting.over(*_native.spare_functions())  # as in a process of a user's
     torch.set_num_threads(1)
     bench = Bench(args, counting)
     peak = bench.plain_peak()
