@@ -1,7 +1,8 @@
 """A training that someone wants to end at any moment: by Ctrl-C, after which it goes on, or by `kill -9`.
 
 interrupted.py COUNT SEED     prints one JSON object: what so many Ctrl-Cs at random moments came to
-interrupted.py train ROOT     trains and saves until it is killed; prints a line when it is warm
+interrupted.py train ROOT     trains on from the last checkpoint, and saves, until it is killed; prints a line
+                              when it is warm
 """
 
 from __future__ import annotations
@@ -52,6 +53,13 @@ class Training:
             for tensor in (parameter, *self.optimizer.state[parameter].values()):
                 found.update(tensor.detach().clone().numpy().tobytes())
         return found.hexdigest()
+
+    def load(self, path: Path) -> int:
+        """Goes on from a checkpoint; the number of the next step."""
+        saved = teraio.load(path)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        return int(saved["number"])
 
 
 def within(**more: Any) -> Training:
@@ -133,22 +141,20 @@ def interrupted(count: int, seed: int) -> dict[str, int]:
 
 def trained_forever(root: Path) -> None:
     """Saves after each step."""
-    training = within(store=str(root / "store"))
-    number = 0
+    training, path = within(store=str(root / "store")), root / "last.pt"
+    number = first = training.load(path) if path.exists() else 0
     while True:
         training.step(number)
         number += 1
-        teraio.save(
-            {"number": number, "digest": training.digest(), "model": training.model.state_dict()},
-            root / "last.pt",
-        )
-        if number == WARM:
+        model, optimizer = training.model.state_dict(), training.optimizer.state_dict()
+        teraio.save({"number": number, "model": model, "optimizer": optimizer}, path)
+        if number == first + WARM:
             print("warm", flush=True)
 
 
-def killed(root: Path, chance: random.Random) -> int:
-    """Ends it at a random moment, after some steps; returns the number of its last checkpoint. No fork: a
-    process that has compiled something has threads, whose locks a child would wait for."""
+def killed(root: Path, chance: random.Random) -> None:
+    """Goes on with it, and ends it at a random moment, after some steps. No fork: a process that has compiled
+    something has threads, whose locks a child would wait for."""
     (root / "store").mkdir(exist_ok=True)
     command = [sys.executable, __file__, "train", str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
@@ -156,8 +162,6 @@ def killed(root: Path, chance: random.Random) -> int:
         assert child.stdout.readline() == "warm\n"
         time.sleep(chance.uniform(0, 0.5))
         child.kill()
-    number: int = torch.load(root / "last.pt")["number"]
-    return number
 
 
 def main() -> None:
