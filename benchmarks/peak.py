@@ -167,10 +167,12 @@ def machine() -> dict[str, Any]:
 
 def figures(rows: list[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
     """(name, value, target, passed)."""
+    off = max(abs(row["difference_bytes"]) / row["budget_bytes"] for row in rows)
     short = max(-row["difference_bytes"] / row["budget_bytes"] for row in rows)
     over = max(row["measured_peak_bytes"] / row["budget_bytes"] for row in rows)
     new = sum(row["new_graphs"] for row in rows)
     return [
+        ("off-by", round(off, 4), TOLERANCE, off <= TOLERANCE),
         ("below-predicted", round(short, 4), TOLERANCE, short <= TOLERANCE),
         ("measured-per-budget", round(over, 4), 1.0, over <= 1.0),
         ("new-graphs", new, 0, not new),
