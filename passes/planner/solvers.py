@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from importlib import import_module
 
 log = logging.getLogger("teraio")
 
@@ -12,7 +13,7 @@ log = logging.getLogger("teraio")
 def there() -> bool:
     """Imported here for the first time: planning is what it is for. Says once if it is not there."""
     try:
-        import ortools
+        import_module("ortools")
     except ImportError as error:
         log.warning(
             "teraio: plans are made without OR-Tools (%s): they are found by search alone, and how far they "
@@ -20,4 +21,4 @@ def there() -> bool:
             error,
         )
         return False
-    return bool(ortools)
+    return True

@@ -24,9 +24,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell starts what is in its background without
+    # A shell starts what is in its background with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     found = interrupted(args.count, args.seed)
     targets = {"interrupted": args.count, "torn": 0, "errors": 0}
