@@ -31,7 +31,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import teraio
-from teraio import _native, session
+from teraio import session
 from teraio.demo_model import Llama, Shape
 from teraio.options import Options
 from teraio.passes import planner
@@ -187,8 +187,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3, help="that follow each plan")
     args = parser.parse_args()
-    counting = allocator.install()
-    counting.over(*_native.spare_functions())  # as in a process of a user's
+    counting = allocator.install_over_ours()
     torch.set_num_threads(1)
     bench = Bench(args, counting)
     peak = bench.plain_peak()

@@ -37,7 +37,7 @@ import allocator
 import torch
 
 import teraio
-from teraio import _native, session
+from teraio import session
 from teraio.demo_model import Llama, Shape
 from teraio.errors import BudgetError
 from teraio.options import Options
@@ -244,8 +244,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
     memory.return_freed_memory()
-    counting = allocator.install()
-    counting.over(*_native.spare_functions())  # as in a process of a user's
+    counting = allocator.install_over_ours()
     training = Training(args, counting)
     torch.set_num_threads(1)
     Options.parse({"inner": args.inner})

@@ -109,7 +109,8 @@ class Ahead:
         expected, ahead = self.tracker.expected, self.at + LOST_AFTER
         now = expected.touch_tick(self.call, self.at - 1)
         horizon = expected.touch_tick(self.call, min(ahead, len(expected.touched[self.call])))
-        for record in self.residency.victims(short, now, self.stays):
+        counted = self.residency.going.records
+        for record in self.residency.victims(short, now, lambda r: self.stays(r) or r.key in counted):
             later = self.residency.next_use(record, now) > (1, horizon)
             if record.state is not State.DEVICE or not later:
                 continue

@@ -68,3 +68,12 @@ def build() -> Path:
 
 def install() -> Counting:
     return Counting(ctypes.CDLL(str(build())))
+
+
+def install_over_ours() -> Counting:
+    """Counts what the product's allocator gives, as in a process of a user's."""
+    from teraio import _native  # not everywhere
+
+    counting = install()
+    counting.over(*_native.spare_functions())
+    return counting

@@ -24,7 +24,7 @@ import zoo_models
 from floor import ENGINES_OWN_BYTES, Floor
 
 import teraio
-from teraio import _native, session
+from teraio import session
 from teraio.errors import BudgetError
 from teraio.options import Options
 from teraio.runtime import engine
@@ -172,8 +172,7 @@ def train(row: zoo_models.Row, inner: str, steps: int, counting: allocator.Count
 
 
 def main() -> None:
-    counting = allocator.install()
-    counting.over(*_native.spare_functions())  # as in a process of a user's
+    counting = allocator.install_over_ours()
     torch.set_num_threads(1)
     # Layers share their code, and each is compiled twice: at the limit Dynamo goes on without compiling.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024

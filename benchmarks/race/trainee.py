@@ -39,11 +39,8 @@ def storage_bytes() -> dict[str, int]:
 
 class Trainee:
     def __init__(self, asked: dict[str, Any]) -> None:
-        self.counting = allocator.install()
-        if asked["way"] == "teraio" and asked.get("spares", True):
-            from teraio import _native  # not where DeepSpeed is installed
-
-            self.counting.over(*_native.spare_functions())
+        ours = asked["way"] == "teraio" and asked.get("spares", True)
+        self.counting = allocator.install_over_ours() if ours else allocator.install()
         torch.set_num_threads(asked.get("threads", 2))
         torch.use_deterministic_algorithms(asked.get("deterministic", True))
         torch.manual_seed(0)
