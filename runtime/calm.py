@@ -41,7 +41,7 @@ class Calm:
             return False
         if any(record.state is not DEVICE for record in residency.records.values()):
             return False
-        return residency.fits(program.growth_bytes)
+        return residency.fits(program.growth_bytes + max(program.unseen_bytes, default=0))
 
     def passes(self, index: int, tensors: Sequence[Any]) -> None:
         """A slot of this call, neither the first nor the last."""
@@ -57,7 +57,7 @@ class Calm:
             return
         residency, mover, bound = self.residency, self.residency.mover, program.bound
         made, self.made = iter(self.made), []
-        for stop in program.stops[1 : self.at + 1]:
+        for index, stop in enumerate(program.stops[1 : self.at + 1], 1):
             serial = residency.serial = residency.serial + 1
             for _ in stop.made:
                 buffer, tensor = next(made)
@@ -66,7 +66,8 @@ class Calm:
                 if (record := bound[buffer]) is not None:
                     record.used_at = serial
             residency.mark_written(bound, stop.written)
-            mover.counts.peak_bytes = max(mover.counts.peak_bytes, mover.resident_bytes + stop.live_bytes)
+            live_bytes = stop.live_bytes + program.unseen_bytes[index]
+            mover.counts.peak_bytes = max(mover.counts.peak_bytes, mover.resident_bytes + live_bytes)
         mover.counts.slots += self.at
 
     def abandon(self) -> None:

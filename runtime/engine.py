@@ -83,6 +83,7 @@ class Engine:
         stop = program.stops[index]
         if live_bytes is None:
             live_bytes = stop.live_bytes
+        live_bytes += program.unseen_bytes[index]
         residency, mover, tracker, bound = self.residency, self.mover, self.tracker, program.bound
         mover.counts.slots += 1
         serial = residency.serial = residency.serial + 1
@@ -125,7 +126,7 @@ class Engine:
             residency.refuse_torn()
         own = program.schedule.kind != "optimizer"  # whose records are bound when its call begins
         if index and own:
-            self.unseen.arrives(program.stops[index - 1].kernel)
+            self.unseen.arrives(program, index - 1)
         if index == 0 and own:
             self._enter(program, tensors)
         bound = program.bound
@@ -139,7 +140,9 @@ class Engine:
         exposed = self.user.exposed(tracker.number, _gradients.read_by_caller(program)) if last else []
         tick = tracker.tick(index)
         yield needed + exposed, tick
-        residency.ensure(needed, live_bytes, stop.kernel, tick)
+        told_bytes = live_bytes - program.unseen_bytes[index]
+        residency.ensure(needed, told_bytes, stop.kernel, tick)
+        live_bytes -= self.unseen.room(program, index, live_bytes, tick)
         residency.mark_written(bound, stop.written)
         for buffer in stop.returned:
             if (returned := bound[buffer]) is not None and returned.kind != "weight":
@@ -151,7 +154,7 @@ class Engine:
         if tracker.running is not None:
             unmovable = live_bytes + residency.fixed_bytes + residency.reserve_bytes
             if own and index < program.last:
-                self.unseen.leaves(live_bytes)
+                self.unseen.leaves(program, index, told_bytes)
             tracker.visited(index, began, self.mover.device.moment(), unmovable)
 
     def _enter(self, program: Program, tensors: Sequence[Any]) -> None:

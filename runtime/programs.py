@@ -37,6 +37,7 @@ class Program:
         self.bound: list[Record | None] = [None] * len(schedule.buffers)
         self.stops = _stops(schedule)
         self.last = len(self.stops) - 1
+        self.unseen_bytes = [0] * len(self.stops)  # by slot: what its kernel was seen to take besides
         self.growth_bytes = _growth_bytes(schedule, self.stops)
         self.checked = False  # its largest kernel was compared with the budget
         # Arguments that are there at the end: its caller gets views of them, made when it has returned.

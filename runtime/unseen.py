@@ -1,12 +1,14 @@
-"""What the ledger does not see of a GPU's memory: workspaces of libraries, what a kernel takes for itself,
-blocks of the allocator that are larger than what was asked for, and what else the process has there.
+"""What kernels take that the ledger does not see: workspaces of libraries, copies in another layout.
 
     slot i      leaves    the peak begins anew; the ledger knows of so many bytes
     kernel i    runs
-    slot i + 1  arrives   what the peak has beyond these was not seen: the reserve is at least that much
+    slot i + 1  arrives   what the peak has beyond these was not seen
 
-There the allocator counts every byte, and all of them are within the budget. So it is looked at in measured
-steps; between programs `outside.py` looks. In RAM, where the process has much that is no tensor, nobody does.
+It is looked at in measured steps, where the device's allocator counts tensors; between programs `outside.py`
+looks. In RAM there is much that is no tensor, and tensors that the ledger does not have: what a kernel was
+seen to take besides gets room whenever it runs. A GPU's allocator counts every byte, all of them are within
+the budget, and libraries keep theirs: there the reserve is at least what was seen at any time. Either way it
+is never an error: what cannot be made free is an overrun, and is said.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .device import Device
+from .programs import Program
 from .residency import Residency
+
+NOISE_BYTES = 64 << 10  # what is smaller is malloc's, and in blocks whose size is rounded up
 
 
 class Unseen:
@@ -25,28 +30,64 @@ class Unseen:
         self.device = device
         self.overrun = overrun
         self.known_bytes: int | None = None  # while a kernel runs that is looked at
+        self.others_bytes = 0  # in RAM: tensors that the ledger does not have, since the call began
 
-    def leaves(self, live_bytes: int) -> None:
-        """The slot is over, the kernel comes next."""
-        if self.device.counts_all:
-            self.known_bytes = self.residency.mover.resident_bytes + live_bytes
-            self.device.reset_peak()
+    def leaves(self, program: Program, index: int, live_bytes: int) -> None:
+        """The slot is over, the kernel comes next: so many bytes it told of."""
+        device, mover = self.device, self.residency.mover
+        if device.sees_pages:
+            return
+        self.residency.bury(self.residency.mortal)
+        known = mover.resident_bytes + live_bytes
+        if not device.counts_all:
+            if index == 0:
+                self.others_bytes = device.used_bytes() - (mover.resident_bytes - mover.foreign_bytes)
+            known += self.others_bytes - mover.foreign_bytes
+        self.known_bytes = known
+        device.reset_peak()
 
-    def arrives(self, kernel: str) -> None:
-        """The kernel is over, or given to the device: its memory was taken when it was."""
+    def arrives(self, program: Program, index: int) -> None:
+        """The kernel of this slot is over, or given to the device: its memory was taken when it was."""
         known, self.known_bytes = self.known_bytes, None
         if known is None:
             return
+        residency, peak = self.residency, self.device.peak_bytes()
+        more = peak - known
+        if self.device.counts_all:
+            more -= residency.reserve_bytes
+            residency.reserve_bytes += max(0, more)
+        else:
+            before, more = program.unseen_bytes[index], more if more >= NOISE_BYTES else 0
+            program.unseen_bytes[index] = more
+            peak += residency.reserve_bytes + residency.mover.foreign_bytes - self.others_bytes
+            more -= before
+        if more > 0:
+            self._exceeds(more, peak, program.stops[index].kernel)
+
+    def _exceeds(self, more: int, peak: int, kernel: str) -> None:
+        """So many bytes more than was known, and with them this peak."""
         residency = self.residency
-        peak = self.device.peak_bytes()
-        more = peak - known - residency.reserve_bytes
-        if more <= 0:
-            return
-        residency.reserve_bytes += more
+        short = peak - residency.budget_bytes
         if residency.elastic:
-            residency.budget_bytes += more
-        elif peak > residency.budget_bytes:
-            self.overrun(peak - residency.budget_bytes, "for itself", f"kernel {kernel}")
+            residency.budget_bytes += more if self.device.counts_all else max(0, short)
+        elif short > 0:
+            self.overrun(short, "for itself", f"kernel {kernel}")
+
+    def room(self, program: Program, index: int, live_bytes: int, tick: int | None) -> int:
+        """For a kernel that takes more than it tells, so many bytes with all of it; returns how many of them
+        find no room."""
+        if not program.unseen_bytes[index]:
+            return 0
+        residency = self.residency
+        short, _ = residency.free(live_bytes, tick)
+        if short > 0 and residency.elastic:
+            residency.budget_bytes += short
+            short = 0
+        if short > 0:
+            self.overrun(short, "for itself", f"kernel {program.stops[index].kernel}")
+        counts = residency.mover.counts
+        counts.peak_bytes = max(counts.peak_bytes, residency.mover.resident_bytes + live_bytes)
+        return max(0, short)
 
     def ends(self) -> None:
         """An exception has ended the program."""
