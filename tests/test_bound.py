@@ -92,6 +92,20 @@ def test_the_relaxation_says_to_which_tier() -> None:
         assert found.towards.count(0) > found.towards.count(1)
 
 
+def test_a_wait_in_a_small_part_of_the_step_is_seen() -> None:
+    # 200 activations of 8 bytes come and go, then 16 kernels change a state of 40 bytes each. Of those 200
+    # bytes can be there when the first begins: 440 come in 16 us, which takes 22.
+    tensors = [toys.activation(f"a{i}", 8, i, (399 - i,)) for i in range(200)]
+    tensors += [toys.weight(f"s{i}", 40, (400 + i,), (400 + i,)) for i in range(16)]
+    profile = toys.profile(tensors, 416)
+    machine = toys.machine(device=ROOM, ssd=ROOM, rate=20 * toys.BYTE_PER_US)
+    problem = build(profile, machine)
+    assert lower_bound(problem, machine, 200, time_limit_s=10, refined=False).step_ns == 416_000
+    found = lower_bound(problem, machine, 200, time_limit_s=10)
+    assert 422_000 <= found.step_ns <= plan(profile, machine, 200).predicted.step_ns
+    assert sum(found.stalls_ns[390:]) + found.stalls_ns[0] > 5_000
+
+
 def test_latency_counts_once_per_transfer() -> None:
     # As above with two weights and 700 ns more for each of the two fetches of a step; where the links share a
     # bandwidth latency is left out, and a bus half as fast as its links takes twice the time.
