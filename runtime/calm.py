@@ -66,8 +66,8 @@ class Calm:
                 if (record := bound[buffer]) is not None:
                     record.used_at = serial
             residency.mark_written(bound, stop.written)
-            live_bytes = stop.live_bytes + program.unseen_bytes[index]
-            mover.counts.peak_bytes = max(mover.counts.peak_bytes, mover.resident_bytes + live_bytes)
+            total_bytes = mover.resident_bytes + program.live_bytes(index)
+            mover.counts.peak_bytes = max(mover.counts.peak_bytes, total_bytes)
         mover.counts.slots += self.at
 
     def abandon(self) -> None:

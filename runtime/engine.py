@@ -81,9 +81,7 @@ class Engine:
                 return
             self.calm.ends()
         stop = program.stops[index]
-        if live_bytes is None:
-            live_bytes = stop.live_bytes
-        live_bytes += program.unseen_bytes[index]
+        live_bytes = program.live_bytes(index, live_bytes)
         residency, mover, tracker, bound = self.residency, self.mover, self.tracker, program.bound
         mover.counts.slots += 1
         serial = residency.serial = residency.serial + 1

@@ -33,9 +33,7 @@ class Explicit:
         engine = _engine.ENGINE
         if engine is None:
             return
-        stop = self.program.stops[index]
-        self.live_bytes = stop.live_bytes if live_bytes is None else live_bytes
-        self.live_bytes += self.program.unseen_bytes[index]
+        self.live_bytes = self.program.live_bytes(index, live_bytes)
         if engine.mover.recorder is not None:
             engine.mover.recorder.slot_begins(self.live_bytes)
         engine.mover.counts.slots += 1

@@ -56,6 +56,11 @@ class Mover:
         self.not_written: Callable[[Record, StoreError], object] = lambda record, error: None  # is told
 
     @property
+    def counted_bytes(self) -> int:
+        """Of what is resident, what the device counts, too."""
+        return self.resident_bytes - self.foreign_bytes
+
+    @property
     def read_bytes(self) -> int:
         """SSD to device: from the store, and from the files that weights came from."""
         return self.store.read_bytes + self.file_bytes

@@ -115,8 +115,7 @@ class Outside:
         except OSError:
             self.off, used = True, 0
         self.residency.bury()
-        mover = self.residency.mover
-        return max(0, used - (mover.resident_bytes - mover.foreign_bytes))
+        return max(0, used - self.residency.mover.counted_bytes)
 
     def ends(self) -> None:
         """The next program begins."""

@@ -44,6 +44,12 @@ class Program:
         ends = self.stops[self.last].needed if self.stops else ()
         self.given = [buffer for buffer in ends if schedule.buffers[buffer].role == "argument"]
 
+    def live_bytes(self, index: int, told_bytes: int | None = None) -> int:
+        """What no one can move at this slot: what the program tells of, by the schedule if it does not tell
+        now, and what its kernel was seen to take besides."""
+        told = self.stops[index].live_bytes if told_bytes is None else told_bytes
+        return told + self.unseen_bytes[index]
+
     def label(self, buffer: int) -> str:
         label = self.labels[buffer] if buffer < len(self.labels) else ""
         return label or self.schedule.buffers[buffer].name

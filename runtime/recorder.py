@@ -91,14 +91,13 @@ class Recorder:
         """The engine's `visit`, seen from both sides."""
 
         def watched(program: Program, index: int, tensors: Sequence[Any], live_bytes: int | None) -> None:
-            stop = program.stops[index]
-            workspace_bytes = stop.live_bytes if live_bytes is None else live_bytes
+            workspace_bytes = program.live_bytes(index, live_bytes)
             self.slot_begins(workspace_bytes)
             try:
                 visit(program, index, tensors, live_bytes)
             finally:
                 self.in_slot = False
-            self.kernel_begins(stop.kernel, workspace_bytes)
+            self.kernel_begins(program.stops[index].kernel, workspace_bytes)
 
         return watched
 

@@ -32,18 +32,18 @@ class Unseen:
         self.known_bytes: int | None = None  # while a kernel runs that is looked at
         self.others_bytes = 0  # in RAM: tensors that the ledger does not have, since the call began
 
-    def leaves(self, program: Program, index: int, live_bytes: int) -> None:
-        """The slot is over, the kernel comes next: so many bytes it told of."""
+    def leaves(self, program: Program, index: int, told_bytes: int) -> None:
+        """The slot is over, the kernel comes next."""
         device, mover = self.device, self.residency.mover
         if device.sees_pages:
             return
         self.residency.bury(self.residency.mortal)
-        known = mover.resident_bytes + live_bytes
-        if not device.counts_all:
+        if device.counts_all:
+            self.known_bytes = mover.resident_bytes + told_bytes
+        else:
             if index == 0:
-                self.others_bytes = device.used_bytes() - (mover.resident_bytes - mover.foreign_bytes)
-            known += self.others_bytes - mover.foreign_bytes
-        self.known_bytes = known
+                self.others_bytes = device.used_bytes() - mover.counted_bytes
+            self.known_bytes = self.others_bytes + mover.counted_bytes + told_bytes
         device.reset_peak()
 
     def arrives(self, program: Program, index: int) -> None:
@@ -51,27 +51,17 @@ class Unseen:
         known, self.known_bytes = self.known_bytes, None
         if known is None:
             return
-        residency, peak = self.residency, self.device.peak_bytes()
+        residency, peak, kernel = self.residency, self.device.peak_bytes(), program.stops[index].kernel
         more = peak - known
-        if self.device.counts_all:
-            more -= residency.reserve_bytes
-            residency.reserve_bytes += max(0, more)
-        else:
-            before, more = program.unseen_bytes[index], more if more >= NOISE_BYTES else 0
-            program.unseen_bytes[index] = more
+        if not self.device.counts_all:
+            program.unseen_bytes[index] = more if more >= NOISE_BYTES else 0
             peak += residency.reserve_bytes + residency.mover.foreign_bytes - self.others_bytes
-            more -= before
-        if more > 0:
-            self._exceeds(more, peak, program.stops[index].kernel)
-
-    def _exceeds(self, more: int, peak: int, kernel: str) -> None:
-        """So many bytes more than was known, and with them this peak."""
-        residency = self.residency
-        short = peak - residency.budget_bytes
-        if residency.elastic:
-            residency.budget_bytes += more if self.device.counts_all else max(0, short)
-        elif short > 0:
-            self.overrun(short, "for itself", f"kernel {kernel}")
+            if program.unseen_bytes[index]:
+                self._lacks(peak - residency.budget_bytes, kernel)
+        elif more > residency.reserve_bytes:
+            more -= residency.reserve_bytes
+            residency.reserve_bytes += more
+            self._lacks(more if residency.elastic else peak - residency.budget_bytes, kernel)
 
     def room(self, program: Program, index: int, live_bytes: int, tick: int | None) -> int:
         """For a kernel that takes more than it tells, so many bytes with all of it; returns how many of them
@@ -80,14 +70,20 @@ class Unseen:
             return 0
         residency = self.residency
         short, _ = residency.free(live_bytes, tick)
-        if short > 0 and residency.elastic:
-            residency.budget_bytes += short
-            short = 0
-        if short > 0:
-            self.overrun(short, "for itself", f"kernel {program.stops[index].kernel}")
+        short = self._lacks(short, program.stops[index].kernel)
         counts = residency.mover.counts
         counts.peak_bytes = max(counts.peak_bytes, residency.mover.resident_bytes + live_bytes)
-        return max(0, short)
+        return short
+
+    def _lacks(self, short: int, kernel: str) -> int:
+        """So many bytes are missing: the budget grows, if that is how memory was asked for; those that still
+        are missing are said, and returned."""
+        if short > 0 and self.residency.elastic:
+            self.residency.budget_bytes += short
+        elif short > 0:
+            self.overrun(short, "for itself", f"kernel {kernel}")
+            return short
+        return 0
 
     def ends(self) -> None:
         """An exception has ended the program."""

@@ -219,7 +219,7 @@ def test_what_user_code_keeps_is_seen_once_in_a_step_that_is_not_measured() -> N
     bench = Bench()
     tracker, held = bench.tracker, list[int]()
     bench.residency.hold = held.append
-    bench.residency.mover.foreign_bytes = 0
+    bench.residency.mover.counted_bytes = bench.residency.mover.resident_bytes
     tracker.running, tracker.base = None, 17
     for number, kept in ((0, 0), (3, 20 * MIB), (0, 0), (3, 0)):
         tracker.number, tracker.at = number, number + 1
