@@ -32,7 +32,7 @@ from .relaxation import Relaxation, relax
 # after 4 to 8 rounds and 2 to 4 s at a bound 0 to 1.2 % above that of 96 checks in equal parts (10 to 19 s).
 FIRST_CHECKS = 16
 MORE_CHECKS = 4
-CALM_CHECKS = 64  # that see no wait are enough
+CALM_CHECKS = 32  # that see no wait are enough
 WORTH = 1e-3  # of the step: the least time by which the prices of an interval must differ to cut it
 GAP_S = 40e-6  # the time a gap costs before the solver starts
 
