@@ -29,6 +29,8 @@ from .records import Record, State
 
 log = logging.getLogger("teraio")
 
+VICTIMS_MOST = 64  # that make up for what is missing, where there are any as large
+
 
 class Need(NamedTuple):
     """What must be in memory at once at a kernel, whatever leaves."""
@@ -214,9 +216,11 @@ class Residency:
         return 0, failure
 
     def victims(self, short: int, tick: float | None, stays: Callable[[Record], bool] | None) -> list[Record]:
-        """By furthest next use, as many as make up for `short` bytes, or all there are."""
-        victims: list[Record] = []
-        for record in sorted(self._candidates(), key=lambda r: self.next_use(r, tick), reverse=True):
+        """By furthest next use, as many as make up for `short` bytes, or all there are. Those that are next
+        to nothing of it come last: a transfer each would be all that they bring."""
+        victims, least_bytes = list[Record](), short // VICTIMS_MOST
+        key = lambda r: (r.size_bytes >= least_bytes, *self.next_use(r, tick))  # noqa: E731
+        for record in sorted(self._candidates(), key=key, reverse=True):
             if short <= 0:
                 break
             if stays is None or not stays(record):

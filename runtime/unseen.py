@@ -22,6 +22,14 @@ from .residency import Residency
 NOISE_BYTES = 64 << 10  # what is smaller is malloc's, and in blocks whose size is rounded up
 
 
+def steady(told_bytes: int, seen_bytes: int) -> int:
+    """What varies by a little counts as the same: by a few bytes more than they count on, plans that fill the
+    budget would come apart."""
+    if told_bytes - 2 * NOISE_BYTES < seen_bytes <= told_bytes:
+        return told_bytes
+    return -(-seen_bytes // NOISE_BYTES) * NOISE_BYTES if seen_bytes >= NOISE_BYTES else 0
+
+
 class Unseen:
     def __init__(
         self, residency: Residency, device: Device, overrun: Callable[[int, str, str], None]
@@ -54,7 +62,7 @@ class Unseen:
         residency, peak, kernel = self.residency, self.device.peak_bytes(), program.stops[index].kernel
         more = peak - known
         if not self.device.counts_all:
-            program.unseen_bytes[index] = more if more >= NOISE_BYTES else 0
+            program.unseen_bytes[index] = steady(program.unseen_bytes[index], more)
             peak += residency.reserve_bytes + residency.mover.foreign_bytes - self.others_bytes
             if program.unseen_bytes[index]:
                 self._lacks(peak - residency.budget_bytes, kernel)

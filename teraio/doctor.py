@@ -231,7 +231,7 @@ def _store(
     progress: Progress,
 ) -> int:
     """Adds what the store's directory is like and how fast it is; returns its free bytes, 0 if unusable."""
-    from teraio.runtime import gds, measure, store_places
+    from teraio.runtime import gds, measure, store_places, wear
 
     try:
         path = store or store_places.default_directories()[0]
@@ -246,6 +246,12 @@ def _store(
         found.append(findings.room(free))
         if found[-1].verdict is Verdict.FAIL:
             return 0
+        found += [
+            findings.drive_unasked(str(told))
+            if isinstance(told, wear.Unasked)
+            else findings.drive_wear(**asdict(told))
+            for told in wear.of_drives(place.path)
+        ]
         reason = gds.reason_without(place.path)
         found.append(findings.direct_storage(used.kind == "cuda", reason))
         measured = measure.store_link(place.path, seconds, min(512 * 2**20, free // 4), progress, device=used)
@@ -299,8 +305,9 @@ def machine_of(
 
 DESCRIPTION = """\
 Looks at this machine as teraio will use it: torch and compiler, memory and its limits, the file system of the
-store, huge pages, GPUDirect; and measures the links, both ways, alone and together. Each finding is PASS,
-WARN or FAIL, with the fix. It writes up to 512 MiB to the store and leaves nothing there."""
+store, the wear of its drives, huge pages, GPUDirect; and measures the links, both ways, alone and together.
+Each finding is PASS, WARN or FAIL, with the fix. It writes up to 512 MiB to the store and leaves nothing
+there."""
 
 EPILOG = """\
 examples:

@@ -14,6 +14,8 @@ ROOM_WARN_BYTES, ROOM_FAIL_BYTES = 20 * 2**30, 2**30
 SLOW_BYTES_PER_S = 300 * 10**6  # a hard disk or a throttled volume; any SSD does more
 CPU_WARN_NS_PER_GB = 10**9  # a core per GB/s: with checksums 0.2 s were measured on huge pages
 KEPT_WARN_PERCENT = 10
+WORN_WARN_PERCENT = 80  # of a drive's rated life
+DRIVE_WARNINGS = ("few spare blocks", "too hot", "unreliable", "read-only", "its backup of memory failed")
 
 
 class Verdict(Enum):
@@ -187,6 +189,34 @@ def store_rate(evict: int, fetch: int, cpu_ns_per_gb: int) -> Finding:
             "store speed", found, "see huge pages and direct I/O above; checksum='off' saves about a half"
         )
     return good("store speed", found)
+
+
+def drive_wear(
+    drive: str,
+    used_percent: int,
+    spare_percent: int,
+    spare_least_percent: int,
+    written_bytes: int,
+    media_errors: int,
+    warnings: int,
+) -> Finding:
+    """What a drive says of itself (runtime/wear.py): offloading is what wears it."""
+    name = "drive wear"
+    said = [text for bit, text in enumerate(DRIVE_WARNINGS) if warnings >> bit & 1]
+    if media_errors:
+        said.append(f"{media_errors} media errors")
+    worn = f"{drive}: {used_percent} % of its rated life used, {fmt_bytes(written_bytes)} written"
+    found = "; ".join((worn, f"{spare_percent} % of its spare blocks left", *said))
+    if said or spare_percent <= spare_least_percent:
+        return warn(name, found, "save what is on it, and name a directory on another drive with --store")
+    if used_percent >= WORN_WARN_PERCENT:
+        fix = "options={'max_write_per_day': ...} caps what teraio writes; or another drive, with --store"
+        return warn(name, found, fix)
+    return good(name, found)
+
+
+def drive_unasked(reason: str) -> Finding:
+    return good("drive wear", f"not known: {reason}")
 
 
 # ---- device

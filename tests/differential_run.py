@@ -1,6 +1,7 @@
 """Generated models train under random valid plans and must agree with plain training in every bit.
 
-    differential_run.py '{"seeds": [0, 1, 2], "plans": 10, "inner": "eager", "plants": [""], "steps": 3}'
+    differential_run.py '{"seeds": [0, 1, 2], "plans": 10, "hostile": 0, "inner": "eager", "plants": [""],
+                          "steps": 3}'
 
 prints one JSON object per model: what it is, where plain training differs from itself, and per plan what it
 asked for, what the engine did, and where the bits differ. A process of its own, because every byte is counted
@@ -25,7 +26,14 @@ import allocator
 import torch
 from differential_plants import planted
 from generated_models import Generated, Seen, make, train
-from generated_plans import gaps, moved_share, random_plan, resident_bytes, working_set_bytes
+from generated_plans import (
+    gaps,
+    hostile_plan,
+    moved_share,
+    random_plan,
+    resident_bytes,
+    working_set_bytes,
+)
 
 import teraio
 from teraio import _native, session
@@ -115,6 +123,7 @@ class Row:
     share: float
     moved: float = 0.0
     budget_bytes: int = 0
+    kind: str = "none"  # or `random`, or what is hostile in it
     over_bytes: int = 0  # peak less budget, at most
     planned: int = 0
     skipped: int = 0
@@ -188,15 +197,15 @@ class Rig:
         running().on_step = None
         return seen, profile_of(measured[-1:], "generated")
 
-    def follow(self, plan: Plan, steps: int, row: Row) -> Seen:
+    def follow(self, plan: Plan, budget_bytes: int, steps: int, row: Row) -> Seen:
         residency = running().residency
         running().install(plan)
         before, WAITS.early = teraio.stats(), 0
         seen: Seen = {}
         try:
-            with patch.object(residency, "budget_bytes", plan.budget_bytes):
+            with patch.object(residency, "budget_bytes", budget_bytes):
                 seen = self.run(self.ours, steps)
-                row.over_bytes = self.peak_bytes + residency.reserve_bytes - plan.budget_bytes
+                row.over_bytes = self.peak_bytes + residency.reserve_bytes - budget_bytes
         except Exception as error:  # noqa: BLE001  whatever it is, it is a finding
             row.error = f"{type(error).__name__}: {error}"
             self.model.zero_grad()
@@ -307,15 +316,19 @@ def _examine(rig: Rig, asked: Asked, result: Result) -> None:
             result.error = f"differs where nothing moves: {different[:5]}"
         result.gaps = len(gaps(profile))
         lowest, highest = max(working_set_bytes(profile)), max(resident_bytes(profile))
-        for number in range(-1, asked.plans):
+        for number in range(-1, asked.plans + asked.hostile):
             level, share = LEVELS[number % len(LEVELS)], SHARES[number % len(SHARES)]
-            budget = lowest + int(level * (highest - lowest))
+            drawn = result.seed * 1000 + number
             if number == -1:
                 level, share, plan = 0.0, 0.0, Plan("", "none", lowest)  # all on demand
-            else:
-                plan = random_plan(profile, budget, share, result.seed * 1000 + number)
-            row = Row(number, level, share, round(moved_share(profile, plan), 3), plan.budget_bytes)
-            got = rig.follow(plan, asked.steps, row)
+            budget = lowest + int(level * (highest - lowest))
+            if 0 <= number < asked.plans:
+                plan = random_plan(profile, budget, share, drawn)
+            elif number >= 0:
+                share, plan = 0.0, hostile_plan(profile, budget, drawn)
+            moved = round(moved_share(profile, plan), 3) if share else 0.0
+            row = Row(number, level, share, moved, budget, plan.planner)
+            got = rig.follow(plan, budget, asked.steps, row)
             if not row.error:
                 row.differences = differences(expected, got, result.unstable)[:5]
             result.rows.append(row)
@@ -325,6 +338,7 @@ def _examine(rig: Rig, asked: Asked, result: Result) -> None:
 class Asked:
     seeds: list[int]
     plans: int = 10
+    hostile: int = 0
     inner: str = "eager"
     most_blocks: int = 4
     plants: tuple[str, ...] = ("",)

@@ -183,3 +183,105 @@ def _plan(profile: Profile, budget_bytes: int, absences: Iterable[Absence]) -> P
         if absence.free < ticks <= absence.ready:  # away, or on its way back, when the step ends
             homes.append(Home(name, TIER))
     return Plan("", "random", budget_bytes, tuple(homes), tuple(moves))
+
+
+# ---- plans that a file may hold, and that no planner makes
+
+FAR = 2**33 - 1  # the last tick that a file may name
+TIERS = (TIER, TIER, TIER, "host", "ssd9", "nowhere")
+
+
+def hostile_plan(profile: Profile, budget_bytes: int, seed: int) -> Plan:
+    """Well formed and senseless: the reader takes it, the check need not. Kinds in turn, by the seed."""
+    draw = Random(seed)
+    names = list(HOSTILE)
+    homes, moves = HOSTILE[names[seed % len(names)]](profile, draw)
+    told = draw.choice((0, 1, budget_bytes, 2**53 - 1))
+    plan = Plan("", names[seed % len(names)], told, tuple(homes), tuple(moves))
+    plan.validate()
+    return plan
+
+
+Orders = tuple[list[Home], list[Move]]
+
+
+def _all_leave(profile: Profile, draw: Random) -> Orders:
+    """Everything, at once, before anything has run; it comes back when it is used, or never."""
+    ticks = len(profile.kernels)
+    moves: list[Move] = []
+    for tensor in profile.tensors:
+        moves.append(Evict(tensor.name, TIER, draw.randint(0, 1), 0))
+        used = min({*tensor.reads, *tensor.writes}, default=ticks)
+        moves += [Fetch(tensor.name, TIER, used, used)] * draw.randint(0, 1)
+    return [], moves
+
+
+def _anything(profile: Profile, draw: Random) -> Orders:
+    """Of any tensor, to any tier, at any tick of this step and the next, and far beyond."""
+    names = [*(tensor.name for tensor in profile.tensors), "nobody", "0"]
+    ticks = [*range(2 * len(profile.kernels)), FAR]
+    moves: list[Move] = []
+    for _ in range(4 * len(names)):
+        first, last = sorted(draw.choices(ticks, k=2))
+        name, tier = draw.choice(names), draw.choice(TIERS)
+        trigger = None if draw.random() < 0.2 else first
+        moves.append(draw.choice((Evict(name, tier, last, trigger), Fetch(name, tier, first, last))))
+    return [Home(name, draw.choice(TIERS)) for name in draw.sample(names, len(names) // 2)], moves
+
+
+def _sensible(profile: Profile, draw: Random) -> list[Move]:
+    moves = random_plan(profile, max(working_set_bytes(profile)), 0.5, draw.randrange(2**32)).moves
+    return list(moves)
+
+
+def _too_late(profile: Profile, draw: Random) -> Orders:
+    """Fetches begin some kernels after their tensors are used."""
+    late = [
+        replace(move, trigger=move.ready + by, ready=move.ready + by) if isinstance(move, Fetch) else move
+        for move in _sensible(profile, draw)
+        for by in (draw.randint(1, 9),)
+    ]
+    return [], late
+
+
+def _too_early(profile: Profile, draw: Random) -> Orders:
+    """All fetches begin when the step does; what leaves does so later."""
+    early = [
+        replace(move, trigger=0) if isinstance(move, Fetch) else move for move in _sensible(profile, draw)
+    ]
+    return [], early
+
+
+def _out_of_order(profile: Profile, draw: Random) -> Orders:
+    """Ticks of moves given to other moves, and each of them twice."""
+    moves = _sensible(profile, draw)
+    ticks = [(m.trigger or 0, m.free if isinstance(m, Evict) else m.ready) for m in moves]
+    draw.shuffle(ticks)
+    other: list[Move] = [
+        replace(move, trigger=first, free=last)
+        if isinstance(move, Evict)
+        else replace(move, trigger=first, ready=last)
+        for move, (first, last) in zip(moves, ticks)
+    ]
+    both = [*other, *moves, *other]
+    draw.shuffle(both)
+    return [], both
+
+
+def _all_dropped(profile: Profile, draw: Random) -> Orders:
+    """Everything is let go unwritten, as if it had a good copy somewhere, after each of its uses."""
+    moves: list[Move] = []
+    for tensor in profile.tensors:
+        for used in sorted({*tensor.reads, *tensor.writes}):
+            moves.append(Evict(tensor.name, draw.choice(TIERS), used + draw.randint(0, 1)))
+    return [Home(tensor.name, draw.choice(TIERS)) for tensor in profile.tensors], moves
+
+
+HOSTILE: dict[str, Callable[[Profile, Random], Orders]] = {
+    "all leave": _all_leave,
+    "anything": _anything,
+    "too late": _too_late,
+    "too early": _too_early,
+    "out of order": _out_of_order,
+    "all dropped": _all_dropped,
+}

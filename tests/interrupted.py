@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,16 +153,21 @@ def trained_forever(root: Path) -> None:
             print("warm", flush=True)
 
 
-def killed(root: Path, chance: random.Random) -> None:
+def killed(
+    root: Path,
+    chance: random.Random,
+    first: Sequence[str] = (),
+    end: Callable[[subprocess.Popen[str]], None] = subprocess.Popen.kill,
+) -> None:
     """Goes on with it, and ends it at a random moment, after some steps. No fork: a process that has compiled
-    something has threads, whose locks a child would wait for."""
+    something has threads, whose locks a child would wait for. `first`: what its command begins with."""
     (root / "store").mkdir(exist_ok=True)
-    command = [sys.executable, __file__, "train", str(root)]
+    command = [*first, sys.executable, __file__, "train", str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "warm\n"
         time.sleep(chance.uniform(0, 0.5))
-        child.kill()
+        end(child)
 
 
 def main() -> None:

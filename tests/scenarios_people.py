@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from scenarios import BLOCKS, ROWS, WIDTH, Block, Net, Run, scenario, sgd
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 # ---- hooks
 
@@ -59,6 +60,39 @@ def an_optimizer_step_in_the_backward(run: Run) -> None:
         loss.backward()
         run.see(loss)
         run.see_model(model)
+
+
+# ---- batches from other processes
+
+
+class Rows(Dataset[torch.Tensor]):
+    """The same ones in every process."""
+
+    def __len__(self) -> int:
+        return 3 * ROWS
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def _loader(run: Run, how: str, workers: int, epochs: int) -> None:
+    """Its workers are made anew in each epoch, while weights, gradients and states are away."""
+    model = Net()
+    compiled, optimizer = run.compile(model), torch.optim.AdamW(model.parameters())
+    batches = DataLoader(Rows(), batch_size=ROWS, num_workers=workers, multiprocessing_context=how)
+    for _ in range(epochs):
+        for batch in batches:
+            run.step(model, compiled(batch).square().mean(), optimizer)
+
+
+@scenario
+def a_loader_with_forked_workers(run: Run) -> None:
+    _loader(run, "fork", 2, 2)
+
+
+@scenario
+def a_loader_with_started_workers(run: Run) -> None:
+    _loader(run, "spawn", 1, 1)
 
 
 # ---- functions of a model

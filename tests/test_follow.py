@@ -232,6 +232,26 @@ def test_a_kernel_that_needs_room_sends_no_other_tensor_away_for_it() -> None:
     assert residency.free(4, None) == (0, None) and ended == ["gone", "idle"]
 
 
+def test_what_is_next_to_nothing_leaves_last() -> None:
+    """However late it is used: a transfer each would be all that small ones bring."""
+    world = World(0, late=1000, soon=1000, **{f"tiny{number}": 1 for number in range(9)})
+    mover: Any = SimpleNamespace(resident_bytes=2009)
+    residency = Residency(mover, budget_bytes=2009, reserve_bytes=0)
+    residency.step_ticks = 50
+    for record in world.records.values():
+        record.state, record.used_at, record.pins, record.kind = State.DEVICE, 0, 0, "weight"
+        residency.records[record.key] = record
+        residency.uses[record.name] = [{"late": 20.0, "soon": 10.0}.get(record.name, 40.0)]
+
+    def leaving(short: int) -> list[str]:
+        return [record.name for record in residency.victims(short, 5, None)]
+
+    assert leaving(700) == ["late"]
+    assert leaving(1500) == ["late", "soon"]
+    assert leaving(2003)[:2] == ["late", "soon"] and len(leaving(2003)) == 5
+    assert leaving(9) == [f"tiny{number}" for number in range(9)]  # of so little they are not nothing
+
+
 @pytest.mark.parametrize("how", ["needed by a kernel", "to come back by its plan"])
 def test_a_late_write_that_fails_is_no_error_of_who_needs_the_tensor(how: str) -> None:
     """Its bytes are in memory; it is dirty, and not tried again in this step."""

@@ -19,7 +19,7 @@ from teraio import session
 from teraio.errors import BudgetError
 from teraio.runtime import device
 from teraio.runtime.residency import Residency
-from teraio.runtime.unseen import NOISE_BYTES, Unseen
+from teraio.runtime.unseen import NOISE_BYTES, Unseen, steady
 
 MIB = 2**20
 WIDTH, LAYERS, BATCH, STEPS = 256, 6, 4096, 4
@@ -217,3 +217,17 @@ def test_the_smallest_budget_grows_with_what_a_kernel_takes() -> None:
     unseen.leaves(program, 0, 20)
     unseen.arrives(program, 0)  # seen again: nothing is new
     assert (program.unseen_bytes, residency.budget_bytes) == ([more], 90 + more)
+
+
+def test_what_a_kernel_takes_varies_by_a_few_bytes_and_counts_as_the_same() -> None:
+    """Plans fill the budget: where a measured step tells of a little more than the one they were made from,
+    moves find no room and others are made instead."""
+    seen = [9 * NOISE_BYTES + more for more in (100, 1124, 90, NOISE_BYTES, 0, 1 - NOISE_BYTES)]
+    told = [0]
+    for each in seen:
+        told.append(steady(told[-1], each))
+        assert told[-1] >= each
+    assert set(told[1:]) == {10 * NOISE_BYTES}
+    assert steady(10 * NOISE_BYTES, 12 * NOISE_BYTES + 1) == 13 * NOISE_BYTES
+    assert steady(10 * NOISE_BYTES, 4 * NOISE_BYTES) == 4 * NOISE_BYTES
+    assert steady(0, NOISE_BYTES - 1) == 0 and steady(10 * NOISE_BYTES, 0) == 0

@@ -68,8 +68,11 @@ class DeepSpeed:
 
         deepspeed.init_distributed("gloo")
         config = configuration(asked)
-        with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.float32):
+        # Of the type that settings name, which is float32: where there is no float16, `dtype` is ignored.
+        with deepspeed.zero.Init(config_dict_or_path=config):
             model = subject.make()
+        other = {p.dtype for p in model.parameters()} - {torch.float32}
+        assert not other, f"it would train in {other}, teraio in float32"
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=self.optimizer(model, asked), config=config
         )

@@ -1,4 +1,8 @@
-"""Two trainees in turn, so that whatever else the machine does meets both, and what their times say."""
+"""Two trainees in turn, so that whatever else the machine does meets both, and what their times say.
+
+A pair is as many steps of each, one by one in turn, as fill some seconds: a single step of a tenth of a
+second is as long as the neighbours of a shared machine make it.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ FOUND = os.pathsep.join(map(str, (BENCHMARKS, BENCHMARKS.parent / "tests", BENCH
 SETTLE_LEAST, SETTLE_MOST = 3, 24  # steps before those that count
 SPREAD_MOST = 0.05  # of ratios, between their quartiles: what varies more resolves nothing
 PAIRS_LEAST = 9
+PAIR_S, STEPS_MOST = 12.0, 12  # of each
 
 Row = dict[str, Any]
 
@@ -83,13 +88,19 @@ class Trainee:
 
 @dataclass(slots=True)
 class Race:
-    """`ours` against `theirs`: rows of steps that were taken one after the other."""
+    """`ours` against `theirs`: rows of steps that were taken in turn, `steps` of each to a pair."""
 
+    steps: int = 1
     ours: list[Row] = field(default_factory=list)
     theirs: list[Row] = field(default_factory=list)
 
     def ratios(self) -> list[float]:
-        return [one["seconds"] / other["seconds"] for one, other in zip(self.ours, self.theirs)]
+        return [one / other for one, other in zip(self._seconds(self.ours), self._seconds(self.theirs))]
+
+    def _seconds(self, rows: list[Row]) -> list[float]:
+        """By pair."""
+        firsts = range(0, len(rows), self.steps)
+        return [sum(row["seconds"] for row in rows[first : first + self.steps]) for first in firsts]
 
     def ratio(self) -> float:
         return median(self.ratios())
@@ -105,15 +116,16 @@ class Race:
 
     def verdict(self, goal: float) -> str:
         """Of a goal for the ratio."""
-        if len(self.ours) < PAIRS_LEAST or self.spread() > SPREAD_MOST:
+        if len(self.ours) < PAIRS_LEAST * self.steps or self.spread() > SPREAD_MOST:
             return "not resolved here"
         return "met" if self.ratio() <= goal else "missed"
 
 
 def race(ours: Trainee, theirs: Trainee, pairs: int) -> Race:
-    """In turn, the first of a pair now the one and now the other."""
-    found = Race()
-    for number in range(pairs):
+    """In turn, the first of two steps now the one's and now the other's."""
+    lately_s = median(row["seconds"] for row in theirs.rows[-3:])
+    found = Race(min(max(round(PAIR_S / 2 / lately_s), 1), STEPS_MOST))
+    for number in range(pairs * found.steps):
         for one in (ours, theirs) if number % 2 else (theirs, ours):
             rows = found.ours if one is ours else found.theirs
             rows += one.steps(1)

@@ -1,6 +1,7 @@
-"""`kill -9` at random moments of training steps and of the saves between them.
+"""`kill -9` at random moments of training steps and of the saves between them; in the end by the kernel, as
+memory in the process's control group has run out (root; else that is left out, and said).
 
-    python tests/long/kill_steps.py [--kills 100] [--dir /mnt/ssd] [--seed 1]
+    python tests/long/kill_steps.py [--kills 100] [--out-of-memory 20] [--dir /mnt/ssd] [--seed 1]
 
 The next process goes on from the last checkpoint, so the training is stopped and resumed as often. After each
 kill weights and states in it are those of plain training without a stop, bit for bit, no file of the store is
@@ -14,19 +15,63 @@ import argparse
 import random
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import control_group
 from interrupted import WARM, Training, killed
 from store_rig import Left, disk_near
 
 
+class Resumed:
+    """A training that is ended and resumed; `figures`: what every end left together, each must stay 0."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self.root, self.chance, self.steps = root, random.Random(seed), 0
+        self.plain, self.found = Training(None), Training(None)
+        names = ("no-progress", "other-numbers", "named-bytes", "names-after-start", "alive")
+        self.figures = dict.fromkeys(names, 0)
+
+    def end(self, *how: Any) -> None:
+        killed(self.root, self.chance, *how)
+        number = self.found.load(self.root / "last.pt")
+        self.figures["no-progress"] += number < self.steps + WARM
+        for step in range(self.steps, number):
+            self.plain.step(step)
+        self.steps = number
+        left = Left(self.root / "store")
+        self.figures["other-numbers"] += self.found.digest() != self.plain.digest()
+        self.figures["named-bytes"] += left.named_bytes
+        self.figures["names-after-start"] += left.names_after_start
+        self.figures["alive"] += len(left.owners)
+
+
+def out_of_memory(training: Resumed, times: int) -> bool:
+    """False: the kernel did not end it as often."""
+    reason = control_group.reason_without()
+    if reason or not times:
+        print(f"left out  the kernel's own kills: {reason or 'none were asked for'}")
+        return True
+    with control_group.group("teraio-kill-steps") as group:
+        for _ in range(times):
+            training.end(group.first, partial(control_group.run_out_of_memory, group))
+        ended = group.killed
+    passed = ended >= times
+    print(f"kill-steps-out-of-memory {ended} >={times} {'PASS' if passed else 'FAIL'}")
+    return passed
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--out-of-memory", type=int, default=20)
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -35,27 +80,15 @@ def main() -> int:
     if root is None:
         print("no disk here, only memory; give --dir")
         return 1
-    chance = random.Random(args.seed)
-    names = ("no-progress", "other-numbers", "named-bytes", "names-after-start", "alive")
-    figures = dict.fromkeys(names, 0)
-    plain, found, steps = Training(None), Training(None), 0
+    training = Resumed(root, args.seed)
     for _ in range(args.kills):
-        killed(root, chance)
-        number = found.load(root / "last.pt")
-        figures["no-progress"] += number < steps + WARM
-        for step in range(steps, number):
-            plain.step(step)
-        steps = number
-        left = Left(root / "store")
-        figures["other-numbers"] += found.digest() != plain.digest()
-        figures["named-bytes"] += left.named_bytes
-        figures["names-after-start"] += left.names_after_start
-        figures["alive"] += len(left.owners)
+        training.end()
     print(f"kill-steps-kills {args.kills} {args.kills} PASS")
-    for name, value in figures.items():
+    enough = out_of_memory(training, args.out_of_memory)
+    for name, value in training.figures.items():
         print(f"kill-steps-{name} {value} 0 {'PASS' if value == 0 else 'FAIL'}")
-    print(f"kill-steps-steps {steps}")
-    return int(any(figures.values()))
+    print(f"kill-steps-steps {training.steps}")
+    return int(any(training.figures.values()) or not enough)
 
 
 if __name__ == "__main__":

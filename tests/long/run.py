@@ -63,6 +63,11 @@ PROOFS = (
         "generated models with random plans give the numbers of plain training",
         quick=("--eager", "20", "--inductor", "0"),
     ),
+    Proof(
+        "hostile_plans",
+        "well-formed plans without sense: the numbers of plain training, within the budget",
+        quick=("--models", "4"),
+    ),
     Proof("optimizers", "every optimizer and every loop around it gives the numbers of plain training"),
     Proof(
         "zoo",
@@ -86,17 +91,33 @@ PROOFS = (
         ("--count", "1000000", "--seed", "0"),
         ("--count", "20000", "--seed", "0"),
     ),
-    Proof("kill", "after kill -9 no file and no byte is left", quick=("--moments", "10", "--times", "1")),
+    Proof(
+        "attacks",
+        "links, modes, directories of others, files made to mislead: as root and as an ordinary user",
+    ),
+    Proof(
+        "sanitizers",
+        "the native parts with faults and hostile input: no race, no bad address, nothing undefined",
+        quick=("--rounds", "50", "--instances", "2000"),
+    ),
+    Proof(
+        "kill",
+        "after kill -9 no file and no byte is left",
+        ("--moments", "200"),
+        ("--moments", "10", "--times", "1"),
+    ),
     Proof("kill_saves", "kill -9 in a save leaves the old file or the new one", quick=("--kills", "10")),
     Proof(
         "kill_steps",
         "kill -9 in a step or in a save between two: the last checkpoint is whole, no byte is left",
-        quick=("--kills", "10"),
+        ("--kills", "180", "--out-of-memory", "20"),
+        ("--kills", "10", "--out-of-memory", "2"),
     ),
     Proof(
         "interrupts",
         "Ctrl-C at any moment of a step: the model goes on, with weights and states of whole steps",
-        quick=("--count", "20"),
+        ("--count", "200"),
+        ("--count", "20"),
     ),
     Proof(
         "surroundings", "file systems and limits of the system: the same numbers, or an error that says why"

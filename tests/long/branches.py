@@ -1,0 +1,124 @@
+"""Which branches of the engine and of the readers the tests take.
+
+    python tests/long/branches.py [tests ...] [--jobs 2] [--report FILE]
+
+Runs the tests (all of them, or those that are named) under coverage.py, their child processes too, and prints
+each file's share of branches with the lines where the rest begins, worst first; then `name value target
+PASS|FAIL`. What needs a GPU is in a row of its own: without one it cannot be taken. Needs `pip install
+coverage`. Half an hour; times of tests are not held to their rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+READERS = {
+    *("cache", "check", "files", "jsontext", "machine", "options", "plan", "profile"),
+    *("safetensors", "schedule", "timeline", "units"),
+}
+ON_A_GPU = ("runtime/cuda.py", "runtime/gds.py")
+LEAST_PERCENT = 95
+# `_exit`: forked children end by os._exit, and what they did counts.
+SETTINGS = """\
+[run]
+branch = true
+parallel = true
+concurrency = thread
+patch = subprocess, _exit
+data_file = {folder}/data
+source = {root}/runtime, {root}/teraio
+disable_warnings = no-data-collected, module-not-imported, module-not-measured
+[report]
+exclude_also =
+    if TYPE_CHECKING:
+    raise NotImplementedError
+    ^\\s*\\.\\.\\.$
+    assert_never
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    name: str
+    taken: int
+    branches: int
+    missing: tuple[tuple[int, int], ...]  # from line, to line; a negative one leaves the function
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.taken / self.branches if self.branches else 100.0
+
+
+def counted(name: str) -> bool:
+    """The engine, and what reads files that others wrote."""
+    folder, _, file = name.rpartition("/")
+    return folder == "runtime" or (folder == "teraio" and file.removesuffix(".py") in READERS)
+
+
+def measured(tests: list[str], jobs: int, report: Path | None) -> list[File]:
+    with tempfile.TemporaryDirectory(prefix="branches-") as folder:
+        settings, found = Path(folder) / "settings", Path(folder) / "found.json"
+        settings.write_text(SETTINGS.format(folder=folder, root=ROOT))
+        coverage = [sys.executable, "-m", "coverage"]
+        how = ["-o", "addopts=", "-q", "--strict-markers", "-p", "no:cacheprovider"]
+        how += ["-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder"] if jobs > 1 else []
+        command = [*coverage, "run", f"--rcfile={settings}", "-m", "pytest", *how, *tests]
+        subprocess.run(command, cwd=ROOT, check=False)  # what fails is for the tests to say
+        subprocess.run([*coverage, "combine", "-q", f"--rcfile={settings}"], cwd=ROOT, check=True)
+        write = [*coverage, "json", "-q", f"--rcfile={settings}", "-o", str(found)]
+        subprocess.run(write, cwd=ROOT, check=True)
+        text = found.read_text()
+    if report:
+        report.write_text(text)
+    return sorted(map(file_of, json.loads(text)["files"].items()), key=lambda file: file.percent)
+
+
+def file_of(entry: tuple[str, dict[str, Any]]) -> File:
+    path, told = entry
+    name = os.path.relpath((ROOT / path).resolve(), ROOT)
+    summary, missing = told["summary"], tuple(map(tuple, told["missing_branches"]))
+    return File(name, summary["covered_branches"], summary["num_branches"], missing)
+
+
+def row(name: str, files: list[File], least: float) -> bool:
+    """False: too few."""
+    taken, branches = sum(file.taken for file in files), sum(file.branches for file in files)
+    percent = 100 * taken / max(branches, 1)
+    passed = bool(branches) and percent >= least
+    target = f">={least}" if least else "any"
+    print(f"branches-{name}-percent {percent:.1f} {target} {'PASS' if passed else 'FAIL'}")
+    return passed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tests", nargs="*", help="files, folders or node ids; all if none is given")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--report", type=Path, help="coverage's own report, as JSON")
+    args = parser.parse_args()
+    if importlib.util.find_spec("coverage") is None:
+        print("this needs coverage.py: pip install coverage", file=sys.stderr)
+        return 2
+    files = [file for file in measured(args.tests, args.jobs, args.report) if counted(file.name)]
+    for file in files:
+        lines = " ".join(f"{first}->{to}" if to > 0 else f"{first}->end" for first, to in file.missing[:12])
+        print(f"{file.percent:6.1f} %  {file.taken:>4} of {file.branches:>4}  {file.name}  {lines}")
+    here = [file for file in files if file.name not in ON_A_GPU]
+    row("that-need-a-gpu", [file for file in files if file.name in ON_A_GPU], 0)
+    return 0 if row("of-engine-and-readers", here, LEAST_PERCENT) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Plans that a file may hold and no planner makes, on generated models: the numbers of plain training, within
+the budget; the plan costs time.
+
+    python tests/long/hostile_plans.py [--models 50] [--plans 12] [--first 20000] [--jobs 2]
+
+Six kinds in turn (tests/generated_plans.py): everything leaves at once, moves of anything at any time and to
+tiers that are not there, fetches too late, too early, moves out of order and twice, everything let go
+unwritten. Budgets from the smallest to all of it, whatever the plan says of its own. Prints `name value
+target PASS|FAIL`; exit code 0 or 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from differential_run import UNSEEN_BYTES, nothing_beside
+from differential_sweep import complaints, sweep
+
+LEAST = 500  # plans, of a whole run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", type=int, default=50)
+    parser.add_argument("--plans", type=int, default=12, help="per model")
+    parser.add_argument("--first", type=int, default=20_000, help="the first seed")
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    seeds = range(args.first, args.first + args.models)
+    kinds: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
+    wrong = over = 0
+    for result in sweep(seeds, args.jobs, 10, plans=0, hostile=args.plans):
+        for line in complaints(result):
+            wrong += 1
+            print(line, flush=True)
+        for row in hostile_rows(result):
+            kinds[row["kind"]] += 1
+            moved.update({name: row[name] for name in ("fetches", "evictions", "drops", "skipped")})
+            beyond = row["over_bytes"] > UNSEEN_BYTES and nothing_beside(result["what"])
+            over += beyond
+            if beyond:
+                print(f"seed {result['seed']}, plan {row['plan']} ({row['kind']}): {row['over_bytes']} over")
+    tried = sum(kinds.values())
+    print(f"    {dict(kinds)}; {dict(moved)}")
+    least = min(LEAST, args.models * args.plans * 4 // 5)
+    figures = (
+        ("tried", tried, f">={least}", tried >= least),
+        ("wrong", wrong, "0", not wrong),
+        ("over-the-budget", over, "0", not over),
+        ("fetches", moved["fetches"], f">={tried}", moved["fetches"] >= tried > 0),
+    )
+    for name, value, target, passed in figures:
+        print(f"hostile-plans-{name} {value} {target} {'PASS' if passed else 'FAIL'}")
+    return 0 if all(passed for *_, passed in figures) else 1
+
+
+def hostile_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in result["rows"] if row["kind"] not in {"none", "random"}]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""The native parts under sanitizers: the transfer engine from many threads with faults, under the ones for
+races, addresses and undefined behaviour; the planner under random and hostile steps, under the latter two.
+
+    python tests/long/sanitizers.py [--rounds 2000] [--instances 1000000] [--dir /mnt/ssd] [--build FOLDER]
+
+Compiles csrc's stress programs, which know no Python, once per sanitizer; `--build` keeps that. Prints
+`name value target PASS|FAIL`; exit code 0 or 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+RACES, MEMORY = "thread", "address,undefined"
+REPORT = re.compile(r"WARNING: ThreadSanitizer|ERROR: \w+Sanitizer|runtime error:")
+HANGS_S = 7200
+
+
+def built(sanitizer: str, folder: Path) -> Path:
+    place = folder / sanitizer.replace(",", "-")
+    options = ["-DTERAIO_STRESS=ON", f"-DTERAIO_SANITIZE={sanitizer}"]
+    for command in (
+        ["cmake", "-S", str(CSRC), "-B", str(place), *options],
+        ["cmake", "--build", str(place), "-j", "2"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)}: {(done.stdout + done.stderr)[-2000:]}")
+    return place
+
+
+def passed(name: str, command: Sequence[str | Path]) -> bool:
+    """Neither a report nor a wrong byte."""
+    # Threads that the kernel maps high are unknown to older runtimes without this.
+    quiet = ["setarch", "-R"] if os.path.exists("/usr/bin/setarch") else []
+    done = subprocess.run(
+        [*quiet, *map(str, command)], capture_output=True, text=True, check=False, timeout=HANGS_S
+    )
+    reports = len(REPORT.findall(done.stderr))
+    for line in (done.stdout + done.stderr[-3000 * bool(reports or done.returncode) :]).splitlines():
+        print(f"    {line}")
+    print(f"sanitizers-{name}-reports {reports} 0 {'FAIL' if reports else 'PASS'}")
+    print(f"sanitizers-{name}-exit {done.returncode} 0 {'FAIL' if done.returncode else 'PASS'}", flush=True)
+    return not reports and not done.returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=2000, help="of each of six threads")
+    parser.add_argument("--instances", type=int, default=10**6, help="steps for the planner")
+    parser.add_argument("--dir", type=Path, help="where the engine's files are")
+    parser.add_argument("--build", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="sanitizers-", dir=args.dir) as folder:
+        place = args.build or Path(folder)
+        races, memory = built(RACES, place), built(MEMORY, place)
+        rounds = str(args.rounds)
+        good = [
+            passed("engine-races", [races / "stress", folder, rounds]),
+            passed("engine-memory", [memory / "stress", folder, rounds]),
+            passed("planner-memory", [memory / "plan_stress", str(args.instances)]),
+        ]
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
