@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import stat
-import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from teraio import _native, doctor, findings
 from teraio.errors import StoreError
 from teraio.findings import Finding, Verdict
 from teraio.machine import Machine
-from teraio.runtime import measure, memory, store_slabs, wear
+from teraio.runtime import measure, memory, store_slabs
 
 pytestmark = pytest.mark.alone
 
@@ -317,89 +315,3 @@ def test_a_tree_that_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
     assert memory.read(root).obtainable_bytes == 2**33
     (root / "proc/self/mountinfo").unlink()
     assert memory.read(root).group is None
-
-
-# ---- the drive's own log
-
-
-def log_page(**said: int) -> bytes:
-    page = bytearray(wear.PAGE_BYTES)
-    for name, (at, size) in {
-        "warnings": (0, 1),
-        "spare": (3, 1),
-        "least": (4, 1),
-        "used": (5, 1),
-        "units": (48, 16),
-        "errors": (160, 16),
-    }.items():
-        page[at : at + size] = said[name].to_bytes(size, "little")
-    return bytes(page)
-
-
-def tree_of_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in /sys: two drives, a partition of each, and a volume that is made of both."""
-    devices, numbers = root / "devices", root / "block"
-    for name in ("nvme0n1/nvme0n1p2", "nvme1n1/nvme1n1p1", "dm-0/slaves"):
-        (devices / name).mkdir(parents=True)
-    numbers.mkdir()
-    for number, name in {
-        "259:0": "nvme0n1",
-        "259:2": "nvme0n1/nvme0n1p2",
-        "259:4": "nvme1n1/nvme1n1p1",
-        "253:0": "dm-0",
-    }.items():
-        (devices / name / "dev").write_text(number + "\n")
-        (numbers / number).symlink_to(devices / name)
-    for part in ("nvme0n1/nvme0n1p2", "nvme1n1/nvme1n1p1"):
-        (devices / part / "partition").write_text("1\n")
-        (devices / "dm-0/slaves" / Path(part).name).symlink_to(devices / part)
-    monkeypatch.setattr(wear, "BLOCKS", numbers)
-
-
-def test_the_drives_below_a_partition_and_a_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree_of_blocks(tmp_path, monkeypatch)
-    assert wear.disks_below("259:0") == wear.disks_below("259:2") == ["nvme0n1"]
-    assert wear.disks_below("253:0") == ["nvme0n1", "nvme1n1"]
-    with pytest.raises(wear.Unasked, match="7:7"):
-        wear.disks_below("7:7")
-
-
-def test_a_file_system_without_a_number_is_found_where_it_is_mounted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wear, "BLOCKS", tmp_path)
-    number = os.stat(tmp_path).st_dev
-    own, mounts = f"{os.major(number)}:{os.minor(number)}", tmp_path / "mountinfo"
-    monkeypatch.setattr(wear, "MOUNTS", mounts)
-    mounts.write_text(f"36 35 {own} / /mnt rw,noatime shared:1 - btrfs /dev/null rw\n")
-    assert wear.device_of(tmp_path) == "1:3"
-    mounts.write_text(f"36 35 {own} / /mnt rw - overlay overlay rw\n")
-    (told,) = wear.of_drives(tmp_path)
-    assert isinstance(told, wear.Unasked) and "does not say which drive" in str(told)
-
-
-def test_a_drive_is_asked_for_its_log_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked as linux/nvme_ioctl.h has it: the page arrives where the command points."""
-    page = log_page(warnings=1, spare=9, least=10, used=130, units=2**70, errors=7)
-
-    def drive(descriptor: int, request: int, command: Any) -> int:
-        raw = bytes(command)
-        assert (descriptor, request, len(raw)) == (7, 0xC0484E41, 72)
-        opcode, namespace, address, size, word = struct.unpack_from("<B3xI16xQ4xII", raw)
-        assert (opcode, namespace, size, word) == (2, 2**32 - 1, 512, 2 | 127 << 16)
-        assert not any(raw[44:64])
-        ctypes.memmove(address, page, size)
-        return 0
-
-    monkeypatch.setattr(wear.fcntl, "ioctl", drive)
-    assert wear.told("nvme0n1", wear._page(7)) == wear.Wear("nvme0n1", 130, 9, 10, 2**70 * 512_000, 7, 1)
-    monkeypatch.setattr(wear.fcntl, "ioctl", lambda *asked: 0x4002)
-    with pytest.raises(OSError, match="0x4002"):
-        wear._page(7)
-
-
-def test_a_drive_that_cannot_be_asked_is_said_with_its_name() -> None:
-    with pytest.raises(wear.Unasked, match="vda is no NVMe drive"):
-        wear.read("vda")
-    with pytest.raises(wear.Unasked, match=r"/dev/nvme99n9: .*root may"):
-        wear.read("nvme99n9")
