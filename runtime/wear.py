@@ -48,6 +48,8 @@ def of_drives(path: Path) -> tuple[Wear | Unasked, ...]:
         disks = disks_below(device_of(path))
     except Unasked as why:
         return (why,)
+    except OSError as error:  # in a container, say, where /dev has not what is mounted
+        return (Unasked(f"{error.filename}: {error.strerror}"),)
     found: list[Wear | Unasked] = []
     for disk in disks:
         try:

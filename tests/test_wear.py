@@ -64,6 +64,9 @@ def test_a_file_system_without_a_number_is_found_where_it_is_mounted(
     monkeypatch.setattr(wear, "MOUNTS", mounts)
     mounts.write_text(f"36 35 {own} / /mnt rw,noatime shared:1 - btrfs /dev/null rw\n")
     assert wear.device_of(tmp_path) == "1:3"
+    mounts.write_text(f"36 35 {own} / /mnt rw - btrfs /dev/nowhere rw\n")
+    (told,) = wear.of_drives(tmp_path)
+    assert isinstance(told, wear.Unasked) and str(told).startswith("/dev/nowhere: ")
     mounts.write_text(f"36 35 {own} / /mnt rw - overlay overlay rw\n")
     (told,) = wear.of_drives(tmp_path)
     assert isinstance(told, wear.Unasked) and "does not say which drive" in str(told)
