@@ -25,6 +25,7 @@ from teraio.schedule import Schedule, Step
 
 from . import gradients as _gradients
 from . import guard as _guard
+from .back import bring_all_back, bring_back
 from .calm import Calm
 from .device import Device, Host
 from .follow import Follower, Here, table_of
@@ -270,7 +271,7 @@ class Engine:
             self.mover.recorder.abandoned()
         self.guard.take_back()
         exposed = self.user.exposed(self.tracker.number)
-        self.residency.bring_back(exposed)
+        bring_back(self.residency, exposed)
         written_unseen(exposed)
         self.user.hand_over()
 
@@ -315,7 +316,7 @@ class Engine:
         if self.tracker.stepped is not None:
             self.end_step()
         self.guard.end()
-        self.residency.bring_all_back(self.guard.exposed)
+        bring_all_back(self.residency, self.guard.exposed)
         self.mover.device.keep_within(0)
         self.mover.store.close()
         if self.residency.torn is not None and not self.residency.torn_is_known:

@@ -106,7 +106,7 @@ class Follower:
             if record.state is State.DEVICE:
                 self.residency.begin_evict(record, tier)
             if what == FREE and record.state is State.LEAVING:
-                if record.pending is None or record.pending.done():
+                if self.residency.going.is_done(record):
                     self.mover.end_evict(record)
                 else:
                     self.residency.going.add(record, by_plan=True)

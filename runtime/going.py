@@ -44,8 +44,13 @@ class Going:
     def end_done(self) -> None:
         """What has been written gives its room."""
         for record in self._still():
-            if record.pending is None or record.pending.done():
+            if self.is_done(record):
                 self._end(record)
+
+    @staticmethod
+    def is_done(record: Record) -> bool:
+        """Its write, if it takes one."""
+        return record.pending is None or record.pending.done()
 
     def end_until(self, enough: Callable[[], bool], by_plan: bool = False) -> StoreError | None:
         """Waits for as many as it takes, of all or of those `by_plan`; returns what went wrong if something

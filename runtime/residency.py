@@ -10,7 +10,6 @@ else by least recent use. Records that never move (results, gradients, states, i
 
 from __future__ import annotations
 
-import gc
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -218,9 +217,13 @@ class Residency:
     def victims(self, short: int, tick: float | None, stays: Callable[[Record], bool] | None) -> list[Record]:
         """By furthest next use, as many as make up for `short` bytes, or all there are. Those that are next
         to nothing of it come last: a transfer each would be all that they bring."""
-        victims, least_bytes = list[Record](), short // VICTIMS_MOST
-        key = lambda r: (r.size_bytes >= least_bytes, *self.next_use(r, tick))  # noqa: E731
-        for record in sorted(self._candidates(), key=key, reverse=True):
+        least_bytes = short // VICTIMS_MOST
+
+        def counts_then_use(record: Record) -> tuple[bool, int, float]:
+            return (record.size_bytes >= least_bytes, *self.next_use(record, tick))
+
+        victims: list[Record] = []
+        for record in sorted(self._candidates(), key=counts_then_use, reverse=True):
             if short <= 0:
                 break
             if stays is None or not stays(record):
@@ -355,45 +358,3 @@ class Residency:
             self.reachable.pop(key, None)
             if self.by_name.get(record.name) is record:
                 del self.by_name[record.name]
-
-    def bring_back(self, records: Iterable[Record]) -> None:
-        """Makes all of these resident. One that is lost does not keep the others away."""
-        records = list(records)
-        for begin in (True, False):
-            for record in records:
-                try:
-                    if begin and record.state is State.LEAVING:
-                        self.mover.undo_evict(record)
-                    elif begin and record.state is State.AWAY:
-                        self.mover.begin_fetch(record)
-                    elif not begin and record.state is State.ARRIVING:
-                        self.mover.end_fetch(record)
-                except StoreError as error:
-                    if record.state is State.AWAY:
-                        self.mover.fill_with_nan(record)
-                        self.torn = self.torn or error
-
-    def bring_all_back(self, stays: Callable[[Record], bool]) -> None:
-        """Everything that is away comes back, budget or not. BudgetError if there is no memory for it: what
-        came leaves again, except what `stays`, and all goes on as before."""
-        self.serial += 1
-        if sum(record.size_bytes for record in self.records.values()) > self.budget_bytes:
-            gc.collect()  # a model that does not fit: what is garbage of it need not come back
-        self.bury()
-        away_bytes = sum(r.size_bytes for r in self.records.values() if r.state is State.AWAY)
-        there_bytes = self.mover.device.default_budget_bytes()
-        cause = None
-        if away_bytes <= there_bytes:
-            try:
-                self.bring_back(self.records.values())
-                return
-            except (RuntimeError, MemoryError) as error:  # the allocator's
-                cause = error
-            self.serial += 1
-            self.free(0, None, stays)
-        away, there = fmt_bytes(away_bytes), fmt_bytes(there_bytes)
-        raise BudgetError(
-            f"everything that is away was to come back to memory, and does not fit there: {away} are away, "
-            f"{there} can be had{f' ({cause})' if cause else ''}. Let the model and its optimizer go first "
-            f"(del model, optimizer), or keep them with teraio.save and end the process"
-        ) from cause

@@ -79,10 +79,12 @@ class StoreFile:
     def _extend(self, size_bytes: int) -> int:
         """0 or an errno. A failure leaves the file as it was: ext4 keeps what it got until that is cut
         off."""
-        if self.reserves and self.place.free_bytes() < size_bytes:
-            return errno.ENOSPC
-        error = _fallocate(self.fd, self.allocated_bytes, size_bytes) if self.reserves else errno.EOPNOTSUPP
         try:
+            if self.reserves and self.place.free_bytes() < size_bytes:
+                return errno.ENOSPC
+            error = errno.EOPNOTSUPP
+            if self.reserves:
+                error = _fallocate(self.fd, self.allocated_bytes, size_bytes)
             if error in (errno.EOPNOTSUPP, errno.ENOSYS):
                 self.reserves = False
                 os.ftruncate(self.fd, self.allocated_bytes + size_bytes)
@@ -90,14 +92,15 @@ class StoreFile:
         except OSError as refused:
             error = refused.errno or errno.EIO
         if error:
-            os.ftruncate(self.fd, self.allocated_bytes)
+            with contextlib.suppress(OSError):  # of a dead drive there is nothing to take back
+                os.ftruncate(self.fd, self.allocated_bytes)
         else:
             self.allocated_bytes += size_bytes
         return error
 
     def _grow_error(self, more_bytes: int, error: int) -> StoreError:
         what = f"the store in {self.path} cannot grow by {fmt_bytes(more_bytes, up=True)}"
-        has = f"it has {fmt_bytes(self.allocated_bytes)}, {fmt_bytes(self.place.free_bytes())} are free"
+        has = f"it has {fmt_bytes(self.allocated_bytes)}{self._free()}"
         if error == errno.EFBIG:
             return StoreFullError(
                 f"{what}: the file size limit is reached ({has}). Raise it: ulimit -f unlimited",
@@ -117,6 +120,12 @@ class StoreFile:
             errno=error,
             path=self.path,
         )
+
+    def _free(self) -> str:
+        try:
+            return f", {fmt_bytes(self.place.free_bytes())} are free"
+        except OSError:  # the drive is gone
+            return ""
 
     def check_direct(self) -> bool:
         """Writes and reads one block: some file systems take O_DIRECT at open and refuse it after that."""
@@ -147,8 +156,9 @@ class StoreFile:
         if give_back:
             with contextlib.suppress(OSError):  # a dead drive: there is nothing to keep on it
                 os.ftruncate(fd, 0)
-        os.close(fd)
-        os.close(self.place.fd)
+        for each in (fd, self.place.fd):
+            with contextlib.suppress(OSError):  # closed it is; what a file system has to say of it is late
+                os.close(each)
 
 
 def _fallocate(fd: int, offset: int, size_bytes: int) -> int:

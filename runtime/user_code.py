@@ -13,6 +13,7 @@ from teraio.errors import EvictedError, StoreError
 from teraio.units import fmt_bytes
 
 from .ahead import Ahead
+from .back import bring_back
 from .device import Device
 from .edges import Call, edges_of
 from .guard import Guard
@@ -94,7 +95,7 @@ class UserCode:
         log.warning("teraio: %s unseen: between programs all of them are in memory", why)
         self.saved_stays |= saved
         self.guard.end()
-        self.residency.bring_back(self._could_be_reached())
+        bring_back(self.residency, self._could_be_reached())
 
     def forget_others(self) -> None:
         self.see_given()

@@ -32,6 +32,7 @@ from teraio.profile import Profile
 from teraio.recording import Recording
 from teraio.remade import Remaking
 from teraio.runtime import device, engine, optimizer, saves, unasked
+from teraio.runtime.back import bring_all_back
 from teraio.runtime.pace import Stats
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.schedule import Step
@@ -286,7 +287,7 @@ def reset() -> None:
     global SESSION
     if SESSION is not None:
         running = SESSION.engine
-        running.residency.bring_all_back(running.guard.exposed)  # or an error, before anything has ended
+        bring_all_back(running.residency, running.guard.exposed)  # or an error, before anything has ended
     session, SESSION = SESSION, None
     GIVEN.clear()
     engine.use(None)

@@ -1,8 +1,12 @@
-"""A process of its own that trains a small model within half of its memory; prints losses and counts."""
+"""A process of its own that trains a small model within half of its memory; prints losses and counts.
+
+cache_train.py [steps]
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import torch
@@ -10,7 +14,7 @@ from torch import nn
 
 import teraio
 
-WIDTH, LAYERS, BATCH, STEPS = 256, 8, 1024, 6
+WIDTH, LAYERS, BATCH = 256, 8, 1024
 MEMORY_BYTES = 14 * 2**20  # of about 26 MiB that are alive in the backward
 
 
@@ -23,7 +27,7 @@ def main() -> None:
     options: Any = {"inner": "eager", "memory": MEMORY_BYTES}
     compiled = torch.compile(model, backend="teraio", options=options)
     rows = []
-    for number in range(STEPS):
+    for number in range(int(sys.argv[1]) if sys.argv[1:] else 6):
         x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number))
         loss = compiled(x).square().mean()
         loss.backward()

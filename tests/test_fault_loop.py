@@ -17,6 +17,7 @@ from touch_child import World, is_away, record_of, send_away
 
 from teraio.errors import StoreError, StoreFullError, StoreReadError, TornStepError
 from teraio.runtime import engine
+from teraio.runtime.back import bring_back
 from teraio.runtime.store import Store
 
 CHILD = Path(__file__).with_name("fault_loop.py")
@@ -120,7 +121,7 @@ def test_a_weight_that_cannot_be_brought_back_is_no_number_and_ends_the_training
     assert record is not None and engine.ENGINE is not None
     with monkeypatch.context() as lost:
         lost.setattr(Store, "read", lambda *_, **__: Fails(StoreReadError("the drive is gone")))
-        engine.ENGINE.residency.bring_back([record])
+        bring_back(engine.ENGINE.residency, [record])
     assert not is_away(weight) and bool(torch.isnan(weight).all())
     with pytest.raises(TornStepError, match=r"the drive is gone.*last checkpoint"):
         world.train(1)

@@ -110,6 +110,28 @@ def test_a_failed_allocation_is_given_back(root: Path, monkeypatch: pytest.Monke
     store.close()
 
 
+def test_a_disk_that_is_gone_is_named_and_does_not_keep_the_store_from_its_end(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(root, 256 * MIB)
+    system_close, closed = os.close, list[int]()
+
+    def gone(*_: object) -> None:
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    def close(fd: int) -> None:
+        system_close(fd)
+        closed.append(fd)
+        gone()
+
+    monkeypatch.setattr(os, "fstatvfs", gone)
+    with pytest.raises(StoreError, match=r"cannot grow by .*: Transport endpoint is not connected"):
+        store.reserve(200 * MIB, "large")
+    monkeypatch.setattr(os, "close", close)
+    store.close()
+    assert len(closed) >= 2, "the file, and its directory"
+
+
 def test_when_one_disk_cannot_grow_the_others_take_its_part(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

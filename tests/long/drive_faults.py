@@ -19,6 +19,7 @@ from typing import Any
 
 CHILD = Path(__file__).parents[1] / "fault_loop.py"
 SILENT = ("flip", "stale", "neighbour")  # the drive says that all is well
+LOST = ("drop", "stall")  # no answer comes, or none for long
 ROWS = [
     *(
         (kind, op, how)
@@ -27,8 +28,10 @@ ROWS = [
         for how in ("once", "sticky")
     ),
     *(("ENOSPC", "write", how) for how in ("once", "sticky")),
-    *((kind, op, "once") for kind in ("drop", "stall", "delay") for op in ("read", "write")),
+    *((kind, op, "once") for kind in (*LOST, "delay") for op in ("read", "write")),
+    *(("delay", op, "sticky") for op in ("read", "write")),
 ]
+LOST_MOST_S = 20  # of a training that gets no answer, and of the next one, with a deadline of 0.5 s
 MOST = 10**4
 LEAST = 2000  # runs that a fault hit, where each operation is tried
 
@@ -54,12 +57,13 @@ def main() -> int:
     parser.add_argument("--stride", type=int, default=1, help="every so many operations (1)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    began, rows, total, wrong = time.monotonic(), [], 0, 0
+    began, rows, total, wrong, lost_s = time.monotonic(), [], 0, 0, [0.0]
     for place, (kind, op, how) in enumerate(ROWS):
         told, died = runs(kind, op, how, 1 + place % args.stride, args.stride)
         outcomes = Counter(run["outcome"] for run in told)
         bad = [run for run in told if not right(run)]
         total, wrong = total + len(told), wrong + len(bad) + bool(died)
+        lost_s += [run["s"] for run in told if kind in LOST]
         rows.append({"kind": kind, "op": op, "how": how, "runs": len(told), "outcomes": outcomes, "bad": bad})
         print(f"{kind:>10} {op:>5} {how:>6} {len(told):>5} runs: {dict(outcomes)}", flush=True)
         for line in [*map(str, bad), *([died] if died else [])]:
@@ -69,11 +73,12 @@ def main() -> int:
         args.json.write_text(
             json.dumps({"runs": total, "wrong": wrong, "s": told_s, "rows": rows}, indent=1) + "\n"
         )
-    verdict = "FAIL" if wrong else "PASS"
+    verdict, late = ("FAIL" if bad else "PASS" for bad in (wrong, max(lost_s) > LOST_MOST_S))
     least = LEAST if args.stride == 1 else 1
     print(f"drive-faults-injected {total} >={least} {'PASS' if total >= least else 'FAIL'}")
     print(f"drive-faults-wrong-or-hung {wrong} 0 {verdict}")
-    return 1 if wrong or total < least else 0
+    print(f"drive-faults-lost-answers-longest-s {max(lost_s):.1f} {LOST_MOST_S} {late}")
+    return 1 if "FAIL" in (verdict, late) or total < least else 0
 
 
 if __name__ == "__main__":

@@ -68,6 +68,10 @@ PROOFS = (
         "well-formed plans without sense: the numbers of plain training, within the budget",
         quick=("--models", "4"),
     ),
+    Proof(
+        "what_people_do",
+        "hooks, copies, pickles, workers, checkpoints, errors in the middle: the same as without a budget",
+    ),
     Proof("optimizers", "every optimizer and every loop around it gives the numbers of plain training"),
     Proof(
         "zoo",
@@ -99,6 +103,11 @@ PROOFS = (
         "sanitizers",
         "the native parts with faults and hostile input: no race, no bad address, nothing undefined",
         quick=("--rounds", "50", "--instances", "2000"),
+    ),
+    Proof(
+        "together",
+        "processes in one directory and with one cache of plans, one of them killed: no one notices",
+        quick=("--rounds", "2", "--steps", "20"),
     ),
     Proof(
         "kill",

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CHILD = Path(__file__).resolve().parent.parent / "surroundings_child.py"
+TESTS = Path(__file__).resolve().parent.parent
+CHILD, FUSE = TESTS / "surroundings_child.py", TESTS / "fuse_disk.py"
 SAME = "same"
 MIB = 2**20
 
@@ -90,6 +91,32 @@ def overlay(folder: Path) -> Iterator[Path]:
             yield target
 
 
+def fuse(*spoiled: str) -> Callable[[Path], Any]:
+    """Of our own, which spoils operations: "write EIO 7" is every seventh write."""
+
+    @contextlib.contextmanager
+    def made(folder: Path) -> Iterator[Path]:
+        if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
+            raise CannotBeHad("that takes root and /dev/fuse")
+        target = folder / "mounted"
+        target.mkdir()
+        orders = [word for each in spoiled for word in ("--spoil", *each.split())]
+        words = [sys.executable, FUSE, target, "--backing", folder, *orders]
+        server = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, text=True)
+        (folder / "server").write_text(str(server.pid))
+        try:
+            assert server.stdout is not None
+            if server.stdout.readline() != "ready\n":
+                raise CannotBeHad("FUSE cannot be mounted here")
+            yield target
+        finally:
+            subprocess.run(["umount", "-l", str(target)], check=False, capture_output=True)
+            server.kill()
+            server.wait()
+
+    return made
+
+
 @dataclass
 class Place:
     name: str
@@ -98,9 +125,11 @@ class Place:
     limits: dict[str, int] = field(default_factory=dict)
     filled: bool = False  # by someone else, in the middle
     detached: bool = False  # in the middle
+    unanswered: bool = False  # from the middle on: its server ends
 
 
-FULL = (SAME, "StoreFullError", "StoreError", "BudgetError", "TornStepError")
+FULL = (SAME, "StoreFullError", "StoreError", "StoreWriteError", "BudgetError", "TornStepError")
+LYING = (SAME, "CorruptTensorError", "StoreReadError")  # by digests only is it known
 PLACES = (
     Place("an ordinary folder"),
     Place("tmpfs", memory(512), ("StoreError",)),  # it is memory
@@ -111,12 +140,26 @@ PLACES = (
     Place("ext4, read-only", disk("ext4", 64, "ro"), ("StoreError",)),
     Place("xfs", disk("xfs", 512)),
     Place("an overlay", overlay),
+    Place("FUSE", fuse()),
+    Place("FUSE, each operation 20 ms late", fuse("read late 1", "write late 1")),
+    Place("FUSE, every second write short", fuse("write short 2")),
+    Place("FUSE, every second read ends the file", fuse("read short 2"), LYING),
+    Place("FUSE, every 60th write and read fails", fuse("write EIO 60", "read EIO 60")),
+    Place("FUSE, every seventh write fails", fuse("write EIO 7"), FULL),
+    Place("FUSE, every fifth read fails", fuse("read EIO 5"), (SAME, "StoreReadError")),
+    Place("FUSE, every write fails", fuse("write EIO 1"), FULL),
+    Place("FUSE, a bit of every ninth read is wrong", fuse("read flip 9"), LYING[1:]),
+    Place("FUSE, whose server ends in the middle", fuse(), FULL, unanswered=True),
     Place("64 open files", limits={"RLIMIT_NOFILE": 64}),
     Place("hardly an open file", outcomes=("StoreError",), limits={"RLIMIT_NOFILE": 5}),
     Place("no locked memory", limits={"RLIMIT_MEMLOCK": 0}),
     Place("files of 8 MiB", outcomes=FULL, limits={"RLIMIT_FSIZE": 8 * MIB}),
     Place("no file at all", outcomes=FULL, limits={"RLIMIT_FSIZE": 0}),
 )
+
+
+def left_behind(store: Path) -> list[Path]:
+    return [path for path in store.rglob("*") if path.name not in {"other", "lost+found"}]
 
 
 def verdict(place: Place, folder: Path) -> tuple[bool, str]:
@@ -126,6 +169,8 @@ def verdict(place: Place, folder: Path) -> tuple[bool, str]:
             case["fill"] = str(store)
         if place.detached:
             case["run"] = ["umount", "-l", str(store)]
+        if place.unanswered:
+            case["run"] = ["kill", "-KILL", (folder / "server").read_text()]
         done = subprocess.run(
             [sys.executable, str(CHILD), json.dumps([case])],
             capture_output=True,
@@ -134,7 +179,7 @@ def verdict(place: Place, folder: Path) -> tuple[bool, str]:
             timeout=600,
             env={**os.environ, "TERAIO_CACHE_DIR": "off", "TERAIO_PLANNER": "greedy"},
         )
-        left = [path for path in store.rglob("*") if path.name not in {"other", "lost+found"}]
+        left = [] if place.unanswered else left_behind(store)
     if done.returncode:
         return False, f"ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"
     result = json.loads(done.stdout.splitlines()[-1])[place.name]

@@ -1,0 +1,92 @@
+"""Processes that train beside each other, in one directory of the store, with one cache of plans: each gets
+the numbers of plain training, also when one of them is killed.
+
+    python tests/long/together.py [--rounds 20] [--steps 100] [--dir /mnt/ssd] [--seed 1]
+
+In each round three start at once, and `kill -9` ends one at a random moment. Prints `name value target
+PASS|FAIL`; exit code 0 or 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from store_rig import Left, disk_near
+
+TRAINS = Path(__file__).parents[1] / "cache_train.py"
+BESIDE = 3
+LAST_KILL_S = 15.0  # by then they are through
+
+
+def started(root: Path, steps: int, **more: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "TERAIO_STORE": str(root / "store"), "TERAIO_CACHE_DIR": str(root / "plans"), **more}
+    command = [sys.executable, str(TRAINS), str(steps)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def rows(process: subprocess.Popen[str]) -> list[list[Any]]:
+    out, problems = process.communicate(timeout=600)
+    if process.returncode:
+        print(problems[-2000:], file=sys.stderr)
+        return []
+    found: list[list[Any]] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--dir", type=Path, default=None)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    root = args.dir or disk_near(Path(tempfile.mkdtemp(prefix="teraio-together-")))
+    if root is None:
+        print("no disk here, only memory; give --dir")
+        return 1
+    (root / "store").mkdir(mode=0o700, exist_ok=True)
+    chance, began = random.Random(args.seed), time.monotonic()
+    expected = [row[0] for row in rows(started(root, args.steps, TERAIO_DISABLE="1"))]
+    alone_s = min(LAST_KILL_S, time.monotonic() - began)
+    figures = dict.fromkeys(("other-numbers", "named-bytes", "names-after-start", "held"), 0)
+    killed = moved = 0
+    for number in range(args.rounds):
+        if number % 5 == 0:  # who plans, and whose plan the others take, is open again
+            shutil.rmtree(root / "plans", ignore_errors=True)
+        victim, *others = [started(root, args.steps) for _ in range(BESIDE)]
+        time.sleep(chance.uniform(0.3, 2 * alone_s))
+        killed += victim.poll() is None
+        victim.kill()
+        victim.communicate()
+        for process in others:
+            found = rows(process)
+            figures["other-numbers"] += not expected or [row[0] for row in found] != expected
+            moved += sum(row[1] for row in found) > 0
+        left = Left(root / "store")
+        figures["named-bytes"] += left.named_bytes
+        figures["names-after-start"] += left.names_after_start
+        figures["held"] += len(left.owners)
+    all_moved = (BESIDE - 1) * args.rounds
+    print(f"together-killed {killed} >=1 {'PASS' if killed else 'FAIL'}")
+    print(f"together-trained-by-a-plan {moved} {all_moved} {'PASS' if moved == all_moved else 'FAIL'}")
+    for name, value in figures.items():
+        print(f"together-{name} {value} 0 {'FAIL' if value else 'PASS'}")
+    return int(any(figures.values()) or moved != all_moved or not killed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

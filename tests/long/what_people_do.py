@@ -1,0 +1,35 @@
+"""What people do to a model in training: hooks, copies, pickles, `state_dict` and back, `.to()`, workers
+that are forked or started, checkpoints, errors in the middle: each the same as without a budget.
+
+    python tests/long/what_people_do.py
+
+Counts the cases of the suites below; prints `name value target PASS|FAIL`, exit code 0 or 1.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+SUITES = ("test_models", "test_guard", "test_resident", "test_checkpoint", "test_loading", "test_reset")
+LEAST = 40
+
+
+def main() -> int:
+    command = [sys.executable, "-m", "pytest", "-q", *(str(TESTS / f"{suite}.py") for suite in SUITES)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS.parent)
+    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
+    passed, failed = counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)
+    good = passed >= LEAST and not failed and done.returncode == 0
+    if not good:
+        print((done.stdout + done.stderr)[-3000:], file=sys.stderr)
+    print(f"what-people-do-same {passed} >={LEAST} {'PASS' if good else 'FAIL'}")
+    print(f"what-people-do-other {failed} 0 {'FAIL' if failed else 'PASS'}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
