@@ -132,7 +132,8 @@ def picture(output: str, rows: list[dict[str, Any]]) -> None:
             if row["part"]
             else f"teraio, {row['subject']}, least",
             row["ratio"],
-            f"{row['ratio']:.2f} ({fmt_bytes(row['peak_bytes'])})",
+            f"{row['ratio']:.2f} ({fmt_bytes(row['peak_bytes'])})"
+            + (", not settled" if row["verdict"] == "not resolved here" else ""),
         )
         for row in rows
         if "ratio" in row
