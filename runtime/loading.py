@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -92,7 +91,7 @@ def fill(engine: Engine | None, model: torch.nn.Module, path: str, *, strict: bo
 
 def _found(path: str) -> Iterator[tuple[str, Found]]:
     index = None
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         index = os.path.join(path, INDEX)
         if not os.path.exists(index):
             index, path = None, _only_file(path)

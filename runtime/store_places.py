@@ -144,7 +144,7 @@ def open_private(root: Path, name: str | Path, root_fd: int | None = None) -> in
 
 
 def _explain(path: Path, error: OSError) -> StoreError:
-    if path.is_symlink():
+    if os.path.islink(path):
         return refuse(
             path, "it is a symbolic link", error.errno or 0, f"Give its target, {os.path.realpath(path)}"
         )
@@ -223,7 +223,10 @@ def default_directories() -> tuple[Path, ...]:
     temp = Path(tempfile.gettempdir()) / f"teraio-{os.geteuid()}"
     rooms = {}
     for path in (cache, temp):
-        fd = os.open(_existing(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fd = os.open(_existing(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:  # its file system is gone
+            continue
         try:
             place = Place(path, fd, 0, kind_of(fd))
             if not place.in_memory and not place.network:
@@ -232,14 +235,19 @@ def default_directories() -> tuple[Path, ...]:
             os.close(fd)
     if not rooms:
         raise StoreError(
-            f"there is no disk for a store: {cache} and {temp} lie in memory or on a network. "
-            f"{GIVE_ANOTHER}.",
+            f"there is no disk for a store: {cache} and {temp} lie in memory, on a network or on a disk that "
+            f"is gone. {GIVE_ANOTHER}.",
             path=str(cache),
         )
     return (max(rooms, key=rooms.__getitem__),)
 
 
 def _existing(path: Path) -> Path:
-    while not path.is_dir():
+    """The nearest that is there. OSError: its file system does not answer."""
+    while True:
+        try:
+            if stat.S_ISDIR(path.stat().st_mode):
+                return path
+        except (FileNotFoundError, NotADirectoryError):
+            pass
         path = path.parent
-    return path

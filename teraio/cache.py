@@ -112,7 +112,7 @@ class PlanCache:
     def entries(self) -> list[Entry]:
         """What is there, the most recently used first."""
         found = []
-        for path in sorted(self.folder.glob(f"*{SUFFIX}")) if self.folder.is_dir() else ():
+        for path in sorted(self.folder.glob(f"*{SUFFIX}")) if os.path.isdir(self.folder) else ():
             with contextlib.suppress(OSError):  # another process has removed it
                 status = path.lstat()
                 found.append(Entry(path, status.st_size, int(status.st_mtime)))

@@ -319,7 +319,7 @@ def _refuse(options: Options, kind: str) -> None:
     refuse_host(options, kind)
     for name in ("profile", "timeline"):
         path = getattr(options, name)
-        if path and not Path(path).absolute().parent.is_dir():
+        if path and not os.path.isdir(Path(path).absolute().parent):
             raise OptionError(f"option {name!r}: the folder of {path} does not exist; make it first")
 
 

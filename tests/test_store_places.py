@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_rig import MIB, churn, disk_near, in_child
@@ -287,6 +288,34 @@ def test_the_default_is_the_roomier_disk_and_never_memory(
     monkeypatch.setattr(store_places, "kind_of", lambda fd: "tmpfs")
     with pytest.raises(StoreError, match="no disk"):
         store_places.default_directories()
+
+
+def without(gone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the file system there does not answer, as one whose server has ended."""
+    for name in ("open", "stat", "lstat"):
+        system = getattr(os, name)
+
+        def call(path: Any, *args: Any, system: Any = system, **more: Any) -> Any:
+            if str(path).startswith(str(gone)):
+                raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(path))
+            return system(path, *args, **more)
+
+        monkeypatch.setattr(os, name, call)
+
+
+def test_a_file_system_that_is_gone_is_refused_and_no_default(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, temp = root / "gone", root / "temp"
+    gone.mkdir()
+    temp.mkdir()
+    without(gone, monkeypatch)
+    for path in (gone, gone / "below"):
+        with pytest.raises(StoreError, match=f"{path} cannot be a store .* Transport endpoint"):
+            store_places.open_place(path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(gone))
+    monkeypatch.setattr(store_places.tempfile, "gettempdir", lambda: str(temp))
+    assert store_places.default_directories() == (temp / f"teraio-{os.geteuid()}",)
 
 
 def test_importing_the_store_needs_no_torch() -> None:
