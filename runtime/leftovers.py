@@ -35,9 +35,20 @@ class Leftover:
     state: State
 
 
+def absent(root: Path) -> bool:
+    """False, too, where that cannot be known: then opening it says why."""
+    try:
+        os.lstat(root)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def leftovers(root: Path) -> list[Leftover]:
     """Directories of this user's stores in `root`, and the nameless files that running stores have there."""
-    if not os.path.lexists(root):
+    if absent(root):
         return []
     place = open_place(root, accept=("tmpfs", "network"))
     try:
@@ -49,7 +60,7 @@ def leftovers(root: Path) -> list[Leftover]:
 
 def clear(root: Path) -> list[Leftover]:
     """Removes what is dead and returns it."""
-    if not os.path.lexists(root):
+    if absent(root):
         return []
     place = open_place(root, accept=("tmpfs", "network"))
     try:

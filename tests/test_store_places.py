@@ -17,7 +17,7 @@ import pytest
 from store_rig import MIB, churn, disk_near, in_child
 
 from teraio.errors import StoreError
-from teraio.runtime import store_files, store_places
+from teraio.runtime import leftovers, store_files, store_places
 from teraio.runtime.store import Store
 
 NOBODY = 65534
@@ -313,6 +313,8 @@ def test_a_file_system_that_is_gone_is_refused_and_no_default(
     for path in (gone, gone / "below"):
         with pytest.raises(StoreError, match=f"{path} cannot be a store .* Transport endpoint"):
             store_places.open_place(path)
+        with pytest.raises(StoreError, match="Transport endpoint"):
+            leftovers.leftovers(path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(gone))
     monkeypatch.setattr(store_places.tempfile, "gettempdir", lambda: str(temp))
     assert store_places.default_directories() == (temp / f"teraio-{os.geteuid()}",)

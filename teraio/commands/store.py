@@ -38,7 +38,8 @@ def main(args: argparse.Namespace) -> int:
         ]
         if args.json:
             continue
-        print(f"{directory}: {len(found)} {'cleared' if args.action == 'clear' else 'found'}")
+        absent = ", there is no such directory" if leftovers.absent(directory) else ""
+        print(f"{directory}: {len(found)} {'cleared' if args.action == 'clear' else 'found'}{absent}")
         for each in found:
             print(f"  {each.state:<8} process {each.pid:<8} {fmt_bytes(each.size_bytes):>10}  {each.path}")
     if args.json:
