@@ -75,7 +75,8 @@ std::string describe(const Failure& f, const std::string& path, const std::strin
                            std::to_string(f.tag) + ", generation " + std::to_string(f.generation) + ")";
   const std::string where =
       std::to_string(f.bytes) + " bytes at offset " + std::to_string(f.offset) + " of " + path;
-  const std::string tries = f.retries == 0 ? "" : " after " + std::to_string(f.retries) + " retries";
+  const std::string times = std::to_string(f.retries) + (f.retries == 1 ? " retry" : " retries");
+  const std::string tries = f.retries == 0 ? "" : " after " + times;
   switch (f.cause) {
     case Cause::full:
       return "no room to write " + what + ": " + where + " ended in " + errno_text(f.error) +
