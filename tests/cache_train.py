@@ -34,7 +34,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         counts = teraio.stats()
-        rows.append([loss.item().hex(), counts["planned_moves"], counts["misses"]])
+        rows.append([loss.item().hex(), counts.get("planned_moves", 0), counts.get("misses", 0)])
     print(json.dumps(rows))
 
 

@@ -174,6 +174,18 @@ def table(found: list[Figure]) -> str:
     return "\n".join(lines)
 
 
+def write(path: Path, quick: bool, seconds: dict[str, int], found: list[Figure]) -> None:
+    """After each proof: all of them take hours."""
+    told = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "quick": quick,
+        "seconds": seconds,
+        "figures": [asdict(figure) for figure in found],
+    }
+    path.write_text(json.dumps(told, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -195,16 +207,9 @@ def main() -> int:
         print(f"{proof.script} ...", file=sys.stderr, flush=True)
         mine, took_s = figures(proof, args.quick)
         found, seconds = [*found, *mine], {**seconds, proof.script: round(took_s)}
+        if args.json:
+            write(args.json, args.quick, seconds, found)
     print(table(found))
-    if args.json:
-        told = {
-            "date": datetime.date.today().isoformat(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "quick": args.quick,
-            "seconds": seconds,
-            "figures": [asdict(figure) for figure in found],
-        }
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
     return 1 if any(figure.verdict == "FAIL" for figure in found) else 0
 
 

@@ -61,6 +61,8 @@ def main() -> int:
     (root / "store").mkdir(mode=0o700, exist_ok=True)
     chance, began = random.Random(args.seed), time.monotonic()
     expected = [row[0] for row in rows(started(root, args.steps, TERAIO_DISABLE="1"))]
+    if not expected:
+        return 1
     alone_s = min(LAST_KILL_S, time.monotonic() - began)
     figures = dict.fromkeys(("other-numbers", "named-bytes", "names-after-start", "held"), 0)
     killed = moved = 0
@@ -74,7 +76,7 @@ def main() -> int:
         victim.communicate()
         for process in others:
             found = rows(process)
-            figures["other-numbers"] += not expected or [row[0] for row in found] != expected
+            figures["other-numbers"] += [row[0] for row in found] != expected
             moved += sum(row[1] for row in found) > 0
         left = Left(root / "store")
         figures["named-bytes"] += left.named_bytes
