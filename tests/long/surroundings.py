@@ -149,7 +149,7 @@ PLACES = (
     Place("FUSE, every fifth read fails", fuse("read EIO 5"), (SAME, "StoreReadError")),
     Place("FUSE, every write fails", fuse("write EIO 1"), FULL),
     Place("FUSE, a bit of every ninth read is wrong", fuse("read flip 9"), LYING[1:]),
-    Place("FUSE, whose server ends in the middle", fuse(), FULL, unanswered=True),
+    Place("FUSE, whose server ends in the middle", fuse(), (*FULL, LYING[-1]), unanswered=True),
     Place("64 open files", limits={"RLIMIT_NOFILE": 64}),
     Place("hardly an open file", outcomes=("StoreError",), limits={"RLIMIT_NOFILE": 5}),
     Place("no locked memory", limits={"RLIMIT_MEMLOCK": 0}),
