@@ -8,6 +8,7 @@ made.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -39,10 +40,8 @@ def absent(root: Path) -> bool:
     """False, too, where that cannot be known: then opening it says why."""
     try:
         os.lstat(root)
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ENOTDIR)
     return False
 
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -52,6 +53,14 @@ def disk_near(folder: Path) -> Path | None:
         finally:
             os.close(fd)
     return None
+
+
+def disk_for(given: Path | None, name: str) -> Path:
+    """Where a script keeps its stores: in the folder that it was given, or in a new one. Ends it without."""
+    root = given or disk_near(Path(tempfile.mkdtemp(prefix=f"teraio-{name}-")))
+    if root is None:
+        raise SystemExit("no disk here, only memory; give --dir")
+    return root
 
 
 class Faulty:

@@ -12,12 +12,11 @@ import ctypes
 import gc
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from store_rig import MIB, churn, disk_near
+from store_rig import MIB, churn, disk_for
 
 from teraio.runtime.store import Store
 
@@ -46,10 +45,7 @@ def main() -> int:
     parser.add_argument("--stores", type=int, default=20)
     parser.add_argument("--dir", type=Path, default=None)
     args = parser.parse_args()
-    root = args.dir or disk_near(Path(tempfile.mkdtemp(prefix="teraio-churn-")))
-    if root is None:
-        print("no disk here, only memory; give --dir")
-        return 1
+    root = disk_for(args.dir, "churn")
     ctypes.CDLL(None).mallopt(
         M_MMAP_THRESHOLD, 65536
     )  # what the test's own buffers take goes back when they go

@@ -13,12 +13,11 @@ import argparse
 import os
 import random
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from store_rig import POINTS, Bystander, Left, disk_near, killed_at_moment, killed_at_point
+from store_rig import POINTS, Bystander, Left, disk_for, killed_at_moment, killed_at_point
 
 # Between making and unlinking an empty file and its directory have names.
 NAMES = {"made": 1, "locked": 1, "created": 2, "unlinked": 1}
@@ -50,10 +49,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    root = args.dir or disk_near(Path(tempfile.mkdtemp(prefix="teraio-kill-")))
-    if root is None:
-        print("no disk here, only memory; give --dir")
-        return 1
+    root = disk_for(args.dir, "kill")
     tally = Tally(root)
     random_ = random.Random(args.seed)
     for _ in range(args.moments):

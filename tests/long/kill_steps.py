@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import control_group
 from interrupted import WARM, Training, killed
-from store_rig import Left, disk_near
+from store_rig import Left, disk_for
 
 
 class Resumed:
@@ -76,10 +75,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    root = args.dir or disk_near(Path(tempfile.mkdtemp(prefix="teraio-kill-steps-")))
-    if root is None:
-        print("no disk here, only memory; give --dir")
-        return 1
+    root = disk_for(args.dir, "kill-steps")
     training = Resumed(root, args.seed)
     for _ in range(args.kills):
         training.end()

@@ -16,14 +16,13 @@ import random
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from store_rig import Left, disk_near
+from store_rig import Left, disk_for
 
 TRAINS = Path(__file__).parents[1] / "cache_train.py"
 BESIDE = 3
@@ -54,10 +53,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    root = args.dir or disk_near(Path(tempfile.mkdtemp(prefix="teraio-together-")))
-    if root is None:
-        print("no disk here, only memory; give --dir")
-        return 1
+    root = disk_for(args.dir, "together")
     (root / "store").mkdir(mode=0o700, exist_ok=True)
     chance, began = random.Random(args.seed), time.monotonic()
     expected = [row[0] for row in rows(started(root, args.steps, TERAIO_DISABLE="1"))]
