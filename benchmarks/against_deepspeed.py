@@ -18,9 +18,9 @@ import tempfile
 import time
 from typing import Any
 
-from race.models import SUBJECTS
-from race.pairs import Died, Trainee, middle, most, race
-from race.result import RESULTS, Table, bars, write
+from race.asked import add_part, command_line
+from race.pairs import Died, Trainee, middle, most, plain_peak, race
+from race.result import Table, bars, write
 
 from teraio.units import fmt_bytes
 
@@ -44,24 +44,19 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("subjects", nargs="*", metavar="model", help=f"of {', '.join(SUBJECTS)}")
+    parser = command_line(__doc__, "against-deepspeed", NAMES)
     parser.add_argument("--python", required=True, help="an interpreter that has deepspeed")
-    parser.add_argument("--part", type=float, default=0.4, help="of the plain peak of tensors, for teraio")
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
+    add_part(parser)
     parser.add_argument("--sweep", type=float, default=120, help="seconds per row")
     parser.add_argument("--folder", help="for its swap files; teraio's store is where it always is")
-    parser.add_argument("-o", "--output", default=str(RESULTS / "against-deepspeed.json"))
     args = parser.parse_args()
     table = Table(
         **{"model": 11, "offload": 7, "its step": 8, "process": 10, "ours": 7},
         **{"process ": 10, "ratio": 6, "spread": 6, "verdict": 17},
     )
     rows: list[dict[str, Any]] = []
-    for name in args.subjects or NAMES:
-        with Trainee({"subject": name, "way": "plain", "threads": args.threads}) as plain:
-            peak = most(plain.settle().rows, "tensors")
+    for name in args.subjects:
+        peak = plain_peak(name, args.threads)
         for offload in ("cpu", "nvme"):
             rows.append(one_row(name, offload, peak, args))
             show(table, rows[-1])
@@ -97,8 +92,7 @@ def one_row(name: str, offload: str, peak: int, args: argparse.Namespace) -> dic
                     found = race(ours.settle(), theirs, args.pairs)
         except Died as error:
             return row | {"verdict": "failed", "error": str(error)}
-    row |= {"theirs_s": found.middle("theirs"), "ours_s": found.middle("ours"), "ratio": found.ratio()}
-    row |= {"spread": found.spread(), "settings": settings}
+    row |= found.told("theirs") | {"settings": settings}
     row["theirs_resident_bytes"] = most(found.theirs, "resident")
     row["resident_bytes"] = most(found.ours, "resident")
     row["peak_bytes"] = most(found.ours, "tensors")

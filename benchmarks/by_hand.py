@@ -14,9 +14,9 @@ import argparse
 import sys
 from typing import Any
 
-from race.models import SUBJECTS
-from race.pairs import Died, Trainee, most, race
-from race.result import RESULTS, Table, bars, write
+from race.asked import command_line
+from race.pairs import Died, Trainee, most, plain_peak, race
+from race.result import Table, bars, write
 
 from teraio.units import fmt_bytes
 
@@ -26,19 +26,14 @@ GOAL = 1.0  # times the step of the way
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("subjects", nargs="*", metavar="model", help=f"of {', '.join(SUBJECTS)}")
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("-o", "--output", default=str(RESULTS / "by-hand.json"))
+    parser = command_line(__doc__, "by-hand", NAMES)
     args = parser.parse_args()
     table = Table(
         model=11, way=10, peak=10, saved=5, step=7, budget=10, ours=7, ratio=6, spread=6, verdict=17
     )
     rows: list[dict[str, Any]] = []
-    for name in args.subjects or NAMES:
-        with Trainee({"subject": name, "way": "plain", "threads": args.threads}) as plain:
-            peak = most(plain.settle().rows, "tensors")
+    for name in args.subjects:
+        peak = plain_peak(name, args.threads)
         for way in WAYS:
             with Trainee({"subject": name, "way": way, "threads": args.threads}) as theirs:
                 try:
@@ -76,8 +71,7 @@ def one_row(name: str, theirs: Trainee, peak: int, part: float, args: argparse.N
             found = race(ours.settle(), theirs, args.pairs)
     except Died as error:
         return row | {"verdict": "failed", "error": str(error)}
-    row |= {"way_s": found.middle("theirs"), "ours_s": found.middle("ours"), "ratio": found.ratio()}
-    row |= {"spread": found.spread(), "peak_bytes": most(found.ours, "tensors")}
+    row |= found.told("way") | {"peak_bytes": most(found.ours, "tensors")}
     return row | {"verdict": found.verdict(GOAL) if part == 1 else "-"}
 
 

@@ -12,25 +12,21 @@ import argparse
 import sys
 from typing import Any
 
-from race.models import SUBJECTS
-from race.pairs import Trainee, equal_losses, middle, most, race
-from race.result import RESULTS, Table, write
+from race.asked import add_part, command_line
+from race.pairs import Trainee, equal_losses, middle, plain_peak, race
+from race.result import Table, write
 
 GOAL = 1.03
 NAMES = ("llama-7m", "llama-32m")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("subjects", nargs="*", metavar="model", help=f"of {', '.join(SUBJECTS)}")
-    parser.add_argument("--part", type=float, default=0.4, help="of the plain peak of tensors")
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("-o", "--output", default=str(RESULTS / "digests.json"))
+    parser = command_line(__doc__, "digests", NAMES)
+    add_part(parser)
     args = parser.parse_args()
     table = Table(model=11, without=8, **{"with": 8}, ratio=6, spread=6, equal=5, verdict=17)
     rows: list[dict[str, Any]] = []
-    for name in args.subjects or NAMES:
+    for name in args.subjects:
         rows.append(one_row(name, args))
         row = rows[-1]
         equal = "yes" if row["equal"] else "NO"
@@ -40,10 +36,8 @@ def main() -> int:
 
 
 def one_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    asked = {"subject": name, "threads": args.threads}
-    with Trainee({**asked, "way": "plain"}) as plain:
-        memory = int(most(plain.settle().rows, "tensors") * args.part)
-    asked |= {"way": "teraio", "memory": memory}
+    memory = int(plain_peak(name, args.threads) * args.part)
+    asked = {"subject": name, "threads": args.threads, "way": "teraio", "memory": memory}
     with Trainee(asked) as ours, Trainee({**asked, "options": {"checksum": "off"}}) as without:
         ours.settle()
         without.settle()
@@ -52,11 +46,7 @@ def one_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "subject": name,
         "memory": memory,
-        "with_s": found.middle("ours"),
-        "without_s": found.middle("theirs"),
-        "ratio": found.ratio(),
-        "spread": found.spread(),
-        "ratios": [round(ratio, 4) for ratio in found.ratios()],
+        **found.told("without", "with"),
         "read_bytes": int(middle(found.ours, "read_bytes")),
         "written_bytes": int(middle(found.ours, "written_bytes")),
         "equal": equal,

@@ -25,26 +25,23 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from control_group import group
-from race.models import SUBJECTS
-from race.pairs import Died, Trainee, equal_losses, most, race
-from race.result import RESULTS, Table, bars, write
+from race.asked import add_part, command_line
+from race.pairs import Died, Trainee, equal_losses, most, plain_peak, race
+from race.result import Table, bars, write
 
 from teraio.units import fmt_bytes
 
+NAMES = ("llama-7m", "llama-32m", "resnet-50")
 GOAL = 1 / 3
 SPARE_BYTES = 16 * 2**20  # for page tables and files' pages
 TRIES = 5
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("subjects", nargs="*", metavar="model", help=f"of {', '.join(SUBJECTS)}")
-    parser.add_argument("--part", type=float, default=0.4, help="of the plain peak of tensors")
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = command_line(__doc__, "paging", NAMES)
+    add_part(parser)
     parser.add_argument("--swap-gib", type=int, default=16)
     parser.add_argument("--folder", type=Path, default=Path.home(), help="where the swap file is made")
-    parser.add_argument("-o", "--output", default=str(RESULTS / "paging.json"))
     args = parser.parse_args()
     if os.geteuid():
         print("not run: a control group and a swap file need root", file=sys.stderr)
@@ -52,7 +49,7 @@ def main() -> int:
     table = Table(model=11, limit=10, budget=10, paging=8, ours=7, ratio=6, spread=6, equal=5, verdict=17)
     rows: list[dict[str, Any]] = []
     with paging_room(args.folder / "teraio-benchmark.swap", args.swap_gib * 2**30):
-        for name in args.subjects or ("llama-7m", "llama-32m", "resnet-50"):
+        for name in args.subjects:
             rows.append(one_row(name, args))
             row = rows[-1]
             if "ratio" not in row:
@@ -82,8 +79,7 @@ def main() -> int:
 
 def one_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
     plainly = {"subject": name, "way": "plain", "threads": args.threads}
-    with Trainee(plainly) as plain:
-        peak = most(plain.settle().rows, "tensors")
+    peak = plain_peak(name, args.threads)
     memory = int(peak * args.part)
     row: dict[str, Any] = {"subject": name, "memory": memory, "plain_peak_bytes": peak}
     with ExitStack() as stack:
@@ -105,8 +101,7 @@ def one_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
                 if ours.process.poll() is not None or row["killed"] == TRIES - 1:
                     return row | {"verdict": "failed", "error": str(error)}
                 print(f"{name}: the system killed the plain one, once more", file=sys.stderr)
-    row |= {"paging_s": found.middle("theirs"), "ours_s": found.middle("ours"), "ratio": found.ratio()}
-    row |= {"spread": found.spread(), "equal": equal_losses(ours, theirs)}
+    row |= found.told("paging") | {"equal": equal_losses(ours, theirs)}
     row["verdict"] = found.verdict(GOAL)
     if found.ratio() <= GOAL and max(found.ratios()) <= GOAL:  # paging varies, but never as far as this
         row["verdict"] = "met"

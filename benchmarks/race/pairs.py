@@ -114,11 +114,27 @@ class Race:
         """Seconds of a step."""
         return median(row["seconds"] for row in getattr(self, whose))
 
+    def told(self, theirs: str, ours: str = "ours") -> Row:
+        """What each row of a result says, with names for the two."""
+        return {
+            f"{theirs}_s": self.middle("theirs"),
+            f"{ours}_s": self.middle("ours"),
+            "ratio": self.ratio(),
+            "spread": self.spread(),
+            "ratios": [round(ratio, 4) for ratio in self.ratios()],
+        }
+
     def verdict(self, goal: float) -> str:
         """Of a goal for the ratio."""
         if len(self.ours) < PAIRS_LEAST * self.steps or self.spread() > SPREAD_MOST:
             return "not resolved here"
         return "met" if self.ratio() <= goal else "missed"
+
+
+def plain_peak(subject: str, threads: int) -> int:
+    """Bytes of tensors, without a budget."""
+    with Trainee({"subject": subject, "way": "plain", "threads": threads}) as plain:
+        return most(plain.settle().rows, "tensors")
 
 
 def race(ours: Trainee, theirs: Trainee, pairs: int) -> Race:

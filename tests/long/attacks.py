@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
+from says import as_it_is, exactly
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("store_places", "store_kill", "cache", "files_hostile", "safetensors")
 ORDINARY = 65534
@@ -41,8 +43,7 @@ def played(who: str, before: list[str], uid: int) -> bool:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if not told.exists():
             print((done.stdout + done.stderr)[-2000:])
-            print(f"attacks-as-{who}-refused 0 any FAIL")
-            return False
+            return exactly(f"attacks-as-{who}-refused", 0, len(FILES))
         suite = next(ElementTree.parse(told).iter("testsuite"))
     count, failed, left_out = (
         sum(int(suite.attrib[name]) for name in names)
@@ -51,9 +52,8 @@ def played(who: str, before: list[str], uid: int) -> bool:
     if failed:
         print(done.stdout[-3000:])
     right, tried = count - failed - left_out, count - left_out
-    print(f"attacks-as-{who}-refused {right} {tried} {'PASS' if right == tried > 0 else 'FAIL'}")
-    print(f"attacks-as-{who}-left-out {left_out} any PASS", flush=True)
-    return right == tried > 0
+    as_it_is(f"attacks-as-{who}-left-out", left_out)
+    return exactly(f"attacks-as-{who}-refused", right, max(tried, 1))
 
 
 def main() -> int:

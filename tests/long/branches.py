@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from says import at_least
+
 ROOT = Path(__file__).resolve().parents[2]
 READERS = {
     *("cache", "check", "files", "jsontext", "machine", "options", "plan", "profile"),
@@ -94,10 +96,7 @@ def row(name: str, files: list[File], least: float) -> bool:
     """False: too few."""
     taken, branches = sum(file.taken for file in files), sum(file.branches for file in files)
     percent = 100 * taken / max(branches, 1)
-    passed = bool(branches) and percent >= least
-    target = f">={least}" if least else "any"
-    print(f"branches-{name}-percent {percent:.1f} {target} {'PASS' if passed else 'FAIL'}")
-    return passed
+    return at_least(f"branches-{name}-percent", round(percent, 1), least)
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from differential_sweep import complaints, sweep, totals
+from says import at_least, exactly
 
 
 def run(inner: str, models: int, args: argparse.Namespace, file: TextIO | None) -> bool:
@@ -42,7 +43,10 @@ def run(inner: str, models: int, args: argparse.Namespace, file: TextIO | None) 
             left = (models - len(done)) * each / 60
             print(f"{inner}: {len(done)} of {models}, {left:.0f} min left, {totals(done)}", flush=True)
     print(f"{inner}, all: {totals(done)}")
-    return len(done) >= models and not any(complaints(result) for result in done)
+    good = at_least(f"differential-{inner}-models", len(done), models)
+    return (
+        exactly(f"differential-{inner}-other-numbers", sum(bool(complaints(each)) for each in done)) and good
+    )
 
 
 def main() -> int:

@@ -17,6 +17,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from says import at_least, at_most, exactly
+
 CHILD = Path(__file__).parents[1] / "fault_loop.py"
 SILENT = ("flip", "stale", "neighbour")  # the drive says that all is well
 LOST = ("drop", "stall")  # no answer comes, or none for long
@@ -73,12 +75,10 @@ def main() -> int:
         args.json.write_text(
             json.dumps({"runs": total, "wrong": wrong, "s": told_s, "rows": rows}, indent=1) + "\n"
         )
-    verdict, late = ("FAIL" if bad else "PASS" for bad in (wrong, max(lost_s) > LOST_MOST_S))
-    least = LEAST if args.stride == 1 else 1
-    print(f"drive-faults-injected {total} >={least} {'PASS' if total >= least else 'FAIL'}")
-    print(f"drive-faults-wrong-or-hung {wrong} 0 {verdict}")
-    print(f"drive-faults-lost-answers-longest-s {max(lost_s):.1f} {LOST_MOST_S} {late}")
-    return 1 if "FAIL" in (verdict, late) or total < least else 0
+    good = at_least("drive-faults-injected", total, LEAST if args.stride == 1 else 1)
+    good &= exactly("drive-faults-wrong-or-hung", wrong)
+    good &= at_most("drive-faults-lost-answers-longest-s", round(max(lost_s), 1), LOST_MOST_S)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

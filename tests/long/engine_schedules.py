@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine_run import run
+from says import at_least, exactly
 
 NAMED = 5  # failures that are printed in full
 
@@ -46,16 +47,12 @@ def main() -> int:
                 failed.append(seed)
                 if len(failed) <= NAMED:
                     print(f"seed {seed}: {faults[0]}", file=sys.stderr)
-    figures = [
-        ("wrong-reads", done["wrong"], 0),
-        ("kernels-over-the-budget", done["over"], 0),
-        ("seeds-that-failed", len(failed), 0),
-        ("fetches-short-of-20-per-schedule", max(0, 20 * args.schedules - done["fetches"]), 0),
-    ]
-    for name, value, target in figures:
-        print(f"engine-schedules-{name} {value} {target} {'PASS' if value <= target else 'FAIL'}")
     print(", ".join(f"{name} {value}" for name, value in sorted(done.items())), file=sys.stderr)
-    return int(any(value > target for _, value, target in figures))
+    good = exactly("engine-schedules-wrong-reads", done["wrong"])
+    good &= exactly("engine-schedules-kernels-over-the-budget", done["over"])
+    good &= exactly("engine-schedules-seeds-that-failed", len(failed))
+    good &= at_least("engine-schedules-fetches", done["fetches"], 20 * args.schedules)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

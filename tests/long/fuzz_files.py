@@ -27,6 +27,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from says import at_most, exactly
+
 from teraio.errors import FileFormatError
 from teraio.machine import Link, Machine, Tier
 from teraio.plan import Evict, Fetch, Home, Plan
@@ -279,11 +281,6 @@ def fuzz(count: int, seed: int, folder: str) -> Tally:
     return tally
 
 
-def report(name: str, value: float, target: float) -> bool:
-    print(f"{name} {value:g} {target:g} {'PASS' if value <= target else 'FAIL'}")
-    return value <= target
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -298,9 +295,9 @@ def main() -> int:
     grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     rate = tally.count / (time.process_time() - start)
     print(f"{tally.count} files, {tally.values} taken, {rate:.0f} per CPU second", file=sys.stderr)
-    fine = report("fuzz_files_other_outcomes", tally.others, 0)
-    fine &= report("fuzz_files_slowest_s", round(tally.slowest_s, 3), SECONDS_MAX)
-    fine &= report("fuzz_files_memory_mib", round(grown_mib, 1), MEMORY_MIB_MAX)
+    fine = exactly("fuzz-files-other-outcomes", tally.others)
+    fine &= at_most("fuzz-files-slowest-s", round(tally.slowest_s, 3), SECONDS_MAX)
+    fine &= at_most("fuzz-files-memory-mib", round(grown_mib, 1), MEMORY_MIB_MAX)
     return 0 if fine else 1
 
 

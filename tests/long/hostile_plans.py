@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from differential_run import UNSEEN_BYTES, nothing_beside
 from differential_sweep import complaints, sweep
+from says import at_least, exactly
 
 LEAST = 500  # plans, of a whole run
 
@@ -52,15 +53,11 @@ def main() -> int:
     tried = sum(kinds.values())
     print(f"    {dict(kinds)}; {dict(moved)}")
     least = min(LEAST, args.models * args.plans * 4 // 5)
-    figures = (
-        ("tried", tried, f">={least}", tried >= least),
-        ("wrong", wrong, "0", not wrong),
-        ("over-the-budget", over, "0", not over),
-        ("fetches", moved["fetches"], f">={tried}", moved["fetches"] >= tried > 0),
-    )
-    for name, value, target, passed in figures:
-        print(f"hostile-plans-{name} {value} {target} {'PASS' if passed else 'FAIL'}")
-    return 0 if all(passed for *_, passed in figures) else 1
+    good = at_least("hostile-plans-tried", tried, least)
+    good &= exactly("hostile-plans-wrong", wrong)
+    good &= exactly("hostile-plans-over-the-budget", over)
+    good &= at_least("hostile-plans-fetches", moved["fetches"], max(tried, 1))
+    return 0 if good else 1
 
 
 def hostile_rows(result: dict[str, Any]) -> list[dict[str, Any]]:

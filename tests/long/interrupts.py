@@ -17,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from interrupted import interrupted
+from says import exactly
 
 
 def main() -> int:
@@ -28,13 +29,12 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     found = interrupted(args.count, args.seed)
-    targets = {"interrupted": args.count, "torn": 0, "errors": 0}
-    verdicts = {name: found[name] == target for name, target in targets.items()}
-    for name, target in targets.items():
-        print(f"interrupts-{name} {found[name]} {target} {'PASS' if verdicts[name] else 'FAIL'}")
+    good = exactly("interrupts-interrupted", found["interrupted"], args.count)
+    good &= exactly("interrupts-torn", found["torn"])
+    good &= exactly("interrupts-errors", found["errors"])
     print(f"interrupts-steps {found['steps']} ({found['whole']} whole, {found['undone']} undone when ended)")
     print(f"interrupts-swallowed {found['swallowed']} (by a weak reference's end: Python's way)")
-    return int(not all(verdicts.values()))
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

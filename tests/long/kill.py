@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from says import as_it_is, exactly
 from store_rig import POINTS, Bystander, Left, disk_for, killed_at_moment, killed_at_point
 
 # Between making and unlinking an empty file and its directory have names.
@@ -61,10 +62,9 @@ def main() -> int:
     tally.bystander.store.close()
     tally.figures["left-at-end"] = len(list(root.iterdir()))
     kills = args.moments + args.times * len(POINTS)
-    print(f"kill-kills {kills} {kills} PASS")
-    for name, value in tally.figures.items():
-        print(f"kill-{name} {value} 0 {'PASS' if value == 0 else 'FAIL'}")
-    return int(any(tally.figures.values()))
+    as_it_is("kill-kills", kills)
+    good = [exactly(f"kill-{name}", value) for name, value in tally.figures.items()]
+    return 0 if all(good) else 1
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from checkpoint_kill import kill_while_saving, numbered
+from says import as_it_is, at_least, exactly
 
 import teraio
 
@@ -41,11 +42,10 @@ def main() -> int:
         numbers.add(number)
     teraio.save(numbered(0), path)
     figures = {"torn": torn, "crowded": crowded, "left-at-end": len(os.listdir(root)) - 1}
-    print(f"kill-saves-kills {args.kills} {args.kills} PASS")
-    print(f"kill-saves-versions-seen {len(numbers)} >1 {'PASS' if len(numbers) > 1 else 'FAIL'}")
-    for name, value in figures.items():
-        print(f"kill-saves-{name} {value} 0 {'PASS' if value == 0 else 'FAIL'}")
-    return int(any(figures.values()) or len(numbers) < 2)
+    as_it_is("kill-saves-kills", args.kills)
+    good = [exactly(f"kill-saves-{name}", value) for name, value in figures.items()]
+    good.append(at_least("kill-saves-versions-seen", len(numbers), 2))
+    return 0 if all(good) else 1
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import control_group
 from interrupted import WARM, Training, killed
+from says import as_it_is, at_least, exactly
 from store_rig import Left, disk_for
 
 
@@ -60,9 +61,7 @@ def out_of_memory(training: Resumed, times: int) -> bool:
         for _ in range(times):
             training.end(group.first, partial(control_group.run_out_of_memory, group))
         ended = group.killed
-    passed = ended >= times
-    print(f"kill-steps-out-of-memory {ended} >={times} {'PASS' if passed else 'FAIL'}")
-    return passed
+    return at_least("kill-steps-out-of-memory", ended, times)
 
 
 def main() -> int:
@@ -79,12 +78,11 @@ def main() -> int:
     training = Resumed(root, args.seed)
     for _ in range(args.kills):
         training.end()
-    print(f"kill-steps-kills {args.kills} {args.kills} PASS")
-    enough = out_of_memory(training, args.out_of_memory)
-    for name, value in training.figures.items():
-        print(f"kill-steps-{name} {value} 0 {'PASS' if value == 0 else 'FAIL'}")
-    print(f"kill-steps-steps {training.steps}")
-    return int(any(training.figures.values()) or not enough)
+    as_it_is("kill-steps-kills", args.kills)
+    good = [out_of_memory(training, args.out_of_memory)]
+    good += [exactly(f"kill-steps-{name}", value) for name, value in training.figures.items()]
+    as_it_is("kill-steps-steps", training.steps)
+    return 0 if all(good) else 1
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import brute
 import exact_cases
+from says import at_least, exactly
 
 from teraio.passes.planner import plan
 
@@ -64,13 +65,11 @@ def figures(found: dict[str, int]) -> int:
     """A line each; 1 if one misses its target."""
     steps = max(found["steps"], 1)
     print(f"{steps} steps: bound met on {found['met']}, greedy beaten on {found['greedy-beaten']}")
-    missed = False
-    for name in ("bound-too-high", "exact-wrong"):
-        missed |= found[name] > 0
-        print(f"{name} {found[name]} 0 {'FAIL' if found[name] else 'PASS'}")
-    close = 100 * found["close"] / steps
-    print(f"default-within-2-percent-of-best {close:.1f} {SHARE:g} {'PASS' if close >= SHARE else 'FAIL'}")
-    return int(missed or close < SHARE)
+    good = exactly("planner-exact-bound-too-high", found["bound-too-high"])
+    good &= exactly("planner-exact-exact-wrong", found["exact-wrong"])
+    close = round(100 * found["close"] / steps, 1)
+    good &= at_least("planner-exact-default-within-2-percent-of-best", close, SHARE)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

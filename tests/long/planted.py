@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import planted_bugs
 import tree
 from planted_bugs import Bug, Finder, PatchError
+from says import exactly
 
 from teraio import _native
 
@@ -285,8 +286,7 @@ def main() -> int:
             for running in list(RUNNING):
                 _end(running)
             pool.shutdown()
-    print(f"planted-bugs-found {found} {len(bugs)} {'PASS' if found == len(bugs) else 'FAIL'}")
-    return 0 if found == len(bugs) else 1
+    return 0 if exactly("planted-bugs-found", found, len(bugs)) else 1
 
 
 if __name__ == "__main__":

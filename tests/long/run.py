@@ -3,7 +3,7 @@
     python tests/long/run.py [names] [--quick] [--json FILE]
 
 Each row is a script of this folder; `--quick` gives it a sample of its work. A script prints lines of the
-form `name value target PASS|FAIL`, or only ends with 0 or 1: then that is its figure. Prints a table in
+form `name value target PASS|FAIL` (says.py); one that ends before, or badly, is a figure of its own. Prints a table in
 Markdown, as docs/reliability.md has it; with `--json` the figures, the machine and the day. Exit code 0 or 1.
 """
 

@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from says import exactly
+
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 RACES, MEMORY = "thread", "address,undefined"
 REPORT = re.compile(r"WARNING: ThreadSanitizer|ERROR: \w+Sanitizer|runtime error:")
@@ -47,9 +49,8 @@ def passed(name: str, command: Sequence[str | Path]) -> bool:
     reports = len(REPORT.findall(done.stderr))
     for line in (done.stdout + done.stderr[-3000 * bool(reports or done.returncode) :]).splitlines():
         print(f"    {line}")
-    print(f"sanitizers-{name}-reports {reports} 0 {'FAIL' if reports else 'PASS'}")
-    print(f"sanitizers-{name}-exit {done.returncode} 0 {'FAIL' if done.returncode else 'PASS'}", flush=True)
-    return not reports and not done.returncode
+    good = exactly(f"sanitizers-{name}-reports", reports)
+    return exactly(f"sanitizers-{name}-exit", done.returncode) and good
 
 
 def main() -> int:

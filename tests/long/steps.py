@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from says import as_it_is, at_most
+
 CHILD = Path(__file__).parents[1] / "growth_train.py"
 BUDGET_BYTES = 6_815_744  # half of what the steps take
 GROWTH_BYTES = 2 * 2**20  # in all of them: the heap's ups and downs, not a leak per step
@@ -37,14 +39,13 @@ def main() -> int:
     # The least of the last third against the least of the first: what only grows shows, what varies does not.
     for name in ("resident", "peak"):
         figures[name] = min(row[name] for row in rows[-third:]) - min(row[name] for row in rows[:third])
-    passed = True
-    print(f"steps-steps {args.steps} {args.steps} PASS")
+    good = True
+    as_it_is("steps-steps", args.steps)
     for name, value in figures.items():
         target = GROWTH_BYTES if name in {"resident", "peak"} else 0
-        passed = passed and value <= target
-        print(f"steps-{name}-growth {value} {target} {'PASS' if value <= target else 'FAIL'}")
+        good &= at_most(f"steps-{name}-growth", value, target)
     print(f"steps-moved {found['did']['fetches']} fetches, {found['did']['evictions']} evictions")
-    return int(not passed)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

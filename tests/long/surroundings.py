@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from says import as_it_is, exactly
+
 TESTS = Path(__file__).resolve().parent.parent
 CHILD, FUSE = TESTS / "surroundings_child.py", TESTS / "fuse_disk.py"
 SAME = "same"
@@ -208,10 +210,8 @@ def main() -> int:
         tried += 1
         right += good
         print(f"{'right' if good else 'WRONG':<9} {place.name}: {what}", flush=True)
-    good = right == tried > 0
-    print(f"surroundings-left-out {len(chosen) - tried} any PASS")
-    print(f"surroundings-right {right} {tried} {'PASS' if good else 'FAIL'}")
-    return 0 if good else 1
+    as_it_is("surroundings-left-out", len(chosen) - tried)
+    return 0 if exactly("surroundings-right", right, max(tried, 1)) else 1
 
 
 if __name__ == "__main__":

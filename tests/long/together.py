@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from says import at_least, exactly
 from store_rig import Left, disk_for
 
 TRAINS = Path(__file__).parents[1] / "cache_train.py"
@@ -78,12 +79,10 @@ def main() -> int:
         figures["named-bytes"] += left.named_bytes
         figures["names-after-start"] += left.names_after_start
         figures["held"] += len(left.owners)
-    all_moved = (BESIDE - 1) * args.rounds
-    print(f"together-killed {killed} >=1 {'PASS' if killed else 'FAIL'}")
-    print(f"together-trained-by-a-plan {moved} {all_moved} {'PASS' if moved == all_moved else 'FAIL'}")
-    for name, value in figures.items():
-        print(f"together-{name} {value} 0 {'FAIL' if value else 'PASS'}")
-    return int(any(figures.values()) or moved != all_moved or not killed)
+    good = [at_least("together-killed", killed, 1)]
+    good.append(exactly("together-trained-by-a-plan", moved, (BESIDE - 1) * args.rounds))
+    good += [exactly(f"together-{name}", value) for name, value in figures.items()]
+    return 0 if all(good) else 1
 
 
 if __name__ == "__main__":

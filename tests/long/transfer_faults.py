@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
+from says import at_least, exactly
 from transfer_rig import BLOCK, Memory, Outcome, Rig, fault_rules, one_fault
 
 from teraio.errors import CorruptTensorError
@@ -116,16 +117,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         on_threads(tally, Path(folder))
     found = flips_found(args.flips)
-    lines = [
-        ("fault_injections", tally.injected, ">=2000", tally.injected >= 2000),
-        ("silent_wrong_bytes", tally.wrong, "0", tally.wrong == 0),
-        ("hangs", tally.hangs, "0", tally.hangs == 0),
-        ("engines_unusable_afterwards", tally.unusable, "0", tally.unusable == 0),
-        ("bit_flips_found", found, str(args.flips), found == args.flips),
-    ]
-    for name, value, target, passed in lines:
-        print(f"{name} {value} {target} {'PASS' if passed else 'FAIL'}")
-    return 0 if all(passed for *_, passed in lines) else 1
+    good = at_least("transfer-faults-injected", tally.injected, 2000)
+    good &= exactly("transfer-faults-silent-wrong-bytes", tally.wrong)
+    good &= exactly("transfer-faults-hangs", tally.hangs)
+    good &= exactly("transfer-faults-engines-unusable-afterwards", tally.unusable)
+    good &= exactly("transfer-faults-bit-flips-found", found, args.flips)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

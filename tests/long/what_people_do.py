@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from says import at_least, exactly
+
 TESTS = Path(__file__).resolve().parents[1]
 SUITES = ("test_models", "test_guard", "test_resident", "test_checkpoint", "test_loading", "test_reset")
 LEAST = 40
@@ -23,12 +25,11 @@ def main() -> int:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS.parent)
     counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
     passed, failed = counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)
-    good = passed >= LEAST and not failed and done.returncode == 0
-    if not good:
+    if done.returncode:
         print((done.stdout + done.stderr)[-3000:], file=sys.stderr)
-    print(f"what-people-do-same {passed} >={LEAST} {'PASS' if good else 'FAIL'}")
-    print(f"what-people-do-other {failed} 0 {'FAIL' if failed else 'PASS'}")
-    return 0 if good else 1
+    good = at_least("what-people-do-same", passed, LEAST)
+    good &= exactly("what-people-do-other", failed)
+    return 0 if good and not done.returncode else 1
 
 
 if __name__ == "__main__":

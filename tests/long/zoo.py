@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import zoo_models
+from says import exactly
 from zoo_verdict import HEAD, faults, line, results
 
 
@@ -38,8 +39,7 @@ def main() -> int:
             wrong += bool(found)
         if args.json:
             args.json.write_text(json.dumps(done, indent=1))
-    print(f"{len(done) - wrong} of {len(done)} classes as asked for")
-    return int(wrong > 0)
+    return 0 if exactly("zoo-classes-as-asked-for", len(done) - wrong, len(done)) else 1
 
 
 if __name__ == "__main__":

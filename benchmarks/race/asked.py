@@ -1,0 +1,26 @@
+"""The command line that all races have."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from race.models import SUBJECTS
+from race.pairs import PAIRS_LEAST
+from race.result import RESULTS
+
+
+def command_line(told: str | None, output: str, names: Sequence[str]) -> argparse.ArgumentParser:
+    """Told in the script's own words; `names` are the models it takes if none is given."""
+    parser = argparse.ArgumentParser(description=told, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "subjects", nargs="*", default=names, metavar="model", help=f"of {', '.join(SUBJECTS)}"
+    )
+    parser.add_argument("--pairs", type=int, default=PAIRS_LEAST)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("-o", "--output", default=str(RESULTS / f"{output}.json"))
+    return parser
+
+
+def add_part(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--part", type=float, default=0.4, help="of the plain peak of tensors, for teraio")
