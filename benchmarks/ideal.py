@@ -7,8 +7,8 @@ Steps in turn, each training in a process of its own; a row per model and budget
 0 is the smallest budget that a whole step has (`memory="min"`). `bound` is the largest of computing and of
 what the links must carry, and of the planner's linear program, with kernel times that were taken while the
 plan ran; goals are checked against it where it lies above the plain step. `drive` is the time that the bytes
-which moved take at the measured rates. With `--keep-freed` malloc gives none of the plain process's memory back
-to the system, as teraio does not: fresh pages cost time, and large steps free and take gigabytes.
+which moved take at the measured rates. With `--keep-freed` malloc gives none of the plain process's memory
+back to the system, as teraio does not: fresh pages cost time, and large steps free and take gigabytes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python tests/long/run.py [names] [--quick] [--json FILE]
 
 Each row is a script of this folder; `--quick` gives it a sample of its work. A script prints lines of the
-form `name value target PASS|FAIL` (says.py); one that ends before, or badly, is a figure of its own. Prints a table in
-Markdown, as docs/reliability.md has it; with `--json` the figures, the machine and the day. Exit code 0 or 1.
+form `name value target PASS|FAIL` (says.py); one that ends before, or badly, is a figure of its own. Prints
+a table in Markdown, as docs/reliability.md has it; with `--json` the figures, the machine and the day. Exit
+code 0 or 1.
 """
 
 from __future__ import annotations

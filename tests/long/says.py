@@ -7,15 +7,15 @@ from __future__ import annotations
 
 
 def at_least(name: str, value: float, target: float) -> bool:
-    return _line(name, value, f">={target:g}", value >= target)
+    return _line(name, value, f">={_shown(target)}", value >= target)
 
 
 def at_most(name: str, value: float, target: float) -> bool:
-    return _line(name, value, f"<={target:g}", value <= target)
+    return _line(name, value, f"<={_shown(target)}", value <= target)
 
 
 def exactly(name: str, value: float, target: float = 0) -> bool:
-    return _line(name, value, f"{target:g}", value == target)
+    return _line(name, value, _shown(target), value == target)
 
 
 def as_it_is(name: str, value: float) -> bool:
@@ -23,6 +23,9 @@ def as_it_is(name: str, value: float) -> bool:
 
 
 def _line(name: str, value: float, target: str, passed: bool) -> bool:
-    shown = f"{value:.10g}"  # whole numbers whole
-    print(f"{name} {shown} {target} {'PASS' if passed else 'FAIL'}", flush=True)
+    print(f"{name} {_shown(value)} {target} {'PASS' if passed else 'FAIL'}", flush=True)
     return passed
+
+
+def _shown(value: float) -> str:
+    return f"{value:.10g}"
