@@ -21,7 +21,8 @@ LEAST = 40
 
 
 def main() -> int:
-    command = [sys.executable, "-m", "pytest", "-q", *(str(TESTS / f"{suite}.py") for suite in SUITES)]
+    tests = [str(TESTS / f"{suite}.py") for suite in SUITES]
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS.parent)
     counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
     passed, failed = counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)
