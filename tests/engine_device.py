@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 from fake_device import POISON, Event, FakeDevice, Place, Storage, Stream, World
+from for_now import folder_for_now
 
 from teraio import _native
 from teraio.runtime.device import Mark, Pending, Start
@@ -284,7 +284,7 @@ class StreamStore:
 @cache
 def driver() -> tuple[str, ctypes.CDLL]:
     """The asking driver, compiled once per process."""
-    target = Path(tempfile.mkdtemp(prefix="teraio-test-driver-")) / "libcuda_asked.so"
+    target = folder_for_now("test-driver") / "libcuda_asked.so"
     subprocess.run(["g++", "-std=c++20", "-O1", "-shared", "-fPIC", SOURCE, "-o", target], check=True)
     return str(target), ctypes.CDLL(str(target))
 

@@ -6,13 +6,14 @@ import ctypes
 import os
 import random
 import signal
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
+
+from for_now import folder_for_now
 
 from teraio import _native
 from teraio.errors import StoreError
@@ -57,7 +58,7 @@ def disk_near(folder: Path) -> Path | None:
 
 def disk_for(given: Path | None, name: str) -> Path:
     """Where a script keeps its stores: in the folder that it was given, or in a new one. Ends it without."""
-    root = given or disk_near(Path(tempfile.mkdtemp(prefix=f"teraio-{name}-")))
+    root = given or disk_near(folder_for_now(name))
     if root is None:
         raise SystemExit("no disk here, only memory; give --dir")
     return root

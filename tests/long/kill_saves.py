@@ -12,12 +12,12 @@ import argparse
 import os
 import random
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from checkpoint_kill import kill_while_saving, numbered
+from for_now import folder_for_now
 from says import as_it_is, at_least, exactly
 
 import teraio
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    root = args.dir or Path(tempfile.mkdtemp(prefix="teraio-kill-saves-"))
+    root = args.dir or folder_for_now("kill-saves")
     path = root / "checkpoint.pt"
     teraio.save(numbered(0), path)
     random_ = random.Random(args.seed)

@@ -1,0 +1,20 @@
+"""Folders that go with the process that made them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+
+def folder_for_now(name: str) -> Path:
+    path, mine = tempfile.mkdtemp(prefix=f"teraio-{name}-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == mine:  # not a forked child
+            shutil.rmtree(path, ignore_errors=True)
+
+    atexit.register(remove)
+    return Path(path)
