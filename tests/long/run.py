@@ -1,11 +1,12 @@
 """The scorecard: the long proofs one after another, each with its figures.
 
-    python tests/long/run.py [names] [--quick] [--json FILE]
+    python tests/long/run.py [names] [--quick] [--json FILE] [--table FILE]
 
 Each row is a script of this folder; `--quick` gives it a sample of its work. A script prints lines of the
 form `name value target PASS|FAIL` (says.py); one that ends before, or badly, is a figure of its own. Prints
-a table in Markdown, as docs/reliability.md has it; with `--json` the figures, the machine and the day. Exit
-code 0 or 1.
+a table in Markdown, as docs/reliability.md has it. All of them take hours: `--json` keeps what a proof found
+as soon as it has ended, with the machine, the day and the seconds, and of proofs that are not run now what
+the file had; `--table` prints what is in such a file, and runs nothing. Exit code 0 or 1.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 LINE = re.compile(r"^(\S+) (\S+) (\S+) (PASS|FAIL)$", re.MULTILINE)
@@ -165,26 +168,48 @@ def figures(proof: Proof, quick: bool) -> tuple[list[Figure], float]:
     return found, took_s
 
 
+class Scorecard:
+    """What proofs found, by script; `path`: the file that keeps it, if there is one. `quick`: None, as it
+    is there."""
+
+    def __init__(self, path: Path | None, quick: bool | None) -> None:
+        self.path, self.quick = path, quick
+        self.found: dict[str, dict[str, Any]] = {}
+        if path is not None and path.exists():
+            kept = json.loads(path.read_text())
+            if quick not in (None, kept["quick"]):
+                raise SystemExit(
+                    f"{path} has {'samples' if kept['quick'] else 'whole runs'}: name another file"
+                )
+            self.found = kept["found"]
+
+    def add(self, script: str, figures: list[Figure], took_s: float) -> None:
+        self.found[script] = {
+            "date": datetime.date.today().isoformat(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "seconds": round(took_s),
+            "figures": [asdict(figure) for figure in figures],
+        }
+        if self.path is not None:
+            self.path.write_text(json.dumps({"quick": self.quick, "found": self.found}, indent=1) + "\n")
+
+    def figures(self, scripts: Iterable[str]) -> list[Figure]:
+        """In the order of the proofs."""
+        wanted = {*scripts} & {*self.found}
+        chosen = [self.found[proof.script] for proof in PROOFS if proof.script in wanted]
+        return [Figure(**row) for one in chosen for row in one["figures"]]
+
+
 def table(found: list[Figure]) -> str:
     promises = {proof.script: proof.promise for proof in PROOFS}
     lines = ["| promise | script | figure | value | target | |", "|---|---|---|---|---|---|"]
     for place, each in enumerate(found):
         first = place == 0 or found[place - 1].script != each.script
         head = (promises[each.script], f"`{each.script}`") if first else ("", "")
-        lines.append(f"| {' | '.join((*head, each.name, each.value, each.target, each.verdict))} |")
+        name = each.name.removeprefix(each.script.replace("_", "-") + "-").replace("-", " ")
+        verdict = "" if each.target == "any" else each.verdict
+        lines.append(f"| {' | '.join((*head, name, each.value, each.target, verdict))} |")
     return "\n".join(lines)
-
-
-def write(path: Path, quick: bool, seconds: dict[str, int], found: list[Figure]) -> None:
-    """After each proof: all of them take hours."""
-    told = {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "quick": quick,
-        "seconds": seconds,
-        "figures": [asdict(figure) for figure in found],
-    }
-    path.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def main() -> int:
@@ -197,19 +222,18 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="a sample of each")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--table", type=Path, metavar="FILE")
     args = parser.parse_args()
     if unknown := set(args.names) - set(names):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    found: list[Figure] = []
-    seconds: dict[str, int] = {}
-    for proof in PROOFS:
-        if args.names and proof.script not in args.names:
-            continue
+    if args.table and not args.table.exists():
+        parser.error(f"there is no {args.table}")
+    asked = [proof for proof in PROOFS if proof.script in (args.names or names)]
+    card = Scorecard(args.table or args.json, None if args.table else args.quick)
+    for proof in () if args.table else asked:
         print(f"{proof.script} ...", file=sys.stderr, flush=True)
-        mine, took_s = figures(proof, args.quick)
-        found, seconds = [*found, *mine], {**seconds, proof.script: round(took_s)}
-        if args.json:
-            write(args.json, args.quick, seconds, found)
+        card.add(proof.script, *figures(proof, args.quick))
+    found = card.figures(proof.script for proof in asked)
     print(table(found))
     return 1 if any(figure.verdict == "FAIL" for figure in found) else 0
 
