@@ -77,7 +77,7 @@ def main() -> int:
         )
     good = at_least("drive-faults-injected", total, LEAST if args.stride == 1 else 1)
     good &= exactly("drive-faults-wrong-or-hung", wrong)
-    good &= at_most("drive-faults-lost-answers-longest-s", round(max(lost_s), 1), LOST_MOST_S)
+    good &= at_most("drive-faults-lost-answers-longest-s", max(lost_s), LOST_MOST_S)
     return 0 if good else 1
 
 

@@ -67,7 +67,7 @@ def figures(found: dict[str, int]) -> int:
     print(f"{steps} steps: bound met on {found['met']}, greedy beaten on {found['greedy-beaten']}")
     good = exactly("planner-exact-bound-too-high", found["bound-too-high"])
     good &= exactly("planner-exact-exact-wrong", found["exact-wrong"])
-    close = round(100 * found["close"] / steps, 1)
+    close = 100 * found["close"] / steps
     good &= at_least("planner-exact-default-within-2-percent-of-best", close, SHARE)
     return 0 if good else 1
 

@@ -173,15 +173,14 @@ class Scorecard:
     is there."""
 
     def __init__(self, path: Path | None, quick: bool | None) -> None:
-        self.path, self.quick = path, quick
-        self.found: dict[str, dict[str, Any]] = {}
+        self.path = path
+        self.kept: dict[str, Any] = {"quick": quick, "found": {}}
         if path is not None and path.exists():
-            kept = json.loads(path.read_text())
-            if quick not in (None, kept["quick"]):
-                raise SystemExit(
-                    f"{path} has {'samples' if kept['quick'] else 'whole runs'}: name another file"
-                )
-            self.found = kept["found"]
+            self.kept = json.loads(path.read_text())
+            if quick not in (None, self.kept["quick"]):
+                what = "samples" if self.kept["quick"] else "whole runs"
+                raise SystemExit(f"{path} has {what}: name another file")
+        self.found: dict[str, dict[str, Any]] = self.kept["found"]
 
     def add(self, script: str, figures: list[Figure], took_s: float) -> None:
         self.found[script] = {
@@ -191,7 +190,7 @@ class Scorecard:
             "figures": [asdict(figure) for figure in figures],
         }
         if self.path is not None:
-            self.path.write_text(json.dumps({"quick": self.quick, "found": self.found}, indent=1) + "\n")
+            self.path.write_text(json.dumps(self.kept, indent=1) + "\n")
 
     def figures(self, scripts: Iterable[str]) -> list[Figure]:
         """In the order of the proofs."""

@@ -1,6 +1,6 @@
 """The lines of a long proof, `name value target PASS|FAIL`, which run.py reads.
 
-Each tells whether its target was met.
+Each tells whether its target was met, by the value as it is; only what is printed is rounded.
 """
 
 from __future__ import annotations
@@ -28,4 +28,4 @@ def _line(name: str, value: float, target: str, passed: bool) -> bool:
 
 
 def _shown(value: float) -> str:
-    return f"{value:.10g}"
+    return f"{round(value, 3):.10g}"
