@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from for_now import folder_for_now
 from torch import nn
 
 from teraio.runtime.adopt import MOSTLY_UNUSED, NUMPY, OVERLAP, SHARED, SUBCLASS, UNSEEN, adopt
 
 SIZE = 2048
-FOLDER = tempfile.TemporaryDirectory(prefix="teraio-test-")
+FOLDER = folder_for_now("adopt")
 
 
 @dataclass
@@ -36,7 +35,7 @@ def values(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def path(name: str) -> str:
-    return str(Path(FOLDER.name) / name)
+    return str(FOLDER / name)
 
 
 def loaded(mmap: bool) -> torch.Tensor:

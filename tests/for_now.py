@@ -9,8 +9,11 @@ import tempfile
 from pathlib import Path
 
 
-def folder_for_now(name: str) -> Path:
-    path, mine = tempfile.mkdtemp(prefix=f"teraio-{name}-"), os.getpid()
+def folder_for_now(name: str, beside: Path | None = None) -> Path:
+    """In `beside`, which is made if need be, or where the system has such."""
+    if beside is not None:
+        beside.mkdir(parents=True, exist_ok=True)
+    path, mine = tempfile.mkdtemp(prefix=f"teraio-{name}-", dir=beside), os.getpid()
 
     def remove() -> None:
         if os.getpid() == mine:  # not a forked child

@@ -44,16 +44,20 @@ class Memory:
 
 
 def disk_near(folder: Path) -> Path | None:
-    """`folder`, or a new one beside the tests if that lies in memory; None if there is no disk at all."""
-    for candidate in (folder, Path.cwd() / "build" / f"store-{os.getpid()}"):
-        candidate.mkdir(parents=True, exist_ok=True)
-        fd = os.open(candidate, os.O_RDONLY)
-        try:
-            if not store_places.Place(candidate, fd, 0, store_places.kind_of(fd)).in_memory:
-                return candidate
-        finally:
-            os.close(fd)
-    return None
+    """`folder`, or a new one beside the tests, which goes with this process, if that lies in memory; None if
+    there is no disk at all."""
+    if _on_disk(folder):
+        return folder
+    beside = folder_for_now("store", Path.cwd() / "build")
+    return beside if _on_disk(beside) else None
+
+
+def _on_disk(folder: Path) -> bool:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        return not store_places.Place(folder, fd, 0, store_places.kind_of(fd)).in_memory
+    finally:
+        os.close(fd)
 
 
 def disk_for(given: Path | None, name: str) -> Path:

@@ -1,32 +1,26 @@
 """The scorecard: the long proofs one after another, each with its figures.
 
-    python tests/long/run.py [names] [--quick] [--json FILE] [--table FILE]
+    python tests/long/run.py [names] [--quick] [--json FILE | --table FILE]
 
 Each row is a script of this folder; `--quick` gives it a sample of its work. A script prints lines of the
-form `name value target PASS|FAIL` (says.py); one that ends before, or badly, is a figure of its own. Prints
-a table in Markdown, as docs/reliability.md has it. All of them take hours: `--json` keeps what a proof found
-as soon as it has ended, with the machine, the day and the seconds, and of proofs that are not run now what
-the file had; `--table` prints what is in such a file, and runs nothing. Exit code 0 or 1.
+form `name value target PASS|FAIL` (says.py); one that prints none, or ends badly, is a figure of its own.
+Prints a table in Markdown, as docs/reliability.md has it. All of them take hours: `--json` keeps what a proof
+found as soon as it has ended, with the machine, the day and the seconds, and of proofs that are not run now
+what the file had; `--table` prints what is in such a file, and runs nothing. Exit code 0 or 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from scorecard import NO_FIGURE, Figure, Scorecard, table, told
 
 HERE = Path(__file__).parent
-LINE = re.compile(r"^(\S+) (\S+) (\S+) (PASS|FAIL)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +29,6 @@ class Proof:
     promise: str
     whole: tuple[str, ...] = ()
     quick: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    script: str
-    name: str
-    value: str
-    target: str
-    verdict: str
 
 
 PROOFS = (
@@ -159,56 +144,10 @@ def figures(proof: Proof, quick: bool) -> tuple[list[Figure], float]:
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     took_s = time.monotonic() - began
-    found = [Figure(proof.script, *match) for match in LINE.findall(done.stdout)]
-    if not found or (done.returncode and not any(figure.verdict == "FAIL" for figure in found)):
-        verdict = "FAIL" if done.returncode else "PASS"
-        found.append(Figure(proof.script, "exit-code", str(done.returncode), "0", verdict))
-        if done.returncode:
-            print((done.stdout + done.stderr)[-3000:], file=sys.stderr)
+    found = told(proof.script, done.stdout, done.returncode)
+    if found[-1].name == NO_FIGURE:
+        print((done.stdout + done.stderr)[-3000:], file=sys.stderr)
     return found, took_s
-
-
-class Scorecard:
-    """What proofs found, by script; `path`: the file that keeps it, if there is one. `quick`: None, as it
-    is there."""
-
-    def __init__(self, path: Path | None, quick: bool | None) -> None:
-        self.path = path
-        self.kept: dict[str, Any] = {"quick": quick, "found": {}}
-        if path is not None and path.exists():
-            self.kept = json.loads(path.read_text())
-            if quick not in (None, self.kept["quick"]):
-                what = "samples" if self.kept["quick"] else "whole runs"
-                raise SystemExit(f"{path} has {what}: name another file")
-        self.found: dict[str, dict[str, Any]] = self.kept["found"]
-
-    def add(self, script: str, figures: list[Figure], took_s: float) -> None:
-        self.found[script] = {
-            "date": datetime.date.today().isoformat(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "seconds": round(took_s),
-            "figures": [asdict(figure) for figure in figures],
-        }
-        if self.path is not None:
-            self.path.write_text(json.dumps(self.kept, indent=1) + "\n")
-
-    def figures(self, scripts: Iterable[str]) -> list[Figure]:
-        """In the order of the proofs."""
-        wanted = {*scripts} & {*self.found}
-        chosen = [self.found[proof.script] for proof in PROOFS if proof.script in wanted]
-        return [Figure(**row) for one in chosen for row in one["figures"]]
-
-
-def table(found: list[Figure]) -> str:
-    promises = {proof.script: proof.promise for proof in PROOFS}
-    lines = ["| promise | script | figure | value | target | |", "|---|---|---|---|---|---|"]
-    for place, each in enumerate(found):
-        first = place == 0 or found[place - 1].script != each.script
-        head = (promises[each.script], f"`{each.script}`") if first else ("", "")
-        name = each.name.removeprefix(each.script.replace("_", "-") + "-").replace("-", " ")
-        verdict = "" if each.target == "any" else each.verdict
-        lines.append(f"| {' | '.join((*head, name, each.value, each.target, verdict))} |")
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -220,8 +159,9 @@ def main() -> int:
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; all if none is given"
     )
     parser.add_argument("--quick", action="store_true", help="a sample of each")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--table", type=Path, metavar="FILE")
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument("--json", type=Path, metavar="FILE", help="keep here what was found")
+    files.add_argument("--table", type=Path, metavar="FILE", help="print what such a file has, run nothing")
     args = parser.parse_args()
     if unknown := set(args.names) - set(names):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
@@ -233,7 +173,7 @@ def main() -> int:
         print(f"{proof.script} ...", file=sys.stderr, flush=True)
         card.add(proof.script, *figures(proof, args.quick))
     found = card.figures(proof.script for proof in asked)
-    print(table(found))
+    print(table(found, {proof.script: proof.promise for proof in PROOFS}))
     return 1 if any(figure.verdict == "FAIL" for figure in found) else 0
 
 
