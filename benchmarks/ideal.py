@@ -1,7 +1,7 @@
 """teraio within a budget against the same compile without one, and against what no schedule can beat.
 
     python benchmarks/ideal.py [llama-32m ...] [--parts 1 0.6 0.4 0.25 0] [--pairs 9] [--threads 2]
-                               [--keep-freed] [-o FILE]
+                               [--keep-freed] [--timelines FOLDER] [-o FILE]
 
 Steps in turn, each training in a process of its own; a row per model and budget. `part` of the plain peak;
 0 is the smallest budget that a whole step has (`memory="min"`). `bound` is the largest of computing and of
@@ -9,12 +9,14 @@ what the links must carry, and of the planner's linear program, with kernel time
 plan ran; goals are checked against it where it lies above the plain step. `drive` is the time that the bytes
 which moved take at the measured rates. With `--keep-freed` malloc gives none of the plain process's memory
 back to the system, as teraio does not: fresh pages cost time, and large steps free and take gigabytes.
+`--timelines` keeps a step of each row for `teraio report`: where it waits, and what the drive carried.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from race.asked import command_line
@@ -33,6 +35,7 @@ def main() -> int:
     parser = command_line(__doc__, "ideal", NAMES)
     parser.add_argument("--parts", nargs="+", type=float, default=[1, 0.6, 0.4, 0.25, 0])
     parser.add_argument("--keep-freed", action="store_true", help="in the plain process")
+    parser.add_argument("--timelines", type=Path, metavar="FOLDER")
     args = parser.parse_args()
     table = Table(
         model=11,
@@ -63,7 +66,10 @@ def main() -> int:
 
 def one_row(name: str, part: float, peak: int, plain: Trainee, args: argparse.Namespace) -> dict[str, Any]:
     memory = int(peak * part) if part else "min"
-    asked = {"subject": name, "way": "teraio", "memory": memory, "threads": args.threads}
+    asked: dict[str, Any] = {"subject": name, "way": "teraio", "memory": memory, "threads": args.threads}
+    if args.timelines:
+        args.timelines.mkdir(parents=True, exist_ok=True)
+        asked["options"] = {"timeline": str(args.timelines / f"{name}-{part:.2f}.timeline.json")}
     row: dict[str, Any] = {"subject": name, "part": part, "memory": memory, "plain_peak_bytes": peak}
     try:
         with Trainee(asked) as ours:
