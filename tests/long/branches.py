@@ -1,16 +1,18 @@
 """Which branches of the engine and of the readers the tests take.
 
-    python tests/long/branches.py [tests ...] [--jobs 2] [--report FILE]
+    python tests/long/branches.py [tests ...] [--jobs 2] [--report FILE] [--after FILE]
 
 Runs the tests (all of them, or those that are named) under coverage.py, their child processes too, and prints
 each file's share of branches with the lines where the rest begins, worst first; then `name value target
 PASS|FAIL`. What needs a GPU is in a row of its own: without one it cannot be taken. Needs `pip install
-coverage`. Half an hour; times of tests are not held to their rows.
+coverage`. An hour for all; times of tests are not held to their rows. In parts: what the report of an earlier
+run has taken, of files that are as they were, counts with `--after`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
@@ -67,7 +69,8 @@ def counted(name: str) -> bool:
     return folder == "runtime" or (folder == "teraio" and file.removesuffix(".py") in READERS)
 
 
-def measured(tests: list[str], jobs: int, report: Path | None) -> list[File]:
+def measured(tests: list[str], jobs: int) -> dict[str, Any]:
+    """coverage's own report."""
     with tempfile.TemporaryDirectory(prefix="branches-") as folder:
         settings, found = Path(folder) / "settings", Path(folder) / "found.json"
         settings.write_text(SETTINGS.format(folder=folder, root=ROOT))
@@ -79,17 +82,37 @@ def measured(tests: list[str], jobs: int, report: Path | None) -> list[File]:
         subprocess.run([*coverage, "combine", "-q", f"--rcfile={settings}"], cwd=ROOT, check=True)
         write = [*coverage, "json", "-q", f"--rcfile={settings}", "-o", str(found)]
         subprocess.run(write, cwd=ROOT, check=True)
-        text = found.read_text()
-    if report:
-        report.write_text(text)
-    return sorted(map(file_of, json.loads(text)["files"].items()), key=lambda file: file.percent)
+        told: dict[str, Any] = json.loads(found.read_text())
+    for path, file in told["files"].items():
+        file["sha256"] = sha256_of(path)
+    return told
+
+
+def sha256_of(path: str) -> str:
+    return hashlib.sha256((ROOT / path).read_bytes()).hexdigest()
+
+
+def add(told: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """What either has taken."""
+    for path, before in earlier["files"].items():
+        file = told["files"].get(path)
+        if file is None and before["sha256"] == sha256_of(path):
+            told["files"][path] = before
+        elif file is not None and file["sha256"] == before["sha256"]:
+            still = {*map(tuple, file["missing_branches"])} & {*map(tuple, before["missing_branches"])}
+            file["missing_branches"] = sorted(still)
+
+
+def files_of(told: dict[str, Any]) -> list[File]:
+    """The worst first."""
+    return sorted(map(file_of, told["files"].items()), key=lambda file: file.percent)
 
 
 def file_of(entry: tuple[str, dict[str, Any]]) -> File:
     path, told = entry
     name = os.path.relpath((ROOT / path).resolve(), ROOT)
-    summary, missing = told["summary"], tuple(map(tuple, told["missing_branches"]))
-    return File(name, summary["covered_branches"], summary["num_branches"], missing)
+    branches, missing = told["summary"]["num_branches"], tuple(map(tuple, told["missing_branches"]))
+    return File(name, branches - len(missing), branches, missing)
 
 
 def row(name: str, files: list[File], least: float) -> bool:
@@ -105,12 +128,18 @@ def main() -> int:
     )
     parser.add_argument("tests", nargs="*", help="files, folders or node ids; all if none is given")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--report", type=Path, help="coverage's own report, as JSON")
+    parser.add_argument("--report", type=Path, help="what was taken, as JSON of coverage's form")
+    parser.add_argument("--after", type=Path, help="such a report: what it has taken counts, too")
     args = parser.parse_args()
     if importlib.util.find_spec("coverage") is None:
         print("this needs coverage.py: pip install coverage", file=sys.stderr)
         return 2
-    files = [file for file in measured(args.tests, args.jobs, args.report) if counted(file.name)]
+    earlier = json.loads(args.after.read_text()) if args.after else {"files": {}}
+    told = measured(args.tests, args.jobs)
+    add(told, earlier)
+    if args.report:
+        args.report.write_text(json.dumps(told))
+    files = [file for file in files_of(told) if counted(file.name)]
     for file in files:
         lines = " ".join(f"{first}->{to}" if to > 0 else f"{first}->end" for first, to in file.missing[:12])
         print(f"{file.percent:6.1f} %  {file.taken:>4} of {file.branches:>4}  {file.name}  {lines}")

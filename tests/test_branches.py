@@ -1,0 +1,43 @@
+"""That tests/long/branches.py counts right when it is run in parts."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import tree
+
+sys.path.insert(0, str(tree.ROOT / "tests" / "long"))
+
+import branches
+
+HERE = "runtime/clock.py"
+
+
+def report(missing: list[list[int]], sha256: str | None = None, path: str = HERE) -> dict[str, Any]:
+    summary = {"num_branches": 10, "covered_branches": 10 - len(missing)}
+    known = sha256 or branches.sha256_of(path)
+    return {"files": {path: {"summary": summary, "missing_branches": missing, "sha256": known}}}
+
+
+def test_a_branch_is_missing_if_no_part_has_taken_it() -> None:
+    told = report([[1, 2], [3, -1], [5, 6]])
+    branches.add(told, report([[3, -1], [7, 8]]))
+    (file,) = branches.files_of(told)
+    assert (file.name, file.missing, file.taken, file.percent) == (HERE, ((3, -1),), 9, 90.0)
+
+
+def test_a_file_that_has_changed_since_counts_for_nothing() -> None:
+    told = report([[1, 2]])
+    branches.add(told, report([], sha256="of another"))
+    branches.add(told, report([], sha256="of another", path="runtime/step.py"))
+    assert [file.taken for file in branches.files_of(told)] == [9]
+
+
+def test_a_file_that_only_an_earlier_part_has_met_counts() -> None:
+    told = report([[1, 2]])
+    branches.add(told, report([[1, 2], [3, 4]], path="runtime/step.py"))
+    assert [(file.name, file.taken) for file in branches.files_of(told)] == [
+        ("runtime/step.py", 8),
+        (HERE, 9),
+    ]
