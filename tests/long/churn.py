@@ -1,8 +1,9 @@
 """Tensors of mixed sizes come and go for a long time; nothing grows.
 
-    python tests/long/churn.py [--tensors 20000] [--stores 20] [--dir /mnt/ssd]
+    python tests/long/churn.py [--tensors 20000] [--seconds 600] [--stores 20] [--dir /mnt/ssd]
 
-Prints `name value target PASS|FAIL`; exit code 0 or 1. Memory is compared after a warm-up, in the same state.
+So many tensors and for so long, whichever is more. Prints `name value target PASS|FAIL`; exit code 0 or 1.
+Memory is compared after a warm-up, in the same state.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import ctypes
 import gc
 import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from says import at_most
+from says import as_it_is, at_most
 from store_rig import MIB, churn, disk_for
 
 from teraio.runtime.store import Store
@@ -43,6 +45,7 @@ def counts() -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tensors", type=int, default=20_000)
+    parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--stores", type=int, default=20)
     parser.add_argument("--dir", type=Path, default=None)
     args = parser.parse_args()
@@ -52,11 +55,13 @@ def main() -> int:
     )  # what the test's own buffers take goes back when they go
     empty = counts()
     store = Store(root, CAPACITY)
-    rounds = max(1, args.tensors // 500)
     ends, figures = [], []
-    for number in range(rounds):
-        churn(store, 500, seed=number % 5, largest=LARGEST)
+    tensors, began = 0, time.monotonic()
+    while tensors < args.tensors or time.monotonic() - began < args.seconds:
+        tensors += churn(store, 500, seed=len(ends) % 5, largest=LARGEST)
         ends.append((resident_kib(), *counts()))
+    as_it_is("churn-tensors", tensors)
+    as_it_is("churn-seconds", round(time.monotonic() - began))
     warm = len(ends) // 4
     grown = max(end[0] for end in ends[-warm or -1 :]) - max(end[0] for end in ends[: warm or 1])
     figures.append(("rss-growth-kib", grown, 4096))
@@ -73,7 +78,7 @@ def main() -> int:
         churn(with_one, 20, number)
         with_one.close()
     del with_one
-    figures.append(("rss-per-store-kib", (resident_kib() - base) // args.stores, 64))
+    figures.append(("rss-per-store-kib", (resident_kib() - base) / args.stores, 64))
     figures.append(("descriptors-left", counts()[0] - empty[0], 0))
     figures.append(("threads-left", counts()[1] - empty[1], 0))
     figures.append(("files-left", len(list(root.iterdir())), 0))
