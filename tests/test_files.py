@@ -195,6 +195,24 @@ def test_reading_knows_every_rule_that_writing_knows(value: Data, change: dict[s
         type(value).loads(text)
 
 
+def test_a_table_has_a_most(tmp_path: Path) -> None:
+    many = {f"t{i}": {"capacity_bytes": 1} for i in range(1025)}
+    text = json.dumps({**json.loads(MACHINE.dumps()), "tiers": many})
+    with pytest.raises(FileFormatError, match=r"tiers: line 1, column \d+: has more than 1024 entries"):
+        Machine.loads(text)
+
+
+def test_uses_of_a_tensor_and_of_all_have_a_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = dataclasses.replace(PROFILE, kernels=(Kernel("k", 0, 1),) * (2**16 + 1))
+    often = tensor(reads=tuple(range(1, 2**16 + 1)), writes=(0,))
+    with pytest.raises(FileFormatError, match=r"tensors\[0\]: has 65537 uses; at most 65536 are taken"):
+        dataclasses.replace(busy, tensors=(often,)).dumps()
+    monkeypatch.setattr("teraio.profile.USES_MAX", 3)
+    two = (tensor(name="a", reads=(1,), writes=(0,)), tensor(name="b", reads=(1,), writes=(0,)))
+    with pytest.raises(FileFormatError, match=r"tensors\[1\]: brings the uses to 4; at most 3 are taken"):
+        dataclasses.replace(PROFILE, tensors=two).dumps()
+
+
 def test_missing_keys_are_named() -> None:
     top = json.loads(PROFILE.dumps())
     for key in ("format", "version", "name", "step_ns", "kernels", "tensors"):

@@ -16,7 +16,7 @@ import pytest
 from teraio.errors import FileFormatError
 from teraio.faults import ONCE
 from teraio.machine import Machine
-from teraio.plan import Plan
+from teraio.plan import Evict, Plan
 from teraio.profile import Profile
 from teraio.timeline import Timeline
 
@@ -117,6 +117,8 @@ DROP = b'{"move":"drop","tensor":"a%06d","to":"b","free":%d},\n'
 KERNEL = b'{"call":0,"duration_ns":1,"name":"k"},\n'
 PROFILE_HEAD = b'{"format":"teraio-profile","kernels":[\n'
 
+LONG_DROPS = b'{"move":"drop","tensor":"%s","to":"b","free":1},\n' % (b"x" * 1000) * 9_000
+
 
 def packed(pieces: Iterator[bytes]) -> bytes:
     packer = zlib.compressobj(6, zlib.DEFLATED, 31)
@@ -173,6 +175,11 @@ BIG = {
         Plan,
         lambda: packed(b" " * MIB for _ in range(20))[:-4] + b"\1\0\0\0",
         "white space goes on",
+    ),
+    "bomb-of-names": (
+        Plan,
+        lambda: packed(iter([PLAN_HEAD, LONG_DROPS, LONG_DROPS]))[:-4] + b"\1\0\0\0",
+        "is larger unpacked; a teraio-plan file holds at most 16 MiB",
     ),
     "bomb-of-kernels": (
         Profile,
@@ -244,6 +251,24 @@ def test_what_is_not_a_file_is_not_opened(tmp_path: Path) -> None:
             Plan.read(path)
         assert words in str(error.value) and str(error.value).isprintable()
         assert time.process_time() - start < 1.0
+
+
+def test_a_text_or_a_plan_that_no_file_holds_is_refused() -> None:
+    with pytest.raises(
+        FileFormatError, match=r"is 16777217 characters; a teraio-plan file holds at most 16 MiB"
+    ):
+        Plan.loads(" " * (16 * MIB + 1))
+    moves = tuple(Evict(f"{'x' * 1000}{i}", "ssd", 1) for i in range(17_000))
+    with pytest.raises(FileFormatError, match=r"would be 17.1 MiB; a teraio-plan file holds at most 16 MiB"):
+        Plan("", "", 1, (), moves).dumps()
+
+
+def test_a_packed_file_that_ends_in_a_long_run_is_refused_wherever_it_is_cut() -> None:
+    """A few bits of it stand for more text than is unpacked at once."""
+    whole = packed(iter([fuzz_files.SEEDS[0].dumps().encode(), b" " * MIB]))
+    for end in range(len(whole) - 200, len(whole)):
+        with pytest.raises(FileFormatError, match="truncated"):
+            type(fuzz_files.SEEDS[0]).loads(whole[:end])
 
 
 @pytest.mark.parametrize("value", fuzz_files.SEEDS, ids=lambda value: type(value).__name__)

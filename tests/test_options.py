@@ -13,6 +13,7 @@ import pytest
 
 from teraio.errors import OptionError
 from teraio.options import (
+    SMALLEST,
     Memory,
     Options,
     add_flags,
@@ -88,6 +89,7 @@ BAD: list[tuple[dict[Any, Any], str]] = [
     ({"memory": 0.8}, "accepted are 20GiB, 80% and min"),
     ({"memory": True}, "accepted are 20GiB, 80% and min"),
     ({"store_size": "min"}, "option 'store_size': 'min' is not"),
+    ({"store_size": SMALLEST}, "option 'store_size': 'min' is not"),
     ({"store": ""}, "is not the path of a file or directory"),
     ({"store": "a\0b"}, "is not the path of a file or directory"),
     ({"store": 5}, "is not the path of a file or directory"),
@@ -106,6 +108,7 @@ BAD: list[tuple[dict[Any, Any], str]] = [
     ({"plan_time": float("nan")}, "is not a duration"),
     ({"keep": [1]}, "is not a list of name globs"),
     ({"keep": 5}, "is not a list of name globs"),
+    ({"keep": "a,,b"}, "'a,,b' is not a list of name globs"),
     ({"max_write_per_day": "2TB/hour"}, "is not a size"),
     ({"checksum": "maybe"}, "'maybe' is not one of on, off"),
     ({"on_fallback": "ignore"}, "is not one of warn, error"),
@@ -157,6 +160,7 @@ def test_paths_and_lists_are_taken_as_python_has_them(tmp_path: Path) -> None:
     some = Options.parse({"store": [tmp_path, "~/x"], "profile": tmp_path / "p.json", "keep": ("a", "b")}, {})
     assert some.store == (str(tmp_path), os.path.expanduser("~/x"))
     assert some.profile == str(tmp_path / "p.json")
+    assert Options.parse({"plan_time": 2.5}, {}).plan_time == 2_500_000_000  # seconds
     parser = argparse.ArgumentParser()
     add_flags(parser, ["keep", "memory"])
     assert from_flags(parser.parse_args(["--keep", "a", "--keep", "b"]), {}).keep == ("a", "b")

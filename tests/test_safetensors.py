@@ -43,6 +43,7 @@ HOSTILE = {
     "negative": header("{" + entry(offsets="[-8,0]") + "}", 8),
     "backwards": header("{" + entry(offsets="[8,0]") + "}", 8),
     "outside": header("{" + entry(offsets="[8,16]") + "}", 8),
+    "one offset": header("{" + entry(offsets="[8]") + "}", 8),
     "huge": header("{" + entry(shape="[4294967296,4294967296]") + "}", 8),
     "number": header("{" + entry(offsets="[0," + "9" * 5000 + "]") + "}", 8),
     "fraction": header("{" + entry(shape="[2.0]") + "}", 8),
@@ -101,3 +102,35 @@ def test_an_index_without_a_map_is_refused(tmp_path: Path, text: str) -> None:
     index.write_text(text)
     with pytest.raises(FileFormatError, match=r"index\.json"):
         read_index(str(index))
+
+
+def test_an_index_is_no_larger_than_a_header(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    with open(index, "wb") as file:
+        file.truncate(HEADER_BYTES_MAX + 1)
+    with pytest.raises(FileFormatError, match="are read"):
+        read_index(str(index))
+
+
+def test_a_name_comes_once_in_an_index(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
+    with pytest.raises(FileFormatError, match="a: the name comes twice"):
+        read_index(str(index))
+
+
+def test_a_file_that_is_cut_while_it_is_read_ends_in_its_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cut.safetensors"
+    file.write_bytes(header("{" + entry() + "}"))
+    pread = os.pread
+
+    def read_then_cut(descriptor: int, length: int, at: int) -> bytes:
+        piece = pread(descriptor, length, at)
+        os.truncate(file, 9)  # behind the length and the first character, which are read by themselves
+        return piece
+
+    monkeypatch.setattr(os, "pread", read_then_cut)
+    with open(file, "rb") as opened, pytest.raises(FileFormatError, match="the file ends in its header"):
+        read_header(opened.fileno(), str(file))
