@@ -208,6 +208,21 @@ def test_a_file_that_got_a_second_name_is_refused(root: Path, monkeypatch: pytes
     assert (root / "copy").stat().st_size == 0
 
 
+def test_a_directory_that_is_removed_as_often_as_it_is_made_is_given_up(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_point(monkeypatch, "made", lambda: our_directory(root).rmdir())
+    refused(root, "somebody removes our directory as often as it is made")
+    assert not list(root.iterdir())
+
+
+def test_a_file_whose_mode_does_not_stay_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAT and some network shares give every file the mode of their mount."""
+    monkeypatch.setattr(os, "fchmod", lambda fd, mode: None)
+    at_point(monkeypatch, "created", lambda: (our_directory(root) / store_files.NAME).chmod(0o644))
+    refused(root, "files made there have mode 0644 instead of 0600")
+
+
 # ---- file systems
 
 
@@ -285,6 +300,10 @@ def test_the_default_is_the_roomier_disk_and_never_memory(
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(store_places.tempfile, "gettempdir", lambda: str(temp))
     Store(None, MIB).close()
+    (root / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(root / "file" / "below"))
+    monkeypatch.setattr(store_places.Place, "free_bytes", lambda self: 2 if temp in self.path.parents else 1)
+    assert store_places.default_directories() == (temp / f"teraio-{os.geteuid()}",)
     monkeypatch.setattr(store_places, "kind_of", lambda fd: "tmpfs")
     with pytest.raises(StoreError, match="no disk"):
         store_places.default_directories()

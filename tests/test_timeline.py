@@ -10,6 +10,7 @@ import time
 from collections import Counter as Count
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engine_run
@@ -26,6 +27,7 @@ from teraio.planning import Planning
 from teraio.profile import Profile
 from teraio.runtime import engine
 from teraio.runtime.recorder import Happened, Move, Recorder
+from teraio.runtime.records import State
 from teraio.schedule import Step
 from teraio.timeline import Stall, Timeline
 
@@ -340,3 +342,24 @@ def test_what_your_own_code_does_between_two_steps_stands_at_the_begin_of_the_ne
     assert second.dumps(), "it can be written"
     assert [(span.name, span.start_ns, span.end_ns) for span in second.spans] == [("k1", 5, 30), ("w", 0, 0)]
     assert second.stalls == (Stall(0, "w", 10, "miss"),)
+
+
+def test_what_a_recorder_has_not_met_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may begin in the middle of a step, and a step may never end."""
+    recorder = Recorder(100, 0)
+    record: Any = SimpleNamespace(
+        key=1, name="w", kind="weight", size_bytes=4, home="ssd", state=State.DEVICE
+    )
+    recorder.leaves(record)
+    recorder.becomes(record)
+    recorder.ended(record, None, 10**6)
+    assert (recorder.bytes, recorder.step.stalls, recorder.step.moves) == ({}, [], [])
+    recorder.enters(record)
+    record.kind = "grad"
+    recorder.becomes(record)
+    assert recorder.bytes == {"weight": 0, "grad": 4}
+    monkeypatch.setattr("teraio.runtime.recorder.ENTRIES_MAX", 2)
+    for number in range(4):
+        recorder.slot_begins(0)
+        recorder.kernel_begins(f"k{number}", 0)
+    assert recorder.step.broken and len(recorder.step.kernels) < 4

@@ -55,7 +55,8 @@ def main() -> int:
     )  # what the test's own buffers take goes back when they go
     empty = counts()
     store = Store(root, CAPACITY)
-    ends, figures = [], []
+    ends: list[tuple[int, int, int]] = []
+    figures = []
     tensors, began = 0, time.monotonic()
     while tensors < args.tensors or time.monotonic() - began < args.seconds:
         tensors += churn(store, 500, seed=len(ends) % 5, largest=LARGEST)

@@ -1,0 +1,108 @@
+"""What the system refuses a store is said, or another way is taken."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from store_rig import MIB, disk_near
+
+from teraio.errors import StoreError
+from teraio.runtime import store_files, store_places
+from teraio.runtime.store import Store
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    disk = disk_near(tmp_path)
+    if disk is None:
+        pytest.skip("no disk here, only memory")
+    return disk
+
+
+def no_files_left(path: Any, *args: Any, **more: Any) -> int:
+    raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+
+def vanished(path: Any, *args: Any, **more: Any) -> int:
+    raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+
+def failing(*args: Any) -> int:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "why"),
+    [
+        ("access", lambda *_, **__: False, "it is not writable"),
+        ("fstatvfs", lambda fd: SimpleNamespace(f_flag=os.ST_RDONLY), "mounted read-only"),
+        ("open", no_files_left, "too many files are open.*ulimit -n"),
+        ("open", vanished, "it vanished while it was being opened"),
+        ("pwrite", failing, "the first block could not be written: Input/output error"),
+    ],
+)
+def test_what_the_system_refuses_is_said(
+    root: Path, monkeypatch: pytest.MonkeyPatch, call: str, answer: Callable[..., Any], why: str
+) -> None:
+    monkeypatch.setattr(os, call, answer)
+    with pytest.raises(StoreError, match=why) as got:
+        Store(root, MIB)
+    assert str(root) in str(got.value) and got.value.path == str(root)
+
+
+def test_a_disk_without_a_free_byte_is_said_before_a_file_is_made(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_places.Place, "free_bytes", lambda self: 0)
+    with pytest.raises(StoreError, match=f"the disk is full: no bytes are free in {root}"):
+        Store(root)
+    assert not list(root.iterdir())
+
+
+def test_a_file_system_that_cannot_reserve_grows_all_the_same(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_files, "_fallocate", lambda *_: errno.EOPNOTSUPP)
+    store = Store(root, 512 * MIB)
+    assert [said for said in store.fallbacks if "cannot reserve space" in said]
+    extents = [store.reserve(100 * MIB, f"t{number}") for number in range(3)]
+    assert store._files[0].allocated_bytes >= 300 * MIB == sum(extent.size_bytes for extent in extents)
+    store.close()
+
+
+def test_a_system_call_that_a_signal_ended_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [errno.EINTR, errno.EINTR, 0, errno.ENOSPC]
+
+    def fallocate(*_: int) -> int:
+        ctypes.set_errno(answers[0])
+        return -1 if answers.pop(0) else 0
+
+    monkeypatch.setattr(store_files, "_LIBC", SimpleNamespace(fallocate=fallocate))
+    assert [store_files._fallocate(3, 0, 1) for _ in range(2)] == [0, errno.ENOSPC]
+
+
+def test_a_descriptor_without_a_file_system_is_of_no_known_kind() -> None:
+    assert store_places.kind_of(-1) == "other"
+
+
+def test_a_file_is_closed_once_and_on_request_without_a_call_that_may_hang(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(root, MIB)
+    (file,) = store._files
+    cut: list[int] = []
+    monkeypatch.setattr(os, "ftruncate", lambda fd, size: cut.append(fd))
+    fd = file.fd
+    file.close(give_back=False)
+    file.close()
+    assert not cut and file.fd == -1
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    store.close()
