@@ -75,7 +75,7 @@ class Registry:
             self.residency.reachable[record.key] = record
             self.new_weights.append(record)
         elif label and wanted:
-            self.stuck.records.append(record)
+            self.stuck.add(record)
         return record
 
     def take_in(self, tensor: torch.Tensor, name: str) -> Record | None:
@@ -120,7 +120,7 @@ class Registry:
             self.describe(record)
             self.new_weights.append(record)
         else:
-            self.stuck.records.append(record)
+            self.stuck.add(record)
 
     def _new(self, storage: torch.UntypedStorage, name: str, kind: str, wanted: bool) -> Record:
         record = self.residency.add(storage, name, kind, wanted and movable(storage))

@@ -21,7 +21,7 @@ class Stuck:
     def __init__(self, residency: Residency, kept: Callable[[str], bool]) -> None:
         self.residency = residency
         self.kept = kept
-        self.records: list[Record] = []
+        self.records: dict[int, Record] = {}  # by storage
         self.asked_again: set[str] = set()  # those of them that a step's end was given to
         self.refused: dict[str, Refused] = {}  # by the weight's name
         residency.immovable = self._note
@@ -41,8 +41,15 @@ class Stuck:
                 self.residency.settle(record)
                 self._note(record)
 
+    def add(self, record: Record) -> None:
+        self.records[record.key] = record
+
+    def why(self, record: Record) -> str:
+        refused = self.refused.get(record.name)
+        return refused.reason if refused else "numpy or another library was given its memory"
+
     def _note(self, record: Record) -> None:
-        self.records.append(record)
+        self.add(record)
         if record.name in self.asked_again:
             log.warning("teraio: %s stays in memory from now on: numpy had it again", record.name)
 
@@ -50,13 +57,13 @@ class Stuck:
         """The step is over: what no backend saw, or what something held at that time, once more. Returns the
         weights that move from now on."""
         known = self.residency.records
-        stuck = [(r, s) for r in self.records if known.get(r.key) is r and (s := r.storage())]
+        stuck = [(r, s) for r in self.records.values() if known.get(r.key) is r and (s := r.storage())]
         names = {record.name for record, _ in stuck}
         if names - self.asked_again:
             self.adopt([(r.name, torch.empty(0, device=s.device).set_(s, 0, (0,), (1,))) for r, s in stuck])
         free = [record for record, storage in stuck if movable(storage) and not record.addressed]
         for record in free:
             self.residency.unsettle(record)
-        self.records = [record for record, storage in stuck if not movable(storage)]
+        self.records = {record.key: record for record, storage in stuck if not movable(storage)}
         self.asked_again |= names
         return free

@@ -161,9 +161,9 @@ class Session:
             self.names = None
 
     def _report_stuck(self) -> None:
-        stuck = self.engine.stuck.records
+        stuck = [*self.engine.stuck.records.values()]
         if stuck:
-            reasons = [f"{r.name} ({self.engine.stuck.refused[r.name].reason})" for r in stuck[:NAMED]]
+            reasons = [f"{record.name} ({self.engine.stuck.why(record)})" for record in stuck[:NAMED]]
             log.warning(
                 "teraio: staying in memory: %s (%s) whose bytes belong to a file or another library and "
                 "cannot be copied out unnoticed: %s%s. Clone what is to move before compiling",

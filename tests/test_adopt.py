@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,11 @@ import torch
 from adopt_cases import CASES, SIZE, outcomes, values
 from adopt_train import HELD
 from children import ended
+from torch import nn
 
+import teraio
 from teraio.runtime import adopt as adoption
+from teraio.runtime import engine
 from teraio.runtime.adopt import NUMPY, Adopted, Span, adopt
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
@@ -164,3 +168,42 @@ def test_blocks_that_share_a_program_are_adopted_together_before_the_first_runs(
     assert run["digest"] == runs()["plain blocks"]["digest"]
     assert (run["late"], run["stuck"]) == (0, [])
     assert run["evictions"] > 20
+
+
+def test_a_weight_that_numpy_got_between_two_programs_is_named(
+    nothing_left: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And no step ends with an optimizer, at which it would be adopted."""
+    layers = [nn.Linear(256, 256) for _ in range(2)]
+    options: dict[str, Any] = {"inner": "eager", "memory": "64MiB"}
+    one, other = (torch.compile(layer, backend="teraio", options=options) for layer in layers)
+    x = torch.randn(4, 256)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "teraio"):
+        found = [one(x)]
+        shared = layers[0].weight.detach().numpy()
+        found += [other(found[0]), one(x), other(x)]
+        assert torch.equal(found[0], found[2]) and torch.equal(found[0], layers[0](x))
+    assert "1 weight (256 KiB) whose bytes" in caplog.text
+    assert "weight (numpy or another library was given its memory)" in caplog.text
+    shared[:] = 0
+    assert not layers[0].weight.any()
+
+
+def test_a_weight_that_numpy_got_while_the_model_was_made_is_counted_once(
+    nothing_left: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with teraio.init(memory="64MiB", inner="eager", keep=["0.weight"]):
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
+        shared = model[2].weight.detach().numpy()
+    compiled: Any = torch.compile(model, backend="teraio")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with caplog.at_level(logging.WARNING, "teraio"):
+        for _ in range(3):
+            compiled(torch.randn(4, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "staying in memory: 1 weight (256 KiB) whose bytes" in caplog.text
+    assert f"unnoticed: 2.weight ({NUMPY}). Clone" in caplog.text
+    records = [engine.ENGINE.residency.by_name[f"{number}.weight"] for number in range(3)]  # type: ignore[union-attr]
+    assert [record.evictable for record in records] == [False, True, False]
+    assert shared.any()
