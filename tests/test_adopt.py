@@ -193,7 +193,7 @@ def test_a_weight_that_numpy_got_while_the_model_was_made_is_counted_once(
     nothing_left: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with teraio.init(memory="64MiB", inner="eager", keep=["0.weight"]):
-        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
+        model: Any = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
         shared = model[2].weight.detach().numpy()
     compiled: Any = torch.compile(model, backend="teraio")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
