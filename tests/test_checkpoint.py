@@ -305,3 +305,16 @@ def test_going_on_from_a_checkpoint_is_as_if_nothing_had_happened(tmp_path: Path
     assert straight["fetched"] >= 8, "too little was away when it was saved"
     assert straight["peak_bytes"] <= MEMORY_BYTES
     assert straight["overrun_bytes"] == 0
+
+
+class Named(torch.Tensor):
+    """Of a class of its own."""
+
+
+def test_what_is_no_plain_tensor_is_saved_beside_them(worlds: tuple[World, World]) -> None:
+    named = torch.arange(900.0).as_subclass(Named)
+    others = {"sparse": torch.eye(30).to_sparse(), "named": named, "none": torch.empty(3, device="meta")}
+    first, second = ({**others, "all": all_of(world)} for world in worlds)
+    assert written(first) == written(second)
+    loaded = torch.load(io.BytesIO(written(first)), weights_only=False)
+    assert torch.equal(loaded["sparse"].to_dense(), torch.eye(30)) and type(loaded["named"]) is Named

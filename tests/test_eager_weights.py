@@ -3,6 +3,7 @@ gradients."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from eager_beside import (
     trained_beside,
 )
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import teraio
@@ -148,3 +150,26 @@ def test_a_gradient_that_others_have_as_well_stays_as_long(nothing_left: None, h
         return made
 
     assert same(trained(head, use, True), trained(head, use, False))
+
+
+def no_transform() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("block", [no_transform, torch.inference_mode, forward_ad.dual_level])
+def test_what_is_detached_in_any_mode_has_the_bytes(nothing_left: None, block: Callable[[], Any]) -> None:
+    model = trained_beside()
+    wanted = layer(bare(model), 0).weight
+    send_away()
+    with block():
+        found = layer(model, 0).weight.detach()
+        assert torch.equal(found + 0, wanted)
+    assert torch.equal(layer(model, 0).weight, wanted)
+
+
+def test_what_is_detached_under_vmap_has_the_bytes(nothing_left: None) -> None:
+    model = trained_beside()
+    wanted = layer(bare(model), 0).weight
+    send_away()
+    found = torch.func.vmap(lambda row: layer(model, 0).weight.detach() @ row)(torch.eye(WIDTH))
+    assert torch.equal(found.T, wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -332,3 +333,16 @@ def test_what_an_operation_takes_is_counted_where_it_takes_it() -> None:
         assert [making._taken_by(func, args, kwargs, kind) for kind in ("cuda", "cpu")] == [of_gpu, of_ram], (
             func
         )
+
+
+def test_what_another_thread_makes_meanwhile_is_its_own() -> None:
+    made: list[nn.Module] = []
+    thread = threading.Thread(target=lambda: made.append(nn.Linear(256, 256)))
+    with teraio.init(**OPTIONS):
+        own = nn.Linear(256, 256)
+        thread.start()
+        thread.join()
+    leaving = engine.ENGINE.residency.leaving  # type: ignore[union-attr]
+    assert leaving(own.weight) is not None
+    assert [leaving(weight) for weight in made[0].parameters()] == [None, None]
+    teraio.reset()

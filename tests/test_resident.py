@@ -121,3 +121,16 @@ def test_in_a_forked_process_what_is_away_says_so_and_the_rest_is_there(world: W
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_optimizer_is_here_with_weights_and_states() -> None:
+    torch._dynamo.reset()
+    world = World(compiled=True, layers=3)
+    world.train(1)
+    states = [t for state in world.optimizer.state.values() for t in state.values() if t.numel() > 1]
+    weights = [weight for group in world.optimizer.param_groups for weight in group["params"]]
+    send_away([*states, *weights])
+    assert any(map(is_away, states)) and any(map(is_away, weights))
+    with teraio.resident(world.optimizer, "a word"):
+        assert not any(map(is_away, [*states, *weights]))
+    torch._dynamo.reset()

@@ -13,6 +13,7 @@ import teraio
 from teraio import earlier
 from teraio.errors import BudgetError, OptionError
 from teraio.runtime import engine
+from teraio.runtime.residency import Need
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
 MIB = 2**20  # 16 of activations, 2 of weights, 2 of gradients, 4 of states; 4 of reserve
@@ -150,3 +151,13 @@ def test_before_anything_is_compiled_there_is_nothing_to_change() -> None:
     Training().run(1)
     with pytest.raises(OptionError, match="accepted are 20GiB, 80% and min"):
         teraio.set_memory("much")
+
+
+def test_what_a_few_bytes_are_missing_to_is_told_in_bytes() -> None:
+    """Where rounding would say that 20.1 MiB are needed, and that there are 20.1 MiB."""
+    given = 20 * MIB + 64_000
+    Training(memory=given).run(2)
+    residency = engine.ENGINE.residency  # type: ignore[union-attr]
+    need = Need(0, given - residency.reserve_bytes + 1, "k")
+    with pytest.raises(BudgetError, match=rf"needs {given + 1} bytes at kernel k .*{given} bytes"):
+        residency.refuse(need)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -78,3 +80,11 @@ def test_a_step_that_is_told_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Pace, "begins", forgets)
     with pytest.raises(AssertionError):
         test_each_step_is_told_when_it_was_taken_and_adds_up()
+
+
+def test_the_log_has_a_line_per_step_if_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "teraio"):
+        train(3)
+    lines = [line for line in caplog.messages if line.startswith("teraio: step ")]
+    told = r"teraio: step %d: .+s, of it .+s of waiting; misses: \d+; written .+B, read .+B"
+    assert len(lines) == 3 and all(re.fullmatch(told % number, line) for number, line in enumerate(lines, 1))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from teraio.runtime import engine
-from teraio.runtime.step import StepTracker
+from teraio.runtime.step import EXPECTATIONS_MAX, StepTracker
 from teraio.schedule import ProgramKind, Schedule, Slot
 
 
@@ -137,3 +137,11 @@ def test_a_step_that_never_ends_is_none() -> None:
     for _ in range(2 * engine.CALLS_MAX + 10):
         engine.Engine._enter(loop, A, ())  # type: ignore[arg-type]
         assert len(loop.tracker.calls) <= engine.CALLS_MAX
+
+
+def test_of_many_orders_the_most_recent_are_known() -> None:
+    tracker = StepTracker()
+    for calls in range(1, EXPECTATIONS_MAX + 3):
+        run(tracker, *[A] * calls)
+        finish(tracker)
+    assert [len(order) for order in tracker.known] == [*range(3, EXPECTATIONS_MAX + 3)]

@@ -363,3 +363,23 @@ def test_what_a_recorder_has_not_met_is_no_part_of_a_step(monkeypatch: pytest.Mo
         recorder.slot_begins(0)
         recorder.kernel_begins(f"k{number}", 0)
     assert recorder.step.broken and len(recorder.step.kernels) < 4
+
+
+def test_after_an_exception_in_a_program_whole_steps_follow(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    rows = nn.Embedding(2000, WIDTH)
+    options: dict[str, Any] = {"inner": "eager", "memory": "12MiB", "warmup": 1, "timeline": str(path)}
+    compiled: Any = torch.compile(rows, backend="teraio", options=options)
+    optimizer = torch.optim.SGD(rows.parameters(), lr=0.1)
+    refused = 0
+    for index in (3, 4, 5, 10**6, 6, 7, 8):
+        try:
+            compiled(torch.tensor([index])).sum().backward()
+        except IndexError:
+            refused += 1
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    teraio.reset()
+    shown = [span.name for span in Timeline.read(path).spans if span.track == "compute"]
+    assert refused == 1 and [name for name in shown if "SGD.step" in name]
