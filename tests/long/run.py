@@ -18,9 +18,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scorecard import NO_FIGURE, Figure, Scorecard, table, told
+from scorecard import Figure, Scorecard, table, told
 
 HERE = Path(__file__).parent
+SAID_CHARS = 20_000  # of a proof that failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +150,8 @@ def figures(proof: Proof, quick: bool) -> tuple[list[Figure], float]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     took_s = time.monotonic() - began
     found = told(proof.script, done.stdout, done.returncode)
-    if found[-1].name == NO_FIGURE:
-        print((done.stdout + done.stderr)[-3000:], file=sys.stderr)
+    if any(figure.verdict == "FAIL" for figure in found):  # what it had to say of that is nowhere else
+        print((done.stdout + done.stderr)[-SAID_CHARS:], file=sys.stderr)
     return found, took_s
 
 
