@@ -26,6 +26,9 @@ from teraio.runtime.adopt import NUMPY, Adopted, Span, adopt
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
 
+ARRAYS: list[Any] = []  # not in a local variable: those are not looked at under a debugger
+
+
 @cache
 def outcome() -> dict[str, str]:
     return outcomes()
@@ -194,7 +197,7 @@ def test_a_weight_that_numpy_got_while_the_model_was_made_is_counted_once(
 ) -> None:
     with teraio.init(memory="64MiB", inner="eager", keep=["0.weight"]):
         model: Any = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
-        shared = model[2].weight.detach().numpy()
+        ARRAYS.append(model[2].weight.detach().numpy())
     compiled: Any = torch.compile(model, backend="teraio")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with caplog.at_level(logging.WARNING, "teraio"):
@@ -206,4 +209,4 @@ def test_a_weight_that_numpy_got_while_the_model_was_made_is_counted_once(
     assert f"unnoticed: 2.weight ({NUMPY}). Clone" in caplog.text
     records = [engine.ENGINE.residency.by_name[f"{number}.weight"] for number in range(3)]  # type: ignore[union-attr]
     assert [record.evictable for record in records] == [False, True, False]
-    assert shared.any()
+    assert ARRAYS.pop().any()
