@@ -194,13 +194,15 @@ def _reasons(candidates: dict[int, Candidate]) -> dict[int, str]:
     objects = gc.get_objects()
     tensors = _tensors(objects, asked)
     _add_bases(asked)
+    gradients = _gradients(tensors)
     seen, arrays = _references(objects, running, {id(t) for c in asked.values() for t in c.aliases})
     spans = [*_spans_of(tensors), *map(_span_of_array, arrays)]
     meeting = _meeting(spans)
     shared = _shared_mappings()
     reasons: dict[int, str] = {}
     for key, candidate in candidates.items():
-        reason = _shared(candidate.storage, shared) or meeting.get(key) or _unseen(candidate, probe, seen)
+        reason = _shared(candidate.storage, shared) or meeting.get(key)
+        reason = reason or _unseen(candidate, probe, seen, gradients)
         if reason is None and _covered_bytes(candidate.aliases) * 2 < candidate.storage.nbytes():
             reason = MOSTLY_UNUSED
         if reason is None and not EXCHANGES and not all(map(_rebinds, candidate.aliases)):
@@ -234,7 +236,15 @@ def _add_bases(asked: dict[int, Candidate]) -> None:
         candidate.aliases += [base for key, base in bases.items() if key not in known]
 
 
-def _unseen(candidate: Candidate, probe: Candidate, seen: Counter[int]) -> str | None:
+def _gradients(tensors: Sequence[torch.Tensor]) -> Counter[int]:
+    """How many tensors have each of these for their gradient."""
+    leaves = (t for t in tensors if t.is_leaf and t.requires_grad)
+    return Counter(id(leaf.grad) for leaf in leaves if leaf.grad is not None)
+
+
+def _unseen(
+    candidate: Candidate, probe: Candidate, seen: Counter[int], gradients: Counter[int]
+) -> str | None:
     """Counts what there is against what was found: of the storage, of its tensors in C++, of the tensors in
     Python, whom C++ holds at most once. numpy holds a tensor that it made for itself, never a Parameter;
     those are held by code that runs as well: by Dynamo, by autograd."""
@@ -251,7 +261,7 @@ def _unseen(candidate: Candidate, probe: Candidate, seen: Counter[int]) -> str |
         views = [t for t in candidate.aliases if t._base is tensor]
         # Between real and complex numbers a view keeps its base twice, once per direction of autograd.
         twice = sum(view.is_complex() != tensor.is_complex() for view in views)
-        known = (accumulator is not None) + len(views) + twice
+        known = (accumulator is not None) + len(views) + twice + gradients[id(tensor)]
         if tensor._use_count() - alone._use_count() > known:  # type: ignore[attr-defined]
             return UNSEEN
         del accumulator, views

@@ -69,6 +69,7 @@ class Residency:
         self.torn: TeraioError | None = None  # why weights and states are not those of a whole step
         self.torn_is_known = False  # to the user: an error said so
         self.immovable: Callable[[Record], None] = lambda record: None  # is told what cannot leave after all
+        self.last_resort: Callable[[], bool] = lambda: False  # makes it such that it can
 
     def add(self, storage: torch.UntypedStorage, name: str, kind: str, evictable: bool) -> Record:
         record = Record(storage, name, kind, evictable)
@@ -208,7 +209,7 @@ class Residency:
         failure = self.going.end_until(lambda: self.short_bytes(extra_bytes) <= 0)
         while (short := self.short_bytes(extra_bytes)) > 0:
             victims = self.victims(short, tick, stays)
-            if not victims:
+            if not victims and not self.last_resort():
                 return short, failure
             failure = self._evict(victims) or failure
             self.bury()  # a fetch that was the last to hold a dropped tensor

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from teraio.units import fmt_bytes
+from teraio.units import fmt_bytes, fmt_count
 
 from .adopt import Refused, adopt, movable
 from .records import Record, State
@@ -22,48 +22,76 @@ class Stuck:
         self.residency = residency
         self.kept = kept
         self.records: dict[int, Record] = {}  # by storage
-        self.asked_again: set[str] = set()  # those of them that a step's end was given to
+        self.due = False  # a step's end was not given to all of them yet
+        self.fresh: list[Record] = []  # of those that numpy had: nothing was tried yet
+        self.copied: set[str] = set()  # of those that numpy had
+        self.said = False
         self.refused: dict[str, Refused] = {}  # by the weight's name
-        residency.immovable = self._note
+        residency.immovable, residency.last_resort = self._note, self.free_fresh
 
     def adopt(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         done = adopt((name, tensor) for name, tensor in weights if not self.kept(name))
         self.refused.update((refused.name, refused) for refused in done.refused)
         if done.count:
-            size = fmt_bytes(done.size_bytes)
-            log.info("teraio: %d weights (%s) copied to where they can move", done.count, size)
-
-    def look(self) -> None:
-        """User code ran: a `numpy()` of a weight, and its storage can no longer be emptied."""
-        for record in list(self.residency.reachable.values()):
-            storage = record.storage()
-            if storage is not None and record.state is State.DEVICE and not movable(storage):
-                self.residency.settle(record)
-                self._note(record)
+            level = logging.DEBUG if self.copied else logging.INFO  # the first time
+            what, size = fmt_count(done.count, "tensor"), fmt_bytes(done.size_bytes)
+            log.log(level, "teraio: %s (%s) copied to where they can move", what, size)
 
     def add(self, record: Record) -> None:
         self.records[record.key] = record
+        self.due = True
 
     def why(self, record: Record) -> str:
         refused = self.refused.get(record.name)
         return refused.reason if refused else "numpy or another library was given its memory"
 
+    def look(self) -> None:
+        """User code ran: a `numpy()` of a weight, and its storage can no longer be emptied. If the array is
+        gone it gets bytes that can, at once: without it the next program might not fit."""
+        for record in list(self.residency.reachable.values()):
+            if record.state is State.DEVICE and _is_fixed(record):
+                self.residency.settle(record)
+                self._note(record)
+        self.free_fresh()
+
     def _note(self, record: Record) -> None:
         self.add(record)
-        if record.name in self.asked_again:
-            log.warning("teraio: %s stays in memory from now on: numpy had it again", record.name)
+        self.fresh.append(record)
+
+    def free_fresh(self) -> bool:
+        """Whether any moves from now on. All at once: who holds them is found by looking at everything."""
+        fresh, self.fresh = [r for r in self.fresh if self.records.get(r.key) is r], []
+        return bool(fresh and self._free(fresh))
 
     def retry(self) -> list[Record]:
         """The step is over: what no backend saw, or what something held at that time, once more. Returns the
         weights that move from now on."""
         known = self.residency.records
-        stuck = [(r, s) for r in self.records.values() if known.get(r.key) is r and (s := r.storage())]
-        names = {record.name for record, _ in stuck}
-        if names - self.asked_again:
-            self.adopt([(r.name, torch.empty(0, device=s.device).set_(s, 0, (0,), (1,))) for r, s in stuck])
-        free = [record for record, storage in stuck if movable(storage) and not record.addressed]
+        self.records = {key: r for key, r in self.records.items() if known.get(key) is r and r.storage()}
+        if not self.due:
+            return []
+        self.due = False
+        return self._free([*self.records.values()])
+
+    def _free(self, records: list[Record]) -> list[Record]:
+        """Those of them that can be had, and move from now on."""
+        storages = [(r.name, s) for r in records if (s := r.storage()) is not None and not movable(s)]
+        self.adopt([(n, torch.empty(0, device=s.device).set_(s, 0, (0,), (1,))) for n, s in storages])
+        free = [r for r in records if not _is_fixed(r) and not r.addressed]
         for record in free:
             self.residency.unsettle(record)
-        self.records = {record.key: record for record, storage in stuck if not movable(storage)}
-        self.asked_again |= names
+            del self.records[record.key]
+            if record.name in self.copied and not self.said:
+                self.said = True
+                log.warning(
+                    "teraio: numpy had %s again: a weight that it had is copied to where it can move, each "
+                    "time. Give it a clone, or ask torch for what you need",
+                    record.name,
+                )
+            self.copied.add(record.name)
         return free
+
+
+def _is_fixed(record: Record) -> bool:
+    storage = record.storage()
+    return storage is not None and not movable(storage)
