@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -135,32 +135,51 @@ def test_a_plan_uses_both_tiers_and_is_followed(
     assert {"host", "ssd"} <= lanes
 
 
-def test_a_plan_has_the_places_of_copies_that_it_wants_elsewhere(tmp_path: Path) -> None:
+class Moving:
+    """Two tensors between RAM for a device, 1 MiB of host memory and a store."""
+
+    def __init__(self, disk: Path) -> None:
+        self.store = Store(disk, 8 * MIB)
+        self.mover = Mover(self.store, device.CpuDevice(), Ram(MIB))
+        self.tensors = {name: torch.randn(MIB // 4) for name in ("one", "other")}
+        self.wanted = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        named = self.tensors.items()
+        self.one, self.other = (Record(t.untyped_storage(), name, "weight", True) for name, t in named)
+
+    def away_and_back(self, record: Record, tier: str | None) -> str | None:
+        """Where it was meanwhile."""
+        self.mover.begin_evict(record, tier)
+        self.mover.end_evict(record)
+        home = record.home
+        self.mover.begin_fetch(record)
+        self.mover.end_fetch(record)
+        assert torch.equal(self.tensors[record.name], self.wanted[record.name])
+        return home
+
+
+@pytest.fixture
+def moving(tmp_path: Path) -> Iterator[Moving]:
     disk = disk_near(tmp_path)
     if disk is None:
         pytest.skip("no disk here, only memory")
-    store = Store(disk, 8 * MIB)
-    mover = Mover(store, device.CpuDevice(), Ram(MIB))
-    tensors = {name: torch.randn(MIB // 4) for name in ("one", "other")}
-    wanted = {name: tensor.clone() for name, tensor in tensors.items()}
-    one, other = (Record(t.untyped_storage(), name, "weight", True) for name, t in tensors.items())
+    found = Moving(disk)
+    yield found
+    found.store.close()
 
-    def away_and_back(record: Record, tier: str | None) -> str | None:
-        """Where it was meanwhile."""
-        mover.begin_evict(record, tier)
-        mover.end_evict(record)
-        home = record.home
-        mover.begin_fetch(record)
-        mover.end_fetch(record)
-        assert torch.equal(tensors[record.name], wanted[record.name])
-        return home
 
-    assert away_and_back(one, "host") == "host"
-    assert away_and_back(other, None) == "ssd", "a clean copy stays, if no plan wants its place"
-    mover.to_host = {"other"}
-    assert away_and_back(other, "host") == "host"
-    assert away_and_back(one, None) == "ssd"
-    store.close()
+def test_a_plan_has_the_places_of_copies_that_it_wants_elsewhere(moving: Moving) -> None:
+    assert moving.away_and_back(moving.one, "host") == "host"
+    assert moving.away_and_back(moving.other, None) == "ssd", "a clean copy stays, if no plan wants its place"
+    moving.mover.to_host = {"other"}
+    assert moving.away_and_back(moving.other, "host") == "host"
+    assert moving.away_and_back(moving.one, None) == "ssd"
+
+
+def test_a_place_in_host_memory_is_no_copy_before_bytes_were_written_there(moving: Moving) -> None:
+    """Whatever copy there was: on the SSD, or in a place that was given up."""
+    assert moving.away_and_back(moving.one, "ssd") == "ssd" and moving.mover.is_clean(moving.one)
+    assert moving.mover.make_place(moving.one) and not moving.mover.is_clean(moving.one)
+    assert moving.away_and_back(moving.one, None) == "host"
 
 
 def spans(path: str) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from store_rig import check_extents
 
@@ -20,6 +20,7 @@ STEPS = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
+@example([(2, 0, 0), (2, 0, 0), (0, 0, 0), (1, 0, 0)], [100])  # a part of what was given back
 @given(STEPS, st.lists(st.integers(1, 100), min_size=1, max_size=3))
 def test_every_block_has_one_owner_and_free_bytes_can_be_used(
     steps: list[tuple[int, int, int]], files: list[int]
