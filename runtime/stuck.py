@@ -49,7 +49,8 @@ class Stuck:
         """User code ran: a `numpy()` of a weight, and its storage can no longer be emptied. If the array is
         gone it gets bytes that can, at once: without it the next program might not fit."""
         for record in list(self.residency.reachable.values()):
-            if record.state is State.DEVICE and _is_fixed(record):
+            storage = record.storage()
+            if storage is not None and record.state is State.DEVICE and not movable(storage):
                 self.residency.settle(record)
                 self._note(record)
         self.free_fresh()
@@ -67,7 +68,7 @@ class Stuck:
         """The step is over: what no backend saw, or what something held at that time, once more. Returns the
         weights that move from now on."""
         known = self.residency.records
-        self.records = {key: r for key, r in self.records.items() if known.get(key) is r and r.storage()}
+        self.records = {key: record for key, record in self.records.items() if known.get(key) is record}
         if not self.due:
             return []
         self.due = False
@@ -75,9 +76,10 @@ class Stuck:
 
     def _free(self, records: list[Record]) -> list[Record]:
         """Those of them that can be had, and move from now on."""
-        storages = [(r.name, s) for r in records if (s := r.storage()) is not None and not movable(s)]
-        self.adopt([(n, torch.empty(0, device=s.device).set_(s, 0, (0,), (1,))) for n, s in storages])
-        free = [r for r in records if not _is_fixed(r) and not r.addressed]
+        alive = [(r, s) for r in records if (s := r.storage()) is not None]
+        stuck = [(r.name, s) for r, s in alive if not movable(s)]
+        self.adopt([(n, torch.empty(0, device=s.device).set_(s, 0, (0,), (1,))) for n, s in stuck])
+        free = [record for record, storage in alive if movable(storage) and not record.addressed]
         for record in free:
             self.residency.unsettle(record)
             del self.records[record.key]
@@ -90,8 +92,3 @@ class Stuck:
                 )
             self.copied.add(record.name)
         return free
-
-
-def _is_fixed(record: Record) -> bool:
-    storage = record.storage()
-    return storage is not None and not movable(storage)
