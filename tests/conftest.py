@@ -39,6 +39,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder for stores, on a disk."""
+    from store_rig import disk_near
+
+    disk = disk_near(tmp_path)
+    if disk is None:
+        pytest.skip("no disk here, only memory")
+    return disk
+
+
+@pytest.fixture
 def nothing_left() -> Iterator[None]:
     """Whatever the test compiled: no engine and no program of it are there for the next."""
     yield

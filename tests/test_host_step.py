@@ -14,7 +14,6 @@ import pytest
 import torch
 from host_loops import LOOPS, MIB, ON_DEVICE, Training, adamw
 from ram_device import Late, Ram, RamDevice
-from store_rig import disk_near
 from torch import nn
 
 import teraio
@@ -349,12 +348,9 @@ def test_how_fast_the_host_updates_is_measured() -> None:
     assert 10**8 < host_choice.update_bytes_per_s() < 10**13
 
 
-def test_a_place_in_use_is_not_given_away(tmp_path: Path) -> None:
+def test_a_place_in_use_is_not_given_away(root: Path) -> None:
     """Host memory is full: what the plan wants there takes others' places, not that of what is stepped."""
-    disk = disk_near(tmp_path)
-    if disk is None:
-        pytest.skip("no disk here, only memory")
-    store = Store(disk, 8 * MIB)
+    store = Store(root, 8 * MIB)
     mover = Mover(store, device.CpuDevice(), Ram(MIB))
     tensors = [torch.randn(MIB // 4) for _ in range(2)]
     one, other = (Record(t.untyped_storage(), str(at), "weight", True) for at, t in enumerate(tensors))

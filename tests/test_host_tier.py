@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from ram_device import Arrived, Ram, RamDevice
-from store_rig import disk_near
 from torch import nn
 
 import teraio
@@ -158,11 +157,8 @@ class Moving:
 
 
 @pytest.fixture
-def moving(tmp_path: Path) -> Iterator[Moving]:
-    disk = disk_near(tmp_path)
-    if disk is None:
-        pytest.skip("no disk here, only memory")
-    found = Moving(disk)
+def moving(root: Path) -> Iterator[Moving]:
+    found = Moving(root)
     yield found
     found.store.close()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from interrupted import WARM, Training, killed
-from store_rig import Left, disk_near
+from store_rig import Left
 
 from teraio.runtime.interrupts import Interrupts
 
@@ -28,10 +28,7 @@ def test_after_ctrl_c_at_any_moment_training_goes_on_from_a_whole_step() -> None
     assert found["moved"] > 0
 
 
-def test_after_a_kill_training_goes_on_from_the_last_checkpoint_and_nothing_is_left(tmp_path: Path) -> None:
-    root = disk_near(tmp_path)
-    if root is None:
-        pytest.skip("no disk here, only memory")
+def test_after_a_kill_training_goes_on_from_the_last_checkpoint_and_nothing_is_left(root: Path) -> None:
     chance, plain, found, steps = random.Random(0), Training(None), Training(None), 0
     for _ in range(2):
         killed(root, chance)

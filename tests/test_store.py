@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_rig import MIB, Faulty, Memory, at_rest, check_extents, churn, disk_near, pressed_while_waiting
+from store_rig import MIB, Faulty, Memory, at_rest, check_extents, churn, pressed_while_waiting
 
 from teraio.errors import (
     CorruptTensorError,
@@ -25,14 +25,6 @@ from teraio.errors import (
 from teraio.runtime.extents import BLOCK
 from teraio.runtime.store import Extent, Store, Ticket
 from teraio.runtime.store_slabs import HUGE_PAGE, slab_shape
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    disk = disk_near(tmp_path)
-    if disk is None:
-        pytest.skip("no disk here, only memory")
-    return disk
 
 
 def fetched(store: Store, extent: Extent, size: int) -> bytes:

@@ -19,7 +19,6 @@ from store_rig import (
     Bystander,
     Left,
     churn,
-    disk_near,
     in_child,
     killed_at_moment,
     killed_at_point,
@@ -30,14 +29,6 @@ from teraio.runtime import leftovers, store_files, store_places
 from teraio.runtime.store import Store
 
 MOMENTS = 12
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    disk = disk_near(tmp_path)
-    if disk is None:
-        pytest.skip("no disk here, only memory")
-    return disk
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_rig import MIB, churn, disk_near, in_child
+from store_rig import MIB, churn, in_child
 
 from teraio.errors import StoreError
 from teraio.runtime import leftovers, store_files, store_places
@@ -25,14 +25,6 @@ MEMORY = Path("/dev/shm")
 as_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="only root can give files away, mount and change its uid"
 )
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    disk = disk_near(tmp_path)
-    if disk is None:
-        pytest.skip("no disk here, only memory")
-    return disk
 
 
 def refused(path: Path, why: str) -> StoreError:

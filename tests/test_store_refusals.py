@@ -11,19 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from store_rig import MIB, disk_near
+from store_rig import MIB
 
 from teraio.errors import StoreError
 from teraio.runtime import store_files, store_places
 from teraio.runtime.store import Store
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    disk = disk_near(tmp_path)
-    if disk is None:
-        pytest.skip("no disk here, only memory")
-    return disk
 
 
 def no_files_left(path: Any, *args: Any, **more: Any) -> int:

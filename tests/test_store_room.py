@@ -13,20 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from store_rig import MIB, Memory, churn, disk_near
+from store_rig import MIB, Memory, churn
 
 from teraio import _native
 from teraio.errors import StoreError, StoreFullError
 from teraio.runtime import store_files
 from teraio.runtime.store import Extent, Store
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    disk = disk_near(tmp_path)
-    if disk is None:
-        pytest.skip("no disk here, only memory")
-    return disk
 
 
 def test_too_large_a_store_is_refused_before_it_is_made(root: Path) -> None:
