@@ -37,6 +37,7 @@ from .recorder import Recorder
 from .records import DEVICE, Record
 from .registry import Registry
 from .residency import Need, Residency
+from .signals import SIGNALS
 from .step import StepTracker
 from .store import Store
 from .unseen import Unseen
@@ -256,9 +257,12 @@ class Engine:
 
     def returned(self, outputs: Any) -> None:
         """A program has ended: autograd and user code go on."""
-        if self.gradients.leaves:
+        backward = bool(self.gradients.leaves)
+        if backward:
             self.gradients.backward_ran(outputs)
         self.user.hand_over()
+        if not backward and not self.user.given:
+            SIGNALS.program_ended()
 
     def abandon(self) -> None:
         """A program ended with an exception, anywhere in it: user code runs next, so what it could reach
@@ -338,27 +342,6 @@ def use(engine: Engine | None) -> None:
 def here() -> Engine | None:
     """The engine, unless this is a fork of its process."""
     return ENGINE if ENGINE is not None and ENGINE.guard.pid == os.getpid() else None
-
-
-def weights_off_guard() -> None:
-    """A program may run next: to it they are plain tensors."""
-    if ENGINE is not None:
-        ENGINE.user.forget_others()
-        ENGINE.guard.take_off()
-
-
-def weights_on_guard() -> None:
-    """It does not: user code goes on."""
-    if ENGINE is not None:
-        ENGINE.guard.put_on()
-
-
-def foreign_program(backward: bool) -> None:
-    """Another backend compiled something that may read weights where no guard sees it; if it is a whole
-    backward, what forwards saved as well."""
-    if ENGINE is not None:
-        what = "weights, and what forwards saved," if backward else "weights"
-        ENGINE.user.expose_all(f"another compiler's program may read {what}", backward)
 
 
 def program(text: str) -> Callable[..., None]:

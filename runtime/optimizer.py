@@ -14,9 +14,10 @@ from torch.utils import _foreach_utils
 from teraio.errors import UnsupportedError
 
 from . import engine as _engine
+from .between import user_code
 from .guard import GuardedParameter, GuardedTensor
-from .interrupts import INTERRUPTS
 from .optimizer_call import OptimizerCall, plainly_called
+from .signals import SIGNALS
 from .stepped import TRYING, Stepped
 from .windows import is_stand_in, stand_in
 
@@ -43,12 +44,12 @@ def install() -> None:
 def start() -> None:
     """With an engine."""
     install()
-    INTERRUPTS.guard = _engine.weights_on_guard
-    INTERRUPTS.install()
+    SIGNALS.guarded = user_code
+    SIGNALS.install()
 
 
 def stop() -> None:
-    INTERRUPTS.remove()
+    SIGNALS.remove()
 
 
 def updating() -> bool:

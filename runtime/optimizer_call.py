@@ -15,10 +15,10 @@ from teraio.errors import TeraioError, TornStepError
 from teraio.schedule import READ, WRITE, Buffer, Schedule, Slot
 
 from .engine import Engine
-from .interrupts import INTERRUPTS, runs
 from .programs import Program
 from .records import Record
 from .residency import Need
+from .signals import SIGNALS, runs
 from .slices import in_slices, passes_over, slice_bytes
 from .stepped import Stepped
 from .windows import Bucket, buckets_of, tensors_of
@@ -215,7 +215,7 @@ class OptimizerCall:
             else:
                 engine.visit(program, at + 1, (), self._live_bytes(at))
         if not self.visited:
-            INTERRUPTS.begin(step_code(self.optimizer))
+            SIGNALS.begin(step_code(self.optimizer))
         self.visited.add(at)
         self.current = at
         tensors = [tensor for tensor, _ in members]
@@ -272,7 +272,7 @@ class OptimizerCall:
                 self.engine.tracker.replace(self.program)
             self.engine.visit(self.program, self.program.last, (), 0)
         self.engine.optimizer_stepped(list(self._records().values()))
-        INTERRUPTS.end()
+        SIGNALS.end()
 
     # ---- what belongs to a bucket
 

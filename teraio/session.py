@@ -31,7 +31,7 @@ from teraio.planning import Planning
 from teraio.profile import Profile
 from teraio.recording import Recording
 from teraio.remade import Remaking
-from teraio.runtime import device, engine, optimizer, saves, unasked
+from teraio.runtime import between, device, engine, optimizer, saves, unasked
 from teraio.runtime.back import bring_all_back
 from teraio.runtime.pace import Stats
 from teraio.runtime.step import EXPECTATIONS_MAX
@@ -239,7 +239,7 @@ def _watch_guards(running: engine.Engine) -> None:
         )
         running.guard.end()
     elif WATCH is None:
-        WATCH = dynamo_guards.Watch(engine.weights_off_guard, engine.weights_on_guard, _foreign_program)
+        WATCH = dynamo_guards.Watch(between.weights_off_guard, between.weights_on_guard, _foreign_program)
         WATCH.install()
     else:
         WATCH.listen()
@@ -247,7 +247,7 @@ def _watch_guards(running: engine.Engine) -> None:
 
 def _foreign_program() -> None:
     if not optimizer.updating():
-        engine.foreign_program(_compiles_backwards())
+        between.foreign_program(_compiles_backwards())
 
 
 def _compiles_backwards() -> bool:

@@ -119,6 +119,12 @@ PROOFS = (
         ("--count", "20"),
     ),
     Proof(
+        "signals",
+        "the handler of a signal reads weights and states at any moment: they are those of whole steps",
+        ("--count", "1000"),
+        ("--count", "50"),
+    ),
+    Proof(
         "surroundings", "file systems and limits of the system: the same numbers, or an error that says why"
     ),
     Proof(

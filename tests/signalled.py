@@ -1,0 +1,125 @@
+"""A model whose weights and states are read by the handler of an alarm, which rings again and again.
+
+signalled.py train COUNT SEED    each time the digest of weights and states is one of whole steps
+signalled.py infer COUNT SEED    each time a weight is what it always was
+signalled.py leave FILE SEED     trains until SIGTERM comes, whose handler saves and exits
+
+The first two print one JSON object, the third a line when it is warm. In a process of its own: a handler that
+runs where it must not can end it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from interrupted import WARM, expected, within
+
+import teraio
+
+SOONEST_S, LATEST_S = 0.001, 0.02
+STEPS_MAX = 20_000  # of inference; training ends with the steps that are known
+LAYERS, SIDE = 16, 256
+BUDGET = "6MiB"  # 4 MiB of it in reserve; weights are 4.1 MiB
+
+
+class Alarm:
+    """Rings `count` times, each at a random moment after the one before."""
+
+    def __init__(self, count: int, seed: int, good: Callable[[], bool]) -> None:
+        self.left, self.wrong, self.errors = count, 0, 0
+        self.good, self.chance = good, random.Random(seed)
+        signal.signal(signal.SIGALRM, self._rings)
+        self._set()
+
+    def _set(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, self.chance.uniform(SOONEST_S, LATEST_S))
+
+    def _rings(self, *_: Any) -> None:
+        self.left -= 1
+        try:
+            self.wrong += not self.good()
+        except Exception as error:  # noqa: BLE001 - whatever it met
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            self.errors += 1
+        if self.left:
+            self._set()
+
+
+def trains(count: int, seed: int) -> dict[str, int]:
+    states = expected(2 * count + 20)
+    ours, done, alarm = within(), 0, None
+
+    def whole() -> bool:
+        return ours.digest() in states[done : done + 2]
+
+    while (alarm is None or alarm.left) and done + 1 < len(states):
+        if done == WARM:
+            alarm = Alarm(count, seed, whole)
+        ours.step(done)
+        done += 1
+        if ours.digest() != states[done]:
+            return {"torn": done}
+    assert alarm is not None
+    return _found(alarm, done)
+
+
+def infers(count: int, seed: int) -> dict[str, int]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(SIDE, SIDE) for _ in range(LAYERS)))
+    x = torch.randn(SIDE, SIDE)
+    weights = [(p, p.detach().clone()) for p in model.parameters()]
+    options: dict[str, Any] = {"memory": BUDGET, "inner": "eager", "planner": "greedy"}
+    compiled = torch.compile(model, backend="teraio", dynamic=False, options=options)
+    chance = random.Random(seed)
+    with torch.no_grad():
+        result, done, alarm = compiled(x), 1, None
+        while (alarm is None or alarm.left) and done < STEPS_MAX:
+            if done == WARM:
+                alarm = Alarm(count, seed, lambda: torch.equal(*chance.choice(weights)))
+            done += 1
+            if not torch.equal(compiled(x), result):
+                return {"torn": done}
+    assert alarm is not None
+    return _found(alarm, done)
+
+
+def leaves(path: str) -> None:
+    ours, done = within(), 0
+
+    def saves(*_: Any) -> None:
+        model, optimizer = ours.model.state_dict(), ours.optimizer.state_dict()
+        steps = {int(state["step"]) for state in ours.optimizer.state.values()}
+        assert steps in ({done}, {done + 1})
+        teraio.save({"number": steps.pop(), "model": model, "optimizer": optimizer}, path)
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, saves)
+    while True:
+        ours.step(done)
+        done += 1
+        if done == WARM:
+            print("warm", flush=True)
+
+
+def _found(alarm: Alarm, steps: int) -> dict[str, int]:
+    moved = teraio.stats()["fetches"]
+    called = {"left": alarm.left, "wrong": alarm.wrong, "errors": alarm.errors}
+    return {**called, "torn": 0, "steps": steps, "moved": moved}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    does, what, seed = sys.argv[1:]
+    if does == "leave":
+        leaves(what)
+    print(json.dumps({"train": trains, "infer": infers}[does](int(what), int(seed))))
+
+
+if __name__ == "__main__":
+    main()
