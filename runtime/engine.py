@@ -261,7 +261,7 @@ class Engine:
         if backward:
             self.gradients.backward_ran(outputs)
         self.user.hand_over()
-        if not backward and not self.user.given:
+        if not backward:  # its gradients have no place yet
             SIGNALS.program_ended()
 
     def abandon(self) -> None:

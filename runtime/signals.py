@@ -123,7 +123,7 @@ class Signals:
             self._again(0, _caller(currentframe()))
 
     def program_ended(self) -> None:
-        """So has it, and no one is to make views of what the program gave."""
+        """Nor has it here, though the frames that called the program are there."""
         if self.due:
             frame = _caller(currentframe())
             if not self._stepping(frame):
