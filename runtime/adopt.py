@@ -16,16 +16,16 @@ import contextlib
 import gc
 import inspect
 import sys
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+
+from .mappings import is_shared, shared_mappings
 
 PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 AT_ONCE = 10_000  # objects whose references are looked at in one go: 2 million take 0.3 s in all
@@ -82,11 +82,7 @@ LAST = Span(2**64, 2**64, None)
 def adopt(tensors: Iterable[tuple[str, torch.Tensor]]) -> Adopted:
     """Makes the storages of these tensors such that they can be emptied in place. Those that can already are
     left alone. No more than one of them is in memory twice at any time."""
-    with contextlib.ExitStack() as quiet:
-        quiet.enter_context(torch.inference_mode(False))
-        quiet.enter_context(torch.no_grad())
-        quiet.enter_context(torch._C.DisableTorchFunctionSubclass())
-        quiet.enter_context(_disable_current_modes())
+    with _plainly():
         candidates, refused = _candidates(tensors)
         reasons = _reasons(candidates)
         moved_bytes = 0
@@ -99,6 +95,20 @@ def adopt(tensors: Iterable[tuple[str, torch.Tensor]]) -> Adopted:
                 assert movable(candidate.storage), candidate.name
                 moved_bytes += size_bytes
         return Adopted(len(candidates) - len(reasons), moved_bytes, tuple(refused))
+
+
+def adopt_alone(candidates: Iterable[Candidate]) -> None:
+    """Those of whose holders it is known that they are all."""
+    with _plainly():
+        for candidate in candidates:
+            give_own_bytes(candidate)
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        with torch._C.DisableTorchFunctionSubclass():
+            yield
 
 
 def give_own_bytes(candidate: Candidate) -> None:
@@ -198,10 +208,10 @@ def _reasons(candidates: dict[int, Candidate]) -> dict[int, str]:
     seen, arrays = _references(objects, running, {id(t) for c in asked.values() for t in c.aliases})
     spans = [*_spans_of(tensors), *map(_span_of_array, arrays)]
     meeting = _meeting(spans)
-    shared = _shared_mappings()
+    shared = shared_mappings()
     reasons: dict[int, str] = {}
     for key, candidate in candidates.items():
-        reason = _shared(candidate.storage, shared) or meeting.get(key)
+        reason = SHARED if is_shared(candidate.storage, shared) else meeting.get(key)
         reason = reason or _unseen(candidate, probe, seen, gradients)
         if reason is None and _covered_bytes(candidate.aliases) * 2 < candidate.storage.nbytes():
             reason = MOSTLY_UNUSED
@@ -371,27 +381,3 @@ def _covered_bytes(aliases: Sequence[torch.Tensor]) -> int:
             first = int(tensor.storage_offset()) * tensor.element_size()
             ends.append((first, first + (reach + 1) * tensor.element_size()))
     return max(end for _, end in ends) - min(first for first, _ in ends) if ends else 0
-
-
-def _shared_mappings() -> list[tuple[int, int]] | None:
-    """(begin, end) of the memory that other processes may write and see written, ascending; None: the system
-    does not tell."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
-    fields = [line.split(None, 2)[:2] for line in lines]
-    return sorted(
-        (int(begin, 16), int(end, 16))
-        for span, rights in fields
-        for begin, _, end in [span.partition("-")]
-        if rights[1] == "w" and rights[3] == "s"
-    )
-
-
-def _shared(storage: torch.UntypedStorage, mappings: list[tuple[int, int]] | None) -> str | None:
-    if mappings is None:
-        return SHARED if storage.is_shared() else None
-    begin = storage.data_ptr()
-    at = bisect_right(mappings, (begin + storage.nbytes() - 1, 2**64)) - 1
-    return SHARED if at >= 0 and mappings[at][1] > begin else None

@@ -10,7 +10,7 @@ import torch
 
 from teraio.units import fmt_bytes, fmt_count
 
-from .adopt import Refused, adopt, movable
+from .adopt import Candidate, Refused, adopt, adopt_alone, movable
 from .records import Record, State
 from .residency import Residency
 
@@ -24,6 +24,7 @@ class Stuck:
         self.records: dict[int, Record] = {}  # by storage
         self.due = False  # a step's end was not given to all of them yet
         self.fresh: list[Record] = []  # of those that numpy had: nothing was tried yet
+        self.ours: set[int] = set()  # storages that numpy had: their bytes came from torch's own allocator
         self.copied: set[str] = set()  # of those that numpy had
         self.said = False
         self.refused: dict[str, Refused] = {}  # by the weight's name
@@ -58,6 +59,7 @@ class Stuck:
     def _note(self, record: Record) -> None:
         self.add(record)
         self.fresh.append(record)
+        self.ours.add(record.key)
 
     def free_fresh(self) -> bool:
         """Whether any moves from now on. All at once: who holds them is found by looking at everything."""
@@ -76,13 +78,19 @@ class Stuck:
 
     def _free(self, records: list[Record]) -> list[Record]:
         """Those of them that can be had, and move from now on."""
+        # Whether others do is seen without a search: numpy, DLPack and slices of a storage hold it by tensors
+        # and storages of their own.
+        alone = {record.key for record in records if record.key in self.ours and not record.shared()}
         alive = [(r, s) for r in records if (s := r.storage()) is not None]
+        own = [(r, s) for r, s in alive if r.key in alone and not movable(s)]
+        adopt_alone(Candidate(r.name, s, r.live_faces()) for r, s in own)
         stuck = [(r.name, s) for r, s in alive if not movable(s)]
         self.adopt([(n, torch.empty(0, device=s.device).set_(s, 0, (0,), (1,))) for n, s in stuck])
         free = [record for record, storage in alive if movable(storage) and not record.addressed]
         for record in free:
             self.residency.unsettle(record)
             del self.records[record.key]
+            self.ours.discard(record.key)
             if record.name in self.copied and not self.said:
                 self.said = True
                 log.warning(

@@ -64,7 +64,7 @@ PLANTS: dict[str, tuple[str, Any, bool, str]] = {
     "an unseen holder is ignored": ("_unseen", lambda *_: None, True, "a slice of the storage"),
     "an unseen numpy array is ignored": ("_unseen", lambda *_: None, True, "numpy() of a weight, unseen"),
     "a seen numpy array is ignored": ("_meeting", lambda spans: {}, True, "from_numpy, the array lives"),
-    "other processes are ignored": ("_shared", lambda *_: None, True, "torch.from_file, shared"),
+    "other processes are ignored": ("is_shared", lambda *_: False, True, "torch.from_file, shared"),
 }
 
 
