@@ -5,6 +5,8 @@ the weights must look as they did when the program was traced.
     guards of no program          `before()`, and, if they hold, `after()`: Dynamo cut a frame before anything
                                   was computed, and what runs next is Python
     a compile                     `before()` ... `after()`
+    Dynamo is asked for one       `after()` at the end. If none fits, it evaluates guards once more, to say
+                                  why, and may then give up instead of compiling: one recompile too many
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch._guards import Guard, TracingContext
 
 try:
     from torch._C._dynamo.eval_frame import set_guard_complete_hook
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import GlobalStateSource
 except ImportError:  # a torch that has other names for them: then weights are never away in user code
@@ -42,6 +45,7 @@ class Watch:
     def install(self) -> None:
         self.other = set_guard_complete_hook(self._evaluated)  # type: ignore[arg-type]
         self._see_every_frame()
+        self._see_every_end()
         self.listen()
 
     def listen(self) -> None:
@@ -98,6 +102,18 @@ class Watch:
                 _ask(builder.guard_manager.root.add_epilogue_lambda_guard, self.after)
 
         GuardBuilder.GRAD_MODE = of_no_program  # type: ignore[method-assign]
+
+    def _see_every_end(self) -> None:
+        asked = CatchErrorsWrapper.__call__
+
+        @functools.wraps(asked)
+        def to_the_end(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return asked(wrapper, *args, **kwargs)
+            finally:
+                self.after()
+
+        CatchErrorsWrapper.__call__ = to_the_end  # type: ignore[method-assign, assignment]
 
 
 def _ask(add: Callable[..., None], what: Callable[[], None]) -> None:

@@ -83,6 +83,7 @@ class Guard:
         self.bare: dict[int, ReferenceType[torch.Tensor]] = {}
         self.worn: dict[int, ReferenceType[torch.Tensor]] = {}
         self.lent: set[int] = set()  # ids of tensors that an optimizer's update has
+        self.lent_records: list[Record] = []  # which stay meanwhile, whatever programs it runs
         self.is_off = False  # Dynamo takes them all for plain tensors at the moment
         self.off = False  # something runs that the guard cannot see: all weights are exposed
 
@@ -165,11 +166,19 @@ class Guard:
     def lend(self, tensors: Sequence[torch.Tensor]) -> None:
         """To an optimizer's update: plain, whatever else puts the guard on, until they are taken back."""
         self.take_off(tensors)
-        self.lent = {id(tensor) for tensor in tensors}
+        self._lend({id(tensor) for tensor in tensors})
 
     def take_back(self, tensors: Sequence[torch.Tensor] = ()) -> None:
-        self.lent = set()
+        self._lend(set())
         self.put_on(tensors)
+
+    def _lend(self, keys: set[int]) -> None:
+        for record in self.lent_records:
+            record.pins -= 1
+        self.lent = keys
+        self.lent_records = [known for key in keys if (known := self.records.get(key)) is not None]
+        for record in self.lent_records:
+            record.pins += 1
 
     def notice_other_bytes(self, tensors: Iterable[torch.Tensor]) -> None:
         """Of tensors that were given others: `p.data = q`."""

@@ -125,7 +125,11 @@ class UserCode:
         used: Sequence[torch.Tensor] = (),
         call: Call | None = None,
     ) -> None:
-        edges = edges_of(used, call) if call is not None else []
+        traced = (
+            torch._C._get_tracing_state() is not None
+        )  # it is read unseen; a look at nodes would be traced
+        call = None if traced else call
+        edges = edges_of(used, call) if call is not None else None if traced else []
         for record in records:
             record.pins -= 1
             record.notice_edges(edges)
@@ -134,7 +138,7 @@ class UserCode:
             if not self._left_to_nodes(record, others, after, call):
                 record.notice_others(others, after)
             record.pointed |= place in RAW
-            record.guardable &= torch._C._get_tracing_state() is None  # what is traced reads it unseen
+            record.guardable &= not traced
             if place in UNVERSIONED:
                 record.clean = False
             if record.exposed:

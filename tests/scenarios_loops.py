@@ -270,3 +270,12 @@ def the_later_forward_goes_back_last(run: Run) -> None:
         first, second = compiled(run.batch(512)).square().mean(), compiled(run.batch(512)).mean()
         first.backward()
         run.step(model, second, optimizer)
+
+
+@scenario
+def one_shape_too_many(run: Run) -> None:
+    """Dynamo compiles no more, and what it has no program for runs as it is written."""
+    model = Net()
+    run.options = {**run.options, "memory": "5MiB"}  # too little for all weights
+    with torch._dynamo.config.patch(recompile_limit=2):
+        run.loop(model, run.compile(model, dynamic=False), (32, 64, 96, 64, 32, 128, 96))

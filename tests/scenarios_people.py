@@ -335,3 +335,17 @@ def a_loss_that_is_not_finite(run: Run) -> None:
         optimizer.zero_grad()
         run.see(bool(torch.isfinite(loss)))
         run.see_model(model)
+
+
+@scenario
+def a_trace_of_the_model(run: Run) -> None:
+    """Which from then on reads weights that no guard is asked for."""
+    model = Net()
+    compiled, optimizer = run.compile(model), sgd(model)
+    traced: Any = None
+    for number in range(5):
+        run.step(model, compiled(run.batch()).square().mean(), optimizer)
+        if number == 2:
+            traced = torch.jit.trace(model, torch.ones(2, WIDTH))
+        if traced is not None:
+            run.see(traced(torch.ones(2, WIDTH)))
