@@ -33,7 +33,7 @@ from torch.autograd import forward_ad
 from teraio.errors import EvictedError
 
 from .edges import Call
-from .no_bytes import NO_BYTES
+from .no_bytes import ENDS_A_GRADIENT, NO_BYTES
 
 if TYPE_CHECKING:
     from .records import Record
@@ -248,6 +248,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor | None:
 def touched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in NO_BYTES:
         with DisableTorchFunctionSubclass():
+            old = args[0].grad if func in ENDS_A_GRADIENT else None  # noqa: F841  ends where the guard is asked
             return func(*args, **kwargs)
     if func in RUNS_BACKWARD:
         return func(*args[:1], *_edges(args[1:]), **dict(zip(kwargs, _edges(tuple(kwargs.values())))))

@@ -35,3 +35,4 @@ def _known() -> frozenset[Any]:
 
 
 NO_BYTES = _known()
+ENDS_A_GRADIENT = frozenset({_part("grad", "__set__")})  # and calls who waits for its end

@@ -13,6 +13,7 @@ more, whoever answers it, it waits for nothing.
 from __future__ import annotations
 
 import _thread
+import functools
 import logging
 import os
 import signal
@@ -22,12 +23,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from inspect import currentframe
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo.eval_frame import skip_code
 
 import teraio.errors
 
@@ -48,12 +50,27 @@ SENT_S = 0.05  # it may be long until Python sees a signal
 TOLD_S = 2.0  # a handler that waits longer is told of
 
 
+def _not_compiled(does: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler may be called where Dynamo looks at every function, and is none that it is to compile."""
+
+    def called(*args: Any) -> Any:
+        prior = set_eval_frame(None)
+        try:
+            return does(*args)
+        finally:
+            set_eval_frame(prior)
+
+    skip_code(called.__code__)
+    return called
+
+
 class Waiting:
     """What stands in for a handler."""
 
     def __init__(self, answer: Answer, signals: Signals) -> None:
         self.answer, self.signals = answer, signals
 
+    @_not_compiled
     def __call__(self, number: int, frame: FrameType | None) -> Any:
         self.signals.comes(number, frame, self.answer)
 
@@ -141,6 +158,7 @@ class Signals:
             self.due.pop(number, None)
             self._run(number, frame, answer)
 
+    @_not_compiled
     def _again(self, _: int, frame: FrameType | None) -> None:
         due = [*self.due.items()]  # more may come in the middle of this
         self._call(frame, [number for number, answer in due if not self._later(frame, answer)])
@@ -224,12 +242,12 @@ def _in_engine(frame: FrameType | None) -> bool:
     return frame is not None and _is_ours(frame.f_code.co_filename)
 
 
-@cache
+@functools.cache
 def _is_ours(file: str) -> bool:
     return _folder(file) == OURS
 
 
-@cache
+@functools.cache
 def _is_anyones(file: str) -> bool:
     return file.startswith(ANYONES) or _folder(file) == ANYONES_FOLDER
 

@@ -18,6 +18,7 @@ import torch._functorch.vmap as _vmap
 import torch.jit._builtins as _script_builtins
 import torch.overrides
 import torch.utils.dlpack
+from torch._C import _EnableTorchFunction
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.utils._device import _device_constructors
@@ -112,13 +113,17 @@ def _all(function: Function) -> Function:
 
 
 def _gradients(function: Function) -> Function:
-    """Of what is handed to a backward only the gradients are read; the leaves among its inputs stay away."""
+    """Of what is handed to a backward only the gradients are read; the leaves among its inputs stay away. Its
+    hooks and its checkpoints are user code: the guard is asked there, also where the loss has a class of its
+    own, for whose functions torch asks none."""
 
     @functools.wraps(function)
     def asks(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        if _any_guarded(gradients):
-            return touched(lambda given: function(outputs, given, *args, **kwargs), (gradients,), {})
-        return function(outputs, gradients, *args, **kwargs)
+        def asking(given: Any) -> Any:
+            with _EnableTorchFunction():
+                return function(outputs, given, *args, **kwargs)
+
+        return touched(asking, (gradients,), {}) if _any_guarded(gradients) else asking(gradients)
 
     return asks
 

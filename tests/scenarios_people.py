@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import weakref
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from scenarios import BLOCKS, ROWS, WIDTH, Block, Net, Run, scenario, sgd
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 # ---- hooks
@@ -29,6 +31,39 @@ def hooks_on_weights(run: Run) -> None:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(decay)
     run.loop(model, run.compile(model))
+
+
+class Loss(torch.Tensor):
+    """Torch does what is asked of one without asking any class about the tensors that it meets."""
+
+
+@scenario
+def hooks_of_a_loss_that_has_a_class_of_its_own(run: Run) -> None:
+    model = Net()
+    run.options = {**run.options, "memory": "5MiB"}  # too little for all weights
+    compiled, optimizer = run.compile(model), sgd(model)
+    weights = list(model.parameters())
+    weights[0].register_hook(lambda gradient: gradient + sum(w.detach().mean() for w in weights))
+    for _ in range(6):
+        x = checkpoint(Block.forward, model.blocks[1], compiled(run.batch(32)), use_reentrant=False)
+        assert isinstance(x, torch.Tensor)
+        run.step(model, x.square().mean().as_subclass(Loss), optimizer)
+
+
+@scenario
+def a_callback_when_a_gradient_is_gone(run: Run) -> None:
+    model = Net()
+    run.options = {**run.options, "memory": "5MiB"}
+    compiled, optimizer = run.compile(model), sgd(model)
+    weights, waiting = list(model.parameters()), []
+    for _ in range(6):
+        loss = compiled(run.batch(32)).square().mean()
+        loss.backward()
+        assert weights[0].grad is not None
+        waiting.append(weakref.ref(weights[0].grad, lambda _: run.see(*weights)))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.see(len(waiting))
 
 
 @scenario
