@@ -381,7 +381,8 @@ class _Guarded:
         return touched(deepcopy, (self,), {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return touched(BARE[type(self)].__reduce_ex__, (self, protocol), {})
+        with torch.no_grad():  # what it returns is in no graph, whatever it holds
+            return touched(BARE[type(self)].__reduce_ex__, (self, protocol), {})
 
 
 class GuardedParameter(_Guarded, torch.nn.Parameter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -108,3 +109,18 @@ def test_a_penalty_keeps_them_as_long_as_it_is_there(trained: nn.Module) -> None
     del penalty
     gc.collect()
     assert in_graphs() == set()
+
+
+def test_a_pickled_model_is_in_no_graph(nothing_left: None) -> None:
+    """Though the storages in what is pickled are nothing that it could be seen of."""
+    model = nn.Linear(64, 64)
+    options: dict[str, Any] = {"inner": "eager", "memory": "64MiB"}
+    compiled: Any = torch.compile(model, backend="teraio", options=options)
+    compiled(torch.ones(2, 64)).sum().backward()
+    assert engine.ENGINE is not None
+    records = engine.ENGINE.guard.records
+    assert len(pickle.dumps(model)) > 64 * 64 * 4
+    assert not records[id(model.weight)].in_a_graph()
+    kept = torch.nn.functional.linear(torch.ones(2, 64), model.weight)
+    assert records[id(model.weight)].in_a_graph()
+    del kept
