@@ -19,6 +19,7 @@ import torch.jit._builtins as _script_builtins
 import torch.overrides
 import torch.utils.dlpack
 from torch._C import _EnableTorchFunction
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.utils._device import _device_constructors
@@ -117,14 +118,18 @@ def _gradients(function: Function) -> Function:
     hooks and its checkpoints are user code: the guard is asked there, also where the loss has a class of its
     own, for whose functions torch asks none."""
 
+    def asking(outputs: Any, gradients: Any, args: Any, kwargs: Any) -> Any:
+        with _EnableTorchFunction():
+            return function(outputs, gradients, *args, **kwargs)
+
     @functools.wraps(function)
     def asks(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        def asking(given: Any) -> Any:
-            with _EnableTorchFunction():
-                return function(outputs, given, *args, **kwargs)
+        if _any_guarded(gradients):
+            return touched(lambda given: asking(outputs, given, args, kwargs), (gradients,), {})
+        return asking(outputs, gradients, args, kwargs)
 
-        return touched(asking, (gradients,), {}) if _any_guarded(gradients) else asking(gradients)
-
+    for each in (asking, asks):  # what a backward in a compiled function calls is looked at, else
+        skip_code(each.__code__)
     return asks
 
 

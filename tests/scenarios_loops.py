@@ -279,3 +279,22 @@ def one_shape_too_many(run: Run) -> None:
     run.options = {**run.options, "memory": "5MiB"}  # too little for all weights
     with torch._dynamo.config.patch(recompile_limit=2):
         run.loop(model, run.compile(model, dynamic=False), (32, 64, 96, 64, 32, 128, 96))
+
+
+@scenario
+def a_backward_in_a_compiled_function(run: Run) -> None:
+    """Dynamo cuts it there, and looks at all that the backward calls."""
+    model = Net()
+    optimizer = sgd(model)
+
+    def forward_and_backward(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    both = run.compile(forward_and_backward)
+    for _ in range(4):
+        run.see(both(run.batch()))
+        run.see_model(model)
+        optimizer.step()
+        optimizer.zero_grad()
