@@ -19,7 +19,6 @@ import torch.jit._builtins as _script_builtins
 import torch.overrides
 import torch.utils.dlpack
 from torch._C import _EnableTorchFunction
-from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.utils._device import _device_constructors
@@ -128,8 +127,6 @@ def _gradients(function: Function) -> Function:
             return touched(lambda given: asking(outputs, given, args, kwargs), (gradients,), {})
         return asking(outputs, gradients, args, kwargs)
 
-    for each in (asking, asks):  # what a backward in a compiled function calls is looked at, else
-        skip_code(each.__code__)
     return asks
 
 
