@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch._dynamo import callback, trace_rules
+from torch._dynamo import callback
 from torch._dynamo.utils import counters
 from torch._guards import Guard, TracingContext
 
@@ -43,8 +43,6 @@ class Watch:
         self.other: Callable[[bool], bool] | None = None
 
     def install(self) -> None:
-        # Hooks of ours run in a backward that a compiled function calls: none of them is for it to compile.
-        trace_rules.add("teraio.runtime")
         self.other = set_guard_complete_hook(self._evaluated)  # type: ignore[arg-type]
         self._see_every_frame()
         self._see_every_end()

@@ -8,8 +8,10 @@ tests/touch_list.py is how they were found: each of them ended the process.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ import torch.jit._builtins as _script_builtins
 import torch.overrides
 import torch.utils.dlpack
 from torch._C import _EnableTorchFunction
+from torch._dynamo import trace_rules
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.utils._device import _device_constructors
@@ -54,6 +58,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    _keep_out_dynamo()
     # They have noted the functions themselves before they meet the wrapped ones: Dynamo, and
     # `with torch.device(...)`, which would no longer know `torch.tensor` as one that makes tensors.
     get_torch_obj_rule_map()
@@ -72,6 +77,14 @@ def install() -> None:
     torch.autograd._engine_run_backward = _gradients(torch.autograd._engine_run_backward)
     torch.nn.Parameter.__new__ = _plain(torch.nn.Parameter.__new__)  # type: ignore[method-assign]
     torch.Tensor.__new__ = _plain(torch.Tensor.__new__)  # type: ignore[method-assign]
+
+
+def _keep_out_dynamo() -> None:
+    """Hooks of ours run in a backward that a compiled function calls: they are not to be compiled. What is
+    wrapped here Dynamo goes through, as through what it wraps."""
+    for module in iter_modules([os.path.dirname(__file__)]):
+        if module.name != __name__.rpartition(".")[2]:
+            trace_rules.add(f"{__package__}.{module.name}")
 
 
 def _plain(function: Function) -> Function:
@@ -127,6 +140,8 @@ def _gradients(function: Function) -> Function:
             return touched(lambda given: asking(outputs, given, args, kwargs), (gradients,), {})
         return asking(outputs, gradients, args, kwargs)
 
+    for each in (asking, asks):
+        skip_code(each.__code__)
     return asks
 
 
