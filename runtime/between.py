@@ -27,7 +27,7 @@ def weights_on_guard() -> None:
 def user_code() -> Iterator[None]:
     """It runs before what may be a program, or where torch asks no class about its tensors. If it raises, no
     program runs."""
-    was_off = (engine := _engine.ENGINE) is not None and engine.guard.is_off
+    was_off = (engine := _engine.ENGINE) is not None and engine.guard.taken_off
     weights_on_guard()
     with _EnableTorchFunction():
         yield

@@ -84,7 +84,7 @@ class Guard:
         self.worn: dict[int, ReferenceType[torch.Tensor]] = {}
         self.lent: set[int] = set()  # ids of tensors that an optimizer's update has
         self.lent_records: list[Record] = []  # which stay meanwhile, whatever programs it runs
-        self.is_off = False  # Dynamo takes them all for plain tensors at the moment
+        self.taken_off = False  # Dynamo takes them all for plain tensors at the moment
         self.off = False  # something runs that the guard cannot see: all weights are exposed
 
     def watch(self, tensor: torch.Tensor, record: Record, fresh: bool = False) -> None:
@@ -130,7 +130,7 @@ class Guard:
 
     def put_on(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """User code runs next, or goes on (then only these)."""
-        self.is_off &= tensors is not None
+        self.taken_off &= tensors is not None
         if not self.bare:
             return
         if tensors is None:
@@ -149,7 +149,7 @@ class Guard:
     def take_off(self, tensors: Iterable[Any] | None = None) -> None:
         """A program of ours runs next, with these (None: it is not known which)."""
         if tensors is None:
-            self.is_off = True
+            self.taken_off = True
             for face in self.worn.values():
                 if (tensor := face()) is not None:
                     tensor.__class__ = BARE.get(type(tensor), type(tensor))

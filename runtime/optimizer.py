@@ -14,10 +14,8 @@ from torch.utils import _foreach_utils
 from teraio.errors import UnsupportedError
 
 from . import engine as _engine
-from .between import user_code
 from .guard import GuardedParameter, GuardedTensor
 from .optimizer_call import OptimizerCall, plainly_called
-from .signals import SIGNALS
 from .stepped import TRYING, Stepped
 from .windows import is_stand_in, stand_in
 
@@ -39,17 +37,6 @@ def install() -> None:
     for owner, guarded in ((_torch_optimizer, GuardedParameter), (_foreach_utils, GuardedTensor)):
         if isinstance(supported := getattr(owner, "_foreach_supported_types", None), list):
             supported.append(guarded)
-
-
-def start() -> None:
-    """With an engine."""
-    install()
-    SIGNALS.guarded = user_code
-    SIGNALS.install()
-
-
-def stop() -> None:
-    SIGNALS.remove()
 
 
 def updating() -> bool:

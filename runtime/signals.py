@@ -87,11 +87,11 @@ class Signals:
 
     # ---- in whose place
 
-    def install(self) -> None:
+    def install(self, guarded: Callable[[], AbstractContextManager[None]]) -> None:
         """Stands in for all handlers that are written in Python: those that are there, and those to come."""
         if self.installed or threading.current_thread() is not threading.main_thread():
             return
-        self.installed, self.pid = True, os.getpid()
+        self.installed, self.pid, self.guarded = True, os.getpid(), guarded
         for number in signal.valid_signals():
             if callable(answer := GET(number)):
                 SET(number, Waiting(answer, self))
@@ -137,19 +137,19 @@ class Signals:
     def rest(self) -> None:
         """The engine has nothing left to do, and user code goes on."""
         if self.due:
-            self._again(0, _caller(currentframe()))
+            self._call_ready(_caller(currentframe()))
 
     def program_ended(self) -> None:
         """Nor has it here, though the frames that called the program are there."""
         if self.due:
             frame = _caller(currentframe())
-            if not self._stepping(frame):
+            if not runs(self.step, frame):
                 self._call(frame, [*self.due])
 
     def comes(self, number: int, frame: FrameType | None, answer: Answer) -> None:
         once_more = number == signal.SIGINT and number in self.due
         if not once_more and os.getpid() == self.pid and self._later(frame, answer):
-            if answer is signal.default_int_handler and self._stepping(frame):
+            if answer is signal.default_int_handler and runs(self.step, frame):
                 log.warning("teraio: Ctrl-C: after this step of the optimizer")
             if number not in self.due:
                 self.due[number] = answer
@@ -160,6 +160,9 @@ class Signals:
 
     @_not_compiled
     def _again(self, _: int, frame: FrameType | None) -> None:
+        self._call_ready(frame)
+
+    def _call_ready(self, frame: FrameType | None) -> None:
         due = [*self.due.items()]  # more may come in the middle of this
         self._call(frame, [number for number, answer in due if not self._later(frame, answer)])
 
@@ -172,11 +175,8 @@ class Signals:
         with self.guarded():
             answer(number, frame)
 
-    def _stepping(self, frame: FrameType | None) -> bool:
-        return self.step is not None and any(f.f_code is self.step for f in _up_to_an_answer(frame))
-
     def _later(self, frame: FrameType | None, answer: Answer) -> bool:
-        if self._stepping(frame) or _in_engine(frame):
+        if runs(self.step, frame) or _in_engine(frame):
             return True
         return answer is not signal.default_int_handler and _in_program(frame)
 
@@ -211,9 +211,7 @@ def _its_own(answer: Any) -> Any:
 
 def runs(code: CodeType | None, frame: FrameType | None) -> bool:
     """Whether this frame, or one that called it, executes the code."""
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
+    return any(each.f_code is code for each in _up_to_an_answer(frame))
 
 
 def _in_program(frame: FrameType | None) -> bool:

@@ -24,7 +24,7 @@ class Stuck:
         self.records: dict[int, Record] = {}  # by storage
         self.due = False  # a step's end was not given to all of them yet
         self.fresh: list[Record] = []  # of those that numpy had: nothing was tried yet
-        self.ours: set[int] = set()  # storages that numpy had: their bytes came from torch's own allocator
+        self.ours: set[Record] = set()  # that numpy had: their bytes came from torch's own allocator
         self.copied: set[str] = set()  # of those that numpy had
         self.said = False
         self.refused: dict[str, Refused] = {}  # by the weight's name
@@ -59,7 +59,7 @@ class Stuck:
     def _note(self, record: Record) -> None:
         self.add(record)
         self.fresh.append(record)
-        self.ours.add(record.key)
+        self.ours.add(record)
 
     def free_fresh(self) -> bool:
         """Whether any moves from now on. All at once: who holds them is found by looking at everything."""
@@ -71,6 +71,7 @@ class Stuck:
         weights that move from now on."""
         known = self.residency.records
         self.records = {key: record for key, record in self.records.items() if known.get(key) is record}
+        self.ours.intersection_update(self.records.values())
         if not self.due:
             return []
         self.due = False
@@ -80,9 +81,9 @@ class Stuck:
         """Those of them that can be had, and move from now on."""
         # Whether others do is seen without a search: numpy, DLPack and slices of a storage hold it by tensors
         # and storages of their own.
-        alone = {record.key for record in records if record.key in self.ours and not record.shared()}
+        alone = {record for record in records if record in self.ours and not record.shared()}
         alive = [(r, s) for r in records if (s := r.storage()) is not None]
-        own = [(r, s) for r, s in alive if r.key in alone and not movable(s)]
+        own = [(r, s) for r, s in alive if r in alone and not movable(s)]
         adopt_alone(Candidate(r.name, s, r.live_faces()) for r, s in own)
         stuck = [(r.name, s) for r, s in alive if not movable(s)]
         self.adopt([(n, torch.empty(0, device=s.device).set_(s, 0, (0,), (1,))) for n, s in stuck])
@@ -90,7 +91,7 @@ class Stuck:
         for record in free:
             self.residency.unsettle(record)
             del self.records[record.key]
-            self.ours.discard(record.key)
+            self.ours.discard(record)
             if record.name in self.copied and not self.said:
                 self.said = True
                 log.warning(

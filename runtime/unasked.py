@@ -140,7 +140,7 @@ def _gradients(function: Function) -> Function:
             return touched(lambda given: asking(outputs, given, args, kwargs), (gradients,), {})
         return asking(outputs, gradients, args, kwargs)
 
-    for each in (asking, asks):
+    for each in (asking, asks):  # Dynamo is not kept out of this file
         skip_code(each.__code__)
     return asks
 

@@ -125,11 +125,11 @@ class UserCode:
         used: Sequence[torch.Tensor] = (),
         call: Call | None = None,
     ) -> None:
-        traced = (
-            torch._C._get_tracing_state() is not None
-        )  # it is read unseen; a look at nodes would be traced
-        call = None if traced else call
-        edges = edges_of(used, call) if call is not None else None if traced else []
+        traced = torch._C._get_tracing_state() is not None  # what is traced reads it unseen
+        if traced:  # and a look at nodes would be traced, too
+            edges, call = None, None
+        else:
+            edges = edges_of(used, call) if call is not None else []
         for record in records:
             record.pins -= 1
             record.notice_edges(edges)

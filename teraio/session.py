@@ -34,6 +34,7 @@ from teraio.remade import Remaking
 from teraio.runtime import between, device, engine, optimizer, saves, unasked
 from teraio.runtime.back import bring_all_back
 from teraio.runtime.pace import Stats
+from teraio.runtime.signals import SIGNALS
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.schedule import Step
 from teraio.tiers import Tiers, refuse_host
@@ -201,7 +202,8 @@ def start(options: Options, kind: str = "cpu") -> None:
         _look_at_environment()
         SESSION = Session(options, "cpu" if kind == "meta" else kind)
         engine.use(SESSION.engine)
-        optimizer.start()
+        optimizer.install()
+        SIGNALS.install(between.user_code)
         unasked.install()
         saves.install()
         _watch_guards(SESSION.engine)
@@ -291,7 +293,7 @@ def reset() -> None:
     session, SESSION = SESSION, None
     GIVEN.clear()
     engine.use(None)
-    optimizer.stop()
+    SIGNALS.remove()
     if session is not None:
         session.end()
 

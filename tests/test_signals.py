@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 import torch
 from children import ended
 from interrupted import Training
+from torch import library
 from torch._C import DisableTorchFunctionSubclass
 
 import teraio
@@ -61,7 +63,7 @@ def test_who_is_asked_to_leave_saves_whole_steps(root: Path) -> None:
 # ---- a model in whose middle a signal comes
 
 
-@torch.library.custom_op("teraio_tests::rings", mutates_args=())
+@library.custom_op("teraio_tests::rings", mutates_args=())
 def rings(x: torch.Tensor) -> torch.Tensor:
     if RINGING:
         signal.raise_signal(RINGING[0])
@@ -214,12 +216,12 @@ def test_it_finds_the_guard_on_when_dynamo_has_just_taken_it_off(
         take_off(tensors)
         if tensors is None and not HAPPENED:
             signal.raise_signal(signal.SIGUSR1)
-            HAPPENED.append("off" if guard.is_off and not guard.worn else "on")
+            HAPPENED.append("off" if guard.taken_off and not guard.worn else "on")
 
     monkeypatch.setattr(guard, "take_off", takes_off_and_rings)
     rig.infers()
     assert HAPPENED == ["same", "off"]
-    assert not guard.is_off and not guard.bare
+    assert not guard.taken_off and not guard.bare
 
 
 def test_it_is_seen_where_torch_asks_no_class_about_its_tensors(rig: Rig) -> None:
@@ -375,8 +377,23 @@ def test_what_waits_is_called_when_the_engine_is_given_up(rig: Rig) -> None:
 def test_they_are_stood_in_for_by_the_main_thread_only() -> None:
     taken = Signals()
     before = signal.signal
-    for call in (taken.install, taken.remove):
+    for call in (lambda: taken.install(nullcontext), taken.remove):
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
         assert not taken.installed and signal.signal is before
+
+
+def test_ctrl_c_outside_of_all_code_is_answered_at_once_with_the_guard_on() -> None:
+    pressed, guarded = Signals(), []
+    pressed.pid = os.getpid()
+
+    @contextmanager
+    def wears() -> Iterator[None]:
+        guarded.append(True)
+        yield
+
+    pressed.guarded = wears
+    with pytest.raises(KeyboardInterrupt):
+        pressed.comes(signal.SIGINT, None, signal.default_int_handler)
+    assert guarded and not pressed.due
