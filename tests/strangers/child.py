@@ -1,0 +1,237 @@
+"""One case of a family of strangers trains here, in a process of its own, and says what came out.
+
+    child.py FAMILY NAME plain|budget eager|inductor      runs the case, prints one JSON object
+    child.py FAMILY list [SEED]                           prints the names of the family's cases
+    child.py FAMILY listen                                forks for each case that it reads from stdin
+
+`plain` is the same program under TERAIO_DISABLE=1. Who listens has imported what takes long: a fork of it
+costs a case nothing, and what one breaks is gone with it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import importlib
+import json
+import logging
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from strangers.case import Case, Compile, UnusableError
+from torch import nn
+
+ENVIRONMENT = {
+    "TERAIO_CACHE_DIR": "off",
+    "TERAIO_PLANNER": "greedy",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+SUMMARY = ("peak_bytes", "budget_bytes", "overrun_bytes", "misses", "written_bytes", "read_bytes", "step")
+
+
+def complete_torchvision() -> None:
+    """Names two operators of torchvision whose own library does not load beside a torch without CUDA:
+    otherwise it cannot be imported at all, nor what imports it."""
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        library = torch.library.Library("torchvision", "DEF")
+        kept.append(library)
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    except ImportError:
+        pass
+
+
+kept: list[torch.library.Library] = []  # a library's operators end with it
+
+
+def family_of(name: str) -> Any:
+    complete_torchvision()
+    return importlib.import_module(f"strangers.{name}")
+
+
+def names(family: Any, seed: int) -> list[str]:
+    """Of all cases in the order in which they are drawn. A family that is too large to be made as a whole
+    has `names` and `case`, the others `cases`."""
+    return list(family.names(seed)) if hasattr(family, "names") else list(family.cases())
+
+
+def case_of(family: Any, name: str) -> Case:
+    case: Case = family.case(name) if hasattr(family, "case") else family.cases()[name]
+    return case
+
+
+class Warned(logging.Handler):
+    """The lines that teraio says from WARNING on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+# ---- what is compared
+
+
+def parts(thing: Any) -> Iterator[torch.Tensor | str]:
+    """The tensors of a thing, and all else of it as text."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, nn.Module):
+        for name, tensor in (*thing.named_parameters(), *thing.named_buffers()):
+            yield name
+            yield tensor
+    elif isinstance(thing, torch.optim.Optimizer):
+        for group in thing.param_groups:
+            yield from parts({key: value for key, value in group.items() if key != "params"})
+            for parameter in group["params"]:
+                yield from parts(thing.state.get(parameter, {}))
+    elif isinstance(thing, Mapping):
+        for key in sorted(thing, key=str):
+            yield str(key)
+            yield from parts(thing[key])
+    elif isinstance(thing, list | tuple):
+        for each in thing:
+            yield from parts(each)
+    elif isinstance(thing, float):
+        yield thing.hex()
+    else:
+        yield repr(thing) if isinstance(thing, int | str | None) else type(thing).__name__
+
+
+def digest_into(digest: Any, thing: Any) -> None:
+    """All bits, those of a NaN as well."""
+    for part in parts(thing):
+        if isinstance(part, str):
+            digest.update(part.encode())
+            continue
+        own = part.detach().clone(memory_format=torch.contiguous_format).cpu()
+        digest.update(f"{own.dtype} {tuple(own.shape)}".encode())
+        if own.numel() and own.layout == torch.strided:
+            digest.update(own.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def compiler(inner: str) -> Compile:
+    def compile_in_place(module: nn.Module, **more: Any) -> nn.Module:
+        module.compile(backend="teraio", options={"memory": "min", "warmup": 1, "inner": inner}, **more)
+        return module
+
+    return compile_in_place
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it was raised for: Dynamo wraps what a backend raises."""
+    seen: set[int] = set()
+    following: list[BaseException | None] = [error]
+    while following:
+        each = following.pop(0)
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            following += [getattr(each, "inner_exception", None), each.__cause__, each.__context__]
+
+
+def run(case: Case, mode: str, inner: str) -> dict[str, Any]:
+    os.environ.update(ENVIRONMENT)
+    if mode == "plain":
+        os.environ["TERAIO_DISABLE"] = "1"
+    import teraio
+    from teraio.errors import TeraioError
+
+    torch.set_num_threads(1)
+    torch.manual_seed(2611)
+    warned = Warned()
+    logging.getLogger("teraio").addHandler(warned)
+    losses: list[float] = []
+    result: dict[str, Any] = {"state": "done", "error": "", "reason": case.reason, "losses": losses}
+    digest = hashlib.sha256()
+    try:
+        things: Iterable[Any] = case.run(compiler(inner))
+        for thing in things:
+            if isinstance(thing, float):
+                losses.append(thing)
+            if isinstance(thing, nn.Module | torch.optim.Optimizer):  # reading all of it is no part of a step
+                result["stats"] = result.get("stats") or dict(teraio.stats())
+            digest_into(digest, thing)
+        result["digest"] = digest.hexdigest()
+    except Exception as error:  # noqa: BLE001 - whatever a stranger's code raises is a finding
+        told = next((each for each in chain(error) if isinstance(each, TeraioError)), None)
+        unusable = isinstance(error, UnusableError)
+        result["state"] = "unusable" if unusable else "refused" if told else "raised"
+        result["error"] = f"{type(told or error).__name__}: {told or error}"[:2000]
+        traceback.print_exc()
+    stats = result.get("stats") or dict(teraio.stats())
+    result["stats"] = {key: stats[key] for key in SUMMARY if key in stats}
+    result["warned"] = warned.lines
+    return result
+
+
+# ---- who listens
+
+
+def attend(case: Case, request: dict[str, Any], out: Path, folder: str) -> None:
+    """Becomes the process of one case; what it prints goes where the request says."""
+    with open(request["log"], "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    faulthandler.enable(all_threads=True)
+    faulthandler.dump_traceback_later(request["limit_s"], exit=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    out.write_text(json.dumps(run(case, request["mode"], request["inner"])))
+
+
+def listen(family: Any) -> None:
+    """Answers each line of stdin, once the fork that took it has ended: its result, if there is one, and its
+    exit code."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        with tempfile.TemporaryDirectory(prefix="teraio-strangers-") as folder:
+            out = Path(folder, "result.json")
+            child = os.fork()
+            if not child:
+                code = 1
+                try:
+                    attend(case_of(family, request["name"]), request, out, str(Path(folder, "inductor")))
+                    code = 0
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(code)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            result = json.loads(out.read_text()) if out.exists() else {}
+        print(json.dumps({**result, "exit": code}), flush=True)
+
+
+def main() -> None:
+    faulthandler.enable()
+    family = family_of(sys.argv[1])
+    match sys.argv[2:]:
+        case ["list", *seed]:
+            print(json.dumps(names(family, int(seed[0]) if seed else 0)))
+        case ["listen"]:
+            import teraio  # noqa: F401 - so that forks have it
+
+            listen(family)
+        case [name, "plain" | "budget" as mode, "eager" | "inductor" as inner]:
+            print(json.dumps(run(case_of(family, name), mode, inner)))
+        case _:
+            raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Any configuration of transformers, made toy-sized by the names of its fields alone.
+
+There are several ways to do it, none of which is right for every class: sizes by name, sizes divided by one
+number (which keeps what has to divide what), or only what is never bound to anything else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+VOCABULARY = 512
+WIDTH = 128
+HEADS = 4
+LAYERS = 2
+IMAGE = 64
+POSITIONS = 128
+FIRST_SPECIAL = 440  # ids below are words, and those from here on are special tokens
+
+Rule = tuple[str, Callable[[int], int]]
+
+
+def fixed(value: int) -> Callable[[int], int]:
+    return lambda old: min(old, value)
+
+
+def divided(factor: int, multiple: int) -> Callable[[int], int]:
+    return lambda old: max(multiple, old // factor // multiple * multiple)
+
+
+# The first whose pattern is found in a name decides.
+ALWAYS: list[Rule] = [
+    (r"vocab_size|^vocab$|vocabulary_size|n_vocab|^(src|tgt)_vocab", fixed(VOCABULARY)),
+    (
+        r"max_.*position|^n_positions$|^n_ctx$|max_seq_len|^seq_length$|position_embedding_size",
+        fixed(POSITIONS),
+    ),
+    (r"type_vocab", lambda old: old),
+    (r"num_kv_shared_layers", fixed(0)),
+    (r"num_feat_extract_layers", lambda old: old),
+    (r"^(num_|n_)?(\w+_)?(layers?|blocks|depth)$|^depth$|^n_layers?$|num_hidden_layers", fixed(LAYERS)),
+    (r"^first_k_dense_replace$|moe_layer_start", fixed(1)),
+    (r"^image_size$|^img_size$|^input_size$", fixed(IMAGE)),
+    (r"^patch_size$", fixed(8)),
+    (r"^num_frames$", fixed(2)),
+    (r"num_queries$|num_object_queries|num_query_tokens", fixed(8)),
+]
+EXPERTS: list[Rule] = [
+    (r"experts_per_tok|^top_k$|moe_k$|moe_topk|router_topk|num_selected_experts", fixed(2)),
+    (r"shared_experts", fixed(1)),
+    (r"^n_group$|^topk_group$|^n_groups_moe$", fixed(1)),
+    (r"num_(local_|routed_)?experts$|n_routed_experts|moe_num_experts|^num_moe_experts", fixed(4)),
+]
+NAMED: list[Rule] = [
+    (r"key_value_heads|kv_heads|^n_head_kv$|num_key_value", fixed(2)),
+    (r"rope_head_dim$|nope_head_dim$", fixed(16)),
+    (r"head_dim$|head_size$|^d_kv$", fixed(WIDTH // HEADS)),
+    (r"heads?$|^n_head$", fixed(HEADS)),
+    (r"lora_rank$|^lora_dim$|low_rank", fixed(32)),
+    (r"moe_intermediate|expert_intermediate|shared_expert", fixed(64)),
+    (r"intermediate|ffn_|_ffn|^d_ff|inner_dim|mlp_(dim|size)|feedforward|^n_inner$|ffn$", fixed(4 * WIDTH)),
+    (
+        r"hidden_size|d_model|^n_embd$|embed_dim|hidden_dim|_dim$|^dim$|embedding_size|width$|channels$|size$|features$",
+        fixed(WIDTH),
+    ),
+]
+
+
+def ratio(factor: int) -> list[Rule]:
+    """All widths and heads by one number; what a head is wide stays."""
+    return [
+        (r"rope_head_dim$|nope_head_dim$|head_dim$|head_size$|^d_kv$|state_size|kernel", lambda old: old),
+        (r"heads?$|^n_head|heads_kv|n_groups$", divided(factor, 1)),
+        (r"lora_rank$|low_rank", divided(factor, 8)),
+        (
+            r"intermediate|ffn|^d_ff|inner_dim|mlp_dim|feedforward|^n_inner$|hidden|d_model|^n_embd$|embed|_dim$|^dim$"
+            r"|width$|out_channels$|decoder_dim",
+            divided(factor, 8),
+        ),
+    ]
+
+
+WAYS: tuple[str, ...] = ("named", "half", "quarter", "eighth", "thirtieth", "layers", "as it is")
+FACTORS = {"half": 2, "quarter": 4, "eighth": 8, "thirtieth": 32}
+
+
+def rules(way: str) -> list[Rule]:
+    if way == "named":
+        return [*ALWAYS, *EXPERTS, *NAMED]
+    if way in FACTORS:
+        return [*ALWAYS, *EXPERTS, *ratio(FACTORS[way])]
+    return ALWAYS if way == "layers" else []
+
+
+def shrunk(config: Any, way: str) -> dict[str, Any]:
+    """What to construct the class of this configuration with; what it works out itself is not among it."""
+    chosen = rules(way)
+    found: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if name.startswith("_") or name in {"id2label", "label2id", "rope_parameters", "rope_scaling"}:
+            continue
+        new = of_field(name, value, chosen, way)
+        if new is not None and (new != value or hasattr(value, "to_dict")):
+            found[name] = new
+    if "seq_length" in found and "max_position_embeddings" in found:
+        found["seq_length"] = found["max_position_embeddings"]
+    return found
+
+
+def of_field(name: str, value: Any, chosen: list[Rule], way: str) -> Any:
+    if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+        return type(value)(**shrunk(value, way))
+    if name.endswith(("_token_id", "_token_index", "token_id")) and isinstance(value, int):
+        return value if value < VOCABULARY - 64 else special(name)
+    if isinstance(value, bool):
+        return False if name == "use_cache" else None
+    if isinstance(value, int):
+        return sized(name, value, chosen)
+    if isinstance(value, list | tuple) and value and all(type(each) is int for each in value):
+        return of_list(name, value, way)
+    if isinstance(value, list) and len(value) > LAYERS and "layer" in name and way != "as it is":
+        return of_kinds(value)
+    return None
+
+
+def of_kinds(values: list[Any]) -> Any:
+    """A kind per layer: the first of each kind, as many as there are layers."""
+    if not all(isinstance(each, str) for each in values):
+        return None
+    places = [place for place, each in enumerate(values) if each not in values[:place]]
+    places += [place for place in range(len(values)) if place not in places]
+    return [values[place] for place in sorted(places[:LAYERS])]
+
+
+def of_list(name: str, values: Any, way: str) -> Any:
+    """Lists have an entry per stage, whose number stays: entries shrink, and with them what they bound."""
+    if re.search(r"^depths$|^(num_)?layers$|blocks$|num_.*layers$", name) and way != "as it is":
+        return type(values)(min(each, 1 if way == "named" else 2) for each in values)
+    if re.search(r"image_size|img_size|input_size", name) and way != "as it is":
+        return type(values)(min(each, IMAGE) for each in values)
+    if re.search(r"ind(ex|ic)|_ids?$|stride|kernel|patch|ratio|factor|dilat|pool|pad|window|section", name):
+        return None
+    if re.search(r"dims?$|sizes?$|channels$|widths?$|embed", name) and way not in {"layers", "as it is"}:
+        factor = max(max(values) // WIDTH, 1) if way == "named" else FACTORS[way]
+        return type(values)(max(8, each // factor // 8 * 8) if each >= 8 else each for each in values)
+    return None
+
+
+def special(name: str) -> int:
+    """One id for all fields of a name, whatever part of a configuration they are in."""
+    stem = re.sub(r"_token.*|_id$", "", name)
+    return FIRST_SPECIAL + sum(ord(letter) * place for place, letter in enumerate(stem, 1)) % 64
+
+
+def sized(name: str, value: int, chosen: list[Rule]) -> int | None:
+    if value <= 1:
+        return None
+    for pattern, change in chosen:
+        if re.search(pattern, name):
+            return change(value)
+    return None
