@@ -93,24 +93,36 @@ def compared(plain: Result, budget: Result) -> tuple[str, str]:
 
 def judged(listener: Listener, name: str, inner: str) -> Result:
     began = time.perf_counter()
-    plain = listener.run(name, "plain", inner)
-    fault = ended_badly(plain)
-    result: Result = {"name": name, "inner": inner, "outcome": "unusable", "message": fault}
-    if fault:
-        result["tail"] = plain["tail"]
-    else:
-        budget = listener.run(name, "budget", inner)
-        outcome, message = compared(plain, budget)
-        if outcome == "wrong" and listener.run(name, "plain", inner).get("digest") != plain["digest"]:
-            outcome, message = "unusable", "two plain runs differ"
-        if outcome in {"refused", "crashed"} and plain["reason"]:
-            outcome, message = "expected", f"{plain['reason']}: {message}"
-        kept = {key: budget[key] for key in ("losses", "stats", "warned", "reason") if key in budget}
-        result.update(kept, outcome=outcome, message=message, plain_losses=plain["losses"])
-        if outcome not in {"equal", "idle"}:
-            result["tail"] = budget["tail"]
+    result: Result = {"name": name, "inner": inner, **outcome_of(listener, name, inner)}
     result["seconds"] = round(time.perf_counter() - began, 1)
     return result
+
+
+def outcome_of(listener: Listener, name: str, inner: str) -> Result:
+    """Runs a case uncompiled first, which takes a second: what cannot be used is known then, and most have the
+    bits of a plain run already, so that the program without an engine has to be compiled for few."""
+    plain = listener.run(name, "uncompiled", inner)
+    if fault := ended_badly(plain):
+        return unusable(plain, fault)
+    budget = listener.run(name, "budget", inner)
+    outcome, message = compared(plain, budget)
+    if outcome not in {"equal", "idle"}:
+        plain = listener.run(name, "plain", inner)
+        if fault := ended_badly(plain):
+            return unusable(plain, fault)
+        outcome, message = compared(plain, budget)
+    if outcome == "wrong" and listener.run(name, "plain", inner).get("digest") != plain["digest"]:
+        outcome, message = "unusable", "two plain runs differ"
+    if outcome in {"refused", "crashed"} and plain["reason"]:
+        outcome, message = "expected", f"{plain['reason']}: {message}"
+    kept = {key: budget[key] for key in ("losses", "stats", "warned", "reason") if key in budget}
+    tail = {} if outcome in {"equal", "idle"} else {"tail": budget["tail"]}
+    return {"outcome": outcome, "message": message, **kept, "plain_losses": plain["losses"], **tail}
+
+
+def unusable(plain: Result, fault: str) -> Result:
+    outcome = "slow" if plain["slow"] else "unusable"
+    return {"outcome": outcome, "message": f"without teraio: {fault}", "tail": plain["tail"]}
 
 
 # ---- a family
@@ -138,7 +150,7 @@ class Kept:
 
 def drawn(family: str, seed: int) -> list[str]:
     command = [sys.executable, str(CHILD), family, "list", str(seed)]
-    listed = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
     if listed.returncode:
         raise SystemExit(f"{family} cannot be listed:\n{listed.stderr}")
     found: list[str] = json.loads(listed.stdout.splitlines()[-1])

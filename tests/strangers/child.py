@@ -1,11 +1,11 @@
 """One case of a family of strangers trains here, in a process of its own, and says what came out.
 
-    child.py FAMILY NAME plain|budget eager|inductor      runs the case, prints one JSON object
-    child.py FAMILY list [SEED]                           prints the names of the family's cases
-    child.py FAMILY listen                                forks for each case that it reads from stdin
+    child.py FAMILY NAME MODE eager|inductor      runs the case, prints one JSON object
+    child.py FAMILY list [SEED]                   prints the names of the family's cases
+    child.py FAMILY listen                        forks for each case that it reads from stdin
 
-`plain` is the same program under TERAIO_DISABLE=1. Who listens has imported what takes long: a fork of it
-costs a case nothing, and what one breaks is gone with it.
+MODE is `budget`, `plain`: the same program under TERAIO_DISABLE=1, or `uncompiled`. Who listens has imported
+what takes long and compiled something: a fork of it has that for nothing, and what one breaks ends with it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from strangers.case import Case, Compile, UnusableError
 from torch import nn
+
+from strangers.case import Case, Compile, UnusableError
 
 ENVIRONMENT = {
     "TERAIO_CACHE_DIR": "off",
@@ -126,7 +127,10 @@ def digest_into(digest: Any, thing: Any) -> None:
             digest.update(own.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def compiler(inner: str) -> Compile:
+def compiler(mode: str, inner: str) -> Compile:
+    if mode == "uncompiled":
+        return lambda module, **_: module
+
     def compile_in_place(module: nn.Module, **more: Any) -> nn.Module:
         module.compile(backend="teraio", options={"memory": "min", "warmup": 1, "inner": inner}, **more)
         return module
@@ -148,7 +152,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 def run(case: Case, mode: str, inner: str) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT)
-    if mode == "plain":
+    if mode != "budget":
         os.environ["TERAIO_DISABLE"] = "1"
     import teraio
     from teraio.errors import TeraioError
@@ -161,7 +165,7 @@ def run(case: Case, mode: str, inner: str) -> dict[str, Any]:
     result: dict[str, Any] = {"state": "done", "error": "", "reason": case.reason, "losses": losses}
     digest = hashlib.sha256()
     try:
-        things: Iterable[Any] = case.run(compiler(inner))
+        things: Iterable[Any] = case.run(compiler(mode, inner))
         for thing in things:
             if isinstance(thing, float):
                 losses.append(thing)
@@ -195,6 +199,29 @@ def attend(case: Case, request: dict[str, Any], out: Path, folder: str) -> None:
     out.write_text(json.dumps(run(case, request["mode"], request["inner"])))
 
 
+class Warm(nn.Module):
+    """A model that has a compiler load and remember most of what it needs for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layer(self.embedding(tokens)).flatten(0, 1), tokens.flatten())
+
+
+def warm() -> None:
+    """Compiles something without an engine, so that the first program with one is the first still."""
+    os.environ.update(ENVIRONMENT)
+    os.environ["TERAIO_DISABLE"] = "1"
+    for more in ({}, {"dynamic": True}):
+        model = compiler("plain", "eager")(Warm(), **more)
+        model(torch.randint(0, 8, (2, 5))).backward()
+    del os.environ["TERAIO_DISABLE"]
+    torch._dynamo.reset()
+
+
 def listen(family: Any) -> None:
     """Answers each line of stdin, once the fork that took it has ended: its result, if there is one, and its
     exit code."""
@@ -224,10 +251,9 @@ def main() -> None:
         case ["list", *seed]:
             print(json.dumps(names(family, int(seed[0]) if seed else 0)))
         case ["listen"]:
-            import teraio  # noqa: F401 - so that forks have it
-
+            warm()
             listen(family)
-        case [name, "plain" | "budget" as mode, "eager" | "inductor" as inner]:
+        case [name, "plain" | "budget" | "uncompiled" as mode, "eager" | "inductor" as inner]:
             print(json.dumps(run(case_of(family, name), mode, inner)))
         case _:
             raise SystemExit(__doc__)

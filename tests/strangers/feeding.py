@@ -11,9 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from strangers.toy_configurations import FIRST_SPECIAL, IMAGE
 from torch import Tensor, nn
 
+from strangers.toy_configurations import FIRST_SPECIAL, IMAGE
+
+PER_TOKEN = ("LM", "PreTraining", "ConditionalGeneration", "LMHeadModel")
 SAMPLES = 2
 LENGTH = 32
 WAVE = 4000
@@ -117,11 +119,8 @@ def labelled(
     labels = getattr(config, "num_labels", 2)
     per_sample = torch.randint(0, labels, (SAMPLES,), generator=generator)
     ends = torch.randint(0, LENGTH, (SAMPLES,), generator=generator)
-    made: Batch = {
-        key: ends
-        for key in ("start_positions", "end_positions")
-        if key in arguments and guess.labels != "none"
-    }
+    marks = {"start_positions", "end_positions"} & arguments if guess.labels != "none" else set()
+    made: Batch = dict.fromkeys(sorted(marks), ends)
     made |= {key: per_sample for key in ("next_sentence_label", "sentence_order_label") if key in arguments}
     if "labels" not in arguments or guess.labels == "none":
         return made

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+
 from strangers.case import Case, Compile, UnusableError
 from strangers.feeding import SAMPLES, Maker, makers
 from strangers.toy_configurations import WAYS, shrunk
-from torch import nn
 
 STEPS = 5
 PARAMETERS_MAX = 8_000_000

@@ -109,25 +109,24 @@ def shrunk(config: Any, way: str) -> dict[str, Any]:
 
 
 def of_field(name: str, value: Any, chosen: list[Rule], way: str) -> Any:
-    if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-        return type(value)(**shrunk(value, way))
-    if name.endswith(("_token_id", "_token_index", "token_id")) and isinstance(value, int):
-        return value if value < VOCABULARY - 64 else special(name)
-    if isinstance(value, bool):
-        return False if name == "use_cache" else None
-    if isinstance(value, int):
-        return sized(name, value, chosen)
-    if isinstance(value, list | tuple) and value and all(type(each) is int for each in value):
-        return of_list(name, value, way)
-    if isinstance(value, list) and len(value) > LAYERS and "layer" in name and way != "as it is":
-        return of_kinds(value)
-    return None
+    """What a field is to be; None where it stays."""
+    match value:
+        case bool():
+            return False if name == "use_cache" else None
+        case int() if name.endswith(("token_id", "_token_index")):
+            return value if value < VOCABULARY - 64 else special(name)
+        case int():
+            return sized(name, value, chosen)
+        case [int(), *_] if all(type(each) is int for each in value):
+            return of_list(name, value, way)
+        case [str(), *_] if len(value) > LAYERS and "layer" in name and way != "as it is":
+            return of_kinds(value)
+    part = hasattr(value, "to_dict") and hasattr(value, "model_type")
+    return type(value)(**shrunk(value, way)) if part else None
 
 
-def of_kinds(values: list[Any]) -> Any:
+def of_kinds(values: list[str]) -> list[str]:
     """A kind per layer: the first of each kind, as many as there are layers."""
-    if not all(isinstance(each, str) for each in values):
-        return None
     places = [place for place, each in enumerate(values) if each not in values[:place]]
     places += [place for place in range(len(values)) if place not in places]
     return [values[place] for place in sorted(places[:LAYERS])]

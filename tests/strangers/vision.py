@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from strangers.case import Case, Compile, UnusableError
 from torch import nn
 from torch.nn import functional
+
+from strangers.case import Case, Compile, UnusableError
 
 CLASSES = 8
 BATCH = 3
