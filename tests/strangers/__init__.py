@@ -1,1 +1,1 @@
-"""Models and training loops that nobody here chose: `tests/long/strangers.py` trains them."""
+"""Models and training loops that nobody here chose: `tests/long/what_strangers_write.py` trains them."""

@@ -1,9 +1,9 @@
 """Models and training loops that nobody here chose, drawn by a seed, against their plain runs.
 
-    python tests/long/strangers.py [--family hugging_face] [--names ...] [--seed 2611] [--count 100]
+    python tests/long/what_strangers_write.py [--family hugging_face] [--names ...] [--count 100]
 
-Each case trains in two processes of its own, plainly and within the smallest budget there is; all bits of
-losses, weights and states have to be equal. Every fifth runs on Inductor. Results are kept in a file as they
+Each case trains in processes of its own, without a budget and within the smallest there is; all bits of losses,
+weights and states have to be equal. Every fifth runs on Inductor. Results are kept in a file as they
 come: whoever runs this again goes on from there. Exit code 0 or 1. Some 20 s per case.
 """
 
@@ -99,14 +99,14 @@ def judged(listener: Listener, name: str, inner: str) -> Result:
 
 
 def outcome_of(listener: Listener, name: str, inner: str) -> Result:
-    """Runs a case uncompiled first, which takes a second: what cannot be used is known then, and most have the
-    bits of a plain run already, so that the program without an engine has to be compiled for few."""
+    """Runs a case uncompiled first, which takes a second: what cannot be used is known then, and most give the
+    bits of a plain run, so that few have to be compiled without an engine as well."""
     plain = listener.run(name, "uncompiled", inner)
     if fault := ended_badly(plain):
         return unusable(plain, fault)
     budget = listener.run(name, "budget", inner)
     outcome, message = compared(plain, budget)
-    if outcome not in {"equal", "idle"}:
+    if outcome not in {"equal", "idle", "slow"}:
         plain = listener.run(name, "plain", inner)
         if fault := ended_badly(plain):
             return unusable(plain, fault)
@@ -115,8 +115,8 @@ def outcome_of(listener: Listener, name: str, inner: str) -> Result:
         outcome, message = "unusable", "two plain runs differ"
     if outcome in {"refused", "crashed"} and plain["reason"]:
         outcome, message = "expected", f"{plain['reason']}: {message}"
-    kept = {key: budget[key] for key in ("losses", "stats", "warned", "reason") if key in budget}
-    tail = {} if outcome in {"equal", "idle"} else {"tail": budget["tail"]}
+    kept: Result = {key: budget[key] for key in ("losses", "stats", "warned", "reason") if key in budget}
+    tail: Result = {} if outcome in {"equal", "idle"} else {"tail": budget["tail"]}
     return {"outcome": outcome, "message": message, **kept, "plain_losses": plain["losses"], **tail}
 
 
