@@ -2,9 +2,9 @@
 
     python tests/long/what_strangers_write.py [--family hugging_face] [--names ...] [--count 100]
 
-Each case trains in processes of its own, without a budget and within the smallest there is; all bits of losses,
-weights and states have to be equal. Every fifth runs on Inductor. Results are kept in a file as they
-come: whoever runs this again goes on from there. Exit code 0 or 1. Some 20 s per case.
+Each case trains in processes of its own, without a budget and within the smallest there is; all bits of
+losses, weights and states have to be equal. Every fifth runs on Inductor. Results are kept in a file as they
+come: whoever runs this again goes on from there. Exit code 0 or 1. Some 20 s per case, minutes on Inductor.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def judged(listener: Listener, name: str, inner: str) -> Result:
 
 
 def outcome_of(listener: Listener, name: str, inner: str) -> Result:
-    """Runs a case uncompiled first, which takes a second: what cannot be used is known then, and most give the
-    bits of a plain run, so that few have to be compiled without an engine as well."""
+    """Runs a case uncompiled first, which takes a second: what cannot be used is known then, and most give
+    the bits of a plain run, so that few have to be compiled without an engine as well."""
     plain = listener.run(name, "uncompiled", inner)
     if fault := ended_badly(plain):
         return unusable(plain, fault)
