@@ -90,7 +90,7 @@ def meta_learns(compile: Compile, first_order: bool) -> Iterable[Any]:
         optimizer.zero_grad()
         total = 0.0
         for x, y in tasks[at : at + 3]:
-            fast = dict(model.inner.named_parameters())
+            fast: dict[str, torch.Tensor] = dict(model.inner.named_parameters())
             logits = model(x[:8]) if first_order else functional_call(model.inner, fast, (x[:8],))
             inner = functional.cross_entropy(logits, y[:8])
             slopes = torch.autograd.grad(inner, list(fast.values()), create_graph=not first_order)

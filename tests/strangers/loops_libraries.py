@@ -104,7 +104,8 @@ def lightning_gan(compile: Compile) -> Iterable[Any]:
             return functional.binary_cross_entropy_with_logits(out, torch.full_like(out, real))
 
         def training_step(self, batch: Any, index: int) -> None:
-            of_painter, of_critic = self.optimizers()  # type: ignore[misc]
+            both: Any = self.optimizers()
+            of_painter, of_critic = both
             self.toggle_optimizer(of_painter)
             loss = self.says(self.painter(torch.randn(16, GIVEN)), 1.0)
             self.manual_backward(loss)
@@ -145,7 +146,7 @@ def diffusion(compile: Compile) -> Iterable[Any]:
     compile(model)
     ema = EMAModel(model.parameters(), decay=0.9, model_cls=UNet2DModel, model_config=model.config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    noises = DDPMScheduler(num_train_timesteps=100)
+    noises: Any = DDPMScheduler(num_train_timesteps=100)
     for x, _ in images(4):
         noise, when = torch.randn_like(x), torch.randint(0, 100, (len(x),))
         found = model(noises.add_noise(x, noise, when), when).sample
@@ -357,7 +358,8 @@ def quantization_of_torchao(compile: Compile) -> Iterable[Any]:
     from torchao.quantization.qat import QATConfig
 
     model = Perceptron()
-    base = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))
+    four: Any = torch.int4  # type: ignore[attr-defined]
+    base = Int8DynamicActivationIntxWeightConfig(weight_dtype=four, weight_granularity=PerGroup(32))
     quantize_(model, QATConfig(base, step="prepare"))
     compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

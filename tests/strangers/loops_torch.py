@@ -157,7 +157,7 @@ class Quantized(nn.Module):
         super().__init__()
         from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
-        self.inner = Perceptron()
+        self.inner: Any = Perceptron()
         make = partial(FakeQuantize, observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
         self.weights = nn.ModuleList(make() for _ in self.inner.layers)
         self.activations = nn.ModuleList(make() for _ in self.inner.layers)
@@ -298,7 +298,7 @@ def closures(compile: Compile) -> Iterable[Any]:
             loss.backward()
             return loss
 
-        yield optimizer.step(closure).item()  # type: ignore[arg-type, attr-defined]
+        yield optimizer.step(closure).item()
     yield model
 
 
@@ -306,9 +306,13 @@ def hooks_read(compile: Compile) -> Iterable[Any]:
     """Reads a number of each layer's output and gradient by hooks, and clips."""
     model = Perceptron()
     seen: list[float] = []
+
+    def look(module: nn.Module, given: Any, made: Any) -> None:
+        seen.append(made[0].norm().item())
+
     for layer in model.layers:
         layer.register_forward_hook(lambda m, given, made: seen.append(made.norm().item()))
-        layer.register_full_backward_hook(lambda m, given, made: seen.append(made[0].norm().item()))
+        layer.register_full_backward_hook(look)
     compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for x, y in rows():

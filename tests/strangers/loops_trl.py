@@ -77,7 +77,7 @@ def sft(compile: Compile, checkpointing: bool, **more: Any) -> Iterable[Any]:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    model = compile(llama())
+    model: Any = compile(llama())
     data = Dataset.from_dict({"input_ids": tokens(16)})
     with tempfile.TemporaryDirectory() as folder:
         asked = SFTConfig(folder, gradient_checkpointing=checkpointing, max_length=LENGTH, **ASKED | more)
@@ -94,7 +94,8 @@ def dpo(compile: Compile, lora: bool) -> Iterable[Any]:
     def texts(seed: int) -> list[str]:
         return [" ".join(map(str, row)) for row in tokens(16, 8, seed)]
 
-    model, given = llama(), {}
+    model = llama()
+    given: dict[str, Any] = {}
     if lora:
         asked = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         model = get_peft_model(model, asked)

@@ -67,10 +67,11 @@ def truncated_backward(compile: Compile) -> Iterable[Any]:
     """Carries the hidden state over, detached, and updates by hand, as torch's example of words does."""
 
     class Carrying(Words):
-        def forward(self, x: torch.Tensor, hidden: Any = None) -> Any:  # type: ignore[override]
+        def forward(self, x: torch.Tensor, hidden: Any = None) -> Any:
+            assert self.stack is not None
             x = self.embedding(x)
             out, hidden = self.stack(x, hidden)
-            return self.head(out), hidden
+            return self.head(torch.relu(self.inner(out))), hidden
 
     torch._dynamo.config.allow_rnn = True
     model = compile(Carrying(nn.LSTM))
