@@ -40,8 +40,20 @@ def made(name: str, settings: dict[str, Any]) -> nn.Module:
     return model
 
 
+def too_large(name: str) -> bool:
+    """By its parameters alone; what cannot be built without them is built and seen."""
+    try:
+        with torch.device("meta"):
+            model = made(name, {})
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return False
+    return sum(parameter.numel() for parameter in model.parameters()) > PARAMETERS_MAX
+
+
 def fitted(name: str) -> tuple[dict[str, Any], int]:
     """The settings of the smallest that can be built and fed, and the side of its images."""
+    if too_large(name):
+        raise UnusableError("too many parameters")
     faults = []
     for settings in (*({"img_size": size} for size in SIZES), {}):
         try:
