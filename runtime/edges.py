@@ -9,6 +9,7 @@ one else holds: it does nothing, and it ends when the node does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,25 @@ def end_of_graphs(weight: torch.Tensor) -> Any:
     with torch.enable_grad(), DisableTorchFunction(), torch._C._DisableTorchDispatch():  # no mode sees it
         view = weight.view_as(weight)
         return view.grad_fn.next_functions[0][0] if view.grad_fn is not None else None
+
+
+def added_up(outputs: Iterable[Any]) -> set[int]:
+    """Return the ids of the leaves at which several edges of the graph of these outputs end.
+
+    Autograd adds up their gradients before their hooks run. Visits each node of the graph once."""
+    ends: Counter[int] = Counter()
+    ends_of = (o.grad_fn if isinstance(o, torch.Tensor) else o.node for o in outputs)  # or gradient edges
+    waiting = [node for node in ends_of if node is not None]
+    seen = set(waiting)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                ends[id(leaf)] += 1
+            elif node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return {leaf for leaf, count in ends.items() if count > 1}
 
 
 def _hooked(node: Any) -> ReferenceType[Edge]:

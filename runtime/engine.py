@@ -185,6 +185,7 @@ class Engine:
             least = min(r.holders() for r in program.bound if r is not None and r.kind == "weight")
             for record in self.registry.new_weights:
                 record.held = record.edges_unseen = record.holders() > least
+            self.gradients.unmet += self.registry.new_weights
             self.registry.new_weights.clear()
         if not program.checked:
             program.checked = True

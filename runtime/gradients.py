@@ -25,6 +25,7 @@ from torch.autograd import _get_sequence_nr
 
 from teraio.schedule import Buffer
 
+from .edges import added_up
 from .guard import BARE
 from .programs import Program
 from .records import Record, sharers
@@ -64,6 +65,7 @@ class Gradients:
         self.forwards: list[Forward] = []
         self.leaves: list[Any] = []  # of the backward that runs: what each edge of its node leads to
         self.made: dict[int, Record] = {}  # by it, and free to leave
+        self.unmet: list[Record] = []  # weights that no program had before this step
         self.backward = -1  # autograd's number of it
         self.number = -1  # and of the node of the forward that runs
         self.shared: dict[int, set[int]] = {}  # backward -> weights whose gradients it adds up
@@ -90,6 +92,16 @@ class Gradients:
         if len(edges) == program.schedule.edges:
             self.leaves = [getattr(target, "variable", None) for target in edges]
 
+    def backward_begins(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Look for weights whose gradients autograd adds up, among those that a program got first in this step.
+
+        Eager code may have used such a weight before any program had it, which no guard has seen."""
+        if self.unmet:
+            with DisableTorchFunctionSubclass():
+                leaves = added_up(outputs)
+                for record in self.unmet:
+                    record.edges_unseen |= any(id(face) in leaves for face in record.live_faces())
+
     def _see_shared(self) -> None:
         """Weights that several forwards used whose backward may still come belong to all of them until this
         backward is over."""
@@ -115,6 +127,7 @@ class Gradients:
             self.forwards.append(Forward(self.number, frozenset(weights), saved, found["result"]))
 
     def end_step(self) -> None:
+        self.unmet.clear()
         for forward in self.forwards:
             forward.steps += 1
 
@@ -277,7 +290,9 @@ def _hook(tensor: torch.Tensor) -> None:
     weight = ref(tensor, lambda _: HOOKED.pop(key, None) and None)
     HOOKED[key] = weight
 
-    def before(gradient: torch.Tensor) -> None:
+    def before(gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # a branch that feeds no loss: autograd adds nothing to this weight's gradient
+            return
         counts = gradient._use_count(), sys.getrefcount(gradient)  # type: ignore[attr-defined]
         if ACTIVE and (owner := weight()) is not None:
             ACTIVE[0].before(owner, gradient, counts)

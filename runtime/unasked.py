@@ -27,6 +27,7 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.utils._device import _device_constructors
 
+from .gradients import ACTIVE as gradients_of_engines
 from .guard import BARE, active, touched
 
 Function = Callable[..., Any]
@@ -136,6 +137,9 @@ def _gradients(function: Function) -> Function:
 
     @functools.wraps(function)
     def asks(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        if active() is not None:
+            for each in gradients_of_engines:
+                each.backward_begins(outputs)
         if _any_guarded(gradients):
             return touched(lambda given: asking(outputs, given, args, kwargs), (gradients,), {})
         return asking(outputs, gradients, args, kwargs)

@@ -26,7 +26,16 @@ from teraio.passes import selftest
 from teraio.runtime import engine
 from teraio.runtime.adopt import foreign_weight, weights_of_compiled_modules
 from teraio.schedule import ProgramKind
-from teraio.session import all_made_again, guard_this_graph, loaded_graph, made_again, reset, start
+from teraio.session import (
+    all_made_again,
+    graph_of_ours,
+    guard_this_graph,
+    loaded_graph,
+    made_again,
+    patch_torch,
+    reset,
+    start,
+)
 
 log = logging.getLogger("teraio")
 
@@ -40,7 +49,8 @@ def backend(
 ) -> Callable[..., Any]:
     """What `torch.compile(backend="teraio")` calls for every captured graph."""
     try:
-        return _compile(gm, example_inputs, {**(options or {}), **({"mode": mode} if mode else {})})
+        with graph_of_ours():
+            return _compile(gm, example_inputs, {**(options or {}), **({"mode": mode} if mode else {})})
     except TeraioError as error:
         _raise_as_it_is(error)
 
@@ -166,3 +176,8 @@ def _label(labels: tuple[str, ...]) -> int:
             program.name_arguments(labels)
             loaded_graph(program.schedule.graph)
     return len(loaded)
+
+
+# `torch.compile` imports this module when it is called, which is before Dynamo traces the model.
+if versions.tested(torch.__version__):
+    patch_torch()

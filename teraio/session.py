@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -186,6 +186,18 @@ SESSION: Session | None = None
 GIVEN: dict[str, Any] = {}  # to `open_with`: what a compile need not say again
 
 
+def patch_torch() -> None:
+    """Wraps functions of torch and registers global hooks, once per process, before Dynamo traces anything.
+
+    Dynamo may restart the analysis of a frame. If a function of torch was wrapped in between, the second pass
+    meets other code than the first, and Dynamo gives up. Without an engine all of it passes through."""
+    unasked.install()
+    optimizer.install()
+    saves.install()
+    if dynamo_guards.SUPPORTED and WATCH is None:
+        _watch()
+
+
 def open_with(options: Mapping[str, Any]) -> None:
     """The engine is there when this returns, with these options, or with those that it has; for the device
     that a model is made on now."""
@@ -202,10 +214,8 @@ def start(options: Options, kind: str = "cpu") -> None:
         _look_at_environment()
         SESSION = Session(options, "cpu" if kind == "meta" else kind)
         engine.use(SESSION.engine)
-        optimizer.install()
+        patch_torch()
         SIGNALS.install(between.user_code)
-        unasked.install()
-        saves.install()
         _watch_guards(SESSION.engine)
     elif kind not in {SESSION.device.kind, "meta"}:
         raise UnsupportedError(
@@ -230,9 +240,14 @@ def _look_at_environment() -> None:
 WATCH: dynamo_guards.Watch | None = None
 
 
+def _watch() -> None:
+    global WATCH
+    WATCH = dynamo_guards.Watch(between.weights_off_guard, between.weights_on_guard, _foreign_program)
+    WATCH.install()
+
+
 def _watch_guards(running: engine.Engine) -> None:
     """Weights wear a guard class while user code runs; Dynamo's guards must not see it."""
-    global WATCH
     if not dynamo_guards.SUPPORTED:
         log.warning(
             "teraio: torch %s does not say when it evaluates guards: between compiled programs all weights "
@@ -240,10 +255,8 @@ def _watch_guards(running: engine.Engine) -> None:
             torch.__version__,
         )
         running.guard.end()
-    elif WATCH is None:
-        WATCH = dynamo_guards.Watch(between.weights_off_guard, between.weights_on_guard, _foreign_program)
-        WATCH.install()
     else:
+        assert WATCH is not None
         WATCH.listen()
 
 
@@ -276,6 +289,20 @@ def loaded_graph(graph: str) -> None:
     """A program that was cut from this joint graph is there, compiled or from a cache."""
     if SESSION is not None and graph:
         SESSION.remaking.loaded(graph)
+
+
+@contextlib.contextmanager
+def graph_of_ours() -> Iterator[None]:
+    """Takes the graph back that the block counts as ours, if the block raises.
+
+    Dynamo then breaks the graph before the operator that failed and traces the frame again."""
+    counted = 0 if WATCH is None else WATCH.ours
+    try:
+        yield
+    except BaseException:
+        if WATCH is not None:
+            WATCH.ours = counted
+        raise
 
 
 def guard_this_graph() -> None:
