@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from strangers.case import Compile
 from strangers.loops_parts import Perceptron, Words, fit, next_word, rows, texts
@@ -102,12 +103,12 @@ def eight_bits(compile: Compile, library: str, name: str) -> Iterable[Any]:
 
 
 def plain(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Gives the states that are plain tensors."""
+    """Gives the states that are tensors of one piece; their class may be the guard's."""
     return {
         f"{number}.{name}": value
         for number, state in enumerate(optimizer.state.values())
         for name, value in state.items()
-        if type(value) is torch.Tensor
+        if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
     }
 
 
@@ -220,7 +221,6 @@ COLLECTED: dict[str, dict[str, Any]] = {
     "AdEMAMix": {},
     "Ranger21": {"num_iterations": 10},
     "StableSPAM": {},
-    "Muon": {"use_muon": True},
 }
 LOOPS: dict[str, Loop] = {
     "muon": muon,
