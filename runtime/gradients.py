@@ -102,6 +102,14 @@ class Gradients:
                 for record in self.unmet:
                     record.edges_unseen |= any(id(face) in leaves for face in record.live_faces())
 
+    def graph_of_backward(self) -> None:
+        """Note that a backward has made a graph of itself, in C++: its nodes may hold and end at any weight."""
+        for record in self.residency.reachable.values():
+            if record.kind == "weight":
+                record.edges_unseen = True
+                record.aliased |= record.shared()
+                record.held |= record.holders() > 0
+
     def _see_shared(self) -> None:
         """Weights that several forwards used whose backward may still come belong to all of them until this
         backward is over."""
@@ -134,7 +142,7 @@ class Gradients:
     def backward_ran(self, outputs: Sequence[Any]) -> None:
         """Autograd, and the user's hooks, get what it made."""
         for tensor in outputs:
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                 record = self.made.get(tensor.untyped_storage()._cdata)
                 if record is not None:
                     self.residency.reachable[record.key] = record

@@ -19,7 +19,7 @@ import torch._functorch.config as functorch_config
 from torch._dynamo import eval_frame
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 
-from teraio import session, versions
+from teraio import session, unreached, versions
 from teraio.errors import TeraioError, UnsupportedError
 from teraio.options import Options, disabled
 from teraio.passes import selftest
@@ -180,4 +180,5 @@ def _label(labels: tuple[str, ...]) -> int:
 
 # `torch.compile` imports this module when it is called, which is before Dynamo traces the model.
 if versions.tested(torch.__version__):
+    unreached.install()  # its hook runs before the runtime's: it may open the engine that those ask for
     patch_torch()
