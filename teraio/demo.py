@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from teraio.errors import TeraioError
+from teraio.report.shape import row_of
 from teraio.units import fmt_bytes
 
 WARMUP = 5  # steps before those that count: compile, one that makes the optimizer states, three that measure
@@ -247,7 +248,7 @@ def _picture(plain: list[int], ours: list[int], budget: int, width: int = 72, he
     for row in range(height, 0, -1):
         level = top * (row - 0.5) / height
         line = "".join("#" if b >= level else ":" if a >= level else " " for a, b in zip(one, other))
-        if abs(budget - level) <= top / height / 2:
+        if row == row_of(budget, top, height):
             line = "".join(c if c == "#" else "-" for c in line)
         lines.append(f"  {fmt_bytes(int(top * row / height)):>10} |{line}")
     lines.append(f"  {'':>10} +{'-' * width}")

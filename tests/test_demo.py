@@ -12,6 +12,7 @@ import tree
 from children import ended
 
 from teraio import cli
+from teraio import demo as demo_command
 
 TINY = ("--inner", "eager", "--layers", "2", "--batch", "2", "--length", "96", "--steps", "1")
 
@@ -69,3 +70,15 @@ def test_losses_that_differ_are_said_and_the_exit_code(
 
 def run_of(losses: list[float]) -> dict[str, object]:
     return {"losses": losses, "tensor_peak_bytes": 2**20, "step_s": 1.0}
+
+
+@pytest.mark.parametrize("budget", [400, 399, 401, 350, 1200, 1])
+def test_the_picture_has_one_line_for_the_budget(budget: int) -> None:
+    """400 of 1200 bytes is the edge between two rows of twelve, as near to one as to the other."""
+    picture = demo_command._picture([1200], [0], budget)
+    rows = [row.partition("|")[2] for row in picture.splitlines() if "|" in row]
+    assert [at for at, row in enumerate(rows) if "-" in row] == [12 - -(-budget * 12 // 1200)]
+
+
+def test_a_budget_above_all_that_was_used_is_not_in_the_picture() -> None:
+    assert "|-" not in demo_command._picture([1200], [0], 1201)
