@@ -3,6 +3,7 @@
     plan(profile, machine, budget_bytes)     -> a plan that `check` has accepted, with its predicted step time
     smallest_budget(profile)                 -> the budget below which there is none
     to_make_again(profile, ...)              -> what `plan` with `recompute` would make again
+    bound_ns(profile, machine, budget_bytes) -> the bound that such a plan has, without the plan
     simulate(plan, profile, machine)         -> its predicted timeline, each link by itself
     predicted_ns(plan, profile, machine)     -> its predicted step, where links share too
 
@@ -40,6 +41,7 @@ from .zero_infinity import zero_infinity
 
 __all__ = [
     "PLANNERS",
+    "bound_ns",
     "build",
     "lower_bound_ns",
     "plan",
@@ -149,6 +151,26 @@ def _predicted(made: Plan, profile: Profile, step: Profile, machine: Machine, bo
     if not verdict.feasible:
         raise PlanError(f"planner {made.planner!r} made a plan that the check refuses: {verdict.problems[0]}")
     return replace(made, predicted=Predicted(predicted_ns(made, step, machine), bound_ns, verdict.peak_bytes))
+
+
+def bound_ns(
+    profile: Profile,
+    machine: Machine,
+    budget_bytes: int,
+    *,
+    time_limit_s: float = 10.0,
+    recompute: bool = False,
+) -> int:
+    """Finds the bound that a plan for this has (`plan`, with the same limit and `recompute`), without making
+    the plan. It is the same number, unless the time ends the search for it, or a plan meets the simple bound
+    at once: then the two are within a thousandth of each other."""
+    budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
+    problem = build(profile, machine)
+    refuse_below_floor(problem, budget_bytes)
+    joint_bound = joint.bound(problem, machine, budget_bytes, time_limit_s) if recompute else None
+    if joint_bound is None:
+        joint_bound = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * time_limit_s)
+    return joint_bound.step_ns
 
 
 def to_make_again(

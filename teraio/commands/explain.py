@@ -16,6 +16,7 @@ from teraio.errors import TeraioError
 from teraio.machine import Link, Machine, Tier
 from teraio.plan import Plan, moved_bytes
 from teraio.profile import Profile
+from teraio.recompute import as_planned
 from teraio.timeline import Timeline
 from teraio.units import fmt_bytes, fmt_count, fmt_ns, fmt_rate
 
@@ -89,7 +90,8 @@ def main(args: argparse.Namespace) -> int:
 
     endurance = endurance_of(args)
     profile, machine = Profile.read(args.profile_file), Machine.read(args.machine)
-    plan, profile = checked_plan(args.plan_file, profile, machine)
+    made, whole = checked_plan(args.plan_file, profile, machine), profile
+    plan, profile = as_planned(made, whole)
     if args.graph:
         print(json.dumps(graph.as_json(plan, profile)) if args.json else graph.listing(plan, profile))
         return 0
@@ -97,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
     plan = replace(plan, predicted=replace(plan.predicted, step_ns=step))
     waits = list(waited(line, profile))
     limit_ns = options.from_flags(args).plan_time
-    answers = [] if args.what_if == "off" else list(what_if(plan, profile, machine, args.what_if, limit_ns))
+    answers = [] if args.what_if == "off" else list(what_if(made, whole, machine, args.what_if, limit_ns))
     if args.json:
         print(json.dumps(_as_json(line, step, profile, plan, waits[: args.top], answers)))
         return 0
@@ -210,16 +212,20 @@ def answer_rows(answers: list[Answer], step: int) -> list[tuple[str, ...]]:
 
 
 def what_if(plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int) -> Iterator[Answer]:
-    """The step as it is, and with one thing more. `by`: plan again, or the bound only."""
+    """Answers for the step as it is, and with one thing more. `by`: plan again, or find the bound only. The
+    plan is as it was read: one that makes tensors again is asked about with all that can be made again."""
     from teraio.passes import planner
 
+    recompute = bool(plan.recompute)
     for change, other, budget in _changes(machine, plan.budget_bytes):
         try:
             if by == "bound":
-                bound = planner.lower_bound_ns(planner.build(profile, other), budget)
+                limit_s = limit_ns / 1e9
+                bound = planner.bound_ns(profile, other, budget, time_limit_s=limit_s, recompute=recompute)
                 yield Answer(change, bound, None)
                 continue
-            made, _ = Request(profile, other, budget, 0, "auto", limit_ns).made()
+            asked = Request(profile, other, budget, 0, "auto", limit_ns, recompute=recompute)
+            made, _ = asked.made()
             yield Answer(change, made.predicted.bound_ns, made.predicted.step_ns)
         except TeraioError as error:
             yield Answer(change, None, None, str(error))

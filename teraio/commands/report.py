@@ -13,6 +13,7 @@ from teraio.files import write_bytes
 from teraio.machine import Machine
 from teraio.plan import Plan
 from teraio.profile import Profile
+from teraio.recompute import as_planned
 from teraio.timeline import Timeline
 from teraio.units import fmt_bytes
 
@@ -85,7 +86,7 @@ def _sources(args: argparse.Namespace) -> report.Sources:
     predicted = Timeline.read(args.predicted) if args.predicted else None
     plan: Plan | None = None
     if args.plan_file and profile is not None and machine is not None:
-        plan, step = checked_plan(args.plan_file, profile, machine)
+        plan, step = as_planned(checked_plan(args.plan_file, profile, machine), profile)
         if predicted is None and line.kind == "measured":
             predicted = simulate(plan, step, machine)
     elif args.plan_file:
@@ -102,8 +103,9 @@ def _what_if(args: argparse.Namespace, sources: report.Sources) -> report.Table 
         return None
     if not plan.budget_bytes:
         raise OptionError(f"{args.plan_file} has no budget_bytes; make another with `teraio plan`")
-    answers = list(what_if(plan, profile, machine, args.what_if, limit_ns))
-    head, *rows = answer_rows(answers, predicted_ns(plan, profile, machine))
+    made = Plan.read(args.plan_file)
+    answers = list(what_if(made, profile, machine, args.what_if, limit_ns))
+    head, *rows = answer_rows(answers, predicted_ns(*as_planned(made, profile), machine))
     caption = "The same step planned again, as predicted: as it is, and with one thing more"
     return report.Table(caption, tuple(head), tuple(rows))
 

@@ -16,7 +16,6 @@ from teraio.machine import Machine
 from teraio.notices import without_match
 from teraio.plan import Plan
 from teraio.profile import Profile
-from teraio.recompute import as_planned
 
 PROFILE = "a profile: options={'profile': 'run.profile.json'} writes one, `teraio profile synth` makes one up"
 MACHINE = "a machine file: `teraio doctor -o` writes this machine's, profiles/machines/ has others"
@@ -74,7 +73,7 @@ def add_what_if(parser: argparse.ArgumentParser) -> None:
         "--what-if",
         choices=("plan", "bound", "off"),
         default="plan",
-        help="plan again (default), give the bound only, or leave it out",
+        help="plan again (default), find only the bound that such plans have, or leave it out",
     )
 
 
@@ -107,8 +106,8 @@ def capacity(machine: Machine, tier: str = "device") -> int:
     return next((each.capacity_bytes for each in machine.tiers if each.name == tier), 0)
 
 
-def checked_plan(path: str, profile: Profile, machine: Machine) -> tuple[Plan, Profile]:
-    """A plan that the check accepts for this profile on this machine, and the step that its moves are for."""
+def checked_plan(path: str, profile: Profile, machine: Machine) -> Plan:
+    """A plan that the check accepts for this profile on this machine; `as_planned` has its step."""
     plan = Plan.read(path)
     verdict = check(plan, profile, machine)
     if not verdict.feasible:
@@ -118,7 +117,7 @@ def checked_plan(path: str, profile: Profile, machine: Machine) -> tuple[Plan, P
             f"{path} is no plan for profile {profile.name!r} on machine {machine.name!r}: {why}"
             f"{verdict.problems[0]}. Make one: teraio plan PROFILE --machine MACHINE -o {path}"
         )
-    return as_planned(plan, profile)
+    return plan
 
 
 def with_budget(request: Request, budget_bytes: int) -> Request:

@@ -7,6 +7,7 @@ import json
 
 from teraio.machine import Machine
 from teraio.profile import Profile
+from teraio.recompute import as_planned
 from teraio.units import fmt_bytes, fmt_ns
 
 from .figures import busy
@@ -38,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
     from teraio.passes.planner.simulate import step_ns
 
     profile, machine = Profile.read(args.profile_file), Machine.read(args.machine)
-    plan, profile = checked_plan(args.plan_file, profile, machine)
+    plan, profile = as_planned(checked_plan(args.plan_file, profile, machine), profile)
     line = simulate(plan, profile, machine)
     if args.output:
         line.write(args.output)
