@@ -299,4 +299,4 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert f"usage: teraio {command}" in text
     assert "example" in text and f"\n  teraio {command}" in text
     assert "%" not in text.replace("100%", "").replace("80%", "").replace("5%", "")
-    assert "--json" in text or command in ("profile", "completion")  # those of `profile` have it
+    assert "--json" in text or command in ("profile", "machine", "completion")  # theirs have it

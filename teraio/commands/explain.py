@@ -23,7 +23,7 @@ from teraio.units import fmt_bytes, fmt_count, fmt_ns, fmt_rate
 from . import graph
 from .figures import busy, figures, table
 from .plan import endurance_of
-from .request import Request, add_plan, add_what_if, checked_plan
+from .request import Request, add_plan, add_what_if, checked_plan, read
 
 DESCRIPTION = """\
 Simulates a plan and says where its step goes: how long every link is busy, which tensors compute waits for
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
     from teraio.passes.planner.simulate import simulate, step_ns
 
     endurance = endurance_of(args)
-    profile, machine = Profile.read(args.profile_file), Machine.read(args.machine)
+    profile, machine = read(args.profile_file, args.machine)
     made, whole = checked_plan(args.plan_file, profile, machine), profile
     plan, profile = as_planned(made, whole)
     if args.graph:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from teraio import options
+from teraio import options, shipped
 from teraio.cache import fingerprint_of
 from teraio.check import check
 from teraio.errors import PlanError
@@ -17,8 +17,11 @@ from teraio.notices import without_match
 from teraio.plan import Plan
 from teraio.profile import Profile
 
-PROFILE = "a profile: options={'profile': 'run.profile.json'} writes one, `teraio profile synth` makes one up"
-MACHINE = "a machine file: `teraio doctor -o` writes this machine's, profiles/machines/ has others"
+PROFILE = (
+    "a profile: a file that options={'profile': 'run.profile.json'} or `teraio profile synth` writes, or a "
+    "name of `teraio profile list`"
+)
+MACHINE = "a machine: a file that `teraio doctor -o` writes, or a name of `teraio machine list`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ def request(args: argparse.Namespace, path: str, planner: str = "") -> Request:
     from teraio.passes.planner import smallest_budget
 
     asked = options.from_flags(args)
-    profile, machine = Profile.read(path), Machine.read(args.machine)
+    profile, machine = read(path, args.machine)
     for line in without_match(asked.keep, [tensor.name for tensor in profile.tensors]):
         print(f"teraio: {line}", file=sys.stderr)
     kept = frozenset(t.name for t in profile.tensors if any(fnmatchcase(t.name, g) for g in asked.keep))
@@ -100,6 +103,31 @@ def request(args: argparse.Namespace, path: str, planner: str = "") -> Request:
         write_per_day_bytes=asked.max_write_per_day or 0,
         recompute=asked.recompute == "auto",
     )
+
+
+def read(profile: str, machine: str) -> tuple[Profile, Machine]:
+    """Reads what was named on a command line."""
+    found = shipped.machine(machine)
+    return read_profile(profile, found), found
+
+
+def read_profile(asked: str, machine: Machine | None = None) -> Profile:
+    """Reads a profile, or makes that of a model that is named instead: with the times of the accelerator that
+    the machine's name begins with, or else of a H100."""
+    from teraio.passes import synth
+
+    models = tuple(synth.MODELS)
+    if asked not in models or shipped.is_file(asked):
+        return Profile.read(shipped.path(asked, shipped.PROFILES, models))
+    known = synth.known(machine.name) if machine is not None else ""
+    rates = synth.ACCELERATORS[known or "h100"][0]
+    made = synth.synth(asked, synth.Request(rates=rates))
+    print(
+        f"teraio: {asked} is a model: planned is a step of one sequence, {made.name}, with times by the data "
+        f"sheet of {known or 'h100'}. `teraio profile synth` makes others",
+        file=sys.stderr,
+    )
+    return made
 
 
 def capacity(machine: Machine, tier: str = "device") -> int:
