@@ -6,12 +6,13 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import tree
 from children import ended
 
-from teraio import cli
+from teraio import cli, progress
 from teraio import demo as demo_command
 
 TINY = ("--inner", "eager", "--layers", "2", "--batch", "2", "--length", "96", "--steps", "1")
@@ -82,3 +83,21 @@ def test_the_picture_has_one_line_for_the_budget(budget: int) -> None:
 
 def test_a_budget_above_all_that_was_used_is_not_in_the_picture() -> None:
     assert "|-" not in demo_command._picture([1200], [0], 1201)
+
+
+def test_the_steps_of_a_run_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = cli._parser().parse_args(["demo", "--steps", "1"])
+    said: list[str] = []
+
+    def lines() -> Iterator[str]:
+        for line in ("no figures", *(json.dumps({"step": number}) for number in range(1, 9))):
+            assert progress._LINE is not None
+            said.append(": ".join(stage.text() for stage in progress._LINE.stages))
+            yield line
+        yield json.dumps({"losses": [1.0]})
+
+    monkeypatch.setattr(progress, "quiet", lambda: False)
+    assert demo_command._followed(lines(), args, "plainly") == {"losses": [1.0]}
+    assert said[0] == "teraio demo: plainly, step 1 of 7: compiling"
+    assert [text.rpartition(": ")[2] for text in said[2:6]] == [f"step {n} of 7" for n in range(2, 6)]
+    assert said[-1] == "teraio demo: plainly: step 8 of 8"  # more were needed than was thought

@@ -37,6 +37,7 @@ from .search import search
 from .simulate import simulate, step_ns
 from .tencache import tencache
 from .teraio_paper import teraio_paper
+from .told import tell_bound
 from .zero_infinity import zero_infinity
 
 __all__ = [
@@ -195,6 +196,7 @@ def _made(
 ) -> tuple[Plan, int]:
     """The plan and the bound."""
     begun, bound_ns = monotonic(), lower_bound_ns(problem, budget_bytes)
+    tell_bound(bound_ns)
     if planner == "auto":
         period_ns, made = at_once(problem, machine, budget_bytes, bound_ns)
         if period_ns <= bound_ns * CLOSE:
@@ -203,6 +205,7 @@ def _made(
             time_limit_s = min(time_limit_s, steps * (period_ns - bound_ns) / 1e9)
     stop = begun + time_limit_s
     lower = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * time_limit_s)
+    tell_bound(lower.step_ns)
     problem = replace(problem, stalls_ns=lower.stalls_ns, away=lower.away, towards=lower.towards)
     left_s = stop - monotonic()
     make = PLANNERS[planner]

@@ -25,6 +25,7 @@ from time import monotonic
 from teraio.errors import PlanError
 from teraio.machine import Machine
 from teraio.profile import Profile
+from teraio.progress import tell
 from teraio.recompute import folded, recomputed, replayed
 
 from .again import candidates
@@ -54,6 +55,7 @@ class Choice:
 
 def bound(problem: Problem, machine: Machine, budget_bytes: int, time_limit_s: float) -> Bound | None:
     """Finds what no plan beats, whatever it makes again; None as for `choose`."""
+    tell("what to make again")
     again = candidates(problem)
     if not again or int(problem.live.max()) <= budget_bytes:
         return None

@@ -16,6 +16,7 @@ from teraio.errors import TeraioError
 from teraio.machine import Link, Machine, Tier
 from teraio.plan import Plan, moved_bytes
 from teraio.profile import Profile
+from teraio.progress import stage
 from teraio.recompute import as_planned
 from teraio.timeline import Timeline
 from teraio.units import fmt_bytes, fmt_count, fmt_ns, fmt_rate
@@ -99,7 +100,7 @@ def main(args: argparse.Namespace) -> int:
     plan = replace(plan, predicted=replace(plan.predicted, step_ns=step))
     waits = list(waited(line, profile))
     limit_ns = options.from_flags(args).plan_time
-    answers = [] if args.what_if == "off" else list(what_if(made, whole, machine, args.what_if, limit_ns))
+    answers = answered("teraio explain", made, whole, machine, args.what_if, limit_ns)
     if args.json:
         print(json.dumps(_as_json(line, step, profile, plan, waits[: args.top], answers)))
         return 0
@@ -211,24 +212,37 @@ def answer_rows(answers: list[Answer], step: int) -> list[tuple[str, ...]]:
     return rows
 
 
+def answered(
+    command: str, plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int
+) -> list[Answer]:
+    """Asks everything, unless it is `off`; says how far it is."""
+    if by == "off":
+        return []
+    with stage(command):
+        return list(what_if(plan, profile, machine, by, limit_ns))
+
+
 def what_if(plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int) -> Iterator[Answer]:
     """Answers for the step as it is, and with one thing more. `by`: plan again, or find the bound only. The
     plan is as it was read: one that makes tensors again is asked about with all that can be made again."""
     from teraio.passes import planner
 
-    recompute = bool(plan.recompute)
+    recompute, limit_s = bool(plan.recompute), limit_ns / 1e9
     for change, other, budget in _changes(machine, plan.budget_bytes):
         try:
-            if by == "bound":
-                limit_s = limit_ns / 1e9
-                bound = planner.bound_ns(profile, other, budget, time_limit_s=limit_s, recompute=recompute)
-                yield Answer(change, bound, None)
-                continue
-            asked = Request(profile, other, budget, 0, "auto", limit_ns, recompute=recompute)
-            made, _ = asked.made()
-            yield Answer(change, made.predicted.bound_ns, made.predicted.step_ns)
+            with stage(f"what if: {change}"):
+                if by == "bound":
+                    bound = planner.bound_ns(
+                        profile, other, budget, time_limit_s=limit_s, recompute=recompute
+                    )
+                    answer = Answer(change, bound, None)
+                else:
+                    asked = Request(profile, other, budget, 0, "auto", limit_ns, recompute=recompute)
+                    made, _ = asked.made()
+                    answer = Answer(change, made.predicted.bound_ns, made.predicted.step_ns)
         except TeraioError as error:
-            yield Answer(change, None, None, str(error))
+            answer = Answer(change, None, None, str(error))
+        yield answer
 
 
 def _changes(machine: Machine, budget: int) -> Iterator[tuple[str, Machine, int]]:

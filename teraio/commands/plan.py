@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from teraio import options
 from teraio.errors import OptionError, PlanError, TeraioError
 from teraio.plan import Plan
+from teraio.progress import stage
 from teraio.units import fmt_bytes, fmt_ns, parse_bytes
 
 from .figures import Figures, figures, table
@@ -86,14 +87,16 @@ def _compare(args: argparse.Namespace, asked: Request, endurance: int) -> int:
     plans: dict[str, Plan] = {}
     rows: dict[str, Figures] = {}
     refused: dict[str, str] = {}
-    for name in distinct.values():
-        try:
-            plan, plan_ns = replace(asked, planner=name).made()
-        except TeraioError as error:
-            refused[name] = str(error)
-            continue
-        plans[name] = plan
-        rows[name] = figures(plan, asked.profile, asked.machine, plan_ns, endurance)
+    with stage("teraio plan"):
+        for number, name in enumerate(distinct.values(), 1):
+            try:
+                with stage(f"planner {number} of {len(distinct)}"):
+                    plan, plan_ns = replace(asked, planner=name).made()
+            except TeraioError as error:
+                refused[name] = str(error)
+                continue
+            plans[name] = plan
+            rows[name] = figures(plan, asked.profile, asked.machine, plan_ns, endurance)
     # Bounds are of the problem, not of the plan: the best of them holds for all.
     bound_ns = max((made.bound_ns for made in rows.values()), default=0)
     rows = {name: replace(made, bound_ns=bound_ns) for name, made in rows.items()}

@@ -15,7 +15,7 @@ from teraio.recompute import as_planned
 from teraio.timeline import Timeline
 from teraio.units import fmt_bytes
 
-from .explain import answer_rows, what_if
+from .explain import answer_rows, answered
 from .request import MACHINE, PROFILE, add_what_if, checked_plan, read_profile
 
 DESCRIPTION = """\
@@ -102,7 +102,7 @@ def _what_if(args: argparse.Namespace, sources: report.Sources) -> report.Table 
     if not plan.budget_bytes:
         raise OptionError(f"{args.plan_file} has no budget_bytes; make another with `teraio plan`")
     made = Plan.read(args.plan_file)
-    answers = list(what_if(made, profile, machine, args.what_if, limit_ns))
+    answers = answered("teraio report", made, profile, machine, args.what_if, limit_ns)
     head, *rows = answer_rows(answers, predicted_ns(*as_planned(made, profile), machine))
     caption = "The same step planned again, as predicted: as it is, and with one thing more"
     return report.Table(caption, tuple(head), tuple(rows))

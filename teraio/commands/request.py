@@ -16,6 +16,7 @@ from teraio.machine import Machine
 from teraio.notices import without_match
 from teraio.plan import Plan
 from teraio.profile import Profile
+from teraio.progress import stage
 
 PROFILE = (
     "a profile: a file that options={'profile': 'run.profile.json'} or `teraio profile synth` writes, or a "
@@ -43,17 +44,18 @@ class Request:
         from teraio.passes import planner
 
         began = time.monotonic_ns()
-        plan = planner.plan(
-            self.profile,
-            self.machine,
-            self.budget_bytes,
-            planner=self.planner,
-            fingerprint=fingerprint_of(self.profile),
-            time_limit_s=self.plan_ns / 1e9,
-            keep=self.keep,
-            write_per_day_bytes=self.write_per_day_bytes,
-            recompute=self.recompute,
-        )
+        with stage(f"planning by {self.planner}", limit_s=self.plan_ns / 1e9):
+            plan = planner.plan(
+                self.profile,
+                self.machine,
+                self.budget_bytes,
+                planner=self.planner,
+                fingerprint=fingerprint_of(self.profile),
+                time_limit_s=self.plan_ns / 1e9,
+                keep=self.keep,
+                write_per_day_bytes=self.write_per_day_bytes,
+                recompute=self.recompute,
+            )
         return plan, time.monotonic_ns() - began
 
 
