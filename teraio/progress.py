@@ -62,8 +62,8 @@ class _Line:
         late = [now_s - stage.begun_s >= AFTER_S and not stage.announced for stage in stages]
         if self.on_terminal and stages and (self.shown or late[0]):
             self.shown = True
-            width = os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else 80
-            _write(f"\r\033[K{_text(stages, now_s)[: max(width - 1, 20)]}")
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # 0: it does not know
+            _write(f"\r\033[K{_text(stages, now_s)[: width - 1]}")
         elif any(late) and not self.on_terminal:
             for stage in stages:
                 stage.announced = True

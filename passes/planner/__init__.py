@@ -23,6 +23,7 @@ from teraio.errors import OptionError, PlanError
 from teraio.machine import Machine
 from teraio.plan import Plan, Predicted
 from teraio.profile import Profile
+from teraio.progress import tell
 from teraio.recompute import recomputed
 
 from . import events, joint
@@ -206,6 +207,7 @@ def _made(
     stop = begun + time_limit_s
     lower = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * time_limit_s)
     tell_bound(lower.step_ns)
+    tell("")
     problem = replace(problem, stalls_ns=lower.stalls_ns, away=lower.away, towards=lower.towards)
     left_s = stop - monotonic()
     make = PLANNERS[planner]

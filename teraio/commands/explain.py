@@ -40,8 +40,8 @@ A drive more reads 7 and writes 5 GB/s (PCIe 4.0), as far as the bandwidth that 
 memory on a machine that has none is reached at the bandwidth the drives share, or 25 GB/s.
 
 examples:
-  teraio explain run.plan.json run.profile.json --machine h100-4ssd.machine.json
-  teraio explain run.plan.json run.profile.json --machine h100-4ssd.machine.json --graph"""
+  teraio explain run.plan.json run.profile.json --machine h100-4ssd
+  teraio explain run.plan.json run.profile.json --machine h100-4ssd --graph"""
 
 MORE_HOST_BYTES = 64 * 2**30
 MORE_DEVICE_BYTES = 8 * 2**30

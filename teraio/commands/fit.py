@@ -25,8 +25,8 @@ that fits and stays within --within of compute alone is marked."""
 
 EPILOG = """\
 examples:
-  teraio fit run.profile.json --machine rtx4090-1ssd.machine.json --within 1.2
-  teraio fit b1.profile.json b4.profile.json b16.profile.json --machine h100-4ssd.machine.json --memory 60GiB
+  teraio fit run.profile.json --machine rtx4090-1ssd --within 1.2
+  teraio fit b1.profile.json b4.profile.json b16.profile.json --machine h100-4ssd --memory 60GiB
 
 exit codes: 0 something fits, 1 nothing does, 2 bad input"""
 

@@ -29,9 +29,9 @@ by default 600 times the tier's capacity) over what a day of such steps writes. 
 write less where that helps, and a step takes as long as its writes may.
 
 examples:
-  teraio plan run.profile.json --machine h100-4ssd.machine.json --memory 40GiB -o run.plan.json
-  teraio plan run.profile.json --machine h100-4ssd.machine.json --timeline run.predicted.json
-  teraio plan run.profile.json --machine h100-4ssd.machine.json --memory min --planner all
+  teraio plan run.profile.json --machine h100-4ssd --memory 40GiB -o run.plan.json
+  teraio plan run.profile.json --machine h100-4ssd --timeline run.predicted.json
+  teraio plan run.profile.json --machine h100-4ssd --memory min --planner all
   teraio plan run.profile.json --machine here.machine.json --endurance 2400TB --json
 
 exit codes: 0 a plan was made, 1 there is none (the line says what would do), 2 bad input"""

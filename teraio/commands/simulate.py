@@ -19,7 +19,7 @@ refused.
 
 EPILOG = """\
 example:
-  teraio simulate run.plan.json run.profile.json --machine h100-8ssd.machine.json --timeline 8ssd.json"""
+  teraio simulate run.plan.json run.profile.json --machine h100-8ssd --timeline 8ssd.json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
