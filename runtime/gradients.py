@@ -93,7 +93,7 @@ class Gradients:
             self.leaves = [getattr(target, "variable", None) for target in edges]
 
     def backward_begins(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Look for weights whose gradients autograd adds up, among those that a program got first in this step.
+        """Look for weights whose gradients autograd adds up, among those that are new in this step.
 
         Eager code may have used such a weight before any program had it, which no guard has seen."""
         if self.unmet:
@@ -103,7 +103,7 @@ class Gradients:
                     record.edges_unseen |= any(id(face) in leaves for face in record.live_faces())
 
     def graph_of_backward(self) -> None:
-        """Note that a backward has made a graph of itself, in C++: its nodes may hold and end at any weight."""
+        """Note that a backward has made a graph of itself: nodes made in C++ may hold any weight."""
         for record in self.residency.reachable.values():
             if record.kind == "weight":
                 record.edges_unseen = True

@@ -232,7 +232,7 @@ def start(options: Options, kind: str = "cpu") -> None:
 
 
 def take_in_eager(weight: torch.Tensor) -> None:
-    """Let the engine evict this weight, which no program has; the optimizer that steps it brings its others."""
+    """Let the engine evict this weight, which no program has, and others of its optimizer."""
     assert SESSION is not None
     SESSION.engine.registry.take_in_eager(weight, "eager")
 

@@ -1,7 +1,7 @@
 """Which compiled models sent no graph to the backend, seen when an optimizer steps for the first time.
 
-Dynamo may skip a frame and run it as plain Python: it does so with a frame that has a recurrent layer. Then the
-backend is never called. So the first step of each optimizer compares the weights of compiled modules that
+Dynamo may skip a frame and run it as plain Python: it does so with a frame that has a recurrent layer. Then
+the backend is never called. So the first step of each optimizer compares the weights of compiled modules that
 have gradients with the weights that programs had. What is missing is told, with Dynamo's reasons, and the
 engine is opened for it: the weights, gradients and optimizer states are evicted as those of eager code are.
 """
