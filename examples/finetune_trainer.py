@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import arguments, equal, mib, plainly, size_bytes, sizes, table
+from side_by_side import arguments, equal, mib, not_imported, plainly, size_bytes, sizes, table
 from torch import nn
 
 try:
     import accelerate  # noqa: F401  the Trainer asks for it
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Trainer, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
-except ImportError as missing:
-    raise SystemExit(f"{missing.name} is missing: pip install transformers accelerate") from missing
+except ImportError as error:
+    raise not_imported(error, "transformers", "accelerate") from error
 
 Texts = list[dict[str, torch.Tensor]]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from side_by_side import arguments, equal, mib, plainly, sizes, table
+from side_by_side import arguments, equal, mib, not_imported, plainly, sizes, table
 from streaming_inference import write
 from torch import nn
 
@@ -25,8 +25,8 @@ try:
     from accelerate import init_empty_weights
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
-except ImportError as missing:
-    raise SystemExit(f"{missing.name} is missing: pip install peft transformers accelerate") from missing
+except ImportError as error:
+    raise not_imported(error, "peft", "transformers", "accelerate") from error
 
 
 def described(args: argparse.Namespace) -> LlamaConfig:

@@ -22,8 +22,6 @@ from side_by_side import arguments, equal, mib, sizes, table
 import teraio
 from teraio.demo_model import Llama, Shape
 
-MACHINES = Path(__file__).parents[1] / "profiles/machines"
-
 
 def losses(args: argparse.Namespace, **options: str) -> Iterator[float]:
     torch.manual_seed(0)
@@ -51,8 +49,8 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def planned(args: argparse.Namespace, profile: Path, machine: Path, plan: Path) -> dict[str, Any]:
-    command = ["plan", str(profile), "--machine", str(machine), "--memory", args.memory, "--json"]
+def planned(args: argparse.Namespace, profile: Path, machine: str, plan: Path) -> dict[str, Any]:
+    command = ["plan", str(profile), "--machine", machine, "--memory", args.memory, "--json"]
     result: dict[str, Any] = json.loads(run(*command, "--planner", args.planner, "-o", str(plan)))
     return result
 
@@ -72,10 +70,8 @@ def main() -> None:
         torch._dynamo.reset()
         run("doctor", "-o", str(here))
         for machine in [*args.machines, str(here)]:
-            file = MACHINES / f"{machine}.machine.json"
-            file = file if file.exists() else Path(machine)
-            told = planned(args, profile, file, plan)
-            step, bound, name = told["step_ns"], told["bound_ns"], file.name.split(".")[0]
+            told = planned(args, profile, machine, plan)
+            step, bound, name = told["step_ns"], told["bound_ns"], Path(machine).name.split(".")[0]
             print(
                 f"  {name:<16} within {mib(told['memory_bytes'])}: step {step / 1e9:.3f} s, "
                 f"bound {bound / 1e9:.3f} s, gap {step / bound - 1:.1%}"

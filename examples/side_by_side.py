@@ -26,6 +26,17 @@ def sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
 
 
+def not_imported(error: ImportError, *packages: str) -> SystemExit:
+    """Says what to install if one of these packages is missing, else what the import said."""
+    if isinstance(error, ModuleNotFoundError) and error.name in packages:
+        return SystemExit(f"{error.name} is missing: pip install {' '.join(packages)}")
+    said = " ".join(str(error).split())
+    return SystemExit(
+        f"an import of this example failed, {type(error).__name__}: {said}. Other versions may do: "
+        f"pip install --upgrade {' '.join(packages)}"
+    )
+
+
 @contextmanager
 def plainly() -> Iterator[None]:
     """What is compiled in the block is the same program without teraio: no slots, no budget."""

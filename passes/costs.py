@@ -85,7 +85,8 @@ def of_nodes(gm: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, list[Cos
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return (leaf for leaf in leaves if leaf.layout == torch.strided)
 
 
 def _only_views(given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:

@@ -26,8 +26,13 @@ SlotFunction = Callable[..., None]
 UNTOLD_VIEWS = {torch.ops.aten._unsafe_view.default}  # their schemas tell of no alias
 
 
+def has_bytes(value: object) -> bool:
+    """Tell whether this is a tensor with a storage: a sparse gradient is made of two others and has none."""
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
 def is_tensor(node: object) -> bool:
-    return isinstance(node, torch.fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+    return isinstance(node, torch.fx.Node) and has_bytes(node.meta.get("val"))
 
 
 def storage_key(value: torch.Tensor) -> int:
@@ -49,7 +54,8 @@ def storage_size(value: torch.Tensor) -> tuple[int, Any]:
 def elements(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in a node's value, however nested, each with its name: `split.1.0` is no variable's."""
     if isinstance(value, torch.Tensor):
-        yield name, value
+        if has_bytes(value):
+            yield name, value
     elif isinstance(value, tuple | list):
         for position, part in enumerate(value):
             yield from elements(f"{name}.{position}", part)

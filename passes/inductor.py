@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,14 +31,17 @@ from torch._inductor.virtualized import V
 
 from teraio import schedule as schedules
 from teraio.errors import UnsupportedError
+from teraio.progress import stage
 from teraio.schedule import ProgramKind, Schedule
-from teraio.units import fmt_bytes
+from teraio.units import fmt_bytes, fmt_count
 
 from . import again, aot, inductor_calls, inductor_lines, inductor_partition, partition, sizes, slots
 from .inductor_calls import Program, Subprogram, subprogram
 from .inductor_lines import UnknownLine, UserStreams, storage_size
 from .inductor_options import refuse_unfit
 from .slots import Make, Place, Signature, lay_slots, own_bytes, whole_program
+
+log = logging.getLogger("teraio")
 
 
 def _version() -> str:
@@ -335,5 +339,6 @@ def _compile_inner(
         # graphs by itself (torch.compiler.override_cudagraphs), which reaches us as an argument.
         graphs = kwargs.get("cudagraphs")
         refuse_unfit({"triton.cudagraphs": True} if graphs is not None and graphs.value else {})
-        with slotted_codegen(compilation):
+        what = f"compiling the {kind} program of {fmt_count(count_calls(gm.graph), 'operator')} with Inductor"
+        with stage(what, say=log.info), slotted_codegen(compilation):
             return compile_fx_inner(gm, example_inputs, **kwargs)

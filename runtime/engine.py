@@ -43,6 +43,7 @@ from .store import Store
 from .unseen import Unseen
 from .user_code import UserCode, written_unseen
 
+HANDED_OVER_BY = 1  # holders of a weight at the first slot, at most, if nobody but the program has it
 CALLS_MAX = 4096  # of a step: one that never ends is none, and what is kept per call must end
 
 
@@ -71,6 +72,7 @@ class Engine:
         self.unseen = Unseen(self.residency, device, self.user.overrun)
         self.follower = Follower(self.residency, self.mover)
         self.host_step: HostStep | None = None  # optimizers step there what has its states there
+        self.optimizers: set[int] = set()  # numbers of those that have stepped in this step
         self.calm = Calm(self.residency, self.tracker, self.registry.register)
 
     # ---- slots
@@ -134,6 +136,7 @@ class Engine:
             for position, buffer in stop.made:
                 bound[buffer] = self.registry.register(program, buffer, tensors[position])
         if index == 0 and own:
+            self.user.outside.keeps()  # what eager code made and hands over is in the ledger by now
             self._meet(program)
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
         last = index == program.last
@@ -168,7 +171,6 @@ class Engine:
         self.stuck.look()
         self.tracker.enter(program, mark)  # before `bound` is cleared: the call before may be of this program
         self.expect()
-        self.user.outside.keeps()
         program.bound = [None] * len(program.schedule.buffers)
         self.gradients.enter(program)
 
@@ -182,7 +184,8 @@ class Engine:
         """Its arguments are known. Weights that were never seen may be held by eager autograd already: they
         have more holders than those beside them, which are all handed over in the same way."""
         if self.registry.new_weights:
-            least = min(r.holders() for r in program.bound if r is not None and r.kind == "weight")
+            holders = (r.holders() for r in program.bound if r is not None and r.kind == "weight")
+            least = min(HANDED_OVER_BY, *holders)  # an eager graph may hold all of them
             for record in self.registry.new_weights:
                 record.held = record.edges_unseen = record.holders() > least
             self.gradients.unmet += self.registry.new_weights
@@ -214,9 +217,18 @@ class Engine:
         self.user.hand_over()
         self.at_rest()
 
+    def end_step_of_eager(self, optimizer: int) -> None:
+        """End the step before this optimizer's next one, in a loop whose model is in no program."""
+        programs = self.tracker.programs
+        eager = bool(programs) and all(program.schedule.kind == "optimizer" for program in programs)
+        if eager and self.tracker.stepped is not None and optimizer in self.optimizers:
+            self.end_step()
+        self.optimizers.add(optimizer)
+
     def end_step(self) -> None:
         """The step is over: what was measured becomes the next step's expectation."""
         self.residency.serial += 1
+        self.optimizers.clear()
         self.residency.going.end_done()
         self.residency.failed.clear()
         self.residency.bury()

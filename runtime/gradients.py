@@ -93,7 +93,7 @@ class Gradients:
             self.leaves = [getattr(target, "variable", None) for target in edges]
 
     def backward_begins(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Look for weights whose gradients autograd adds up, among those that a program got first in this step.
+        """Look for weights whose gradients autograd adds up, among those that are new in this step.
 
         Eager code may have used such a weight before any program had it, which no guard has seen."""
         if self.unmet:
@@ -101,6 +101,14 @@ class Gradients:
                 leaves = added_up(outputs)
                 for record in self.unmet:
                     record.edges_unseen |= any(id(face) in leaves for face in record.live_faces())
+
+    def graph_of_backward(self) -> None:
+        """Note that a backward has made a graph of itself: nodes made in C++ may hold any weight."""
+        for record in self.residency.reachable.values():
+            if record.kind == "weight":
+                record.edges_unseen = True
+                record.aliased |= record.shared()
+                record.held |= record.holders() > 0
 
     def _see_shared(self) -> None:
         """Weights that several forwards used whose backward may still come belong to all of them until this
@@ -134,7 +142,7 @@ class Gradients:
     def backward_ran(self, outputs: Sequence[Any]) -> None:
         """Autograd, and the user's hooks, get what it made."""
         for tensor in outputs:
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                 record = self.made.get(tensor.untyped_storage()._cdata)
                 if record is not None:
                     self.residency.reachable[record.key] = record

@@ -258,7 +258,7 @@ def store_link(
         bench = Bench(io, device or CpuDevice(), 64 * MIB)
         began_cpu_ns = time.process_time_ns()
         try:
-            progress("a look at the drive")
+            progress("measuring the drive: a first look")
             _prepare(bench, folder, seconds, min(limit_bytes, _room_bytes(folder)), progress)
             link = _rates(bench, seconds, progress)
             cpu_ns = time.process_time_ns() - began_cpu_ns
@@ -282,18 +282,18 @@ def _prepare(bench: Bench, folder: Path, seconds: float, limit_bytes: int, progr
         )
     probe, _ = bench.rates(seconds / 8, evict=True, fetch=False)
     block = _fitting(_block_bytes(probe), 2 * AHEAD, limit_bytes)
-    progress("laying out a file")
+    progress("measuring the drive: laying out a file")
     bench.lay_out(block, max(min(limit_bytes, int(probe * seconds)) // block, 2 * AHEAD), seconds)
 
 
 def _rates(bench: Bench, seconds: float, progress: Progress) -> Link:
-    progress("evicting")
+    progress("measuring the drive: evicting")
     evict, _ = bench.rates(seconds, evict=True, fetch=False)
-    progress("fetching")
+    progress("measuring the drive: fetching")
     _, fetch = bench.rates(seconds, evict=False, fetch=True)
-    progress("both at once")
+    progress("measuring the drive: both at once")
     both_evict, both_fetch = bench.rates(seconds, evict=True, fetch=True)
-    progress("latency")
+    progress("measuring the drive: latency")
     evict_ns, fetch_ns = bench.latency_ns(bench.evict), bench.latency_ns(bench.fetch)
     return Link("ssd", evict, fetch, both_evict, both_fetch, evict_ns, fetch_ns)
 

@@ -106,6 +106,7 @@ class OptimizerCall:
         """Cut into buckets in the first of these ways that fits."""
         engine = self.engine
         engine.user.outside.ends()
+        engine.end_step_of_eager(self.about.number)
         engine.stuck.look()
         engine.gradients.let_go()
         engine.user.forget_others()

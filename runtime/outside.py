@@ -128,9 +128,15 @@ class Outside:
         grown -= max(0, residency.mover.resident_bytes - stretch.known_bytes - self.taken_bytes)
         outside = grown if grown >= NOISE_BYTES else 0
         self.tracker.outside[stretch.call] = outside
-        short = stretch.known_bytes + outside + residency.reserve_bytes - residency.budget_bytes
+        known = stretch.known_bytes
+        if residency.elastic:  # the next step evicts the others before user code runs
+            known = min(known, residency.fixed_bytes + self._exposed_bytes())
+        short = known + outside + residency.reserve_bytes - residency.budget_bytes
         if outside and short > 0:
             self.overrun(short, f"after call {stretch.call}, {stretch.kind}")
+
+    def _exposed_bytes(self) -> int:
+        return sum(record.size_bytes for record in self.residency.reachable.values() if record.exposed)
 
     def _comes_again(self, stretch: Stretch) -> bool:
         """What was seen is user code, and of the next step too."""

@@ -44,8 +44,8 @@ class Registry:
     # ---- what programs hand over
 
     def register(self, program: Program, buffer: int, tensor: Any) -> Record | None:
-        if not isinstance(tensor, torch.Tensor):
-            return None
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            return None  # a sparse gradient has no storage
         storage = tensor.untyped_storage()
         record = self.residency.records.get(storage._cdata)
         about = program.schedule.buffers[buffer]
@@ -185,6 +185,8 @@ class Registry:
         if is_traceable_wrapper_subclass(tensor):
             for part in tensor.__tensor_flatten__()[0]:
                 self.count(getattr(tensor, part), f"{name}.{part}", "state")
+            return None
+        if tensor.layout != torch.strided:
             return None
         storage = tensor.untyped_storage()
         record = self.residency.records.get(storage._cdata)

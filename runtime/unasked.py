@@ -137,12 +137,17 @@ def _gradients(function: Function) -> Function:
 
     @functools.wraps(function)
     def asks(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        if active() is not None:
-            for each in gradients_of_engines:
-                each.backward_begins(outputs)
+        engines = gradients_of_engines if active() is not None else []
+        for each in engines:
+            each.backward_begins(outputs)
         if _any_guarded(gradients):
-            return touched(lambda given: asking(outputs, given, args, kwargs), (gradients,), {})
-        return asking(outputs, gradients, args, kwargs)
+            result = touched(lambda given: asking(outputs, given, args, kwargs), (gradients,), {})
+        else:
+            result = asking(outputs, gradients, args, kwargs)
+        if len(args) > 1 and args[1]:  # create_graph
+            for each in engines:
+                each.graph_of_backward()
+        return result
 
     for each in (asking, asks):  # Dynamo is not kept out of this file
         skip_code(each.__code__)

@@ -19,10 +19,12 @@ import torch._functorch.config as functorch_config
 from torch._dynamo import eval_frame
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 
-from teraio import session, versions
+from teraio import session, unreached, versions
 from teraio.errors import TeraioError, UnsupportedError
 from teraio.options import Options, disabled
 from teraio.passes import selftest
+from teraio.progress import stage
+from teraio.remade import compiled_function
 from teraio.runtime import engine
 from teraio.runtime.adopt import foreign_weight, weights_of_compiled_modules
 from teraio.schedule import ProgramKind
@@ -91,15 +93,16 @@ def _compile(
         with functorch_config.patch(enable_autograd_cache=False):
             slotted = fx.compiler(lambda g, kind: _slot_eager(g, kind, labels), engine.guarded, made_again)
             return slotted(gm, example_inputs)
-    return inductor.compile_program(
-        gm,
-        example_inputs,
-        log.warning,
-        lambda: _label(labels),
-        guard=True,
-        settings=settings,
-        again=(made_again, all_made_again()),
-    )
+    with stage(f"compiling {compiled_function()}", say=log.info):
+        return inductor.compile_program(
+            gm,
+            example_inputs,
+            log.warning,
+            lambda: _label(labels),
+            guard=True,
+            settings=settings,
+            again=(made_again, all_made_again()),
+        )
 
 
 def _kind_of(inputs: list[Any]) -> str:
@@ -180,4 +183,5 @@ def _label(labels: tuple[str, ...]) -> int:
 
 # `torch.compile` imports this module when it is called, which is before Dynamo traces the model.
 if versions.tested(torch.__version__):
+    unreached.install()  # its hook runs before the runtime's: it may open the engine that those ask for
     patch_torch()

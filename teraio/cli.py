@@ -12,7 +12,20 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from teraio import __version__, demo, doctor
-from teraio.commands import cache, completion, explain, fit, options, plan, profile, report, simulate, store
+from teraio.commands import (
+    cache,
+    completion,
+    explain,
+    fit,
+    machine,
+    options,
+    plan,
+    profile,
+    report,
+    simulate,
+    store,
+)
+from teraio.commands.parser import Parser
 from teraio.errors import FileFormatError, OptionError, TeraioError
 
 DESCRIPTION = """\
@@ -36,6 +49,7 @@ COMMANDS: tuple[tuple[str, Command, str], ...] = (
     ("demo", demo, "train a small Llama plainly and within a third of its memory"),
     ("doctor", doctor, "what this machine can do, what stands in the way, and the fix"),
     ("profile", profile, "profiles of well-known models, for planning offline"),
+    ("machine", machine, "machines that come with teraio, for planning offline"),
     ("plan", plan, "make a plan from a saved profile, for a machine one may not own"),
     ("simulate", simulate, "predict the step of a plan and write its timeline"),
     ("explain", explain, "why a step takes as long as it does, and what would make it faster"),
@@ -66,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    whole = argparse.ArgumentParser(
+    whole = Parser(
         prog="teraio",
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -13,13 +13,16 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
 from teraio.errors import TeraioError
+from teraio.progress import stage, tell
+from teraio.report.shape import row_of
 from teraio.units import fmt_bytes
 
 WARMUP = 5  # steps before those that count: compile, one that makes the optimizer states, three that measure
@@ -101,13 +104,33 @@ def _run(args: argparse.Namespace, budget: int) -> dict[str, Any]:
     for name in ("steps", "layers", "batch", "length"):
         command += [f"--{name}", str(getattr(args, name))]
     environment = {**os.environ, "TERAIO_DISABLE": "" if budget else "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise TeraioError(
-            f"the {'budgeted' if budget else 'plain'} run failed:\n{done.stderr.strip()[-2000:]}"
-        )
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    with tempfile.TemporaryFile("w+") as said:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=said, text=True
+        ) as run:
+            assert run.stdout is not None
+            result = _followed(run.stdout, args, "within the budget" if budget else "plainly")
+        said.seek(0)
+        if run.returncode != 0:
+            raise TeraioError(
+                f"the {'budgeted' if budget else 'plain'} run failed:\n{said.read().strip()[-2000:]}"
+            )
     return result
+
+
+def _followed(lines: Iterable[str], args: argparse.Namespace, how: str) -> dict[str, Any]:
+    """Reads what a run prints, a line for each step and then its figures; says how far it is."""
+    told: dict[str, Any] = {}
+    steps, found = WARMUP + args.steps + 1, (json.loads(line) for line in lines if line.startswith("{"))
+    with stage("teraio demo"):
+        with stage(f"{how}, step 1 of {steps}: compiling" if args.inner == "inductor" else f"{how}, step 1"):
+            told = next(found, told)
+        with stage(how):
+            tell(f"step 2 of {steps}")
+            for told in found:
+                if "step" in told:
+                    tell(f"step {told['step'] + 1} of {max(steps, told['step'] + 1)}")
+    return told
 
 
 def _train(args: argparse.Namespace) -> dict[str, Any]:
@@ -141,6 +164,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(loss.item())
         times.append(time.perf_counter() - began)
+        print(json.dumps({"step": len(losses)}), flush=True)
 
     while len(losses) < WARMUP or not (_settled(budget) or len(losses) > WARMUP_MOST):
         step()
@@ -247,7 +271,7 @@ def _picture(plain: list[int], ours: list[int], budget: int, width: int = 72, he
     for row in range(height, 0, -1):
         level = top * (row - 0.5) / height
         line = "".join("#" if b >= level else ":" if a >= level else " " for a, b in zip(one, other))
-        if abs(budget - level) <= top / height / 2:
+        if row == row_of(budget, top, height):
             line = "".join(c if c == "#" else "-" for c in line)
         lines.append(f"  {fmt_bytes(int(top * row / height)):>10} |{line}")
     lines.append(f"  {'':>10} +{'-' * width}")

@@ -24,6 +24,7 @@ from teraio import findings
 from teraio.errors import StoreError
 from teraio.findings import Finding, Verdict
 from teraio.machine import Link, Machine, Tier
+from teraio.progress import stage, tell
 from teraio.units import fmt_ns, fmt_rate
 
 if TYPE_CHECKING:
@@ -331,19 +332,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """The exit code: 0 usable, 1 warnings, 2 unusable."""
     name = args.output.name.split(".")[0] if args.output else ""
-    report = run(args.store, seconds=args.seconds, name=name or "here", progress=_progress())
-    _progress()("")
+    with stage("teraio doctor"):
+        report = run(args.store, seconds=args.seconds, name=name or "here", progress=tell)
     print(report.json() if args.json else report.text())
     if args.output and report.machine and report.links:
         report.machine.write(args.output)
         print(f"wrote {args.output}", file=sys.stderr)
     return report.exit_code
-
-
-def _progress() -> Progress:
-    """One line on a terminal, written over; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        return lambda doing: None
-    return lambda doing: print(
-        f"\r\033[K{doing + ' ...' if doing else ''}", end="", file=sys.stderr, flush=True
-    )

@@ -20,6 +20,7 @@ from teraio.options import Options
 from teraio.passes import lifetimes, planner
 from teraio.plan import Plan
 from teraio.profile import Profile
+from teraio.progress import stage
 from teraio.remade import Remaking
 from teraio.runtime.engine import Engine
 from teraio.schedule import Step
@@ -94,9 +95,9 @@ class Planning:
     def _new(self, profile: Profile, step: Step, fingerprint: str) -> Plan | None:
         """None: another step than this one runs from now on."""
         if self.remaking.open(step) and self.options.planner != "none":
-            names = planner.to_make_again(
-                profile, self.machine, self.budget_bytes, time_limit_s=self.options.plan_time / 1e9
-            )
+            limit_s = self.options.plan_time / 1e9
+            with stage("choosing what to make again", limit_s=limit_s, say=log.info):
+                names = planner.to_make_again(profile, self.machine, self.budget_bytes, time_limit_s=limit_s)
             if self.remaking.decide(step, names):
                 return None
         plan = self._make(profile, fingerprint)
@@ -105,16 +106,18 @@ class Planning:
         return replace(plan, remade=self.remaking.of(step))
 
     def _make(self, profile: Profile, fingerprint: str) -> Plan:
-        return planner.plan(
-            profile,
-            self.machine,
-            self.budget_bytes,
-            planner=self.options.planner,
-            fingerprint=fingerprint,
-            time_limit_s=self.options.plan_time / 1e9,
-            steps=PAYS_BACK_STEPS,
-            write_per_day_bytes=self.options.max_write_per_day or 0,
-        )
+        limit_s = self.options.plan_time / 1e9
+        with stage(f"planning by {self.options.planner}", limit_s=limit_s, say=log.info):
+            return planner.plan(
+                profile,
+                self.machine,
+                self.budget_bytes,
+                planner=self.options.planner,
+                fingerprint=fingerprint,
+                time_limit_s=limit_s,
+                steps=PAYS_BACK_STEPS,
+                write_per_day_bytes=self.options.max_write_per_day or 0,
+            )
 
 
 def as_far_as_it_fits(profile: Profile, budget_bytes: int) -> Profile:

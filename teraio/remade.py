@@ -16,6 +16,7 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from types import CodeType
 
 from teraio.earlier import LATEST
@@ -132,6 +133,14 @@ def _compiling() -> CodeType | None:
         return None
     code = getattr(found, "f_code", None)
     return code if isinstance(code, CodeType) else None
+
+
+def compiled_function() -> str:
+    """Says which function Dynamo compiles now: `Llama.forward (model.py:61)`."""
+    code = _compiling()
+    if code is None or "_dynamo" in Path(code.co_filename).parts:  # Dynamo's own, around a layer of torch's
+        return "a model"
+    return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def _running(codes: Collection[CodeType]) -> bool:

@@ -231,6 +231,12 @@ def start(options: Options, kind: str = "cpu") -> None:
         )
 
 
+def take_in_eager(weight: torch.Tensor) -> None:
+    """Let the engine evict this weight, which no program has, and others of its optimizer."""
+    assert SESSION is not None
+    SESSION.engine.registry.take_in_eager(weight, "eager")
+
+
 @cache
 def _look_at_environment() -> None:
     for line in unknown_environment(os.environ):

@@ -1,23 +1,29 @@
-"""Runs the Python of the docs in small: reads a JSON list of [name, code] and executes each in a namespace of
-its own, with what the docs say is the reader's. Prints one JSON object: name -> what happened.
+"""Runs the docs in small: reads a JSON object of two lists, `python` of [name, code] and `commands` of [name,
+command line]. Each code is executed in a namespace of its own, with what the docs say is the reader's. Then
+the commands run one after another, in the same folder, which was empty. Prints one JSON object: name -> what
+happened.
 
     python docs_run.py < blocks.json
 
-Every size becomes one in which the model does not fit, so that things move.
+Every size becomes one in which the model does not fit, so that things move; a model that is made up has two
+layers, and planners have a tenth of a second.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
+import shlex
 import sys
 import tempfile
 import traceback
 import types
 from collections import namedtuple
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +32,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import teraio
+from teraio import cli
+from teraio.passes import synth
 
 WIDTH, BLOCKS, STEPS = 256, 4, 3
 MEMORY, LESS = "7MiB", "6800KiB"  # 4 MiB of it in reserve; weights, gradients and states are 4 MiB
@@ -103,6 +111,20 @@ def run(code: str) -> dict[str, Any]:
     return told
 
 
+def run_command(line: str) -> str:
+    """Nothing, or what went wrong."""
+    words = shlex.split(re.sub(r"\b(20|24)GiB\b", MEMORY, line), comments=True)[1:]
+    words += ["--seconds", "0.05"] * (words[0] == "doctor")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = cli.main(words)
+    except (Exception, SystemExit):  # noqa: BLE001
+        return f"{said.getvalue()}\n{traceback.format_exc()}"
+    # A machine may have warnings.
+    return "" if code == 0 or (words[0] == "doctor" and code == 1) else f"{said.getvalue()}\nexit code {code}"
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_file(
@@ -110,7 +132,12 @@ def main() -> None:
             f"{folder}/weights.safetensors",
         )
         os.chdir(folder)
-        told = {name: run(code) for name, code in json.load(sys.stdin)}
+        asked = json.load(sys.stdin)
+        told = {name: run(code) for name, code in asked["python"]}
+        os.environ["TERAIO_PLAN_TIME"] = "100ms"
+        for name, (model, parameters) in synth.MODELS.items():
+            synth.MODELS[name] = replace(model, layers=2), parameters
+        told["commands"] = {name: run_command(line) for name, line in asked["commands"]}
         told["files"] = {path.name: path.stat().st_size for path in Path(folder).iterdir()}
         os.chdir("/")
     print(json.dumps(told))

@@ -156,6 +156,27 @@ def test_explain_names_what_is_waited_for_and_what_would_help(files: dict[str, s
     assert all(10_000 <= answer["bound_ns"] <= 12_000 and answer["step_ns"] is None for answer in bounds)
 
 
+def test_the_bound_of_a_step_is_one_number(files: dict[str, str], out: Any) -> None:
+    """What `plan` says no plan beats, `explain` and `report` say of the same step planned again."""
+    profile, machine = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
+    profile.write(files["profile"])
+    machine.write(files["machine"])
+    where, budget = (files["profile"], "--machine", files["machine"], "--plan-time", "10s"), 1_500
+    line = str(Path(files["out"]).with_name("line.json"))
+    made = json.loads(
+        out("plan", *where, "--memory", str(budget), "-o", files["plan"], "--timeline", line, "--json")
+    )
+    assert made["bound_ns"] > planner.lower_bound_ns(planner.build(profile, machine), budget)
+    for by in ("bound", "plan"):
+        told = json.loads(out("explain", files["plan"], *where, "--what-if", by, "--json"))
+        assert told["what_if"][0]["change"] == "planned again"
+        assert told["what_if"][0]["bound_ns"] == made["bound_ns"], by
+    options = ("--profile", files["profile"], "--plan", files["plan"], "--machine", files["machine"])
+    told = json.loads(out("report", line, *options, "--what-if", "bound", "--json"))
+    (sentence,) = [text for text in told["sentences"] if "No plan for this profile takes less" in text]
+    assert f"less than {told['tables']['what_if']['rows'][0][-1]};" in sentence
+
+
 def test_explain_knows_links_that_share(files: dict[str, str], out: Any) -> None:
     root = ROOT / "profiles"
     machine = str(root / "machines/h100-4ssd.machine.json")
@@ -278,4 +299,4 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert f"usage: teraio {command}" in text
     assert "example" in text and f"\n  teraio {command}" in text
     assert "%" not in text.replace("100%", "").replace("80%", "").replace("5%", "")
-    assert "--json" in text or command in ("profile", "completion")  # those of `profile` have it
+    assert "--json" in text or command in ("profile", "machine", "completion")  # theirs have it

@@ -6,12 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import tree
 from children import ended
 
-from teraio import cli
+from teraio import cli, progress
+from teraio import demo as demo_command
 
 TINY = ("--inner", "eager", "--layers", "2", "--batch", "2", "--length", "96", "--steps", "1")
 
@@ -69,3 +71,33 @@ def test_losses_that_differ_are_said_and_the_exit_code(
 
 def run_of(losses: list[float]) -> dict[str, object]:
     return {"losses": losses, "tensor_peak_bytes": 2**20, "step_s": 1.0}
+
+
+@pytest.mark.parametrize("budget", [400, 399, 401, 350, 1200, 1])
+def test_the_picture_has_one_line_for_the_budget(budget: int) -> None:
+    """400 of 1200 bytes is the edge between two rows of twelve, as near to one as to the other."""
+    picture = demo_command._picture([1200], [0], budget)
+    rows = [row.partition("|")[2] for row in picture.splitlines() if "|" in row]
+    assert [at for at, row in enumerate(rows) if "-" in row] == [12 - -(-budget * 12 // 1200)]
+
+
+def test_a_budget_above_all_that_was_used_is_not_in_the_picture() -> None:
+    assert "|-" not in demo_command._picture([1200], [0], 1201)
+
+
+def test_the_steps_of_a_run_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = cli._parser().parse_args(["demo", "--steps", "1"])
+    said: list[str] = []
+
+    def lines() -> Iterator[str]:
+        for line in ("no figures", *(json.dumps({"step": number}) for number in range(1, 9))):
+            assert progress._LINE is not None
+            said.append(": ".join(stage.text() for stage in progress._LINE.stages))
+            yield line
+        yield json.dumps({"losses": [1.0]})
+
+    monkeypatch.setattr(progress, "quiet", lambda: False)
+    assert demo_command._followed(lines(), args, "plainly") == {"losses": [1.0]}
+    assert said[0] == "teraio demo: plainly, step 1 of 7: compiling"
+    assert [text.rpartition(": ")[2] for text in said[2:6]] == [f"step {n} of 7" for n in range(2, 6)]
+    assert said[-1] == "teraio demo: plainly: step 8 of 8"  # more were needed than was thought

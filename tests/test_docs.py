@@ -46,6 +46,19 @@ def blocks(word: str) -> dict[str, str]:
 
 
 PYTHON = {**blocks("python"), **blocks("python run")}
+# Pages whose commands run as they stand, one page after another, in a folder with what their Python wrote.
+RUNS = ("start.md", "README.md", "planning.md")
+
+
+def commands() -> dict[str, str]:
+    """`planning.md:13 teraio profile list` -> `teraio profile list`."""
+    found: dict[str, str] = {}
+    for path in sorted(DOCS, key=lambda path: (*RUNS, path.name).index(path.name)):
+        shells = (fence[2] for fence in FENCE.finditer(path.read_text()) if fence[1].strip() in ("", "bash"))
+        lines = re.findall(r"^(?:\$ )?(teraio .*)$", "\n".join(shells), re.MULTILINE)
+        if path.name in RUNS:
+            found |= {f"{path.name}: {line}": line for line in lines}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +66,8 @@ def ran() -> dict[str, Any]:
     """All blocks that run, in one process."""
     environment = {**os.environ, "TERAIO_INNER": "eager", "TERAIO_PLANNER": "greedy", "TERAIO_WARMUP": "1"}
     command = [sys.executable, str(Path(__file__).with_name("docs_run.py"))]
-    done = ended(command, env=environment, given=json.dumps(list(blocks("python run").items())))
+    asked = {"python": list(blocks("python run").items()), "commands": list(commands().items())}
+    done = ended(command, env=environment, given=json.dumps(asked))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "matches none" not in done.stderr, done.stderr[-3000:]
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -64,6 +78,12 @@ def test_the_blocks_that_run_do(ran: dict[str, Any]) -> None:
     errors_told = {name: told["error"] for name, told in ran.items() if "error" in told}
     assert not errors_told, "\n".join(f"{name}\n{error}" for name, error in errors_told.items())
     assert len(blocks("python run")) >= 12
+
+
+def test_the_commands_run_as_they_stand_in_an_empty_folder(ran: dict[str, Any]) -> None:
+    wrong = [f"{name}\n{said}" for name, said in ran["commands"].items() if said]
+    assert not wrong, "\n".join(wrong)
+    assert {name.partition(":")[0] for name in ran["commands"]} == set(RUNS) and len(ran["commands"]) >= 15
 
 
 def test_what_they_say_happens(ran: dict[str, Any]) -> None:

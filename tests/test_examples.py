@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -112,6 +114,44 @@ def test_adapters_are_trained_beside_weights_that_are_never_written(texts: dict[
 def test_without_a_package_an_example_says_what_to_install(texts: dict[str, str], name: str) -> None:
     text = texts[f"{name} without"]
     assert re.search(r"^SystemExit: \w+ is missing: pip install .*transformers", text, re.MULTILINE), text
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ModuleNotFoundError("No module named 'peft'", name="peft"), r"peft is missing: pip install peft"),
+        (
+            ModuleNotFoundError("No module named 'peft.x'", name="peft.x"),
+            r"No module named 'peft\.x'.* pip install --upgrade peft transformers",
+        ),
+        (ImportError("tokenizers>=0.22 is required"), r"ImportError: tokenizers>=0\.22 is required.*upgrade"),
+        (
+            ModuleNotFoundError("No module named 'yaml'", name="yaml"),
+            r"No module named 'yaml'.* install --upgrade",
+        ),
+    ],
+)
+def test_an_import_that_fails_is_told_as_what_it_is(
+    error: ImportError, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    said = str(importlib.import_module("side_by_side").not_imported(error, "peft", "transformers"))
+    assert re.search(told, said) and "None" not in said and "\n" not in said, said
+
+
+@pytest.mark.parametrize("name", ["lora", "finetune_trainer"])
+def test_a_package_that_is_there_and_broken_is_not_called_missing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what both import; neither gets as far as training."""
+    (tmp_path / "accelerate.py").write_text("raise ImportError('psutil 9 is too old')\n")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in [each for each in sys.modules if each.partition(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(SystemExit, match="psutil 9 is too old"):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    monkeypatch.delitem(sys.modules, "accelerate", raising=False)
 
 
 def test_blocks_share_a_program_and_keep_their_losses(texts: dict[str, str]) -> None:

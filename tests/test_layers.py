@@ -16,6 +16,7 @@ import tree
 FACE = (
     *(
         "backend",
+        "unreached",
         "session",
         "earlier",
         "host_choice",

@@ -320,4 +320,10 @@ def test_the_command_prints_what_is_made_again_and_explains_the_plan(
     assert told["again"] >= 1 and told["again_ns"] >= toys.US and told["feasible"]
     assert cli.main(["simulate", plan, *common]) == 0
     assert cli.main(["explain", plan, *common, "--what-if", "off"]) == 0
+    capsys.readouterr()
+    for by in ("bound", "plan"):  # of the same question: what may be made again still may
+        assert cli.main(["explain", plan, *common, "--what-if", by, "--plan-time", "2s", "--json"]) == 0
+        again = json.loads(capsys.readouterr().out)["what_if"][0]
+        assert again["bound_ns"] == told["bound_ns"]
+        assert again["step_ns"] in (None, told["step_ns"])
     assert Plan.read(plan).recompute

@@ -21,7 +21,7 @@ from teraio import cli, report
 from teraio.passes.planner import simulate
 from teraio.plan import Evict, Fetch, Plan, Predicted
 from teraio.profile import Kernel, Profile, Tensor
-from teraio.report import shape
+from teraio.report import shape, terminal
 from teraio.timeline import Counter, Span, Stall, Timeline
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{title}}&lt;"
@@ -230,6 +230,13 @@ def test_a_wait_ends_where_its_kernel_begins_or_lies_in_your_own_code() -> None:
     stalls = (Stall(1, "x", 20, "miss"), Stall(1, "y", 10, "miss"), Stall(2, "z", 15, "miss"))
     line = Timeline("measured", kernels, (), stalls)
     assert [(w.start_ns, w.end_ns) for w in shape.waits(line)] == [(10, 30), (30, 40), (75, 90)]
+
+
+def test_a_budget_on_the_edge_of_two_rows_is_drawn_once() -> None:
+    counters = (Counter("device", "weight", 0, 0), Counter("device", "weight", 99, 28))
+    line = Timeline("measured", (), counters, (), budget_bytes=14, step_ns=100)
+    picture = terminal.picture(report.content(report.Sources(line, "t")), height=14)
+    assert [row.split()[0] for row in picture.splitlines() if "|=" in row] == ["14"]
 
 
 def test_shares_of_slices_are_exact() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import tree
 
-from teraio import cli
+from teraio import cli, shipped
 from teraio.machine import Machine
 from teraio.passes import planner, synth
 from teraio.passes.synth.models import Decoder
@@ -35,7 +37,7 @@ def by_name(profile: Profile) -> dict[str, Tensor]:
     return {tensor.name: tensor for tensor in profile.tensors}
 
 
-def shipped() -> dict[str, list[str]]:
+def commands() -> dict[str, list[str]]:
     """File name -> the command that makes it, from the README."""
     lines = re.findall(r"^teraio (profile synth .*)$", (FOLDER / "README.md").read_text(), re.MULTILINE)
     commands = [shlex.split(line) for line in lines]
@@ -129,12 +131,17 @@ def test_experts_are_read_once_per_micro_batch_and_product() -> None:
     assert len(experts.reads) == 2 and len(experts.writes) == 1  # forward, its input's gradient; AdamW
 
 
-def test_shipped_profiles_are_what_their_commands_make(tmp_path: Path) -> None:
-    commands = shipped()
+def test_shipped_profiles_are_what_their_commands_make(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_by = commands()
     made = {path.name for path in FOLDER.glob("*.profile.json.gz")}
-    assert made - set(commands) == {"llama-cpu-160MiB.profile.json.gz"}  # measured
-    for name, command in commands.items():
-        assert cli.main([*command[:-1], str(tmp_path / name)]) == 0
+    assert made - set(made_by) == {"llama-cpu-160MiB.profile.json.gz"}  # measured
+    for name, command in made_by.items():
+        assert cli.main([*command[:-1], str(tmp_path / name), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        about = shipped.ABOUT_PROFILES[name.removesuffix(shipped.PROFILES.suffix)]
+        assert asdict(about).items() - told.items() == {("what", about.what)}
         # Packers differ between machines; what they pack does not.
         packed = (FOLDER / name).read_bytes()
         assert gzip.decompress(packed) == gzip.decompress((tmp_path / name).read_bytes()), name
@@ -149,11 +156,17 @@ def test_the_same_request_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_every_shipped_file_is_read_and_named_in_the_readme() -> None:
     readme = (FOLDER / "README.md").read_text()
+    assert set(shipped.ABOUT_MACHINES) == set(shipped.MACHINES.names())
     for path in (FOLDER / "machines").iterdir():
         assert Machine.read(path).name == path.name.removesuffix(".machine.json")
         assert f"`{Machine.read(path).name}`" in readme
     measured = Profile.read(FOLDER / "llama-cpu-160MiB.profile.json.gz")
-    assert planner.smallest_budget(measured) > 2**20
+    about = shipped.ABOUT_PROFILES["llama-cpu-160MiB"]
+    assert planner.smallest_budget(measured) == about.smallest_bytes
+    assert (measured.compute_ns, int(planner.build(measured).live.max())) == (
+        about.compute_ns,
+        about.peak_bytes,
+    )
     assert "llama-cpu-160MiB" in readme
 
 

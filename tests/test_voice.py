@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,8 +15,9 @@ import toys
 from torch import nn
 
 import teraio
-from teraio import voice
+from teraio import progress, voice
 from teraio.errors import OptionError
+from teraio.passes import inductor
 from teraio.plan import Evict, Fetch, Plan, Predicted
 from teraio.timeline import Timeline
 
@@ -137,6 +139,42 @@ def test_torchs_trace_gets_profile_plan_and_timeline(monkeypatch: pytest.MonkeyP
         "teraio_timeline": "teraio-timeline",
     }
     assert Timeline.loads(found["teraio_timeline"]) == Timeline.read(path)
+
+
+class Mine(nn.Module):
+    """A model of someone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+def test_a_compile_that_takes_long_is_told_with_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, nothing_left: None
+) -> None:
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        assert progress._LINE is not None
+        progress._LINE.look()
+        raise RuntimeError("it took too long")
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", slow)
+    monkeypatch.setattr(progress, "quiet", lambda: False)
+    monkeypatch.setattr(progress, "AFTER_S", 0.0)
+    monkeypatch.setattr(progress, "EVERY_S", 60.0)
+    caplog.set_level(logging.INFO, "teraio")
+    compiled = torch.compile(Mine(), backend="teraio", options={"memory": "1GiB"})
+    with pytest.raises(Exception, match="it took too long"):
+        compiled(torch.randn(4, 16))
+    (line,) = [text for text in caplog.messages if "compiling" in text]
+    assert re.fullmatch(
+        r"teraio: compiling Mine\.forward \(test_voice\.py:\d+\): compiling the forward program of \d "
+        r"operators? with Inductor; \d s",
+        line,
+    ), line
+    assert progress._LINE is None
 
 
 def test_a_torch_that_traces_otherwise_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:

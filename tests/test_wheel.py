@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import tree
 
+from teraio import shipped
 from teraio.report import onepage
 
 MODULES = sorted(tree.package())
@@ -51,6 +52,21 @@ def build(source: Path, target: Path) -> None:
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
 
 
+def fresh(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """In an interpreter that knows no teraio. -S leaves out the folders of installed packages, and with them
+    the hook of an editable teraio; as plain entries of the path they come back without it, so that torch is
+    found and teraio is what the arguments put in front."""
+    installed = os.pathsep.join(path for path in sys.path if path.endswith("-packages"))
+    return subprocess.run(
+        [sys.executable, "-S", "-P", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": installed},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     """From a copy of what git has: whatever else lies about in the tree must not be needed, nor travel."""
@@ -80,26 +96,28 @@ def test_the_wheel_has_every_module(built: Built) -> None:
     # What a report's page is made of is no module, nor what is compiled where it runs.
     assets = {f"teraio/report/assets/{name}" for name in ("page.html", "page.css", *onepage.SCRIPTS)}
     assets.add("teraio/runtime/spare_allocator.cpp")
-    machines = [path.name for path in tree.files(".json") if path.parts[:2] == ("profiles", "machines")]
-    assets |= {f"teraio/machines/{name}" for name in machines}
-    assert machines
-    assert assets - set(built.wheel_names) == set()
+    along = {f"teraio/{path}" for path in tree.files(".json", ".gz") if path.parts[0] == "profiles"}
+    assert len(along) == len(shipped.ABOUT_PROFILES) + len(shipped.ABOUT_MACHINES)
+    assert (assets | along) - set(built.wheel_names) == set()
+    assert along - set(built.sdist_names) == set()
+
+
+def test_what_comes_along_is_found_by_name_in_an_empty_folder(built: Built, tmp_path: Path) -> None:
+    words = ["profile", "show", "gpt2-b16"], ["machine", "list"], ["profile", "list"]
+    lines = [f"assert cli.main({each}) == 0" for each in words]
+    code = "\n".join(
+        (f"import sys; sys.path.insert(0, {str(built.wheel)!r}); from teraio import cli", *lines)
+    )
+    ran = fresh(["-c", code], tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "448 kernels" in ran.stdout and "rtx4090-1ssd" in ran.stdout and "vit-b-16-b256" in ran.stdout
+    assert not any(tmp_path.iterdir())
 
 
 def test_every_module_of_the_wheel_imports(built: Built) -> None:
     """In a fresh interpreter in which `teraio` is the wheel's: not this tree's, and not an installed one."""
     names = [name for name in (*MODULES, "teraio._native") if not name.endswith("__main__")]
-    # -S leaves out the folders of installed packages, and with them the hook of an editable teraio; as plain
-    # entries of the path they come back without it, so that torch is found and teraio is the wheel's.
-    installed = os.pathsep.join(path for path in sys.path if path.endswith("-packages"))
-    ran = subprocess.run(
-        [sys.executable, "-S", "-P", "-c", IMPORT_ALL, str(built.wheel), *names],
-        cwd=built.wheel.parent,
-        env={**os.environ, "PYTHONPATH": installed},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = fresh(["-c", IMPORT_ALL, str(built.wheel), *names], built.wheel.parent)
     assert ran.returncode == 0, ran.stderr
     places = ran.stdout.splitlines()
     assert len(places) == len(names)

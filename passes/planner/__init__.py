@@ -3,6 +3,7 @@
     plan(profile, machine, budget_bytes)     -> a plan that `check` has accepted, with its predicted step time
     smallest_budget(profile)                 -> the budget below which there is none
     to_make_again(profile, ...)              -> what `plan` with `recompute` would make again
+    bound_ns(profile, machine, budget_bytes) -> the bound that such a plan has, without the plan
     simulate(plan, profile, machine)         -> its predicted timeline, each link by itself
     predicted_ns(plan, profile, machine)     -> its predicted step, where links share too
 
@@ -22,6 +23,7 @@ from teraio.errors import OptionError, PlanError
 from teraio.machine import Machine
 from teraio.plan import Plan, Predicted
 from teraio.profile import Profile
+from teraio.progress import tell
 from teraio.recompute import recomputed
 
 from . import events, joint
@@ -36,10 +38,12 @@ from .search import search
 from .simulate import simulate, step_ns
 from .tencache import tencache
 from .teraio_paper import teraio_paper
+from .told import tell_bound
 from .zero_infinity import zero_infinity
 
 __all__ = [
     "PLANNERS",
+    "bound_ns",
     "build",
     "lower_bound_ns",
     "plan",
@@ -151,6 +155,26 @@ def _predicted(made: Plan, profile: Profile, step: Profile, machine: Machine, bo
     return replace(made, predicted=Predicted(predicted_ns(made, step, machine), bound_ns, verdict.peak_bytes))
 
 
+def bound_ns(
+    profile: Profile,
+    machine: Machine,
+    budget_bytes: int,
+    *,
+    time_limit_s: float = 10.0,
+    recompute: bool = False,
+) -> int:
+    """Finds the bound that a plan for this has (`plan`, with the same limit and `recompute`), without making
+    the plan. It is the same number, unless the time ends the search for it, or a plan meets the simple bound
+    at once: then the two are within a thousandth of each other."""
+    budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
+    problem = build(profile, machine)
+    refuse_below_floor(problem, budget_bytes)
+    joint_bound = joint.bound(problem, machine, budget_bytes, time_limit_s) if recompute else None
+    if joint_bound is None:
+        joint_bound = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * time_limit_s)
+    return joint_bound.step_ns
+
+
 def to_make_again(
     profile: Profile, machine: Machine, budget_bytes: int, *, time_limit_s: float = 10.0
 ) -> tuple[str, ...]:
@@ -173,6 +197,7 @@ def _made(
 ) -> tuple[Plan, int]:
     """The plan and the bound."""
     begun, bound_ns = monotonic(), lower_bound_ns(problem, budget_bytes)
+    tell_bound(bound_ns)
     if planner == "auto":
         period_ns, made = at_once(problem, machine, budget_bytes, bound_ns)
         if period_ns <= bound_ns * CLOSE:
@@ -181,6 +206,8 @@ def _made(
             time_limit_s = min(time_limit_s, steps * (period_ns - bound_ns) / 1e9)
     stop = begun + time_limit_s
     lower = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * time_limit_s)
+    tell_bound(lower.step_ns)
+    tell("")
     problem = replace(problem, stalls_ns=lower.stalls_ns, away=lower.away, towards=lower.towards)
     left_s = stop - monotonic()
     make = PLANNERS[planner]

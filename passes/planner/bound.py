@@ -27,6 +27,7 @@ from .again import Again
 from .certificate import Solution, certified_ns, solve
 from .problem import Bytes, Problem
 from .relaxation import Relaxation, relax
+from .told import tell_checks
 
 # On four steps of Llama 8B (1,500 kernels, 40 and 80 GB, 4 and 8 SSDs) 16 checks and 4 more a round ended
 # after 4 to 8 rounds and 2 to 4 s at a bound 0 to 1.2 % above that of 96 checks in equal parts (10 to 19 s).
@@ -83,6 +84,7 @@ def lower_bound(
     checks, took_s = first_checks(problem, FIRST_CHECKS), len(problem.gaps) * GAP_S
     while monotonic() + took_s < stop:
         began = monotonic()
+        tell_checks(len(checks))
         relaxation = relax(problem, dict(machine.shared), budget_bytes, checks, again)
         solution = solve(relaxation.rows, stop - monotonic())
         if solution is None:

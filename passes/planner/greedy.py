@@ -26,6 +26,7 @@ from .packing import packed
 from .problem import Problem, transfer_ns
 from .simulate import entered_ns
 from .timing import Absence, Clock, hidden_windows, time
+from .told import tell_best
 
 # Shares of the way from the budget to the floor that a target goes down: room for transfers in flight. On
 # seven synthetic Llama steps (8 and 32 layers, 20 to 80 GB, 4 and 8 SSDs) the best share was 0 to 0.5.
@@ -68,6 +69,7 @@ def portfolio(
         for plan, period_ns in _timed(problem, machine, budget_bytes, choice, start, best_ns):
             yield plan, period_ns
             best_ns = period_ns if best_ns < 0 else min(best_ns, period_ns)
+            tell_best("greedy", best_ns)
     if best_ns < 0:
         choice = packed(problem, budget_bytes)
         yield from _timed(problem, machine, budget_bytes, choice, _even_clock(problem, choice), best_ns)

@@ -22,6 +22,7 @@ from .greedy import as_plan, greedy
 from .problem import Problem, Route, transfer_ns
 from .simulate import entered_ns
 from .timing import Absence
+from .told import tell_best
 from .windows import Chosen, Free, State, Window
 
 FEW_GAPS = 6  # so many are one window
@@ -54,6 +55,7 @@ def improve(problem: Problem, machine: Machine, plan: Plan, *, bound_ns: int, se
         if spot is None:
             break
         tried.add(spot)
+        tell_best("ilp", best_ns)
         window = state.window(*spot)
         if window is None:
             continue

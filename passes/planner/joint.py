@@ -25,10 +25,11 @@ from time import monotonic
 from teraio.errors import PlanError
 from teraio.machine import Machine
 from teraio.profile import Profile
+from teraio.progress import tell
 from teraio.recompute import folded, recomputed, replayed
 
 from .again import candidates
-from .bound import lower_bound
+from .bound import Bound, lower_bound
 from .greedy import portfolio
 from .problem import Problem, build
 
@@ -52,6 +53,15 @@ class Choice:
     bound_ns: int
 
 
+def bound(problem: Problem, machine: Machine, budget_bytes: int, time_limit_s: float) -> Bound | None:
+    """Finds what no plan beats, whatever it makes again; None as for `choose`."""
+    tell("what to make again")
+    again = candidates(problem)
+    if not again or int(problem.live.max()) <= budget_bytes:
+        return None
+    return lower_bound(problem, machine, budget_bytes, time_limit_s=SHARE * time_limit_s, again=again)
+
+
 def choose(
     problem: Problem,
     machine: Machine,
@@ -63,13 +73,12 @@ def choose(
     """None: nothing is to be decided, because nothing can be made again or all of it fits. `spare`: the part
     of the budget that no kernel needs, because the kernels that then run will not be quite these."""
     begun = monotonic()
-    again = candidates(problem)
-    if not again or int(problem.live.max()) <= budget_bytes:
+    lower = bound(problem, machine, budget_bytes, time_limit_s)
+    if lower is None:
         return None
-    lower = lower_bound(problem, machine, budget_bytes, time_limit_s=SHARE * time_limit_s, again=again)
     names_of = [tensor.name for tensor in problem.profile.tensors]
     # Without a relaxation all of it, cheap or not, and none of it are the only sets there are.
-    fractions = lower.again or tuple((each.tensor, 1.0) for each in again)
+    fractions = lower.again or tuple((each.tensor, 1.0) for each in candidates(problem))
     taken = [tuple(names_of[i] for i, part in fractions if part >= least) for least in THRESHOLDS]
     whole = _with_alike(taken[0], [names_of[i] for i, _ in fractions])
     sets = [each for names in (taken[0], whole, *taken[1:]) for each in _unchained(problem.profile, names)]
@@ -100,9 +109,9 @@ def _lowest(
     for names, step in steps.items() if len(steps) > 1 else ():
         if best is not None and monotonic() > stop:
             break
-        bound = lower_bound(step, machine, budget_bytes, time_limit_s=LOOK_S, refined=False)
-        if best is None or bound.step_ns < best[0]:
-            best = bound.step_ns, names
+        found = lower_bound(step, machine, budget_bytes, time_limit_s=LOOK_S, refined=False)
+        if best is None or found.step_ns < best[0]:
+            best = found.step_ns, names
     return best[1] if best is not None else next(iter(steps), ())
 
 

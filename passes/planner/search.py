@@ -25,6 +25,7 @@ from .greedy import portfolio
 from .index import Arrays, Index, Position, arrays_of, index_of, plan_of, position_of
 from .problem import Problem
 from .simulate import entered_ns, lanes
+from .told import tell_best
 
 _Started = tuple["_native.Search", list[Home]]
 Progress = Callable[[int, int], None]  # the best step so far in ns, and how many plans were simulated
@@ -186,6 +187,7 @@ class _Race:
             self.done += ran
             self.evaluations += found.evaluations - before
             self.best_ns = min(self.best_ns or found.best_ns, found.best_ns)
+            tell_best("search", self.best_ns)
             if self.progress is not None:
                 self.progress(self.best_ns, self.evaluations)
             if ran == 0:

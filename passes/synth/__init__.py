@@ -17,10 +17,10 @@ from teraio.profile import ENTRIES_MAX, Profile
 from teraio.records import nearest
 
 from .models import MODELS, Shape
-from .roofline import Rates, Recorder
+from .roofline import ACCELERATORS, Rates, Recorder, known
 from .tape import PRECISIONS, Tape, Weights
 
-__all__ = ["MODELS", "PRECISIONS", "Rates", "Request", "parameters", "synth"]
+__all__ = ["ACCELERATORS", "MODELS", "PRECISIONS", "Rates", "Request", "known", "parameters", "synth"]
 
 
 RATES = Rates()

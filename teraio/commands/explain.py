@@ -16,13 +16,15 @@ from teraio.errors import TeraioError
 from teraio.machine import Link, Machine, Tier
 from teraio.plan import Plan, moved_bytes
 from teraio.profile import Profile
+from teraio.progress import stage
+from teraio.recompute import as_planned
 from teraio.timeline import Timeline
 from teraio.units import fmt_bytes, fmt_count, fmt_ns, fmt_rate
 
 from . import graph
 from .figures import busy, figures, table
 from .plan import endurance_of
-from .request import Request, add_plan, add_what_if, checked_plan
+from .request import Request, add_plan, add_what_if, checked_plan, read
 
 DESCRIPTION = """\
 Simulates a plan and says where its step goes: how long every link is busy, which tensors compute waits for
@@ -38,8 +40,8 @@ A drive more reads 7 and writes 5 GB/s (PCIe 4.0), as far as the bandwidth that 
 memory on a machine that has none is reached at the bandwidth the drives share, or 25 GB/s.
 
 examples:
-  teraio explain run.plan.json run.profile.json --machine h100-4ssd.machine.json
-  teraio explain run.plan.json run.profile.json --machine h100-4ssd.machine.json --graph"""
+  teraio explain run.plan.json run.profile.json --machine h100-4ssd
+  teraio explain run.plan.json run.profile.json --machine h100-4ssd --graph"""
 
 MORE_HOST_BYTES = 64 * 2**30
 MORE_DEVICE_BYTES = 8 * 2**30
@@ -88,8 +90,9 @@ def main(args: argparse.Namespace) -> int:
     from teraio.passes.planner.simulate import simulate, step_ns
 
     endurance = endurance_of(args)
-    profile, machine = Profile.read(args.profile_file), Machine.read(args.machine)
-    plan, profile = checked_plan(args.plan_file, profile, machine)
+    profile, machine = read(args.profile_file, args.machine)
+    made, whole = checked_plan(args.plan_file, profile, machine), profile
+    plan, profile = as_planned(made, whole)
     if args.graph:
         print(json.dumps(graph.as_json(plan, profile)) if args.json else graph.listing(plan, profile))
         return 0
@@ -97,7 +100,7 @@ def main(args: argparse.Namespace) -> int:
     plan = replace(plan, predicted=replace(plan.predicted, step_ns=step))
     waits = list(waited(line, profile))
     limit_ns = options.from_flags(args).plan_time
-    answers = [] if args.what_if == "off" else list(what_if(plan, profile, machine, args.what_if, limit_ns))
+    answers = answered("teraio explain", made, whole, machine, args.what_if, limit_ns)
     if args.json:
         print(json.dumps(_as_json(line, step, profile, plan, waits[: args.top], answers)))
         return 0
@@ -209,20 +212,37 @@ def answer_rows(answers: list[Answer], step: int) -> list[tuple[str, ...]]:
     return rows
 
 
+def answered(
+    command: str, plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int
+) -> list[Answer]:
+    """Asks everything, unless it is `off`; says how far it is."""
+    if by == "off":
+        return []
+    with stage(command):
+        return list(what_if(plan, profile, machine, by, limit_ns))
+
+
 def what_if(plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int) -> Iterator[Answer]:
-    """The step as it is, and with one thing more. `by`: plan again, or the bound only."""
+    """Answers for the step as it is, and with one thing more. `by`: plan again, or find the bound only. The
+    plan is as it was read: one that makes tensors again is asked about with all that can be made again."""
     from teraio.passes import planner
 
+    recompute, limit_s = bool(plan.recompute), limit_ns / 1e9
     for change, other, budget in _changes(machine, plan.budget_bytes):
         try:
-            if by == "bound":
-                bound = planner.lower_bound_ns(planner.build(profile, other), budget)
-                yield Answer(change, bound, None)
-                continue
-            made, _ = Request(profile, other, budget, 0, "auto", limit_ns).made()
-            yield Answer(change, made.predicted.bound_ns, made.predicted.step_ns)
+            with stage(f"what if: {change}"):
+                if by == "bound":
+                    bound = planner.bound_ns(
+                        profile, other, budget, time_limit_s=limit_s, recompute=recompute
+                    )
+                    answer = Answer(change, bound, None)
+                else:
+                    asked = Request(profile, other, budget, 0, "auto", limit_ns, recompute=recompute)
+                    made, _ = asked.made()
+                    answer = Answer(change, made.predicted.bound_ns, made.predicted.step_ns)
         except TeraioError as error:
-            yield Answer(change, None, None, str(error))
+            answer = Answer(change, None, None, str(error))
+        yield answer
 
 
 def _changes(machine: Machine, budget: int) -> Iterator[tuple[str, Machine, int]]:

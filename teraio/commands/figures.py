@@ -119,12 +119,12 @@ def fmt_days(days: int) -> str:
     return f"{days / 365:.1f} years" if days >= 730 else fmt_count(days, "day")
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest entry: the first to the left, the others to the right; the first row
-    is the heading."""
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Columns as wide as their widest entry: the first `left` to the left, the others to the right; the first
+    row is the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        cells = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
         lines.append("  " + "  ".join(cells).rstrip())
     return "\n".join(lines)

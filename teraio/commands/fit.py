@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from teraio.errors import OptionError, PlanError
+from teraio.progress import stage
 from teraio.units import fmt_bytes, fmt_ns, shown
 
 from .figures import table
@@ -24,8 +25,8 @@ that fits and stays within --within of compute alone is marked."""
 
 EPILOG = """\
 examples:
-  teraio fit run.profile.json --machine rtx4090-1ssd.machine.json --within 1.2
-  teraio fit b1.profile.json b4.profile.json b16.profile.json --machine h100-4ssd.machine.json --memory 60GiB
+  teraio fit run.profile.json --machine rtx4090-1ssd --within 1.2
+  teraio fit b1.profile.json b4.profile.json b16.profile.json --machine h100-4ssd --memory 60GiB
 
 exit codes: 0 something fits, 1 nothing does, 2 bad input"""
 
@@ -65,7 +66,8 @@ def main(args: argparse.Namespace) -> int:
         return _largest(args, permille)
     asked = request(args, args.profile_files[0])
     most = min(capacity(asked.machine), asked.budget_bytes) if args.memory else capacity(asked.machine)
-    fits = list(_smallest(asked, most, args.probes, permille))
+    with stage("teraio fit"):
+        fits = list(_smallest(asked, most, args.probes, permille))
     enough = min((fit for fit in fits if fit.within(permille)), key=lambda f: f.memory_bytes, default=None)
     if args.json:
         print(
@@ -99,15 +101,20 @@ def _smallest(asked: Request, most_bytes: int, probes: int, permille: int) -> It
 
     all_bytes = min(int(build(asked.profile).live.max()), most_bytes)
     low, high = asked.floor_bytes, all_bytes
-    yield (floor := _fit(asked, low))
+
+    def fitted(number: int, budget_bytes: int) -> Fit:
+        with stage(f"plan {number} of up to {probes + 2}, within {fmt_bytes(budget_bytes, up=True)}"):
+            return _fit(asked, budget_bytes)
+
+    yield (floor := fitted(1, low))
     if high <= low or floor.within(permille):
         return
-    yield (top := _fit(asked, high))
-    for _ in range(probes if top.within(permille) else 0):
+    yield (top := fitted(2, high))
+    for number in range(probes if top.within(permille) else 0):
         middle = (low + high) // 2
         if middle in (low, high):
             return
-        fit = _fit(asked, middle)
+        fit = fitted(number + 3, middle)
         yield fit
         low, high = (low, middle) if fit.within(permille) else (middle, high)
 
@@ -127,9 +134,11 @@ def _fit(asked: Request, budget_bytes: int) -> Fit:
 
 def _largest(args: argparse.Namespace, permille: int) -> int:
     fits = []
-    for path in args.profile_files:
-        asked = request(args, path)
-        fits.append(_fit(asked, asked.budget_bytes))
+    with stage("teraio fit"):
+        for number, path in enumerate(args.profile_files, 1):
+            with stage(f"profile {number} of {len(args.profile_files)}"):
+                asked = request(args, path)
+                fits.append(_fit(asked, asked.budget_bytes))
     best = max((fit for fit in fits if fit.within(permille)), key=lambda f: f.compute_ns, default=None)
     if args.json:
         told = [{**_as_json(fit), "within": fit.within(permille)} for fit in fits]

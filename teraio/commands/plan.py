@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from teraio import options
 from teraio.errors import OptionError, PlanError, TeraioError
 from teraio.plan import Plan
+from teraio.progress import stage
 from teraio.units import fmt_bytes, fmt_ns, parse_bytes
 
 from .figures import Figures, figures, table
@@ -28,9 +29,9 @@ by default 600 times the tier's capacity) over what a day of such steps writes. 
 write less where that helps, and a step takes as long as its writes may.
 
 examples:
-  teraio plan run.profile.json --machine h100-4ssd.machine.json --memory 40GiB -o run.plan.json
-  teraio plan run.profile.json --machine h100-4ssd.machine.json --timeline run.predicted.json
-  teraio plan run.profile.json --machine h100-4ssd.machine.json --memory min --planner all
+  teraio plan run.profile.json --machine h100-4ssd --memory 40GiB -o run.plan.json
+  teraio plan run.profile.json --machine h100-4ssd --timeline run.predicted.json
+  teraio plan run.profile.json --machine h100-4ssd --memory min --planner all
   teraio plan run.profile.json --machine here.machine.json --endurance 2400TB --json
 
 exit codes: 0 a plan was made, 1 there is none (the line says what would do), 2 bad input"""
@@ -86,14 +87,16 @@ def _compare(args: argparse.Namespace, asked: Request, endurance: int) -> int:
     plans: dict[str, Plan] = {}
     rows: dict[str, Figures] = {}
     refused: dict[str, str] = {}
-    for name in distinct.values():
-        try:
-            plan, plan_ns = replace(asked, planner=name).made()
-        except TeraioError as error:
-            refused[name] = str(error)
-            continue
-        plans[name] = plan
-        rows[name] = figures(plan, asked.profile, asked.machine, plan_ns, endurance)
+    with stage("teraio plan"):
+        for number, name in enumerate(distinct.values(), 1):
+            try:
+                with stage(f"planner {number} of {len(distinct)}"):
+                    plan, plan_ns = replace(asked, planner=name).made()
+            except TeraioError as error:
+                refused[name] = str(error)
+                continue
+            plans[name] = plan
+            rows[name] = figures(plan, asked.profile, asked.machine, plan_ns, endurance)
     # Bounds are of the problem, not of the plan: the best of them holds for all.
     bound_ns = max((made.bound_ns for made in rows.values()), default=0)
     rows = {name: replace(made, bound_ns=bound_ns) for name, made in rows.items()}

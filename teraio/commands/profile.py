@@ -6,15 +6,17 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import asdict
 from typing import TYPE_CHECKING, get_args
 
+from teraio import shipped
 from teraio.errors import OptionError
 from teraio.plan import Plan
 from teraio.profile import Kind, Profile
 from teraio.units import LIMIT, fmt_bytes, fmt_count, fmt_ns, parse_ns, parse_rate, shown
 
 from .figures import table
-from .request import PROFILE
+from .request import PROFILE, read_profile
 
 if TYPE_CHECKING:
     from teraio.passes.synth import Rates
@@ -26,6 +28,7 @@ look at one, and to make one up without the model or the machine."""
 
 WHOLE_EPILOG = """\
 examples:
+  teraio profile list
   teraio profile show run.profile.json
   teraio profile synth llama-3.1-8b --batch 4 -o 8b.profile.json.gz"""
 
@@ -66,7 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
     command.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     command.set_defaults(run=show)
-
+    command = commands.add_parser(
+        "list",
+        help="those that come with teraio, and models whose step can be made, by name",
+        description="Lists the profiles that come with teraio, and the models that a profile can be made of.",
+        epilog="example:\n  teraio profile list",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.set_defaults(run=names)
     _add_synth(
         commands.add_parser(
             "synth",
@@ -124,7 +135,7 @@ def _add_synth(command: argparse.ArgumentParser) -> None:
 def show(args: argparse.Namespace) -> int:
     from teraio.passes.planner.simulate import device_bytes
 
-    profile = Profile.read(args.profile_file)
+    profile = read_profile(args.profile_file)
     rows = device_bytes(Plan("", "", 0), profile)
     live = [sum(column) for column in zip(*rows.values())] or [0]
     peak = max(range(len(live)), key=live.__getitem__)
@@ -149,6 +160,32 @@ def show(args: argparse.Namespace) -> int:
     for kind, of in figures.items():
         lines.append((kind, f"{of['tensors']}", fmt_bytes(of["bytes"]), fmt_bytes(of["at_peak_bytes"])))
     print(table(lines))
+    return 0
+
+
+def names(args: argparse.Namespace) -> int:
+    """Prints a row for each profile, and for each model."""
+    from teraio.passes import synth
+
+    about = {name: shipped.ABOUT_PROFILES[name] for name in shipped.PROFILES.names()}
+    if args.json:
+        told = [
+            {"name": name, "path": str(shipped.PROFILES.file(name)), **asdict(each)}
+            for name, each in about.items()
+        ]
+        models = [{"name": name, "parameters": count} for name, (_, count) in synth.MODELS.items()]
+        print(json.dumps({"profiles": told, "models": models}))
+        return 0
+    rows: list[tuple[str, ...]] = [("profile", "what it is", "compute", "if nothing moves", "at least")]
+    for name, each in about.items():
+        sizes = fmt_bytes(each.peak_bytes), fmt_bytes(each.smallest_bytes, up=True)
+        rows.append((name, each.what, fmt_ns(each.compute_ns), *sizes))
+    print(table(rows, left=2))
+    print("  but for llama-cpu-160MiB by roofline: one step on a H100, and in bf16 if nothing else is said")
+    rows = [("model", "parameters")]
+    rows += [(name, f"{count / 1e9:.2f} billion") for name, (_, count) in synth.MODELS.items()]
+    print(table(rows))
+    print("  a model's name stands for a step of one sequence; `teraio profile synth` makes others")
     return 0
 
 

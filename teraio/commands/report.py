@@ -7,17 +7,16 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from teraio import options, report
+from teraio import options, report, shipped
 from teraio.errors import OptionError
 from teraio.files import write_bytes
-from teraio.machine import Machine
 from teraio.plan import Plan
-from teraio.profile import Profile
+from teraio.recompute import as_planned
 from teraio.timeline import Timeline
 from teraio.units import fmt_bytes
 
-from .explain import answer_rows, what_if
-from .request import MACHINE, PROFILE, add_what_if, checked_plan
+from .explain import answer_rows, answered
+from .request import MACHINE, PROFILE, add_what_if, checked_plan, read_profile
 
 DESCRIPTION = """\
 Shows what happened in a step, or what is predicted to: memory over time by kind under the budget, what
@@ -80,12 +79,12 @@ def _sources(args: argparse.Namespace) -> report.Sources:
     from teraio.passes.planner.simulate import simulate
 
     line = Timeline.read(args.timeline_file)
-    profile = Profile.read(args.profile_file) if args.profile_file else None
-    machine = Machine.read(args.machine) if args.machine else None
+    machine = shipped.machine(args.machine) if args.machine else None
+    profile = read_profile(args.profile_file, machine) if args.profile_file else None
     predicted = Timeline.read(args.predicted) if args.predicted else None
     plan: Plan | None = None
     if args.plan_file and profile is not None and machine is not None:
-        plan, step = checked_plan(args.plan_file, profile, machine)
+        plan, step = as_planned(checked_plan(args.plan_file, profile, machine), profile)
         if predicted is None and line.kind == "measured":
             predicted = simulate(plan, step, machine)
     elif args.plan_file:
@@ -102,8 +101,9 @@ def _what_if(args: argparse.Namespace, sources: report.Sources) -> report.Table 
         return None
     if not plan.budget_bytes:
         raise OptionError(f"{args.plan_file} has no budget_bytes; make another with `teraio plan`")
-    answers = list(what_if(plan, profile, machine, args.what_if, limit_ns))
-    head, *rows = answer_rows(answers, predicted_ns(plan, profile, machine))
+    made = Plan.read(args.plan_file)
+    answers = answered("teraio report", made, profile, machine, args.what_if, limit_ns)
+    head, *rows = answer_rows(answers, predicted_ns(*as_planned(made, profile), machine))
     caption = "The same step planned again, as predicted: as it is, and with one thing more"
     return report.Table(caption, tuple(head), tuple(rows))
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from teraio import options
+from teraio import options, shipped
 from teraio.cache import fingerprint_of
 from teraio.check import check
 from teraio.errors import PlanError
@@ -16,10 +16,13 @@ from teraio.machine import Machine
 from teraio.notices import without_match
 from teraio.plan import Plan
 from teraio.profile import Profile
-from teraio.recompute import as_planned
+from teraio.progress import stage
 
-PROFILE = "a profile: options={'profile': 'run.profile.json'} writes one, `teraio profile synth` makes one up"
-MACHINE = "a machine file: `teraio doctor -o` writes this machine's, profiles/machines/ has others"
+PROFILE = (
+    "a profile: a file that options={'profile': 'run.profile.json'} or `teraio profile synth` writes, or a "
+    "name of `teraio profile list`"
+)
+MACHINE = "a machine: a file that `teraio doctor -o` writes, or a name of `teraio machine list`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +44,18 @@ class Request:
         from teraio.passes import planner
 
         began = time.monotonic_ns()
-        plan = planner.plan(
-            self.profile,
-            self.machine,
-            self.budget_bytes,
-            planner=self.planner,
-            fingerprint=fingerprint_of(self.profile),
-            time_limit_s=self.plan_ns / 1e9,
-            keep=self.keep,
-            write_per_day_bytes=self.write_per_day_bytes,
-            recompute=self.recompute,
-        )
+        with stage(f"planning by {self.planner}", limit_s=self.plan_ns / 1e9):
+            plan = planner.plan(
+                self.profile,
+                self.machine,
+                self.budget_bytes,
+                planner=self.planner,
+                fingerprint=fingerprint_of(self.profile),
+                time_limit_s=self.plan_ns / 1e9,
+                keep=self.keep,
+                write_per_day_bytes=self.write_per_day_bytes,
+                recompute=self.recompute,
+            )
         return plan, time.monotonic_ns() - began
 
 
@@ -74,7 +78,7 @@ def add_what_if(parser: argparse.ArgumentParser) -> None:
         "--what-if",
         choices=("plan", "bound", "off"),
         default="plan",
-        help="plan again (default), give the bound only, or leave it out",
+        help="plan again (default), find only the bound that such plans have, or leave it out",
     )
 
 
@@ -83,7 +87,7 @@ def request(args: argparse.Namespace, path: str, planner: str = "") -> Request:
     from teraio.passes.planner import smallest_budget
 
     asked = options.from_flags(args)
-    profile, machine = Profile.read(path), Machine.read(args.machine)
+    profile, machine = read(path, args.machine)
     for line in without_match(asked.keep, [tensor.name for tensor in profile.tensors]):
         print(f"teraio: {line}", file=sys.stderr)
     kept = frozenset(t.name for t in profile.tensors if any(fnmatchcase(t.name, g) for g in asked.keep))
@@ -103,12 +107,37 @@ def request(args: argparse.Namespace, path: str, planner: str = "") -> Request:
     )
 
 
+def read(profile: str, machine: str) -> tuple[Profile, Machine]:
+    """Reads what was named on a command line."""
+    found = shipped.machine(machine)
+    return read_profile(profile, found), found
+
+
+def read_profile(asked: str, machine: Machine | None = None) -> Profile:
+    """Reads a profile, or makes that of a model that is named instead: with the times of the accelerator that
+    the machine's name begins with, or else of a H100."""
+    from teraio.passes import synth
+
+    models = tuple(synth.MODELS)
+    if asked not in models or shipped.is_file(asked):
+        return Profile.read(shipped.path(asked, shipped.PROFILES, models))
+    known = synth.known(machine.name) if machine is not None else ""
+    rates = synth.ACCELERATORS[known or "h100"][0]
+    made = synth.synth(asked, synth.Request(rates=rates))
+    print(
+        f"teraio: {asked} is a model: planned is a step of one sequence, {made.name}, with times by the data "
+        f"sheet of {known or 'h100'}. `teraio profile synth` makes others",
+        file=sys.stderr,
+    )
+    return made
+
+
 def capacity(machine: Machine, tier: str = "device") -> int:
     return next((each.capacity_bytes for each in machine.tiers if each.name == tier), 0)
 
 
-def checked_plan(path: str, profile: Profile, machine: Machine) -> tuple[Plan, Profile]:
-    """A plan that the check accepts for this profile on this machine, and the step that its moves are for."""
+def checked_plan(path: str, profile: Profile, machine: Machine) -> Plan:
+    """A plan that the check accepts for this profile on this machine; `as_planned` has its step."""
     plan = Plan.read(path)
     verdict = check(plan, profile, machine)
     if not verdict.feasible:
@@ -118,7 +147,7 @@ def checked_plan(path: str, profile: Profile, machine: Machine) -> tuple[Plan, P
             f"{path} is no plan for profile {profile.name!r} on machine {machine.name!r}: {why}"
             f"{verdict.problems[0]}. Make one: teraio plan PROFILE --machine MACHINE -o {path}"
         )
-    return as_planned(plan, profile)
+    return plan
 
 
 def with_budget(request: Request, budget_bytes: int) -> Request:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
-from teraio.machine import Machine
-from teraio.profile import Profile
+from teraio.recompute import as_planned
 from teraio.units import fmt_bytes, fmt_ns
 
 from .figures import busy
-from .request import add_plan, checked_plan
+from .request import add_plan, checked_plan, read
 
 DESCRIPTION = """\
 Predicts the step of a plan on a machine, event by event: what every link carries when, and where compute
@@ -20,7 +19,7 @@ refused.
 
 EPILOG = """\
 example:
-  teraio simulate run.plan.json run.profile.json --machine h100-8ssd.machine.json --timeline 8ssd.json"""
+  teraio simulate run.plan.json run.profile.json --machine h100-8ssd --timeline 8ssd.json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +36,8 @@ def main(args: argparse.Namespace) -> int:
     from teraio.passes.planner import predicted_ns, simulate
     from teraio.passes.planner.simulate import step_ns
 
-    profile, machine = Profile.read(args.profile_file), Machine.read(args.machine)
-    plan, profile = checked_plan(args.plan_file, profile, machine)
+    profile, machine = read(args.profile_file, args.machine)
+    plan, profile = as_planned(checked_plan(args.plan_file, profile, machine), profile)
     line = simulate(plan, profile, machine)
     if args.output:
         line.write(args.output)

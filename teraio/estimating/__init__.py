@@ -23,6 +23,7 @@ from teraio.options import Memory, Options
 from teraio.passes import costs, lifetimes, planner
 from teraio.plan import Plan
 from teraio.profile import Profile
+from teraio.progress import stage, tell
 from teraio.runtime.stepped import Stepped
 from teraio.runtime.store_slabs import slab_bytes
 from teraio.session import RESERVE_BYTES
@@ -64,8 +65,11 @@ def estimate(
     assert asked.memory is not None
     with unseen():
         basis = basis_of(machine, device_of(model))
-    profile, smallest, budget, notes = _profile(model, batch, asked.memory, optimizer, loss, basis)
-    plan, why = _plan(profile, basis.machine, budget, asked)
+    with stage(f"estimating {type(model).__name__}"):
+        tell("a step without numbers")
+        profile, smallest, budget, notes = _profile(model, batch, asked.memory, optimizer, loss, basis)
+        with stage(f"planning by {asked.planner}", limit_s=asked.plan_time / 1e9):
+            plan, why = _plan(profile, basis.machine, budget, asked)
     return Estimate(
         profile=profile,
         plan=plan,

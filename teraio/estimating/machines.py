@@ -5,7 +5,7 @@ a file     `teraio doctor -o` writes one
 none       the machine that this runs on: its drives and its processor are measured, in about a second
 
 A machine file says what moves bytes and nothing of what computes. For those of a known accelerator that is in
-the table below; else this processor is measured.
+passes/synth; else this processor is measured.
 """
 
 from __future__ import annotations
@@ -19,30 +19,19 @@ from pathlib import Path
 
 import torch
 
+from teraio import shipped
 from teraio.doctor import machine_of
 from teraio.errors import OptionError, UnsupportedError
 from teraio.machine import Machine
 from teraio.options import Options
+from teraio.passes import synth
 from teraio.passes.costs import Speeds
 from teraio.passes.synth import Rates
-from teraio.records import nearest
 from teraio.runtime import device, store_places
 from teraio.tiers import drives
 from teraio.units import fmt_rate
 
-FOLDER = Path(__file__).parent.parent / "machines"
-SUFFIX = ".machine.json"
-TERA, GIGA = 10**12, 10**9
-
-# 40 % of what data sheets say of dense bf16 and 75 % of fp32 without tensor cores, which large products
-# reach; 80 % of the memory's bandwidth; 4 us from one launch to the next. By how a machine's name begins.
-KNOWN = {
-    "h100": Speeds(Rates(400 * TERA, 2_640 * GIGA), Rates(50 * TERA, 2_640 * GIGA)),
-    "gh200": Speeds(Rates(400 * TERA, 3_200 * GIGA), Rates(50 * TERA, 3_200 * GIGA)),
-    "a100": Speeds(Rates(180 * TERA, 1_600 * GIGA), Rates(15 * TERA, 1_600 * GIGA)),
-    "rtx4090": Speeds(Rates(110 * TERA, 800 * GIGA), Rates(62 * TERA, 800 * GIGA)),
-    "teraio-paper": Speeds(Rates(334 * TERA, 3_100 * GIGA), Rates(45 * TERA, 3_100 * GIGA)),
-}
+GIGA = 10**9
 
 SIDE = 768  # of the matrices that are multiplied
 COPY_BYTES = 32 * 2**20  # more than caches hold
@@ -71,42 +60,35 @@ def basis_of(asked: str | os.PathLike[str] | Machine | None, on: torch.device) -
     if isinstance(asked, Machine):
         machine, origin = asked, "given"
     else:
-        path, origin = _file(os.fspath(asked))
+        path = shipped.path(asked, shipped.MACHINES)
         machine = Machine.read(path)
+        built_in = path == str(shipped.MACHINES.file(machine.name))
+        origin = "from data sheets, not measured" if built_in else f"from {path}"
     capacity = next(tier.capacity_bytes for tier in machine.tiers if tier.name == "device")
-    known = max((each for each in KNOWN if machine.name.startswith(each)), key=len, default="")
-    if known:
-        return Basis(machine, KNOWN[known], capacity, origin, f"times by {known}'s data sheet", 0, on)
+    if known := synth.known(machine.name):
+        return Basis(
+            machine,
+            Speeds(*synth.ACCELERATORS[known]),
+            capacity,
+            origin,
+            f"times by {known}'s data sheet",
+            0,
+            on,
+        )
     if on.type != "cpu":
         raise OptionError(
             f"estimate: machine {machine.name!r} does not say what computes on {on.type}; its name must "
-            f"begin with one of {', '.join(KNOWN)}"
+            f"begin with one of {', '.join(synth.ACCELERATORS)}"
         )
     speeds, compute = _processor()
     return Basis(machine, speeds, capacity, origin, compute, 1, on)
-
-
-def names() -> list[str]:
-    return sorted(path.name.removesuffix(SUFFIX) for path in FOLDER.glob("*" + SUFFIX))
-
-
-def _file(asked: str) -> tuple[str, str]:
-    built_in = FOLDER / f"{asked}{SUFFIX}"
-    if asked in names():
-        return str(built_in), "from data sheets, not measured"
-    if os.sep in asked or "." in asked or os.path.exists(asked):
-        return asked, f"from {asked}"
-    raise OptionError(
-        f"estimate: machine {asked!r} is unknown{nearest(asked, names())}; there are {', '.join(names())}, "
-        f"or give a machine file: teraio doctor -o here.machine.json writes this machine's"
-    )
 
 
 def _here(on: torch.device) -> Basis:
     if on.type != "cpu":
         raise UnsupportedError(
             f"estimate: the model is on {on.type}, which is not measured here; name the machine: "
-            f"machine={names()[0]!r}, or a file by `teraio doctor -o`"
+            f"machine={shipped.MACHINES.names()[0]!r}, or a file by `teraio doctor -o`"
         )
     options, used = Options.parse(), device.current("cpu")
     directories = [Path(path) for path in options.store] or list(store_places.default_directories())

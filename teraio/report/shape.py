@@ -134,6 +134,11 @@ def memory(line: Timeline) -> Memory:
     return Memory(kinds, tuple(moments), tuple(moments.values()))
 
 
+def row_of(size_bytes: int, top_bytes: int, height: int) -> int:
+    """Finds the row of a picture that this many bytes reach, from the bottom and from 1 on."""
+    return -(-size_bytes * height // max(top_bytes, 1))
+
+
 def most_per_slice(held: Memory, edges: Sequence[int]) -> list[tuple[int, ...]]:
     """Per slice the bytes by kind at the moment of the slice at which they are the most in all."""
     found: list[tuple[int, ...]] = []

@@ -53,7 +53,7 @@ def picture(told: Content, width: int = WIDTH, height: int = HEIGHT) -> str:
     for row in range(height, 0, -1):
         level = top * (row - 0.5) / height
         cells = "".join(_letter(held.kinds, column, level) for column in columns)
-        if line.budget_bytes and abs(line.budget_bytes - level) <= top / height / 2:
+        if line.budget_bytes and row == shape.row_of(line.budget_bytes, top, height):
             cells = "".join("=" if cell == " " else cell for cell in cells)
         lines.append(f"  {fmt_bytes(top * row // height):>10} |{cells}")
     lines.append(f"  {'':>10} +{'-' * width}")

@@ -1,0 +1,156 @@
+"""Which compiled models sent no graph to the backend, seen when an optimizer steps for the first time.
+
+Dynamo may skip a frame and run it as plain Python: it does so with a frame that has a recurrent layer. Then
+the backend is never called. So the first step of each optimizer compares the weights of compiled modules that
+have gradients with the weights that programs had. What is missing is told, with Dynamo's reasons, and the
+engine is opened for it: the weights, gradients and optimizer states are evicted as those of eager code are.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.utils import counters
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from teraio import session
+from teraio.errors import UnsupportedError
+from teraio.options import Options, disabled
+from teraio.runtime.adopt import SMALLEST_BYTES
+from teraio.units import fmt_bytes, fmt_count
+
+log = logging.getLogger("teraio")
+
+REASONS = 3  # of Dynamo's that a message lists
+PART = 0.5  # of a model's bytes: a model with less than this in no program is served without a word
+
+_seen: WeakSet[torch.optim.Optimizer] = WeakSet()
+_installed = False
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A compiled model, and its trained weights that no program had."""
+
+    model: str
+    count: int
+    size_bytes: int
+    of_bytes: int
+    weights: tuple[torch.Tensor, ...]
+
+
+def install() -> None:
+    """Register the look at the first step of each optimizer, once per process."""
+    global _installed
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(torch.compiler.disable(_look))
+
+
+def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _seen or disabled():
+        return
+    _seen.add(optimizer)
+    stepped = {
+        id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    } - _in_programs()
+    if not stepped:
+        return
+    objects = gc.get_objects()
+    options = next(_options(objects), None)
+    if options is None:  # no model is compiled by this backend, or it was given as a function of one's own
+        return
+    missing = [m for module in _compiled(objects) if (m := _missing(module, stepped)) is not None]
+    if not missing and session.SESSION is None:
+        missing = [_all_of(optimizer)]
+    if not missing:
+        return
+    parsed = Options.parse({**session.GIVEN, **options})
+    told = _told(missing)
+    if parsed.on_fallback == "error":
+        raise UnsupportedError(told)
+    log.warning("teraio: %s", told)
+    first = missing[0].weights[0]
+    session.start(parsed, first.device.type)
+    session.take_in_eager(first)
+
+
+def _in_programs() -> set[int]:
+    """Return the ids of the tensors that the guard knows as weights of programs."""
+    if session.SESSION is None:
+        return set()
+    records = session.SESSION.engine.guard.records
+    return {key for key, record in records.items() if record.kind == "weight"}
+
+
+def _options(objects: list[Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the options that were given to `torch.compile(backend="teraio")`."""
+    from teraio import backend
+
+    for each in objects:
+        if type(each) is torch._TorchCompileWrapper and each.compiler_fn is backend.backend:
+            yield {**each.kwargs.get("options", {})}
+
+
+def _compiled(objects: list[Any]) -> Iterator[torch.nn.Module]:
+    """Yield the modules that were compiled, by whatever backend: `_missing` says which of them matter."""
+    for each in objects:
+        if issubclass(type(each), OptimizedModule):
+            yield each._orig_mod
+        elif issubclass(type(each), torch.nn.Module) and vars(each).get("_compiled_call_impl") is not None:
+            yield each
+
+
+def _missing(module: torch.nn.Module, stepped: set[int]) -> Missing | None:
+    """Return what of this model is stepped and was in no program, if that is most of it."""
+    weights = [p for p in module.parameters() if p.requires_grad and p.nbytes >= SMALLEST_BYTES]
+    left_out = tuple(p for p in weights if id(p) in stepped)
+    of_bytes, size_bytes = (sum(p.nbytes for p in some) for some in (weights, left_out))
+    if not left_out or size_bytes < PART * of_bytes:
+        return None
+    return Missing(type(module).__name__, len(left_out), size_bytes, of_bytes, left_out)
+
+
+def _all_of(optimizer: torch.optim.Optimizer) -> Missing:
+    """Return the weights of an optimizer: a function was compiled, and no module says what it uses."""
+    weights = tuple(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    size_bytes = sum(p.nbytes for p in weights)
+    return Missing(f"what {type(optimizer).__name__} steps", len(weights), size_bytes, size_bytes, weights)
+
+
+def _told(missing: list[Missing]) -> str:
+    models = ", ".join(
+        f"{fmt_count(m.count, 'weight')} ({fmt_bytes(m.size_bytes)} of {fmt_bytes(m.of_bytes)}) of {m.model}"
+        for m in missing[:REASONS]
+    )
+    reasons = _reasons()
+    why = f"Dynamo's reasons: {'; '.join(reasons)}" if reasons else "Dynamo gave no reason"
+    return (
+        f"in no compiled graph: {models}. {why}. That part runs as plain PyTorch: its weights, gradients and "
+        f"optimizer states are evicted on demand, and its activations stay resident. "
+        f"TORCH_LOGS=graph_breaks shows where; compile the layers that Dynamo accepts one by one"
+    )
+
+
+def _reasons() -> list[str]:
+    """Return the first lines of Dynamo's most frequent reasons not to compile."""
+    found: dict[str, int] = {}
+    for kind in ("unimplemented", "graph_break"):
+        for text, count in counters[kind].items():
+            line, at = str(text).splitlines()[0], _where(str(text))
+            found[f"{line} ({at})" if at else line] = count
+    return sorted(found, key=lambda line: -found[line])[:REASONS]
+
+
+def _where(text: str) -> str:
+    """Return what Dynamo says it stopped at, such as the layer."""
+    mark = "Developer debug context:"
+    lines = [line.split(mark, 1)[1].strip() for line in text.splitlines() if mark in line]
+    return lines[0][:80] if lines else ""

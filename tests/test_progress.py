@@ -1,0 +1,171 @@
+"""Who waits for long reads what for: a line on a terminal, one per stage elsewhere; not if it is short."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import toys
+
+from teraio import cli, progress
+from teraio.passes import planner
+from teraio.passes.planner import told
+from teraio.progress import stage, tell
+
+
+class Terminal(io.StringIO):
+    """A stderr that is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return os.open(os.devnull, os.O_RDONLY)
+
+
+Read = Callable[[], str]
+
+
+@pytest.fixture
+def err(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Read:
+    """Reads what is new on stderr, where five seconds are none and every look is ours."""
+    monkeypatch.setattr(progress, "quiet", lambda: False)
+    monkeypatch.setattr(progress, "AFTER_S", 0.0)
+    monkeypatch.setattr(progress, "EVERY_S", 60.0)
+    return lambda: capsys.readouterr().err
+
+
+def look() -> None:
+    assert progress._LINE is not None
+    progress._LINE.look()
+
+
+def test_elsewhere_each_stage_has_one_line(err: Read) -> None:
+    with stage("fit"):
+        with stage("planning by auto", limit_s=30):
+            tell(lambda: "search, best so far 13.4 s")
+            look()
+            look()
+        with stage("writing"):
+            look()
+        look()
+    assert err().splitlines() == [
+        "teraio: fit: planning by auto: search, best so far 13.4 s; 0 s of at most 30 s",
+        "teraio: fit: writing; 0 s",
+    ]
+
+
+def test_on_a_terminal_one_line_is_written_over_and_taken_away(
+    err: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("os.get_terminal_size", lambda fd: os.terminal_size((40, 9)))
+    with stage("demo"):
+        for step in range(2):
+            tell(f"step {step + 1} of 2, and a text that is longer than this terminal is wide")
+            look()
+    lines = terminal.getvalue().split("\r\033[K")
+    assert [line[:27] for line in lines] == [
+        "",
+        "teraio: demo: step 1 of 2, ",
+        "teraio: demo: step 2 of 2, ",
+        "",
+    ]
+    assert all(len(line) < 40 and "\n" not in line for line in lines)
+
+
+def test_what_is_short_or_not_wanted_says_nothing(err: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "AFTER_S", 5.0)
+    with stage("short"):
+        look()
+    monkeypatch.undo()
+    assert progress.quiet()  # this is a test
+    with stage("silent"):
+        assert progress._LINE is None
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    for word, silent in {"": False, "info": False, " Warning": True, "error": True, "off": True}.items():
+        monkeypatch.setenv("TERAIO_LOG", word)
+        assert progress.quiet() is silent
+    assert err() == ""
+
+
+def test_the_thread_looks_by_itself_and_ends_with_the_block(
+    err: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "EVERY_S", 0.001)
+    with pytest.raises(ValueError, match="of the block"):
+        with stage("waiting"):
+            ends = time.monotonic() + 10
+            while not (shown := err()) and time.monotonic() < ends:
+                time.sleep(0.001)
+            raise ValueError("of the block")
+    assert shown == "teraio: waiting; 0 s\n"
+    assert not [thread for thread in threading.enumerate() if thread.name == "teraio-progress"]
+    assert progress._LINE is None
+
+
+def test_a_training_says_it_to_its_logger(err: Read, caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("teraio")
+    caplog.set_level(logging.INFO, "teraio")
+    with stage("compiling", say=log.info):
+        with stage("the forward of 9 operators"):
+            look()
+        look()
+    assert caplog.messages == ["teraio: compiling: the forward of 9 operators; 0 s"]
+    assert err() == ""
+
+
+def test_another_thread_and_a_forked_child_show_nothing(err: Read) -> None:
+    def beside() -> None:
+        with stage("beside"):
+            tell("nothing of this")
+
+    with stage("mine"):
+        other = threading.Thread(target=beside)
+        other.start()
+        other.join()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if progress._LINE is None else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        look()
+    assert err() == "teraio: mine; 0 s\n"
+
+
+def test_planning_tells_who_plans_and_how_good_it_is(
+    err: Read, tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each plan of a command has its line; what it prints is what it prints without them."""
+    profile, machine = f"{tmp_path}/p.json", f"{tmp_path}/m.json"
+    toys.training_profile().write(profile)
+    toys.machine(device=10_000, ssd=10_000, rate=400_000).write(machine)
+    said: set[str] = set()
+
+    def heard(text: progress.Told) -> None:
+        assert progress._LINE is not None
+        progress._LINE.stages[-1].told = text
+        said.add(": ".join(each.text() for each in progress._LINE.stages))
+
+    monkeypatch.setattr(told, "tell", heard)
+    known = {name: planner.PLANNERS[name] for name in ("greedy", "auto")}
+    monkeypatch.setattr(planner, "PLANNERS", known)
+    arguments = [profile, "--machine", machine, "--memory", "1500B", "--plan-time", "2s"]
+    for command in (["plan", *arguments, "--planner", "all"], ["fit", *arguments, "--planner", "greedy"]):
+        assert cli.main(command) == 0
+    together = "\n".join(sorted(said))
+    for words in (
+        "teraio plan: planner 2 of 2: planning by auto: greedy, best so far ",
+        "planning by auto: search, best so far ",
+        "planning by auto: ilp, best so far ",
+        "% above the bound 7.",
+        "the bound, by a relaxation of ",
+        "teraio fit: plan 1 of up to 9, within 400 B: planning by greedy: ",
+    ):
+        assert words in together, together
+    assert "teraio" not in capsys.readouterr().err

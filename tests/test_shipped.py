@@ -1,0 +1,141 @@
+"""Names of what comes with teraio are taken where files are read; for what is mistyped there is a guess."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+
+from teraio import cli, shipped
+from teraio.plan import Plan
+from teraio.profile import Profile
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with nothing in it, in which commands run."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def ran(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert cli.main(words) == code, capsys.readouterr()
+    said = capsys.readouterr()
+    return said.err if code else said.out
+
+
+def test_every_command_takes_names(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("gpt2-b16", "--machine", "rtx4090-1ssd")
+    small = ("--memory", "3GiB", "--planner", "greedy", "--plan-time", "1s")
+    ran(capsys, "plan", *where, *small, "-o", "p.json", "--timeline", "t.json")
+    assert json.loads(ran(capsys, "simulate", "p.json", *where, "--json"))["step_ns"] > 41_937_191
+    assert "a step of" in ran(capsys, "explain", "p.json", *where, "--what-if", "off")
+    assert json.loads(ran(capsys, "fit", *where, *small, "--probes", "0", "--json"))["fits"]
+    assert "448 kernels" in ran(capsys, "profile", "show", "gpt2-b16")
+    named = ("--profile", "gpt2-b16", "--machine", "rtx4090-1ssd.machine.json", "--what-if", "off")
+    assert "gpt2-s1024-b16" in ran(capsys, "report", "t.json", *named, "--plan", "p.json")
+
+
+def test_a_file_of_that_name_goes_first_and_a_folder_does_not(
+    empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toys.machine().write(empty / "rtx4090-1ssd")
+    toys.diamond().write(empty / "gpt2")
+    (empty / "h100-4ssd").mkdir()
+    (empty / "gpt2-b16").mkdir()
+    assert shipped.machine("rtx4090-1ssd") == toys.machine()
+    assert shipped.machine("h100-4ssd").name == "h100-4ssd"
+    assert shipped.profile("gpt2-b16").name.startswith("gpt2-s1024")
+    made = json.loads(ran(capsys, "plan", "gpt2", "--machine", "rtx4090-1ssd", "--json"))
+    assert made["compute_ns"] == toys.diamond().compute_ns
+
+
+def test_a_model_stands_for_one_sequence_on_the_machines_accelerator(
+    empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    took = {}
+    for machine in ("h100-4ssd", "rtx4090-1ssd"):
+        assert cli.main(["plan", "gpt2", "--machine", machine, "--planner", "none", "--json"]) == 0
+        said = capsys.readouterr()
+        took[machine] = json.loads(said.out)["compute_ns"]
+        assert "gpt2 is a model: planned is a step of one sequence, gpt2-s1024-b1" in said.err
+    assert took["rtx4090-1ssd"] > 2 * took["h100-4ssd"]
+    rates = ("--flop-rate", "110T", "--memory-bandwidth", "800GB/s")
+    ran(capsys, "profile", "synth", "gpt2", *rates, "-o", "one.json")
+    assert Profile.read("one.json").compute_ns == took["rtx4090-1ssd"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("plan", "gpt2-b6", "--machine", "h100-4ssd"), "did you mean gpt2-b16?; there are gpt2-b16, llama"),
+        (("plan", "gpt2-b16", "--machine", "rtx4090"), "did you mean rtx4090-1ssd?; there are a100-80-4ssd,"),
+        (("plan", "lama-3.1-8b", "--machine", "h100-4ssd"), "did you mean llama-3.1-8b?"),
+        (
+            ("plan", "gpt2", "--machine", "h100-4sd.machine.json"),
+            "did you mean h100-4ssd?; names that",
+        ),
+        (
+            ("profile", "show", "./none.json"),
+            "none.json: No such file; names that need no file: teraio",
+        ),
+    ],
+)
+def test_an_unknown_name_is_told_with_those_there_are(
+    words: tuple[str, ...], told: str, empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ran(capsys, *words, code=2)
+    assert told in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("pln",), "'pln' is unknown; did you mean plan?"),
+        (("profile", "lst"), "'lst' is unknown; did you mean list?"),
+        (("cache", "lis"), "'lis' is unknown; did you mean list?"),
+        (("plan", "gpt2", "--mahcine", "h100-4ssd"), "there is no flag --mahcine; did you mean --machine?"),
+        (
+            ("plan", "gpt2", "--machine", "h100-4ssd", "--memroy=1"),
+            "flag --memroy; did you mean --memory?",
+        ),
+        (("--versoin",), "there is no flag --versoin; did you mean --version?"),
+        (("explain", "--what-if", "bond"), "'bond' is unknown; did you mean bound?"),
+    ],
+)
+def test_what_is_mistyped_is_told_with_what_was_meant(
+    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        cli.main(words)
+    assert refused.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_flags_may_still_be_cut_short_and_a_dash_ends_them(
+    empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toys.diamond().write(empty / "--odd")
+    toys.machine().write(empty / "machine.json")
+    assert json.loads(ran(capsys, "plan", "--mach", "machine.json", "--js", "--", "--odd"))["feasible"]
+
+
+@pytest.mark.parametrize("shelf", [shipped.PROFILES, shipped.MACHINES], ids=["profile", "machine"])
+def test_what_comes_along_is_listed(shelf: shipped.Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ran(capsys, shelf.kind, "list")
+    told: dict[str, Any] = json.loads(ran(capsys, shelf.kind, "list", "--json"))
+    about = shipped.ABOUT_PROFILES if shelf is shipped.PROFILES else shipped.ABOUT_MACHINES
+    assert [row["name"] for row in told[f"{shelf.kind}s"]] == shelf.names() == sorted(about)
+    for row in told[f"{shelf.kind}s"]:
+        assert Path(row["path"]).is_file() and f"  {row['name']}  " in text and row["what"] in text
+    if shelf is shipped.PROFILES:
+        assert {"name": "gpt2", "parameters": 124_439_808} in told["models"] and "  gpt2  " in text
+
+
+def test_a_plan_is_still_read_from_a_file_alone(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Plan("", "x", 8).write(empty / "gpt2-b16")
+    told = ran(capsys, "simulate", "gpt2-b16", "gpt2-b16", "--machine", "h100-4ssd", code=2)
+    assert "teraio-profile" in told
