@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch._C import _EnableTorchFunction
 
 from . import engine as _engine
@@ -14,6 +15,7 @@ def weights_off_guard() -> None:
     """A program may run next: to it they are plain tensors."""
     if (engine := _engine.ENGINE) is not None:
         engine.user.forget_others()
+        engine.tracker.grad_mode = torch.is_grad_enabled()
         engine.guard.take_off()
 
 

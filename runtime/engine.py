@@ -213,7 +213,7 @@ class Engine:
         self.user.keeps_after_optimizer(used)
         for record in self.stuck.retry():  # now: no program holds them
             self.registry.describe(record)
-        self.tracker.stepped = self.pace.ends()
+        self.tracker.stepped = self.pace.ends(self.residency.reserve_bytes)
         self.user.hand_over()
         self.at_rest()
 
@@ -234,7 +234,7 @@ class Engine:
         self.residency.bury()
         self.registry.end_step()
         if self.tracker.programs and self.tracker.stepped is None:  # inference
-            self.tracker.stepped = self.pace.ends()
+            self.tracker.stepped = self.pace.ends(self.residency.reserve_bytes)
         if (recorder := self.mover.recorder) is not None:
             expected = self.tracker.expected
             recorder.end_step(
@@ -318,7 +318,9 @@ class Engine:
         self.visit = recorder.around(self.visit)  # type: ignore[assignment, method-assign]
 
     def stats(self) -> Stats:
-        found = self.pace.stats(self.tracker.expected, self.residency.budget_bytes)
+        found = self.pace.stats(
+            self.tracker.expected, self.residency.budget_bytes, self.residency.reserve_bytes
+        )
         found["resident_bytes"] -= self.residency.unburied_bytes()
         return found
 

@@ -36,6 +36,7 @@ class Counts:
     touches: int = 0  # of user code on what was away, or on its way
     ahead: int = 0  # fetches for touches to come
     overrun_bytes: int = 0  # the most that user code needed beyond the budget
+    step_overrun_bytes: int = 0  # the same, since the step began
     peak_bytes: int = 0
     to_host_bytes: int = 0
     from_host_bytes: int = 0

@@ -32,13 +32,15 @@ class Stats(TypedDict, total=False):
     step_misses: int  # fetches that no plan asked for
     step_written_bytes: int  # device to SSD
     step_read_bytes: int  # SSD to device
-    step_peak_bytes: int  # of tensors, within the budget unless there was an overrun
+    step_peak_bytes: int  # of tensors and the reserve; at most the budget
+    step_overrun_bytes: int  # what user code, or a library's kernel, got beyond the budget
     predicted_step_ns: int  # what its plan says
     bound_ns: int  # no plan takes less
     above_bound: float  # step_ns / bound_ns - 1
     budget_bytes: int
-    resident_bytes: int
-    peak_bytes: int
+    reserve_bytes: int  # of the budget: for what the ledger does not see
+    resident_bytes: int  # of tensors, without the reserve
+    peak_bytes: int  # the highest `step_peak_bytes`
     device_peak_bytes: int  # of a GPU's memory by its allocator, libraries and others included
     stall_ns: int
     misses: int
@@ -79,10 +81,13 @@ class Pace:
         self.begun += 1
         self.began, self.ended_ns = self.mover.device.moment(), 0
         self.at_begin = self._sums()
-        self.peak_bytes = max(self.peak_bytes, self.mover.counts.peak_bytes)
-        self.mover.counts.peak_bytes = 0
+        counts = self.mover.counts
+        self.peak_bytes = max(self.peak_bytes, counts.peak_bytes)
+        if self.last:  # what user code got after the optimizer's step
+            self.last["step_overrun_bytes"] = counts.step_overrun_bytes
+        counts.peak_bytes = counts.step_overrun_bytes = 0
 
-    def ends(self) -> Any:
+    def ends(self, reserve_bytes: int) -> Any:
         """An optimizer has stepped; where there are several, each ends it anew. The moment."""
         stall_ns, misses, written, read = (n - b for n, b in zip(self._sums(), self.at_begin))
         self.took, self.ended_ns = (self.began, self.mover.device.moment()), time.perf_counter_ns()
@@ -92,17 +97,19 @@ class Pace:
             "step_misses": misses,
             "step_written_bytes": written,
             "step_read_bytes": read,
-            "step_peak_bytes": self.mover.counts.peak_bytes,
+            "step_peak_bytes": self.mover.counts.peak_bytes + reserve_bytes,
         }
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
-                "teraio: step %d: %s, of it %s of waiting; misses: %d; written %s, read %s",
+                "teraio: step %d: %s, of it %s of waiting; misses: %d; written %s, read %s; peak %s, overrun %s",
                 self.begun,
                 fmt_ns(self._step_ns()),
                 fmt_ns(stall_ns),
                 misses,
                 fmt_bytes(written),
                 fmt_bytes(read),
+                fmt_bytes(self.last["step_peak_bytes"]),
+                fmt_bytes(self.mover.counts.step_overrun_bytes),
             )
 
         return self.took[1]
@@ -111,11 +118,13 @@ class Pace:
         began_ns, ended_ns = self.mover.device.times_ns(self.took)
         return ended_ns - began_ns
 
-    def stats(self, expected: Expectation, budget_bytes: int) -> Stats:
+    def stats(self, expected: Expectation, budget_bytes: int, reserve_bytes: int) -> Stats:
         mover = self.mover
         sums: Stats = {**asdict(mover.counts)}  # type: ignore[typeddict-item]
-        sums["peak_bytes"] = max(self.peak_bytes, mover.counts.peak_bytes)
+        sums["peak_bytes"] = max(self.peak_bytes, mover.counts.peak_bytes) + reserve_bytes
         sums["resident_bytes"], sums["budget_bytes"] = mover.resident_bytes, budget_bytes
+        sums["reserve_bytes"] = reserve_bytes
+        overrun = sums.pop("step_overrun_bytes")
         sums["written_bytes"], sums["read_bytes"] = mover.store.written_bytes, mover.read_bytes
         if mover.device.counts_all:
             sums["device_peak_bytes"] = mover.device.highest_bytes()
@@ -124,6 +133,8 @@ class Pace:
         sums.update(self.last)
         if self.last:
             sums["step_ns"] = self._step_ns()
+            if self.ended_ns:
+                sums["step_overrun_bytes"] = overrun
         predicted = expected.predicted
         if predicted is not None and predicted.step_ns:
             sums["predicted_step_ns"] = predicted.step_ns

@@ -58,6 +58,7 @@ class Record:
     __slots__ = (
         "addressed",
         "aliased",
+        "because",
         "clean",
         "echoes",
         "edges",
@@ -92,6 +93,7 @@ class Record:
         self.name = name
         self.kind = kind
         self.evictable = evictable
+        self.because = ""  # why it cannot be evicted, if its kind does not say it
         self.foreign = False  # its bytes are not from the allocator that the device counts by
         self.persistent = False
         self.state = State.DEVICE

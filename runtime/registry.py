@@ -76,6 +76,8 @@ class Registry:
             self.new_weights.append(record)
         elif label and wanted:
             self.stuck.add(record)
+        elif label and self.kept(name):
+            record.because = "the option 'keep' names it"
         return record
 
     def take_in(self, tensor: torch.Tensor, name: str) -> Record | None:

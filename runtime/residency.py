@@ -24,6 +24,7 @@ from teraio.units import fmt_bytes
 from .adopt import movable
 from .going import Going
 from .moves import Mover
+from .reasons import largest
 from .records import Record, State
 
 log = logging.getLogger("teraio")
@@ -323,11 +324,18 @@ class Residency:
         if needed == given:  # a few bytes are missing
             needed, given = f"{need_bytes} bytes", f"{self.budget_bytes} bytes"
         stays, kernel, reserve = map(fmt_bytes, (need.stays_bytes, need.kernel_bytes, self.reserve_bytes))
+        names = largest(self._staying(), {r.key for r in self.records.values() if r.used_at == self.serial})
+        named = f". The largest that cannot leave: {names}" if names and need.stays_bytes else ""
         raise BudgetError(
             f"the step needs {needed} at kernel {need.kernel} ({stays} that cannot leave, {kernel} that "
             f"the kernel needs, {reserve} in reserve); memory is {given}. Give at least {needed}, more if a "
-            f"later kernel needs it, or a smaller batch"
+            f"later kernel needs it, or a smaller batch{named}"
         )
+
+    def _staying(self) -> list[Record]:
+        """Return what no eviction frees: records that never leave, and those that user code may read unseen."""
+        self.bury()
+        return [r for r in self.records.values() if not r.evictable or r.exposed or r.pins > 0]
 
     def refuse_torn(self) -> NoReturn:
         self.torn_is_known = True

@@ -129,6 +129,8 @@ class StepTracker:
         self.first: Any = None  # what the step began with
         self.stepped: Any = None  # the moment when an optimizer last did in this step
         self.training = False  # a program of this step will have a backward, or is one
+        self.grad_mode = True  # of user code when Dynamo last looked for a program
+        self.without_grad = False  # a program of this step was called in `no_grad`
 
     @property
     def length(self) -> int:
@@ -148,6 +150,8 @@ class StepTracker:
             return True
         if self.training or not self.programs:
             return False
+        if program.schedule.kind == "forward" and not self.without_grad:
+            return False  # programs that train nothing come first in this step, and gradients were wanted
         return program.schedule.kind == "forward" or self.first == (program.identity, mark)
 
     def enter(self, program: Program, mark: Any = None) -> None:
@@ -158,6 +162,7 @@ class StepTracker:
             self.begins()
         self.programs.append(program)
         self.training |= program.schedule.kind != "inference"
+        self.without_grad |= not self.grad_mode
         self.base = self._place(program.identity)
         self.foreign = self.base is None and bool(self.known)
         settled = self.base is not None and self.expected.settled
@@ -203,6 +208,7 @@ class StepTracker:
     def drop(self) -> None:
         """The step has become too long to be one: what it was so far is forgotten, and what was expected."""
         self.programs, self.calls, self.running, self.training = [], [], None, False
+        self.without_grad = False
         self.outside, self.kept, self.touched = {}, {}, {}
         self.expected, self.at, self.base = Expectation((), ()), 0, None
 
@@ -236,6 +242,7 @@ class StepTracker:
         kept, self.kept = self.kept, {}
         touched, self.touched = self.touched, {}
         self.at, self.base, self.training, self.foreign = 0, None, False, False
+        self.without_grad = False
         if not programs:
             return None
         order = tuple(program.identity for program in programs)

@@ -33,6 +33,8 @@ class Stuck:
     def adopt(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         done = adopt((name, tensor) for name, tensor in weights if not self.kept(name))
         self.refused.update((refused.name, refused) for refused in done.refused)
+        for record in self.records.values():
+            record.because = self.why(record)
         if done.count:
             level = logging.DEBUG if self.copied else logging.INFO  # the first time
             what, size = fmt_count(done.count, "tensor"), fmt_bytes(done.size_bytes)
@@ -40,6 +42,7 @@ class Stuck:
 
     def add(self, record: Record) -> None:
         self.records[record.key] = record
+        record.because = self.why(record)
         self.due = True
 
     def why(self, record: Record) -> str:

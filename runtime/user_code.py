@@ -165,6 +165,7 @@ class UserCode:
             self.residency.settle(record)
         if record is not None:
             record.addressed = True
+            record.because = "DLPack gave its address to others"
 
     def bring(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
         """For user code: makes these resident, over the budget if it must be."""
@@ -219,6 +220,7 @@ class UserCode:
                 fmt_bytes(self.residency.budget_bytes),
             )
         counts.overrun_bytes = max(counts.overrun_bytes, short)
+        counts.step_overrun_bytes = max(counts.step_overrun_bytes, short)
 
     def keeps_after_optimizer(self, used: Iterable[Record]) -> None:
         """An optimizer's code saw these plain: what it kept of them counts."""
