@@ -34,7 +34,7 @@ from .moves import Mover
 from .pace import Pace, Stats
 from .programs import Program
 from .recorder import Recorder
-from .records import DEVICE, Record
+from .records import DEVICE, Record, handed_over_by
 from .registry import Registry
 from .residency import Need, Residency
 from .signals import SIGNALS
@@ -43,7 +43,6 @@ from .store import Store
 from .unseen import Unseen
 from .user_code import UserCode, written_unseen
 
-HANDED_OVER_BY = 1  # holders of a weight at the first slot, at most, if nobody but the program has it
 CALLS_MAX = 4096  # of a step: one that never ends is none, and what is kept per call must end
 
 
@@ -185,7 +184,7 @@ class Engine:
         have more holders than those beside them, which are all handed over in the same way."""
         if self.registry.new_weights:
             holders = (r.holders() for r in program.bound if r is not None and r.kind == "weight")
-            least = min(HANDED_OVER_BY, *holders)  # an eager graph may hold all of them
+            least = min(handed_over_by(), *holders)  # an eager graph may hold all of them
             for record in self.registry.new_weights:
                 record.held = record.edges_unseen = record.holders() > least
             self.gradients.unmet += self.registry.new_weights

@@ -101,7 +101,8 @@ class Pace:
         }
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
-                "teraio: step %d: %s, of it %s of waiting; misses: %d; written %s, read %s; peak %s, overrun %s",
+                "teraio: step %d: %s, of it %s of waiting; misses: %d; written %s, read %s; "
+                "peak %s, overrun %s",
                 self.begun,
                 fmt_ns(self._step_ns()),
                 fmt_ns(stall_ns),

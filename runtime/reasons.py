@@ -1,7 +1,7 @@
 """Why a tensor stays resident, for errors: its largest ones by name, each with the reason.
 
-A record that cannot be evicted says why in `because`, or its kind says it: inputs and results belong to whoever
-called the program. One that can be evicted stays where user code may read its bytes unseen.
+A record that cannot be evicted says why in `because`, or its kind says it: inputs and results belong to
+whoever called the program. One that can be evicted stays where user code may read its bytes unseen.
 """
 
 from __future__ import annotations
@@ -28,17 +28,14 @@ def why(record: Record) -> str:
     """Return why this record stays."""
     if not record.evictable:
         return record.because or OF_KIND.get(record.kind, "its kind is not evicted")
-    if record.addressed or record.pointed:
-        return "your code asked for its address (data_ptr, a storage object)"
-    if not record.guardable:
-        return "a tensor of it has a class of its own"
-    if record.aliased:
-        return "another tensor shares its bytes: a view, .data, a state dict"
-    if record.held:
-        return "an eager graph of autograd has saved it"
-    if record.pins:
-        return "your code is using it"
-    return "the kernel uses it"
+    reasons = (
+        (record.addressed or record.pointed, "your code asked for its address (data_ptr, a storage object)"),
+        (not record.guardable, "a tensor of it has a class of its own"),
+        (record.aliased, "another tensor shares its bytes: a view, .data, a state dict"),
+        (record.held, "an eager graph of autograd has saved it"),
+        (record.pins > 0, "your code is using it"),
+    )
+    return next((text for holds, text in reasons if holds), "the kernel uses it")
 
 
 def largest(records: Iterable[Record], in_use: Collection[int]) -> str:

@@ -9,11 +9,14 @@ go with the last tensor. It holds it strongly only while a copy is in flight.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from enum import Enum
+from functools import cache
 from typing import Any
 from weakref import ReferenceType
 
 import torch
+from torch._functorch.aot_autograd import aot_function
 
 from .device import Pending
 from .edges import Edge, Edges, alive, end_of_graphs
@@ -39,6 +42,29 @@ KEPT, HOLDS = _storage_counts()
 def sharers(key: int) -> int:
     """How many tensors share a storage that Python has seen and does not hold."""
     return int(torch._C._storage_Use_Count(key)) - KEPT
+
+
+@cache
+@torch.inference_mode(False)
+@torch.enable_grad()
+def handed_over_by() -> int:
+    """Return how many holders a weight has at a program's first slot if nobody but the call has it.
+
+    Tried on a small program, outside of Dynamo's traces: what AOTAutograd holds differs by version."""
+    found: list[int] = []
+
+    def compiled(graph: torch.fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
+        def run(arguments: list[Any]) -> Any:
+            end = end_of_graphs(arguments[0])
+            found.append(arguments[0]._use_count() - 1 - (end is not None))
+            return graph(*arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    probe = aot_function(lambda weight: weight * 2, fw_compiler=compiled, bw_compiler=lambda graph, _: graph)  # type: ignore[arg-type]
+    probe(torch.nn.Parameter(torch.ones(4)))
+    return found[0]
 
 
 class State(Enum):

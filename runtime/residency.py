@@ -333,7 +333,7 @@ class Residency:
         )
 
     def _staying(self) -> list[Record]:
-        """Return what no eviction frees: records that never leave, and those that user code may read unseen."""
+        """Return what no eviction frees: what is not evictable, and what user code may read unseen."""
         self.bury()
         return [r for r in self.records.values() if not r.evictable or r.exposed or r.pins > 0]
 

@@ -34,6 +34,7 @@ from teraio.remade import Remaking
 from teraio.runtime import between, device, engine, optimizer, saves, unasked
 from teraio.runtime.back import bring_all_back
 from teraio.runtime.pace import Stats
+from teraio.runtime.records import handed_over_by
 from teraio.runtime.signals import SIGNALS
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.schedule import Step
@@ -194,6 +195,7 @@ def patch_torch() -> None:
     unasked.install()
     optimizer.install()
     saves.install()
+    handed_over_by()
     if dynamo_guards.SUPPORTED and WATCH is None:
         _watch()
 

@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext, innermost_backend
 from torch._dynamo.utils import counters
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -44,6 +44,7 @@ class Missing:
     size_bytes: int
     of_bytes: int
     weights: tuple[torch.Tensor, ...]
+    options: Mapping[str, Any]  # that it was compiled with
 
 
 def install() -> None:
@@ -63,16 +64,10 @@ def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     } - _in_programs()
     if not stepped:
         return
-    objects = gc.get_objects()
-    options = next(_options(objects), None)
-    if options is None:  # no model is compiled by this backend, or it was given as a function of one's own
-        return
-    missing = [m for module in _compiled(objects) if (m := _missing(module, stepped)) is not None]
-    if not missing and session.SESSION is None:
-        missing = [_all_of(optimizer)]
+    missing = [m for module, options in _compiled() if (m := _missing(module, stepped, options)) is not None]
     if not missing:
         return
-    parsed = Options.parse({**session.GIVEN, **options})
+    parsed = Options.parse({**session.GIVEN, **missing[0].options})
     told = _told(missing)
     if parsed.on_fallback == "error":
         raise UnsupportedError(told)
@@ -90,39 +85,37 @@ def _in_programs() -> set[int]:
     return {key for key, record in records.items() if record.kind == "weight"}
 
 
-def _options(objects: list[Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the options that were given to `torch.compile(backend="teraio")`."""
+def _compiled() -> Iterator[tuple[torch.nn.Module, Mapping[str, Any]]]:
+    """Yield the modules that were compiled by this backend, each with the options that it was given."""
     from teraio import backend
 
-    for each in objects:
-        if type(each) is torch._TorchCompileWrapper and each.compiler_fn is backend.backend:
-            yield {**each.kwargs.get("options", {})}
-
-
-def _compiled(objects: list[Any]) -> Iterator[torch.nn.Module]:
-    """Yield the modules that were compiled, by whatever backend: `_missing` says which of them matter."""
-    for each in objects:
+    for each in gc.get_objects():
         if issubclass(type(each), OptimizedModule):
-            yield each._orig_mod
+            module, called = each._orig_mod, each.dynamo_ctx
         elif issubclass(type(each), torch.nn.Module) and vars(each).get("_compiled_call_impl") is not None:
-            yield each
+            module, called = each, _context_of(each._compiled_call_impl)
+        else:
+            continue
+        wrapper: Any = innermost_backend(getattr(called, "callback", None))  # type: ignore[arg-type]
+        if type(wrapper) is torch._TorchCompileWrapper and wrapper.compiler_fn is backend.backend:
+            yield module, wrapper.kwargs.get("options", {})
 
 
-def _missing(module: torch.nn.Module, stepped: set[int]) -> Missing | None:
+def _context_of(compiled: Any) -> Any:
+    """Return Dynamo's context of a function that it has wrapped: the function closes over it."""
+    cells = getattr(compiled, "__closure__", None) or ()
+    contexts = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _TorchDynamoContext)]
+    return contexts[0] if contexts else None
+
+
+def _missing(module: torch.nn.Module, stepped: set[int], options: Mapping[str, Any]) -> Missing | None:
     """Return what of this model is stepped and was in no program, if that is most of it."""
     weights = [p for p in module.parameters() if p.requires_grad and p.nbytes >= SMALLEST_BYTES]
     left_out = tuple(p for p in weights if id(p) in stepped)
     of_bytes, size_bytes = (sum(p.nbytes for p in some) for some in (weights, left_out))
     if not left_out or size_bytes < PART * of_bytes:
         return None
-    return Missing(type(module).__name__, len(left_out), size_bytes, of_bytes, left_out)
-
-
-def _all_of(optimizer: torch.optim.Optimizer) -> Missing:
-    """Return the weights of an optimizer: a function was compiled, and no module says what it uses."""
-    weights = tuple(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    size_bytes = sum(p.nbytes for p in weights)
-    return Missing(f"what {type(optimizer).__name__} steps", len(weights), size_bytes, size_bytes, weights)
+    return Missing(type(module).__name__, len(left_out), size_bytes, of_bytes, left_out, options)
 
 
 def _told(missing: list[Missing]) -> str:

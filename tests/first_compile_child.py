@@ -1,0 +1,84 @@
+"""A model that is the first thing its process compiles, so that it meets torch as Dynamo's first trace does.
+
+    first_compile_child.py caches|masks
+
+Prints one JSON object: losses, and a digest of the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from train import digest
+
+WIDTH, STEPS = 128, 3
+
+
+class Marks(nn.Module):
+    """Writes a trained row where a mask says so: AOTAutograd cannot trace the backward of that.
+
+    Dynamo breaks the graph before the write, and traces the frame again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, WIDTH)
+        self.mark = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        index = x.long().clamp(0, 63)
+        h = self.embed(index)
+        h[index == 7] = self.mark.to(h.dtype)
+        return h
+
+
+class Caches(nn.Module):
+    """Makes a tensor from a list before that. The weight of its only other program is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks = Marks()
+
+    def before(self, h: torch.Tensor) -> torch.Tensor:
+        return h * torch.tensor([1.0, 2.0]).sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        return nn.functional.linear(self.marks(x), self.marks.embed.weight).square().mean()
+
+
+class Masks(Caches):
+    """Builds a mask with vmap before that, as attention of transformers does."""
+
+    def before(self, h: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(WIDTH)
+        return h * torch.vmap(torch.vmap(lambda i, j: i >= j, (None, 0)), (0, None))(at, at)[: h.shape[0]]
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {"caches": Caches, "masks": Masks}
+
+
+def train(case: str) -> dict[str, Any]:
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = CASES[case]()
+    options: dict[str, Any] = {"memory": "min", "warmup": 1, "inner": "eager"}
+    compiled = torch.compile(model, backend="teraio", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(STEPS):
+        loss = compiled(torch.randn(16, WIDTH) * 20)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": digest(model, optimizer)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(train(sys.argv[1])))
