@@ -1,5 +1,5 @@
-"""Cases of the suites of tests that are marked `long`: each has one that is much like it among the others, and
-a plain run of the tests leaves it out.
+"""Cases of the suites of tests that are marked `long`: each has one that is much like it among the others,
+and a plain run of the tests leaves it out.
 
     python tests/long/cases.py [options of pytest]
 
