@@ -20,14 +20,10 @@ TOUCHES = (
     "clips",
     "mixes in",
     "writes data",
-    "writes in place",
     "keeps views",
     "writes by pointer",
     "saves",
     "copies",
-    "evaluates",
-    "averages",
-    "replaces",
     "exchanges",
     "lends addresses",
     "gives views",
@@ -39,6 +35,7 @@ TOUCHES = (
     "eager blocks",
     "frozen, written",
 )
+LONG = ("evaluates", "averages", "replaces", "writes in place")  # tests/long/cases.py
 FEW_WRITES = ("streamed", "frozen", "frozen, touched")
 
 
@@ -50,25 +47,37 @@ def run(scenarios: Sequence[Any]) -> tuple[list[dict[str, Any]], str]:
 
 
 @cache
-def results() -> dict[str, Any]:
-    found, failed = run((*TOUCHES, *FEW_WRITES))
+def results(scenarios: tuple[str, ...] = (*TOUCHES, *FEW_WRITES)) -> dict[str, Any]:
+    found, failed = run(scenarios)
     assert not failed, failed
     return {result["scenario"]: result for result in found}
 
 
-@pytest.mark.parametrize("scenario", (*TOUCHES, *FEW_WRITES))
+def result_of(scenario: str) -> dict[str, Any]:
+    result: dict[str, Any] = (results(LONG) if scenario in LONG else results())[scenario]
+    return result
+
+
+SCENARIOS = [
+    *TOUCHES,
+    *FEW_WRITES,
+    *(pytest.param(scenario, marks=pytest.mark.long) for scenario in LONG),
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_user_code_gets_the_same_numbers_whatever_it_touches(scenario: str) -> None:
-    result = results()[scenario]
+    result = result_of(scenario)
     assert result["same"]
     assert result["away"] > 4, "no weight was away while user code ran: the test shows nothing"
 
 
-@pytest.mark.parametrize("scenario", (*TOUCHES, *FEW_WRITES))
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_guard_costs_no_compile_and_leaves_no_trace(scenario: str) -> None:
     """But for a frame without a program that came before the first program: then no one watched yet."""
-    (plain_graphs, plain_frames), (graphs, frames) = results()[scenario]["compiles"]
+    (plain_graphs, plain_frames), (graphs, frames) = result_of(scenario)["compiles"]
     assert (graphs, frames - (scenario == "lends")) == (plain_graphs, plain_frames)
-    assert results()[scenario]["plain types"]
+    assert result_of(scenario)["plain types"]
 
 
 def test_what_is_away_comes_back_when_it_is_touched_and_only_then() -> None:
