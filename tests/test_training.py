@@ -60,8 +60,7 @@ def eager_runs() -> dict[str, Any]:
     plain5 = {"name": "plain5", "steps": 5}
     tight = {"name": "tight", "of": "plain", "part": 0.2}
     half = {"name": "half", "of": "plain", "part": 0.5, "options": {"planner": "auto"}}
-    profile = str(FOLDER / "run.profile.json")
-    demand = {**half, "name": "demand", "options": {"planner": "none", "profile": profile}}
+    demand = {**half, "name": "demand", "options": {"planner": "none"}}
     lean = {"name": "lean", "of": "plain", "part": 0.36}
     plan = str(FOLDER / "other.plan.json")
     Plan("0" * 32, "greedy", 2**30).write(plan)
@@ -91,11 +90,13 @@ def later_runs() -> dict[str, Any]:
 @cache
 def offline_plan() -> str:
     """The plan that the command line makes of a run that is over."""
-    budget = str(eager_runs()["half"]["budget"])
+    budget = eager_runs()["half"]["budget"]
     profile, machine, plan = (str(FOLDER / f"run.{kind}.json") for kind in ("profile", "machine", "plan"))
+    _, failed = ran({"name": "half", "budget": budget, "options": {"profile": profile, "planner": "none"}})
+    assert not failed, failed
     links = (Link("device", "ssd", 10**9), Link("ssd", "device", 10**9))
     Machine("toy", (Tier("device", 2**40), Tier("ssd", 2**40)), links).write(machine)
-    assert cli.main(["plan", profile, "--machine", machine, "--memory", budget, "-o", plan]) == 0
+    assert cli.main(["plan", profile, "--machine", machine, "--memory", str(budget), "-o", plan]) == 0
     return plan
 
 
@@ -151,6 +152,20 @@ def test_a_budget_that_cannot_work_says_what_would() -> None:
     assert error.startswith("BudgetError: the step needs ")
     for part in ("at kernel ", "memory is ", "Give at least ", "smaller batch"):
         assert part in error
+
+
+@pytest.mark.long  # of a smaller model: test_inductor_slots
+def test_inductor_trains_bit_equal_within_little_more_than_half_of_its_memory() -> None:
+    runs, failed = ran(
+        {**PLAIN, "inner": "inductor"}, {"name": "half", "of": "plain", "part": 0.55, "inner": "inductor"}
+    )
+    assert not failed, failed
+    half = runs["half"]
+    assert not half["error"]
+    assert same(half, runs["plain"])
+    assert max(half["peaks"]) <= half["budget"]
+    assert half["counts"][-1]["misses"] == 0
+    assert half["counts"][-1]["fetches"] > 10
 
 
 @pytest.mark.parametrize("bug", PLANTED)
