@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 LIMIT_S = 840  # pyproject.toml has faulthandler_timeout: 900
 
@@ -27,3 +28,14 @@ def ended(
         input=given,
         timeout=LIMIT_S,
     )
+
+
+def one_by_one(items: Sequence[Any], run: Callable[[Sequence[Any]], Sequence[Any]]) -> list[Any]:
+    """Collects a result for each item, from items that share a process. None stands for an item that ended
+    its process; the items after it go on in another one."""
+    found: list[Any] = []
+    while len(found) < len(items):
+        found += run(items[len(found) :])
+        if len(found) < len(items):
+            found.append(None)
+    return found

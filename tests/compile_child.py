@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import allocator
 import slots_child
+import steady
 import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.utils import counters
@@ -65,8 +66,8 @@ def interrupted(run: Callable[[], Any]) -> int:
 
 
 def train(asked: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]:
-    """A small Llama, with a budget or plainly; `version` stands in for another version of the pass, `whole`
-    lets AOTAutograd's cache answer before Inductor's is asked."""
+    """Trains a small Llama, with a budget or plainly. `version` stands in for another version of the pass.
+    `whole` lets AOTAutograd's cache answer before Inductor's is asked."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -75,8 +76,10 @@ def train(asked: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     budget = asked.get("budget", 0)
     os.environ["TERAIO_DISABLE"] = "" if budget else "1"
-    compiled = torch.compile(model, backend="teraio", options={"memory": budget} if budget else {})
+    options = {"memory": budget, **asked.get("options", {})} if budget else {}
+    compiled = torch.compile(model, backend="teraio", options=options)
     losses, peaks = [], []
+    counts: list[dict[str, Any]] = [{}]
     generator = torch.Generator().manual_seed(1)
     with sources() as printed, patch.object(inductor, "VERSION", asked.get("version", inductor.VERSION)):
         for _ in range(STEPS):
@@ -88,6 +91,7 @@ def train(asked: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]
             optimizer.zero_grad()
             losses.append(loss.item())
             peaks.append(counting.peak_bytes() - others)
+            counts.append(teraio.stats())
             del loss
     stats, ran = teraio.stats(), engine.ENGINE.tracker.length if engine.ENGINE is not None else 0
     abandoned = interrupted(lambda: compiled(tokens[:, :-1], tokens[:, 1:])) if budget else 0
@@ -99,6 +103,7 @@ def train(asked: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]
         "peak": max(peaks),
         "evictions": stats.get("evictions", 0),
         "slots": ran,
+        "last": {key: counts[-1].get(key, 0) - counts[-2].get(key, 0) for key in ("misses", "fetches")},
         "abandoned": abandoned,
         "printed": printed,
     }
@@ -164,6 +169,7 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {"train": train, "twins": twin
 def main() -> None:
     counting = allocator.install()
     torch.set_num_threads(1)
+    steady.plans()
     results = {}
     for asked in json.loads(sys.argv[1]):
         with functorch_config.patch(enable_autograd_cache=asked.get("whole", False)):

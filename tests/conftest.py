@@ -36,6 +36,7 @@ SPENT: dict[str, ledger.Cost] = {}
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: measures time; nothing else runs beside it")
+    config.addinivalue_line("markers", "long: a case that only a script of tests/long runs")
 
 
 @pytest.fixture

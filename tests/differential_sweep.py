@@ -8,11 +8,28 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 CHILD = Path(__file__).with_name("differential_run.py")
 TAIL = 3000  # characters of what a child said last
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Models that are tried each time, whatever else is drawn."""
+
+    seeds: tuple[int, ...]
+    most_blocks: int
+
+
+NAMED = {
+    "eager": Named((*range(49), 10_147), 3),
+    # Convolution and attention; dropout and a mixture of experts; views and checkpoints; buffers and in-place
+    # operators; tied weights and experts. Two blocks each: Inductor takes seconds per block.
+    "inductor": Named((1060, 1020, 1043, 1031, 1083), 2),
+}
 
 
 def sweep(seeds: Iterable[int], jobs: int = 2, per_child: int = 50, **asked: Any) -> Iterator[dict[str, Any]]:

@@ -1,10 +1,10 @@
 """User code that touches weights in every way, in a process of its own.
 
-    guard_train.py '["plain", "prints", ...]' [bug]
+    guard_train.py '["plain", ["prints", "weights go unguarded"], ...]'
 
 trains a small model per scenario, plainly and within a budget that its weights do not fit in beside the
-gradients, and prints one JSON object: per scenario whether losses and weights are the same bit for bit, what
-the engine counted, and how many graphs were compiled. `bug` names one that is planted into the guard.
+gradients, and prints one JSON line per scenario: whether losses and weights are the same bit for bit,
+what the engine counted, and how many graphs were compiled. The second of a pair is a bug to plant.
 """
 
 from __future__ import annotations
@@ -346,8 +346,11 @@ def compare(scenario: str) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     steady.plans()
-    with planted(sys.argv[2] if len(sys.argv) > 2 else ""):
-        print(json.dumps({scenario: compare(scenario) for scenario in json.loads(sys.argv[1])}))
+    for asked in json.loads(sys.argv[1]):
+        scenario, bug = asked if isinstance(asked, list) else (asked, "")
+        with planted(bug):
+            result = compare(scenario)
+        print(json.dumps({"scenario": scenario, "bug": bug, **result}), flush=True)
 
 
 if __name__ == "__main__":

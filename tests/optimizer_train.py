@@ -1,10 +1,11 @@
 """Trainings that differ in their optimizer and in what the loop does with gradients, each plainly and under a
 budget.
 
-    optimizer_train.py '["AdamW", "clips", ...]' [bug]
+    optimizer_train.py '["AdamW", ["clips", "updates are forgotten"], ...]'
 
 prints one JSON line per scenario: whether losses, weights, states and groups came out equal, the peaks, what
-moved. The model is a chain of layers whose weights, gradients and states are most of the memory.
+moved. The second of a pair is a bug to plant. The model is a chain of layers whose weights, gradients and
+states are most of the memory.
 """
 
 from __future__ import annotations
@@ -143,9 +144,9 @@ def main() -> None:
     counting = allocator.install()
     torch.set_num_threads(1)
     steady.plans()
-    bug = sys.argv[2] if len(sys.argv) > 2 else ""
-    for scenario in json.loads(sys.argv[1]):
-        print(json.dumps({"scenario": scenario, **compare(scenario, counting, bug)}), flush=True)
+    for asked in json.loads(sys.argv[1]):
+        scenario, bug = asked if isinstance(asked, list) else (asked, "")
+        print(json.dumps({"scenario": scenario, "bug": bug, **compare(scenario, counting, bug)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,25 +12,25 @@ import differential_run
 import pytest
 import toys
 from differential_plants import PLANTS
-from differential_sweep import complaints, sweep, totals
+from differential_sweep import NAMED, complaints, sweep, totals
 from generated_blocks import BLOCKS
 from generated_models import MANNERS, OPTIMIZERS, STYLES, make
 from generated_plans import gaps, moved_share, random_plan, resident_bytes, working_set_bytes
 
 from teraio.check import check
 
+# A sample that holds every block, style, manner and optimizer. tests/long/differential.py runs all of NAMED.
 # In the last, a checkpoint between two runs once kept all gradients of the next backward in memory.
-EAGER = (*range(49), 10_147)
-# Convolution and attention; dropout and a mixture of experts; views and checkpoints; buffers and in-place
-# operators; tied weights and experts. Two blocks each: Inductor takes seconds per block.
-INDUCTOR = (1060, 1020, 1043, 1031, 1083)
+EAGER = (*range(5, 23), 29, 45, 10_147)
+# Dropout and a mixture of experts; views and checkpoints; buffers and in-place operators.
+INDUCTOR = (1020, 1043, 1031)
 INNERS = ("eager", "inductor")
 
 
 @cache
 def sweeping(inner: str) -> tuple[Iterator[dict[str, Any]], dict[int, dict[str, Any]]]:
     """What two children are at, and what they have said so far, by seed."""
-    seeds, most = (EAGER, 3) if inner == "eager" else (INDUCTOR, 2)
+    seeds, most = EAGER if inner == "eager" else INDUCTOR, NAMED[inner].most_blocks
     return sweep(seeds, per_child=-(-len(seeds) // 2), inner=inner, plans=10, most_blocks=most), {}
 
 
@@ -61,7 +61,9 @@ def test_plain_training_agrees_with_itself(inner: str) -> None:
     assert [(result["seed"], result["unstable"]) for result in results(inner) if result["unstable"]] == []
 
 
-@pytest.mark.parametrize(("inner", "models", "least"), [("eager", 50, 100), ("inductor", 5, 40)])
+@pytest.mark.parametrize(
+    ("inner", "models", "least"), [("eager", len(EAGER), 100), ("inductor", len(INDUCTOR), 40)]
+)
 def test_enough_has_moved_to_show_anything(inner: str, models: int, least: int) -> None:
     """`least` fetches per plan, and in proportion. Measured: 49 where Inductor has fused kernels. What is to
     come back before it was written has not gone, and is not read."""
@@ -115,23 +117,25 @@ def test_compiled_programs_keep_to_the_budget(inner: str) -> None:
 
 
 @cache
-def planted_results() -> list[dict[str, Any]]:
-    """One model per kind of drive, with each of the bugs."""
-    return list(sweep(range(3), jobs=1, plans=2, plants=list(PLANTS)))
+def planted_results(seed: int) -> list[dict[str, Any]]:
+    """A model with each of the bugs."""
+    return list(sweep([seed], jobs=1, plans=2, plants=list(PLANTS)))
 
 
+# One model per kind of drive.
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 @pytest.mark.parametrize("bug", PLANTS)
-def test_a_planted_bug_changes_bits_in_every_model(bug: str) -> None:
+def test_a_planted_bug_changes_bits_in_every_model(bug: str, seed: int) -> None:
     """Else the suite could not see it. Only bits count here: no error counts."""
-    hit = [result for result in planted_results() if result["plant"] == bug]
-    assert [result["seed"] for result in hit] == [0, 1, 2]
-    for result in hit:
-        different = [row["differences"] for row in result["rows"] if row["plan"] >= 0]
-        assert all(different), (result["seed"], result["error"], [row["error"] for row in result["rows"]])
+    (result,) = (result for result in planted_results(seed) if result["plant"] == bug)
+    assert result["seed"] == seed
+    different = [row["differences"] for row in result["rows"] if row["plan"] >= 0]
+    assert different and all(different), (result["error"], [row["error"] for row in result["rows"]])
 
 
 def test_the_generated_models_hold_everything() -> None:
-    models = [make(seed) for seed in EAGER]
+    assert {*EAGER} < {*NAMED["eager"].seeds} and {*INDUCTOR} < {*NAMED["inductor"].seeds}
+    models = [make(seed, NAMED["eager"].most_blocks) for seed in EAGER]
     kinds = Counter(type(block) for model in models for block in model.blocks)
     assert set(kinds) == set(BLOCKS)
     assert {model.style for model in models} == set(STYLES)

@@ -21,6 +21,29 @@ MEMORY = "14MiB"  # weights and gradients take 2, the engine keeps 4; the plain 
 # Nothing is asked of these but to be right: there is too little to move in them.
 STILL = {"inference alone", "blocks that share a program and are checkpointed"}
 
+# Each has one that is much like it among the others. tests/long/cases.py runs them.
+LONG = {
+    "random numbers",
+    "such a function in eager code",
+    "checkpointing reentrant",
+    "a short last batch",
+    "autocast around the model",
+    "evaluation in between",
+    "two models and two optimizers",
+    "frozen weights",
+    "a second backward",
+    "the later forward goes back last",
+    "hooks on modules",
+    "a loader with started workers",
+    "a pickled model",
+    "weights that the user writes",
+    "blocks that share a program",
+    "a part of the model",
+    "an exception in a kernel",
+    "a loss that is not finite",
+}
+CASES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in SCENARIOS]
+
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
@@ -35,7 +58,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("clean")
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", CASES)
 def test_it_is_the_same_with_a_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     does = SCENARIOS[name]
     with monkeypatch.context() as disabled:

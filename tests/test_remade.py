@@ -27,8 +27,6 @@ from teraio.plan import Plan, Remade
 from teraio.remade import Remaking
 from teraio.schedule import Buffer, Call, Schedule, Slot, Step
 
-# What a run decides to make again goes by the times that it measures.
-pytestmark = pytest.mark.alone
 HERE = Path(__file__).parent
 BUDGETS = {"mlp": 11_000_000, "attention": 19_500_000, "checkpoint": 11_000_000}  # the second has dropout
 

@@ -16,7 +16,7 @@ NAMES = ("trainer", "resumed", "blocks")
 
 @cache
 def runs(folder: Path) -> dict[str, dict[str, Any]]:
-    return {mode: trainers_verdict.results(mode, folder, NAMES) for mode in ("plain", "teraio")}
+    return trainers_verdict.results(folder, NAMES)
 
 
 @pytest.fixture(scope="module")

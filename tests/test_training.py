@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from children import ended
+from children import ended, one_by_one
+from for_now import folder_for_now
 
 from teraio import cli
 from teraio.machine import Link, Machine, Tier
@@ -19,19 +19,37 @@ from teraio.plan import Plan
 HERE = Path(__file__).parent
 PLAIN = {"name": "plain"}
 PLANTED = ("drop_the_wait", "skip_the_write", "forget_the_update")
+STORE_ERRORS = {
+    "StoreFullError",
+    "StoreWriteError",
+    "StoreReadError",
+    "CorruptTensorError",
+    "TornStepError",  # in the middle of an optimizer's step
+}
+FAULTS: dict[str, dict[str, Any]] = {
+    "a write fails once": {"kind": "EIO", "op": "write", "nth": 30},
+    "writes fail from then on": {"kind": "EIO", "op": "write", "nth": 60, "sticky": True},
+    "the disk is full": {"kind": "ENOSPC", "op": "write", "nth": 60, "sticky": True},
+    "a read fails once": {"kind": "EIO", "op": "read", "nth": 30},
+    "reads fail from then on": {"kind": "EIO", "op": "read", "nth": 60, "sticky": True},
+    "a bit flips": {"kind": "flip", "op": "read", "nth": 45},
+    "a write is acknowledged and not done": {"kind": "stale", "op": "write", "nth": 70},
+    "a neighbour's block is read": {"kind": "neighbour", "op": "read", "nth": 50},
+    "a write is short": {"kind": "short", "op": "write", "nth": 10},
+}
+FOLDER = folder_for_now("training")
 
 
-def train(*runs: dict[str, Any]) -> dict[str, Any]:
-    """Results by name of runs that share one process (and so one compilation of the model per inner
-    program)."""
-    command = [sys.executable, str(HERE / "train.py"), json.dumps(runs)]
-    done = ended(command)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    for name, each in result.items():
-        each["log"] = done.stderr
-        print(name, each["budget"], max(each["peaks"], default=0), each["counts"][-1:], each["error"][:200])
-    return result
+def ran(*runs: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Results by name of runs that share one process (and so one compilation of the model), and what that
+    said when it ended badly. Then the run that ended it has no result, and none that should come after it."""
+    done = ended([sys.executable, str(HERE / "train.py"), json.dumps(runs)])
+    result: dict[str, Any] = {}
+    for each in (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")):
+        result[each["run"]] = {**each, "log": done.stderr}
+        peak = max(each["peaks"], default=0)
+        print(each["run"], each["budget"], peak, each["counts"][-1:], each["error"][:200])
+    return result, done.stderr[-3000:] if done.returncode else ""
 
 
 @cache
@@ -44,11 +62,42 @@ def eager_runs() -> dict[str, Any]:
     half = {"name": "half", "of": "plain", "part": 0.5, "options": {"planner": "auto"}}
     demand = {**half, "name": "demand", "options": {"planner": "none"}}
     lean = {"name": "lean", "of": "plain", "part": 0.36}
-    with tempfile.TemporaryDirectory() as folder:
-        plan = str(Path(folder) / "other.plan.json")
-        Plan("0" * 32, "greedy", 2**30).write(plan)
-        other = {**half, "name": "other plan", "steps": 5, "options": {"plan": plan}}
-        return train(PLAIN, plain5, half, demand, lean, tight, other, *hostile)
+    plan = str(FOLDER / "other.plan.json")
+    Plan("0" * 32, "greedy", 2**30).write(plan)
+    other = {**half, "name": "other plan", "steps": 5, "options": {"plan": plan}}
+    plain4 = {"name": "plain4", "steps": 4}
+    faulty = {"of": "plain", "part": 0.36, "steps": 4, "options": {"planner": "none"}}
+    faults = [{**faulty, "name": name, "fault": rule} for name, rule in FAULTS.items()]
+    afterwards = {**faulty, "name": "afterwards"}
+    runs = (PLAIN, plain5, half, demand, lean, tight, other, *hostile, plain4, *faults, afterwards)
+    result, failed = ran(*runs)
+    assert not failed, failed
+    return result
+
+
+@cache
+def later_runs() -> dict[str, Any]:
+    """In another process: the plan that was made offline, the planted bugs, and a run without any."""
+    runs = eager_runs()
+    replay = {"name": "replay", "budget": runs["half"]["budget"], "options": {"plan": offline_plan()}}
+    lean = {"budget": runs["lean"]["budget"], "options": {"planner": "none"}, "steps": 5}
+    asked = [replay, *({**lean, "name": bug, "plant": bug} for bug in PLANTED)]
+    asked.append({**lean, "name": "afterwards"})
+    found = one_by_one(asked, lambda left: [*ran(*left)[0].values()])
+    return {each["name"]: result for each, result in zip(asked, found)}
+
+
+@cache
+def offline_plan() -> str:
+    """The plan that the command line makes of a run that is over."""
+    budget = eager_runs()["half"]["budget"]
+    profile, machine, plan = (str(FOLDER / f"run.{kind}.json") for kind in ("profile", "machine", "plan"))
+    _, failed = ran({"name": "half", "budget": budget, "options": {"profile": profile, "planner": "none"}})
+    assert not failed, failed
+    links = (Link("device", "ssd", 10**9), Link("ssd", "device", 10**9))
+    Machine("toy", (Tier("device", 2**40), Tier("ssd", 2**40)), links).write(machine)
+    assert cli.main(["plan", profile, "--machine", machine, "--memory", str(budget), "-o", plan]) == 0
+    return plan
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -105,10 +154,12 @@ def test_a_budget_that_cannot_work_says_what_would() -> None:
         assert part in error
 
 
+@pytest.mark.long  # of a smaller model: test_inductor_slots
 def test_inductor_trains_bit_equal_within_little_more_than_half_of_its_memory() -> None:
-    runs = train(
+    runs, failed = ran(
         {**PLAIN, "inner": "inductor"}, {"name": "half", "of": "plain", "part": 0.55, "inner": "inductor"}
     )
+    assert not failed, failed
     half = runs["half"]
     assert not half["error"]
     assert same(half, runs["plain"])
@@ -119,75 +170,39 @@ def test_inductor_trains_bit_equal_within_little_more_than_half_of_its_memory() 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_these_tests_find_a_planted_bug(bug: str) -> None:
-    plain, budget = eager_runs()["plain5"], eager_runs()["lean"]["budget"]
-    lean = {"name": "lean", "budget": budget, "options": {"planner": "none"}, "steps": 5, "plant": bug}
-    try:
-        run = train(lean)["lean"]
-    except AssertionError:
-        return  # it ended the process, as reading an emptied storage does: found, too
-    assert run["error"] or not same(run, plain)
-
-
-STORE_ERRORS = {
-    "StoreFullError",
-    "StoreWriteError",
-    "StoreReadError",
-    "CorruptTensorError",
-    "TornStepError",  # in the middle of an optimizer's step
-}
-FAULTS: dict[str, dict[str, Any]] = {
-    "a write fails once": {"kind": "EIO", "op": "write", "nth": 30},
-    "writes fail from then on": {"kind": "EIO", "op": "write", "nth": 60, "sticky": True},
-    "the disk is full": {"kind": "ENOSPC", "op": "write", "nth": 60, "sticky": True},
-    "a read fails once": {"kind": "EIO", "op": "read", "nth": 30},
-    "reads fail from then on": {"kind": "EIO", "op": "read", "nth": 60, "sticky": True},
-    "a bit flips": {"kind": "flip", "op": "read", "nth": 45},
-    "a write is acknowledged and not done": {"kind": "stale", "op": "write", "nth": 70},
-    "a neighbour's block is read": {"kind": "neighbour", "op": "read", "nth": 50},
-    "a write is short": {"kind": "short", "op": "write", "nth": 10},
-}
-
-
-@cache
-def faulty_runs() -> dict[str, Any]:
-    lean = {"of": "plain", "part": 0.36, "steps": 4, "options": {"planner": "none"}}
-    faulty = [{**lean, "name": name, "fault": rule} for name, rule in FAULTS.items()]
-    return train({**PLAIN, "steps": 4}, *faulty, {**lean, "name": "afterwards"})
+    """By its numbers, by an error, or by the end of its process, as reading an emptied storage is one."""
+    run = later_runs()[bug]
+    assert run is None or run["error"] or not same(run, eager_runs()["plain5"])
+    assert same(later_runs()["afterwards"], eager_runs()["plain5"]), "a bug has left something behind"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failing_disk_gives_the_same_numbers_or_a_named_error(fault: str) -> None:
     """Never other numbers; and the process trains on."""
-    runs = faulty_runs()
+    runs = eager_runs()
     run = runs[fault]
     if run["error"]:
         kind = run["error"].partition(":")[0]
         assert kind in STORE_ERRORS
-        assert runs["plain"]["losses"][: len(run["losses"])] == run["losses"]
+        assert runs["plain4"]["losses"][: len(run["losses"])] == run["losses"]
     else:
-        assert same(run, runs["plain"])
-    assert same(runs["afterwards"], runs["plain"])
+        assert same(run, runs["plain4"])
+    assert same(runs["afterwards"], runs["plain4"])
 
 
 def test_faults_that_can_be_mended_are() -> None:
-    runs = faulty_runs()
+    runs = eager_runs()
     for mended in ("a write fails once", "a read fails once", "a write is short"):
         assert not runs[mended]["error"], mended
     for lost in ("writes fail from then on", "reads fail from then on", "a bit flips"):
         assert runs[lost]["error"], f"{lost}: nothing was hit, or a wrong block was taken for good"
 
 
-def test_a_profile_becomes_a_plan_offline_and_is_replayed_in_another_process(tmp_path: Path) -> None:
-    profile, machine, plan = (str(tmp_path / f"run.{kind}.json") for kind in ("profile", "machine", "plan"))
-    plain, budget = eager_runs()["plain"], eager_runs()["half"]["budget"]
-    half = {"name": "half", "budget": budget}
-    train({**half, "options": {"profile": profile, "planner": "none"}})
-    links = (Link("device", "ssd", 10**9), Link("ssd", "device", 10**9))
-    Machine("toy", (Tier("device", 2**40), Tier("ssd", 2**40)), links).write(machine)
-    assert cli.main(["plan", profile, "--machine", machine, "--memory", str(budget), "-o", plan]) == 0
-    replayed = train({**half, "options": {"plan": plan}})["half"]
-    assert same(replayed, plain)
-    assert replayed["counts"][-1]["planned_moves"] == len_of_moves(plan)
+def test_a_profile_becomes_a_plan_offline_and_is_replayed_in_another_process() -> None:
+    replayed = later_runs()["replay"]
+    assert replayed and not replayed["error"]
+    assert same(replayed, eager_runs()["plain"])
+    assert replayed["counts"][-1]["planned_moves"] == len_of_moves(offline_plan())
     assert [c["misses"] for c in replayed["counts"][3:]] == [0] * 5
 
 

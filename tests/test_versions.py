@@ -202,9 +202,21 @@ def a_slot_late(at: int, schedule: Schedule, places: list[Place]) -> Laid:
     ]
 
 
-@pytest.mark.parametrize("kind", ["forward", "backward"])
+BUGS = (drop_the_place, drop_the_slot, drop_a_tensor, hand_over_another, a_slot_late)
+IN_THE_BACKWARD = (drop_the_slot, drop_a_tensor)  # the others of the backward: tests/long/cases.py
+
+
 @pytest.mark.parametrize(
-    "bug", [drop_the_place, drop_the_slot, drop_a_tensor, hand_over_another, a_slot_late]
+    ("bug", "kind"),
+    [
+        *((bug, "forward") for bug in BUGS),
+        *((bug, "backward") for bug in IN_THE_BACKWARD),
+        *(
+            pytest.param(bug, "backward", marks=pytest.mark.long)
+            for bug in BUGS
+            if bug not in IN_THE_BACKWARD
+        ),
+    ],
 )
 def test_it_finds_a_planted_bug_at_any_kernel(
     bug: Callable[[int, Schedule, list[Place]], Laid], kind: str, monkeypatch: pytest.MonkeyPatch

@@ -1,8 +1,10 @@
 """An optimizer's step that something wants to end in the middle: a state that cannot be read back (`lost`),
 or Ctrl-C (`pressed`).
 
-Prints one JSON object: what was raised at the step and at the next forward, how many of the weights had been
-updated, and whether they are plain tensors afterwards.
+    torn_train.py lost pressed
+
+prints one JSON line for each: what was raised at the step and at the next forward, how many of the weights
+had been updated, and whether they are plain tensors afterwards.
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ PLANTS: dict[str, Any] = {
 }
 
 
-def main() -> None:
+def torn(how: str) -> dict[str, Any]:
+    torch._dynamo.reset()
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     model = Chain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options: Any = {"inner": "eager", "memory": BUDGET, "warmup": 1}
@@ -67,7 +69,7 @@ def main() -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     raised: list[str] = []
     for attempt in (optimizer.step, lambda: compiled(x)):
-        with PLANTS[sys.argv[1]]:
+        with PLANTS[how]:
             try:
                 attempt()
             except (TeraioError, KeyboardInterrupt) as error:
@@ -75,7 +77,13 @@ def main() -> None:
     updated = [not torch.equal(old, p.detach()) for old, p in zip(before, model.parameters())]
     teraio.reset()  # says nothing that is not known
     plain = all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
-    print(json.dumps({"raised": raised, "updated": sum(updated), "of": len(updated), "plain": plain}))
+    return {"raised": raised, "updated": sum(updated), "of": len(updated), "plain": plain}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for how in sys.argv[1:]:
+        print(json.dumps(torn(how)), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     train.py '[{"name": "plain"}, {"name": "half", "part": 0.5, "of": "plain", "options": {...}}, ...]'
 
-where `part` is a part of the peak of the run `of` (or `budget` a number of bytes), prints one JSON object:
-per run its losses, a digest of its weights and optimizer states, the peak bytes of each step, the engine's
-counts per step, and the error that ended it, if one did. `plant` names a bug to put into the engine.
+where `part` is a part of the peak of the run `of` (or `budget` a number of bytes), prints one JSON line per
+run: its name (`run`), its losses, a digest of its weights and optimizer states, the peak bytes of each step,
+the engine's counts per step, and the error that ended it, if one did. `plant` names a bug to put into the
+engine.
 
 The model is compiled twice per inner program, plainly and with slots; the runs share these two and start from
 the same weights: a budget, a plan, a store are no part of a compiled program.
@@ -204,8 +205,8 @@ def main() -> None:
         if inner not in trainers:
             trainers[inner] = Trainer(inner)
         done[asked["name"]] = trainers[inner].run(asked, done, counting)
+        print(json.dumps({"run": asked["name"], **done[asked["name"]]}), flush=True)
         gc.collect()
-    print(json.dumps(done))
 
 
 if __name__ == "__main__":

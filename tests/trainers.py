@@ -1,6 +1,8 @@
 """Training loops that other people wrote, each with a small Llama, plainly or within a budget.
 
-    python trainers.py plain|teraio FOLDER NAME...    prints one JSON object: name -> losses, weights, counts
+    python trainers.py FOLDER NAME...
+
+prints one JSON object: plain|teraio -> name -> losses, weights, counts.
 
 The loops are theirs, unchanged: teraio is told of the model by `model.compile(...)` before they get it.
 """
@@ -240,9 +242,11 @@ def run(mode: str, folder: Path, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    mode, folder, *names = sys.argv[1:]
+    folder, *names = sys.argv[1:]
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    results = {name: run(mode, Path(folder), name) for name in names}
+    results = {
+        mode: {name: run(mode, Path(folder) / mode, name) for name in names} for mode in ("plain", "teraio")
+    }
     print(json.dumps(results))
 
 

@@ -15,11 +15,12 @@ from teraio.units import parse_bytes
 CHILD = Path(__file__).with_name("trainers.py")
 
 
-def results(mode: str, folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    command = [sys.executable, str(CHILD), mode, str(folder / mode), *names]
+def results(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """By mode and name, of one process: it takes longer to start than to train."""
+    command = [sys.executable, str(CHILD), str(folder), *names]
     done = ended(command)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 

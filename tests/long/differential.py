@@ -1,7 +1,8 @@
-"""Many generated models, and on each many random plans, against plain training: 2,000 and 100 of them.
+"""Many generated models, and on each many random plans, against plain training: 2,000 and 100 of them, and
+the named ones, of which the suite of tests has a sample.
 
     python tests/long/differential.py [--eager 2000] [--inductor 100] [--plans 10] [--first 10000] [--jobs 2]
-                                      [--json results.jsonl]
+                                      [--named 1000] [--json results.jsonl]
 
 Prints what went wrong as it is found, a line of progress every ten models, and in the end what moved. Exit
 code 0 or 1. A seed that fails is tried alone with `python tests/differential_run.py '{"seeds": [SEED]}'`.
@@ -13,19 +14,30 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from differential_sweep import complaints, sweep, totals
+from differential_sweep import NAMED, complaints, sweep, totals
 from says import at_least, exactly
 
+MOST_BLOCKS = 4
 
-def run(inner: str, models: int, args: argparse.Namespace, file: TextIO | None) -> bool:
+
+def run(
+    name: str,
+    inner: str,
+    seeds: Sequence[int],
+    most_blocks: int,
+    args: argparse.Namespace,
+    file: TextIO | None,
+) -> bool:
     began = time.monotonic()
     done: list[dict[str, Any]] = []
-    for result in sweep(range(args.first, args.first + models), args.jobs, 40, inner=inner, plans=args.plans):
+    asked = {"inner": inner, "plans": args.plans, "most_blocks": most_blocks}
+    for result in sweep(seeds, args.jobs, 40, **asked):
         done.append(result)
         for line in complaints(result):
             print(line, flush=True)
@@ -40,12 +52,12 @@ def run(inner: str, models: int, args: argparse.Namespace, file: TextIO | None) 
             file.flush()
         if len(done) % 10 == 0:
             each = (time.monotonic() - began) / len(done)
-            left = (models - len(done)) * each / 60
-            print(f"{inner}: {len(done)} of {models}, {left:.0f} min left, {totals(done)}", flush=True)
-    print(f"{inner}, all: {totals(done)}")
-    good = at_least(f"differential-{inner}-models", len(done), models)
+            left = (len(seeds) - len(done)) * each / 60
+            print(f"{name}: {len(done)} of {len(seeds)}, {left:.0f} min left, {totals(done)}", flush=True)
+    print(f"{name}, all: {totals(done)}")
+    good = at_least(f"differential-{name}-models", len(done), len(seeds))
     return (
-        exactly(f"differential-{inner}-other-numbers", sum(bool(complaints(each)) for each in done)) and good
+        exactly(f"differential-{name}-other-numbers", sum(bool(complaints(each)) for each in done)) and good
     )
 
 
@@ -56,9 +68,15 @@ def main() -> int:
     parser.add_argument("--plans", type=int, default=10)
     parser.add_argument("--first", type=int, default=10_000, help="the first seed")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--named", type=int, default=1000, help="named models of each kind, at most")
     parser.add_argument("--json", type=argparse.FileType("w"), default=None)
     args = parser.parse_args()
-    good = [run(inner, getattr(args, inner), args, args.json) for inner in ("eager", "inductor")]
+    good = []
+    for inner, named in NAMED.items():
+        seeds = named.seeds[: args.named]
+        good.append(run(f"{inner}-named", inner, seeds, named.most_blocks, args, args.json))
+        drawn = range(args.first, args.first + getattr(args, inner))
+        good.append(run(inner, inner, drawn, MOST_BLOCKS, args, args.json))
     return 0 if all(good) else 1
 
 

@@ -51,7 +51,7 @@ PROOFS = (
     Proof(
         "differential",
         "generated models with random plans give the numbers of plain training",
-        quick=("--eager", "20", "--inductor", "0"),
+        quick=("--eager", "20", "--inductor", "0", "--named", "0"),
     ),
     Proof(
         "hostile_plans",
@@ -62,6 +62,7 @@ PROOFS = (
         "what_people_do",
         "hooks, copies, pickles, workers, checkpoints, errors in the middle: the same as without a budget",
     ),
+    Proof("cases", "what the suites of tests leave out, as it is much like what they have"),
     Proof("optimizers", "every optimizer and every loop around it gives the numbers of plain training"),
     Proof(
         "zoo",

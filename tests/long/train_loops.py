@@ -24,9 +24,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for row in rows:
-            plain, within = (
-                trainers_verdict.results(mode, folder, [row])[row] for mode in ("plain", "teraio")
-            )
+            both = trainers_verdict.results(folder, [row])
+            plain, within = (both[mode][row] for mode in ("plain", "teraio"))
             found = trainers_verdict.faults(plain, within, trainers.MEMORY)
             counts = within["counts"]
             print(
