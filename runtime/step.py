@@ -130,7 +130,7 @@ class StepTracker:
         self.stepped: Any = None  # the moment when an optimizer last did in this step
         self.training = False  # a program of this step will have a backward, or is one
         self.grad_mode = True  # of user code when Dynamo last looked for a program
-        self.without_grad = False  # a program of this step was called in `no_grad`
+        self.without_grad = False  # a program of this step, one with weights, was called in `no_grad`
 
     @property
     def length(self) -> int:
@@ -162,7 +162,7 @@ class StepTracker:
             self.begins()
         self.programs.append(program)
         self.training |= program.schedule.kind != "inference"
-        self.without_grad |= not self.grad_mode
+        self.without_grad |= not self.grad_mode and mark is not None
         self.base = self._place(program.identity)
         self.foreign = self.base is None and bool(self.known)
         settled = self.base is not None and self.expected.settled

@@ -59,11 +59,12 @@ def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _seen or disabled():
         return
     _seen.add(optimizer)
-    stepped = {
-        id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-    } - _in_programs()
+    weights = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    stepped = {id(p) for p in weights if p.nbytes >= SMALLEST_BYTES} - _in_programs()
     if not stepped:
         return
+    if session.SESSION is not None:
+        session.SESSION.engine.user.outside.ends()  # what the look takes is not the user's
     missing = [m for module, options in _compiled() if (m := _missing(module, stepped, options)) is not None]
     if not missing:
         return

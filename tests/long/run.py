@@ -69,6 +69,11 @@ PROOFS = (
         "classes of Hugging Face under three budgets: same numbers, within the budget",
         quick=("--steps", "3"),
     ),
+    Proof(
+        "what_strangers_write",
+        "models and loops of other libraries, drawn by a seed, in the smallest budget: the numbers without it",
+        quick=("--family", "vision", "--count", "3", "--inductor-every", "0"),
+    ),
     Proof("train_loops", "training loops that others wrote give the numbers of plain training"),
     Proof(
         "planner_exact",
