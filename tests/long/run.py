@@ -71,7 +71,7 @@ PROOFS = (
     ),
     Proof(
         "what_strangers_write",
-        "models and loops of other libraries, drawn by a seed, in the smallest budget: the numbers without it",
+        "models and loops of other libraries, drawn by a seed, in the smallest budget: the same numbers",
         quick=("--family", "vision", "--count", "3", "--inductor-every", "0"),
     ),
     Proof("train_loops", "training loops that others wrote give the numbers of plain training"),
