@@ -72,7 +72,8 @@ def main() -> None:
         optimizer.zero_grad()
         print(f"step {step}: loss {loss.item():.4f}, {time.perf_counter() - began:.2f} s")
     counts = teraio.stats()
-    print(f"peak {mib(counts['peak_bytes'])} of tensors, memory {mib(counts['budget_bytes'])}")
+    peak = mib(counts["peak_bytes"] - counts["reserve_bytes"])
+    print(f"peak {peak} of tensors, memory {mib(counts['budget_bytes'])}")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def equal(ours: object, plain: object) -> str:
 def table(stats: teraio.Stats | None = None, **rows: str) -> None:
     """What is to be shown, then what teraio says (now, or then): `plain_peak=...` is the row `plain peak`."""
     stats = stats or teraio.stats()
-    rows["peak of tensors"] = mib(stats["peak_bytes"])
+    rows["peak of tensors"] = mib(stats["peak_bytes"] - stats["reserve_bytes"])
     rows["memory allowed"] = mib(stats["budget_bytes"])
     rows["written to disk"] = mib(stats["written_bytes"])
     rows["read from disk"] = mib(stats["read_bytes"])

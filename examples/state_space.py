@@ -119,7 +119,8 @@ def main() -> None:
     told = teraio.stats()
     teraio.set_memory("80%")  # of the machine's: nothing has to leave
     list(islice(training, 2))
-    needed_bytes = teraio.stats()["step_peak_bytes"]
+    stats = teraio.stats()
+    needed_bytes = stats["step_peak_bytes"] - stats["reserve_bytes"]
     table(
         told,
         loss=f"{ours[0]:.4f} at first, {ours[-1]:.4f} at last",

@@ -78,7 +78,7 @@ def main() -> None:
             print(f"token {at}: {tokens[0, 8 + at].item()}, {time.perf_counter() - began:.2f} s")
         counts = teraio.stats()
     size_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    peak_bytes = counts["peak_bytes"]
+    peak_bytes = counts["peak_bytes"] - counts["reserve_bytes"]
     print(f"weights {size_bytes / 2**20:.1f} MiB, peak {peak_bytes / 2**20:.1f} MiB of tensors")
 
 

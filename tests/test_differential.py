@@ -62,7 +62,7 @@ def test_plain_training_agrees_with_itself(inner: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inner", "models", "least"), [("eager", len(EAGER), 100), ("inductor", len(INDUCTOR), 40)]
+    ("inner", "models", "least"), [("eager", len(EAGER), 90), ("inductor", len(INDUCTOR), 40)]
 )
 def test_enough_has_moved_to_show_anything(inner: str, models: int, least: int) -> None:
     """`least` fetches per plan, and in proportion. Measured: 49 where Inductor has fused kernels. What is to
