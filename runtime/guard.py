@@ -281,7 +281,7 @@ def _serve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         for tensor in worn:
             tensor.__class__ = BARE[type(tensor)]
         return func(*args, **kwargs)
-    if len(worn) > 1 and (place.startswith("_foreach_") or place in ELEMENTWISE) and _longer(args):
+    if len(worn) > 1 and (place.startswith("_foreach_") or place in ELEMENTWISE) and len(args[0]) > 1:
         return _one_by_one(func, args, kwargs)
     records = _records(guard, worn)
     guard.take_off(worn)
@@ -325,11 +325,6 @@ def nobody_brings(name: str, place: str) -> EvictedError:
         f"user code ({place}) needs {name}, which is away, and this process ends, or was forked from the one "
         f"that can bring it back. Fork inside `with teraio.resident(model):`, or start processes by 'spawn'"
     )
-
-
-def _longer(args: tuple[Any, ...]) -> bool:
-    """Tell whether a function of lists has more than one element to go through."""
-    return bool(args) and isinstance(args[0], list | tuple) and len(args[0]) > 1
 
 
 def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

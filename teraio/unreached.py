@@ -94,7 +94,7 @@ def _compiled() -> Iterator[tuple[torch.nn.Module, Mapping[str, Any]]]:
         if issubclass(type(each), OptimizedModule):
             module, called = each._orig_mod, each.dynamo_ctx
         elif issubclass(type(each), torch.nn.Module) and vars(each).get("_compiled_call_impl") is not None:
-            module, called = each, _context_of(each._compiled_call_impl)
+            module, called = each, _dynamo_of(each._compiled_call_impl)
         else:
             continue
         wrapper: Any = innermost_backend(getattr(called, "callback", None))  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def _compiled() -> Iterator[tuple[torch.nn.Module, Mapping[str, Any]]]:
             yield module, wrapper.kwargs.get("options", {})
 
 
-def _context_of(compiled: Any) -> Any:
+def _dynamo_of(compiled: Any) -> Any:
     """Return Dynamo's context of a function that it has wrapped: the function closes over it."""
     cells = getattr(compiled, "__closure__", None) or ()
     contexts = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _TorchDynamoContext)]

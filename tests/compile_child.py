@@ -91,7 +91,7 @@ def train(asked: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]
             optimizer.zero_grad()
             losses.append(loss.item())
             peaks.append(counting.peak_bytes() - others)
-            counts.append(teraio.stats())
+            counts.append(dict(teraio.stats()))
             del loss
     stats, ran = teraio.stats(), engine.ENGINE.tracker.length if engine.ENGINE is not None else 0
     abandoned = interrupted(lambda: compiled(tokens[:, :-1], tokens[:, 1:])) if budget else 0

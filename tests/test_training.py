@@ -69,6 +69,7 @@ def eager_runs() -> dict[str, Any]:
     faulty = {"of": "plain", "part": 0.36, "steps": 4, "options": {"planner": "none"}}
     faults = [{**faulty, "name": name, "fault": rule} for name, rule in FAULTS.items()]
     afterwards = {**faulty, "name": "afterwards"}
+    runs: tuple[dict[str, Any], ...]
     runs = (PLAIN, plain5, half, demand, lean, tight, other, *hostile, plain4, *faults, afterwards)
     result, failed = ran(*runs)
     assert not failed, failed
