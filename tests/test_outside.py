@@ -118,7 +118,7 @@ class Bench:
         self.residency = stand_in(
             mover=mover, records={}, budget_bytes=90 * MIB, reserve_bytes=4 * MIB, bury=lambda: None
         )
-        self.residency.hold = lambda kept_bytes: None
+        self.residency.hold, self.residency.elastic = lambda kept_bytes: None, False
         program = stand_in(schedule=stand_in(kind=kind))
         expected = stand_in(outside={}, kept={})
         self.tracker = stand_in(running=stand_in(), programs=[program], known={}, expected=expected)
