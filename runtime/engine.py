@@ -226,8 +226,8 @@ class Engine:
 
     def end_step(self) -> None:
         """The step is over: what was measured becomes the next step's expectation."""
-        self.residency.serial += 1
         self.optimizers.clear()
+        self.residency.serial += 1
         self.residency.going.end_done()
         self.residency.failed.clear()
         self.residency.bury()
