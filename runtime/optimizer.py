@@ -47,7 +47,7 @@ def updating() -> bool:
 def _known(optimizer: torch.optim.Optimizer) -> Stepped:
     about = _KNOWN.get(optimizer)
     if about is None:
-        _refuse_shards(optimizer)
+        refuse_shards(optimizer)
         about = _KNOWN[optimizer] = Stepped(len(_KNOWN))
     about.ask(optimizer)
     return about
@@ -67,7 +67,8 @@ def wrap(optimizer: Wrapped, *, whole: bool = False) -> Wrapped:
     return optimizer
 
 
-def _refuse_shards(optimizer: torch.optim.Optimizer) -> None:
+def refuse_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UnsupportedError if a parameter is divided among processes."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     kind = next((type(p).__name__ for p in parameters if hasattr(p, "device_mesh")), None)
     if kind is not None:

@@ -24,6 +24,7 @@ from teraio import session
 from teraio.errors import UnsupportedError
 from teraio.options import Options, disabled
 from teraio.runtime.adopt import SMALLEST_BYTES
+from teraio.runtime.optimizer import refuse_shards
 from teraio.units import fmt_bytes, fmt_count
 
 log = logging.getLogger("teraio")
@@ -32,6 +33,7 @@ REASONS = 3  # of Dynamo's that a message lists
 PART = 0.5  # of a model's bytes: a model with less than this in no program is served without a word
 
 _seen: WeakSet[torch.optim.Optimizer] = WeakSet()
+_counted: dict[str, int] = {}  # reasons of Dynamo at the last look, and how often each had been given
 _installed = False
 
 
@@ -56,9 +58,12 @@ def install() -> None:
 
 
 def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _seen or disabled():
+    if optimizer in _seen:
         return
     _seen.add(optimizer)
+    if disabled():
+        _reasons()  # they are of a model that nobody asks about
+        return
     weights = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     stepped = {id(p) for p in weights if p.nbytes >= SMALLEST_BYTES} - _in_programs()
     if not stepped:
@@ -68,6 +73,7 @@ def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     missing = [m for module, options in _compiled() if (m := _missing(module, stepped, options)) is not None]
     if not missing:
         return
+    refuse_shards(optimizer)
     parsed = Options.parse({**session.GIVEN, **missing[0].options})
     told = _told(missing)
     if parsed.on_fallback == "error":
@@ -134,13 +140,21 @@ def _told(missing: list[Missing]) -> str:
 
 
 def _reasons() -> list[str]:
-    """Return the first lines of Dynamo's most frequent reasons not to compile."""
-    found: dict[str, int] = {}
-    for kind in ("unimplemented", "graph_break"):
-        for text, count in counters[kind].items():
-            line, at = str(text).splitlines()[0], _where(str(text))
-            found[f"{line} ({at})" if at else line] = count
-    return sorted(found, key=lambda line: -found[line])[:REASONS]
+    """Return the first lines of Dynamo's reasons not to compile: what came since the last look, newest first.
+
+    Dynamo counts for the process. It skips code that it skipped before without another reason, so older
+    reasons follow.
+    """
+    counted = {str(t): n for kind in ("unimplemented", "graph_break") for t, n in counters[kind].items()}
+    newest = list(reversed(counted))
+    grown = [text for text in newest if counted[text] > _counted.get(text, 0)]
+    _counted.clear()
+    _counted.update(counted)
+    lines = []
+    for text in (*grown, *newest):
+        line, at = text.splitlines()[0], _where(text)
+        lines.append(f"{line} ({at})" if at else line)
+    return list(dict.fromkeys(lines))[:REASONS]
 
 
 def _where(text: str) -> str:

