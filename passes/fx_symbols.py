@@ -5,18 +5,58 @@ A size is then evaluated by the graph itself, in plain integers; nothing symboli
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from . import sizes
 from .slots import Make
 
 UNKNOWN = 8192  # elements, where nothing at all limits a symbol; Inductor's own guess
+
+
+def _node(function: Callable[[Any], Any]) -> Any:
+    """Return an operator that calls this function when the graph runs, on a value that may be a node's."""
+
+    def called(x: Any, *_: Any) -> Any:
+        if isinstance(x, torch.fx.Proxy):
+            return x.tracer.create_proxy("call_function", function, (x,), {})
+        return function(x)
+
+    return staticmethod(called)
+
+
+class InNodes(PythonReferenceAnalysis):
+    """The operators of sizes as nodes; torch computes some of them at once, but a node has no value yet."""
+
+    int_truediv = staticmethod(operator.truediv)
+    floor_to_int = _node(math.floor)
+    ceil_to_int = _node(math.ceil)
+    trunc_to_int = _node(math.trunc)
+    round_to_int = _node(round)
+    floor = _node(lambda x: float(math.floor(x)))
+    ceil = _node(lambda x: float(math.ceil(x)))
+    trunc = _node(lambda x: float(math.trunc(x)))
+    where = staticmethod(torch.sym_ite)
+
+    @staticmethod
+    def identity(x: Any) -> Any:
+        return x
+
+    @staticmethod
+    def modular_indexing(x: Any, divisor: Any, modulus: Any) -> Any:
+        return x // divisor % modulus
+
+    @staticmethod
+    def sym_sum(args: Any) -> Any:
+        return torch.sym_sum(args)
 
 
 @dataclass
@@ -52,7 +92,7 @@ class Symbols:
             return live
         tracer = torch.fx.proxy.GraphAppendingTracer(graph)
         values = {s: torch.fx.Proxy(self._node(graph, s), tracer) for s in live.free_symbols}
-        return sympy_interp(OptimizedPythonReferenceAnalysis, values, live).node
+        return sympy_interp(InNodes, values, live).node
 
     def _node(self, graph: torch.fx.Graph, symbol: Any) -> torch.fx.Node:
         """The node whose value the symbol is; a dimension is read right after its tensor was made."""

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import slots_models
+import sympy  # type: ignore[import-untyped]
 import torch
 from children import ended
 from torch.fx import GraphModule
+from torch.utils._sympy import functions
 
 from teraio.passes import fx
+from teraio.passes.fx_symbols import Symbols
 from teraio.schedule import Schedule
 
 HERE = Path(__file__).parent
@@ -165,3 +168,31 @@ def inputs_of(value: Any) -> set[str]:
     if not isinstance(value, torch.fx.Node):
         return set()
     return {value.name}.union(*(inputs_of(node) for node in value.all_input_nodes))
+
+
+S, T = sympy.symbols("s t", integer=True, positive=True)
+SIZES = (
+    functions.TruncToInt(functions.IntTrueDiv(S, T) * 3.7) * 4,  # F.interpolate with a factor has these
+    functions.CeilToInt(functions.IntTrueDiv(S, T)),
+    functions.FloorToInt(functions.IntTrueDiv(S, 7)),
+    functions.RoundToInt(functions.IntTrueDiv(S, 7) * 2.0),
+    functions.TruncToInt(functions.FloatPow(functions.ToFloat(S), 0.5)),
+    functions.TruncToInt(functions.FloatTrueDiv(functions.ToFloat(S), 3.0)),
+    functions.FloorDiv(S, T) + functions.Mod(S, T) + functions.PythonMod(S, T) + S**2 * T,
+    functions.ModularIndexing(S, 2, 5),
+    functions.Where(S > T, S, T),
+    functions.Max(S, T, 5) - functions.Min(S, T),
+    sympy.Piecewise((S, S > T), (T, True)),
+    sympy.ceiling(S / 3) + sympy.floor(S / 7),
+)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_any_size_becomes_nodes_that_compute_it(size: Any) -> None:
+    graph = torch.fx.Graph()
+    symbols = Symbols({symbol: (0, graph.placeholder(str(symbol)), None) for symbol in (S, T)})
+    graph.output(symbols.code(graph, size, at=2))
+    computed = GraphModule(torch.nn.Module(), graph)
+    for values in ((17, 4), (3, 9), (100, 7)):
+        found = computed(*values)
+        assert type(found) is int and found == int(size.subs(dict(zip((S, T), values))))
