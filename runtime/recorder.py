@@ -62,6 +62,7 @@ class Happened:
     moves: list[Move] = field(default_factory=list)
     stalls: list[tuple[int, Stall]] = field(default_factory=list)  # with when each ended
     changes: list[tuple[int, str, int]] = field(default_factory=list)  # at, kind, bytes from then on
+    overrun_bytes: int = 0
     broken: bool = False  # a program ended with an exception: not a whole step
     end_ns: int = 0
     rank: tuple[bool, bool] = (False, False)  # a training step, a planned one
@@ -177,6 +178,11 @@ class Recorder:
         move = Move(f"drop:{record.home}", record.name, 0, False, now_ns, now_ns, now_ns)
         self._now(now_ns).moves.append(move)
 
+    def overran(self, size_bytes: int) -> None:
+        """Note what user code, or a library's kernel, got beyond the budget."""
+        step = self._now(time.perf_counter_ns())
+        step.overrun_bytes = max(step.overrun_bytes, size_bytes)
+
     def abandoned(self) -> None:
         self.step.broken = True
         self.in_slot = False
@@ -235,4 +241,5 @@ class Recorder:
             tuple(stall for _, stall in step.stalls),
             self.budget_bytes,
             step_ns,
+            step.overrun_bytes,
         )

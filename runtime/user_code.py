@@ -221,6 +221,8 @@ class UserCode:
             )
         counts.overrun_bytes = max(counts.overrun_bytes, short)
         counts.step_overrun_bytes = max(counts.step_overrun_bytes, short)
+        if self.mover.recorder is not None:
+            self.mover.recorder.overran(short)
 
     def keeps_after_optimizer(self, used: Iterable[Record]) -> None:
         """An optimizer's code saw these plain: what it kept of them counts."""

@@ -48,7 +48,10 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """`budget_bytes` and `step_ns` are 0 where they are not known."""
+    """A step: `budget_bytes` and `step_ns` are 0 where they are not known.
+
+    `overrun_bytes` is what user code, or a library's kernel, got beyond the budget; no counter has it.
+    """
 
     kind: Literal["measured", "predicted"]
     spans: tuple[Span, ...] = ()
@@ -56,6 +59,7 @@ class Timeline:
     stalls: tuple[Stall, ...] = ()
     budget_bytes: int = 0
     step_ns: int = 0
+    overrun_bytes: int = 0
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Timeline:
@@ -146,6 +150,7 @@ FORMAT = Format(
         ),
         Part("budget_bytes", "value", check=integer(), default=0),
         Part("step_ns", "value", check=integer(), default=0),
+        Part("overrun_bytes", "value", check=integer(), default=0),
     ),
     law=_law,
 )

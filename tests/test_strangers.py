@@ -23,9 +23,11 @@ from first_compile_child import CASES, train
 from torch import nn
 
 import teraio
+from teraio import report
 from teraio.errors import BudgetError, UnsupportedError
 from teraio.runtime.reasons import largest
 from teraio.runtime.records import Record
+from teraio.timeline import Timeline
 
 WIDTH, STEPS = 256, 4
 CHILD = Path(__file__).with_name("first_compile_child.py")
@@ -263,19 +265,25 @@ def test_a_step_may_begin_with_a_program_without_gradients(same: Callable[..., N
     same(Begins)
 
 
-def test_an_overrun_is_told_beside_the_peak() -> None:
-    """The reserve is a part of the peak, as it is in reports."""
+def test_an_overrun_is_told_beside_the_peak(tmp_path: Path) -> None:
+    """The reserve is a part of the peak, in stats and in reports."""
 
     def greedy(compiled: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         value: torch.Tensor = compiled(x).square().mean()
         held = torch.zeros(24 << 20, dtype=torch.uint8)  # beyond the budget, and all of it is touched
         return value + held.sum() * 0.0
 
-    trained(layers, greedy, memory="10MiB", planner="none")
+    timeline = tmp_path / "run.timeline.json"
+    trained(layers, greedy, memory="10MiB", planner="none", timeline=str(timeline))
     stats = teraio.stats()
     assert 4 << 20 <= stats["reserve_bytes"] < stats["step_peak_bytes"] <= stats["budget_bytes"] == 10 << 20
     assert stats["step_overrun_bytes"] >= 16 << 20
     assert stats["overrun_bytes"] >= stats["step_overrun_bytes"]
+    teraio.reset()
+    line = Timeline.read(timeline)
+    assert line.overrun_bytes >= 16 << 20
+    told = report.text(report.content(report.Sources(line, "run")))
+    assert re.search(r"got [\d.]+ MiB beyond the budget", told), told
 
 
 # ---- doubt

@@ -106,6 +106,7 @@ def figures(line: Timeline) -> dict[str, int]:
         "misses": sum(stall.cause == "miss" for stall in line.stalls),
         "peak_bytes": shape.memory(line).peak_bytes,
         "budget_bytes": line.budget_bytes,
+        "overrun_bytes": line.overrun_bytes,
         **carried,
         **busy,
     }
@@ -142,6 +143,11 @@ def _sentences(sources: Sources) -> list[str]:
         told.append("Transfers are hidden behind compute.")
     if not shape.lanes(line):
         told.append("Nothing moves: the step fits into memory whole.")
+    if line.overrun_bytes:
+        told.append(
+            f"User code, or a library's kernel, got {fmt_bytes(line.overrun_bytes, up=True)} beyond the "
+            f"budget; the peak and the picture lack them."
+        )
     bound = sources.plan.predicted.bound_ns if sources.plan else 0
     if bound:
         told.append(f"No plan for this profile takes less than {fmt_ns(bound)}; {_beside(step, bound)}.")
@@ -160,13 +166,19 @@ def _facts(sources: Sources) -> list[Fact]:
         Fact("step", fmt_ns(step), fmt_count(len(shape.kernels(line)), "kernel")),
         Fact("compute", fmt_ns(_computed_ns(line)), _part(_computed_ns(line), step) + " of the step"),
         Fact("waiting", fmt_ns(waited), f"{_part(waited, step)}, {fmt_count(len(line.stalls), 'stall')}"),
-        Fact("peak memory", fmt_bytes(peak), f"of {fmt_bytes(budget)}" if budget else ""),
+        Fact("peak memory", fmt_bytes(peak), _of(budget, line.overrun_bytes)),
         Fact("written", fmt_bytes(carried["evict"]), fmt_count(moves["evict"], "eviction")),
         Fact("read", fmt_bytes(carried["fetch"]), f"{moves['fetch']} fetches, {missed} misses"),
     ]
 
 
 _WAYS = ("evict", "fetch")
+
+
+def _of(budget_bytes: int, overrun_bytes: int) -> str:
+    """Return what stands beside the peak, which has the reserve and lacks the overrun."""
+    of = [f"of {fmt_bytes(budget_bytes)}"] if budget_bytes else []
+    return ", ".join(of + [f"{fmt_bytes(overrun_bytes, up=True)} beyond it"] * bool(overrun_bytes))
 
 
 def _part(one: int, whole: int) -> str:
