@@ -8,8 +8,6 @@ import logging
 import multiprocessing
 import os
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 import tree
+from children import forked
 
 from teraio import cli
 from teraio.cache import ENTRIES_MAX, SUFFIX, PlanCache, directory, fingerprint_of, key_of
@@ -319,9 +318,7 @@ def test_a_damaged_plan_is_said_once_and_replaced(folder: Path, caplog: pytest.L
 
 
 def train() -> tuple[list[list[Any]], str]:
-    ran = subprocess.run(
-        [sys.executable, "tests/cache_train.py"], capture_output=True, text=True, cwd=tree.ROOT, check=False
-    )
+    ran = forked(tree.ROOT / "tests" / "cache_train.py")
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout), ran.stderr
 

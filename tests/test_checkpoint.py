@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import stat
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cache
@@ -19,7 +18,7 @@ import pytest
 import torch
 from checkpoint_child import MEMORY_BYTES
 from checkpoint_kill import kill_while_saving, numbered
-from children import ended
+from children import forked
 from touch_child import World, is_away, plain_facts, record_of, send_away, twin_of
 
 import teraio
@@ -291,8 +290,7 @@ def test_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
 
 @cache
 def child(how: str, path: Path) -> dict[str, Any]:
-    command = [sys.executable, str(CHILD), how, str(path)]
-    done = ended(command)
+    done = forked(CHILD, how, str(path))
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -23,7 +23,7 @@ from teraio.runtime.device import Mark, Pending, Start
 from teraio.runtime.moves import Mover
 from teraio.runtime.records import Record
 
-SCHEDULES = 200
+SCHEDULES = 150
 PLANTED = 40
 
 

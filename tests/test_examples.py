@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import ended
+from children import forked
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = "--vocabulary 256 --hidden 128 --layers 6 --heads 4 --inner eager"
@@ -52,8 +52,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     asked.write_text(json.dumps(list(runs.values())))
     # Any plan will do, and greedy takes a tenth of the time.
     settings = {**os.environ, "TERAIO_PLANNER": "greedy", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).with_name("examples_child.py")), str(asked)]
-    done = ended(command, env=settings)
+    done = forked(Path(__file__).with_name("examples_child.py"), str(asked), env=settings)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(runs, json.loads(done.stdout.splitlines()[-1])))
 

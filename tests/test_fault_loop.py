@@ -5,14 +5,13 @@ A sample; `tests/long/drive_faults.py` fails every operation in every way."""
 from __future__ import annotations
 
 import json
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from children import ended
+from children import forked
 from touch_child import World, is_away, record_of, send_away
 
 from teraio.errors import StoreError, StoreFullError, StoreReadError, TornStepError
@@ -37,8 +36,7 @@ WITHOUT_CHECKSUMS = [["flip", "read", "once", 8, 23, 3]]
 
 @cache
 def runs(rows: str, *options: str) -> list[dict[str, Any]]:
-    command = [sys.executable, str(CHILD), rows, *options]
-    done = ended(command)
+    done = forked(CHILD, rows, *options)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     operations = lines[0]["operations"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import operator
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import slots_models
 import sympy  # type: ignore[import-untyped]
 import torch
-from children import ended
+from children import forked
 from torch.fx import GraphModule
 from torch.utils._sympy import functions
 
@@ -38,8 +37,7 @@ SCALAR_BYTES = 64
 
 
 def run(*cases: dict[str, Any]) -> list[dict[str, Any]]:
-    command = [sys.executable, str(HERE / "slots_child.py"), json.dumps(cases)]
-    done = ended(command)
+    done = forked(HERE / "slots_child.py", json.dumps(cases))
     assert done.returncode == 0, done.stderr[-3000:]
     results: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return results

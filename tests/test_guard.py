@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from children import ended, one_by_one
+from children import forked, one_by_one
 
 CHILD = Path(__file__).with_name("guard_train.py")
 
@@ -41,7 +40,7 @@ FEW_WRITES = ("streamed", "frozen", "frozen, touched")
 
 def run(scenarios: Sequence[Any]) -> tuple[list[dict[str, Any]], str]:
     """The results of those that came to their end, and what the process said if it ended badly."""
-    done = ended([sys.executable, str(CHILD), json.dumps(scenarios)])
+    done = forked(CHILD, json.dumps(scenarios))
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return found, done.stderr[-3000:] if done.returncode else ""
 

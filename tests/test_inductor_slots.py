@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from children import ended
+from children import ended, forked
 from test_fx_slots import WORKSPACES, beyond
 from test_remade import child as remade_child
 
@@ -24,9 +24,11 @@ CACHE = tempfile.TemporaryDirectory(prefix="teraio-inductor-")
 
 
 def child(*asked: dict[str, Any], flags: tuple[str, ...] = ()) -> dict[str, Any]:
-    command = [sys.executable, *flags, str(HERE / "compile_child.py"), json.dumps(asked)]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": CACHE.name}
-    done = ended(command, env=environment)
+    script, environment = HERE / "compile_child.py", {**os.environ, "TORCHINDUCTOR_CACHE_DIR": CACHE.name}
+    if flags:
+        done = ended([sys.executable, *flags, str(script), json.dumps(asked)], env=environment)
+    else:
+        done = forked(script, json.dumps(asked), env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return results

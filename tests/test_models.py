@@ -41,6 +41,11 @@ LONG = {
     "a part of the model",
     "an exception in a kernel",
     "a loss that is not finite",
+    "complex numbers",
+    "a copy of the model",
+    "a functional call inside",
+    "an exception between two programs",
+    "hooks of a loss that has a class of its own",
 }
 CASES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in SCENARIOS]
 

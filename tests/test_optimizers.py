@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from children import ended, one_by_one
+from children import forked, one_by_one
 from optimizer_loops import LOOPS, OPTIMIZERS, WHOLE
 
 from teraio.runtime.windows import Passes, buckets_of
@@ -50,8 +49,7 @@ KEPT = {"hooks"}  # user code holds gradients: they are there, over the budget i
 
 
 def run(scenarios: Sequence[Any]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(CHILD), json.dumps(scenarios)]
-    return ended(command)
+    return forked(CHILD, json.dumps(scenarios))
 
 
 def said(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -123,7 +121,7 @@ def lines(script: str, cases: Sequence[str]) -> list[Any]:
     """What a script prints for each of the cases, or its error for one that ends it."""
 
     def run(left: Sequence[str]) -> list[Any]:
-        done = ended([sys.executable, str(CHILD.with_name(script)), *left])
+        done = forked(CHILD.with_name(script), *left)
         errors = [done.stderr[-3000:]] if done.returncode else []
         return [*said(done), *errors]
 
@@ -149,7 +147,7 @@ def test_a_weight_of_two_programs_gets_both_gradients_of_every_batch(saves: str)
 
 
 def test_a_forward_is_open_until_its_own_backward_has_run() -> None:
-    done = ended([sys.executable, str(CHILD.with_name("open_forward_train.py"))])
+    done = forked(CHILD.with_name("open_forward_train.py"))
     assert done.returncode == 0, f"exit {done.returncode}: {done.stdout} {done.stderr[-3000:]}"
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == 3

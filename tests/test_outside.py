@@ -6,14 +6,13 @@ Blocks of a Llama are compiled, its head and its loss are not; an allocator coun
 from __future__ import annotations
 
 import json
-import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from children import ended
+from children import forked
 from kept_train import ROWS, SAVED, WIDTH
 from outside_train import BATCH, LENGTH, SHAPE
 
@@ -28,8 +27,7 @@ MIB = 2**20
 
 
 def results(runs: list[dict[str, Any]], *shape: str) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__).with_name("outside_train.py")), json.dumps(runs), *shape]
-    done = ended(command)
+    done = forked(Path(__file__).with_name("outside_train.py"), json.dumps(runs), *shape)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     for name, run in result.items():
@@ -249,8 +247,7 @@ def test_what_eager_autograd_keeps_between_two_programs_is_made_room_for() -> No
     budget, kept = 38 * MIB, 4 * ROWS * WIDTH * SAVED
     runs = []
     for words in ([], ["unseen"]):
-        command = [sys.executable, str(Path(__file__).with_name("kept_train.py")), str(budget), *words]
-        done = ended(command)
+        done = forked(Path(__file__).with_name("kept_train.py"), str(budget), *words)
         assert done.returncode == 0, done.stderr[-3000:]
         runs.append(json.loads(done.stdout.strip().splitlines()[-1]))
     seen, unseen = runs

@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 
 import torch
-from children import ended
+from children import ended, forked
 
 
 def test_two_ranks_with_ddp_train_bit_equal_within_their_budgets(tmp_path: Path) -> None:
     child = Path(__file__).with_name("ranks_train.py")
-    command = [sys.executable, str(child), str(tmp_path / "ranks"), "9.25MiB"]
-    done = ended(command)
+    done = forked(child, str(tmp_path / "ranks"), "9.25MiB")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "torch.distributed reads and writes weights unseen" in done.stderr
     for rank in (0, 1):

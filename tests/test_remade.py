@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from children import ended
+from children import forked
 from functorch.compile import aot_function, min_cut_rematerialization_partition, nop
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -32,10 +31,9 @@ BUDGETS = {"mlp": 11_000_000, "attention": 19_500_000, "checkpoint": 11_000_000}
 
 
 def child(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    command = [sys.executable, str(HERE / "recompute_train.py"), json.dumps(runs)]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
-        done = ended(command, env=environment)
+        done = forked(HERE / "recompute_train.py", json.dumps(runs), env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     results["log"] = done.stderr

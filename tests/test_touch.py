@@ -4,13 +4,12 @@ crash, no garbage, no write that is lost."""
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
-from children import ended
+from children import forked
 
 CHILD = Path(__file__).with_name("touch_child.py")
 DEATHS = 5  # of the process that touches: then the rest counts as failed too
@@ -20,8 +19,7 @@ Case = tuple[str, str]  # kind and operation
 
 def run(first: int, bug: str = "") -> tuple[dict[Case, str], int]:
     """What is wrong with each case from this one on, and the number to go on with: 0 if all were tried."""
-    command = [sys.executable, str(CHILD), str(first), bug]
-    done = ended(command)
+    done = forked(CHILD, str(first), bug)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     found = {(kind, name): wrong for (_, kind, name), wrong in zip(lines[::2], lines[1::2])}
     assert done.returncode <= 0, done.stderr[-3000:]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from children import ended, one_by_one
+from children import forked, one_by_one
 from for_now import folder_for_now
 
 from teraio import cli
@@ -43,7 +42,7 @@ FOLDER = folder_for_now("training")
 def ran(*runs: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Results by name of runs that share one process (and so one compilation of the model), and what that
     said when it ended badly. Then the run that ended it has no result, and none that should come after it."""
-    done = ended([sys.executable, str(HERE / "train.py"), json.dumps(runs)])
+    done = forked(HERE / "train.py", json.dumps(runs))
     result: dict[str, Any] = {}
     for each in (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")):
         result[each["run"]] = {**each, "log": done.stderr}

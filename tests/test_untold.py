@@ -4,14 +4,13 @@ gave, others' optimizers, operators and libraries."""
 from __future__ import annotations
 
 import json
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from children import ended
+from children import forked
 from untold_train import SCENARIOS, Clips, PerParameter
 
 from teraio.runtime import trial
@@ -23,7 +22,7 @@ WHOLE = {"clips if they are large", "hooks on a whole step"}  # in a budget that
 
 @cache
 def results() -> dict[str, Any]:
-    done = ended([sys.executable, "-X", "faulthandler", str(CHILD), json.dumps(SCENARIOS)])
+    done = forked(CHILD, json.dumps(SCENARIOS))
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     print(done.stderr[-3000:])
     return {result["scenario"]: result for result in found}

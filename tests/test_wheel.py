@@ -1,4 +1,7 @@
-"""What people install: an sdist with each file once, and from it a wheel whose every module imports."""
+"""What people install: an sdist with each file once, and from it a wheel whose every module imports.
+
+Compiling takes most of the time, and an editable install has just done it: a plain run takes its library.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from pathlib import Path
 import pytest
 import tree
 
-from teraio import shipped
+from teraio import _native, shipped
 from teraio.report import onepage
 
 MODULES = sorted(tree.package())
@@ -36,18 +39,9 @@ class Built:
     wheel_names: tuple[str, ...]
 
 
-def build(source: Path, target: Path) -> None:
-    """An sdist, and a wheel from that sdist. Nothing is fetched; no optimization, which halves the time."""
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--no-isolation",
-        "--outdir",
-        str(target),
-        "-C",
-        "cmake.build-type=Debug",
-    ]
+def build(source: Path, target: Path, setting: str) -> None:
+    """Build an sdist, and a wheel from that sdist. Nothing is fetched."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), "-C", setting]
     ran = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
 
@@ -67,15 +61,18 @@ def fresh(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+SETTINGS = ["wheel.cmake=false", pytest.param("cmake.build-type=Debug", marks=pytest.mark.long)]
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     """From a copy of what git has: whatever else lies about in the tree must not be needed, nor travel."""
     folder = tmp_path_factory.mktemp("wheel")
     for path in tree.listed():
         target = folder / "source" / path
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(tree.ROOT / path, target, follow_symlinks=False)
-    build(folder / "source", folder / "dist")
+    build(folder / "source", folder / "dist", request.param)
     (sdist,), (wheel,) = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
     with tarfile.open(sdist) as archive:
         sdist_names = tuple(
@@ -83,6 +80,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
         )
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "unpacked")
+        compiled = Path(_native.__file__)
+        if request.param != SETTINGS[0]:
+            assert f"teraio/{compiled.name}" in archive.namelist()
+        else:
+            shutil.copy2(compiled, folder / "unpacked" / "teraio")
         yield Built(sdist_names, folder / "unpacked", tuple(archive.namelist()))
 
 
@@ -92,7 +94,6 @@ def test_the_wheel_has_every_module(built: Built) -> None:
         name.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".") for name in built.wheel_names
     }
     assert set(MODULES) - files == set()
-    assert any(name.startswith("teraio/_native.") and name.endswith(".so") for name in built.wheel_names)
     # What a report's page is made of is no module, nor what is compiled where it runs.
     assets = {f"teraio/report/assets/{name}" for name in ("page.html", "page.css", *onepage.SCRIPTS)}
     assets.add("teraio/runtime/spare_allocator.cpp")

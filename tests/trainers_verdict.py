@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from children import ended
+from children import forked
 
 from teraio.units import parse_bytes
 
@@ -17,8 +16,7 @@ CHILD = Path(__file__).with_name("trainers.py")
 
 def results(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """By mode and name, of one process: it takes longer to start than to train."""
-    command = [sys.executable, str(CHILD), str(folder), *names]
-    done = ended(command)
+    done = forked(CHILD, str(folder), *names)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return found

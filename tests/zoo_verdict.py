@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from children import forked
 
 HERE = Path(__file__).parent
 
@@ -22,8 +22,7 @@ def results(rows: Sequence[str], steps: int, inner: str = "eager") -> Iterator[d
     left = list(rows)
     while left:
         asked = json.dumps({"rows": left, "steps": steps, "inner": inner})
-        command = [sys.executable, str(HERE / "zoo_child.py"), asked]
-        child = subprocess.run(command, capture_output=True, text=True, check=False)
+        child = forked(HERE / "zoo_child.py", asked)
         for line in child.stdout.splitlines():
             if line.startswith("{"):
                 result = json.loads(line)
