@@ -122,7 +122,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     budget = ledger.rows()
     for suite, cost in sorted(SPENT.items(), key=lambda entry: -entry[1].wall_s):
-        row = f"{budget[suite]:.0f} s" if suite in budget else "none"
+        row = f"{budget[suite]:g} s" if suite in budget else "none"
         terminalreporter.write_line(f"{suite:24} {cost.wall_s:7.1f} s, {cost.cpu_s:7.1f} s of CPU, row {row}")
     for line in ledger.complaints(budget, SPENT):
         terminalreporter.write_line(line, red=True)
