@@ -61,8 +61,8 @@ def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _seen:
         return
     _seen.add(optimizer)
+    reasons = _reasons()  # also where nothing is missing: the next look is at another model
     if disabled():
-        _reasons()  # they are of a model that nobody asks about
         return
     weights = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     stepped = {id(p) for p in weights if p.nbytes >= SMALLEST_BYTES} - _in_programs()
@@ -75,7 +75,7 @@ def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     refuse_shards(optimizer)
     parsed = Options.parse({**session.GIVEN, **missing[0].options})
-    told = _told(missing)
+    told = _told(missing, reasons)
     if parsed.on_fallback == "error":
         raise UnsupportedError(told)
     log.warning("teraio: %s", told)
@@ -125,12 +125,11 @@ def _missing(module: torch.nn.Module, stepped: set[int], options: Mapping[str, A
     return Missing(type(module).__name__, len(left_out), size_bytes, of_bytes, left_out, options)
 
 
-def _told(missing: list[Missing]) -> str:
+def _told(missing: list[Missing], reasons: list[str]) -> str:
     models = ", ".join(
         f"{fmt_count(m.count, 'weight')} ({fmt_bytes(m.size_bytes)} of {fmt_bytes(m.of_bytes)}) of {m.model}"
         for m in missing[:REASONS]
     )
-    reasons = _reasons()
     why = f"Dynamo's reasons: {'; '.join(reasons)}" if reasons else "Dynamo gave no reason"
     return (
         f"in no compiled graph: {models}. {why}. That part runs as plain PyTorch: its weights, gradients and "
