@@ -32,14 +32,12 @@ from torch.autograd import forward_ad
 
 from teraio.errors import EvictedError
 
+from . import elementwise
 from .edges import Call
 from .no_bytes import ENDS_A_GRADIENT, NO_BYTES
 
 if TYPE_CHECKING:
     from .records import Record
-
-# Take lists of tensors, and do to each what they would do to it alone. So do all `_foreach_` functions.
-ELEMENTWISE = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})
 
 # They run programs, hooks and user code: weights among their arguments are only where gradients go.
 RUNS_BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
@@ -281,8 +279,8 @@ def _serve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         for tensor in worn:
             tensor.__class__ = BARE[type(tensor)]
         return func(*args, **kwargs)
-    if len(worn) > 1 and (place.startswith("_foreach_") or place in ELEMENTWISE) and len(args[0]) > 1:
-        return _one_by_one(func, args, kwargs)
+    if len(worn) > 1 and (elements := elementwise.length(place, args, kwargs)) > 1:
+        return elementwise.one_by_one(func, args, kwargs, elements)
     records = _records(guard, worn)
     guard.take_off(worn)
     before, result, first = (), None, torch._C._autograd._get_sequence_nr()
@@ -325,23 +323,6 @@ def nobody_brings(name: str, place: str) -> EvictedError:
         f"user code ({place}) needs {name}, which is away, and this process ends, or was forked from the one "
         f"that can bring it back. Fork inside `with teraio.resident(model):`, or start processes by 'spawn'"
     )
-
-
-def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of lists, element by element: all gradients together may not fit. What it gives for one
-    element does not depend on the others."""
-    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
-    length = len(lists[0])
-
-    def part(value: Any, at: int) -> Any:
-        return [value[at]] if isinstance(value, list | tuple) and len(value) == length else value
-
-    results: list[Any] = []
-    for at in range(length):
-        named = {name: part(value, at) for name, value in kwargs.items()}
-        result = func(*[part(value, at) for value in args], **named)
-        results += result if isinstance(result, list | tuple) else ()
-    return results if results else None
 
 
 def _records(guard: Guard, worn: list[torch.Tensor]) -> list[Record]:

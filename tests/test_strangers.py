@@ -194,7 +194,7 @@ def test_a_penalty_on_the_gradient_is_a_graph_of_a_backward(same: Callable[..., 
     same(layers, with_a_penalty)
 
 
-def test_a_foreach_function_of_one_pair_of_weights() -> None:
+def test_a_foreach_function_of_one_pair_of_weights_and_of_lists_by_name() -> None:
     trained(layers)
     model = layers()
     compiled: Any = torch.compile(
@@ -207,6 +207,9 @@ def test_a_foreach_function_of_one_pair_of_weights() -> None:
         expected = one.clone() + one.grad
         torch._foreach_add_([one], [one.grad])
         assert torch.equal(one, expected) and other.grad is not None
+        expected = other.clone() + other.grad
+        torch._foreach_add_(self=[one, other], other=[one.grad, other.grad])
+        assert torch.equal(other, expected)
 
 
 # ---- silence

@@ -1,0 +1,33 @@
+"""Functions of lists of tensors, such as `_foreach_add_`, element by element.
+
+All gradients together may not fit. What such a function gives for one element does not depend on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+# Take lists of tensors, and do to each what they would do to it alone. So do all `_foreach_` functions.
+OTHERS = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})
+
+
+def length(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return how many elements a call of this function goes through; 0 if it takes no lists."""
+    if not name.startswith("_foreach_") and name not in OTHERS:
+        return 0
+    return next((len(v) for v in (*args, *kwargs.values()) if isinstance(v, list | tuple)), 0)
+
+
+def one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], elements: int) -> Any:
+    """Call the function once for each element, and return the results as one list."""
+
+    def part(value: Any, at: int) -> Any:
+        return [value[at]] if isinstance(value, list | tuple) and len(value) == elements else value
+
+    results: list[Any] = []
+    for at in range(elements):
+        named = {name: part(value, at) for name, value in kwargs.items()}
+        result = func(*[part(value, at) for value in args], **named)
+        results += result if isinstance(result, list | tuple) else ()
+    return results if results else None
