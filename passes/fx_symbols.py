@@ -14,7 +14,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 
 from . import sizes
 from .slots import Make
@@ -33,7 +33,7 @@ def _node(function: Callable[[Any], Any]) -> Any:
     return staticmethod(called)
 
 
-class InNodes(PythonReferenceAnalysis):
+class InNodes(OptimizedPythonReferenceAnalysis):
     """The operators of sizes as nodes; torch computes some of them at once, but a node has no value yet."""
 
     int_truediv = staticmethod(operator.truediv)
@@ -41,8 +41,6 @@ class InNodes(PythonReferenceAnalysis):
     ceil_to_int = _node(math.ceil)
     trunc_to_int = _node(math.trunc)
     round_to_int = _node(round)
-    floor = _node(lambda x: float(math.floor(x)))
-    ceil = _node(lambda x: float(math.ceil(x)))
     trunc = _node(lambda x: float(math.trunc(x)))
     where = staticmethod(torch.sym_ite)
 
@@ -53,10 +51,6 @@ class InNodes(PythonReferenceAnalysis):
     @staticmethod
     def modular_indexing(x: Any, divisor: Any, modulus: Any) -> Any:
         return x // divisor % modulus
-
-    @staticmethod
-    def sym_sum(args: Any) -> Any:
-        return torch.sym_sum(args)
 
 
 @dataclass

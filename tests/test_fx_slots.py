@@ -177,6 +177,7 @@ SIZES = (
     functions.TruncToInt(functions.FloatPow(functions.ToFloat(S), 0.5)),
     functions.TruncToInt(functions.FloatTrueDiv(functions.ToFloat(S), 3.0)),
     functions.FloorDiv(S, T) + functions.Mod(S, T) + functions.PythonMod(S, T) + S**2 * T,
+    functions.TruncToInt(functions.TruncToFloat(functions.FloatTrueDiv(functions.ToFloat(S), 3.0)) * 2.0),
     functions.ModularIndexing(S, 2, 5),
     functions.Where(S > T, S, T),
     functions.Max(S, T, 5) - functions.Min(S, T),
