@@ -46,8 +46,6 @@ def forked(
     argv = [str(script.resolve()), *arguments]
     with tempfile.TemporaryDirectory(prefix="teraio-child-") as name:
         out, err = Path(name, "out"), Path(name, "err")
-        out.touch()
-        err.touch()
         asked = {"argv": argv, "env": dict(os.environ if env is None else env), "cwd": os.getcwd()}
         code, cpu_s = _nursery().run({**asked, "out": str(out), "err": str(err), "limit_s": LIMIT_S})
         ledger.elsewhere(cpu_s)

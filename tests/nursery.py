@@ -55,8 +55,8 @@ def warm() -> None:
 
 def become(request: dict[str, Any]) -> None:
     """Run the script of this request as Python would, in this process."""
-    for fd, path, how in ((0, os.devnull, os.O_RDONLY), (1, "out", os.O_WRONLY), (2, "err", os.O_WRONLY)):
-        opened = os.open(request.get(path, path), how)
+    for fd, path in enumerate((os.devnull, request["out"], request["err"])):
+        opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.dup2(opened, fd)
         os.close(opened)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
@@ -71,6 +71,12 @@ def become(request: dict[str, Any]) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def told_of_end(number: int, child: int) -> str:
+    """Return the line for a request whose fork has ended: its exit code and its CPU seconds."""
+    _, status, used = os.wait4(child, 0)
+    return json.dumps((number, os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime))
+
+
 def main() -> None:
     warm()
     gc.collect()
@@ -80,27 +86,24 @@ def main() -> None:
     running: dict[int, tuple[int, int]] = {}  # by what tells of its end: request and process
     read = b""
     while True:
-        for fd, _ in poll.poll():
-            if fd in running:
-                number, child = running.pop(fd)
-                poll.unregister(fd)
-                os.close(fd)
-                _, status, used = os.wait4(child, 0)
-                told = number, os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
-                print(json.dumps(told), flush=True)
-                continue
-            got = os.read(STDIN, 2**16)
-            if not got:
-                return None
-            *lines, read = (read + got).split(b"\n")
-            for line in lines:
-                request = json.loads(line)
-                child = os.fork()
-                if not child:
-                    return become(request)
-                ends = os.pidfd_open(child)
-                poll.register(ends, select.POLLIN)
-                running[ends] = request["number"], child
+        ready = [fd for fd, _ in poll.poll()]
+        for fd in running.keys() & ready:
+            poll.unregister(fd)
+            os.close(fd)
+            print(told_of_end(*running.pop(fd)), flush=True)
+        if STDIN not in ready:
+            continue
+        if not (got := os.read(STDIN, 2**16)):
+            return
+        *lines, read = (read + got).split(b"\n")
+        for request in map(json.loads, lines):
+            child = os.fork()
+            if not child:
+                become(request)
+                return
+            ends = os.pidfd_open(child)
+            poll.register(ends, select.POLLIN)
+            running[ends] = request["number"], child
 
 
 if __name__ == "__main__":

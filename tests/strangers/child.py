@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from nursery import Small
 from torch import nn
 
 from strangers.case import Case, Compile, UnusableError
@@ -199,24 +200,12 @@ def attend(case: Case, request: dict[str, Any], out: Path, folder: str) -> None:
     out.write_text(json.dumps(run(case, request["mode"], request["inner"])))
 
 
-class Warm(nn.Module):
-    """A model that has a compiler load and remember most of what it needs for others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(9, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.layer(self.embedding(tokens)).flatten(0, 1), tokens.flatten())
-
-
 def warm() -> None:
     """Compiles something without an engine, so that the first program with one is the first still."""
     os.environ.update(ENVIRONMENT)
     os.environ["TERAIO_DISABLE"] = "1"
     for more in ({}, {"dynamic": True}):
-        model = compiler("plain", "eager")(Warm(), **more)
+        model = compiler("plain", "eager")(Small(), **more)
         model(torch.randint(0, 8, (2, 5))).backward()
     del os.environ["TERAIO_DISABLE"]
     torch._dynamo.reset()
