@@ -30,7 +30,7 @@ from teraio.runtime import adopt as adoption
 from teraio.runtime import engine
 from teraio.runtime.moves import Mover
 
-SHAPE = Shape(vocabulary=512, hidden=128, intermediate=352, layers=2, heads=2, key_heads=1)
+SHAPE = Shape(vocabulary=512, hidden=128, intermediate=352, layers=3, heads=2, key_heads=1)
 HELD = "layers.1.up_proj.weight"  # of the source "held": numpy keeps its bytes
 
 

@@ -148,7 +148,7 @@ def test_weights_that_user_code_looks_at_through_numpy_are_adopted_each_time() -
     assert run["losses"] == plain["losses"]
     assert run["digest"] == plain["digest"]
     assert max(run["peaks"]) <= run["budget"]
-    assert run["late"] > 25
+    assert run["late"] > 40
     assert run["evictions"] > 20
     assert run["stuck"] == []
     assert runs()["log"].count("again: a weight that it had is copied to where it can move, each time") == 1
@@ -158,7 +158,7 @@ def test_weights_that_no_compile_saw_are_adopted_after_the_step() -> None:
     run, plain = runs()["later"], runs()["plain"]
     assert run["losses"] == plain["losses"]
     assert run["digest"] == plain["digest"]
-    assert run["late"] > 12
+    assert run["late"] > 20
     assert run["evictions"] > 20
     assert run["stuck"] == []
 

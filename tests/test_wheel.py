@@ -1,4 +1,4 @@
-"""What people install: an sdist with each file once, and from it a wheel whose every module imports.
+"""An sdist with each file once, and from it a wheel whose every module imports: what people install.
 
 Compiling takes most of the time, and an editable install has just done it: a plain run takes its library.
 """
