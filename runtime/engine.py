@@ -29,6 +29,7 @@ from .back import bring_all_back, bring_back
 from .calm import Calm
 from .device import Device, Host
 from .follow import Follower, Here, table_of
+from .garbage import Garbage
 from .host_step import HostStep
 from .moves import Mover
 from .pace import Pace, Stats
@@ -68,6 +69,7 @@ class Engine:
         self.registry = Registry(self.residency, self.tracker, self.user, keep)
         self.gradients = self.registry.gradients
         self.stuck = self.registry.stuck
+        self.garbage = Garbage(self.residency)
         self.unseen = Unseen(self.residency, device, self.user.overrun)
         self.follower = Follower(self.residency, self.mover)
         self.host_step: HostStep | None = None  # optimizers step there what has its states there
@@ -209,6 +211,7 @@ class Engine:
     def optimizer_stepped(self, used: Sequence[Record]) -> None:
         """Its code saw these plain: what it kept of them counts. The step is over, unless another optimizer
         steps now."""
+        self.garbage.collect()
         self.user.keeps_after_optimizer(used)
         for record in self.stuck.retry():  # now: no program holds them
             self.registry.describe(record)

@@ -21,6 +21,7 @@ import pytest
 import torch
 from first_compile_child import CASES, train
 from torch import nn
+from torch.nn.utils import prune
 
 import teraio
 from teraio import report
@@ -347,6 +348,20 @@ def test_at_min_the_budget_does_not_grow_by_what_can_be_evicted() -> None:
     trained(wide, loss, batch=lambda: torch.randn(16, 512), optimize=sgd)
     stats = teraio.stats()
     assert stats["budget_bytes"] <= stats["reserve_bytes"] + (16 << 20) + (1 << 19)
+
+
+def test_a_weight_that_only_a_reference_cycle_holds_leaves() -> None:
+    """Dynamo's trace refers to the first product of `prune`, whose graph has saved the mask, 1 MiB each."""
+
+    def pruned() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+        for layer in model:
+            prune.l1_unstructured(layer, "weight", amount=0.3)
+        return model
+
+    trained(pruned, batch=lambda: torch.randn(4, 512), optimize=sgd)
+    stats = teraio.stats()
+    assert stats["budget_bytes"] < stats["reserve_bytes"] + (26 << 20)
 
 
 def test_the_reasons_of_the_largest_are_given() -> None:
