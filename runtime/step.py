@@ -3,7 +3,9 @@
 A step is a list of calls; a tick is a slot's place in the whole step. Several expectations are kept: one per
 order of programs that a step had (another shape of batch, an evaluation). A program that the expected step
 does not have at this place is foreign: it runs on demand, and the step goes on where it was. A step is over
-when optimizers have stepped and a program comes; among programs of inference, when the first comes again.
+when optimizers have stepped and a program comes; among programs of inference, when the first comes again or
+a training step begins. A loop may run the same inference before each training step, once, as a teacher does:
+from the second time on that inference is the beginning of the step.
 """
 
 from __future__ import annotations
@@ -131,6 +133,8 @@ class StepTracker:
         self.training = False  # a program of this step will have a backward, or is one
         self.grad_mode = True  # of user code when Dynamo last looked for a program
         self.without_grad = False  # a program of this step, one with weights, was called in `no_grad`
+        self.inferred: list[tuple[str, ...]] = []  # orders of the steps since the last training step
+        self.lead: tuple[str, ...] = ()  # programs before the last training step, and its first
 
     @property
     def length(self) -> int:
@@ -150,9 +154,11 @@ class StepTracker:
             return True
         if self.training or not self.programs:
             return False
-        if program.schedule.kind == "forward" and not self.without_grad:
+        if program.schedule.kind != "forward":
+            return self.first == (program.identity, mark)
+        if not self.without_grad:
             return False  # programs that train nothing come first in this step, and gradients were wanted
-        return program.schedule.kind == "forward" or self.first == (program.identity, mark)
+        return (*(each.identity for each in self.programs), program.identity) != self.lead
 
     def enter(self, program: Program, mark: Any = None) -> None:
         self._close()
@@ -209,6 +215,7 @@ class StepTracker:
         """The step has become too long to be one: what it was so far is forgotten, and what was expected."""
         self.programs, self.calls, self.running, self.training = [], [], None, False
         self.without_grad = False
+        self.inferred, self.lead = [], ()
         self.outside, self.kept, self.touched = {}, {}, {}
         self.expected, self.at, self.base = Expectation((), ()), 0, None
 
@@ -228,6 +235,15 @@ class StepTracker:
         self.base = None
         self.at = len(self.expected.programs)
 
+    def _led(self, order: tuple[str, ...], training: bool) -> None:
+        """Keep in mind which inference came before this step, if that came once."""
+        if not training:
+            self.inferred = [*self.inferred[-1:], order]
+            return
+        if not self.lead or order[: len(self.lead)] != self.lead:
+            self.lead = (*self.inferred[0], order[0]) if len(self.inferred) == 1 else ()
+        self.inferred = []
+
     def finish(
         self,
         describe: Callable[[str], tuple[str, str, int, bool] | None],
@@ -241,11 +257,13 @@ class StepTracker:
         outside, self.outside = self.outside, {}
         kept, self.kept = self.kept, {}
         touched, self.touched = self.touched, {}
-        self.at, self.base, self.training, self.foreign = 0, None, False, False
+        training, self.training = self.training, False
+        self.at, self.base, self.foreign = 0, None, False
         self.without_grad = False
         if not programs:
             return None
         order = tuple(program.identity for program in programs)
+        self._led(order, training)
         lengths = tuple(len(program.schedule.slots) for program in programs)
         self.expected = self.known.pop(order) if order in self.known else Expectation(order, lengths)
         self.known[order] = self.expected

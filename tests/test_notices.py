@@ -221,7 +221,7 @@ def test_what_is_wrong_with_an_option_reaches_the_user_as_it_is(
 
 
 def test_a_measured_step_says_which_one_it_is(said: Any) -> None:
-    train(8, 8, 8, 0, 16, 0, 16, 0, 16, 0)
+    train(8, 8, 8, 0, 0, 16, 0, 0, 16, 0, 0, 16, 0, 0)  # two batches: one would belong to the step
     lines = [line.partition("measured step ")[2] for line in said("measured step")]
     sizes = [fmt_bytes(batch * WIDTH * 4) for batch in (8, 16)]
     print(lines)

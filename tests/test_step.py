@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from teraio.runtime import engine
 from teraio.runtime.step import EXPECTATIONS_MAX, StepTracker
 from teraio.schedule import ProgramKind, Schedule, Slot
@@ -30,6 +32,22 @@ def run(tracker: StepTracker, *programs: Any) -> list[list[int | None]]:
 
 def finish(tracker: StepTracker) -> Any:
     return tracker.finish(lambda name: None, frozenset())
+
+
+def steps_of(tracker: StepTracker, calls: str) -> str:
+    """The steps that these calls make: `i` and `j` are inference without gradients, an optimizer steps after
+    each `t`."""
+    programs = {each: program(each, kind="forward" if each == "t" else "inference") for each in "ijt"}
+    told = ""
+    for each in calls:
+        if tracker.is_over(programs[each], None):
+            finish(tracker)
+            told += " "
+        tracker.enter(programs[each])
+        tracker.without_grad |= each != "t"
+        tracker.stepped = 7 if each == "t" else None
+        told += each
+    return told
 
 
 def test_the_first_step_has_no_ticks_and_the_second_has_them_all() -> None:
@@ -91,6 +109,20 @@ def test_inference_is_a_step_each_time_it_comes_round() -> None:
         tracker.enter(block, mark)
     assert tracker.is_over(block, "layer 0")
     assert len(finish(tracker).calls) == 2
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "i t it it it",  # a teacher
+        "ij t ijt ijt",  # of two programs
+        "t t i i i t t t i i i t",  # evaluations
+        "t i t it t t i i i t t",  # one batch of it after some steps: the second time it looks like a teacher
+        "i t it i i it t t i t it",  # a teacher, with an evaluation
+    ],
+)
+def test_inference_once_before_each_training_step_begins_it(steps: str) -> None:
+    assert steps_of(StepTracker(), steps.replace(" ", "")) == steps
 
 
 def test_an_evaluation_in_the_middle_does_not_advance_the_step() -> None:

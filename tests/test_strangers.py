@@ -89,10 +89,10 @@ def trained(
 def same(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[Callable[..., None]]:
     """A check that a training gives the same bits with the engine as without it."""
 
-    def check(*args: Any, **kwargs: Any) -> None:
+    def check(*args: Any, steps: int = STEPS, **kwargs: Any) -> None:
         found = trained(*args, **kwargs)
         stats = teraio.stats()
-        assert stats["step"] == STEPS and stats["evictions"] + stats["drops"] > 0
+        assert stats["step"] == steps and stats["evictions"] + stats["drops"] > 0
         teraio.reset()
         monkeypatch.setenv("TERAIO_DISABLE", "1")
         assert trained(*args, **kwargs) == found
@@ -267,6 +267,16 @@ class Begins(nn.Module):
 
 def test_a_step_may_begin_with_a_program_without_gradients(same: Callable[..., None]) -> None:
     same(Begins)
+
+
+def test_a_teacher_is_a_part_of_the_step_from_the_second_time_on(same: Callable[..., None]) -> None:
+    def taught(compiled: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            told = compiled(x).tanh()
+        loss: torch.Tensor = (compiled(x) - told).square().mean()
+        return loss
+
+    same(layers, taught, steps=STEPS + 1)
 
 
 def test_an_overrun_is_told_beside_the_peak(tmp_path: Path) -> None:
