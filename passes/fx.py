@@ -45,10 +45,17 @@ def storage_size(value: torch.Tensor) -> tuple[int, Any]:
     size = value.untyped_storage().nbytes()
     if isinstance(size, int):
         return size, None
-    node = size.node
-    if not hasattr(node.shape_env, "optimization_hint"):  # torch 2.11
-        return int(node.shape_env.size_hint(node.expr, allow_none=True) or 0), node.expr
-    return int(node.shape_env.optimization_hint(node.expr, fallback=0)), node.expr
+    return sizes.hint(size.node.expr, size.node.shape_env, 0), size.node.expr
+
+
+def dense_size(value: torch.Tensor) -> tuple[int, Any]:
+    """Return the bytes of a copy of a fake tensor, as `storage_size` does. A view's storage may be larger,
+    and its size may depend on symbols that the graph is not given."""
+    count = value.numel()
+    if isinstance(count, int):
+        return count * value.dtype.itemsize, None
+    size = count.node.expr * value.dtype.itemsize
+    return sizes.hint(size, count.node.shape_env, 0), size
 
 
 def elements(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -149,7 +156,7 @@ class Reader:
         if loops:  # what the last round made is alive in the next one, and stacked in the end
             largest = sizes.total([largest, *made, *made], largest.name)
         for copied in workspace.copies(node):
-            sums.append(sizes.total([Make(at, "", *storage_size(tensor)) for tensor in copied], largest.name))
+            sums.append(sizes.total([Make(at, "", *dense_size(tensor)) for tensor in copied], largest.name))
             largest = sizes.largest(sums, largest.name)
         return Make(at, largest.name, largest.size_bytes, largest.size) if sums else None
 

@@ -58,20 +58,22 @@ class Symbols:
     sources: dict[Any, tuple[int, torch.fx.Node, int | None]] = field(default_factory=dict)
     estimates: dict[Any, Any] = field(default_factory=dict)
     nodes: dict[Any, torch.fx.Node] = field(default_factory=dict)
+    shape_env: Any = None
 
     def see(self, at: int, node: torch.fx.Node) -> None:
         """A node binds a symbol that it is, or that is one of its dimensions."""
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
-            self._bind(value.node.expr, at, node, None)
+            self._bind(value, at, node, None)
         elif isinstance(value, torch.Tensor):
             for dimension, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt):
-                    self._bind(size.node.expr, at, node, dimension)
+                    self._bind(size, at, node, dimension)
         for symbol in node.meta.get("unbacked_bindings") or ():
             self.estimates[symbol] = _estimate(symbol, node)
 
-    def _bind(self, symbol: Any, at: int, node: torch.fx.Node, dimension: int | None) -> None:
+    def _bind(self, size: torch.SymInt, at: int, node: torch.fx.Node, dimension: int | None) -> None:
+        symbol, self.shape_env = size.node.expr, size.node.shape_env
         if isinstance(symbol, sympy.Symbol) and symbol not in self.sources:
             self.sources[symbol] = (at, node, dimension)
 
@@ -80,13 +82,17 @@ class Symbols:
         if isinstance(live, int):
             return None
         for symbol in live.free_symbols:
-            self.estimates.setdefault(symbol, UNKNOWN)
+            self.estimates.setdefault(symbol, self._guess(symbol))
         live = sizes.bounded(live, lambda s: s in self.sources and self.sources[s][0] < at, self.estimates)
         if isinstance(live, int):
             return live
         tracer = torch.fx.proxy.GraphAppendingTracer(graph)
         values = {s: torch.fx.Proxy(self._node(graph, s), tracer) for s in live.free_symbols}
         return sympy_interp(InNodes, values, live).node
+
+    def _guess(self, symbol: Any) -> int:
+        """Return the value, if it had one when the graph was traced: one of an input's storage, say."""
+        return UNKNOWN if self.shape_env is None else sizes.hint(symbol, self.shape_env, UNKNOWN)
 
     def _node(self, graph: torch.fx.Graph, symbol: Any) -> torch.fx.Node:
         """The node whose value the symbol is; a dimension is read right after its tensor was made."""

@@ -68,8 +68,10 @@ class Symbols:
         if isinstance(live, int):
             return live
         for symbol in live.free_symbols - self.estimates.keys():
-            limit = sizes.upper(symbol, V.graph.sizevars.shape_env)
-            self.estimates[symbol] = config.unbacked_symint_fallback if limit is None else limit
+            shape_env = V.graph.sizevars.shape_env
+            limit = sizes.upper(symbol, shape_env)
+            guess = sizes.hint(symbol, shape_env, config.unbacked_symint_fallback)
+            self.estimates[symbol] = guess if limit is None else limit
         return sizes.bounded(live, lambda symbol: self.bound(symbol, at), self.estimates)
 
     def bound(self, symbol: Any, at: int) -> bool:

@@ -52,6 +52,14 @@ def upper(symbol: Any, shape_env: Any) -> int | None:
         return None
 
 
+def hint(size: Any, shape_env: Any, unknown: int) -> int:
+    """Return a size for the shapes that were traced. Each symbol that data decide counts as `unknown`."""
+    if not hasattr(shape_env, "optimization_hint"):  # torch 2.11
+        found = shape_env.size_hint(size, allow_none=True)
+        return int(unknown if found is None else found)
+    return int(shape_env.optimization_hint(size, fallback=unknown))
+
+
 def bounded(live: Any, bound: Callable[[Any], bool], estimates: Mapping[Any, Any]) -> Any:
     """An expression of nothing but symbols that are bound: for the others, what they can be at most."""
     if isinstance(live, int):
