@@ -17,6 +17,7 @@ from children import forked
 from torch.fx import GraphModule
 from torch.utils._sympy import functions
 
+import teraio
 from teraio.passes import fx
 from teraio.passes.fx_symbols import Symbols
 from teraio.schedule import Schedule
@@ -195,3 +196,24 @@ def test_any_size_becomes_nodes_that_compute_it(size: Any) -> None:
     for values in ((17, 4), (3, 9), (100, 7)):
         found = computed(*values)
         assert type(found) is int and found == int(size.subs(dict(zip((S, T), values))))
+
+
+class Convolves(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Conv2d(1, 64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x[:, 0, :1])
+        return out
+
+
+def test_a_batch_may_be_a_view_whose_storage_the_graph_does_not_know(one_thread: None) -> None:
+    """The kernel's copies of a batch were taken to be as large as its storage, and that to be 8192 in each
+    dimension: the budget was larger than any memory."""
+    compiled = torch.compile(
+        Convolves(), backend="teraio", dynamic=True, options={"memory": "min", "inner": "eager", "warmup": 1}
+    )
+    for _ in range(2):
+        compiled(torch.randn(6, 2, 3, 32, 40)[1:4]).square().mean().backward()
+    assert teraio.stats()["budget_bytes"] < 16 << 20

@@ -374,27 +374,6 @@ def test_a_weight_that_only_a_reference_cycle_holds_leaves() -> None:
     assert stats["budget_bytes"] < stats["reserve_bytes"] + (26 << 20)
 
 
-class Convolves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Conv2d(1, 64, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x[:, 0, :1])
-        return out
-
-
-def test_a_batch_may_be_a_view_whose_storage_the_graph_does_not_know(one_thread: None) -> None:
-    """The kernel's copies of a batch were taken to be as large as its storage, and that to be 8192 in each
-    dimension: the budget was larger than any memory."""
-    compiled = torch.compile(
-        Convolves(), backend="teraio", dynamic=True, options={"memory": "min", "inner": "eager", "warmup": 1}
-    )
-    for _ in range(2):
-        compiled(torch.randn(6, 2, 3, 32, 40)[1:4]).square().mean().backward()
-    assert teraio.stats()["budget_bytes"] < 16 << 20
-
-
 def test_the_reasons_of_the_largest_are_given() -> None:
     tensors = [torch.zeros(1 << 16 >> n) for n in range(3)]
     records = [Record(t.untyped_storage(), f"w{n}", "weight", True) for n, t in enumerate(tensors)]
