@@ -73,9 +73,14 @@ class Watch:
         self.before()
 
     def _ended(self, *_: Any) -> None:
-        if self._graphs()[1] > self.began[1]:
-            self.foreign()
-        self.after()
+        try:
+            if self._graphs()[1] > self.began[1]:
+                self.foreign()
+        except BaseException:
+            _count_as_ended()
+            raise
+        finally:
+            self.after()
 
     def guard_this_graph(self) -> None:
         """Called by the backend while a graph is compiled: its guards will begin with ours.
@@ -114,6 +119,14 @@ class Watch:
                 self.after()
 
         CatchErrorsWrapper.__call__ = to_the_end  # type: ignore[method-assign, assignment]
+
+
+def _count_as_ended() -> None:
+    """Correct torch's count. It takes a compile whose end callback raises for one that goes on: it would call
+    nobody for the next one, and `torch._dynamo.reset()` would refuse."""
+    count = "_CompilationCallbackHandler__pending_callbacks_counter"
+    if hasattr(callback.callback_handler, count):
+        setattr(callback.callback_handler, count, 0)  # under its lock: that is held while it calls us
 
 
 def _ask(add: Callable[..., None], what: Callable[[], None]) -> None:

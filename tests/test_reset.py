@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import InternalTorchDynamoError
 
 import teraio
 from teraio import session
@@ -169,3 +170,21 @@ def test_a_failed_compilation_leaves_nothing_registered() -> None:
     engine.PROGRAMS.append("of a compilation that failed")  # type: ignore[arg-type]
     step(torch.compile(model(), backend="teraio", options=OPTIONS), 1)
     assert engine.PROGRAMS == []
+
+
+def test_an_error_at_the_end_of_a_compile_is_over_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another compiler's program may read all weights, and they may find no room."""
+
+    def no_room() -> None:
+        raise BudgetError("no room")
+
+    expected = plainly(1)
+    ours, other = model(), nn.Linear(4, 4)
+    assert same(step(torch.compile(ours, backend="teraio", options=OPTIONS), 1), expected)
+    assert session.WATCH is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(session.WATCH, "foreign", no_room)
+        with pytest.raises(InternalTorchDynamoError, match="BudgetError: no room"):
+            torch.compile(other, backend="aot_eager")(torch.ones(4))
+    assert same(step(torch.compile(ours, backend="teraio", options=OPTIONS, dynamic=True), 1), expected)
+    torch._dynamo.reset()
