@@ -39,6 +39,7 @@ class Stats(TypedDict, total=False):
     above_bound: float  # step_ns / bound_ns - 1
     budget_bytes: int
     reserve_bytes: int  # of the budget: for what the ledger does not see
+    user_code_bytes: int  # the most that user code takes for itself; the budget has room for it
     resident_bytes: int  # of tensors, without the reserve
     peak_bytes: int  # the highest `step_peak_bytes`
     device_peak_bytes: int  # of a GPU's memory by its allocator, libraries and others included
@@ -125,6 +126,7 @@ class Pace:
         sums["peak_bytes"] = max(self.peak_bytes, mover.counts.peak_bytes) + reserve_bytes
         sums["resident_bytes"], sums["budget_bytes"] = mover.resident_bytes, budget_bytes
         sums["reserve_bytes"] = reserve_bytes
+        sums["user_code_bytes"] = max((*expected.outside.values(), *expected.kept.values()), default=0)
         overrun = sums.pop("step_overrun_bytes")
         sums["written_bytes"], sums["read_bytes"] = mover.store.written_bytes, mover.read_bytes
         if mover.device.counts_all:

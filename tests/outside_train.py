@@ -75,6 +75,7 @@ class Trainer:
         result["touches"] = teraio.stats()["touches"] + teraio.stats()["ahead"]
         result["evictions"] = teraio.stats()["evictions"]
         result["learnt"] = dict(engine.ENGINE.tracker.expected.outside)
+        result["said"] = teraio.stats()["user_code_bytes"]
 
 
 def main() -> None:

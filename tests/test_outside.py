@@ -55,6 +55,7 @@ def test_what_a_loss_takes_is_learnt_to_the_byte_or_nearly() -> None:
         assert 3 * LOGITS <= run["learnt"][LAST_FORWARD] + MIB <= 3.5 * LOGITS
         others = {call: size for call, size in run["learnt"].items() if call != LAST_FORWARD}
         assert max(others.values()) <= 3 * MIB, "the optimizer, the last gradient: not what is learnt here"
+        assert run["said"] == run["learnt"][LAST_FORWARD]
 
 
 @pytest.mark.parametrize("name", ["demand", "planned"])

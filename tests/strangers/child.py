@@ -38,7 +38,16 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
-SUMMARY = ("peak_bytes", "budget_bytes", "overrun_bytes", "misses", "written_bytes", "read_bytes", "step")
+SUMMARY = (
+    "budget_bytes",
+    "misses",
+    "overrun_bytes",
+    "peak_bytes",
+    "read_bytes",
+    "step",
+    "user_code_bytes",
+    "written_bytes",
+)
 
 
 def complete_torchvision() -> None:
