@@ -42,20 +42,19 @@ def storage_key(value: torch.Tensor) -> int:
 def storage_size(value: torch.Tensor) -> tuple[int, Any]:
     """Bytes of a fake tensor's storage (a hint where the size is symbolic) and the expression for them, None
     where it is static."""
-    size = value.untyped_storage().nbytes()
-    if isinstance(size, int):
-        return size, None
-    return sizes.hint(size.node.expr, size.node.shape_env, 0), size.node.expr
+    return _sized(value.untyped_storage().nbytes())
 
 
 def dense_size(value: torch.Tensor) -> tuple[int, Any]:
     """Return the bytes of a copy of a fake tensor, as `storage_size` does. A view's storage may be larger,
     and its size may depend on symbols that the graph is not given."""
-    count = value.numel()
-    if isinstance(count, int):
-        return count * value.dtype.itemsize, None
-    size = count.node.expr * value.dtype.itemsize
-    return sizes.hint(size, count.node.shape_env, 0), size
+    return _sized(value.numel() * value.dtype.itemsize)
+
+
+def _sized(size: int | torch.SymInt) -> tuple[int, Any]:
+    if isinstance(size, int):
+        return size, None
+    return sizes.hint(size.node.expr, size.node.shape_env, 0), size.node.expr
 
 
 def elements(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

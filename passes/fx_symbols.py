@@ -81,8 +81,8 @@ class Symbols:
         """Bytes as a node at the point of insertion, which is before position `at`; None for a number."""
         if isinstance(live, int):
             return None
-        for symbol in live.free_symbols:
-            self.estimates.setdefault(symbol, self._guess(symbol))
+        for symbol in live.free_symbols - self.estimates.keys():
+            self.estimates[symbol] = self._guess(symbol)
         live = sizes.bounded(live, lambda s: s in self.sources and self.sources[s][0] < at, self.estimates)
         if isinstance(live, int):
             return live

@@ -70,8 +70,9 @@ class Symbols:
         for symbol in live.free_symbols - self.estimates.keys():
             shape_env = V.graph.sizevars.shape_env
             limit = sizes.upper(symbol, shape_env)
-            guess = sizes.hint(symbol, shape_env, config.unbacked_symint_fallback)
-            self.estimates[symbol] = guess if limit is None else limit
+            if limit is None:
+                limit = sizes.hint(symbol, shape_env, config.unbacked_symint_fallback)
+            self.estimates[symbol] = limit
         return sizes.bounded(live, lambda symbol: self.bound(symbol, at), self.estimates)
 
     def bound(self, symbol: Any, at: int) -> bool:
