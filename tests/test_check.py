@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from random import Random
 
+import cpu_limit
 import pytest
 import toys
 
@@ -394,7 +394,6 @@ def test_four_thousand_kernels_are_checked_in_a_second() -> None:
     ]
     homes = tuple(Home(f"w{i}", "ssd") for i in range(7_000) if 2_003 + i % 2_000 < 4_000)
     made = Plan("", "hand", 10_000, homes, tuple(moves))
-    begun = time.process_time()
-    verdict = check(made, Profile("big", 0, kernels, tensors), toys.machine(device=10_000, ssd=10_000))
+    with cpu_limit.at_most(0.5):
+        verdict = check(made, Profile("big", 0, kernels, tensors), toys.machine(device=10_000, ssd=10_000))
     assert verdict.problems == ()
-    assert time.process_time() - begun < 1.0

@@ -1,4 +1,4 @@
-"""Files by someone who means harm: one line says what and where, in under a second and under 64 MiB."""
+"""Files by someone who means harm: one line says what and where, in little time and under 64 MiB."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import cpu_limit
 import pytest
 
 from teraio.errors import FileFormatError
@@ -225,8 +226,9 @@ def test_a_big_file_is_refused_in_little_time_and_memory(name: str, tmp_path: Pa
     path = tmp_path / name
     path.write_bytes(make())
     line, used_s, grown_mib = refused(kind, path)
+    limit_s = 2.0 * cpu_limit.slowness()
     assert said in line and line.isprintable() and len(line) < 700
-    assert used_s < 2.0, f"{used_s:.2f} s"  # of CPU, also beside others
+    assert used_s < limit_s, f"{used_s:.2f} s of CPU, not {limit_s:.2f} s"
     assert grown_mib < (64 if ONCE else 192), f"{grown_mib:.0f} MiB"
 
 
@@ -246,11 +248,9 @@ def test_what_is_not_a_file_is_not_opened(tmp_path: Path) -> None:
         tmp_path / "\x1b[2J\n": r"\x1b[2J\n: No such file",
     }
     for path, words in said.items():
-        start = time.process_time()
-        with pytest.raises(FileFormatError) as error:
+        with cpu_limit.at_most(0.5), pytest.raises(FileFormatError) as error:
             Plan.read(path)
         assert words in str(error.value) and str(error.value).isprintable()
-        assert time.process_time() - start < 1.0
 
 
 def test_a_text_or_a_plan_that_no_file_holds_is_refused() -> None:

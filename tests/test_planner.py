@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from itertools import pairwise
 
+import cpu_limit
 import pytest
 import toys
 
@@ -333,8 +333,7 @@ def test_a_thousand_kernels_are_planned_in_seconds() -> None:
     profile = toys.llama_like()
     assert len(profile.kernels) > 900 and len(profile.tensors) > 1_300
     machine = toys.machine(device=10**12, ssd=10**14, rate=20 * 10**9)
-    begun = time.process_time()
-    made = plan(profile, machine, all_resident(profile) // 3)
-    assert time.process_time() - begun < 10.0  # 4 s on a busy machine
+    with cpu_limit.at_most(2.0, given_s=2.0):
+        made = plan(profile, machine, all_resident(profile) // 3, time_limit_s=2.0)
     assert len(made.moves) > 500
-    assert made.predicted.step_ns < 1.35 * max(made.predicted.bound_ns, lane_ns(made, profile, machine))
+    assert made.predicted.step_ns < 1.2 * max(made.predicted.bound_ns, lane_ns(made, profile, machine))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import cpu_limit
 import generated_plans
 import numpy as np
 import pytest
@@ -201,9 +202,8 @@ def test_a_time_limit_is_kept_to_within_50_ms() -> None:
         improve(problem, machine, [start], bound_ns=0, time_limit_s=0.4)
         over_s.append(abs(time.monotonic() - begun - 0.4))
     assert min(over_s) < 0.05, over_s
-    begun = time.process_time()
-    assert improve(problem, machine, [start], bound_ns=0, time_limit_s=-1.0) is start
-    assert time.process_time() - begun < 0.3
+    with cpu_limit.at_most(0.15):
+        assert improve(problem, machine, [start], bound_ns=0, time_limit_s=-1.0) is start
 
 
 def test_the_planner_is_there_by_name() -> None:
