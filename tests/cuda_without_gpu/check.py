@@ -1,0 +1,51 @@
+"""Runs one check in this process, or lists them all: what run.py calls in the stand-in's environment.
+
+A check is a function `check_*` of a module `check_*.py`: it asserts, and returns figures for its row, or
+nothing. A module may name what the sample takes of it, in SAMPLE, and more checks by name, in CASES.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Check = Callable[[], Mapping[str, Any] | None]
+
+
+def modules() -> list[str]:
+    return sorted(path.stem for path in Path(__file__).parent.glob("check_*.py"))
+
+
+def checks(module: ModuleType) -> dict[str, Check]:
+    own = {
+        name: function
+        for name, function in vars(module).items()
+        if name.startswith("check_") and inspect.isfunction(function) and function.__module__ == module.__name__
+    }
+    return {**own, **getattr(module, "CASES", {})}
+
+
+def main() -> int:
+    if sys.argv[1:] == ["--list"]:
+        found = {}
+        for name in modules():
+            module = importlib.import_module(name)
+            sample = getattr(module, "SAMPLE", None)
+            for check in checks(module):
+                found[f"{name}.{check}"] = sample is None or check in sample
+        print(json.dumps(found))
+        return 0
+    importlib.import_module("standin")
+    module = importlib.import_module(sys.argv[1])
+    print(json.dumps(checks(module)[sys.argv[2]]() or {}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Trainings in three tiers, to the bit, within the budget by torch's own count."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from training import Training, plain
+
+TIERS: dict[str, dict[str, Any]] = {
+    "host": {"host_memory": "512MiB"},
+    "host_and_ssd": {"host_memory": "16MiB"},
+    "ssd": {"host_memory": "min"},
+    "steps_on_host": {"host_memory": "512MiB", "optimizer_step": "host"},
+}
+PARTS = (60, 40, 25)
+
+
+def train(inner: str, tier: str, percent: int) -> dict[str, Any]:
+    expected = plain(inner=inner)
+    budget = max(expected["peaks"]) * percent // 100
+    training = Training(inner=inner, options={"memory": budget, **TIERS[tier]}).train()
+    told = training.told()
+    assert "planned" in training.phases, training.phases
+    assert told["losses"] == expected["losses"], (told["losses"], expected["losses"])
+    assert told["digest"] == expected["digest"]
+    highest = {phase: max(p for p, q in zip(training.peaks, training.phases) if q == phase) for phase in training.phases}
+    figures = {"budget": budget, "plain_peak": max(expected["peaks"]), "peaks": highest, "phases": training.phases}
+    over = {phase: peak for phase, peak in highest.items() if peak > budget}
+    assert not over, figures
+    return figures
+
+
+CASES = {
+    f"{inner}_{tier}_{percent}": partial(train, inner, tier, percent)
+    for inner in ("eager",)
+    for tier in TIERS
+    for percent in PARTS
+}
+SAMPLE = {"eager_host_40", "eager_ssd_25", "eager_host_and_ssd_60", "eager_steps_on_host_40"}

@@ -1,0 +1,395 @@
+// ATen's operators on CUDA tensors, computed by ATen's CPU kernels over the same bytes.
+//
+// The launching thread finds out what an operator returns (from its Meta kernel), takes that memory from the
+// real caching allocator, and gives the work to the stream. The stream's thread then runs the CPU kernel. So the
+// host runs ahead as it does of a GPU, and who reads too early reads 0xDD, or what was there before.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <ATen/native/Resize.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/extension.h>
+
+#include <functional>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+
+extern "C" {
+void standin_push(void* stream, int device, std::function<void()>* work);
+bool standin_computes();
+}
+
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+using torch::jit::Stack;
+
+std::mutex calls_mutex;
+std::map<std::string, long> calls, synchronous;
+
+[[noreturn]] void stop(const std::string& what) {
+  std::fprintf(stderr, "the stand-in: %s\n", what.c_str());
+  std::abort();
+}
+
+// A tensor of the CPU over the same bytes. It owns nothing: as a kernel of a GPU it has addresses only.
+Tensor over_same_bytes(const Tensor& tensor, const std::string& name) {
+  const auto& storage = tensor.storage();
+  const auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
+  if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+  TORCH_CHECK(storage.nbytes() > 0, "the stand-in: ", name, " is given a tensor without bytes");
+  auto made = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
+                   at::DataPtr(storage.data_ptr().get(), at::kCPU), nullptr, false),
+      c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  made._set_conj(tensor.is_conj());
+  made._set_neg(tensor.is_neg());
+  return made;
+}
+
+Tensor without_bytes(const Tensor& tensor) {
+  auto made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return made;
+}
+
+// What a kernel is given of a tensor that lies in RAM: its value when the kernel was launched.
+Tensor value_of(const Tensor& tensor) {
+  Tensor made = tensor.clone();
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return made;
+}
+
+bool is_optional_tensors(const IValue& list) {
+  const auto element = list.toList().elementType()->cast<c10::OptionalType>();
+  return element != nullptr && element->getElementType()->kind() == c10::TypeKind::TensorType;
+}
+
+IValue each_tensor(const IValue& value, const std::function<Tensor(const Tensor&)>& change) {
+  if (value.isTensor()) return value.toTensor().defined() ? change(value.toTensor()) : value;
+  if (value.isTensorList()) {
+    c10::List<Tensor> changed;
+    for (const Tensor& tensor : value.toTensorVector())
+      changed.push_back(tensor.defined() ? change(tensor) : tensor);
+    return changed;
+  }
+  if (value.isList() && is_optional_tensors(value)) {
+    c10::List<std::optional<Tensor>> changed;
+    for (const IValue& element : value.toListRef())
+      changed.push_back(element.isTensor() ? std::optional(change(element.toTensor())) : std::nullopt);
+    return changed;
+  }
+  return value;
+}
+
+// A generator of the CPU whose numbers follow from the CUDA generator's seed and offset, which moves on.
+at::Generator numbers_for(const IValue& given, int64_t count) {
+  auto generator = given.isGenerator() ? given.toGenerator() : at::cuda::detail::getDefaultCUDAGenerator();
+  std::lock_guard lock(generator.mutex());
+  auto* cuda = generator.get<at::CUDAGeneratorImpl>();
+  const uint64_t seed = cuda->current_seed(), offset = cuda->philox_offset_per_thread();
+  cuda->set_philox_offset_per_thread(offset + static_cast<uint64_t>((count + 3) / 4 * 4));
+  return at::make_generator<at::CPUGeneratorImpl>(seed * 0x9E3779B97F4A7C15u + offset);
+}
+
+// One call of an operator.
+struct Call {
+  const c10::OperatorHandle op;
+  const c10::FunctionSchema& schema;
+  std::string name;
+  Stack given;
+  std::optional<c10::Device> device;
+
+  Call(const c10::OperatorHandle& op, Stack* stack)
+      : op(op), schema(op.schema()), name(c10::toString(op.operator_name())) {
+    const size_t count = schema.arguments().size();
+    given.assign(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
+    torch::jit::drop(*stack, count);
+    for (const IValue& value : given) {
+      each_tensor(value, [this](const Tensor& tensor) {
+        if (tensor.is_cuda() && !device) device = tensor.device();
+        return tensor;
+      });
+      if (value.isDevice() && value.toDevice().is_cuda() && !device) device = value.toDevice();
+    }
+    if (!device) device = c10::Device(at::kCUDA, c10::cuda::current_device());
+    if (!device->has_index()) device = c10::Device(at::kCUDA, c10::cuda::current_device());
+  }
+
+  bool writes(size_t at) const {
+    const auto* alias = schema.arguments()[at].alias_info();
+    return alias != nullptr && alias->isWrite();
+  }
+
+  bool writes_any() const {
+    for (size_t at = 0; at < given.size(); ++at)
+      if (writes(at)) return true;
+    return false;
+  }
+
+  // Whether all that it returns are arguments that it writes to.
+  bool returns_arguments() const {
+    for (const auto& returned : schema.returns())
+      if (returned.alias_info() == nullptr || !returned.alias_info()->isWrite()) return false;
+    return true;
+  }
+
+  bool has_out() const {
+    for (const auto& argument : schema.arguments())
+      if (argument.is_out()) return true;
+    return false;
+  }
+
+  Stack arguments(const c10::Device& on, const std::function<Tensor(const Tensor&)>& of_device) const {
+    Stack made;
+    for (size_t at = 0; at < given.size(); ++at) {
+      const IValue& value = given[at];
+      const auto& argument = schema.arguments()[at];
+      if (argument.name() == "pin_memory")
+        made.emplace_back();
+      else if (value.isDevice())
+        made.emplace_back(on);
+      else if (value.isGenerator() || (argument.name() == "generator" && value.isNone()))
+        made.emplace_back();
+      else
+        made.push_back(each_tensor(
+            value, [&](const Tensor& tensor) { return tensor.is_cuda() ? of_device(tensor) : value_of(tensor); }));
+    }
+    return made;
+  }
+
+  // Nothing if the operator has no Meta kernel.
+  std::optional<Stack> meta_results() const {
+    if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return std::nullopt;
+    Stack stack = arguments(at::kMeta, without_bytes);
+    at::AutoDispatchBelowAutograd below;
+    try {
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+    } catch (const c10::NotImplementedError&) {
+      return std::nullopt;
+    }
+    return stack;
+  }
+
+  int64_t elements() const {
+    int64_t most = 1;
+    for (const IValue& value : given)
+      each_tensor(value, [&](const Tensor& tensor) {
+        most = std::max(most, tensor.numel());
+        return tensor;
+      });
+    return most;
+  }
+
+  Stack cpu_arguments() const {
+    Stack made = arguments(at::kCPU, [this](const Tensor& tensor) { return over_same_bytes(tensor, name); });
+    for (size_t at = 0; at < made.size(); ++at)
+      if (schema.arguments()[at].name() == "generator") made[at] = IValue(numbers_for(given[at], elements()));
+    return made;
+  }
+};
+
+void give_to_stream(const c10::Device& device, std::function<void()> work) {
+  const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
+  standin_push(stream.stream(), device.index(), new std::function<void()>(std::move(work)));
+}
+
+// Runs on the stream's thread.
+void compute(const c10::OperatorHandle& op, Stack stack, const std::vector<Tensor>& targets,
+             const std::string& name) {
+  try {
+    thread_local const bool alone = (at::set_num_threads(1), true);  // sums in one order
+    (void)alone;
+    at::AutoDispatchBelowAutograd below;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    size_t next = 0;
+    for (const IValue& result : stack)
+      each_tensor(result, [&](const Tensor& tensor) {
+        if (next < targets.size()) {
+          if (tensor.sizes() != targets[next].sizes()) stop(name + " returns other sizes than its Meta kernel");
+          targets[next++].copy_(tensor);
+        }
+        return tensor;
+      });
+    if (next < targets.size()) stop(name + " returns fewer tensors than its Meta kernel");
+  } catch (const std::exception& error) {
+    stop(name + " failed on its stream: " + error.what());
+  }
+}
+
+void return_arguments(const Call& call, Stack* stack) {
+  for (const auto& returned : call.schema.returns())
+    for (size_t at = 0; at < call.given.size(); ++at) {
+      const auto* alias = call.schema.arguments()[at].alias_info();
+      if (alias != nullptr && *alias == *returned.alias_info()) {
+        torch::jit::push(*stack, call.given[at]);
+        break;
+      }
+    }
+}
+
+// Gives `out` the sizes that the operator returns, as a CUDA kernel does.
+void resize_out(const Call& call, const Stack& results) {
+  size_t at = 0;
+  for (size_t argument = 0; argument < call.given.size(); ++argument) {
+    if (!call.schema.arguments()[argument].is_out() || !call.given[argument].isTensor()) continue;
+    if (at < results.size() && results[at].isTensor())
+      at::native::resize_output(call.given[argument].toTensor(), results[at].toTensor().sizes());
+    ++at;
+  }
+}
+
+// Takes memory for what the operator returns, and returns it. What the stream's thread is to fill:
+std::vector<Tensor> take_results(const Call& call, const Stack& results, Stack* stack) {
+  std::vector<Tensor> targets;
+  for (const IValue& result : results)
+    torch::jit::push(*stack, each_tensor(result, [&](const Tensor& meta) {
+      auto made = at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(*call.device));
+      targets.push_back(over_same_bytes(made, call.name));
+      return made;
+    }));
+  return targets;
+}
+
+// The work waits for the stream and is done when this returns: for results whose sizes only their values tell.
+void run_now(const Call& call, Stack* stack) {
+  c10::cuda::getCurrentCUDAStream(call.device->index()).synchronize();
+  std::vector<std::pair<Tensor, Tensor>> pairs;
+  Stack inner = call.arguments(at::kCPU, [&](const Tensor& tensor) {
+    Tensor made = over_same_bytes(tensor, call.name);
+    pairs.emplace_back(tensor, made);
+    return made;
+  });
+  for (size_t at = 0; at < inner.size(); ++at)
+    if (call.schema.arguments()[at].name() == "generator")
+      inner[at] = IValue(numbers_for(call.given[at], call.elements()));
+  {
+    at::AutoDispatchBelowAutograd below;
+    call.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &inner);
+  }
+  const auto back = [&](const Tensor& result) {
+    for (const auto& [device, host] : pairs)
+      if (host.is_same(result)) {
+        if (host.sizes() != device.sizes()) {
+          device.resize_(host.sizes());
+          over_same_bytes(device, call.name).copy_(host);
+        }
+        return device;
+      }
+    if (!result.device().is_cpu()) return result;
+    auto made = at::empty_strided(result.sizes(), result.strides(), result.options().device(*call.device));
+    if (result.numel() > 0) over_same_bytes(made, call.name).copy_(result);
+    return made;
+  };
+  for (const IValue& value : inner) torch::jit::push(*stack, each_tensor(value, back));
+}
+
+bool depends_on_values(const c10::OperatorHandle& op) {
+  return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+}
+
+void note(std::map<std::string, long>& where, const std::string& name) {
+  std::lock_guard lock(calls_mutex);
+  ++where[name];
+}
+
+void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  Call call(op, stack);
+  note(calls, call.name);
+  c10::cuda::CUDAGuard guard(*call.device);
+  const bool in_place = call.returns_arguments() && call.writes_any();
+  std::vector<Tensor> targets;
+  if (!in_place || call.has_out()) {
+    std::optional<Stack> results;
+    if (!depends_on_values(op)) results = call.meta_results();
+    if (!results) {
+      note(synchronous, call.name);
+      run_now(call, stack);
+      return;
+    }
+    if (in_place)
+      resize_out(call, *results);
+    else
+      targets = take_results(call, *results, stack);
+  }
+  if (in_place) return_arguments(call, stack);
+  std::function<void()> work = [] {};
+  if (standin_computes())
+    work = [op, inner = call.cpu_arguments(), targets, name = call.name] { compute(op, inner, targets, name); };
+  give_to_stream(*call.device, std::move(work));
+}
+
+// Between tensors of one device, and whatever the driver's copies do not do: other types and layouts.
+Tensor& copy(c10::DispatchKeySet, Tensor& self, const Tensor& source, bool non_blocking) {
+  at::AutoDispatchBelowAutograd below;
+  const bool plain = self.scalar_type() == source.scalar_type() && self.sizes() == source.sizes() &&
+                     self.strides() == source.strides() && self.is_non_overlapping_and_dense() &&
+                     self.is_conj() == source.is_conj() && self.is_neg() == source.is_neg();
+  if (plain) return at::native::copy_(self, source, non_blocking);
+  if (self.is_cuda() && source.is_cuda()) {
+    TORCH_CHECK(self.device() == source.device(), "the stand-in: a copy between devices of another layout");
+    const Tensor to = over_same_bytes(self, "copy_"), from = over_same_bytes(source, "copy_");
+    give_to_stream(self.device(), [to, from] { to.copy_(from); });
+    return self;
+  }
+  if (self.is_cuda()) {
+    auto staged = at::empty_strided(self.sizes(), self.strides(), self.options().device(at::kCPU));
+    staged.copy_(source);
+    const Tensor to = over_same_bytes(self, "copy_");
+    give_to_stream(self.device(), [to, staged] { to.copy_(staged); });
+    return self;
+  }
+  c10::cuda::getCurrentCUDAStream(source.device().index()).synchronize();
+  self.copy_(over_same_bytes(source, "copy_"));
+  return self;
+}
+
+// Operators that only take memory or make views, and those that read one value: torch's own work as they are.
+const std::set<std::string> kTorchs = {
+    "aten::empty.memory_format",      "aten::empty_strided",       "aten::resize_",
+    "aten::view",                     "aten::as_strided",          "aten::_reshape_alias",
+    "aten::unfold",                   "aten::set_",                "aten::set_.source_Storage",
+    "aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor", "aten::is_set_to",
+    "aten::_fused_sdp_choice",        "aten::record_stream",       "aten::view_as_real",
+    "aten::view_as_complex",          "aten::is_pinned",           "aten::_pin_memory",
+    "aten::_local_scalar_dense",      "aten::copy_",               "aten::resize_as_",
+};
+
+long install() {
+  static std::vector<c10::RegistrationHandleRAII> held;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    if (!op || !op->hasSchema() || name.name.rfind("aten::", 0) != 0) continue;
+    if (kTorchs.count(c10::toString(name)) != 0) continue;
+    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
+    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+        !op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd))
+      continue;
+    held.push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA,
+                                           c10::KernelFunction::makeFromBoxedFunction<&run>(), std::nullopt,
+                                           nullptr, "the stand-in"));
+  }
+  held.push_back(dispatcher.registerImpl(c10::OperatorName("aten::copy_", ""), c10::DispatchKey::CUDA,
+                                         c10::KernelFunction::makeFromUnboxedRuntimeFunction(&copy), std::nullopt,
+                                         nullptr, "the stand-in"));
+  return static_cast<long>(held.size());
+}
+
+std::map<std::string, long> copied(const std::map<std::string, long>& counts) {
+  std::lock_guard lock(calls_mutex);
+  return counts;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(operators, module) {
+  module.def("install", &install);
+  module.def("calls", [] { return copied(calls); });
+  module.def("synchronous", [] { return copied(synchronous); });
+  module.def("over_same_bytes", [](const Tensor& tensor) { return over_same_bytes(tensor, "Python"); });
+}

@@ -1,0 +1,115 @@
+"""Runs teraio's CUDA path on the real CUDA build of torch, without a GPU.
+
+    python tests/cuda_without_gpu/run.py                a sample, ten minutes on two idle cores
+    python tests/cuda_without_gpu/run.py --all          everything
+    python tests/cuda_without_gpu/run.py NAME ...       these, by the beginnings of their names
+    python tests/cuda_without_gpu/run.py --list
+
+The first run makes the environment: about 5 GB, some minutes. Each check is a process of its own. What it
+found is a row of --out; the exit code tells whether all held. Nothing here is a result of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import environment
+
+LIMIT_S = 900
+OUTPUT_CHARACTERS = 4_000
+
+
+def run_check(made: environment.Environment, name: str, cache: Path) -> dict[str, Any]:
+    """Its row: what it found, or what became of it."""
+    module, _, check = name.partition(".")
+    command = [str(made.python), str(environment.HERE / "check.py"), module, check]
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            env=made.variables(STANDIN_CACHE=str(cache)),
+            start_new_session=True,
+        )
+        try:
+            told, _ = child.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            told, _ = child.communicate()
+        output.seek(0)
+        said = output.read()
+    row: dict[str, Any] = {"name": name, "seconds": round(time.monotonic() - began, 1)}
+    lines = [line for line in told.splitlines() if line.startswith("{")]
+    if child.returncode == 0 and lines:
+        return {**row, "held": True, "found": json.loads(lines[-1])}
+    return {**row, "held": False, "exit": child.returncode, "output": said[-OUTPUT_CHARACTERS:]}
+
+
+def names(made: environment.Environment) -> dict[str, bool]:
+    """Of all checks, and whether each is in the sample."""
+    command = [str(made.python), str(environment.HERE / "check.py"), "--list"]
+    told = subprocess.run(command, capture_output=True, text=True, env=made.variables(), check=False)
+    if told.returncode != 0:
+        raise environment.SetUpError(told.stderr[-OUTPUT_CHARACTERS:])
+    found: dict[str, bool] = json.loads(told.stdout.splitlines()[-1])
+    return found
+
+
+def chosen(known: dict[str, bool], asked: argparse.Namespace) -> list[str]:
+    if asked.names:
+        return [name for name in known if any(name.startswith(start) for start in asked.names)]
+    return [name for name, sample in known.items() if sample or asked.all]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--out", type=Path, help="a JSON file for the rows")
+    parser.add_argument("--venv", type=Path, help="an environment that has torch already")
+    asked = parser.parse_args()
+    try:
+        made = environment.make(asked.venv)
+        known = names(made)
+    except environment.SetUpError as error:
+        print(f"the stand-in's environment could not be made: {error}", file=sys.stderr)
+        return 2
+    if asked.list:
+        print("\n".join(f"{name}{'' if sample else '  (--all)'}" for name, sample in known.items()))
+        return 0
+    return run_all(made, chosen(known, asked), asked.out)
+
+
+def run_all(made: environment.Environment, names: list[str], out: Path | None) -> int:
+    rows: list[dict[str, Any]] = []
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as cache:
+        for name in names:
+            row = run_check(made, name, Path(cache))
+            rows.append(row)
+            print(f"{'held  ' if row['held'] else 'FAILED'} {row['seconds']:6.1f} s  {name}", flush=True)
+            print("        " + (json.dumps(row["found"]) if row["held"] else row["output"]), flush=True)
+            if out is not None:
+                about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "on": "the stand-in"}
+                out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    failed = [row["name"] for row in rows if not row["held"]]
+    print(f"{len(rows) - len(failed)} of {len(rows)} held, {time.monotonic() - began:.0f} s")
+    print("\n".join(f"failed: {name}" for name in failed), end="\n" if failed else "")
+    return int(bool(failed) or not rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

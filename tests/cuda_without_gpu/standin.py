@@ -1,0 +1,124 @@
+"""The real CUDA build of torch without a GPU: import this before anything asks torch for a GPU.
+
+    libcuda.so.1    in place of the driver and of libcudart, preloaded (driver/*.cpp)
+    operators       ATen's operators on CUDA tensors, by the CPU's kernels (driver/operators.cpp)
+    composed.py     operators that only CUDA has, composed of others
+    triton_run.py   Triton's kernels, by Triton's interpreter
+
+`run.py` makes the environment, builds the two libraries and sets what a process needs. What ran on the
+stand-in is never a result of a GPU.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+TORCH = "2.11"  # series
+CUDA = "13.0"
+EXPECTED = {  # of a device, as driver/runtime.cpp fills it: whether torch sees the same struct
+    "name": "Stand-in for an H100",
+    "major": 9,
+    "minor": 0,
+    "multi_processor_count": 132,
+    "max_threads_per_multi_processor": 2_048,
+    "warp_size": 32,
+    "regs_per_multiprocessor": 65_536,
+    "shared_memory_per_block_optin": 232_448,
+    "L2_cache_size": 50 << 20,
+    "pci_bus_id": 1,
+}
+
+
+class StandInError(RuntimeError):
+    """This process cannot run on the stand-in; says why."""
+
+
+def _check_versions() -> None:
+    if not torch.__version__.startswith(TORCH + ".") or torch.version.cuda != CUDA:
+        raise StandInError(
+            f"the stand-in is made for torch {TORCH} with CUDA {CUDA}; this is torch {torch.__version__} "
+            f"with CUDA {torch.version.cuda}"
+        )
+    built = os.environ.get("STANDIN_TORCH")
+    if built != torch.version.git_version:
+        raise StandInError(
+            f"the stand-in was built for torch {built}, this is {torch.version.git_version}; start processes "
+            "through run.py, which builds it anew where that is needed"
+        )
+
+
+def _library() -> Any:
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "standin_report"):
+        raise StandInError("libcuda.so.1 of the stand-in is not preloaded; start processes through run.py")
+    for name in ("standin_used", "standin_most", "standin_pinned"):
+        getattr(library, name).restype = ctypes.c_size_t
+    library.standin_kernels.restype = ctypes.c_long
+    library.standin_computes.restype = ctypes.c_bool
+    return library
+
+
+def _check_structs() -> None:
+    properties = torch.cuda.get_device_properties(0)
+    for name, wanted in EXPECTED.items():
+        seen = getattr(properties, name)
+        if seen != wanted:
+            raise StandInError(f"torch reads {seen!r} as {name} of a device, the stand-in wrote {wanted!r}")
+    if properties.total_memory != int(os.environ.get("STANDIN_MIB", "4096")) << 20:
+        raise StandInError(f"torch reads {properties.total_memory} bytes as the memory of a device")
+
+
+def used_bytes(device: int = 0) -> int:
+    """Memory that the driver has given."""
+    return int(LIBRARY.standin_used(device))
+
+
+def most_bytes(device: int = 0) -> int:
+    """The most memory that the driver has given at a time."""
+    return int(LIBRARY.standin_most(device))
+
+
+def pinned_bytes() -> int:
+    return int(LIBRARY.standin_pinned())
+
+
+def uncomputed_kernels() -> int:
+    """Launches of kernels that nothing here computes: Triton's, without its interpreter."""
+    return int(LIBRARY.standin_kernels())
+
+
+def calls() -> Mapping[str, int]:
+    """How often each operator was called on CUDA tensors."""
+    counts: Mapping[str, int] = OPERATORS.calls()
+    return counts
+
+
+def synchronous() -> Mapping[str, int]:
+    """Of these calls the ones for which the host waited, since only values tell the sizes of the result."""
+    counts: Mapping[str, int] = OPERATORS.synchronous()
+    return counts
+
+
+def over_same_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in RAM over the bytes of one on a device. Whoever reads it has waited for the stream."""
+    made: torch.Tensor = OPERATORS.over_same_bytes(tensor)
+    return made
+
+
+_check_versions()
+LIBRARY = _library()
+torch.cuda.init()
+_check_structs()
+OPERATORS: Any = importlib.import_module("operators")
+INSTALLED = int(OPERATORS.install())
+importlib.import_module("composed")
+torch.backends.cudnn.enabled = False  # it has kernels of its own, which nothing here computes
+if os.environ.get("STANDIN_REPORT"):
+    atexit.register(LIBRARY.standin_report)

@@ -1,0 +1,107 @@
+"""A training of the demo's Llama on a device, and what a run without a budget gives.
+
+    python training.py '{"inner": "eager"}'        in a process of its own, without a budget: a JSON object
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import teraio
+from teraio.demo_model import Llama, Shape
+
+SHAPE = Shape(vocabulary=512, hidden=256, intermediate=704, layers=8)
+BATCH, LENGTH = 2, 64
+STEPS = 10
+
+
+@dataclass
+class Training:
+    """Losses and the parameters' digest to the bit, and what torch says of memory, step by step."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    inner: str = "eager"
+    device: str = "cuda"
+    shape: Shape = SHAPE
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    settings: dict[str, Any] = field(default_factory=lambda: {"fused": True})
+    losses: list[str] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        with torch.device(self.device):
+            self.model = Llama(self.shape)
+        self.run = torch.compile(self.model, backend="teraio", options={"inner": self.inner, **self.options})
+        self.adam = self.optimizer(self.model.parameters(), lr=1e-3, **self.settings)
+        self.random = torch.Generator().manual_seed(1)
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (BATCH, LENGTH + 1)
+        tokens = torch.randint(0, self.shape.vocabulary, shape, generator=self.random).to(self.device)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def step(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        loss = self.run(*self.batch())
+        loss.backward()
+        self.adam.step()
+        self.adam.zero_grad()
+        self.losses.append(float(loss.item()).hex())
+        self.peaks.append(torch.cuda.max_memory_allocated(self.device))
+        self.phases.append(str(teraio.stats().get("phase")))
+
+    def train(self, steps: int = STEPS) -> Training:
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def told(self) -> dict[str, Any]:
+        return {"losses": self.losses, "peaks": self.peaks, "digest": self.digest()}
+
+    def digest(self) -> str:
+        """Of all parameters: sums of their bits, which user code may ask for at any time."""
+        sums = [parameter.detach().cpu().view(torch.int32).long().sum() for parameter in self.model.parameters()]
+        return str([int(total) for total in sums])
+
+
+def plain(**asked: Any) -> dict[str, Any]:
+    """What this training gives without a budget. Of each kind one process finds it out, for all of a run."""
+    text = json.dumps(asked, sort_keys=True)
+    kept = Path(os.environ["STANDIN_CACHE"]) / f"plain-{abs(hash_of(text))}.json"
+    if not kept.exists():
+        done = subprocess.run(
+            [sys.executable, __file__, text],
+            env={**os.environ, "TERAIO_DISABLE": "1", "STANDIN_REPORT": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise AssertionError(f"the run without a budget failed: {done.stderr[-4000:]}")
+        kept.write_text(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(kept.read_text())
+    return found
+
+
+def hash_of(text: str) -> int:
+    return int.from_bytes(text.encode(), "big") % (2**61 - 1)
+
+
+if __name__ == "__main__":
+    import standin  # noqa: F401
+
+    print(json.dumps(Training(**json.loads(sys.argv[1])).train().told()))
