@@ -1,7 +1,8 @@
 """Runs one check in this process, or lists them all: what run.py calls in the stand-in's environment.
 
 A check is a function `check_*` of a module `check_*.py`: it asserts, and returns figures for its row, or
-nothing. A module may name what the sample takes of it, in SAMPLE, and more checks by name, in CASES.
+nothing. A module may name what the sample takes of it, in SAMPLE; more checks by name, in CASES; and what is
+to be set in the environment of their processes, in VARIABLES.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def checks(module: ModuleType) -> dict[str, Check]:
     own = {
         name: function
         for name, function in vars(module).items()
-        if name.startswith("check_") and inspect.isfunction(function) and function.__module__ == module.__name__
+        if name.startswith("check_")
+        and inspect.isfunction(function)
+        and function.__module__ == module.__name__
     }
     return {**own, **getattr(module, "CASES", {})}
 
@@ -38,7 +41,8 @@ def main() -> int:
             module = importlib.import_module(name)
             sample = getattr(module, "SAMPLE", None)
             for check in checks(module):
-                found[f"{name}.{check}"] = sample is None or check in sample
+                variables = getattr(module, "VARIABLES", {})
+                found[f"{name}.{check}"] = {"sample": sample is None or check in sample, "set": variables}
         print(json.dumps(found))
         return 0
     importlib.import_module("standin")

@@ -24,8 +24,16 @@ def train(inner: str, tier: str, percent: int) -> dict[str, Any]:
     assert "planned" in training.phases, training.phases
     assert told["losses"] == expected["losses"], (told["losses"], expected["losses"])
     assert told["digest"] == expected["digest"]
-    highest = {phase: max(p for p, q in zip(training.peaks, training.phases) if q == phase) for phase in training.phases}
-    figures = {"budget": budget, "plain_peak": max(expected["peaks"]), "peaks": highest, "phases": training.phases}
+    highest = {
+        phase: max(p for p, q in zip(training.peaks, training.phases) if q == phase)
+        for phase in training.phases
+    }
+    figures = {
+        "budget": budget,
+        "plain_peak": max(expected["peaks"]),
+        "peaks": highest,
+        "phases": training.phases,
+    }
     over = {phase: peak for phase, peak in highest.items() if peak > budget}
     assert not over, figures
     return figures

@@ -86,7 +86,14 @@ def _attention(
 
 
 def _attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, causal: bool, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     weights = (_scores(query, key, causal, scale) - sums.unsqueeze(-1)).exp()
     wide = grad.float()
@@ -144,6 +151,4 @@ def flash_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _attention_backward(
-        grad_out, query, key, value, out, logsumexp, is_causal, _scale(query, scale)
-    )
+    return _attention_backward(grad_out, query, key, value, out, logsumexp, is_causal, _scale(query, scale))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -84,7 +85,9 @@ def make(venv: Path | None = None) -> Environment:
 
 
 def _run(*command: str | Path, cwd: Path = ROOT) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         raise SetUpError(f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     return done.stdout
@@ -137,6 +140,14 @@ def _imported(library: Path) -> set[str]:
     return {name for name, *version in names if version and version[-1].startswith("libcudart")}
 
 
+def _of_triton(folder: Path) -> set[str]:
+    """What Triton's launcher wants of the driver; its header renames what its source calls."""
+    called = set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", (folder / "driver.c").read_text()))
+    header = (folder / "include" / "cuda.h").read_text()
+    renamed = dict(re.findall(r"^#define (cu[A-Z]\w+)\s+(cu[A-Z]\w+_v\d)\s*$", header, re.MULTILINE))
+    return {renamed.get(name, name) for name in called if re.search(rf"CUDAAPI\s+{name}\b", header)}
+
+
 def _exported(library: Path) -> set[str]:
     lines = _run("nm", "-D", "--defined-only", library).splitlines()
     return {line.split()[-1].split("@")[0] for line in lines}
@@ -169,9 +180,11 @@ def _libraries(python: Path, site: Path, torch_version: str) -> Path:
 
 
 def _stops(folder: Path, site: Path, driver: Path) -> Path:
-    """For each function of libcudart that torch wants and the driver lacks, one that stops by name."""
+    """For each function that torch or Triton wants and the driver lacks, one that stops by name."""
     wanted = set().union(*(_imported(site / "torch" / "lib" / name) for name in TORCH_LIBRARIES))
-    lacking = sorted(wanted - _exported(driver))
+    wanted |= _of_triton(site / "triton" / "backends" / "nvidia")
+    there = _exported(driver)
+    lacking = sorted(name for name in wanted if name not in there)
     lines = ['#include "stop.h"']
     lines += [
         f'STANDIN_EXPORT void {name}() {{ standin::stop("{name} is called, and is not modelled"); }}'
@@ -179,7 +192,7 @@ def _stops(folder: Path, site: Path, driver: Path) -> Path:
     ]
     source = folder / "stops.cpp"
     source.write_text("\n".join(lines) + "\n")
-    print(f"the stand-in: torch wants {len(wanted)} functions of libcudart, {len(lacking)} are stops", flush=True)
+    print(f"the stand-in: {len(wanted)} functions are wanted, {len(lacking)} of them stop", flush=True)
     return source
 
 

@@ -29,7 +29,12 @@ LIMIT_S = 900
 OUTPUT_CHARACTERS = 4_000
 
 
-def run_check(made: environment.Environment, name: str, cache: Path) -> dict[str, Any]:
+Known = dict[str, dict[str, Any]]
+
+
+def run_check(
+    made: environment.Environment, name: str, cache: Path, variables: dict[str, str]
+) -> dict[str, Any]:
     """Its row: what it found, or what became of it."""
     module, _, check = name.partition(".")
     command = [str(made.python), str(environment.HERE / "check.py"), module, check]
@@ -40,7 +45,7 @@ def run_check(made: environment.Environment, name: str, cache: Path) -> dict[str
             stdout=subprocess.PIPE,
             stderr=output,
             text=True,
-            env=made.variables(STANDIN_CACHE=str(cache)),
+            env=made.variables(STANDIN_CACHE=str(cache), **variables),
             start_new_session=True,
         )
         try:
@@ -57,20 +62,20 @@ def run_check(made: environment.Environment, name: str, cache: Path) -> dict[str
     return {**row, "held": False, "exit": child.returncode, "output": said[-OUTPUT_CHARACTERS:]}
 
 
-def names(made: environment.Environment) -> dict[str, bool]:
-    """Of all checks, and whether each is in the sample."""
+def all_checks(made: environment.Environment) -> Known:
+    """Of each check whether it is in the sample, and what is to be set for it."""
     command = [str(made.python), str(environment.HERE / "check.py"), "--list"]
     told = subprocess.run(command, capture_output=True, text=True, env=made.variables(), check=False)
     if told.returncode != 0:
         raise environment.SetUpError(told.stderr[-OUTPUT_CHARACTERS:])
-    found: dict[str, bool] = json.loads(told.stdout.splitlines()[-1])
+    found: Known = json.loads(told.stdout.splitlines()[-1])
     return found
 
 
-def chosen(known: dict[str, bool], asked: argparse.Namespace) -> list[str]:
+def chosen(known: Known, asked: argparse.Namespace) -> Known:
     if asked.names:
-        return [name for name in known if any(name.startswith(start) for start in asked.names)]
-    return [name for name, sample in known.items() if sample or asked.all]
+        return {name: about for name, about in known.items() if name.startswith(tuple(asked.names))}
+    return {name: about for name, about in known.items() if about["sample"] or asked.all}
 
 
 def main() -> int:
@@ -83,28 +88,28 @@ def main() -> int:
     asked = parser.parse_args()
     try:
         made = environment.make(asked.venv)
-        known = names(made)
+        known = all_checks(made)
     except environment.SetUpError as error:
         print(f"the stand-in's environment could not be made: {error}", file=sys.stderr)
         return 2
     if asked.list:
-        print("\n".join(f"{name}{'' if sample else '  (--all)'}" for name, sample in known.items()))
+        print("\n".join(f"{name}{'' if about['sample'] else '  (--all)'}" for name, about in known.items()))
         return 0
     return run_all(made, chosen(known, asked), asked.out)
 
 
-def run_all(made: environment.Environment, names: list[str], out: Path | None) -> int:
+def run_all(made: environment.Environment, checks: Known, out: Path | None) -> int:
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as cache:
-        for name in names:
-            row = run_check(made, name, Path(cache))
+        for name, about in checks.items():
+            row = run_check(made, name, Path(cache), about["set"])
             rows.append(row)
             print(f"{'held  ' if row['held'] else 'FAILED'} {row['seconds']:6.1f} s  {name}", flush=True)
             print("        " + (json.dumps(row["found"]) if row["held"] else row["output"]), flush=True)
             if out is not None:
-                about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "on": "the stand-in"}
-                out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+                head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "on": "the stand-in"}
+                out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
     failed = [row["name"] for row in rows if not row["held"]]
     print(f"{len(rows) - len(failed)} of {len(rows)} held, {time.monotonic() - began:.0f} s")
     print("\n".join(f"failed: {name}" for name in failed), end="\n" if failed else "")

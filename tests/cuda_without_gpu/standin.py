@@ -3,7 +3,7 @@
     libcuda.so.1    in place of the driver and of libcudart, preloaded (driver/*.cpp)
     operators       ATen's operators on CUDA tensors, by the CPU's kernels (driver/operators.cpp)
     composed.py     operators that only CUDA has, composed of others
-    triton_run.py   Triton's kernels, by Triton's interpreter
+    interpreted.py  Triton's kernels, by Triton's interpreter, if TRITON_INTERPRET=1
 
 `run.py` makes the environment, builds the two libraries and sets what a process needs. What ran on the
 stand-in is never a result of a GPU.
@@ -119,6 +119,8 @@ _check_structs()
 OPERATORS: Any = importlib.import_module("operators")
 INSTALLED = int(OPERATORS.install())
 importlib.import_module("composed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    importlib.import_module("interpreted").install()
 torch.backends.cudnn.enabled = False  # it has kernels of its own, which nothing here computes
 if os.environ.get("STANDIN_REPORT"):
     atexit.register(LIBRARY.standin_report)

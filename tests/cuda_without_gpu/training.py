@@ -1,6 +1,6 @@
 """A training of the demo's Llama on a device, and what a run without a budget gives.
 
-    python training.py '{"inner": "eager"}'        in a process of its own, without a budget: a JSON object
+python training.py '{"inner": "eager"}'        in a process of its own, without a budget: a JSON object
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Training:
 
     def digest(self) -> str:
         """Of all parameters: sums of their bits, which user code may ask for at any time."""
-        sums = [parameter.detach().cpu().view(torch.int32).long().sum() for parameter in self.model.parameters()]
+        sums = [
+            parameter.detach().cpu().view(torch.int32).long().sum() for parameter in self.model.parameters()
+        ]
         return str([int(total) for total in sums])
 
 

@@ -29,9 +29,15 @@ Nanoseconds duration(size_t bytes) {
 
 }  // namespace
 
-int current_device() { return current < 0 ? 0 : current; }
-void set_device(int device) { current = device; }
-void* context_of(int device) { return &contexts[device]; }
+int current_device() {
+  return current < 0 ? 0 : current;
+}
+void set_device(int device) {
+  current = device;
+}
+void* context_of(int device) {
+  return &contexts[device];
+}
 
 int device_of(void* context) {
   const auto* at = static_cast<char*>(context);
@@ -82,7 +88,9 @@ bool elapsed_ms(Event* from, Event* to, float* ms) {
   return true;
 }
 
-Counts counts() { return {kernels, copies, pageable}; }
+Counts counts() {
+  return {kernels, copies, pageable};
+}
 
 }  // namespace standin
 
@@ -97,11 +105,21 @@ STANDIN_EXPORT void standin_report() {
   for (const auto& [name, count] : names()) std::fprintf(stderr, "  %ld x %s\n", count, name.c_str());
 }
 
-STANDIN_EXPORT long standin_kernels() { return standin::counts().kernels; }
-STANDIN_EXPORT size_t standin_used(int device) { return standin::used_bytes(device); }
-STANDIN_EXPORT size_t standin_most(int device) { return standin::most_bytes(device); }
-STANDIN_EXPORT size_t standin_pinned() { return standin::pinned_bytes(); }
-STANDIN_EXPORT bool standin_computes() { return standin::settings().computes; }
+STANDIN_EXPORT long standin_kernels() {
+  return standin::counts().kernels;
+}
+STANDIN_EXPORT size_t standin_used(int device) {
+  return standin::used_bytes(device);
+}
+STANDIN_EXPORT size_t standin_most(int device) {
+  return standin::most_bytes(device);
+}
+STANDIN_EXPORT size_t standin_pinned() {
+  return standin::pinned_bytes();
+}
+STANDIN_EXPORT bool standin_computes() {
+  return standin::settings().computes;
+}
 
 // For operators.cpp: work in the order of a stream, as long as a kernel.
 STANDIN_EXPORT void standin_push(void* stream, int device, std::function<void()>* work) {

@@ -23,9 +23,15 @@ using namespace standin;
 
 constexpr size_t kMapGrain = 2 << 20;
 
-Stream* stream_of(CUstream handle) { return standin::stream_of(handle, current_device()); }
-Event* event_of(CUevent handle) { return reinterpret_cast<Event*>(handle); }
-void* address_of(CUdeviceptr number) { return reinterpret_cast<void*>(number); }
+Stream* stream_of(CUstream handle) {
+  return standin::stream_of(handle, current_device());
+}
+Event* event_of(CUevent handle) {
+  return reinterpret_cast<Event*>(handle);
+}
+void* address_of(CUdeviceptr number) {
+  return reinterpret_cast<void*>(number);
+}
 
 // Physical memory that expandable segments map.
 struct Physical {
@@ -38,7 +44,8 @@ struct Function {
   std::string name;
 };
 
-// ---- names that are not modelled: a function for each, since a function is not told by which name it is called
+// ---- names that are not modelled: a function for each, since a function is not told by which name it is
+// called
 
 constexpr int kMostUnknown = 256;
 std::array<std::string, kMostUnknown>& unknown_names() {
@@ -112,7 +119,9 @@ int standin::device_attribute(int attribute, int device) {
 
 // ---- devices and contexts
 
-DRIVER cuInit(unsigned) { return CUDA_SUCCESS; }
+DRIVER cuInit(unsigned) {
+  return CUDA_SUCCESS;
+}
 DRIVER cuDriverGetVersion(int* version) {
   *version = CUDA_VERSION;
   return CUDA_SUCCESS;
@@ -146,7 +155,9 @@ DRIVER cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   *context = static_cast<CUcontext>(context_of(device));
   return CUDA_SUCCESS;
 }
-DRIVER cuDevicePrimaryCtxRelease_v2(CUdevice) { return CUDA_SUCCESS; }
+DRIVER cuDevicePrimaryCtxRelease_v2(CUdevice) {
+  return CUDA_SUCCESS;
+}
 DRIVER cuCtxGetCurrent(CUcontext* context) {
   *context = static_cast<CUcontext>(context_of(current_device()));
   return CUDA_SUCCESS;
@@ -161,11 +172,22 @@ DRIVER cuCtxGetDevice(CUdevice* device) {
   *device = current_device();
   return CUDA_SUCCESS;
 }
+DRIVER cuCtxSetLimit(CUlimit, size_t) {
+  return CUDA_SUCCESS;
+}
+DRIVER cuCtxPushCurrent_v2(CUcontext context) {
+  return cuCtxSetCurrent(context);
+}
+DRIVER cuCtxPopCurrent_v2(CUcontext* context) {
+  return cuCtxGetCurrent(context);
+}
 DRIVER cuGetErrorString(CUresult, const char** text) {
   *text = "an error of the stand-in";
   return CUDA_SUCCESS;
 }
-DRIVER cuGetErrorName(CUresult result, const char** text) { return cuGetErrorString(result, text); }
+DRIVER cuGetErrorName(CUresult result, const char** text) {
+  return cuGetErrorString(result, text);
+}
 
 // ---- streams and events
 
@@ -217,7 +239,9 @@ DRIVER cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
   *address = reinterpret_cast<CUdeviceptr>(made);
   return CUDA_SUCCESS;
 }
-DRIVER cuMemFree_v2(CUdeviceptr address) { return static_cast<CUresult>(cudaFree(address_of(address))); }
+DRIVER cuMemFree_v2(CUdeviceptr address) {
+  return static_cast<CUresult>(cudaFree(address_of(address)));
+}
 DRIVER cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
   copy(to, address_of(from), bytes, stream_of(stream));
   return CUDA_SUCCESS;
@@ -238,7 +262,8 @@ DRIVER cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdevic
   *static_cast<CUdeviceptr*>(value) = address;
   return find(address_of(address), 1).place == Place::kPageable ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
-DRIVER cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+DRIVER cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*,
+                                     CUmemAllocationGranularity_flags) {
   *bytes = kMapGrain;
   return CUDA_SUCCESS;
 }
@@ -268,7 +293,9 @@ DRIVER cuMemMap(CUdeviceptr address, size_t bytes, size_t, CUmemGenericAllocatio
   map(address_of(address), bytes, reinterpret_cast<Physical*>(handle)->device);
   return CUDA_SUCCESS;
 }
-DRIVER cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
+DRIVER cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) {
+  return CUDA_SUCCESS;
+}
 DRIVER cuMemUnmap(CUdeviceptr address, size_t bytes) {
   const Found found = find(address_of(address), 1);
   if (found.place == Place::kDevice) synchronize_all(found.device);
@@ -282,7 +309,9 @@ DRIVER cuModuleLoadData(CUmodule* module, const void*) {
   *module = reinterpret_cast<CUmodule>(new int);
   return CUDA_SUCCESS;
 }
-DRIVER cuModuleLoad(CUmodule* module, const char*) { return cuModuleLoadData(module, nullptr); }
+DRIVER cuModuleLoad(CUmodule* module, const char*) {
+  return cuModuleLoadData(module, nullptr);
+}
 DRIVER cuModuleUnload(CUmodule module) {
   delete reinterpret_cast<int*>(module);
   return CUDA_SUCCESS;
@@ -297,10 +326,14 @@ DRIVER cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction
                                                                 : 0;
   return CUDA_SUCCESS;
 }
-DRIVER cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
-DRIVER cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
-DRIVER cuLaunchKernel(CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                      CUstream stream, void**, void**) {
+DRIVER cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) {
+  return CUDA_SUCCESS;
+}
+DRIVER cuFuncSetCacheConfig(CUfunction, CUfunc_cache) {
+  return CUDA_SUCCESS;
+}
+DRIVER cuLaunchKernel(CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                      unsigned, CUstream stream, void**, void**) {
   launched(reinterpret_cast<Function*>(function)->name, stream_of(stream));
   return CUDA_SUCCESS;
 }

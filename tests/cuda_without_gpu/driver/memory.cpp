@@ -28,7 +28,9 @@ std::map<uintptr_t, Range>& ranges() {
 }
 size_t used[16], most[16], pinned = 0;
 
-uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
+uintptr_t number(const void* address) {
+  return reinterpret_cast<uintptr_t>(address);
+}
 
 std::map<uintptr_t, Range>::iterator around(uintptr_t at) {
   auto next = ranges().upper_bound(at);
@@ -100,7 +102,9 @@ void give_bytes(int device, size_t bytes) {
   used[device] -= bytes;
 }
 
-void* reserve(size_t bytes) { return anonymous(bytes, PROT_NONE); }
+void* reserve(size_t bytes) {
+  return anonymous(bytes, PROT_NONE);
+}
 
 void map(void* address, size_t bytes, int device) {
   if (mprotect(address, bytes, PROT_READ | PROT_WRITE) != 0) stop("mapped what was not reserved");
@@ -128,7 +132,8 @@ bool pin(void* address, size_t bytes) {
   std::lock_guard lock(mutex);
   const uintptr_t begin = number(address);
   const auto next = ranges().lower_bound(begin);
-  if (around(begin) != ranges().end() || (next != ranges().end() && next->first < begin + bytes)) return false;
+  if (around(begin) != ranges().end() || (next != ranges().end() && next->first < begin + bytes))
+    return false;
   ranges()[begin] = {bytes, -1};
   pinned += bytes;
   return true;

@@ -16,8 +16,8 @@ struct Found {
 // Where the whole range lies. A range that begins in a device's memory and leaves it ends the process.
 Found find(const void* address, size_t bytes);
 
-void* take(int device, size_t bytes);  // null: the device is full
-bool give_back(void* address);         // false: it was never taken
+void* take(int device, size_t bytes);       // null: the device is full
+bool give_back(void* address);              // false: it was never taken
 bool take_bytes(int device, size_t bytes);  // physical memory without an address
 void give_bytes(int device, size_t bytes);
 void* reserve(size_t bytes);

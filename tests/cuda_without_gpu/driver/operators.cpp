@@ -1,8 +1,8 @@
 // ATen's operators on CUDA tensors, computed by ATen's CPU kernels over the same bytes.
 //
 // The launching thread finds out what an operator returns (from its Meta kernel), takes that memory from the
-// real caching allocator, and gives the work to the stream. The stream's thread then runs the CPU kernel. So the
-// host runs ahead as it does of a GPU, and who reads too early reads 0xDD, or what was there before.
+// real caching allocator, and gives the work to the stream. The stream's thread then runs the CPU kernel. So
+// the host runs ahead as it does of a GPU, and who reads too early reads 0xDD, or what was there before.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/native/Resize.h>
@@ -45,7 +45,8 @@ Tensor over_same_bytes(const Tensor& tensor, const std::string& name) {
       c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
                    at::DataPtr(storage.data_ptr().get(), at::kCPU), nullptr, false),
       c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
+                                                    tensor.storage_offset());
   made._set_conj(tensor.is_conj());
   made._set_neg(tensor.is_neg());
   return made;
@@ -149,15 +150,13 @@ struct Call {
     for (size_t at = 0; at < given.size(); ++at) {
       const IValue& value = given[at];
       const auto& argument = schema.arguments()[at];
-      if (argument.name() == "pin_memory")
-        made.emplace_back();
-      else if (value.isDevice())
-        made.emplace_back(on);
-      else if (value.isGenerator() || (argument.name() == "generator" && value.isNone()))
-        made.emplace_back();
+      if (argument.name() == "pin_memory") made.emplace_back();
+      else if (value.isDevice()) made.emplace_back(on);
+      else if (value.isGenerator() || (argument.name() == "generator" && value.isNone())) made.emplace_back();
       else
-        made.push_back(each_tensor(
-            value, [&](const Tensor& tensor) { return tensor.is_cuda() ? of_device(tensor) : value_of(tensor); }));
+        made.push_back(each_tensor(value, [&](const Tensor& tensor) {
+          return tensor.is_cuda() ? of_device(tensor) : value_of(tensor);
+        }));
     }
     return made;
   }
@@ -210,7 +209,8 @@ void compute(const c10::OperatorHandle& op, Stack stack, const std::vector<Tenso
     for (const IValue& result : stack)
       each_tensor(result, [&](const Tensor& tensor) {
         if (next < targets.size()) {
-          if (tensor.sizes() != targets[next].sizes()) stop(name + " returns other sizes than its Meta kernel");
+          if (tensor.sizes() != targets[next].sizes())
+            stop(name + " returns other sizes than its Meta kernel");
           targets[next++].copy_(tensor);
         }
         return tensor;
@@ -255,7 +255,8 @@ std::vector<Tensor> take_results(const Call& call, const Stack& results, Stack* 
   return targets;
 }
 
-// The work waits for the stream and is done when this returns: for results whose sizes only their values tell.
+// The work waits for the stream and is done when this returns: for results whose sizes only their values
+// tell.
 void run_now(const Call& call, Stack* stack) {
   c10::cuda::getCurrentCUDAStream(call.device->index()).synchronize();
   std::vector<std::pair<Tensor, Tensor>> pairs;
@@ -311,15 +312,15 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
       run_now(call, stack);
       return;
     }
-    if (in_place)
-      resize_out(call, *results);
-    else
-      targets = take_results(call, *results, stack);
+    if (in_place) resize_out(call, *results);
+    else targets = take_results(call, *results, stack);
   }
   if (in_place) return_arguments(call, stack);
   std::function<void()> work = [] {};
   if (standin_computes())
-    work = [op, inner = call.cpu_arguments(), targets, name = call.name] { compute(op, inner, targets, name); };
+    work = [op, inner = call.cpu_arguments(), targets, name = call.name] {
+      compute(op, inner, targets, name);
+    };
   give_to_stream(*call.device, std::move(work));
 }
 
@@ -350,13 +351,27 @@ Tensor& copy(c10::DispatchKeySet, Tensor& self, const Tensor& source, bool non_b
 
 // Operators that only take memory or make views, and those that read one value: torch's own work as they are.
 const std::set<std::string> kTorchs = {
-    "aten::empty.memory_format",      "aten::empty_strided",       "aten::resize_",
-    "aten::view",                     "aten::as_strided",          "aten::_reshape_alias",
-    "aten::unfold",                   "aten::set_",                "aten::set_.source_Storage",
-    "aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor", "aten::is_set_to",
-    "aten::_fused_sdp_choice",        "aten::record_stream",       "aten::view_as_real",
-    "aten::view_as_complex",          "aten::is_pinned",           "aten::_pin_memory",
-    "aten::_local_scalar_dense",      "aten::copy_",               "aten::resize_as_",
+    "aten::empty.memory_format",
+    "aten::empty_strided",
+    "aten::resize_",
+    "aten::view",
+    "aten::as_strided",
+    "aten::_reshape_alias",
+    "aten::unfold",
+    "aten::set_",
+    "aten::set_.source_Storage",
+    "aten::set_.source_Storage_storage_offset",
+    "aten::set_.source_Tensor",
+    "aten::is_set_to",
+    "aten::_fused_sdp_choice",
+    "aten::record_stream",
+    "aten::view_as_real",
+    "aten::view_as_complex",
+    "aten::is_pinned",
+    "aten::_pin_memory",
+    "aten::_local_scalar_dense",
+    "aten::copy_",
+    "aten::resize_as_",
 };
 
 long install() {
@@ -375,8 +390,8 @@ long install() {
                                            nullptr, "the stand-in"));
   }
   held.push_back(dispatcher.registerImpl(c10::OperatorName("aten::copy_", ""), c10::DispatchKey::CUDA,
-                                         c10::KernelFunction::makeFromUnboxedRuntimeFunction(&copy), std::nullopt,
-                                         nullptr, "the stand-in"));
+                                         c10::KernelFunction::makeFromUnboxedRuntimeFunction(&copy),
+                                         std::nullopt, nullptr, "the stand-in"));
   return static_cast<long>(held.size());
 }
 

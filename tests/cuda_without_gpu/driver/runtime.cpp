@@ -21,10 +21,16 @@ using namespace standin;
 constexpr size_t kMallocGrain = 2 << 20;
 thread_local cudaError_t last_error = cudaSuccess;
 
-cudaError_t failed(cudaError_t error) { return last_error = error; }
+cudaError_t failed(cudaError_t error) {
+  return last_error = error;
+}
 
-Stream* stream_of(cudaStream_t handle) { return standin::stream_of(handle, current_device()); }
-Event* event_of(cudaEvent_t handle) { return reinterpret_cast<Event*>(handle); }
+Stream* stream_of(cudaStream_t handle) {
+  return standin::stream_of(handle, current_device());
+}
+Event* event_of(cudaEvent_t handle) {
+  return reinterpret_cast<Event*>(handle);
+}
 
 cudaError_t made_stream(cudaStream_t* stream, unsigned flags, int priority) {
   *stream = reinterpret_cast<cudaStream_t>(make_stream(current_device(), flags, priority));
@@ -129,7 +135,9 @@ RUNTIME cudaGetLastError() {
   last_error = cudaSuccess;
   return error;
 }
-RUNTIME cudaPeekAtLastError() { return last_error; }
+RUNTIME cudaPeekAtLastError() {
+  return last_error;
+}
 STANDIN_EXPORT const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
     case cudaSuccess: return "no error";
@@ -140,7 +148,9 @@ STANDIN_EXPORT const char* cudaGetErrorString(cudaError_t error) {
     default: return "an error of the stand-in";
   }
 }
-STANDIN_EXPORT const char* cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(error); }
+STANDIN_EXPORT const char* cudaGetErrorName(cudaError_t error) {
+  return cudaGetErrorString(error);
+}
 
 // ---- memory
 
@@ -163,7 +173,9 @@ RUNTIME cudaHostAlloc(void** address, size_t bytes, unsigned) {
   *address = take_pinned(bytes);
   return *address != nullptr ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
-RUNTIME cudaMallocHost(void** address, size_t bytes) { return cudaHostAlloc(address, bytes, 0); }
+RUNTIME cudaMallocHost(void** address, size_t bytes) {
+  return cudaHostAlloc(address, bytes, 0);
+}
 RUNTIME cudaFreeHost(void* address) {
   for (int device = 0; device < settings().devices; ++device) synchronize_all(device);
   return unpin(address, true) ? cudaSuccess : failed(cudaErrorInvalidValue);
@@ -220,7 +232,9 @@ RUNTIME cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stream) 
   fill(at, value, bytes, stream_of(stream));
   return cudaSuccess;
 }
-RUNTIME cudaMemset(void* at, int value, size_t bytes) { return cudaMemsetAsync(at, value, bytes, nullptr); }
+RUNTIME cudaMemset(void* at, int value, size_t bytes) {
+  return cudaMemsetAsync(at, value, bytes, nullptr);
+}
 RUNTIME cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
   *pool = reinterpret_cast<cudaMemPool_t>(context_of(device));
   return cudaSuccess;
@@ -228,8 +242,12 @@ RUNTIME cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
 
 // ---- streams and events
 
-RUNTIME cudaStreamCreate(cudaStream_t* stream) { return made_stream(stream, 0, 0); }
-RUNTIME cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) { return made_stream(stream, flags, 0); }
+RUNTIME cudaStreamCreate(cudaStream_t* stream) {
+  return made_stream(stream, 0, 0);
+}
+RUNTIME cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  return made_stream(stream, flags, 0);
+}
 RUNTIME cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
   return made_stream(stream, flags, priority);
 }
@@ -262,7 +280,9 @@ RUNTIME cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, 
   if (id != nullptr) *id = 0;
   return cudaSuccess;
 }
-RUNTIME cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+RUNTIME cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
+  return cudaSuccess;
+}
 RUNTIME cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
   stream_of(stream)->push([=] { function(argument); });
   return cudaSuccess;
@@ -271,7 +291,9 @@ RUNTIME cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   *event = reinterpret_cast<cudaEvent_t>(new Event{nullptr, (flags & cudaEventDisableTiming) == 0});
   return cudaSuccess;
 }
-RUNTIME cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+RUNTIME cudaEventCreate(cudaEvent_t* event) {
+  return cudaEventCreateWithFlags(event, 0);
+}
 RUNTIME cudaEventDestroy(cudaEvent_t event) {
   delete event_of(event);
   return cudaSuccess;
@@ -297,8 +319,12 @@ RUNTIME cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
 
 // ---- kernels of torch's libraries
 
-RUNTIME cudaLaunchKernel(const void* function, dim3, dim3, void**, size_t, cudaStream_t) { uncomputed(function); }
-RUNTIME cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* function, void**) { uncomputed(function); }
+RUNTIME cudaLaunchKernel(const void* function, dim3, dim3, void**, size_t, cudaStream_t) {
+  uncomputed(function);
+}
+RUNTIME cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* function, void**) {
+  uncomputed(function);
+}
 RUNTIME cudaLaunchCooperativeKernel(const void* function, dim3, dim3, void**, size_t, cudaStream_t) {
   uncomputed(function);
 }
@@ -316,8 +342,11 @@ RUNTIME cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   attributes->binaryVersion = attributes->ptxVersion = 90;
   return cudaSuccess;
 }
-RUNTIME cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
-RUNTIME cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) {
+RUNTIME cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+RUNTIME cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t,
+                                                               unsigned) {
   *blocks = 2;
   return cudaSuccess;
 }
@@ -329,8 +358,8 @@ STANDIN_EXPORT void __cudaRegisterFatBinaryEnd(void**) {}
 STANDIN_EXPORT void __cudaUnregisterFatBinary(void**) {}
 STANDIN_EXPORT void __cudaInitModule(void**) {}
 STANDIN_EXPORT void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
-STANDIN_EXPORT void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*,
-                                           void*, void*, int*) {
+STANDIN_EXPORT void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*,
+                                           void*, void*, void*, int*) {
   std::lock_guard lock(names_mutex);
   names()[host] = name;
 }

@@ -89,11 +89,9 @@ void Engine::leave(Clock::time_point nominal) {
 }
 
 Stream::Stream(int device, unsigned flags, int priority)
-    : device(device),
-      flags(flags),
-      priority(priority),
-      draw_(seed.fetch_add(1)),
-      thread_([this] { run(); }) {}
+    : device(device), flags(flags), priority(priority), draw_(seed.fetch_add(1)), thread_([this] {
+        run();
+      }) {}
 
 Stream::~Stream() {
   {
@@ -121,7 +119,9 @@ std::shared_ptr<Point> Stream::record() {
   return point;
 }
 
-void Stream::wait_for(std::shared_ptr<Point> point) { give({.waits = std::move(point)}); }
+void Stream::wait_for(std::shared_ptr<Point> point) {
+  give({.waits = std::move(point)});
+}
 
 void Stream::synchronize() {
   auto point = record();

@@ -1,8 +1,9 @@
 // Streams as threads that are late; points in their order; engines that one copy uses at a time.
 //
-// Each stream keeps two clocks. The real one says when its work has really been done; the nominal one says when
-// a GPU with the durations that were set would have done it. Timing events tell the nominal clock, so that a
-// thread that wakes up late does not count as a slow kernel. A stream never runs ahead of either clock.
+// Each stream keeps two clocks. The real one says when its work has really been done; the nominal one says
+// when a GPU with the durations that were set would have done it. Timing events tell the nominal clock, so
+// that a thread that wakes up late does not count as a slow kernel. A stream never runs ahead of either
+// clock.
 #pragma once
 
 #include <atomic>
@@ -49,8 +50,8 @@ class Point {
   Clock::time_point nominal_;
 };
 
-// One copy at a time, in the order in which the copies are ready. Priorities of streams do not matter here, as
-// NVIDIA's documentation says of copies between the host and a device.
+// One copy at a time, in the order in which the copies are ready. Priorities of streams do not matter here,
+// as NVIDIA's documentation says of copies between the host and a device.
 class Engine {
  public:
   void enter();
@@ -71,7 +72,8 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Gives the stream work that takes at least `least`; with an engine, no other work of that engine meanwhile.
+  // Gives the stream work that takes at least `least`; with an engine, no other work of that engine
+  // meanwhile.
   void push(Work work, Nanoseconds least = Nanoseconds(0), Engine* engine = nullptr);
   std::shared_ptr<Point> record();
   void wait_for(std::shared_ptr<Point> point);

@@ -1,0 +1,39 @@
+"""Waits that are left out in a whole training: its numbers differ from those of a run without a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import plants
+from training import Training, plain
+
+VARIABLES = {"STANDIN_LATE_US": "3000"}  # a stream that is hardly late finds little
+
+
+def differs(plant: Callable[[], None], tier: dict[str, Any], percent: int) -> dict[str, Any]:
+    expected = plain(inner="eager")
+    plant()
+    budget = max(expected["peaks"]) * percent // 100
+    training = Training(options={"memory": budget, **tier})
+    for step in range(len(expected["losses"])):
+        training.step()
+        if training.losses[step] != expected["losses"][step]:
+            return {"found_in_step": step, "phase": training.phases[step]}
+    assert training.digest() != expected["digest"], "left out, and nothing differs"
+    return {"found_in_step": len(expected["losses"])}
+
+
+HOST = (
+    plants.evict_waits_not,
+    plants.fetch_waits_not,
+    plants.freed_before_copied,
+    plants.used_before_fetched,
+)
+STORE = (plants.store_waits_not, plants.store_fetch_not_awaited)
+CASES = {
+    **{plant.__name__: partial(differs, plant, {"host_memory": "512MiB"}, 40) for plant in HOST},
+    **{plant.__name__: partial(differs, plant, {"host_memory": "min"}, 40) for plant in STORE},
+}
+SAMPLE = {"freed_before_copied"}

@@ -1,0 +1,233 @@
+"""Each wait of teraio's CUDA device, one by one: with it the bytes are right, left out they are not.
+
+A stream is up to 30 ms late here, so what does not wait comes too early almost every time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import plants
+import torch
+
+from teraio.runtime.cuda import CudaDevice
+from teraio.runtime.device import Mark
+from teraio.runtime.store import Store
+
+VARIABLES = {"STANDIN_LATE_US": "30000"}
+BYTES = 4 << 20
+BEFORE, OLD, NEW = 3, 7, 9
+ATTEMPTS = 8
+
+
+class Bench:
+    """A device with pinned memory, and tensors of bytes."""
+
+    def __init__(self) -> None:
+        self.device = CudaDevice()
+        self.host = self.device.host(64 << 20)
+        self.place = self.host.reserve(BYTES)
+        assert self.place is not None
+        torch.cuda.synchronize()
+
+    def full_of(self, value: int) -> torch.Tensor:
+        """A tensor whose kernel may still run; until then it has neither value."""
+        tensor = torch.empty(BYTES, dtype=torch.uint8, device="cuda").fill_(BEFORE)
+        torch.cuda.synchronize()
+        return tensor.fill_(value)
+
+    def in_freed(self, value: int) -> torch.Tensor:
+        """A tensor in the memory that was freed last; nobody waits for what still runs there."""
+        return torch.empty(BYTES, dtype=torch.uint8, device="cuda").fill_(value)
+
+    def begin_evict(self, tensor: torch.Tensor) -> Any:
+        return self.device.begin_evict(tensor.untyped_storage(), self.host.write(self.place))
+
+    def begin_fetch(self, tensor: torch.Tensor) -> Any:
+        return self.device.begin_fetch(tensor.untyped_storage(), BYTES, self.host.read(self.place))
+
+    def fill_place(self, value: int) -> None:
+        ctypes.memset(self.place.address, value, BYTES)
+
+    def in_place(self) -> set[int]:
+        """The values that the pinned copy has now."""
+        return set(ctypes.string_at(self.place.address, BYTES))
+
+    def emptied(self) -> torch.Tensor:
+        """A tensor whose memory the allocator may give to the next one of its size."""
+        tensor = self.full_of(NEW)
+        torch.cuda.synchronize()
+        tensor.untyped_storage().resize_(0)
+        return tensor
+
+
+def evict(bench: Bench) -> bool:
+    pending = bench.begin_evict(bench.full_of(OLD))
+    bench.device.end_evict(pending)
+    torch.cuda.synchronize()
+    return bench.in_place() == {OLD}
+
+
+def evict_frees(bench: Bench) -> bool:
+    tensor = bench.full_of(OLD)
+    torch.cuda.synchronize()
+    bench.device.end_evict(bench.begin_evict(tensor))
+    taken = bench.in_freed(NEW)
+    torch.cuda.synchronize()
+    del taken
+    return bench.in_place() == {OLD}
+
+
+def keep_and_write(bench: Bench) -> bool:
+    tensor = bench.full_of(OLD)
+    torch.cuda.synchronize()
+    bench.device.keep(bench.begin_evict(tensor))
+    tensor.fill_(NEW)
+    torch.cuda.synchronize()
+    return bench.in_place() == {OLD}
+
+
+def fetch_into_used(bench: Bench) -> bool:
+    bench.fill_place(OLD)
+    tensor = bench.emptied()
+    used = bench.in_freed(NEW)  # its kernel may still run when the memory goes to the fetch
+    del used
+    bench.device.end_fetch(bench.begin_fetch(tensor))
+    torch.cuda.synchronize()
+    return set(tensor.cpu().tolist()) == {OLD}
+
+
+def fetch_and_read(bench: Bench) -> bool:
+    bench.fill_place(OLD)
+    tensor = bench.emptied()
+    bench.device.end_fetch(bench.begin_fetch(tensor))
+    read = tensor + 0
+    torch.cuda.synchronize()
+    return set(read.cpu().tolist()) == {OLD}
+
+
+def other_stream(bench: Bench) -> bool:
+    tensor = bench.full_of(OLD)
+    bench.device.mark()  # as each slot does
+    with torch.cuda.stream(torch.cuda.Stream()):
+        pending = bench.begin_evict(tensor)
+        bench.device.keep(pending)
+    torch.cuda.synchronize()
+    return bench.in_place() == {OLD}
+
+
+class _Fails:
+    """A ticket of a fetch that failed when some of its copies were given already."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise OSError("a part of it could not be read")
+
+
+def failed_fetch(bench: Bench) -> bool:
+    bench.fill_place(OLD)
+    tensor = bench.emptied()
+
+    def start(storage: Any, mark: Mark) -> _Fails:
+        bench.host.read(bench.place)(storage, mark)
+        return _Fails()
+
+    pending = bench.device.begin_fetch(tensor.untyped_storage(), BYTES, start)
+    try:
+        bench.device.end_fetch(pending)
+    except OSError:
+        taken = bench.in_freed(NEW)
+    torch.cuda.synchronize()
+    return set(taken.cpu().tolist()) == {NEW}
+
+
+def host_reads(bench: Bench) -> bool:
+    tensor = bench.full_of(OLD)
+    bench.device.keep(bench.begin_evict(tensor))
+    bench.device.idle()
+    return bench.in_place() == {OLD}
+
+
+@contextmanager
+def stored(bench: Bench) -> Iterator[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(
+            folder,
+            size_bytes=16 << 20,
+            device=bench.device,
+        )
+        try:
+            yield store
+        finally:
+            store.close()
+
+
+def store_evict(bench: Bench) -> bool:
+    with stored(bench) as store:
+        extent, tensor = store.reserve(BYTES, "t"), bench.full_of(OLD)
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        pending = bench.device.begin_evict(
+            storage, lambda _, mark: store.write(extent, address, "t", event=mark.handle)
+        )
+        bench.device.end_evict(pending)
+        storage.resize_(BYTES)
+        store.read(extent, storage.data_ptr(), "t").wait()
+        return set(tensor.cpu().tolist()) == {OLD}
+
+
+def store_fetch(bench: Bench) -> bool:
+    with stored(bench) as store:
+        extent, tensor = store.reserve(BYTES, "t"), bench.full_of(OLD)
+        torch.cuda.synchronize()
+        storage = tensor.untyped_storage()
+        store.write(extent, storage.data_ptr(), "t").wait()
+        storage.resize_(0)
+        bench.full_of(NEW)  # in the memory that was freed
+        pending = bench.device.begin_fetch(
+            storage, BYTES, lambda to, mark: store.read(extent, to.data_ptr(), "t", event=mark.handle)
+        )
+        bench.device.end_fetch(pending)
+        read = tensor + 0
+        right = set(read.cpu().tolist()) == {OLD}
+        pending.ticket.wait()
+        return right
+
+
+def wrong_again(bench: Bench, scene: Callable[[Bench], bool]) -> bool:
+    torch.cuda.synchronize()
+    bench.fill_place(BEFORE)
+    return not scene(bench)
+
+
+def left_out(scene: Callable[[Bench], bool], plant: Callable[[], None]) -> dict[str, Any]:
+    """With the wait all attempts are right; without it one of a few is not."""
+    bench = Bench()
+    wrong = sum(wrong_again(bench, scene) for _ in range(ATTEMPTS))
+    assert not wrong, f"{wrong} of {ATTEMPTS} are wrong with the wait in place"
+    plant()
+    wrong = sum(wrong_again(bench, scene) for _ in range(ATTEMPTS))
+    torch.cuda.synchronize()
+    assert wrong, "left out, and nothing differs"
+    return {"wrong_without": wrong, "of": ATTEMPTS}
+
+
+CASES = {
+    "evict_waits_for_kernels": partial(left_out, evict, plants.evict_waits_not),
+    "memory_is_freed_after_the_copy": partial(left_out, evict_frees, plants.freed_before_copied),
+    "kept_is_written_after_the_copy": partial(left_out, keep_and_write, plants.written_while_copied),
+    "fetch_waits_for_kernels": partial(left_out, fetch_into_used, plants.fetch_waits_not),
+    "kernels_wait_for_the_fetch": partial(left_out, fetch_and_read, plants.used_before_fetched),
+    "a_new_stream_waits_for_the_last": partial(left_out, other_stream, plants.streams_not_joined),
+    "a_failed_fetch_is_drained": partial(left_out, failed_fetch, plants.failed_fetch_not_drained),
+    "the_host_waits_until_idle": partial(left_out, host_reads, plants.not_idle),
+    "a_store_waits_for_kernels": partial(left_out, store_evict, plants.store_waits_not),
+    "kernels_wait_for_a_store": partial(left_out, store_fetch, plants.store_fetch_not_awaited),
+}

@@ -1,0 +1,108 @@
+"""The waits that keep copies and kernels in order, each to be left out: who compares numbers must see it.
+
+Each entry leaves out one wait of teraio/runtime/device.py or cuda.py, in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from teraio.runtime import cuda
+from teraio.runtime.device import Mark, Pending
+
+
+def _no_wait_for_kernels(out: bool) -> None:
+    """Copies between pinned memory and the device begin at once, whatever kernels still run."""
+    issue = cuda._issue
+
+    def planted(stream: Any, mark: Mark, storage: Any, place: Any, **way: bool) -> Any:
+        if way["out"] is not out:
+            return issue(stream, mark, storage, place, **way)
+        long_ago = torch.cuda.Event()  # never recorded: a stream does not wait for it
+        return issue(stream, replace(mark, event=long_ago), storage, place, **way)
+
+    cuda._issue = planted
+
+
+def evict_waits_not() -> None:
+    """The copy out begins before the kernel that writes the tensor has run."""
+    _no_wait_for_kernels(out=True)
+
+
+def fetch_waits_not() -> None:
+    """The copy in begins before the kernels have run that used this memory before."""
+    _no_wait_for_kernels(out=False)
+
+
+def _ends(name: str, plant: Callable[[cuda.CudaDevice, Pending], None]) -> None:
+    setattr(cuda.CudaDevice, name, plant)
+
+
+def freed_before_copied() -> None:
+    """Memory of an evicted tensor is given to others while it is still copied."""
+
+    def end_evict(self: cuda.CudaDevice, pending: Pending) -> None:
+        pending.ticket.wait()
+        self.resize(pending.storage, 0)
+
+    _ends("end_evict", end_evict)
+
+
+def used_before_fetched() -> None:
+    """Kernels read a tensor while it is still copied in."""
+
+    def end_fetch(self: cuda.CudaDevice, pending: Pending) -> None:
+        pending.ticket.wait()
+
+    _ends("end_fetch", end_fetch)
+
+
+def written_while_copied() -> None:
+    """Kernels write to a tensor whose copy is kept while it is still copied out."""
+
+    def keep(self: cuda.CudaDevice, pending: Pending) -> None:
+        pending.ticket.wait()
+
+    _ends("keep", keep)
+
+
+def store_waits_not() -> None:
+    """The copier's streams take a tensor before the kernel that writes it has run."""
+    mark = cuda.CudaDevice.mark
+    cuda.CudaDevice.mark = lambda self: replace(mark(self), handle=0)  # type: ignore[method-assign]
+
+
+def store_fetch_not_awaited() -> None:
+    """The host goes on before a fetch from a file has ended."""
+
+    def end_fetch(self: cuda.CudaDevice, pending: Pending) -> None:
+        if getattr(pending.ticket, "event", None) is not None:
+            self.join(pending.ticket)
+
+    _ends("end_fetch", end_fetch)
+
+
+def streams_not_joined() -> None:
+    """Kernels of a stream that has become current do not wait for those of the one before."""
+
+    def compute(self: cuda.CudaDevice) -> torch.cuda.Stream:
+        with contextlib.suppress(AttributeError):
+            self._compute = torch.cuda.current_stream(self.device)
+        return self._compute
+
+    cuda.CudaDevice.compute = compute  # type: ignore[method-assign]
+
+
+def failed_fetch_not_drained() -> None:
+    """Memory of a fetch that failed is given to others while its copies still run."""
+    cuda.CudaDevice.drain = lambda self: None  # type: ignore[method-assign]
+
+
+def not_idle() -> None:
+    """The host reads what was copied out before it is there."""
+    cuda.CudaDevice.idle = lambda self: None  # type: ignore[method-assign]
