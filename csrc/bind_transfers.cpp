@@ -23,9 +23,7 @@ struct PyCopier {
   std::shared_ptr<Copier> copier;
 };
 struct PyNoCopier : PyCopier {};
-struct PyCudaCopier : PyCopier {
-  CudaCopier& cuda() const { return static_cast<CudaCopier&>(*copier); }
-};
+struct PyCudaCopier : PyCopier {};
 
 struct PyTransfers;
 std::vector<PyTransfers*> alive;  // guarded by the GIL
@@ -131,8 +129,12 @@ void bind_slabs(nb::module_& m) {
       .def(
           "__init__",
           [](PySlabs* self, uint64_t slab_bytes, int count, uint64_t address) {
-            auto slabs = address == 0 ? std::make_shared<Slabs>(slab_bytes, count)
-                                      : std::make_shared<Slabs>(address, slab_bytes, count);
+            std::shared_ptr<Slabs> slabs;
+            {
+              nb::gil_scoped_release release;  // it writes all of the memory
+              slabs = address == 0 ? std::make_shared<Slabs>(slab_bytes, count)
+                                   : std::make_shared<Slabs>(address, slab_bytes, count);
+            }
             new (self) PySlabs{std::move(slabs)};
           },
           "slab_bytes"_a, "count"_a, "address"_a = 0)
@@ -157,7 +159,15 @@ void bind_copiers(nb::module_& m) {
             new (self) PyCudaCopier{{std::make_shared<CudaCopier>(library, context)}};
           },
           "library"_a = "libcuda.so.1", "context"_a = 0)
-      .def("pin", [](PyCudaCopier& self, PySlabs& slabs) { return self.cuda().pin(slabs.slabs); }, "slabs"_a);
+      .def(
+          "pin",
+          [](PyCudaCopier& self, PySlabs& slabs) {
+            const std::shared_ptr<Copier> held = self.copier;
+            const std::shared_ptr<Slabs> arena = slabs.slabs;
+            nb::gil_scoped_release release;
+            return static_cast<CudaCopier&>(*held).pin(arena);
+          },
+          "slabs"_a);
 }
 
 void make_transfers(PyTransfers* self, PyIo& io, PySlabs& slabs, bool checksums, double deadline_s,

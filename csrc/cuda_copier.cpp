@@ -19,6 +19,7 @@ struct CudaCopier::Driver {
   void* library = nullptr;
   int (*ctx_get)(void**) = nullptr;
   int (*ctx_set)(void*) = nullptr;
+  int (*ctx_synchronize)() = nullptr;
   int (*stream_create)(void**, unsigned) = nullptr;
   int (*stream_destroy)(void*) = nullptr;
   int (*stream_wait_event)(void*, void*, unsigned) = nullptr;
@@ -36,6 +37,7 @@ struct CudaCopier::Driver {
     if (library == nullptr) throw std::runtime_error(std::string("no CUDA driver: ") + dlerror());
     find(ctx_get, "cuCtxGetCurrent");
     find(ctx_set, "cuCtxSetCurrent");
+    find(ctx_synchronize, "cuCtxSynchronize");
     find(stream_create, "cuStreamCreate");
     find(stream_destroy, "cuStreamDestroy_v2");
     find(stream_wait_event, "cuStreamWaitEvent");
@@ -56,6 +58,28 @@ struct CudaCopier::Driver {
   }
 };
 
+// Makes the copier's context current on a caller's thread, and the caller's own one again at the end: the
+// CUDA runtime takes its current device from there, and user code may work on another device.
+class CudaCopier::Current {
+ public:
+  explicit Current(const CudaCopier& copier) : driver_(*copier.driver_) {
+    error = driver_.ctx_get(&before_);
+    if (error == 0) error = driver_.ctx_set(copier.context_);
+    changed_ = error == 0;
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+  ~Current() {
+    if (changed_) driver_.ctx_set(before_);
+  }
+  int error = 0;
+
+ private:
+  Driver& driver_;
+  void* before_ = nullptr;
+  bool changed_ = false;
+};
+
 CudaCopier::CudaCopier(const std::string& library, uint64_t context)
     : driver_(std::make_unique<Driver>(library)), born_(fork_count()) {
   context_ = reinterpret_cast<void*>(context);
@@ -63,9 +87,13 @@ CudaCopier::CudaCopier(const std::string& library, uint64_t context)
     throw std::runtime_error("no CUDA context is current in this thread; touch the device first");
 }
 
+// Errors are ignored: after the driver's own end each call returns one and does nothing.
 CudaCopier::~CudaCopier() {
   if (born_ != fork_count()) return;  // CUDA does not survive a fork either
-  driver_->ctx_set(context_);
+  const Current current(*this);
+  if (current.error != 0) return;  // the arenas are unmapped all the same: the driver has let go of them
+  // Streams that the copier does not know copy to and from the arenas: nothing is unmapped under them.
+  if (!pinned_.empty()) driver_->ctx_synchronize();
   for (const Side& side : sides_) {
     driver_->event_destroy(side.arrived);
     driver_->stream_destroy(side.stream);
@@ -74,12 +102,14 @@ CudaCopier::~CudaCopier() {
 }
 
 int CudaCopier::pin(const std::shared_ptr<Slabs>& slabs) {
-  int error = driver_->ctx_set(context_);
-  if (error == 0)
-    error =
-        driver_->host_register(reinterpret_cast<void*>(slabs->address()), slabs->arena_bytes(), kPortable);
-  if (error == 0) pinned_.push_back(slabs);
-  return error;
+  const Current current(*this);
+  if (current.error != 0) return current.error;
+  const int error =
+      driver_->host_register(reinterpret_cast<void*>(slabs->address()), slabs->arena_bytes(), kPortable);
+  if (error != 0) return error;
+  std::lock_guard lock(mutex_);
+  pinned_.push_back(slabs);
+  return 0;
 }
 
 int CudaCopier::take(Side* side) {

@@ -23,11 +23,13 @@ class CudaCopier final : public Copier {
   Copied to_slab(std::byte* slab, uint64_t source, uint64_t bytes, uint64_t event, bool checked) override;
   Copied from_slab(uint64_t target, const std::byte* slab, uint64_t bytes, uint64_t event,
                    const uint64_t* expected) override;
-  // Pins the arena for the life of this copier; the driver's error number, 0 when it is pinned.
+  // Pins the arena for the life of this copier; the driver's error number, 0 when it is pinned. On any
+  // thread, whose current context stays as it was.
   int pin(const std::shared_ptr<Slabs>& slabs);
 
  private:
   struct Driver;
+  class Current;
   struct Side {  // a side stream and the event that ends each copy on it
     void* stream = nullptr;
     void* arrived = nullptr;

@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <thread>
 
 namespace {
@@ -41,6 +42,10 @@ struct Event {
 
 std::atomic<unsigned> seed{1}, delay_us{2000};
 std::atomic<int> fail_code{0}, streams_alive{0}, events_alive{0}, pinned{0};
+
+struct Stream;
+std::mutex streams_mutex;
+std::set<Stream*> streams;
 
 struct Stream {
   std::mutex mutex;
@@ -70,21 +75,44 @@ struct Stream {
   }
 };
 
-int context;
+int contexts[2];
+thread_local void* current = &contexts[0];
+std::atomic<int> copies_running{0}, unpinned_under_a_copy{0};
+
+void copy(void* to, const void* from, size_t n, void* s) {
+  ++copies_running;
+  static_cast<Stream*>(s)->push([=] { std::memcpy(to, from, n), --copies_running; });
+}
 }  // namespace
 
 extern "C" {
 int cuCtxGetCurrent(void** out) {
-  return *out = &context, 0;
+  return *out = current, 0;
 }
 int cuCtxSetCurrent(void* c) {
-  return c == &context ? 0 : 201;
+  if (c != &contexts[0] && c != &contexts[1]) return 201;
+  return current = c, 0;
+}
+int cuCtxSynchronize() {
+  std::lock_guard lock(streams_mutex);
+  for (Stream* stream : streams) {
+    auto mark = std::make_shared<Mark>();
+    stream->push([mark] { mark->pass(); });
+    mark->wait();
+  }
+  return 0;
 }
 int cuStreamCreate(void** out, unsigned) {
-  return *out = new Stream, ++streams_alive, 0;
+  std::lock_guard lock(streams_mutex);
+  *out = *streams.insert(new Stream).first;
+  return ++streams_alive, 0;
 }
 int cuStreamDestroy_v2(void* p) {
   auto* s = static_cast<Stream*>(p);
+  {
+    std::lock_guard lock(streams_mutex);
+    streams.erase(s);
+  }
   {
     std::lock_guard lock(s->mutex);
     s->stop = true;
@@ -130,18 +158,17 @@ int cuStreamWaitEvent(void* s, void* e, unsigned) {
 }
 int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t n, void* s) {
   if (const int code = fail_code.exchange(0)) return code;
-  static_cast<Stream*>(s)->push([=] { std::memcpy(to, reinterpret_cast<void*>(from), n); });
-  return 0;
+  return copy(to, reinterpret_cast<void*>(from), n, s), 0;
 }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t n, void* s) {
   if (const int code = fail_code.exchange(0)) return code;
-  static_cast<Stream*>(s)->push([=] { std::memcpy(reinterpret_cast<void*>(to), from, n); });
-  return 0;
+  return copy(reinterpret_cast<void*>(to), from, n, s), 0;
 }
 int cuMemHostRegister_v2(void*, size_t, unsigned) {
   return ++pinned, 0;
 }
 int cuMemHostUnregister(void*) {
+  unpinned_under_a_copy += copies_running;
   return --pinned, 0;
 }
 
@@ -172,6 +199,15 @@ void fake_set(unsigned first_seed, unsigned delay) {
 }
 void fake_fail_next(int code) {
   fail_code = code;
+}
+void fake_use(int device) {
+  current = &contexts[device];
+}
+int fake_current() {
+  return static_cast<int>(static_cast<int*>(current) - contexts);
+}
+int fake_unpinned_under_a_copy() {
+  return unpinned_under_a_copy.exchange(0);
 }
 int fake_alive() {
   return streams_alive + events_alive + pinned;

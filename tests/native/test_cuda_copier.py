@@ -192,6 +192,36 @@ def test_streams_events_and_pins_are_given_back(library: str) -> None:
     assert cuda.fake_alive() == before - 1
 
 
+def test_memory_is_unpinned_after_the_last_copy_that_uses_it(library: str) -> None:
+    """Streams of torch copy to pinned memory too. The copier does not know them, and ends before they do."""
+    gc.collect()
+    device = Device(library, delay_us=20_000)
+    cuda, compute = device.cuda, device.compute
+    cuda.fake_unpinned_under_a_copy()
+    address, size = ctypes.c_uint64(device.alloc()), ctypes.c_size_t(BLOCK)
+    for _ in range(5):
+        cuda.cuMemcpyDtoHAsync_v2(ctypes.c_void_p(device.slabs.address), address, size, compute)
+    assert device.t.close()
+    del device
+    gc.collect()
+    assert cuda.fake_unpinned_under_a_copy() == 0
+    cuda.cuStreamDestroy_v2(compute)
+
+
+def test_the_copier_leaves_the_current_device_of_its_caller(library: str) -> None:
+    """The copier is one of device 1, and user code works on device 0."""
+    cuda = ctypes.CDLL(library)
+    cuda.fake_use(1)
+    copier = _native.CudaCopier(library)
+    cuda.fake_use(0)
+    slabs = _native.Slabs(SLAB, 1)
+    assert copier.pin(slabs) == 0
+    assert cuda.fake_current() == 0
+    del copier
+    gc.collect()
+    assert cuda.fake_current() == 0
+
+
 def test_a_machine_without_the_driver_says_so() -> None:
     with pytest.raises(RuntimeError, match="no CUDA driver"):
         _native.CudaCopier("libcuda_that_is_not_there.so.1")
