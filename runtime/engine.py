@@ -368,6 +368,8 @@ def program(text: str) -> Callable[..., None]:
 
     def slot(index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None:
         if ENGINE is not None:
+            if SIGNALS.struck:
+                SIGNALS.ends_backward()
             ENGINE.visit(loaded, index, tensors, live_bytes)
 
     return slot

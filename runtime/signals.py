@@ -8,6 +8,10 @@ also where a storage is empty that is noted as here, or where weights that are a
 Ctrl-C, where the answer to it is Python's own, waits for the engine and for the end of an optimizer's step,
 so that weights and states are those of a whole step; a program is ended between two kernels. Pressed once
 more, whoever answers it, it waits for nothing.
+
+On a GPU, autograd runs a backward on a thread of its own, and Python runs no handler until the whole backward
+has ended. Ctrl-C ends it sooner: `ear.py` hears the signal, the next slot raises KeyboardInterrupt on that
+thread, autograd carries it to the main thread, and the handler that runs there then has nothing left to do.
 """
 
 from __future__ import annotations
@@ -28,10 +32,13 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import torch.autograd.graph
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.eval_frame import skip_code
 
 import teraio.errors
+
+from .ear import Ear
 
 log = logging.getLogger("teraio")
 
@@ -84,11 +91,15 @@ class Signals:
         self.reminder: int | None = None  # a signal of ours: the moment may be better now
         self.installed = False
         self.told: set[int] = set()
+        self.ear = Ear(self._hears)
+        self.struck = False  # Ctrl-C came while the main thread waits for autograd: the next slot raises
+        self.answered = False  # a slot has raised for a signal whose handler is still to run
 
     # ---- in whose place
 
-    def install(self, guarded: Callable[[], AbstractContextManager[None]]) -> None:
-        """Stands in for all handlers that are written in Python: those that are there, and those to come."""
+    def install(self, guarded: Callable[[], AbstractContextManager[None]], apart: bool = False) -> None:
+        """Stands in for all handlers that are written in Python: those that are there, and those to come.
+        `apart`: autograd runs backwards on a thread of its own."""
         if self.installed or threading.current_thread() is not threading.main_thread():
             return
         self.installed, self.pid, self.guarded = True, os.getpid(), guarded
@@ -100,12 +111,15 @@ class Signals:
         if self.reminder is not None:
             SET(self.reminder, self._again)
         signal.signal, signal.getsignal = self._set, self._get  # type: ignore[assignment]
+        if apart:
+            self.ear.opens()
 
     def remove(self) -> None:
         """What waits runs now: this is called by user code."""
         if not self.installed or threading.current_thread() is not threading.main_thread():
             return
-        self.installed = False
+        self.installed = self.struck = self.answered = False
+        self.ear.closes()
         if signal.signal == self._set and signal.getsignal == self._get:
             signal.signal, signal.getsignal = SET, GET
         for number in signal.valid_signals():
@@ -146,7 +160,28 @@ class Signals:
             if not runs(self.step, frame):
                 self._call(frame, [*self.due])
 
+    # ---- a backward on autograd's thread
+
+    def _hears(self, number: int) -> None:
+        """The ear's thread: a signal came, whose handler the main thread may not run for long."""
+        if number == signal.SIGINT and _waits_for_autograd():
+            answer = GET(number)
+            self.struck = isinstance(answer, Waiting) and answer.answer is signal.default_int_handler
+
+    def ends_backward(self) -> None:
+        """A slot, when Ctrl-C has struck: raises KeyboardInterrupt on autograd's thread."""
+        if not _waits_for_autograd():  # the main thread answers it itself
+            self.struck = False
+        elif not runs(self.step, currentframe()):
+            self.struck = False
+            self.answered = self.due.pop(signal.SIGINT, None) is None
+            raise KeyboardInterrupt
+
     def comes(self, number: int, frame: FrameType | None, answer: Answer) -> None:
+        if number == signal.SIGINT:
+            answered, self.answered, self.struck = self.answered, False, False
+            if answered:
+                return
         once_more = number == signal.SIGINT and number in self.due
         if not once_more and os.getpid() == self.pid and self._later(frame, answer):
             if answer is signal.default_int_handler and runs(self.step, frame):
@@ -167,6 +202,8 @@ class Signals:
         self._call(frame, [number for number, answer in due if not self._later(frame, answer)])
 
     def _call(self, frame: FrameType | None, numbers: list[int]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # autograd's: the reminder comes when the main thread may
         for number in numbers:
             if (answer := self.due.pop(number, None)) is not None:  # else it came again, and has run
                 self._run(number, frame, answer)
@@ -186,10 +223,13 @@ class Signals:
         main = threading.main_thread().ident or 0
         began = time.monotonic()
         while (answer := self.due.get(number)) is not None:
-            later = self._later(sys._current_frames().get(main), answer)
-            if self.reminder is not None and not later:
+            frame = sys._current_frames().get(main)
+            waits, later = _is_autograds(frame), self._later(frame, answer)
+            if waits:  # it would see no reminder
+                self.struck = self.struck or answer is signal.default_int_handler
+            elif self.reminder is not None and not later:
                 signal.pthread_kill(main, self.reminder)
-            time.sleep(AGAIN_S if later else SENT_S)
+            time.sleep(AGAIN_S if later and not waits else SENT_S)
             if time.monotonic() - began > TOLD_S and number not in self.told:
                 self.told.add(number)
                 log.warning("teraio: %s: its handler waits for the end of what runs", _name(number))
@@ -207,6 +247,15 @@ def _name(number: int) -> str:
 
 def _its_own(answer: Any) -> Any:
     return answer.answer if isinstance(answer, Waiting) else answer
+
+
+def _waits_for_autograd() -> bool:
+    """Return whether the main thread waits in C++ for a backward, which other threads run."""
+    return _is_autograds(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def _is_autograds(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code is torch.autograd.graph._engine_run_backward.__code__
 
 
 def runs(code: CodeType | None, frame: FrameType | None) -> bool:
@@ -255,3 +304,4 @@ def _folder(file: str) -> str:
 
 
 SIGNALS = Signals()
+os.register_at_fork(after_in_child=SIGNALS.ear.closes)  # or it would write into the pipe of its parent

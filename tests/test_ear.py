@@ -1,0 +1,123 @@
+"""Signals that come while the main thread waits in C++ for autograd's thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from teraio.runtime import signals
+from teraio.runtime.ear import Ear
+from teraio.runtime.signals import Signals
+
+SOON_S = 10.0
+
+
+@pytest.fixture
+def answered() -> Iterator[list[int]]:
+    """SIGUSR2 has a handler in Python, and Ctrl-C has Python's own."""
+    found: list[int] = []
+    before = {n: signal.getsignal(n) for n in (signal.SIGUSR2, signal.SIGINT)}
+    signal.signal(signal.SIGUSR2, lambda number, _: found.append(number))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield found
+    for number, answer in before.items():
+        signal.signal(number, answer)
+
+
+@pytest.fixture
+def installed(answered: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Signals]:
+    """Stands in for the handlers, while the main thread looks as if it waited for autograd."""
+    made = Signals()
+    made.install(nullcontext, apart=True)
+    monkeypatch.setattr(signals, "_waits_for_autograd", lambda: True)
+    yield made
+    made.remove()
+
+
+def until(happened: Any) -> None:
+    end = time.monotonic() + SOON_S
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert happened()
+
+
+def test_it_hears_what_python_has_a_handler_for_until_it_closes(answered: list[int]) -> None:
+    heard: list[int] = []
+    ear = Ear(heard.append)
+    ear.opens()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    until(lambda: heard == [signal.SIGUSR2])
+    ear.closes()
+    ear.closes()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    until(lambda: len(answered) == 2)
+    assert heard == [signal.SIGUSR2] and signal.set_wakeup_fd(-1) == -1
+    until(lambda: all(thread.name != "teraio-signals" for thread in threading.enumerate()))
+
+
+def test_an_event_loop_keeps_its_file() -> None:
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    try:
+        signal.set_wakeup_fd(writes)
+        ear = Ear(lambda number: None)
+        ear.opens()
+        ear.closes()
+        assert signal.set_wakeup_fd(-1) == writes
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.close(reads)
+        os.close(writes)
+
+
+def test_ctrl_c_is_raised_once_and_in_the_slot(installed: Signals) -> None:
+    """The slot raises on autograd's thread. The handler, which runs later, has nothing left to do."""
+    installed._hears(signal.SIGINT)
+    assert installed.struck
+    with pytest.raises(KeyboardInterrupt):
+        installed.ends_backward()
+    assert not installed.struck
+    os.kill(os.getpid(), signal.SIGINT)  # what was pending meanwhile
+    time.sleep(0)
+    assert not installed.answered
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(SOON_S)
+
+
+def test_ctrl_c_waits_for_the_optimizer_that_steps_in_a_backward(installed: Signals) -> None:
+    def step() -> None:
+        installed.begin(sys._getframe().f_code)
+        installed.ends_backward()
+        installed.step = None
+
+    installed.struck = True
+    step()
+    assert installed.struck
+    with pytest.raises(KeyboardInterrupt):
+        installed.ends_backward()
+
+
+def test_other_signals_and_other_handlers_end_no_backward(installed: Signals, answered: list[int]) -> None:
+    installed._hears(signal.SIGUSR2)
+    signal.signal(signal.SIGINT, lambda number, _: answered.append(number))
+    installed._hears(signal.SIGINT)
+    assert not installed.struck
+
+
+def test_no_handler_runs_on_another_thread_than_the_main_one(installed: Signals, answered: list[int]) -> None:
+    installed.due[signal.SIGUSR2] = lambda number, _: answered.append(number)
+    thread = threading.Thread(target=installed.rest)
+    thread.start()
+    thread.join()
+    assert not answered and installed.due
+    installed.rest()
+    assert answered == [signal.SIGUSR2] and not installed.due
