@@ -16,9 +16,7 @@ import errno
 import logging
 import os
 import time
-from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -29,13 +27,12 @@ from teraio.units import fmt_bytes
 
 from . import measure
 from .device import Host, Mark, Ordered, Start, Ticket
+from .pinned import GRAIN_BYTES, HostTier
 
 log = logging.getLogger("teraio")
 
 MARGIN_PERCENT = 5  # of free and held memory: what the driver and libraries take beside the allocator
-SEGMENT_BYTES = 2**30  # pinned memory grows by this much at a time: pinning takes tens of milliseconds
 LIBRARIES_BYTES = 96 * 2**20  # cuBLAS takes 32 MiB on Hopper, per thread: the forward's, and autograd's
-GRAIN_BYTES = 64 * 1024  # of places in pinned memory, so that equal sizes with small differences share them
 
 
 def driver_devices() -> tuple[str, ...]:
@@ -86,17 +83,19 @@ def split_blocks_finely() -> None:
 
 
 class CudaDevice(Ordered):
-    """The current GPU of this process. Touches it: makes its context if there is none yet."""
+    """One GPU of this process, by its index; without one, the current GPU. Makes its context if there is none
+    yet. Every call names this device: user code may make another one current."""
 
     kind = "cuda"
     counts_all = True
 
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, index: int | None = None) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         split_blocks_finely()
         self.highest = 0
-        torch.cuda.synchronize(self.device)  # the copier takes the context that is current
-        self.copier = _native.CudaCopier()
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize(self.device)
+            self.copier = _native.CudaCopier()  # takes the context that is current
         self.evict_stream = torch.cuda.Stream(self.device)
         self.fetch_stream = torch.cuda.Stream(self.device)
         # A copy on it does not queue behind the prefetches: the copy engine takes from all streams in turn.
@@ -193,125 +192,6 @@ class CudaDevice(Ordered):
         return stream
 
 
-class CopyTicket:
-    """A copy that was issued when this was made: the host has nothing to wait for, the compute stream has."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
-
-    def done(self) -> bool:
-        """Whether the compute stream would not wait either."""
-        return bool(self.event.query())
-
-    def wait(self) -> None:
-        return
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """Bytes of pinned memory."""
-
-    address: int
-    size_bytes: int
-
-
-class HostTier:
-    """Pinned copies of tensors. In steady state nothing is allocated: the places of one step serve the next.
-
-    A place may be given back as soon as the fetch from it has ended on the host: what is copied there next
-    waits for a mark on the compute stream, which has waited for that fetch.
-    """
-
-    def __init__(self, device: CudaDevice, limit_bytes: int) -> None:
-        self.device = device
-        self.limit_bytes = limit_bytes
-        self.pinned_bytes = 0
-        self.refused: OSError | None = None  # why there is less than the limit
-        self._segments: list[_native.Slabs] = []
-        self._free: list[Place] = []  # by address; neighbours within a segment are merged
-        self._starts: set[int] = set()
-
-    def reserve(self, size_bytes: int) -> Place | None:
-        """The smallest free place that fits; None when the limit is reached."""
-        size_bytes = -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
-        fits = [place for place in self._free if place.size_bytes >= size_bytes]
-        if not fits:
-            grown = self._grow(size_bytes)
-            if grown is None:
-                return None
-            fits = [grown]
-        found = min(fits, key=lambda place: (place.size_bytes, place.address))
-        self._free.remove(found)
-        if found.size_bytes > size_bytes:
-            insort(self._free, Place(found.address + size_bytes, found.size_bytes - size_bytes))
-        return Place(found.address, size_bytes)
-
-    def release(self, place: Place) -> None:
-        insort(self._free, place)
-        at = self._free.index(place)
-        for left in (at, at - 1):  # with the right neighbour, then with the left one
-            if 0 <= left < len(self._free) - 1:
-                one, two = self._free[left : left + 2]
-                if one.address + one.size_bytes == two.address and two.address not in self._starts:
-                    self._free[left : left + 2] = [Place(one.address, one.size_bytes + two.size_bytes)]
-
-    def _grow(self, size_bytes: int) -> Place | None:
-        """One more segment; the last one is cut to what the limit leaves."""
-        left = self.limit_bytes - self.pinned_bytes
-        size = min(
-            max(SEGMENT_BYTES, -(-size_bytes // SEGMENT_BYTES) * SEGMENT_BYTES),
-            left // GRAIN_BYTES * GRAIN_BYTES,
-        )
-        if size < size_bytes:
-            return None
-        count = -(-size // SEGMENT_BYTES)  # a slab is at most 1 GiB; they lie side by side
-        each = -(-size // count // 4096) * 4096
-        try:
-            segment = self.device.slabs(each, count)
-        except OSError as error:  # what is pinned stays in use; there will be no more of it
-            self.limit_bytes, self.refused = self.pinned_bytes, error
-            return None
-        self._segments.append(segment)
-        self._starts.add(segment.address)
-        self.pinned_bytes += segment.arena_bytes
-        place = Place(segment.address, segment.arena_bytes)
-        insort(self._free, place)
-        return place
-
-    def write(self, place: Place) -> Start:
-        """For `begin_evict`: copies the storage into the place."""
-        stream = self.device.evict_stream
-        return lambda storage, mark: _issue(stream, mark, storage, place, out=True)
-
-    def read(self, place: Place, demand: bool = False) -> Start:
-        """For `begin_fetch`: copies the place into the storage; on demand, not behind queued prefetches."""
-        stream = self.device.demand_stream if demand else self.device.fetch_stream
-        return lambda storage, mark: _issue(stream, mark, storage, place, out=False)
-
-
-def _issue(
-    stream: torch.cuda.Stream, mark: Mark, storage: torch.UntypedStorage, place: Place, out: bool
-) -> CopyTicket:
-    size = storage.nbytes()
-    assert size <= place.size_bytes, f"{size} bytes and a place of {place.size_bytes}"
-    stream.wait_event(mark.event)
-    copy_on(stream, storage, place.address, size, out)
-    event = torch.cuda.Event()
-    event.record(stream)
-    return CopyTicket(event)
-
-
-def copy_on(
-    stream: torch.cuda.Stream, storage: torch.UntypedStorage, address: int, size: int, out: bool
-) -> None:
-    """Gives the stream a copy between the storage and pinned memory; nothing is allocated."""
-    pinned = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
-    with torch.cuda.stream(stream):
-        tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        target, source = (pinned, tensor) if out else (tensor, pinned)
-        target.copy_(source, non_blocking=True)
-
-
 # ---- the link
 
 LOOK_BYTES = 128 * 2**20  # pinned, and as much of the device's memory
@@ -335,7 +215,7 @@ def measure_host(
     into = [partial(_copy, device, tier.read(place), storage) for place, storage in pairs[LOOK_COUNT:]]
 
     def rate(moves: Sequence[Callable[[], Ticket]]) -> int:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device.device)
         start, moved = time.monotonic(), 0
         while time.monotonic() - start < seconds / 2:
             for move in moves:
@@ -356,7 +236,7 @@ def measure_host(
             _copy(device, start, small)
             device.drain()
         latencies.append((time.monotonic_ns() - begun) // 16)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device.device)
     for place in places:
         tier.release(place)
     return measure.Link("host", evict, fetch, both, both, *latencies)

@@ -28,6 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import torch
+
 from teraio import _native
 
 from . import memory, resident, spare
@@ -48,6 +50,7 @@ __all__ = [
     "Ticket",
     "available_bytes",
     "current",
+    "same",
 ]
 
 CPU_MARGIN_PERCENT = 10  # of RAM: libraries, the interpreter and the page tables are not in the ledger
@@ -122,6 +125,7 @@ class Device(Clock, Protocol):
     """All that the engine asks of a device. One end per begin, on the thread that launches the kernels."""
 
     kind: str
+    device: torch.device  # whose memory it is, with its index
     sees_pages: bool  # `used_bytes` counts memory that was written to, not what was asked for
     counts_all: bool  # `used_bytes` counts all that the budget is for, libraries' and others' too
 
@@ -216,6 +220,7 @@ class Device(Clock, Protocol):
 class Ordered(HostClock):
     """What is the same for all kinds of devices, over four primitives that each kind has its own of."""
 
+    device = torch.device("cpu")
     sees_pages = False
     counts_all = False
 
@@ -364,12 +369,23 @@ def available_bytes() -> int:
     return memory.read().obtainable_bytes
 
 
-def current(kind: str | None = None) -> Device:
-    """The device of this process: `cuda` where one works, else `cpu`; or the `kind` asked for."""
-    if kind != "cpu":
+def same(one: torch.device, other: torch.device) -> bool:
+    """Return whether both have the same memory. RAM is the same by whatever index; `cuda` without an index is
+    the current GPU."""
+    return one.type == other.type and (one.type != "cuda" or _index(one) == _index(other))
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def current(on: str | torch.device | None = None) -> Device:
+    """The device of this process: `cuda` where one works, else `cpu`; or the one asked for."""
+    asked = None if on is None else torch.device(on)
+    if asked is None or asked.type != "cpu":
         from . import cuda
 
         if cuda.reason_without() is None:
-            return cuda.CudaDevice()
-        assert kind is None, f"asked for {kind}: {cuda.reason_without()}"
+            return cuda.CudaDevice(None if asked is None else asked.index)
+        assert asked is None, f"asked for {asked}: {cuda.reason_without()}"
     return CpuDevice()

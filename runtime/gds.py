@@ -100,8 +100,9 @@ class CudaStage:
         self.device = device.device
         self.slab_bytes = slab_bytes
         self.device_bytes = slab_bytes * count
-        torch.cuda.synchronize(self.device)  # the device's context is current from here on
-        self._arena = Arena(self.device_bytes)
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize(self.device)
+            self._arena = Arena(self.device_bytes)  # in the context that is current
         self._bytes = torch.as_tensor(self._arena, device=self.device)
         self.slabs = list(self._bytes.split(slab_bytes))
         self._streams: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from .adopt import EXCHANGES, Candidate, give_own_bytes, movable
+from .device import same
 from .engine import Engine
 
 # Hugging Face's loader reads ahead in threads, as far as they get, and has a switch of its own against it.
@@ -38,7 +39,7 @@ class Making:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.kind = engine.mover.device.kind  # what is made elsewhere is not within the budget
+        self.device = engine.mover.device.device  # what is made elsewhere is not within the budget
         self.thread = threading.get_ident()
         self.given: list[tuple[str, ReferenceType[torch.Tensor]]] = []  # to modules; they may get other bytes
         self.count = 0
@@ -55,8 +56,8 @@ class Making:
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
         self.engine.residency.serial += 1
-        if _is_on(self.kind, tensor):
-            if self.kind == "cpu":
+        if _is_on(self.device, tensor):
+            if self.device.type == "cpu":
                 self._own_bytes(name, tensor)
             self.count += 1
             self.engine.registry.take_in(tensor, f"{name} ({self.count})")
@@ -127,12 +128,12 @@ class Room(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind = self.making.kind
-        if (size_bytes := _taken_by(func, args, kwargs, kind)) > 0:
+        on = self.making.device
+        if (size_bytes := _taken_by(func, args, kwargs, on)) > 0:
             self.making.make_room(size_bytes, func._schema.name)
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
-            if type(tensor) is torch.Tensor and _is_on(kind, tensor):
+            if type(tensor) is torch.Tensor and _is_on(on, tensor):
                 self.making.appeared(tensor)
         return result
 
@@ -140,8 +141,8 @@ class Room(TorchDispatchMode):
 _RAM = torch.device("cpu")
 
 
-def _is_on(kind: str, tensor: torch.Tensor) -> bool:
-    return tensor.device.type == kind and tensor.layout == torch.strided
+def _is_on(device: torch.device, tensor: torch.Tensor) -> bool:
+    return same(device, tensor.device) and tensor.layout == torch.strided
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -152,31 +153,32 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _taken_by(func: Any, args: Any, kwargs: Any, kind: str) -> int:
+def _taken_by(func: Any, args: Any, kwargs: Any, budgeted: torch.device) -> int:
     """What an operation is about to allocate there: its results' bytes, tried on tensors without any. Of one
     that cannot say before it has seen numbers, nothing is known."""
     if any(result.alias_info is not None for result in func._schema.returns):
         return 0  # a view, or in place
     given = list(_tensors((*args, *kwargs.values())))
-    if any(tensor.device.type not in (kind, "cpu", "meta") for tensor in given):
+    elsewhere = {t.device for t in given if t.device.type not in ("cpu", "meta")}
+    if any(not same(device, budgeted) for device in elsewhere):
         return 0  # it would be computed there, and random numbers drawn, once more
     device = kwargs.get("device")
     on = [torch.device(device)] if device is not None else [t.device for t in given if t.ndim] or [_RAM]
-    if on[0].type != kind:
+    if not same(on[0], budgeted):
         return 0
     if device is not None or not given:
         kwargs = {**kwargs, "device": torch.device("meta")}
     try:
-        args, kwargs = tree_map(lambda value: _without_bytes(value, kind), (args, kwargs))
+        args, kwargs = tree_map(lambda value: _without_bytes(value, budgeted), (args, kwargs))
         results = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError):
         return 0
     return sum(tensor.nbytes for tensor in _tensors((results,)))
 
 
-def _without_bytes(value: Any, kind: str) -> Any:
+def _without_bytes(value: Any, budgeted: torch.device) -> Any:
     if not isinstance(value, torch.Tensor) or not (
-        _is_on(kind, value) or (_is_on("cpu", value) and value.ndim)
+        _is_on(budgeted, value) or (_is_on(_RAM, value) and value.ndim)
     ):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

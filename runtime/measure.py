@@ -216,8 +216,8 @@ def _memory(device: Device, size_bytes: int) -> tuple[int, object]:
         return addressof(c_char.from_buffer(memory)), memory
     import torch
 
-    tensor = torch.randint(0, 256, (2 * size_bytes,), dtype=torch.uint8, device=device.kind)
-    torch.cuda.synchronize()
+    tensor = torch.randint(0, 256, (2 * size_bytes,), dtype=torch.uint8, device=device.device)
+    device.idle()
     return tensor.data_ptr(), tensor
 
 

@@ -18,6 +18,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo import eval_frame
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
+from torch.utils._pytree import tree_leaves
 
 from teraio import session, unreached, versions
 from teraio.errors import TeraioError, UnsupportedError
@@ -63,9 +64,9 @@ def _compile(
     parsed = Options.parse({**session.GIVEN, **options})
     inner = parsed.inner
     hear_of_resets()
-    on = _kind_of(example_inputs)
+    on = _device_of(gm, example_inputs)
     if not disabled():
-        inner = versions.check(inner, torch.__version__, on, selftest.run_apart, parsed.on_fallback)
+        inner = versions.check(inner, torch.__version__, str(on), selftest.run_apart, parsed.on_fallback)
     # Imported after the check: in a torch that is not known, this may fail. Inductor's is its own matter.
     from teraio.passes import aot, fx
 
@@ -105,18 +106,34 @@ def _compile(
         )
 
 
-def _kind_of(inputs: list[Any]) -> str:
-    """Of the device that a graph runs on. A tensor of one element may lie in RAM wherever that is, so a graph
-    of such ones, or of none, is one of the device that the process has."""
+def _device_of(gm: torch.fx.GraphModule, inputs: list[Any]) -> torch.device:
+    """Return the device that a graph runs on. A tensor of one element may lie in RAM wherever that is, so a
+    graph of such ones, or of none, is one of the device that the process has."""
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    kinds = {x.device.type for x in tensors if x.numel() > 1 or x.device.type != "cpu"}
-    if not kinds and session.SESSION is not None:
-        return session.SESSION.device.kind
-    others = kinds - {"cpu", "cuda", "meta"}
+    on = {x.device for x in tensors if x.numel() > 1 or x.device.type != "cpu"}
+    if not on and session.SESSION is not None:
+        return session.SESSION.device.device
+    others = {device.type for device in on} - {"cpu", "cuda", "meta"}
     if others and not disabled():
         names = ", ".join(sorted(others))
         raise UnsupportedError(f"a graph on {names}: teraio moves tensors of cuda and cpu")
-    return "cuda" if "cuda" in kinds else "cpu"
+    gpus = [device for device in on if device.type == "cuda"]
+    if not gpus:
+        return torch.device("cpu")
+    gpus = sorted({*gpus, *_gpus_within(gm)}, key=str)
+    if len(gpus) > 1 and not disabled():
+        raise UnsupportedError(
+            f"a graph on {' and '.join(map(str, gpus))}: one process keeps the memory of one device within a "
+            f"budget. Put the model on one device, or compile the layers of one device with backend='teraio' "
+            f"and leave the others to another backend"
+        )
+    return gpus[0]
+
+
+def _gpus_within(gm: torch.fx.GraphModule) -> set[torch.device]:
+    """Return the GPUs of what the graph's nodes make."""
+    values = tree_leaves([node.meta.get("example_value") for node in gm.graph.nodes])
+    return {value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda}
 
 
 def _raise_as_it_is(error: TeraioError) -> NoReturn:

@@ -49,9 +49,9 @@ class _Trial:
 
 
 class Earlier:
-    def __init__(self, options: Options, replay: Plan | None, engine: Engine, device_kind: str) -> None:
+    def __init__(self, options: Options, replay: Plan | None, engine: Engine, device: torch.device) -> None:
         self.options, self.replay, self.engine = options, replay, engine
-        self.device_kind = device_kind
+        self.device = device
         folder = cache.directory()
         self.cache = cache.PlanCache(folder) if folder and replay is None else None
         self.trials: dict[Order, _Trial] = {}
@@ -191,8 +191,9 @@ class Earlier:
         """Bandwidths are no part of it: they differ from run to run, and where that matters, steps drift."""
         asked = sorted((name, repr(getattr(self.options, name))) for name in PLAN_OPTIONS)
         memory = "" if self.options.memory is None else str(self.options.memory)
-        name = torch.cuda.get_device_name() if self.device_kind == "cuda" else platform.machine()
-        machine = f"{self.device_kind} {name} {os.cpu_count()}"
+        kind = self.device.type
+        name = torch.cuda.get_device_name(self.device) if kind == "cuda" else platform.machine()
+        machine = f"{kind} {name} {os.cpu_count()}"
         return cache.key_of(fingerprint, memory, repr(asked), machine, __version__, torch.__version__)
 
     def _warn(self, text: str, why: str) -> None:

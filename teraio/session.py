@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -52,7 +53,8 @@ NAMED = 5  # tensors that a message lists
 
 
 class Session:
-    def __init__(self, options: Options, kind: str = "cpu") -> None:
+    def __init__(self, options: Options, on: str | torch.device = "cpu") -> None:
+        kind = torch.device(on).type
         _refuse(options, kind)
         self.options = options
         replay = Plan.read(options.plan) if options.plan else None  # before anything is opened
@@ -60,7 +62,7 @@ class Session:
         self.steps: dict[tuple[str, ...], list[Step]] = {}
         self.begun = False
         self.names: set[str] | None = set()  # of tensors that were seen; None: no longer of interest
-        self.device = device.current(kind)
+        self.device = device.current(on)
         self.available_bytes = self.device.default_budget_bytes()
         budget = self.available_bytes
         if options.memory is not None:
@@ -78,7 +80,7 @@ class Session:
         if options.optimizer_step != "device" and tiers.host is not None:
             self.engine.steps_on_host(None if options.optimizer_step == "host" else ())
         self.recording = Recording(self.engine, options.timeline) if options.timeline else None
-        self.earlier = Earlier(options, replay, self.engine, self.device.kind)
+        self.earlier = Earlier(options, replay, self.engine, self.device.device)
         self.remaking = Remaking(replay, self.earlier.for_graph, options.recompute == "auto")
         self.engine.at_rest = self.remaking.at_rest
         self.planning = Planning(options, tiers.machine, self.engine, self.earlier, self.remaking)
@@ -203,27 +205,28 @@ def patch_torch() -> None:
 def open_with(options: Mapping[str, Any]) -> None:
     """The engine is there when this returns, with these options, or with those that it has; for the device
     that a model is made on now."""
-    start(Options.parse({**GIVEN, **options}), torch.get_default_device().type)
+    start(Options.parse({**GIVEN, **options}), torch.get_default_device())
     GIVEN.update(options)
 
 
-def start(options: Options, kind: str = "cpu") -> None:
+def start(options: Options, on: str | torch.device = "cpu") -> None:
     """One engine for all programs of the process; a second compile may not ask for another budget, nor be on
-    a device of another kind."""
+    another device."""
     global SESSION
+    on = torch.device(on)
     if SESSION is None:
         speak()
         _look_at_environment()
-        SESSION = Session(options, "cpu" if kind == "meta" else kind)
+        SESSION = Session(options, "cpu" if on.type == "meta" else on)
         engine.use(SESSION.engine)
         patch_torch()
-        SIGNALS.install(between.user_code)
+        SIGNALS.install(between.user_code, apart=SESSION.device.kind == "cuda")
         _watch_guards(SESSION.engine)
-    elif kind not in {SESSION.device.kind, "meta"}:
+    elif on.type != "meta" and not device.same(SESSION.device.device, on):
         raise UnsupportedError(
-            f"this process keeps the memory of its {SESSION.device.kind} within a budget, and a program on "
-            f"{kind} was compiled. One process has one device: leave the other model to another backend, or "
-            f"call teraio.reset() in between"
+            f"this process keeps the memory of {SESSION.device.device} within a budget, and a program on "
+            f"{on} was compiled. One process has one device: leave the other model to another backend, train "
+            f"it in a process of its own, or call teraio.reset() in between"
         )
     elif _difference(SESSION.options, options):
         raise OptionError(
@@ -321,6 +324,13 @@ def guard_this_graph() -> None:
 
 def reset() -> None:
     """Ends the engine of this process: everything that is away comes back first."""
+    pins = SESSION is not None and SESSION.device.kind != "cpu"
+    _end()
+    if pins:  # the engine is in cycles: its memory is unpinned when they are found
+        gc.collect()
+
+
+def _end() -> None:
     global SESSION
     if SESSION is not None:
         running = SESSION.engine

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
+import torch
+
 from teraio.doctor import machine_of
 from teraio.errors import UnsupportedError
 from teraio.machine import Machine
@@ -105,12 +107,12 @@ def drives(directories: Sequence[Path], device: Device) -> tuple[measure.Link, l
     return measure.joined(list(links.values())), [max(rates[n] // numbers.count(n), 1) for n in numbers]
 
 
-_KNOWN: dict[tuple[Path, str], measure.Link] = {}  # by directory and kind of device: once per process
+_KNOWN: dict[tuple[Path, torch.device], measure.Link] = {}  # by directory and device: once per process
 
 
 def _link(directory: Path, device: Device) -> measure.Link:
     """How fast the store is, in about half a second."""
-    if (directory, device.kind) not in _KNOWN:
+    if (directory, device.device) not in _KNOWN:
         measured = measure.store_link(directory, LOOK_S, limit_bytes=64 * 2**20, device=device)
-        _KNOWN[directory, device.kind] = measured.link
-    return _KNOWN[directory, device.kind]
+        _KNOWN[directory, device.device] = measured.link
+    return _KNOWN[directory, device.device]

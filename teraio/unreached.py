@@ -80,7 +80,7 @@ def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         raise UnsupportedError(told)
     log.warning("teraio: %s", told)
     first = missing[0].weights[0]
-    session.start(parsed, first.device.type)
+    session.start(parsed, first.device)
     session.take_in_eager(first)
 
 

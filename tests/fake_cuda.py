@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 SIZE = 64 * 1024  # bytes of every storage
@@ -45,7 +47,7 @@ class FakeCuda:
 
         class FakeStream:
             def __init__(self, device: Any = None, priority: int = 0) -> None:
-                self.handle = ctypes.c_void_p()
+                self.handle, self.device = ctypes.c_void_p(), device
                 driver.cuStreamCreate(ctypes.byref(self.handle), 0)
 
             def wait_event(self, event: FakeEvent) -> None:
@@ -67,7 +69,14 @@ class FakeCuda:
         self.settings: list[str] = []
 
     def current_device(self) -> int:
-        return 0
+        return int(self.driver.fake_current())
+
+    @contextmanager
+    def device(self, device: tuple[str, int]) -> Iterator[None]:
+        before = self.current_device()
+        self.driver.fake_use(device[1])
+        yield
+        self.driver.fake_use(before)
 
     def synchronize(self, device: Any = None) -> None:
         self.compute.synchronize()

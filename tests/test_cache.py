@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import tree
 from children import forked
 
@@ -184,7 +185,7 @@ def order(it: Step) -> tuple[str, ...]:
 
 def earlier(engine: Any, budget: int = 100, **options: Any) -> Earlier:
     engine.residency = SimpleNamespace(budget_bytes=budget)
-    return Earlier(Options.parse(options, {}), None, engine, "cpu")
+    return Earlier(Options.parse(options, {}), None, engine, torch.device("cpu"))
 
 
 def kept_plan(took_ns: int, **options: Any) -> Plan:

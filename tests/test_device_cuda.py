@@ -7,19 +7,24 @@ import os
 import random
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
-from itertools import pairwise
+from contextlib import nullcontext
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fake_cuda import SIZE, FakeCuda, FakeStorage
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from teraio import _native
-from teraio.runtime import cuda
-from teraio.runtime.cuda import CudaDevice, HostTier, Place
+from teraio.runtime import cuda, pinned
+from teraio.runtime.cuda import CudaDevice
+from teraio.runtime.pinned import SEGMENT_BYTES, HostTier, Place
 
 KIB = 1024
 GIB = 2**30
@@ -44,10 +49,11 @@ def fake(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     made.driver.fake_set(random.randrange(1000), 300)
     inside = SimpleNamespace(_accelerator_setAllocatorSettings=made.settings.append)
     about = {"cuda": made, "device": lambda *about: about, "_C": inside, "__version__": "2.0"}
-    monkeypatch.setattr(cuda, "torch", SimpleNamespace(**about))
+    for module in (cuda, pinned):
+        monkeypatch.setattr(module, "torch", SimpleNamespace(**about))
     for name in cuda.ALLOCATOR_SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cuda, "copy_on", made.copy_on)
+    monkeypatch.setattr(pinned, "copy_on", made.copy_on)
     native = SimpleNamespace(Slabs=_native.Slabs, CudaCopier=lambda: _native.CudaCopier(library))
     monkeypatch.setattr(cuda, "_native", native)
     yield made
@@ -228,18 +234,26 @@ def test_memory_that_cannot_be_pinned_is_refused_with_the_remedy(fake: FakeCuda)
 
 
 class Toy:
-    """Pins nothing: an arena is an address."""
+    """Pins nothing: an arena is an address. The driver refuses more than `most` segments."""
 
-    def __init__(self) -> None:
-        self.at = GIB
+    def __init__(self, most: int = 1000) -> None:
+        self.at, self.most = GIB, most
+        self.pinned: list[tuple[int, threading.Thread]] = []  # how many bytes, on which thread
+        self.goes_on = threading.Event()
+        self.goes_on.set()
 
     def slabs(self, slab_bytes: int, count: int) -> Any:
+        self.pinned.append((slab_bytes * count, threading.current_thread()))
+        if threading.current_thread() is not threading.main_thread():
+            assert self.goes_on.wait(60)
+        if len(self.pinned) > self.most:
+            raise OSError(12, "no")
         self.at += 4 * GIB
         return SimpleNamespace(address=self.at, arena_bytes=slab_bytes * count)
 
 
-def toy_tier(limit: int) -> HostTier:
-    return HostTier(Toy(), limit)  # type: ignore[arg-type]
+def toy_tier(limit: int, toy: Toy | None = None) -> HostTier:
+    return HostTier(toy or Toy(), limit)  # type: ignore[arg-type]
 
 
 def test_places_never_overlap_and_all_memory_comes_back() -> None:
@@ -278,16 +292,107 @@ def test_a_tensor_larger_than_a_segment_has_one_of_its_own() -> None:
 
 
 def test_when_no_more_can_be_pinned_what_there_is_stays_in_use() -> None:
-    tier = toy_tier(8 * GIB)
+    tier = toy_tier(8 * GIB, Toy(most=1))
     one = tier.reserve(GIB)
     assert one is not None
-
-    def refuse(slab_bytes: int, count: int) -> Any:
-        raise OSError(12, "no")
-
-    tier.device.slabs = refuse  # type: ignore[method-assign]
     assert tier.reserve(GIB) is None
     assert "no" in str(tier.refused)
     tier.release(one)
     assert tier.reserve(GIB // 2) is not None
     assert tier.reserve(2 * GIB) is None
+    assert tier.pinned_bytes == GIB and len(tier.device.pinned) == 2  # type: ignore[attr-defined]
+
+
+def test_a_thread_pins_the_next_segment_while_there_is_room_in_the_last_one() -> None:
+    toy = Toy()
+    tier = toy_tier(8 * GIB, toy)
+    toy.goes_on.clear()
+    places = [tier.reserve(GIB // 4) for _ in range(4)]  # none of them waits for the thread
+    deadline = time.monotonic() + 60
+    while len(toy.pinned) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert [thread is threading.main_thread() for _, thread in toy.pinned] == [True, False]
+    assert None not in places and tier.pinned_bytes == GIB
+    toy.goes_on.set()
+    assert tier.reserve(GIB // 4) is not None  # of the segment that the thread pins, and of no third one
+    assert tier.pinned_bytes == 2 * GIB and len(toy.pinned) == 2
+
+
+def test_a_thread_that_is_refused_ends_nothing() -> None:
+    tier = toy_tier(8 * GIB, Toy(most=1))
+    assert [tier.reserve(GIB // 4) is None for _ in range(5)] == [False] * 4 + [True]
+    assert tier.refused is not None and tier.limit_bytes == GIB
+
+
+def test_no_more_than_a_segment_is_pinned_ahead_of_need() -> None:
+    """The limit is 64 GiB; what one tensor needs may be more than a segment, and the next is as large."""
+    for sizes in ([GIB // 10] * 40, [3 * GIB, GIB // 4, GIB // 4], [GIB // 2 + 1] * 5):
+        toy = Toy()
+        tier = toy_tier(64 * GIB, toy)
+        for count, size in enumerate(sizes, 1):
+            assert tier.reserve(size) is not None
+            whole = -(-max(sizes[:count]) // SEGMENT_BYTES) * SEGMENT_BYTES
+            pinned_bytes = sum(size_bytes for size_bytes, _ in toy.pinned)
+            assert pinned_bytes <= 2 * sum(sizes[:count]) + 2 * whole
+        assert len(toy.pinned) <= len(sizes) + 1
+
+
+# ---- copies in pieces
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_a_large_copy_is_given_in_pieces_one_after_the_other(
+    out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issued in the order of their addresses; less than two pieces are one copy, as ever."""
+    monkeypatch.setattr(pinned, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    for size, expected in ((1, [1]), (1999, [1999]), (2000, [1000, 1000]), (3500, [1000, 1000, 1500])):
+        tensor, place = torch.randint(0, 256, (2, size), dtype=torch.uint8).unbind()
+        place, tensor = place.clone(), tensor.clone()
+        with Copies() as copies:
+            pinned.copy_on(None, tensor.untyped_storage(), place.data_ptr(), size, out)  # type: ignore[arg-type]
+        target, source = (place, tensor) if out else (tensor, place)
+        assert torch.equal(target, source)
+        assert [count for *_, count in copies.seen] == expected
+        starts = [0, *accumulate(expected)][:-1]
+        assert [(to - target.data_ptr(), of - source.data_ptr()) for to, of, _ in copies.seen] == [
+            (start, start) for start in starts
+        ]
+
+
+class Copies(TorchDispatchMode):
+    """Writes down each copy: where to, where from, and its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[:2]
+            self.seen.append((target.data_ptr(), source.data_ptr(), target.numel()))
+        return func(*args, **(kwargs or {}))
+
+
+# ---- which device
+
+
+def test_the_device_is_the_one_of_its_index_whichever_is_current(fake: FakeCuda) -> None:
+    """User code works on device 0; streams and the copier are those of device 1."""
+    contexts: list[int] = []
+    native: Any = cuda._native
+    make = native.CudaCopier
+
+    def made() -> Any:
+        contexts.append(fake.current_device())
+        return make()
+
+    native.CudaCopier = made
+    device = CudaDevice(1)
+    assert device.device == ("cuda", 1) and contexts == [1]
+    streams = (device.evict_stream, device.fetch_stream, device.demand_stream)
+    assert [stream.device for stream in streams] == [("cuda", 1)] * 3
+    assert fake.current_device() == 0
+    device.slabs(4096, 1)
+    assert fake.current_device() == 0

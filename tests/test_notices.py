@@ -299,23 +299,59 @@ def test_a_graph_of_scalars_is_one_of_the_device_that_the_process_has(
     with FakeTensorMode():
         loss, weight = torch.empty((), device="cuda"), torch.empty(4, device="cuda")
     rate, batch = torch.tensor(0.1), torch.ones(4)
-    kinds = [backend._kind_of(graph) for graph in ([loss], [weight, rate], [rate], [batch], [], [1, "a"])]
-    assert kinds == ["cuda", "cuda", "cpu", "cpu", "cpu", "cpu"]
-    monkeypatch.setattr(session, "SESSION", SimpleNamespace(device=SimpleNamespace(kind="cuda")))
-    assert [backend._kind_of(graph) for graph in ([rate], [batch], [])] == ["cuda", "cpu", "cuda"]
+
+    def on(*graphs: list[Any]) -> list[str]:
+        return [str(backend._device_of(graph_of(), graph)) for graph in graphs]
+
+    found = on([loss], [weight, rate], [rate], [batch], [], [1, "a"])
+    assert found == ["cuda:0", "cuda:0", "cpu", "cpu", "cpu", "cpu"]
+    gpu = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(session, "SESSION", SimpleNamespace(device=gpu))
+    assert on([rate], [batch], []) == ["cuda:1", "cpu", "cuda:1"]
+
+
+def graph_of(*values: Any) -> torch.fx.GraphModule:
+    """A graph whose nodes have these values."""
+    graph = torch.fx.Graph()
+    for number, value in enumerate(values):
+        graph.placeholder(f"x{number}").meta["example_value"] = value
+    graph.output(None)
+    return torch.fx.GraphModule({}, graph)
+
+
+def test_a_graph_on_two_gpus_is_refused_by_their_names() -> None:
+    """Also where only a node within it is on the other one."""
+    with FakeTensorMode():
+        one, two = torch.empty(4, device="cuda:0"), torch.empty(4, device="cuda:1")
+    assert backend._device_of(graph_of(one), [one]) == torch.device("cuda", 0)
+    with pytest.raises(UnsupportedError, match=r"cuda:0 and cuda:1.*Put the model on one device"):
+        backend._device_of(graph_of(one, two), [one, two])
+    with pytest.raises(UnsupportedError, match="cuda:0 and cuda:1"):
+        backend._device_of(graph_of(one, (two, 1)), [one])
+
+
+def test_a_process_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = Options.parse(SMALL)
+    gpu = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(session, "SESSION", SimpleNamespace(device=gpu, options=parsed))
+    session.start(parsed, torch.device("cuda", 1))
+    with pytest.raises(
+        UnsupportedError, match=r"memory of cuda:1 .* on cuda:0 was compiled.*teraio.reset\(\)"
+    ):
+        session.start(parsed, torch.device("cuda", 0))
 
 
 def test_the_device_is_the_one_that_programs_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    asked: list[torch.device] = []
 
-    def one(kind: str) -> device.Device:
-        asked.append(kind)
+    def one(on: torch.device) -> device.Device:
+        asked.append(on)
         raise StopIteration
 
     monkeypatch.setattr(device, "current", one)
     with pytest.raises(StopIteration):
-        session.start(Options.parse(SMALL), "cuda")
-    assert asked == ["cuda"] and session.SESSION is None
+        session.start(Options.parse(SMALL), "cuda:1")
+    assert asked == [torch.device("cuda", 1)] and session.SESSION is None
 
 
 def step_of(kernel: str) -> Step:
