@@ -114,12 +114,13 @@ class Guard:
         self.put_on([tensor])
 
     def _follow(self, tensor: torch.Tensor, record: Record) -> ReferenceType[torch.Tensor]:
-        key = id(tensor)
+        """Records of an engine that has ended live as long as its programs: they do not hold the engine."""
+        key, guard = id(tensor), ref(self)
 
         def gone(_: Any) -> None:
-            self.records.pop(key, None)
-            self.bare.pop(key, None)
-            self.worn.pop(key, None)
+            if (own := guard()) is not None:
+                for known in (own.records, own.bare, own.worn):
+                    known.pop(key, None)
 
         face = ref(tensor, gone)
         self.records[key] = record

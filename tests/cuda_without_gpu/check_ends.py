@@ -1,0 +1,76 @@
+"""The engine ends while copies to and from pinned memory are in flight."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+import teraio
+from teraio import session
+from teraio.backend import backend
+
+SIDE, LAYERS = 256, 6
+OPTIONS: dict[str, Any] = {"memory": "6MiB", "host_memory": "64MiB", "inner": "eager", "planner": "greedy"}
+LONG_BYTES, LONG_COUNT = 2**25, 40  # a copy that takes milliseconds, and how many of them
+
+
+class Training:
+    """A model, compiled or not, and its optimizer."""
+
+    def __init__(self, budget: bool) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(SIDE, SIDE) for _ in range(LAYERS)]
+        self.model = torch.nn.Sequential(*layers).cuda()
+        self.called: Any = self.model
+        if budget:
+            self.called = torch.compile(self.model, backend=backend, dynamic=False, options=OPTIONS)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def steps(self, count: int) -> None:
+        for step in range(count):
+            drawn = torch.Generator().manual_seed(step)
+            self.called(torch.randn(64, SIDE, generator=drawn).cuda()).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def values(self) -> list[torch.Tensor]:
+        states = [v for state in self.optimizer.state.values() for v in state.values()]
+        return [value.detach().cpu() for value in (*self.model.parameters(), *states)]
+
+
+def _occupied() -> list[torch.Tensor]:
+    """Give the streams of the host tier work for a tenth of a second; what the copies use is returned."""
+    assert session.SESSION is not None
+    device: Any = session.SESSION.device
+    there = torch.empty(LONG_BYTES, dtype=torch.uint8, device="cuda")
+    here = torch.empty(LONG_BYTES, dtype=torch.uint8).pin_memory()
+    for stream in (device.fetch_stream, device.demand_stream, device.evict_stream):
+        with torch.cuda.stream(stream):
+            for _ in range(LONG_COUNT):
+                there.copy_(here, non_blocking=True)
+    return [there, here]
+
+
+def check_copies_end_before_their_memory_is_unmapped() -> None:
+    plain, ours = Training(False), Training(True)
+    plain.steps(4)
+    ours.steps(4)
+    used = _occupied()
+    assert session.SESSION is not None
+    host = weakref.ref(session.SESSION.engine.mover.host)
+    teraio.reset()
+    assert host() is None, "pinned memory stays pinned"
+    assert all(torch.equal(one, other) for one, other in zip(plain.values(), ours.values(), strict=True))
+    torch.cuda.synchronize()
+    torch._dynamo.reset()
+    del used
+
+
+def check_the_process_may_end_in_the_midst_of_them() -> None:
+    """The last check of this file: that its process ends without a crash is for the runner to see."""
+    ours = Training(True)
+    ours.steps(4)
+    ours.kept = _occupied()  # type: ignore[attr-defined]
+    globals()["LEFT"] = ours
