@@ -203,8 +203,8 @@ class Options:
     )
     host_memory: Memory | None = _option(  # noqa: RUF009
         _memory,
-        "with a GPU: the limit of host memory for what leaves it: `64GiB`, `80%` of what can be had, `min` for "
-        "none; default: half. At most 1 GiB more than is used is pinned",
+        "with a GPU: the limit of host memory for what leaves it: `64GiB`, `80%` of what can be had, `min` "
+        "for none; default: half. At most 1 GiB more than is used is pinned",
     )
     store: tuple[str, ...] = _option(
         _paths,
