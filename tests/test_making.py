@@ -330,9 +330,10 @@ def test_what_an_operation_takes_is_counted_where_it_takes_it() -> None:
         (aten._to_copy.default, (here,), on_gpu, 128, 0),
         (aten.add_.Tensor, (there, there), {}, 0, 0),
     ):
-        assert [making._taken_by(func, args, kwargs, kind) for kind in ("cuda", "cpu")] == [of_gpu, of_ram], (
-            func
-        )
+        assert [making._taken_by(func, args, kwargs, kind) for kind in ("cuda", torch.device("cpu"))] == [
+            of_gpu,
+            of_ram,
+        ], func
 
 
 def test_what_another_thread_makes_meanwhile_is_its_own() -> None:
