@@ -49,7 +49,7 @@ def until(happened: Any) -> None:
     assert happened()
 
 
-def test_it_hears_what_python_has_a_handler_for_until_it_closes(answered: list[int]) -> None:
+def test_it_hears_what_python_answers_until_it_closes(answered: list[int]) -> None:
     heard: list[int] = []
     ear = Ear(heard.append)
     ear.opens()
@@ -113,7 +113,7 @@ def test_other_signals_and_other_handlers_end_no_backward(installed: Signals, an
     assert not installed.struck
 
 
-def test_no_handler_runs_on_another_thread_than_the_main_one(installed: Signals, answered: list[int]) -> None:
+def test_signals_are_answered_on_the_main_thread_only(installed: Signals, answered: list[int]) -> None:
     installed.due[signal.SIGUSR2] = lambda number, _: answered.append(number)
     thread = threading.Thread(target=installed.rest)
     thread.start()

@@ -316,7 +316,7 @@ def test_a_device_as_a_block_still_knows_what_makes_tensors() -> None:
 
 def test_what_an_operation_takes_is_counted_where_it_takes_it() -> None:
     """Without a GPU, and without computing anything on one."""
-    aten, on_gpu = torch.ops.aten, {"device": torch.device("cuda")}
+    aten, on_gpu = torch.ops.aten, {"device": torch.device("cuda:0")}
     with FakeTensorMode():
         there = torch.empty(8, 4, device="cuda")
     here, factor = torch.ones(8, 4), torch.tensor(2.0)
@@ -330,10 +330,8 @@ def test_what_an_operation_takes_is_counted_where_it_takes_it() -> None:
         (aten._to_copy.default, (here,), on_gpu, 128, 0),
         (aten.add_.Tensor, (there, there), {}, 0, 0),
     ):
-        assert [making._taken_by(func, args, kwargs, kind) for kind in ("cuda", torch.device("cpu"))] == [
-            of_gpu,
-            of_ram,
-        ], func
+        found = [making._taken_by(func, args, kwargs, torch.device(on)) for on in ("cuda:0", "cpu")]
+        assert found == [of_gpu, of_ram], func
 
 
 def test_what_another_thread_makes_meanwhile_is_its_own() -> None:

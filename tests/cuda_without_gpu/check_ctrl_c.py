@@ -148,7 +148,7 @@ def check_ctrl_c_after_that_is_answered_too() -> None:
         _ended()
 
 
-def check_a_handler_of_ones_own_runs_once_after_the_backward() -> None:
+def check_an_answer_of_ones_own_comes_once_after_the_backward() -> None:
     heard: list[tuple[bool, int]] = []
     ours = Training(True)
 
