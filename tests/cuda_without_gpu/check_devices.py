@@ -11,6 +11,7 @@ from teraio import session
 from teraio.backend import backend
 from teraio.errors import UnsupportedError
 
+VARIABLES = {"STANDIN_DEVICES": "2"}
 SIDE, LAYERS = 256, 6
 OPTIONS: dict[str, Any] = {"memory": "5MiB", "host_memory": "64MiB", "inner": "eager", "planner": "greedy"}
 ONE = torch.device("cuda", 1)

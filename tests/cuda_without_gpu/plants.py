@@ -1,6 +1,6 @@
 """The waits that keep copies and kernels in order, each to be left out: who compares numbers must see it.
 
-Each entry leaves out one wait of teraio/runtime/device.py or cuda.py, in this process.
+Each entry leaves out one wait of teraio/runtime/device.py, cuda.py or pinned.py, in this process.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from teraio.runtime import cuda
+from teraio.runtime import cuda, pinned
 from teraio.runtime.device import Mark, Pending
 
 
 def _no_wait_for_kernels(out: bool) -> None:
     """Copies between pinned memory and the device begin at once, whatever kernels still run."""
-    issue = cuda._issue
+    issue = pinned._issue
 
     def planted(stream: Any, mark: Mark, storage: Any, place: Any, **way: bool) -> Any:
         if way["out"] is not out:
@@ -26,7 +26,7 @@ def _no_wait_for_kernels(out: bool) -> None:
         long_ago = torch.cuda.Event()  # never recorded: a stream does not wait for it
         return issue(stream, replace(mark, event=long_ago), storage, place, **way)
 
-    cuda._issue = planted
+    pinned._issue = planted
 
 
 def evict_waits_not() -> None:

@@ -172,6 +172,10 @@ DRIVER cuCtxGetDevice(CUdevice* device) {
   *device = current_device();
   return CUDA_SUCCESS;
 }
+DRIVER cuCtxSynchronize() {
+  synchronize_all(current_device());
+  return CUDA_SUCCESS;
+}
 DRIVER cuCtxSetLimit(CUlimit, size_t) {
   return CUDA_SUCCESS;
 }

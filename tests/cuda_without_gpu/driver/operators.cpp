@@ -350,29 +350,27 @@ Tensor& copy(c10::DispatchKeySet, Tensor& self, const Tensor& source, bool non_b
 }
 
 // Operators that only take memory or make views, and those that read one value: torch's own work as they are.
-const std::set<std::string> kTorchs = {
-    "aten::empty.memory_format",
-    "aten::empty_strided",
-    "aten::resize_",
-    "aten::view",
-    "aten::as_strided",
-    "aten::_reshape_alias",
-    "aten::unfold",
-    "aten::set_",
-    "aten::set_.source_Storage",
-    "aten::set_.source_Storage_storage_offset",
-    "aten::set_.source_Tensor",
-    "aten::is_set_to",
-    "aten::_fused_sdp_choice",
-    "aten::record_stream",
-    "aten::view_as_real",
-    "aten::view_as_complex",
-    "aten::is_pinned",
-    "aten::_pin_memory",
-    "aten::_local_scalar_dense",
-    "aten::copy_",
-    "aten::resize_as_",
-};
+const std::set<std::string> kTorchs = {"aten::empty.memory_format",
+                                       "aten::empty_strided",
+                                       "aten::resize_",
+                                       "aten::view",
+                                       "aten::as_strided",
+                                       "aten::_reshape_alias",
+                                       "aten::unfold",
+                                       "aten::set_",
+                                       "aten::set_.source_Storage",
+                                       "aten::set_.source_Storage_storage_offset",
+                                       "aten::set_.source_Tensor",
+                                       "aten::is_set_to",
+                                       "aten::_fused_sdp_choice",
+                                       "aten::record_stream",
+                                       "aten::view_as_real",
+                                       "aten::view_as_complex",
+                                       "aten::is_pinned",
+                                       "aten::_pin_memory",
+                                       "aten::_local_scalar_dense",
+                                       "aten::copy_",
+                                       "aten::resize_as_"};
 
 long install() {
   static std::vector<c10::RegistrationHandleRAII> held;

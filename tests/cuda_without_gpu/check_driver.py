@@ -1,0 +1,89 @@
+"""The stand-in itself: late streams, fresh memory, copies, limits; a host that runs ahead; durations."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import standin
+import torch
+
+VARIABLES = {"STANDIN_LATE_US": "2000", "STANDIN_DEVICES": "2", "STANDIN_MIB": "256"}
+MIB = 1 << 20
+
+
+def check_fresh_memory_is_no_number() -> None:
+    assert set(torch.empty(MIB, dtype=torch.uint8, device="cuda").cpu().tolist()) == {0xDD}
+
+
+def check_the_host_runs_ahead() -> dict[str, Any]:
+    """A hundred kernels are given in less time than they take, and a copy that does not wait is wrong."""
+    x = torch.zeros(MIB, device="cuda")
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(100):
+        x += 1
+    given_s = time.perf_counter() - began
+    early = torch.empty(MIB, pin_memory=True)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        early.copy_(x, non_blocking=True)
+    side.synchronize()
+    torch.cuda.synchronize()
+    took_s = time.perf_counter() - began
+    assert float(x[0]) == 100.0 and float(early[0]) < 100.0
+    assert given_s < took_s / 2, (given_s, took_s)
+    return {"given_s": round(given_s, 4), "took_s": round(took_s, 4)}
+
+
+def check_pageable_memory_is_copied_at_once() -> None:
+    """The source may be written to as soon as the call returns; from pinned memory that is too early."""
+    target, other = (torch.empty(MIB, device="cuda") for _ in range(2))
+    pageable, pinned = torch.ones(MIB), torch.ones(MIB).pin_memory()
+    wrong = 0
+    for _ in range(8):
+        target.copy_(pageable.fill_(1), non_blocking=True)
+        other.copy_(pinned.fill_(1), non_blocking=True)
+        pageable.fill_(2)
+        pinned.fill_(2)
+        torch.cuda.synchronize()
+        assert float(target[0]) == 1.0
+        wrong += float(other[0]) != 1.0
+    assert wrong, "a pinned source was never read late"
+
+
+def check_a_full_device_refuses() -> None:
+    held = []
+    try:
+        while True:
+            held.append(torch.empty(16 * MIB, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError:
+        assert 12 <= len(held) <= 16, len(held)
+    assert standin.most_bytes() <= 256 * MIB
+
+
+def check_devices_have_their_own_memory() -> None:
+    one = torch.full((4 * MIB,), 3, dtype=torch.uint8, device="cuda:1")
+    assert standin.used_bytes(1) >= 4 * MIB > standin.used_bytes(0)
+    assert torch.cuda.current_device() == 0
+    assert set(one.to("cuda:0").cpu().tolist()) == {3}
+
+
+def check_numbers_follow_the_seed() -> None:
+    def drawn() -> list[float]:
+        torch.manual_seed(5)
+        first = torch.randn(8, device="cuda")
+        return torch.nn.functional.dropout(first, 0.5).cpu().tolist() + torch.rand(8, device="cuda").tolist()
+
+    once = drawn()
+    assert once == drawn() and len(set(once[-8:])) == 8
+
+
+def check_results_are_the_cpus() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.GELU())
+    x = torch.randn(16, 32)
+    expected = torch.autograd.grad(layer(x).square().mean(), list(layer.parameters()))
+    layer.cuda()
+    found = torch.autograd.grad(layer(x.cuda()).square().mean(), list(layer.parameters()))
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected))
