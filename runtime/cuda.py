@@ -26,13 +26,11 @@ from teraio import _native
 from teraio.units import fmt_bytes
 
 from . import measure
-from .device import Host, Mark, Ordered, Start, Ticket
-from .pinned import GRAIN_BYTES, HostTier
+from .cuda_memory import CudaMemory
+from .device import Host, Mark, Start, Ticket
+from .pinned import GRAIN_BYTES, HostTier, Place
 
 log = logging.getLogger("teraio")
-
-MARGIN_PERCENT = 5  # of free and held memory: what the driver and libraries take beside the allocator
-LIBRARIES_BYTES = 96 * 2**20  # cuBLAS takes 32 MiB on Hopper, per thread: the forward's, and autograd's
 
 
 def driver_devices() -> tuple[str, ...]:
@@ -82,17 +80,15 @@ def split_blocks_finely() -> None:
         change("expandable_segments:True")
 
 
-class CudaDevice(Ordered):
+class CudaDevice(CudaMemory):
     """One GPU of this process, by its index; without one, the current GPU. Makes its context if there is none
     yet. Every call names this device: user code may make another one current."""
 
     kind = "cuda"
-    counts_all = True
 
     def __init__(self, index: int | None = None) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        super().__init__(torch.device("cuda", torch.cuda.current_device() if index is None else index))
         split_blocks_finely()
-        self.highest = 0
         with torch.cuda.device(self.device):
             torch.cuda.synchronize(self.device)
             self.copier = _native.CudaCopier()  # takes the context that is current
@@ -101,32 +97,6 @@ class CudaDevice(Ordered):
         # A copy on it does not queue behind the prefetches: the copy engine takes from all streams in turn.
         self.demand_stream = torch.cuda.Stream(self.device, priority=-1)
         self._compute = torch.cuda.current_stream(self.device)
-
-    def capacity_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.device)[1])
-
-    def available_bytes(self) -> int:
-        """Free memory and what this process holds, in use or cached by its allocator."""
-        return int(torch.cuda.mem_get_info(self.device)[0]) + torch.cuda.memory_reserved(self.device)
-
-    def default_budget_bytes(self) -> int:
-        return self.available_bytes() * (100 - MARGIN_PERCENT) // 100
-
-    def used_bytes(self) -> int:
-        return int(torch.cuda.memory_allocated(self.device))
-
-    def peak_bytes(self) -> int:
-        return int(torch.cuda.max_memory_allocated(self.device))
-
-    def reset_peak(self) -> None:
-        self.highest = self.highest_bytes()
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def highest_bytes(self) -> int:
-        return max(self.highest, self.peak_bytes())
-
-    def libraries_bytes(self, budget_bytes: int) -> int:
-        return min(LIBRARIES_BYTES, budget_bytes // 8)
 
     def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         """Pinned for the life of the copier, and on huge pages: cudaHostAlloc does not tell what it gives."""
@@ -144,9 +114,9 @@ class CudaDevice(Ordered):
     def host(self, limit_bytes: int) -> HostTier:
         return HostTier(self, limit_bytes)
 
-    def host_link(self, host: Host, seconds: float) -> measure.Link | str:
+    def host_link(self, host: Host, seconds: float, memory_bytes: int) -> measure.Link | str:
         assert isinstance(host, HostTier)
-        return measure_host(self, host, seconds, lambda doing: None)
+        return measure_host(self, host, seconds, memory_bytes, lambda doing: None)
 
     def mark(self) -> Mark:
         event = torch.cuda.Event()
@@ -194,51 +164,71 @@ class CudaDevice(Ordered):
 
 # ---- the link
 
-LOOK_BYTES = 128 * 2**20  # pinned, and as much of the device's memory
+LOOK_BYTES = 128 * 2**20  # pinned
 LOOK_COUNT = 4  # copies each way
+LOOK_LEAST_BYTES = 2**20  # of the device's memory, each way
+SMALL_BYTES = 4096
 
 
 def measure_host(
-    device: CudaDevice, tier: HostTier, seconds: float, progress: Callable[[str], None]
+    device: CudaDevice, tier: HostTier, seconds: float, memory_bytes: int, progress: Callable[[str], None]
 ) -> measure.Link | str:
-    """The link device <-> host, or why memory could not be pinned. The places go back to the tier."""
+    """The link device <-> host, or why there is none to be measured. The places go back to the tier."""
     count = 2 * LOOK_COUNT
-    size = min(LOOK_BYTES, tier.limit_bytes) // count // GRAIN_BYTES * GRAIN_BYTES
+    most = min(min(LOOK_BYTES, tier.limit_bytes) // count, (memory_bytes - SMALL_BYTES) // 2)
+    size = most // GRAIN_BYTES * GRAIN_BYTES
     places = [place for _ in range(count) if size and (place := tier.reserve(size)) is not None]
-    if len(places) < count:
+    taken = [device.scratch(each, min(each, LOOK_LEAST_BYTES)) for each in (SMALL_BYTES, size, size)]
+    scratches = [each for each in taken if each is not None]
+    try:
+        if len(places) < count:
+            limit = fmt_bytes(tier.limit_bytes)
+            return str(tier.refused or f"{limit} are too little to measure a link with")
+        if len(scratches) < len(taken):
+            return f"the GPU has less than {fmt_bytes(2 * LOOK_LEAST_BYTES)} free to measure the link with"
+        return _host_rates(device, tier, seconds, places, [each.storage for each in scratches], progress)
+    finally:
+        for scratch in scratches:
+            scratch.end()
         for place in places:
             tier.release(place)
-        return str(tier.refused or f"{fmt_bytes(tier.limit_bytes)} are too little to measure a link with")
-    storages = [torch.empty(size, dtype=torch.uint8, device=device.device).untyped_storage() for _ in places]
-    pairs = list(zip(places, storages))
-    out = [partial(_copy, device, tier.write(place), storage) for place, storage in pairs[:LOOK_COUNT]]
-    into = [partial(_copy, device, tier.read(place), storage) for place, storage in pairs[LOOK_COUNT:]]
 
-    def rate(moves: Sequence[Callable[[], Ticket]]) -> int:
+
+def _host_rates(
+    device: CudaDevice,
+    tier: HostTier,
+    seconds: float,
+    places: Sequence[Place],
+    storages: Sequence[torch.UntypedStorage],
+    progress: Callable[[str], None],
+) -> measure.Link:
+    small, source, target = storages
+    out = [partial(_copy, device, tier.write(place), source) for place in places[:LOOK_COUNT]]
+    into = [partial(_copy, device, tier.read(place), target) for place in places[LOOK_COUNT:]]
+    out_bytes, into_bytes = LOOK_COUNT * source.nbytes(), LOOK_COUNT * target.nbytes()
+
+    def rate(moves: Sequence[Callable[[], Ticket]], size: int) -> int:
         torch.cuda.synchronize(device.device)
         start, moved = time.monotonic(), 0
         while time.monotonic() - start < seconds / 2:
             for move in moves:
                 move()
             device.drain()
-            moved += len(moves) * size
+            moved += size
         return int(moved / (time.monotonic() - start))
 
     progress("device to host and back")
-    rate(out + into)  # clocks and links of a sleeping GPU are slow for a moment
-    evict, fetch = rate(out), rate(into)
-    both = rate(out + into) // 2
-    small = torch.empty(4096, dtype=torch.uint8, device=device.device).untyped_storage()
+    rate(out + into, 0)  # clocks and links of a sleeping GPU are slow for a moment
+    evict, fetch = rate(out, out_bytes), rate(into, into_bytes)
+    both = rate(out + into, out_bytes + into_bytes) // 2
     latencies = []
-    for start in (tier.write(pairs[0][0]), tier.read(pairs[0][0])):
+    for start in (tier.write(places[0]), tier.read(places[0])):
         begun = time.monotonic_ns()
         for _ in range(16):
             _copy(device, start, small)
             device.drain()
         latencies.append((time.monotonic_ns() - begun) // 16)
     torch.cuda.synchronize(device.device)
-    for place in places:
-        tier.release(place)
     return measure.Link("host", evict, fetch, both, both, *latencies)
 
 

@@ -24,7 +24,9 @@ tickets are so.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
+from ctypes import addressof, c_char
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -34,6 +36,7 @@ from teraio import _native
 
 from . import memory, resident, spare
 from .clock import Clock, HostClock
+from .counts import Counts, Uncounted
 
 if TYPE_CHECKING:
     from . import measure
@@ -45,6 +48,7 @@ __all__ = [
     "Mark",
     "Ordered",
     "Pending",
+    "Scratch",
     "Start",
     "StreamTicket",
     "Ticket",
@@ -84,6 +88,17 @@ class Mark:
     handle: int = 0
 
 
+@dataclass(slots=True)
+class Scratch:
+    """Memory where tensors are, for a measurement."""
+
+    address: int
+    size_bytes: int
+    fill: Callable[[bytes], None]  # puts these at its beginning
+    end: Callable[[], None]  # gives it back to the system
+    storage: Any = None  # of a tensor; None in RAM
+
+
 Start = Callable[[Any, Mark], Ticket]
 """Issues a copy of this storage that waits for this mark. For example
 `lambda storage, mark: store.write(extent, storage.data_ptr(), name, event=mark.handle)`."""
@@ -121,13 +136,11 @@ class Host(Protocol):
         ...
 
 
-class Device(Clock, Protocol):
+class Device(Counts, Clock, Protocol):
     """All that the engine asks of a device. One end per begin, on the thread that launches the kernels."""
 
     kind: str
     device: torch.device  # whose memory it is, with its index
-    sees_pages: bool  # `used_bytes` counts memory that was written to, not what was asked for
-    counts_all: bool  # `used_bytes` counts all that the budget is for, libraries' and others' too
 
     @property
     def copier(self) -> _native.Copier | None:
@@ -146,22 +159,8 @@ class Device(Clock, Protocol):
         """The budget where the user gives none."""
         ...
 
-    def used_bytes(self) -> int:
-        """By everything in this process; 0 where it is not known."""
-        ...
-
-    def peak_bytes(self) -> int:
-        """The most that was used since `reset_peak`, which is the process's own: others see it reset."""
-        ...
-
-    def reset_peak(self) -> None: ...
-
-    def highest_bytes(self) -> int:
-        """The most that was used since the device was there, whatever was reset; 0 where it is not known."""
-        ...
-
-    def libraries_bytes(self, budget_bytes: int) -> int:
-        """What libraries may take of such a budget before anything is measured."""
+    def scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
+        """So many bytes to measure with, or by halves as many as there are; None if those are too few."""
         ...
 
     def keep_within(self, size_bytes: int) -> None:
@@ -180,8 +179,8 @@ class Device(Clock, Protocol):
         """Copies in host memory, of so many bytes in all; None where tensors are in it already."""
         ...
 
-    def host_link(self, host: Host, seconds: float) -> measure.Link | str:
-        """What it carries, or why there is none after all."""
+    def host_link(self, host: Host, seconds: float, memory_bytes: int) -> measure.Link | str:
+        """What it carries, measured with so much of the device's memory, or why there is none after all."""
         ...
 
     def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
@@ -217,30 +216,13 @@ class Device(Clock, Protocol):
         ...
 
 
-class Ordered(HostClock):
+class Ordered(Uncounted, HostClock):
     """What is the same for all kinds of devices, over four primitives that each kind has its own of."""
 
     device = torch.device("cpu")
-    sees_pages = False
-    counts_all = False
 
     def resize(self, storage: Any, size_bytes: int) -> None:
         storage.resize_(size_bytes)
-
-    def used_bytes(self) -> int:
-        return 0
-
-    def peak_bytes(self) -> int:
-        return 0
-
-    def reset_peak(self) -> None:
-        pass
-
-    def highest_bytes(self) -> int:
-        return 0
-
-    def libraries_bytes(self, budget_bytes: int) -> int:
-        return 0
 
     def keep_within(self, size_bytes: int) -> None:
         pass
@@ -254,7 +236,7 @@ class Ordered(HostClock):
     def host(self, limit_bytes: int) -> Host | None:
         return None
 
-    def host_link(self, host: Host, seconds: float) -> measure.Link | str:
+    def host_link(self, host: Host, seconds: float, memory_bytes: int) -> measure.Link | str:
         return f"a {type(self).__name__} has none"
 
     def mark(self) -> Mark:
@@ -362,6 +344,14 @@ class CpuDevice(Ordered):
 
     def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         return _native.Slabs(slab_bytes, count)
+
+    def scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
+        memory = mmap.mmap(-1, most_bytes)
+
+        def fill(data: bytes) -> None:
+            memory[: len(data)] = data
+
+        return Scratch(addressof(c_char.from_buffer(memory)), most_bytes, fill, memory.close)
 
 
 def available_bytes() -> int:

@@ -7,7 +7,6 @@ then blocks and a file that fit what the probe found.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import resource
 import statistics
@@ -15,7 +14,6 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import addressof, c_char
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from teraio import _native
 from teraio.errors import StoreError
 from teraio.units import fmt_rate
 
-from .device import CpuDevice, Device
+from .device import CpuDevice, Device, Scratch
 from .store_slabs import LANES, SLAB_BYTES
 
 MIB = 2**20
@@ -34,6 +32,10 @@ POLL_S = 0.0005
 PHASE_BYTES = 2 * 2**30  # per measurement: a drive's endurance is not ours to spend
 SLOWEST_BYTES_PER_S = 4 * 10**6  # below this even a look takes longer than a person waits
 SHARE_THRESHOLD = 0.85  # both at once carry less of the sum than this: they share (noise is about 10 %)
+
+MEMORY_BYTES = 128 * MIB  # where tensors are: for both directions together
+MEMORY_PARTS = 8  # of a budget, at most one for that
+MEMORY_LEAST_BYTES = 2 * MIB  # a block each way
 
 Progress = Callable[[str], None]
 
@@ -119,12 +121,13 @@ def private_file(folder: Path) -> Iterator[tuple[int, bool]]:
 class Bench:
     """A file, slabs and memory. Places of the file are written once before they are read."""
 
-    def __init__(self, io: _native.Io, device: Device, memory_bytes: int) -> None:
+    def __init__(self, io: _native.Io, device: Device, scratch: Scratch) -> None:
         self.slabs = device.slabs(SLAB_BYTES, LANES)
         self.io = io
         self.transfers = _native.Transfers(io, self.slabs, deadline_s=DEADLINE_S, copier=device.copier)
-        self.half = memory_bytes
-        self.address, self._memory = _memory(device, memory_bytes)
+        self.scratch = scratch
+        self.half = scratch.size_bytes // 2
+        scratch.fill(os.urandom(self.half))  # a drive may compress, and weights cannot be compressed
         self.block_bytes = MIB
         self.places = 0
         self.moved_bytes = 0
@@ -132,12 +135,12 @@ class Bench:
     def evict(self, place: int, size_bytes: int = 0) -> int:
         size, at = self._piece(place, size_bytes)
         return self.transfers.out(
-            self.address + at, size, [(0, place * self.block_bytes, size)], place + 1, 1, True
+            self.scratch.address + at, size, [(0, place * self.block_bytes, size)], place + 1, 1, True
         )
 
     def fetch(self, place: int, size_bytes: int = 0) -> int:
         size, at = self._piece(place, size_bytes)
-        target = self.address + self.half + at
+        target = self.scratch.address + self.half + at
         return self.transfers.into(target, size, [(0, place * self.block_bytes, size)], place + 1, 1, True)
 
     def _piece(self, place: int, size_bytes: int) -> tuple[int, int]:
@@ -205,20 +208,15 @@ class Bench:
 
     def close(self) -> None:
         self.transfers.close(DEADLINE_S)
+        self.scratch.end()
 
 
-def _memory(device: Device, size_bytes: int) -> tuple[int, object]:
-    """(address, what keeps it) of twice `size_bytes` where tensors live. The first half is noise: a drive may
-    compress, and weights cannot be compressed."""
-    if device.copier is None:
-        memory = mmap.mmap(-1, 2 * size_bytes)
-        memory[:size_bytes] = os.urandom(size_bytes)
-        return addressof(c_char.from_buffer(memory)), memory
-    import torch
-
-    tensor = torch.randint(0, 256, (2 * size_bytes,), dtype=torch.uint8, device=device.device)
-    device.idle()
-    return tensor.data_ptr(), tensor
+def memory_bytes(budget_bytes: int) -> int:
+    """How much of the device's memory a measurement may take: by halves, so that blocks fit."""
+    size = MEMORY_BYTES
+    while size > max(budget_bytes // MEMORY_PARTS, MEMORY_LEAST_BYTES):
+        size //= 2
+    return size
 
 
 class _Way:
@@ -247,15 +245,23 @@ def store_link(
     progress: Progress = lambda doing: None,
     around: Callable[[_native.Io], _native.Io] = lambda io: io,
     device: Device | None = None,
+    memory_bytes: int = MEMORY_BYTES,
 ) -> Measured:
     """Measures device <-> ssd with a file of up to `limit_bytes` in `folder`, in about five times `seconds`.
 
-    `around` puts something between the engine and the drive; `device`: where the tensors are, by default RAM.
+    `around` puts something between the engine and the drive; `device`: where the tensors are, by default RAM,
+    and where it has no memory free: the drive is the slower part.
     StoreError: the drive refuses, hangs or crawls.
     """
     with private_file(folder) as (fd, opened):
         io = around(_native.ThreadIo([(fd, str(folder))], threads=LANES))
-        bench = Bench(io, device or CpuDevice(), 64 * MIB)
+        where = device or CpuDevice()
+        scratch = where.scratch(memory_bytes, MEMORY_LEAST_BYTES)
+        if scratch is None:
+            where = CpuDevice()
+            scratch = where.scratch(memory_bytes, MEMORY_LEAST_BYTES)
+            assert scratch is not None
+        bench = Bench(io, where, scratch)
         began_cpu_ns = time.process_time_ns()
         try:
             progress("measuring the drive: a first look")
@@ -281,7 +287,7 @@ def _prepare(bench: Bench, folder: Path, seconds: float, limit_bytes: int, progr
             path=str(folder),
         )
     probe, _ = bench.rates(seconds / 8, evict=True, fetch=False)
-    block = _fitting(_block_bytes(probe), 2 * AHEAD, limit_bytes)
+    block = min(_fitting(_block_bytes(probe), 2 * AHEAD, limit_bytes), bench.half)
     progress("measuring the drive: laying out a file")
     bench.lay_out(block, max(min(limit_bytes, int(probe * seconds)) // block, 2 * AHEAD), seconds)
 

@@ -43,6 +43,7 @@ class Stats(TypedDict, total=False):
     resident_bytes: int  # of tensors, without the reserve
     peak_bytes: int  # the highest `step_peak_bytes`
     device_peak_bytes: int  # of a GPU's memory by its allocator, libraries and others included
+    device_reserved_peak_bytes: int  # likewise, with the free blocks that the allocator keeps
     stall_ns: int
     misses: int
     written_bytes: int
@@ -131,6 +132,7 @@ class Pace:
         sums["written_bytes"], sums["read_bytes"] = mover.store.written_bytes, mover.read_bytes
         if mover.device.counts_all:
             sums["device_peak_bytes"] = mover.device.highest_bytes()
+            sums["device_reserved_peak_bytes"] = mover.device.highest_reserved_bytes()
         sums["phase"] = expected.phase
         sums["step"] = 0
         sums.update(self.last)

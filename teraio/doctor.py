@@ -172,7 +172,9 @@ def _device(
     if reason is None:
         try:
             used = gpu = cuda.CudaDevice()
-            measured = cuda.measure_host(gpu, gpu.host(cuda.LOOK_BYTES), seconds, progress)
+            measured = cuda.measure_host(
+                gpu, gpu.host(cuda.LOOK_BYTES), seconds, measure.MEMORY_BYTES, progress
+            )
         except RuntimeError as error:
             fix = "see nvidia-smi: the GPU may be full or in a fault; CUDA_VISIBLE_DEVICES= trains on the CPU"
             found[-1] = findings.fail("GPU", str(error).splitlines()[0], fix)

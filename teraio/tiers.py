@@ -44,13 +44,14 @@ class Tiers:
             on_fallback=options.on_fallback,
             write_per_day_bytes=options.max_write_per_day,
         )
-        link, weights = drives(self.store.directories, device)
+        most = measure.memory_bytes(budget_bytes)
+        link, weights = drives(self.store.directories, device, most)
         self.store.extents.weights[:] = weights
         links = [link]
         self.host_bytes = host_bytes(options)
         self.host = device.host(self.host_bytes) if self.host_bytes else None
         if self.host is not None:
-            carried = device.host_link(self.host, LOOK_S)
+            carried = device.host_link(self.host, LOOK_S, most)
             if isinstance(carried, str):
                 self._no_host(carried, options)
             else:
@@ -61,9 +62,10 @@ class Tiers:
                 "option 'optimizer_step' is 'host', and no host memory is used; give 'host_memory', or leave "
                 "it out"
             )
-        most = max(budget_bytes, device.capacity_bytes())
+        device.forget_highest()
+        capacity = max(budget_bytes, device.capacity_bytes())
         self.machine: Machine = machine_of(
-            "here", links, most, self.store.capacity_bytes, self.host_bytes if self.host else None
+            "here", links, capacity, self.store.capacity_bytes, self.host_bytes if self.host else None
         )
 
     def _no_host(self, reason: str, options: Options) -> None:
@@ -99,10 +101,14 @@ def host_bytes(options: Options) -> int:
     return (options.host_memory or HOST_SHARE).resolve(memory.read().obtainable_bytes, 0)
 
 
-def drives(directories: Sequence[Path], device: Device) -> tuple[measure.Link, list[int]]:
+def drives(
+    directories: Sequence[Path], device: Device, memory_bytes: int = measure.MEMORY_BYTES
+) -> tuple[measure.Link, list[int]]:
     """All drives of a store as one link, and how fast each directory is: several on one drive divide it."""
     numbers = [os.stat(directory).st_dev for directory in directories]
-    links = {number: _link(directory, device) for number, directory in zip(numbers, directories)}
+    links = {
+        number: _link(directory, device, memory_bytes) for number, directory in zip(numbers, directories)
+    }
     rates = {n: link.evict_bytes_per_s + link.fetch_bytes_per_s for n, link in links.items()}
     return measure.joined(list(links.values())), [max(rates[n] // numbers.count(n), 1) for n in numbers]
 
@@ -110,9 +116,11 @@ def drives(directories: Sequence[Path], device: Device) -> tuple[measure.Link, l
 _KNOWN: dict[tuple[Path, torch.device], measure.Link] = {}  # by directory and device: once per process
 
 
-def _link(directory: Path, device: Device) -> measure.Link:
-    """How fast the store is, in about half a second."""
+def _link(directory: Path, device: Device, memory_bytes: int) -> measure.Link:
+    """How fast the store is, in about half a second, with so much of the device's memory."""
     if (directory, device.device) not in _KNOWN:
-        measured = measure.store_link(directory, LOOK_S, limit_bytes=64 * 2**20, device=device)
+        measured = measure.store_link(
+            directory, LOOK_S, limit_bytes=64 * 2**20, device=device, memory_bytes=memory_bytes
+        )
         _KNOWN[directory, device.device] = measured.link
     return _KNOWN[directory, device.device]

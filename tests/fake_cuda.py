@@ -65,7 +65,7 @@ class FakeCuda:
 
         self.Event, self.Stream = FakeEvent, FakeStream
         self.compute: Any = FakeStream()
-        self.free, self.total, self.reserved, self.most = 30, 100, 50, 0
+        self.free, self.total, self.reserved, self.used, self.most = 30, 100, 50, 0, 0
         self.settings: list[str] = []
 
     def current_device(self) -> int:
@@ -90,8 +90,9 @@ class FakeCuda:
     def memory_reserved(self, device: Any = None) -> int:
         return self.reserved
 
-    def max_memory_allocated(self, device: Any = None) -> int:
-        return self.most
+    def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, dict[str, dict[str, int]]]:
+        used = {"allocated_bytes": (self.used, self.most), "reserved_bytes": (self.reserved, self.reserved)}
+        return {pool: {"all": {"current": now, "peak": most}} for pool, (now, most) in used.items()}
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         self.most = 0

@@ -61,7 +61,7 @@ class RamDevice(device.CpuDevice):
     def host(self, limit_bytes: int) -> Host | None:
         return Ram(limit_bytes)
 
-    def host_link(self, host: Host, seconds: float) -> measure.Link | str:
+    def host_link(self, host: Host, seconds: float, memory_bytes: int = 0) -> measure.Link | str:
         return self.refusal or measure.Link("host", FAST, FAST, FAST, FAST, 10_000, 10_000)
 
 

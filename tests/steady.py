@@ -38,7 +38,7 @@ def _done(self: Pending) -> bool:
 def plans(rate: int = RATE) -> None:
     """From now on, in this process."""
 
-    def link(directory: Path, device: object) -> Link:
+    def link(directory: Path, device: object, memory_bytes: int) -> Link:
         return Link("ssd", rate, rate, rate, rate, LATENCY_NS, LATENCY_NS)
 
     lifetimes._durations = _durations

@@ -22,7 +22,7 @@ from fake_cuda import SIZE, FakeCuda, FakeStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from teraio import _native
-from teraio.runtime import cuda, pinned
+from teraio.runtime import cuda, cuda_memory, measure, pinned
 from teraio.runtime.cuda import CudaDevice
 from teraio.runtime.pinned import SEGMENT_BYTES, HostTier, Place
 
@@ -49,7 +49,7 @@ def fake(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     made.driver.fake_set(random.randrange(1000), 300)
     inside = SimpleNamespace(_accelerator_setAllocatorSettings=made.settings.append)
     about = {"cuda": made, "device": lambda *about: about, "_C": inside, "__version__": "2.0"}
-    for module in (cuda, pinned):
+    for module in (cuda, cuda_memory, pinned):
         monkeypatch.setattr(module, "torch", SimpleNamespace(**about))
     for name in cuda.ALLOCATOR_SETTINGS:
         monkeypatch.delenv(name, raising=False)
@@ -220,7 +220,73 @@ def test_the_most_that_was_used_outlives_every_reset(fake: FakeCuda) -> None:
     for fake.most, highest in ((70, 70), (20, 70), (90, 90), (10, 90)):
         device.reset_peak()
         assert (device.peak_bytes(), device.highest_bytes()) == (0, highest)
-    assert [device.libraries_bytes(budget) for budget in (2**23, 2**40)] == [2**20, cuda.LIBRARIES_BYTES]
+    most = cuda_memory.LIBRARIES_BYTES
+    assert [device.libraries_bytes(budget) for budget in (2**23, 2**40)] == [2**20, most]
+
+
+def test_allocated_and_reserved_memory_have_peaks_of_their_own_and_begin_anew(fake: FakeCuda) -> None:
+    device = CudaDevice()
+    fake.used, fake.most, fake.reserved = 5, 70, 90
+    device.reset_peak()
+    fake.reserved = 60
+    assert (device.used_bytes(), device.highest_bytes(), device.highest_reserved_bytes()) == (5, 70, 90)
+    fake.most = 20
+    device.forget_highest()
+    assert (device.highest_bytes(), device.highest_reserved_bytes()) == (0, 60)
+
+
+class Card:
+    """A card with so many bytes free, as `torch.empty` and what it returns show it."""
+
+    OutOfMemoryError = MemoryError
+    uint8 = "uint8"
+
+    def __init__(self, free: int) -> None:
+        self.free, self.size, self.emptied = free, 0, 0
+
+    def empty(self, size: int, **about: Any) -> Any:
+        if size > self.free:
+            raise MemoryError
+        self.size = size
+        return SimpleNamespace(untyped_storage=lambda: self, data_ptr=lambda: 4096)
+
+    def resize_(self, size: int) -> None:
+        self.size = size
+
+    def empty_cache(self) -> None:
+        assert self.size == 0, "or nothing goes back to the driver"
+        self.emptied += 1
+
+
+@pytest.mark.parametrize(("free", "found"), [(100, 64), (64, 64), (63, 32), (8, 8), (7, None)])
+def test_a_full_card_is_measured_with_what_it_has_and_gets_it_back(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, free: int, found: int | None
+) -> None:
+    device, card = CudaDevice(), Card(free)
+    for name in ("OutOfMemoryError", "uint8", "empty"):
+        monkeypatch.setattr(cuda_memory.torch, name, getattr(card, name), raising=False)
+    monkeypatch.setattr(fake, "empty_cache", card.empty_cache, raising=False)
+    scratch = device.scratch(64, 8)
+    assert (scratch and scratch.size_bytes) == found
+    if scratch is not None:
+        scratch.end()
+    assert card.emptied == (scratch is not None)
+
+
+def test_links_are_measured_with_an_eighth_of_the_budget_at_most() -> None:
+    mib = 2**20
+    sizes = {budget: measure.memory_bytes(budget * mib) // mib for budget in (4, 16, 40, 57, 1000, 10**5)}
+    assert sizes == {4: 2, 16: 2, 40: 4, 57: 4, 1000: 64, 10**5: 128}
+
+
+def test_only_kernels_that_are_tuned_in_their_first_run_get_room_for_that(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = SimpleNamespace(L2_cache_size=50 * 2**20)
+    monkeypatch.setattr(fake, "get_device_properties", lambda device: about, raising=False)
+    device = CudaDevice()
+    names = ("triton_poi_fused_add_0", "extern_kernels.mm", "addmm_1", "AdamW.step 0.weight")
+    assert [device.tries_bytes(name) // 2**20 for name in names] == [50, 0, 0, 0]
 
 
 def test_memory_that_cannot_be_pinned_is_refused_with_the_remedy(fake: FakeCuda) -> None:

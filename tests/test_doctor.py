@@ -17,6 +17,7 @@ from teraio.errors import StoreError
 from teraio.findings import Finding, Verdict
 from teraio.machine import Machine
 from teraio.runtime import measure, memory, store_slabs
+from teraio.runtime.device import CpuDevice, Scratch
 
 pytestmark = pytest.mark.alone
 
@@ -130,6 +131,27 @@ def test_a_crawling_drive_is_refused_in_bounded_time(disk: Path) -> None:
     with pytest.raises(StoreError, match=r"writes .*/s; a store needs 4 MB/s and more"):
         measure.store_link(disk, 0.2, around=faulty(kind="delay", delay_s=1.5))
     assert time.monotonic() - begun < 40
+
+
+class Full(CpuDevice):
+    """A device with no memory free."""
+
+    asked = 0
+
+    def scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
+        self.asked = most_bytes
+        return None
+
+
+def test_a_drive_is_measured_from_ram_where_the_device_has_no_memory_free(disk: Path) -> None:
+    full = Full()
+    measured = measure.store_link(disk, 0.05, 64 * 2**20, device=full, memory_bytes=2**22)
+    assert measured.link.evict_bytes_per_s > 0 and full.asked == 2**22
+
+
+def test_a_drive_is_measured_with_as_little_memory_as_is_given(disk: Path) -> None:
+    measured = measure.store_link(disk, 0.05, 64 * 2**20, memory_bytes=measure.MEMORY_LEAST_BYTES)
+    assert measured.link.evict_bytes_per_s > 0 and measured.link.fetch_bytes_per_s > 0
 
 
 def test_a_drive_that_fails_is_named(disk: Path) -> None:

@@ -275,7 +275,7 @@ LEFT_OPEN = {"optimizer_step": "auto", "memory": 5 * MIB}  # one of them for mor
 def carry(monkeypatch: pytest.MonkeyPatch, rate: int, updated: int) -> None:
     """All links carry so many bytes a second, and so many are updated on the host."""
     link = measure.Link("host", rate, rate, rate, rate, 10_000, 10_000)
-    monkeypatch.setattr(RamDevice, "host_link", lambda self, host, seconds: link)
+    monkeypatch.setattr(RamDevice, "host_link", lambda self, host, seconds, memory_bytes: link)
     monkeypatch.setattr(
         tiers,
         "_link",

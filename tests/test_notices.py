@@ -269,7 +269,7 @@ def test_steps_of_ever_new_kinds_are_forgotten_again() -> None:
 def test_a_plan_counts_on_all_drives_and_a_store_on_how_fast_each_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def link(directory: Path, device: object) -> measure.Link:
+    def link(directory: Path, device: object, memory_bytes: int) -> measure.Link:
         fast = directory.name == "fast"
         rate = 3 * 10**9 if fast else 10**9
         return measure.Link("ssd", rate, rate, rate, rate, 50_000 + fast, 80_000)
@@ -278,7 +278,7 @@ def test_a_plan_counts_on_all_drives_and_a_store_on_how_fast_each_is(
     drives = dict(zip(paths, (1, 2, 1)))
     monkeypatch.setattr(tiers, "_link", link)
     monkeypatch.setattr(session.os, "stat", lambda path: SimpleNamespace(st_dev=drives[path]))
-    together, weights = tiers.drives(paths, device.CpuDevice())
+    together, weights = tiers.drives(paths, device.CpuDevice(), 2**20)
     assert together.evict_bytes_per_s == together.fetch_bytes_per_s == 4 * 10**9
     assert (together.evict_latency_ns, together.fetch_latency_ns) == (50_001, 80_000)
     assert weights == [10**9, 6 * 10**9, 10**9]

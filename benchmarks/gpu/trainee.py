@@ -143,10 +143,12 @@ class Trainee:
     def peaks(self) -> dict[str, int]:
         if not self.on_gpu:
             return {"allocated_bytes": 0, "reserved_bytes": 0}
-        seen = teraio.stats().get("device_peak_bytes", 0)  # the engine resets torch's count while it measures
+        seen = teraio.stats()  # the engine resets torch's counts while it measures
         return {
-            "allocated_bytes": max(torch.cuda.max_memory_allocated(), seen),
-            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "allocated_bytes": max(torch.cuda.max_memory_allocated(), seen.get("device_peak_bytes", 0)),
+            "reserved_bytes": max(
+                torch.cuda.max_memory_reserved(), seen.get("device_reserved_peak_bytes", 0)
+            ),
         }
 
     def train(self) -> dict[str, Any]:

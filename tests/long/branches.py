@@ -30,7 +30,7 @@ READERS = {
     *("cache", "check", "files", "jsontext", "machine", "options", "plan", "profile"),
     *("safetensors", "schedule", "timeline", "units"),
 }
-ON_A_GPU = ("runtime/cuda.py", "runtime/pinned.py", "runtime/gds.py")
+ON_A_GPU = ("runtime/cuda.py", "runtime/cuda_memory.py", "runtime/pinned.py", "runtime/gds.py")
 LEAST_PERCENT = 95
 # `_exit`: forked children end by os._exit, and what they did counts.
 SETTINGS = """\

@@ -1,0 +1,73 @@
+"""The memory of a device in figures: what is used, the most that was, and what libraries may take of it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Counts(Protocol):
+    """What a device says of its memory."""
+
+    sees_pages: bool  # `used_bytes` counts memory that was written to, not what was asked for
+    counts_all: bool  # `used_bytes` counts all that the budget is for, libraries' and others' too
+
+    def used_bytes(self) -> int:
+        """By everything in this process; 0 where it is not known."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most that was used since `reset_peak`, which is the process's own: others see it reset."""
+        ...
+
+    def reset_peak(self) -> None: ...
+
+    def highest_bytes(self) -> int:
+        """The most that was used since `forget_highest`, whatever was reset; 0 where it is not known."""
+        ...
+
+    def highest_reserved_bytes(self) -> int:
+        """Likewise, with what its allocator keeps for tensors to come."""
+        ...
+
+    def forget_highest(self) -> None:
+        """Count the most that was used from now on."""
+        ...
+
+    def libraries_bytes(self, budget_bytes: int) -> int:
+        """What libraries may take of such a budget before anything is measured."""
+        ...
+
+    def tries_bytes(self, kernel: str) -> int:
+        """What is taken beside a kernel when it runs for the first time, to try its variants."""
+        ...
+
+
+class Uncounted:
+    """A device that says nothing."""
+
+    sees_pages = False
+    counts_all = False
+
+    def used_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        pass
+
+    def highest_bytes(self) -> int:
+        return 0
+
+    def highest_reserved_bytes(self) -> int:
+        return 0
+
+    def forget_highest(self) -> None:
+        pass
+
+    def libraries_bytes(self, budget_bytes: int) -> int:
+        return 0
+
+    def tries_bytes(self, kernel: str) -> int:
+        return 0

@@ -1,0 +1,103 @@
+"""A GPU's memory as torch's caching allocator counts it: all of this process, libraries and others too.
+
+    allocated   tensors and workspaces that exist: the budget is for these
+    reserved    what the allocator has of the driver: those, and free blocks that it keeps
+
+`reset_peak` resets torch's own peaks; the highest since the session began is kept beside them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .device import Ordered, Scratch
+
+MARGIN_PERCENT = 5  # of free and held memory: what the driver and libraries take beside the allocator
+LIBRARIES_BYTES = 96 * 2**20  # cuBLAS takes 32 MiB on Hopper, per thread: the forward's, and autograd's
+
+
+class CudaMemory(Ordered):
+    """The memory of one GPU."""
+
+    counts_all = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.highest = self.highest_reserved = 0  # before the last `reset_peak`
+
+    def capacity_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device)[1])
+
+    def available_bytes(self) -> int:
+        """Free memory and what this process holds, in use or cached by its allocator."""
+        return int(torch.cuda.mem_get_info(self.device)[0]) + torch.cuda.memory_reserved(self.device)
+
+    def default_budget_bytes(self) -> int:
+        return self.available_bytes() * (100 - MARGIN_PERCENT) // 100
+
+    def _counted(self) -> Any:
+        """Read the allocator's figures as they are.
+
+        torch.cuda.memory_allocated and its like flatten and sort all of them first, which takes ten times as
+        long. Measured steps ask twice per slot."""
+        return torch.cuda.memory_stats_as_nested_dict(self.device)
+
+    def used_bytes(self) -> int:
+        return int(self._counted()["allocated_bytes"]["all"]["current"])
+
+    def peak_bytes(self) -> int:
+        return int(self._counted()["allocated_bytes"]["all"]["peak"])
+
+    def reset_peak(self) -> None:
+        self._keep_highest()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _keep_highest(self) -> None:
+        counted = self._counted()
+        self.highest = max(self.highest, counted["allocated_bytes"]["all"]["peak"])
+        self.highest_reserved = max(self.highest_reserved, counted["reserved_bytes"]["all"]["peak"])
+
+    def highest_bytes(self) -> int:
+        self._keep_highest()
+        return self.highest
+
+    def highest_reserved_bytes(self) -> int:
+        self._keep_highest()
+        return self.highest_reserved
+
+    def forget_highest(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.highest = self.highest_reserved = 0
+
+    def tries_bytes(self, kernel: str) -> int:
+        """Inductor's autotuner empties the L2 cache between two launches, with a buffer of its size."""
+        if not kernel.startswith("triton_"):
+            return 0
+        return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
+
+    def scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
+        size, memory = most_bytes, None
+        while memory is None and size >= least_bytes:
+            try:
+                memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+            except torch.OutOfMemoryError:
+                size //= 2
+        if memory is None:
+            return None
+        storage = memory.untyped_storage()
+
+        def fill(data: bytes) -> None:
+            memory[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            torch.cuda.synchronize(self.device)
+
+        def end() -> None:
+            torch.cuda.synchronize(self.device)
+            storage.resize_(0)
+            torch.cuda.empty_cache()
+
+        return Scratch(memory.data_ptr(), size, fill, end, storage)
+
+    def libraries_bytes(self, budget_bytes: int) -> int:
+        return min(LIBRARIES_BYTES, budget_bytes // 8)
