@@ -129,7 +129,7 @@ class Engine:
             residency.refuse_torn()
         own = program.schedule.kind != "optimizer"  # whose records are bound when its call begins
         if index and own:
-            self.unseen.arrives(program, index - 1)
+            tracker.takes(index - 1, self.unseen.arrives(program, index - 1))
         if index == 0 and own:
             self._enter(program, tensors)
         bound = program.bound
@@ -146,7 +146,7 @@ class Engine:
         yield needed + exposed, tick
         told_bytes = live_bytes - program.unseen_bytes[index]
         residency.ensure(needed, told_bytes, stop.kernel, tick)
-        live_bytes -= self.unseen.room(program, index, live_bytes, tick)
+        live_bytes -= self.unseen.room(program, index, live_bytes, tick, tracker.running is not None)
         residency.mark_written(bound, stop.written)
         for buffer in stop.returned:
             if (returned := bound[buffer]) is not None and returned.kind != "weight":
@@ -191,6 +191,8 @@ class Engine:
                 record.held = record.edges_unseen = record.holders() > least
             self.gradients.unmet += self.registry.new_weights
             self.registry.new_weights.clear()
+        if self.tracker.running is not None:
+            self.unseen.begins(step=self.tracker.number == 0)
         if not program.checked:
             program.checked = True
             self._check_floor(program)

@@ -38,6 +38,8 @@ class Program:
         self.stops = _stops(schedule)
         self.last = len(self.stops) - 1
         self.unseen_bytes = [0] * len(self.stops)  # by slot: what its kernel was seen to take besides
+        # By slot: what came and went in its kernel's first measured run; None before that.
+        self.tried_bytes: list[int | None] = [None] * len(self.stops)
         self.growth_bytes = _growth_bytes(schedule, self.stops)
         self.checked = False  # its largest kernel was compared with the budget
         # Arguments that are there at the end: its caller gets views of them, made when it has returned.

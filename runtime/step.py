@@ -205,6 +205,11 @@ class StepTracker:
         running.stood[index] = began, left
         running.live_bytes[index] = live_bytes
 
+    def takes(self, index: int, more_bytes: int) -> None:
+        """The kernel of this slot was seen to take more than was counted on."""
+        if self.running is not None:
+            self.running.live_bytes[index] += more_bytes
+
     def _close(self) -> None:
         if self.running is not None:
             self.running.close()

@@ -1,10 +1,11 @@
-"""What kernels take for themselves is within the budget: seen once, and room is made for it from then on. In
-RAM it is kernel by kernel; on a device that counts every byte, what else there is counts, too. RAM stands in
-for its memory here."""
+"""What kernels take for themselves is within the budget: seen once, and room is made for it from then on,
+kernel by kernel. On a device that counts every byte, what stays there counts, too. RAM stands in for its
+memory here."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,9 @@ from teraio.runtime.unseen import NOISE_BYTES, Unseen, steady
 MIB = 2**20
 WIDTH, LAYERS, BATCH, STEPS = 256, 6, 4096, 4
 SCRATCH = 12 * MIB
+KEEPS = False
+KEPT: list[torch.Tensor] = []
+TRIES: list[int] = []
 
 
 class Tensors(RamDevice):
@@ -47,8 +51,12 @@ class Counting(Tensors):
 
 @torch.library.custom_op("teraio_tests::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
-    """A kernel with a workspace that no one sees."""
-    scratch = torch.ones(SCRATCH, dtype=torch.uint8)
+    """A kernel with a workspace that no one sees. Some keep it, some try another in their first runs."""
+    if TRIES:
+        torch.ones(TRIES.pop(), dtype=torch.uint8)
+    if KEEPS and not KEPT:
+        KEPT.append(torch.ones(SCRATCH, dtype=torch.uint8))
+    scratch = KEPT[0] if KEEPS else torch.ones(SCRATCH, dtype=torch.uint8)
     return x * 2 * scratch[0]
 
 
@@ -138,85 +146,184 @@ def test_what_kernels_take_is_seen_once_and_has_room_from_then_on(
     assert max(peaks[1:]) <= budget
     assert session.SESSION is not None
     if kind.counts_all:
-        assert session.SESSION.engine.residency.reserve_bytes >= before + SCRATCH
+        assert before <= session.SESSION.engine.residency.reserve_bytes < before + SCRATCH
         assert teraio.stats()["device_peak_bytes"] <= before + budget
     assert teraio.stats()["evictions"] > 0
     if peaks[0] > budget:
         assert "kernel" in caplog.text and "(for itself)" in caplog.text
 
 
-@on_a_gpu
-def test_a_budget_that_it_does_not_fit_in_is_refused_with_the_reserve_in_the_message() -> None:
-    with pytest.raises(BudgetError, match="in reserve"):
-        train(24 * MIB)
-
-
-@in_ram
-def test_what_finds_no_room_in_ram_is_said_and_no_error(
-    plain: list[float], caplog: pytest.LogCaptureFixture
+def test_what_finds_no_room_is_said_and_no_error(
+    kind: type[Tensors], plain: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "teraio"):
-        losses, peaks, _ = train(24 * MIB, kind=Tensors)
+        losses, peaks, _ = train(26 * MIB, kind=kind)
     assert losses == plain
     assert "kernel" in caplog.text and "(for itself)" in caplog.text
-    assert teraio.stats()["overrun_bytes"] >= max(peaks[1:]) - 24 * MIB > 0
+    assert teraio.stats()["overrun_bytes"] >= max(peaks[1:]) - 26 * MIB > 0
+
+
+@on_a_gpu
+def test_a_workspace_that_is_kept_is_in_reserve_and_a_budget_without_room_for_it_is_refused(
+    plain: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "KEEPS", True)
+    losses, peaks, before = train(52 * MIB)
+    assert losses == plain
+    assert max(peaks[1:]) <= 52 * MIB
+    assert session.SESSION is not None
+    assert session.SESSION.engine.residency.reserve_bytes >= before + SCRATCH
+    teraio.reset()
+    KEPT.clear()
+    with pytest.raises(BudgetError, match="in reserve"):
+        train(20 * MIB)
+    KEPT.clear()
+
+
+@on_a_gpu
+def test_what_a_first_run_tries_is_not_counted_on_afterwards(plain: list[float]) -> None:
+    """As Inductor's autotuner: a buffer that is there in the first run of a kernel, and never again."""
+    budget = 36 * MIB
+    TRIES.append(2 * SCRATCH)
+    losses, peaks, before = train(budget)
+    assert losses == plain
+    assert not TRIES and peaks[0] > budget >= max(peaks[1:])
+    assert session.SESSION is not None
+    assert session.SESSION.engine.residency.reserve_bytes < before + SCRATCH
 
 
 def test_where_nobody_looks_the_budget_is_exceeded(
     kind: type[Tensors], plain: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test of the test: without a look at what is not seen, steps take more than they may."""
-    monkeypatch.setattr(Unseen, "arrives", lambda self, program, index: None)
+    monkeypatch.setattr(Unseen, "arrives", lambda self, program, index: 0)
     losses, peaks, _ = train(52 * MIB, kind=kind)
     assert losses == plain
     assert min(peaks[1:]) > 52 * MIB
 
 
-def smallest(kind: type[Tensors], used: int, peak: int) -> tuple[Unseen, Residency, Any]:
-    """A budget of 100 that may grow, 10 in reserve, 60 there by the ledger, of a kernel that told of 20."""
-    residency = Residency.__new__(Residency)
-    residency.reserve_bytes, residency.budget_bytes, residency.elastic = 10, 100, True
+class Peaks(Counting):
+    """A device whose figures are given."""
 
-    class Peaks(kind):  # type: ignore[misc, valid-type]
-        def used_bytes(self) -> int:
-            return used
+    used = peak = tries = 0
 
-        def peak_bytes(self) -> int:
-            return peak
+    def used_bytes(self) -> int:
+        return self.used
 
-        def reset_peak(self) -> None:
-            pass
+    def peak_bytes(self) -> int:
+        return self.peak
 
-    mover = SimpleNamespace(resident_bytes=60, foreign_bytes=0, counted_bytes=60)
-    residency.mover = mover  # type: ignore[assignment]
-    residency.mortal = {}
-    unseen = Unseen(residency, Peaks(), lambda short, place, who: pytest.fail("it is elastic"))
-    program = SimpleNamespace(unseen_bytes=[0], stops=[SimpleNamespace(kernel="mm")])
-    return unseen, residency, program
+    def reset_peak(self) -> None:
+        pass
+
+    def tries_bytes(self, kernel: str) -> int:
+        return self.tries
+
+
+class Rig:
+    """A budget of 100, 10 in reserve, 60 there by the ledger, and a kernel that told of 20."""
+
+    def __init__(self, counts_all: bool, elastic: bool = False, unit: int = 1) -> None:
+        self.residency = Residency.__new__(Residency)
+        self.residency.reserve_bytes, self.residency.budget_bytes = 10 * unit, 100 * unit
+        self.residency.kept_bytes, self.residency.elastic = 0, elastic
+        counts = SimpleNamespace(peak_bytes=0)
+        there = {
+            "resident_bytes": 60 * unit,
+            "counted_bytes": 60 * unit,
+            "foreign_bytes": 0,
+            "counts": counts,
+        }
+        self.residency.mover = SimpleNamespace(**there)  # type: ignore[assignment]
+        self.residency.mortal, self.residency.records = {}, {}
+        self.asked: list[int] = []
+        self.residency.free = self.free  # type: ignore[method-assign, assignment]
+        self.device = Peaks()
+        self.device.counts_all = counts_all
+        self.short: list[int] = []
+        self.unseen = Unseen(self.residency, self.device, lambda short, place, who: self.short.append(short))
+        self.program: Any = SimpleNamespace(
+            unseen_bytes=[0], tried_bytes=[None], stops=[SimpleNamespace(kernel="mm")]
+        )
+        self.unit = unit
+
+    def free(self, live_bytes: int, tick: Any) -> tuple[int, None]:
+        self.asked.append(live_bytes)
+        return 0, None
+
+    def runs(self, peak: int, after: int, before: int = 70) -> int:
+        """The kernel once: the device's figures before it, at most, and after it. Returns what is new."""
+        self.device.used = before * self.unit
+        self.unseen.leaves(self.program, 0, 20 * self.unit)
+        self.device.peak, self.device.used = peak * self.unit, after * self.unit
+        return self.unseen.arrives(self.program, 0)
 
 
 @on_a_gpu
-def test_the_smallest_budget_grows_with_what_there_is() -> None:
-    unseen, residency, program = smallest(Counting, used=70, peak=95)
-    unseen.leaves(program, 0, 20)
-    unseen.arrives(program, 0)
-    assert (residency.reserve_bytes, residency.budget_bytes, program.unseen_bytes) == (15, 105, [0])
-    unseen.arrives(program, 0)  # not looked at since
-    assert residency.reserve_bytes == 15
+def test_the_smallest_budget_grows_with_what_stays() -> None:
+    rig = Rig(counts_all=True, elastic=True)
+    rig.runs(peak=95, after=95)
+    assert (rig.residency.reserve_bytes, rig.residency.budget_bytes) == (15, 105)
+    assert rig.program.unseen_bytes == [0] and rig.short == []
+    rig.unseen.arrives(rig.program, 0)  # not looked at since
+    assert rig.residency.reserve_bytes == 15
+
+
+@on_a_gpu
+def test_what_comes_and_goes_is_the_kernels_own_and_its_first_run_does_not_decide() -> None:
+    rig = Rig(counts_all=True, unit=NOISE_BYTES)
+    assert rig.runs(peak=120, after=80) == 0
+    assert rig.short == [20 * NOISE_BYTES], "it did not fit, and that is said"
+    assert (rig.program.unseen_bytes, rig.program.tried_bytes) == ([0], [30 * NOISE_BYTES])
+    assert rig.runs(peak=95, after=80) == 5 * NOISE_BYTES, "what the step tells the planner"
+    assert (rig.program.unseen_bytes, rig.program.tried_bytes) == ([5 * NOISE_BYTES], [0])
+    assert rig.residency.reserve_bytes == 10 * NOISE_BYTES
+    assert rig.runs(peak=95, after=80) == 0
+
+
+@on_a_gpu
+def test_what_a_kernel_may_try_has_room_in_measured_runs_until_one_has_shown_what_it_takes() -> None:
+    rig = Rig(counts_all=True, unit=NOISE_BYTES)
+    rig.device.tries = 50 * NOISE_BYTES
+
+    def asked(measured: bool) -> int:
+        rig.asked.clear()
+        rig.unseen.room(rig.program, 0, 20 * NOISE_BYTES, None, measured)
+        return sum(rig.asked) // NOISE_BYTES
+
+    assert (asked(True), asked(False)) == (70, 0)
+    rig.runs(peak=120, after=80)
+    assert (asked(True), asked(False)) == (50, 0)
+    rig.runs(peak=85, after=80)
+    assert (asked(True), asked(False)) == (0, 0)
+
+
+@on_a_gpu
+def test_the_reserve_is_what_is_there_beside_the_ledger_when_a_measured_step_begins() -> None:
+    rig = Rig(counts_all=True)
+    rig.runs(peak=100, after=99)
+    assert rig.residency.reserve_bytes == 19
+    rig.device.used = 85
+    rig.unseen.begins(step=False)  # another program: something of the kernel's may be there still
+    assert rig.residency.reserve_bytes == 25
+    rig.device.used = 74
+    rig.unseen.begins(step=True)
+    assert rig.residency.reserve_bytes == 14
+    rig.device.used = 61
+    rig.unseen.begins(step=True)
+    assert rig.residency.reserve_bytes == 10, "never less than it began with"
 
 
 @in_ram
 def test_the_smallest_budget_grows_with_what_a_kernel_takes() -> None:
     """Of 7 bytes that others have when the call begins nothing counts."""
     more = 2 * NOISE_BYTES
-    unseen, residency, program = smallest(Tensors, used=67, peak=67 + 20 + more)
-    unseen.leaves(program, 0, 20)
-    unseen.arrives(program, 0)
-    assert program.unseen_bytes == [more]
-    assert (residency.reserve_bytes, residency.budget_bytes) == (10, 60 + 20 + more + 10)
-    unseen.leaves(program, 0, 20)
-    unseen.arrives(program, 0)  # seen again: nothing is new
-    assert (program.unseen_bytes, residency.budget_bytes) == ([more], 90 + more)
+    rig = Rig(counts_all=False, elastic=True)
+    assert rig.runs(before=67, peak=67 + 20 + more, after=67) == more
+    assert rig.program.unseen_bytes == [more]
+    assert (rig.residency.reserve_bytes, rig.residency.budget_bytes) == (10, 60 + 20 + more + 10)
+    assert rig.runs(before=67, peak=67 + 20 + more, after=67) == 0, "seen again: nothing is new"
+    assert (rig.program.unseen_bytes, rig.residency.budget_bytes) == ([more], 90 + more)
 
 
 def test_what_a_kernel_takes_varies_by_a_few_bytes_and_counts_as_the_same() -> None:

@@ -1,0 +1,191 @@
+"""A GPU's memory, as torch's own allocator counts it: the budget holds in every step, links are measured
+within it, and what comes and goes in a kernel's first run is not counted on afterwards.
+
+The checks need a `cuda` device whose numbers are right: a GPU, or the stand-in for its driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+import teraio
+from teraio import session, tiers
+from teraio.runtime.cuda_memory import CudaMemory
+
+MIB = 2**20
+WIDTH, LAYERS, BATCH, STEPS = 512, 8, 2048, 6
+BUDGET = 60 * MIB
+OPTIONS: dict[str, Any] = {"inner": "eager", "warmup": 1, "host_memory": "128MiB"}
+
+FIRST: list[int] = []  # bytes that come and go in the next run of `passes`
+KEEPS: list[int] = []  # bytes that its next run keeps
+KEPT: list[torch.Tensor] = []
+
+
+@torch.library.custom_op("teraio_checks::passes", mutates_args=())
+def passes(x: torch.Tensor) -> torch.Tensor:
+    if FIRST:
+        torch.empty(FIRST.pop(), dtype=torch.uint8, device=x.device)
+    if KEEPS:
+        KEPT.append(torch.empty(KEEPS.pop(), dtype=torch.uint8, device=x.device))
+    return x.clone()
+
+
+@passes.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+passes.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = passes(torch.tanh(layer(x)))
+        loss: torch.Tensor = x.square().mean()
+        return loss
+
+
+@contextmanager
+def ended() -> Iterator[None]:
+    """Leave nothing of a training behind."""
+    try:
+        yield
+    finally:
+        teraio.reset()
+        torch._dynamo.reset()
+        for left in (FIRST, KEEPS, KEPT):
+            left.clear()
+        torch.cuda.empty_cache()
+
+
+def model_on_gpu() -> nn.Module:
+    torch.manual_seed(0)
+    return Chain().cuda()
+
+
+def train(memory: int | None, steps: int = STEPS) -> tuple[list[float], list[int]]:
+    """Losses, and of each step the most that was allocated."""
+    model = model_on_gpu()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run: Any = model
+    if memory is not None:
+        run = torch.compile(model, backend="teraio", options={**OPTIONS, "memory": memory})
+    losses, peaks = [], []
+    for step in range(steps):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        if session.SESSION is not None:
+            session.SESSION.device.forget_highest()
+        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
+        loss = run(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.item()))
+        seen = teraio.stats().get("device_peak_bytes", 0)
+        peaks.append(max(torch.cuda.max_memory_allocated(), seen))
+    return losses, peaks
+
+
+def check_the_budget_holds_in_measured_and_in_planned_steps() -> None:
+    with ended():
+        plain, whole = train(None)
+    with ended():
+        losses, peaks = train(BUDGET)
+        assert teraio.stats()["phase"] == "planned" and teraio.stats()["evictions"] > 0
+    assert losses == plain
+    assert max(whole) > 1.3 * BUDGET, "or there is nothing to save"
+    assert max(peaks) <= BUDGET, peaks
+
+
+def check_what_a_first_run_tries_is_not_in_reserve_afterwards() -> None:
+    """As Inductor's autotuner: a buffer as large as the L2 cache, larger than the budget has room for."""
+    with ended():
+        plain, _ = train(None)
+    with ended():
+        FIRST.append(50 * MIB)
+        losses, peaks = train(BUDGET)
+        assert not FIRST
+        assert teraio.stats()["reserve_bytes"] < 12 * MIB
+    assert losses == plain
+    assert peaks[0] > BUDGET >= max(peaks[1:]), peaks
+
+
+def check_what_a_library_keeps_is_in_reserve_at_once() -> None:
+    with ended():
+        KEEPS.append(16 * MIB)
+        _, peaks = train(BUDGET)
+        assert teraio.stats()["reserve_bytes"] >= 16 * MIB
+    assert max(peaks[1:]) <= BUDGET, peaks
+
+
+def check_links_are_measured_within_an_eighth_of_the_budget_and_memory_goes_back() -> None:
+    seen: list[int] = []
+    forget = CudaMemory.forget_highest
+
+    def looks(self: CudaMemory) -> None:
+        seen.append(self.highest_bytes())
+        forget(self)
+
+    for budget in (16 * MIB, 64 * MIB, 512 * MIB):
+        tiers._KNOWN.clear()
+        seen.clear()
+        with ended(), patch.object(CudaMemory, "forget_highest", looks):
+            torch.cuda.reset_peak_memory_stats()
+            before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            numbers = torch.get_rng_state(), torch.cuda.get_rng_state()
+            with torch.device("cuda"), teraio.init(memory=budget, **OPTIONS):
+                assert 0 < seen[0] - before <= budget // 8, (seen, before)
+                assert torch.cuda.memory_reserved() <= reserved
+                assert teraio.stats()["device_peak_bytes"] <= before
+                after = torch.get_rng_state(), torch.cuda.get_rng_state()
+                assert all(torch.equal(one, other) for one, other in zip(numbers, after))
+
+
+def check_a_session_starts_on_a_card_that_is_nearly_full() -> None:
+    """Links are measured with what there is; from RAM, and without host memory, where there is nothing."""
+    for left in (24 * MIB, 0):
+        tiers._KNOWN.clear()
+        with ended():
+            held = []
+            size = 64 * MIB
+            while size >= max(left // 4, MIB):
+                try:
+                    held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+                except torch.OutOfMemoryError:
+                    size //= 2
+            if left:
+                while torch.cuda.mem_get_info()[0] < left:
+                    held.pop()
+                    torch.cuda.empty_cache()
+            with torch.device("cuda"), teraio.init(memory=2**30, **OPTIONS):
+                there = session.SESSION
+                assert there is not None
+                names = [tier.name for tier in there.planning.machine.tiers]
+                assert ("host" in names) == bool(left), (left, names, torch.cuda.mem_get_info())
+            held.clear()
+
+
+def check_reserved_memory_is_told_beside_allocated_memory() -> None:
+    """On a stream of the user's own freed blocks are kept apart: reserved grows, allocated does not."""
+    with ended(), torch.cuda.stream(torch.cuda.Stream()):
+        losses, _ = train(BUDGET)
+        stats = teraio.stats()
+        assert stats["device_peak_bytes"] <= BUDGET
+        assert (
+            stats["device_reserved_peak_bytes"] >= torch.cuda.memory_reserved() >= stats["device_peak_bytes"]
+        )
+    with ended():
+        assert train(BUDGET)[0] == losses
