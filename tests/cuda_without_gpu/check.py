@@ -1,4 +1,4 @@
-"""Runs one check in this process, or lists them all: what run.py calls in the stand-in's environment.
+"""Runs one check in this process, or lists them all: what prove.py calls in the stand-in's environment.
 
 A check is a function `check_*` of a module `check_*.py`: it asserts, and returns figures for its row, or
 nothing. A module may name what the sample takes of it, in SAMPLE; more checks by name, in CASES; and what is

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import plants
-from training import Training, plain
+from small_llama import Training, plain
 
 VARIABLES = {"STANDIN_LATE_US": "3000"}  # a stream that is hardly late finds little
 

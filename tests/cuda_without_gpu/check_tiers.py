@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from training import Training, plain
+from small_llama import Training, plain
 
 TIERS: dict[str, dict[str, Any]] = {
     "host": {"host_memory": "512MiB"},

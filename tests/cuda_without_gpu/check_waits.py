@@ -31,8 +31,9 @@ class Bench:
     def __init__(self) -> None:
         self.device = CudaDevice()
         self.host = self.device.host(64 << 20)
-        self.place = self.host.reserve(BYTES)
-        assert self.place is not None
+        place = self.host.reserve(BYTES)
+        assert place is not None
+        self.place = place
         torch.cuda.synchronize()
 
     def full_of(self, value: int) -> torch.Tensor:

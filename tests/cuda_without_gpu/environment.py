@@ -157,12 +157,25 @@ def _libraries(python: Path, site: Path, torch_version: str) -> Path:
     folder = BUILT / "libraries"
     folder.mkdir(exist_ok=True)
     sources = HERE / "driver"
-    headers = ["-isystem", site / "nvidia/cu13/include", "-isystem", site / "triton/backends/nvidia/include"]
-    common = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", *headers]
+    headers: list[str | Path] = [
+        "-isystem",
+        site / "nvidia/cu13/include",
+        "-isystem",
+        site / "triton/backends/nvidia/include",
+    ]
+    common: list[str | Path] = [
+        "g++",
+        "-std=c++20",
+        "-O2",
+        "-shared",
+        "-fPIC",
+        "-fvisibility=hidden",
+        *headers,
+    ]
     driver = folder / "libcuda.so.1"
     own = [path for path in sources.iterdir() if path.name != "operators.cpp"]
     if _once("driver", key := _key(own, torch_version), folder):
-        linked = ["-o", driver, "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread"]
+        linked: list[str | Path] = ["-o", driver, "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread"]
         first = [sources / name for name in DRIVER]
         _run(*common, *first, *linked)
         _run(*common, *first, _stops(folder, site, driver), "-I", sources, *linked)
@@ -170,11 +183,17 @@ def _libraries(python: Path, site: Path, torch_version: str) -> Path:
     if _once("operators", key := _key([sources / "operators.cpp"], torch_version), folder):
         include = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('include'))").strip()
         torch = site / "torch"
-        parts = ["-isystem", torch / "include", "-isystem", torch / "include/torch/csrc/api/include"]
-        linked = [f"-l{name}" for name in ("torch_python", "torch_cuda", "torch_cpu", "c10_cuda", "c10")]
-        target = ["-o", folder / "operators.so", f"-L{torch / 'lib'}", *linked, driver]
-        _run(*common, "-w", "-DTORCH_EXTENSION_NAME=operators", *parts, "-isystem", include,
-             sources / "operators.cpp", *target)  # fmt: skip
+        parts: list[str | Path] = [
+            "-isystem",
+            torch / "include",
+            "-isystem",
+            torch / "include/torch/csrc/api/include",
+        ]
+        parts += ["-isystem", include]
+        names = [f"-l{name}" for name in ("torch_python", "torch_cuda", "torch_cpu", "c10_cuda", "c10")]
+        target: list[str | Path] = ["-o", folder / "operators.so", f"-L{torch / 'lib'}", *names, driver]
+        named = ["-w", "-DTORCH_EXTENSION_NAME=operators"]
+        _run(*common, *named, *parts, sources / "operators.cpp", *target)
         _made("operators", key, folder)
     return folder
 

@@ -16,27 +16,27 @@ from teraio.runtime import cuda, pinned
 from teraio.runtime.device import Mark, Pending
 
 
-def _no_wait_for_kernels(out: bool) -> None:
-    """Copies between pinned memory and the device begin at once, whatever kernels still run."""
+def _no_wait_for_kernels(which: bool) -> None:
+    """Lets copies out of the device, or those into it, begin at once, whatever kernels still run."""
     issue = pinned._issue
 
-    def planted(stream: Any, mark: Mark, storage: Any, place: Any, **way: bool) -> Any:
-        if way["out"] is not out:
-            return issue(stream, mark, storage, place, **way)
+    def planted(stream: Any, mark: Mark, storage: Any, place: Any, out: bool) -> pinned.CopyTicket:
+        if out is not which:
+            return issue(stream, mark, storage, place, out)
         long_ago = torch.cuda.Event()  # never recorded: a stream does not wait for it
-        return issue(stream, replace(mark, event=long_ago), storage, place, **way)
+        return issue(stream, replace(mark, event=long_ago), storage, place, out)
 
     pinned._issue = planted
 
 
 def evict_waits_not() -> None:
     """The copy out begins before the kernel that writes the tensor has run."""
-    _no_wait_for_kernels(out=True)
+    _no_wait_for_kernels(True)
 
 
 def fetch_waits_not() -> None:
     """The copy in begins before the kernels have run that used this memory before."""
-    _no_wait_for_kernels(out=False)
+    _no_wait_for_kernels(False)
 
 
 def _ends(name: str, plant: Callable[[cuda.CudaDevice, Pending], None]) -> None:

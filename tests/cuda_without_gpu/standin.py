@@ -5,7 +5,7 @@
     composed.py     operators that only CUDA has, composed of others
     interpreted.py  Triton's kernels, by Triton's interpreter, if TRITON_INTERPRET=1
 
-`run.py` makes the environment, builds the two libraries and sets what a process needs. What ran on the
+`prove.py` makes the environment, builds the two libraries and sets what a process needs. What ran on the
 stand-in is never a result of a GPU.
 """
 
@@ -50,14 +50,14 @@ def _check_versions() -> None:
     if built != torch.version.git_version:
         raise StandInError(
             f"the stand-in was built for torch {built}, this is {torch.version.git_version}; start processes "
-            "through run.py, which builds it anew where that is needed"
+            "through prove.py, which builds it anew where that is needed"
         )
 
 
 def _library() -> Any:
     library = ctypes.CDLL(None)
     if not hasattr(library, "standin_report"):
-        raise StandInError("libcuda.so.1 of the stand-in is not preloaded; start processes through run.py")
+        raise StandInError("libcuda.so.1 of the stand-in is not preloaded; start processes through prove.py")
     for name in ("standin_used", "standin_most", "standin_pinned"):
         getattr(library, name).restype = ctypes.c_size_t
     library.standin_kernels.restype = ctypes.c_long

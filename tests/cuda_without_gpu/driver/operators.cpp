@@ -14,6 +14,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <string>
 
 extern "C" {
@@ -349,28 +350,19 @@ Tensor& copy(c10::DispatchKeySet, Tensor& self, const Tensor& source, bool non_b
   return self;
 }
 
+std::set<std::string> named(const std::string& names) {
+  std::istringstream words(names);
+  std::set<std::string> found;
+  for (std::string word; words >> word;) found.insert("aten::" + word);
+  return found;
+}
+
 // Operators that only take memory or make views, and those that read one value: torch's own work as they are.
-const std::set<std::string> kTorchs = {"aten::empty.memory_format",
-                                       "aten::empty_strided",
-                                       "aten::resize_",
-                                       "aten::view",
-                                       "aten::as_strided",
-                                       "aten::_reshape_alias",
-                                       "aten::unfold",
-                                       "aten::set_",
-                                       "aten::set_.source_Storage",
-                                       "aten::set_.source_Storage_storage_offset",
-                                       "aten::set_.source_Tensor",
-                                       "aten::is_set_to",
-                                       "aten::_fused_sdp_choice",
-                                       "aten::record_stream",
-                                       "aten::view_as_real",
-                                       "aten::view_as_complex",
-                                       "aten::is_pinned",
-                                       "aten::_pin_memory",
-                                       "aten::_local_scalar_dense",
-                                       "aten::copy_",
-                                       "aten::resize_as_"};
+const std::set<std::string> kTorchs = named(
+    "empty.memory_format empty_strided resize_ resize_as_ view as_strided _reshape_alias unfold view_as_real "
+    "view_as_complex set_ set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor "
+    "is_set_to "
+    "record_stream is_pinned _pin_memory _local_scalar_dense copy_ _fused_sdp_choice");
 
 long install() {
   static std::vector<c10::RegistrationHandleRAII> held;

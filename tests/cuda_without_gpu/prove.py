@@ -1,9 +1,9 @@
 """Runs teraio's CUDA path on the real CUDA build of torch, without a GPU.
 
-    python tests/cuda_without_gpu/run.py                a sample, ten minutes on two idle cores
-    python tests/cuda_without_gpu/run.py --all          everything
-    python tests/cuda_without_gpu/run.py NAME ...       these, by the beginnings of their names
-    python tests/cuda_without_gpu/run.py --list
+    python tests/cuda_without_gpu/prove.py                a sample, ten minutes on two idle cores
+    python tests/cuda_without_gpu/prove.py --all          everything
+    python tests/cuda_without_gpu/prove.py NAME ...       these, by the beginnings of their names
+    python tests/cuda_without_gpu/prove.py --list
 
 The first run makes the environment: about 5 GB, some minutes. Each check is a process of its own. What it
 found is a row of --out; the exit code tells whether all held. Nothing here is a result of a GPU.

@@ -1,6 +1,6 @@
 """A training of the demo's Llama on a device, and what a run without a budget gives.
 
-python training.py '{"inner": "eager"}'        in a process of its own, without a budget: a JSON object
+python small_llama.py '{"inner": "eager"}'        in a process of its own, without a budget: a JSON object
 """
 
 from __future__ import annotations
