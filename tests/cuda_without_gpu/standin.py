@@ -94,6 +94,16 @@ def uncomputed_kernels() -> int:
     return int(LIBRARY.standin_kernels())
 
 
+def kernels_take(us: float) -> None:
+    """From now on each kernel takes at least so long."""
+    LIBRARY.standin_set_kernel_us(ctypes.c_double(us))
+
+
+def kernels_compute(they_do: bool) -> None:
+    """Whether operators compute from now on; otherwise they only take their time."""
+    LIBRARY.standin_set_computes(ctypes.c_bool(they_do))
+
+
 def calls() -> Mapping[str, int]:
     """How often each operator was called on CUDA tensors."""
     counts: Mapping[str, int] = OPERATORS.calls()

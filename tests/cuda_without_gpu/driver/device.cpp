@@ -69,7 +69,7 @@ void copy(void* to, const void* from, size_t bytes, Stream* stream) {
 
 void fill(void* at, int value, size_t bytes, Stream* stream) {
   find(at, bytes);
-  stream->push([=] { std::memset(at, value, bytes); }, settings().kernel);
+  stream->push([=] { std::memset(at, value, bytes); }, Nanoseconds(kernel_ns()));
 }
 
 void launched(const std::string& name, Stream* stream) {
@@ -78,7 +78,7 @@ void launched(const std::string& name, Stream* stream) {
     std::lock_guard lock(names_mutex);
     ++names()[name];
   }
-  stream->push([] {}, settings().kernel);
+  stream->push([] {}, Nanoseconds(kernel_ns()));
 }
 
 bool elapsed_ms(Event* from, Event* to, float* ms) {
@@ -117,15 +117,21 @@ STANDIN_EXPORT size_t standin_most(int device) {
 STANDIN_EXPORT size_t standin_pinned() {
   return standin::pinned_bytes();
 }
+STANDIN_EXPORT void standin_set_kernel_us(double us) {
+  standin::kernel_ns() = static_cast<int64_t>(us * 1e3);
+}
+STANDIN_EXPORT void standin_set_computes(bool set) {
+  standin::computes() = set;
+}
 STANDIN_EXPORT bool standin_computes() {
-  return standin::settings().computes;
+  return standin::computes();
 }
 
 // For operators.cpp: work in the order of a stream, as long as a kernel.
 STANDIN_EXPORT void standin_push(void* stream, int device, std::function<void()>* work) {
   using namespace standin;
   std::shared_ptr<std::function<void()>> kept(work);
-  stream_of(stream, device)->push([kept] { (*kept)(); }, settings().kernel);
+  stream_of(stream, device)->push([kept] { (*kept)(); }, Nanoseconds(kernel_ns()));
 }
 STANDIN_EXPORT void standin_synchronize(void* stream, int device) {
   standin::stream_of(stream, device)->synchronize();

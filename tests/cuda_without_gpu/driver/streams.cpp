@@ -45,12 +45,20 @@ const Settings& settings() {
       .devices = static_cast<int>(number("STANDIN_DEVICES", 1)),
       .device_bytes = static_cast<size_t>(number("STANDIN_MIB", 4096)) << 20,
       .late_us = static_cast<unsigned>(number("STANDIN_LATE_US", 200)),
-      .kernel = Nanoseconds(static_cast<int64_t>(number("STANDIN_KERNEL_US", 0) * 1e3)),
       .bytes_per_second = number("STANDIN_COPY_GB_S", 0) * 1e9,
-      .computes = number("STANDIN_COMPUTES", 1) != 0,
   };
   if (made.devices < 1 || made.devices > kMostDevices) stop("STANDIN_DEVICES must be 1 to %d", kMostDevices);
   return made;
+}
+
+std::atomic<int64_t>& kernel_ns() {
+  static std::atomic<int64_t> set{static_cast<int64_t>(number("STANDIN_KERNEL_US", 0) * 1e3)};
+  return set;
+}
+
+std::atomic<bool>& computes() {
+  static std::atomic<bool> set{number("STANDIN_COMPUTES", 1) != 0};
+  return set;
 }
 
 void Point::pass(Clock::time_point nominal) {

@@ -29,11 +29,12 @@ struct Settings {
   int devices;
   size_t device_bytes;
   unsigned late_us;         // a piece of work begins up to so much later than it could
-  Nanoseconds kernel;       // each kernel takes at least so long
   double bytes_per_second;  // of each copy engine; 0: as fast as memory is
-  bool computes;            // false: kernels only take their time
 };
 const Settings& settings();
+// What a process may change: how long each kernel takes at least; whether it does more than take time.
+std::atomic<int64_t>& kernel_ns();
+std::atomic<bool>& computes();
 
 // A place in a stream's order: passed when all work before it is done.
 class Point {

@@ -1,0 +1,93 @@
+"""What a slot costs the thread that launches kernels, and a step beside what its kernels and links take.
+
+Once there is a plan, kernels compute nothing and take a set time; links carry 50 GB/s. The stand-in makes the
+operators of an eager graph dearer to launch than a GPU does: what a slot costs is its own time of the thread.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import standin
+import torch
+from small_llama import Training
+
+import teraio
+from teraio.runtime.engine import Engine
+
+VARIABLES = {"STANDIN_LATE_US": "0", "STANDIN_COPY_GB_S": "50"}
+STEPS = 6
+KERNEL_US = (100, 500)
+
+
+class Slots:
+    """Nanoseconds of the launching thread's CPU in each slot, and whether it gave copies or ended them."""
+
+    def __init__(self) -> None:
+        self.still: list[int] = []
+        self.moving: list[int] = []
+        visit: Callable[..., Any] = Engine.visit
+
+        def timed(engine: Engine, *arguments: Any) -> Any:
+            counts = engine.residency.mover.counts
+            moves, began = counts.evictions + counts.fetches, time.thread_time_ns()
+            result = visit(engine, *arguments)
+            used = time.thread_time_ns() - began
+            moved = counts.evictions + counts.fetches != moves
+            (self.moving if moved else self.still).append(used)
+            return result
+
+        Engine.visit = timed  # type: ignore[method-assign]
+
+    def clear(self) -> None:
+        self.still.clear()
+        self.moving.clear()
+
+    def told(self) -> dict[str, Any]:
+        return {
+            f"{name}_us": round(statistics.median(found) / 1e3, 1) if found else None
+            for name, found in (("still", self.still), ("moving", self.moving))
+        } | {"slots": (len(self.still) + len(self.moving)) // STEPS, "moves": len(self.moving) // STEPS}
+
+
+def steps_ms(training: Training) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    training.train(STEPS)
+    torch.cuda.synchronize()
+    return round((time.perf_counter() - began) * 1e3 / STEPS, 1)
+
+
+def measured(memory: str, us: int) -> dict[str, Any]:
+    """Of planned steps with this budget, with kernels of that duration."""
+    slots = Slots()
+    training = Training(options={"memory": memory, "host_memory": "512MiB"})
+    standin.kernels_take(us)
+    while training.phases[-1:] != ["planned"]:
+        assert len(training.phases) < 12, training.phases
+        training.step()
+    standin.kernels_compute(False)
+    training.train(1)
+    slots.clear()
+    before, first = sum(standin.calls().values()), len(training.phases)
+    step = steps_ms(training)
+    operators = (sum(standin.calls().values()) - before) // STEPS
+    return {
+        "step_ms": step,
+        "operators_ms": round(operators * us / 1e3, 1),
+        "stall_ms": round(teraio.stats()["step_stall_ns"] / 1e6, 1),
+        "planned_steps": training.phases[first:].count("planned"),
+        **slots.told(),
+    }
+
+
+CASES = {
+    f"{name}_{us}_us": partial(measured, memory, us)
+    for name, memory in (("fits", "1GiB"), ("moves", "40MiB"))
+    for us in KERNEL_US
+}
+SAMPLE = {"moves_500_us"}
