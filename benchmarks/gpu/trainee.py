@@ -1,9 +1,11 @@
-"""One training in a process of its own, on the GPU or, as a rehearsal, on the CPU.
+"""One training of a small Llama in a process of its own.
 
-    trainee.py '{"way": "teraio", "device": "cuda", "part": 0.4, "peak": 12000000000, "shape": {...}, ...}'
+    RESULT=out.json trainee.py '{"way": "teraio", "memory": 1200000000, "shape": {...}, "batch": 4, ...}'
 
-prints one JSON object: losses, seconds of each step, the most that was allocated and reserved, and what
-teraio counted. `way` is one of WAYS; `part` is a part of `peak`, the peak of the plain run.
+After every step it writes into RESULT all that it has found: losses to the bit, seconds, the most that was
+allocated and reserved, and what teraio counted; `ended` is there when it has ended in order. `way` is `plain`
+or `teraio`. Plain training is the same compile without a budget; with `optimizer` `host` its optimizer steps
+on copies in RAM, as teraio's does there.
 """
 
 from __future__ import annotations
@@ -13,122 +15,86 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import beginning
 import torch
-import torch._functorch.config as functorch_config
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import teraio
+from teraio import session
 from teraio.demo_model import Llama, Shape
 
-SETTLED_MOST = 12  # steps until the plan is there; then those that count
-# And those of zero.py.
-WAYS = ("plain", "teraio", "save_on_cpu", "checkpoint", "offloading", "offloading_stream")
-OFFLOADED_LEAST = 2**16  # bytes; smaller activations stay
+PLANNED_MOST = 12  # steps until a plan is there; then those that count
+END_S = 6.0  # before the deadline: what is found must be written, and the process ended
+SLOTS_MOST = 30
+PER_STEP = ("phase", "reserve_bytes", "step_misses", "step_stall_ns", "step_overrun_bytes")
+ATTENTION = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 class Trainee:
     def __init__(self, asked: dict[str, Any]) -> None:
-        self.asked, self.device = asked, asked["device"]
+        self.asked, self.device = asked, asked.get("device", "cuda")
         self.on_gpu = self.device == "cuda"
-        self.budget = int(asked.get("peak", 0) * asked.get("part", 0))
+        self.found: dict[str, Any] = {"losses": [], "seconds": [], "steps": []}
         torch.manual_seed(0)
         torch.set_num_threads(asked.get("threads", 1))
-        self._order(asked.get("deterministic", True))
+        self._order()
         if asked.get("sanitize"):
             watch_streams()
-        self.offloaded_bytes = 0
-        if "fraction" in asked:
-            torch.cuda.set_per_process_memory_fraction(asked["fraction"])
+        if "cap" in asked:
+            total = torch.cuda.mem_get_info()[1]
+            self.found["fraction"] = asked["cap"] / total
+            torch.cuda.set_per_process_memory_fraction(asked["cap"] / total)
         self.model = self._model()
-        self.optimizer = self._optimizer()
-        self.run = self._compiled()
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        if asked.get("optimizer") == "host":
+            self.optimizer = OnHost(self.model, self.optimizer)
+        options = self._options() if asked["way"] == "teraio" else {}
+        inner = {"inner": asked.get("inner", "inductor")}
+        self.run: Any = torch.compile(self.model, backend="teraio", options={**inner, **options})
+        self.slots = Slots() if asked.get("slots") else None
         self.random = torch.Generator().manual_seed(1)
 
-    def _order(self, kept: bool | str) -> None:
-        """Sums in the same order each time, or else a warning; `strict`: or else an error. Of the kernels for
-        attention flash keeps an order under `strict` alone, others never: without it the plain ones run."""
-        strict = kept == "strict"
-        torch.use_deterministic_algorithms(bool(kept), warn_only=not strict)
-        if kept and self.on_gpu:
-            torch.backends.cuda.enable_flash_sdp(strict)
-            torch.backends.cuda.enable_math_sdp(not strict)
-            torch.backends.cuda.enable_mem_efficient_sdp(False)
-            torch.backends.cuda.enable_cudnn_sdp(False)
-
-    def _model(self) -> nn.Module:
-        """The device first: it is that of the session which teraio.init opens."""
-        dtype = getattr(torch, self.asked.get("dtype", "float32"))
-        made = teraio.init(**self._options()) if self.asked.get("init") else contextlib.nullcontext()
-        with torch.device(self.device), made:
-            model = Llama(Shape(**self.asked["shape"])).to(dtype)
-        if self.asked["way"] == "checkpoint":
-            model.layers = nn.ModuleList(Again(layer) for layer in model.layers)
-        return model
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        fused = self.asked.get("fused", False) or None
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
+    def _order(self) -> None:
+        """Sums in the same order each time, or else a warning; `strict`: or else an error."""
+        order, attention = self.asked.get("deterministic", False), self.asked.get("attention")
+        torch.use_deterministic_algorithms(bool(order), warn_only=order != "strict")
+        if attention is not None and self.on_gpu:
+            for name, enable in {
+                "flash": torch.backends.cuda.enable_flash_sdp,
+                "math": torch.backends.cuda.enable_math_sdp,
+                "cudnn": torch.backends.cuda.enable_cudnn_sdp,
+                "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
+            }.items():
+                enable(name == attention)
 
     def _options(self) -> dict[str, Any]:
-        return {"memory": self.budget, **self.asked.get("options", {})}
+        return {"memory": self.asked["memory"], **self.asked.get("options", {})}
 
-    def _compiled(self) -> Callable[..., torch.Tensor]:
-        if self.asked["way"].startswith("offloading"):
-            self._offload()
-        inner = {"inner": self.asked.get("inner", "inductor")}
-        options = self._options() if self.asked["way"] == "teraio" else {}
-        compiled: Any = torch.compile(self.model, backend="teraio", options={**inner, **options})
-        return self._saving(compiled) if self.asked["way"] == "save_on_cpu" else compiled
+    def _model(self) -> nn.Module:
+        dtype = getattr(torch, self.asked.get("dtype", "float32"))
+        made = teraio.init(**self._options()) if self.asked.get("init") else contextlib.nullcontext()
+        torch.set_default_dtype(dtype)
+        with torch.device(self.device), made:
+            model = Llama(Shape(**self.asked["shape"]))
+        torch.set_default_dtype(torch.float32)
+        return model
 
-    def _offload(self) -> None:
-        """The compiler moves activations that are marked, and marks none itself: here all that it saves and
-        that are of some size. It then leaves out what it cannot move."""
-        functorch_config.enable_activation_offloading = True
-        functorch_config.activation_offload_separate_stream = self.asked["way"] == "offloading_stream"
-        functorch_config.enable_autograd_cache = False  # a program from there was not marked here
-        cut: Any = importlib.import_module("torch._functorch._activation_offloading.activation_offloading")
-        choose = cut.choose_offload_sets
+    def batch(self) -> torch.Tensor:
+        size = (self.asked["batch"], self.asked["length"] + 1)
+        tokens = torch.randint(0, self.asked["shape"]["vocabulary"], size, generator=self.random)
+        return tokens.to(self.device)
 
-        def marked(forward: torch.fx.GraphModule, *rest: Any) -> bool:
-            saved: Any = forward.graph.output_node().args[0]
-            sizes = {node: bytes_of(node) for node in saved if isinstance(node, torch.fx.Node)}
-            for node, size in sizes.items():
-                node.meta["should_offload"] = node.op == "call_function" and size >= OFFLOADED_LEAST
-            chosen = bool(choose(forward, *rest))
-            self.offloaded_bytes += sum(
-                size for node, size in sizes.items() if node.meta.get("saved_for_offloading")
-            )
-            return chosen
-
-        cut.choose_offload_sets = marked
-
-    def _saving(self, compiled: Any) -> Callable[..., torch.Tensor]:
-        def run(*batch: torch.Tensor) -> torch.Tensor:
-            with torch.autograd.graph.save_on_cpu(pin_memory=self.on_gpu):
-                loss: torch.Tensor = compiled(*batch)
-            return loss
-
-        return run
-
-    def step(self) -> tuple[float, str]:
-        """Seconds, and the loss to the bit."""
-        batch, length = self.asked["batch"], self.asked["length"]
-        tokens = torch.randint(
-            0, self.asked["shape"]["vocabulary"], (batch, length + 1), generator=self.random
-        ).to(self.device)
-        self.wait()
-        began = time.perf_counter()
-        loss = self.learn(tokens[:, :-1], tokens[:, 1:])
-        self.wait()
-        return time.perf_counter() - began, float(loss.item()).hex()
-
-    def learn(self, *batch: torch.Tensor) -> torch.Tensor:
+    def learn(self, tokens: torch.Tensor) -> torch.Tensor:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.asked.get("autocast", False)):
-            loss = self.run(*batch)
+            loss: torch.Tensor = self.run(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         if clip := self.asked.get("clip"):
             nn.utils.clip_grad_norm_(self.model.parameters(), clip)
@@ -136,45 +102,126 @@ class Trainee:
         self.optimizer.zero_grad()
         return loss
 
+    def step(self) -> None:
+        """One more, and what it took."""
+        tokens = self.batch()
+        self.wait()
+        self._peak_anew()
+        began = time.perf_counter()
+        loss = self.learn(tokens)
+        self.wait()
+        self.found["seconds"].append(round(time.perf_counter() - began, 5))
+        self.found["losses"].append(float(loss.item()).hex())
+        self._note()
+
     def wait(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def peaks(self) -> dict[str, int]:
-        if not self.on_gpu:
-            return {"allocated_bytes": 0, "reserved_bytes": 0}
-        seen = teraio.stats()  # the engine resets torch's counts while it measures
-        return {
-            "allocated_bytes": max(torch.cuda.max_memory_allocated(), seen.get("device_peak_bytes", 0)),
-            "reserved_bytes": max(
-                torch.cuda.max_memory_reserved(), seen.get("device_reserved_peak_bytes", 0)
-            ),
-        }
+    def _peak_anew(self) -> None:
+        """The engine begins torch's count anew while it measures, and keeps the highest: that, too."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        if session.SESSION is not None and hasattr(session.SESSION.device, "highest"):
+            session.SESSION.device.highest = 0
 
-    def train(self) -> dict[str, Any]:
-        steps: list[tuple[float, str]] = []
-        while len(steps) < self.asked.get("warmup", 3) or not self._settled(len(steps)):
-            steps.append(self.step())
-        began = len(steps)
-        steps += [self.step() for _ in range(self.asked["steps"])]
-        return {
-            **self.peaks(),
-            "budget_bytes": self.budget,
-            "offloaded_bytes": self.offloaded_bytes,
-            "first_measured": began,
-            "seconds": [seconds for seconds, _ in steps],
-            "losses": [loss for _, loss in steps],
-            "stats": dict(teraio.stats()),
-        }
+    def _note(self) -> None:
+        stats: dict[str, Any] = dict(teraio.stats())
+        step = {name: stats[name] for name in PER_STEP if name in stats}
+        if self.on_gpu:
+            allocated = torch.cuda.max_memory_allocated()
+            step["peak_bytes"] = max(allocated, stats.get("device_peak_bytes", 0))
+            step["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        self.found["steps"].append(step)
+        self.found["stats"] = stats
+        if self.slots is not None:
+            self.found["slots"] = self.slots.highest()
+        beginning.write(self.found)
 
-    def _settled(self, steps: int) -> bool:
+    def train(self) -> None:
+        count = 0
+        while count < self.asked.get("warmup", 3) or not self._planned(count):
+            if not self._has_time():
+                return
+            self.step()
+            count += 1
+        self.found["first_measured"] = count
+        for _ in range(self.asked["steps"]):
+            if not self._has_time():
+                return
+            self.step()
+        beginning.write({**self.found, "ended": True})
+
+    def _planned(self, steps: int) -> bool:
         planned = teraio.stats().get("phase") == "planned"
-        return self.asked["way"] != "teraio" or steps >= SETTLED_MOST or planned
+        waits = self.asked["way"] == "teraio" and not self.asked.get("unplanned")
+        return not waits or steps >= PLANNED_MOST or planned
+
+    def _has_time(self) -> bool:
+        """Whether one more step of the usual length ends before the deadline."""
+        usual = max(self.found["seconds"][1:], default=0.0)
+        enough = beginning.left_s() > END_S + usual
+        if not enough:
+            beginning.write({**self.found, "ended": True, "short": True})
+        return enough
 
 
-def bytes_of(node: torch.fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.nbytes if isinstance(value, torch.Tensor) else 0
+class OnHost:
+    """An optimizer that steps on the device once, which makes its states, and from then on in RAM."""
+
+    def __init__(self, model: nn.Module, first: torch.optim.Optimizer) -> None:
+        self.parameters = list(model.parameters())
+        self.first = first
+        self.rest: torch.optim.Optimizer | None = None
+        self.copies: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        if not self.copies:
+            self.first.step()
+            self.copies = [p.detach().cpu().requires_grad_() for p in self.parameters]
+            self.rest = torch.optim.AdamW(self.copies, lr=1e-4, fused=True)
+            self.rest.load_state_dict(self.first.state_dict())
+            self.first.state.clear()
+            return
+        assert self.rest is not None
+        with torch.no_grad():
+            for copy, parameter in zip(self.copies, self.parameters):
+                copy.grad = None if parameter.grad is None else parameter.grad.cpu()
+            self.rest.step()
+            for copy, parameter in zip(self.copies, self.parameters):
+                parameter.copy_(copy)
+
+    def zero_grad(self) -> None:
+        self.first.zero_grad()
+
+
+class Slots:
+    """The most that was allocated while each kernel ran, and while the slot before it did its work."""
+
+    def __init__(self) -> None:
+        self.most: dict[tuple[str, str, int, str], int] = {}
+        engine = importlib.import_module("teraio.runtime.engine").Engine
+        visit = engine.visit
+
+        def seen(self_: Any, program: Any, index: int, *rest: Any) -> Any:
+            kernel = torch.cuda.max_memory_allocated()
+            kind = str(program.schedule.kind)
+            if index:
+                self._keep((kind, program.stops[index - 1].kernel, index - 1, "kernel"), kernel)
+            found = visit(self_, program, index, *rest)
+            if (slot := torch.cuda.max_memory_allocated()) > kernel:
+                self._keep((kind, program.stops[index].kernel, index, "slot before"), slot)
+            torch.cuda.reset_peak_memory_stats()
+            return found
+
+        engine.visit = seen
+
+    def _keep(self, key: tuple[str, str, int, str], bytes_: int) -> None:
+        self.most[key] = max(self.most.get(key, 0), bytes_)
+
+    def highest(self) -> list[list[Any]]:
+        ordered = sorted(self.most.items(), key=lambda item: -item[1])
+        return [[bytes_, *key] for key, bytes_ in ordered[:SLOTS_MOST]]
 
 
 def watch_streams() -> None:
@@ -185,16 +232,42 @@ def watch_streams() -> None:
     sanitizer.enable_cuda_sanitizer()
 
 
-class Again(nn.Module):
-    """Activation checkpointing around a block."""
+def without_attention(name: str) -> str:
+    """Why this kind of attention does not run here, or nothing. Tried in a process that ends then."""
+    try:
+        q, k, v = (
+            torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(3)
+        )
+        with sdpa_kernel(ATTENTION[name]):
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).splitlines()[0][:300] or "RuntimeError"
+    return ""
 
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return checkpoint(self.block, *inputs, use_reentrant=False)
+@contextlib.contextmanager
+def errors_kept(found: Callable[[], dict[str, Any]]) -> Iterator[None]:
+    """An error goes into the result as well, by its class and its text."""
+    try:
+        yield
+    except BaseException as error:
+        name = type(error).__name__
+        beginning.write({**found(), "error": name, "said": str(error)[-1500:]})
+        raise
+
+
+def main(asked: dict[str, Any]) -> None:
+    trainee: Trainee | None = None
+    beginning.stand_in()
+    with errors_kept(lambda: trainee.found if trainee else {}):
+        if asked.get("attention") == "cudnn" and (reason := without_attention("cudnn")):
+            beginning.write({"not available": reason, "ended": True})
+            return
+        trainee = Trainee(asked)
+        trainee.train()
 
 
 if __name__ == "__main__":
-    print(json.dumps(Trainee(json.loads(sys.argv[1])).train()))
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,299 @@
+"""The fourteen minutes: whether teraio works on this GPU, to the bit and within its budgets, and how fast.
+
+    first     smoke -> stop if that fails
+              side by side: probes; small models for their bits; a cut card; the large model is compiled
+              alone on the card: the large model for its speed; torch's stream sanitizer
+    second    what failed, again, with all that teraio says; else the rest of the speeds
+
+All that runs is a job of its own (jobs.py); a row is written when a job ends (rows.py). What the first
+command leaves for the second is in the kept folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import trainings
+from beginning import REHEARSAL
+from jobs import Crew, Ended, Figures, Job, read
+from rows import Book, compared, has, peak_of, run_row, speed_row, within
+
+SIDE_BY_SIDE_SHARE = 0.5  # of the time, at most; what is left is for speed
+SHARES = (0.4, 0.25, 0.6)  # of the plain peak, by worth
+FREED_S = 4.0  # until the driver has taken back what killed processes had
+AGAIN_MOST = 4  # jobs of the first command that are run again
+AGAIN_LOG_BYTES = 2 * 2**20
+OUT_OF_MEMORY = "out of memory"
+BUDGET = "BudgetError"
+
+
+class Conductor:
+    """One command: its jobs, what became of them, and what is said of it at the end."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.ends_s = time.monotonic() + args.seconds
+        self.args, self.kept = args, args.kept
+        about: Figures = {"command": args.command, "rehearsal": REHEARSAL, "stale_wheel": args.stale}
+        self.book = Book(args.out, args.command, about)
+        logs = args.kept / "jobs"
+        logs.mkdir(parents=True, exist_ok=True)
+        self.crew = Crew(logs, self.on_end)
+        self.ended: dict[str, Ended] = {}
+        self.compared: set[str] = set()
+        self.told: list[str] = []  # a line each
+        self.failed: list[str] = []  # names of jobs, in their order
+        self.asked_slots = False
+        self.large = dict(trainings.LARGE)
+        self.large_peak_bytes = 0
+        self.speeds: list[str] = []
+
+    # ---- what happens when a job ends
+
+    def on_end(self, ended: Ended) -> Iterable[Job]:
+        """Its rows, at once, and the jobs that come of it. An error of ours costs this job's rows alone."""
+        try:
+            return self.take_in(ended)
+        except Exception:  # noqa: BLE001  the other jobs must run
+            self.own_error(ended.job.name)
+            return []
+
+    def own_error(self, where: str) -> None:
+        text = traceback.format_exc()[-3000:]
+        self.say(f"{where}: FAILED in these scripts: {text.splitlines()[-1]}")
+        self.book.write("error", {"name": where, "error": text})
+
+    def take_in(self, ended: Ended) -> Iterable[Job]:
+        job = ended.job
+        self.ended[job.name] = ended
+        if job.name == "nvidia-smi":
+            self.book.write("nvidia-smi", {"code": ended.code, "said": ended.tail[-3000:]})
+            return []
+        if job.name == "smoke":
+            self.book.on(ended.result.get("machine", {}))
+            self.book.write("smoke", {"seconds": ended.seconds, "ended": ended.why, **ended.result})
+            return []
+        self.book.write("run", run_row(ended))
+        self.book.keep_log(ended, AGAIN_LOG_BYTES if self.args.command == "second" else 24_000)
+        self.tell(ended)
+        self.compare()
+        return self.more(ended)
+
+    def tell(self, ended: Ended) -> None:
+        """A line for whoever reads along, and whether it has failed."""
+        job, row = ended.job, run_row(ended)
+        verdict = "ok" if ended.in_order else f"FAILED ({row.get('error') or ended.why}, code {ended.code})"
+        if ended.why == "no time left":
+            verdict = "not run: no time left"
+        elif "not available" in ended.result:
+            verdict = f"not available: {ended.result['not available'][:80]}"
+        elif job.name == "cut plain":
+            refused = has(ended, OUT_OF_MEMORY)
+            verdict = "ok: out of memory, as it should" if refused else "FAILED: it fits, or ended otherwise"
+            if not refused:
+                self.failed.append(job.name)
+        elif not ended.in_order or row["within"] is False:
+            self.failed.append(job.name)
+        if row["within"] is False:
+            verdict += (
+                f"; NOT WITHIN: {row['over_bytes'] / 2**20:.1f} MiB over {row['budget_bytes'] / 2**20:.1f}"
+            )
+        self.say(f"{job.name}: {verdict}; {row['steps']} steps in {ended.seconds} s")
+
+    def say(self, line: str) -> None:
+        print(f"{self.args.seconds - (self.ends_s - time.monotonic()):6.1f} s  {line}", flush=True)
+        self.told.append(line)
+
+    def compare(self) -> None:
+        """Whatever has all that it takes by now."""
+        for name, (reference, twice) in trainings.REFERENCES.items():
+            there = all(other in self.ended for other in (name, reference, twice) if other)
+            if not there or name in self.compared:
+                continue
+            self.compared.add(name)
+            row = compared(self.ended[name], self.ended[reference], self.ended.get(twice))
+            self.book.write("equal", row)
+            verdict = {
+                True: "EQUAL to the bit",
+                False: "DIFFERS",
+                None: f"not compared: {row.get('not compared')}",
+            }
+            self.say(f"{name} and {reference}: {verdict[row['equal']]} ({row.get('steps', 0)} steps)")
+            if row["equal"] is False:
+                self.failed.append(name)
+
+    def more(self, ended: Ended) -> list[Job]:
+        """Once more where that tells what is missing; and the large model, when its attention is known."""
+        job, found = ended.job, list[Job]()
+        if has(ended, BUDGET) and not job.name.endswith("MiB"):
+            memory = job.asked["memory"] + trainings.MORE_BYTES
+            found.append(trainings.again(job, f"{job.name} + 128 MiB", memory=memory))
+        if within(ended) is False and not self.asked_slots:
+            self.asked_slots = True
+            found.append(trainings.again(job, f"{job.name} slots", 90, slots=True))
+        if job.name == "probe cudnn" and self.args.command == "first":
+            usable = ended.in_order and "not available" not in ended.result
+            self.large["attention"] = None if usable else "flash"
+            found += trainings.compile_large(self.large)
+        if job.name == "large compile plain":
+            self.large_peak_bytes = peak_of(ended.result)
+            if has(ended, OUT_OF_MEMORY):
+                self.large["batch"] = max(1, self.large["batch"] // 2)
+        return found
+
+    # ---- the stages
+
+    def smoke(self) -> bool:
+        """Whether there is any use in going on."""
+        self.crew.run([Job("nvidia-smi", ("nvidia-smi",), 20, least_s=1)], self.ends_s)
+        limit = 180 if REHEARSAL else 120  # on a fresh machine the first import of torch reads gigabytes
+        self.crew.run([Job("smoke", (sys.executable, trainings.SMOKE), limit)], self.ends_s)
+        ended = self.ended["smoke"]
+        if ended.result.get("ok"):
+            self.say(f"smoke: ok in {ended.seconds} s")
+            return True
+        self.say(f"smoke: FAILED ({ended.why}, code {ended.code}): nothing else is run")
+        print(ended.tail[-5000:], flush=True)
+        return False
+
+    def side_by_side(self) -> None:
+        left = self.ends_s - time.monotonic()
+        ends_s = time.monotonic() + left * (0.75 if REHEARSAL else SIDE_BY_SIDE_SHARE)
+        card = self.ended["smoke"].result["machine"]["card_free_bytes"] / trainings.GIB
+        most = max(2, min(10, (os.cpu_count() or 2) * 5 // 8))
+        jobs = [*trainings.probes(), *trainings.bits()]
+        self.crew.run(jobs, ends_s, most, gib=card - 2)
+        if any(ended.why == "past its limit" for ended in self.ended.values()):
+            time.sleep(FREED_S)
+
+    def speed(self, shares: Iterable[float], **options: Any) -> None:
+        """The large model within parts of its plain peak, one after another."""
+        for share in shares:
+            if not self.large_peak_bytes:
+                self.say("large: how much plain training takes is not known, so no part of it can be given")
+                return
+            profile: Figures = {}
+            if share == SHARES[0] and not options:  # a measured profile of such a model is worth keeping
+                profile = {"profile": str(self.args.out / "large.profile.json.gz")}
+            job = trainings.speed(self.large, self.large_peak_bytes, share, **options, **profile)
+            if job.name in self.ended:
+                continue
+            self.crew.run([job], self.ends_s)
+            self.tell_speed(self.ended[job.name])
+            self.leave()
+
+    def speed_plain(self) -> None:
+        self.crew.run([trainings.speed_plain(self.large)], self.ends_s)
+        ended = self.ended["large plain"]
+        if has(ended, OUT_OF_MEMORY) and self.large["batch"] > 1:
+            self.large["batch"] //= 2
+            self.crew.run([trainings.speed_plain(self.large)], self.ends_s)
+            ended = self.ended["large plain"]
+        self.large_peak_bytes = peak_of(ended.result) or self.large_peak_bytes
+        self.tell_speed(ended)
+
+    def tell_speed(self, ended: Ended) -> None:
+        row = speed_row(ended, self.ended.get("large plain"))
+        self.book.write("speed", {**row, "asked": ended.job.asked})
+        ratios = " ".join(
+            f"{name}={row[name]}" for name in ("over_plain", "over_bound", "over_predicted") if row.get(name)
+        )
+        self.say(f"speed {ended.job.name}: {row['step_s']} s per step; {ratios}")
+        if row["step_s"]:
+            self.speeds.append(ended.job.name)
+
+    # ---- the two commands
+
+    def first(self) -> int:
+        if not self.smoke():
+            return 3
+        self.stages(
+            self.side_by_side,
+            self.leave,
+            self.speed_plain,
+            lambda: self.speed(SHARES),
+            lambda: self.crew.run([trainings.sanitizer()], self.ends_s),
+            self.leave,
+        )
+        return 0
+
+    def stages(self, *stages: Callable[[], None]) -> None:
+        """One after another, whatever becomes of each."""
+        for stage in stages:
+            try:
+                stage()
+            except Exception:  # noqa: BLE001  the next must run
+                self.own_error("a stage")
+
+    def second(self) -> int:
+        state = read(self.kept / "left.json")
+        self.book.on(state.get("machine", {}))
+        self.large = state.get("large", self.large)
+        self.large_peak_bytes = state.get("large_peak_bytes", 0)
+        jobs = [
+            trainings.trained(f"again {name}", asked, 55, gib, environment={"TERAIO_LOG": "debug"})
+            for name, asked, gib in state.get("failed", [])[:AGAIN_MOST]
+        ]
+        self.say(
+            f"{len(jobs)} of the first command's jobs again; large peak {self.large_peak_bytes >> 20} MiB"
+        )
+        self.crew.run(jobs, min(self.ends_s, time.monotonic() + 60 if jobs else self.ends_s), most=4)
+        if not self.large_peak_bytes:
+            self.stages(self.speed_plain)
+        if "large 60%" not in state.get("speeds", []):
+            self.stages(lambda: self.speed((0.6,)))
+        self.stages(lambda: self.speed((0.4,), optimizer_step="host"))
+        return 0
+
+    def leave(self) -> None:
+        """What the second command must know."""
+        failed = [self.ended[name].job for name in dict.fromkeys(self.failed)]
+        state = {
+            "failed": [(job.name, job.asked, job.gib) for job in failed],
+            "speeds": self.speeds,
+            "large": self.large,
+            "large_peak_bytes": self.large_peak_bytes,
+            "machine": self.ended["smoke"].result.get("machine", {}) if "smoke" in self.ended else {},
+        }
+        (self.kept / "left.json").write_text(json.dumps(state))
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        self.crew.stop_all()
+        self.book.write("stopped", {"signal": number})
+        os._exit(128 + number)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=("first", "second"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kept", type=Path, required=True, help="what the second command finds of the first")
+    parser.add_argument("--seconds", type=float, required=True, help="all of it ends by then")
+    parser.add_argument("--stale", action="store_true", help="the wheel was not made from this tree")
+    args = parser.parse_args()
+    conductor = Conductor(args)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, conductor.stop)
+    try:
+        code = conductor.first() if args.command == "first" else conductor.second()
+    finally:
+        conductor.crew.stop_all()
+    summary = [
+        line for line in conductor.told if "FAILED" in line or "DIFFERS" in line or "NOT WITHIN" in line
+    ]
+    print("\n".join(["", f"{len(summary)} things are wrong:", *summary]), flush=True)
+    conductor.book.write("end", {"wrong": summary, "code": code})
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

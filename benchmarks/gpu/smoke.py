@@ -1,0 +1,173 @@
+"""The first minute on a card: the device, pinned memory, one tensor to host memory and back, one to the SSD
+and back, and what `teraio doctor` says of machine and links.
+
+The parts are written to RESULT one by one; `ok` is there, and true, if all of them have worked."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import subprocess
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import beginning
+
+Figures = dict[str, Any]
+MIB = 2**20
+TENSOR = (16 if beginning.REHEARSAL else 64) * MIB
+PINNED = (64 if beginning.REHEARSAL else 256) * MIB
+DOCTOR_S = "0.5"  # per measurement, of which there are eight
+
+
+def machine() -> Figures:
+    """Versions, and the card; the solver may be absent, the engine may not."""
+    importlib.import_module("teraio._native")
+    torch = importlib.import_module("torch")
+    about = torch.cuda.get_device_properties(0)
+    return {
+        "card": about.name,
+        "card_bytes": about.total_memory,
+        "card_free_bytes": torch.cuda.mem_get_info()[0],
+        "capability": list(torch.cuda.get_device_capability()),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        **{name: version(name) for name in ("teraio", "triton", "ortools", "numpy", "pandas", "protobuf")},
+        "solver": loaded("ortools.sat.python.cp_model"),
+        "backend": "teraio" in torch.compiler.list_backends(),
+        "max_memory_allocated_us": microseconds(torch.cuda.max_memory_allocated),
+        "event_us": microseconds(lambda: torch.cuda.Event(enable_timing=True).record()),
+    }
+
+
+def microseconds(call: Callable[[], Any], times: int = 200) -> float:
+    call()
+    begun = time.perf_counter()
+    for _ in range(times):
+        call()
+    return round((time.perf_counter() - begun) / times * 1e6, 1)
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def loaded(module: str) -> str:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001  whatever it is, the planner does without
+        return f"{type(error).__name__}: {error}"[:300]
+    return "loaded"
+
+
+def pinned() -> Figures:
+    cuda = importlib.import_module("teraio.runtime.cuda")
+    begun = time.monotonic()
+    slabs = cuda.CudaDevice().slabs(PINNED // 4, 4)
+    return {"bytes": slabs.arena_bytes, "pin_seconds": round(time.monotonic() - begun, 4)}
+
+
+def host_trip() -> Figures:
+    """One tensor to pinned memory and back, while other memory takes its place."""
+    cuda = importlib.import_module("teraio.runtime.cuda")
+    device = cuda.CudaDevice()
+    tier = device.host(4 * TENSOR)
+    place = tier.reserve(TENSOR)
+    if place is None:
+        raise RuntimeError(f"no place in host memory: {tier.refused}")
+    return trip(device, tier.write(place), lambda: tier.read(place))
+
+
+def ssd_trip() -> Figures:
+    """One tensor to a file and back."""
+    cuda = importlib.import_module("teraio.runtime.cuda")
+    store = importlib.import_module("teraio.runtime.store").Store
+    device = cuda.CudaDevice()
+    opened = store.open(None, None, device=device)
+    extent = opened.reserve(TENSOR, "smoke")
+    found = trip(
+        device,
+        lambda s, mark: opened.write(extent, s.data_ptr(), "smoke", event=mark.handle),
+        lambda: lambda s, mark: opened.read(extent, s.data_ptr(), "smoke", event=mark.handle),
+    )
+    found |= {"directories": [str(path) for path in opened.directories], "direct": opened.direct}
+    found["fallbacks"] = list(opened.fallbacks)
+    opened.release(extent)
+    opened.close()
+    return found
+
+
+def trip(device: Any, write: Any, read: Callable[[], Any]) -> Figures:
+    torch = importlib.import_module("torch")
+    tensor = torch.randint(0, 256, (TENSOR,), dtype=torch.uint8, device="cuda")
+    before, storage = tensor.cpu(), tensor.untyped_storage()
+    begun = time.monotonic()
+    device.end_evict(device.begin_evict(storage, write))
+    away = time.monotonic()
+    empty, other = storage.nbytes() == 0, torch.full((TENSOR,), 7, dtype=torch.uint8, device="cuda")
+    back = time.monotonic()
+    device.end_fetch(device.begin_fetch(storage, TENSOR, read()))
+    torch.cuda.synchronize()
+    here = time.monotonic()
+    if not empty or not torch.equal(tensor.cpu(), before):
+        raise RuntimeError(f"emptied: {empty}; the bytes that came back are others")
+    del other
+    return {"bytes": TENSOR, "evict_seconds": round(away - begun, 4), "fetch_seconds": round(here - back, 4)}
+
+
+def doctor() -> Figures:
+    """As a user calls it. Warnings are found, not failures."""
+    cli = importlib.import_module("teraio.cli")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            code = cli.main(["doctor", "--json", "--seconds", DOCTOR_S])
+        except SystemExit as end:
+            code = end.code
+    report: Figures = json.loads(said.getvalue())
+    if code not in (0, 1):
+        raise RuntimeError(f"exit code {code}: {said.getvalue()[-3000:]}")
+    return report
+
+
+def free_space() -> Figures:
+    done = subprocess.run(["df", "-Pm", "/tmp", "."], capture_output=True, text=True, timeout=10, check=False)
+    return {"df": done.stdout.splitlines()[1:]}
+
+
+def main() -> int:
+    found: Figures = {}
+    ok = True
+    beginning.stand_in()
+    for part in (machine, free_space, pinned, host_trip, ssd_trip, doctor):
+        begun = time.monotonic()
+        try:
+            entry = part()
+        except Exception:  # noqa: BLE001  whatever it was is what is asked for
+            entry = {"error": traceback.format_exc()[-3000:]}
+            ok = False
+        found[part.__name__] = {**entry, "seconds": round(time.monotonic() - begun, 2)}
+        print(part.__name__, json.dumps(found[part.__name__])[:2000], flush=True)
+        beginning.write({**found, "at": part.__name__})
+        if part is machine and not ok:
+            break
+    beginning.write({**found, "ok": ok, "ended": True})
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
