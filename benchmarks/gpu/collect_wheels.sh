@@ -2,9 +2,9 @@
 # Collects what run.sh needs on a machine with a GPU and no network: wheels for Python 3.12 on x86-64.
 # usage: collect_wheels.sh [--python PYTHON] [DIR]     (default: python3.12, and wheels, which git ignores)
 #
-# PYTHON is a Python 3.12 with the torch of the GPU's machine, exactly: with it the wheel of teraio is built, and
-# what teraio compiles for a torch is compiled. A bare environment of torch 2.11 has networkx and numpy; it lacks
-# the solver and what that imports.
+# PYTHON is a Python 3.12 with exactly the torch of the GPU's machine. The wheel of teraio is built with it,
+# and what teraio compiles for a torch. A bare environment of torch 2.11 has networkx, and numpy is there; it
+# lacks the solver and what that imports. So the machine needs neither a compiler nor a network.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 python=python3.12
@@ -17,7 +17,7 @@ limit_mib=58 # with the tree, less than 64
 
 mkdir -p "$target/built"
 target=$(cd "$target" && pwd)
-rm -f "$target"/*.whl "$target"/built/*.so
+rm -f "$target"/*.whl "$target/built"/*.so
 "$python" -m pip download --quiet --only-binary=:all: --no-deps --dest "$target" \
   --python-version 3.12 --implementation cp \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
@@ -36,7 +36,8 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 for wheel in "$target"/*.whl; do "$python" -m zipfile -e "$wheel" "$scratch/site"; done
 cd "$scratch"
-PYTHONSAFEPATH=1 PYTHONPATH="$scratch/site" XDG_CACHE_HOME="$scratch/cache" TERAIO_CACHE_DIR=off "$python" - <<'PYTHON'
+export PYTHONSAFEPATH=1 PYTHONPATH="$scratch/site" XDG_CACHE_HOME="$scratch/cache" TERAIO_CACHE_DIR=off
+"$python" - <<'PYTHON'
 import ortools.sat.python.cp_model
 import torch
 

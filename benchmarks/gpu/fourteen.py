@@ -108,6 +108,8 @@ class Conductor:
                 f"; NOT WITHIN: {row['over_bytes'] / 2**20:.1f} MiB over {row['budget_bytes'] / 2**20:.1f}"
             )
         self.say(f"{job.name}: {verdict}; {row['steps']} steps in {ended.seconds} s")
+        for bytes_, kind, kernel, index, what in ended.result.get("slots", [])[:5]:
+            self.say(f"    {bytes_ / 2**20:.1f} MiB: {what} {kernel} ({kind}, slot {index})")
 
     def say(self, line: str) -> None:
         print(f"{self.args.seconds - (self.ends_s - time.monotonic()):6.1f} s  {line}", flush=True)
@@ -127,7 +129,8 @@ class Conductor:
                 False: "DIFFERS",
                 None: f"not compared: {row.get('not compared')}",
             }
-            self.say(f"{name} and {reference}: {verdict[row['equal']]} ({row.get('steps', 0)} steps)")
+            if row.get("steps"):
+                self.say(f"{name} and {reference}: {verdict[row['equal']]} ({row['steps']} steps)")
             if row["equal"] is False:
                 self.failed.append(name)
 
@@ -160,6 +163,8 @@ class Conductor:
         ended = self.ended["smoke"]
         if ended.result.get("ok"):
             self.say(f"smoke: ok in {ended.seconds} s")
+            if unmoved := ended.result.get("versions", {}).get("unmoved"):
+                self.say(f"versions that writes do not move: {', '.join(unmoved)}: writes may be lost")
             return True
         self.say(f"smoke: FAILED ({ended.why}, code {ended.code}): nothing else is run")
         print(ended.tail[-5000:], flush=True)

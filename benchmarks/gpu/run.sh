@@ -12,12 +12,15 @@
 #     bash benchmarks/gpu/run.sh first "$OUT" wheels 560
 #     bash benchmarks/gpu/run.sh second "$OUT" wheels 150
 #
-# Rows are written as they come: OUT/first.jsonl, a JSON object per line; OUT/first.log has the ends of what jobs
-# said. What to read first are the lines on stdout. If the smoke test fails, all ends at once (exit code 3).
-# What the first command leaves for the second is in build/, which git ignores.
+# Rows are written as they come: OUT/first.jsonl, a JSON object per line; OUT/first.log has the ends of what
+# jobs said. What to read first are the lines on stdout. If the smoke test fails, all ends at once (exit code
+# 3): most of the quarter of an hour is left for a second try. What the first command leaves for the second is
+# in build/, which git ignores. A cap on the commands from outside should be 20 seconds above theirs.
 #
-# With REHEARSE=1, and STAND_IN as the module that makes torch take a stand-in for a GPU, the same scripts train
-# tiny models. There Triton's kernels do nothing and cuDNN is missing; the rows say so.
+# Expected there: Python 3.12, torch 2.11 with CUDA 13 and what it depends on, numpy; 16 cores, 80 GB of card.
+#
+# With REHEARSE=1, and STAND_IN as the module that makes torch take a stand-in for a GPU, the same scripts
+# train tiny models. Triton's kernels do nothing there and cuDNN is missing: rows say so, and compare nothing.
 # REHEARSED_LINE
 set -euo pipefail
 
@@ -41,14 +44,16 @@ out=$(cd "$out" && pwd) wheels=$(cd "$wheels" && pwd)
 kept=$root/build/gpu-$(cat "$wheels"/*.whl | sha256sum | cut -c1-12)
 if [ ! -d "$kept/site" ]; then
   partial=$(mktemp -d "$root/build/gpu-XXXXXX")
-  for wheel in "$wheels"/*.whl; do python3 -m zipfile -e "$wheel" "$partial"; done
+  for wheel in "$wheels"/*.whl; do
+    python3 -m zipfile -e "$wheel" "$partial" || echo "$wheel: did not unpack" >&2
+  done
   mkdir -p "$kept" && mv "$partial" "$kept/site"
 fi
 
 # What is compiled for this torch is carried, too: there may be no compiler here.
 export XDG_CACHE_HOME=$kept/cache
 mkdir -p -m 700 "$kept/cache/teraio/built"
-for built in "$wheels"/built/*.so; do
+for built in "$wheels/built"/*.so; do
   [ ! -e "$built" ] || install -m 600 "$built" "$kept/cache/teraio/built/"
 done
 # shellcheck disable=SC1091

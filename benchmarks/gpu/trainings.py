@@ -60,8 +60,8 @@ ORDERED: Figures = {"clip": 1.0, "deterministic": True, "attention": "math", "st
 COMPILED: Figures = {**ORDERED, "autocast": True}
 if REHEARSAL:
     EAGER = Small(
-        {**ORDERED, "inner": "eager", "shape": shape(2048, 256, 704, 2, 4, 2), "batch": 2, "length": 64},
-        58_000_000,
+        {**ORDERED, "inner": "eager", "shape": TINY, "batch": 2, "length": 64, "warmup": 5, "steps": 2},
+        20_300_000,
     )
     INDUCTOR = Small(
         {**COMPILED, "steps": 1, "warmup": 2, "shape": TINY, "batch": 2, "length": 64},
@@ -71,11 +71,11 @@ if REHEARSAL:
 else:
     EAGER = Small(
         {**ORDERED, "inner": "eager", "shape": shape(8192, 1024, 2816, 6, 8, 4), "batch": 4, "length": 256},
-        0,
+        1_620_000_000,
     )
     INDUCTOR = Small(
         {**COMPILED, "shape": shape(8192, 1024, 2816, 4, 8, 4), "batch": 8, "length": 512},
-        0,
+        2_300_000_000,
     )
     LARGE_SHAPE, LARGE_BATCH, LENGTH = shape(32000, 4096, 14336, 12, 32, 8), 8, 2048
 
@@ -85,7 +85,7 @@ LARGE: Figures = {
     "length": LENGTH,
     "dtype": "bfloat16",
     "warmup": 3,
-    "steps": 6,
+    "steps": 1 if REHEARSAL else 6,
     "way": "plain",
 }
 LARGE_GIB = 0.5 if REHEARSAL else 58.0
@@ -96,11 +96,12 @@ PROBE: Figures = {
     "batch": 2,
     "length": 64 if REHEARSAL else 256,
     "warmup": 4,
-    "steps": 3,
+    "steps": 1 if REHEARSAL else 3,
 }
 PROBE_BYTES = 400 * MIB  # as reserve and libraries need, not the model
-HOST = {"host_memory": "512MiB" if REHEARSAL else "8GiB"}
-SSD = {"host_memory": "min"}
+WARMUP = {"warmup": 1} if REHEARSAL else {}
+HOST = {"host_memory": "512MiB" if REHEARSAL else "8GiB", **WARMUP}
+SSD = {"host_memory": "min", **WARMUP}
 ON_HOST = {**HOST, "optimizer_step": "host"}
 
 
@@ -209,7 +210,7 @@ def speed_plain(large: Figures) -> Job:
 
 def speed(large: Figures, peak_bytes: int, share: float, **options: object) -> Job:
     step = " host step" if options.get("optimizer_step") else ""
-    asked = {**large, "way": "teraio", "memory": int(peak_bytes * share), "options": options}
+    asked = {**large, "way": "teraio", "memory": int(peak_bytes * share), "options": {**options, **WARMUP}}
     asked["threads"] = (os.cpu_count() or 1) if step else 1
     environment = {"TERAIO_PLAN_TIME": "8s"}
     return trained(f"large {share:.0%}{step}", asked, 130, LARGE_GIB, least_s=45, environment=environment)
