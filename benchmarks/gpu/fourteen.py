@@ -98,7 +98,9 @@ class Conductor:
             verdict = f"not available: {ended.result['not available'][:80]}"
         elif job.name == "cut plain":
             refused = has(ended, OUT_OF_MEMORY)
-            verdict = "ok: out of memory, as it should" if refused else "FAILED: it fits, or ended otherwise"
+            verdict = (
+                "ok: out of memory, as it should" if refused else f"FAILED: it is not refused, {ended.why}"
+            )
             if not refused:
                 self.failed.append(job.name)
         elif not ended.in_order or row["within"] is False:
@@ -137,9 +139,9 @@ class Conductor:
     def more(self, ended: Ended) -> list[Job]:
         """Once more where that tells what is missing; and the large model, when its attention is known."""
         job, found = ended.job, list[Job]()
-        if has(ended, BUDGET) and not job.name.endswith("MiB"):
+        if has(ended, BUDGET) and not job.name.endswith(trainings.MORE):
             memory = job.asked["memory"] + trainings.MORE_BYTES
-            found.append(trainings.again(job, f"{job.name} + 128 MiB", memory=memory))
+            found.append(trainings.again(job, trainings.with_more(job.name), memory=memory))
         if within(ended) is False and not self.asked_slots:
             self.asked_slots = True
             found.append(trainings.again(job, f"{job.name} slots", 90, slots=True))
@@ -193,7 +195,9 @@ class Conductor:
             if job.name in self.ended:
                 continue
             self.crew.run([job], self.ends_s)
-            self.tell_speed(self.ended[job.name])
+            for name in (job.name, trainings.with_more(job.name)):
+                if name in self.ended:
+                    self.tell_speed(self.ended[name])
             self.leave()
 
     def speed_plain(self) -> None:

@@ -21,6 +21,7 @@ SMOKE = str(Path(__file__).with_name("smoke.py"))
 GIB = 2**30
 MIB = 2**20
 MORE_BYTES = 128 * MIB  # when a budget was too small: enough to learn what is needed
+MORE = " + 128 MiB"
 
 ENVIRONMENT = {
     "TERAIO_CACHE_DIR": "off",
@@ -128,6 +129,11 @@ def again(job: Job, name: str, limit_s: float = 0, environment: Figures | None =
     return trained(
         name, {**job.asked, **more}, limit_s or job.limit_s / SLOW, job.gib, environment=environment or {}
     )
+
+
+def with_more(name: str) -> str:
+    """The name of the same in a larger budget."""
+    return name + MORE
 
 
 def plain(name: str, small: Small, **more: object) -> Job:
