@@ -243,7 +243,9 @@ def test_all_of_it_runs_and_leaves_a_row_each(conducted: Any) -> None:
     dated = [row for row in found if row["what"] not in ("nvidia-smi",)]
     assert all(row["date"] and row["card"] == "none" and row["versions"]["torch"] == "2" for row in dated)
     code, found = conducted("second")
-    assert code == 0 and set(named(found, "speed")) == {"large 40% host step"}
+    speed = named(found, "speed")
+    assert code == 0 and set(speed) == {"large 40% host step"}
+    assert speed["large 40% host step"]["over_plain"] == 1.0
 
 
 def test_nothing_is_run_where_the_smoke_test_fails(conducted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,8 +258,10 @@ def test_a_budget_that_is_too_small_is_tried_with_more(
     conducted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BREAKS", "budget")
-    run = named(conducted("first")[1], "run")
+    found = conducted("first")[1]
+    run, equal = named(found, "run"), named(found, "equal")
     assert run["eager 40% host"]["error"] == "BudgetError"
+    assert equal["eager 40% host"]["equal"] is None and equal["eager 40% host + 128 MiB"]["equal"] is True
     assert run["eager 40% host + 128 MiB"]["in_order"]
     assert not any("MiB + 128 MiB" in name for name in run)
     again = named(conducted("second")[1], "run")

@@ -119,7 +119,9 @@ class Conductor:
 
     def compare(self) -> None:
         """Whatever has all that it takes by now."""
-        for name, (reference, twice) in trainings.REFERENCES.items():
+        pairs = trainings.REFERENCES
+        pairs = pairs | {trainings.with_more(name): beside for name, beside in pairs.items()}
+        for name, (reference, twice) in pairs.items():
             there = all(other in self.ended for other in (name, reference, twice) if other)
             if not there or name in self.compared:
                 continue
@@ -133,8 +135,8 @@ class Conductor:
             }
             if row.get("steps"):
                 self.say(f"{name} and {reference}: {verdict[row['equal']]} ({row['steps']} steps)")
-            if row["equal"] is False:
-                self.failed.append(name)
+            if row["equal"] is False:  # nothing is worse
+                self.failed.insert(0, name)
 
     def more(self, ended: Ended) -> list[Job]:
         """Once more where that tells what is missing; and the large model, when its attention is known."""
@@ -248,6 +250,8 @@ class Conductor:
         self.book.on(state.get("machine", {}))
         self.large = state.get("large", self.large)
         self.large_peak_bytes = state.get("large_peak_bytes", 0)
+        if plain := state.get("large_plain"):
+            self.ended["large plain"] = Ended(trainings.speed_plain(self.large), 0, 0.0, "ended", plain)
         jobs = [
             trainings.trained(f"again {name}", asked, 55, gib, environment={"TERAIO_LOG": "debug"})
             for name, asked, gib in state.get("failed", [])[:AGAIN_MOST]
@@ -271,6 +275,7 @@ class Conductor:
             "speeds": self.speeds,
             "large": self.large,
             "large_peak_bytes": self.large_peak_bytes,
+            "large_plain": self.ended["large plain"].result if "large plain" in self.ended else {},
             "machine": self.ended["smoke"].result.get("machine", {}) if "smoke" in self.ended else {},
         }
         (self.kept / "left.json").write_text(json.dumps(state))
