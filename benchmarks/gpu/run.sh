@@ -22,8 +22,8 @@
 # With REHEARSE=1, and STAND_IN as the module that makes torch take a stand-in for a GPU, the same scripts
 # train tiny models. Triton's kernels do nothing there and cuDNN is missing: rows say so, and compare nothing.
 #
-# Rehearsed so without a network, on the stand-in, on two busy cores: the first command in 695 and 870 s (less
-# than that is too little there), the second in 130; all kinds of jobs but cuDNN's ran. None has met a GPU.
+# Rehearsed so without a network, on the stand-in, on two busy cores: the first command in 255, 695 and 870 s
+# (the last of these ran all of its jobs), the second in 52 and 130. cuDNN's ran nowhere; none has met a GPU.
 set -euo pipefail
 
 begun=$SECONDS
