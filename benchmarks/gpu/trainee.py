@@ -120,10 +120,10 @@ class Trainee:
 
     def _peak_anew(self) -> None:
         """The engine begins torch's count anew while it measures, and keeps the highest: that, too."""
-        if self.on_gpu:
+        if session.SESSION is not None:
+            session.SESSION.device.forget_highest()
+        elif self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        if session.SESSION is not None and hasattr(session.SESSION.device, "highest"):
-            session.SESSION.device.highest = 0
 
     def _note(self) -> None:
         stats: dict[str, Any] = dict(teraio.stats())
@@ -131,7 +131,8 @@ class Trainee:
         if self.on_gpu:
             allocated = torch.cuda.max_memory_allocated()
             step["peak_bytes"] = max(allocated, stats.get("device_peak_bytes", 0))
-            step["reserved_bytes"] = torch.cuda.max_memory_reserved()
+            reserved = torch.cuda.max_memory_reserved()
+            step["reserved_bytes"] = max(reserved, stats.get("device_reserved_peak_bytes", 0))
         self.found["steps"].append(step)
         self.found["stats"] = stats
         if self.slots is not None:

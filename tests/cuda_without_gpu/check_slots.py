@@ -41,7 +41,7 @@ class Slots:
             (self.moving if moved else self.still).append(used)
             return result
 
-        Engine.visit = timed  # type: ignore[method-assign]
+        setattr(Engine, "visit", timed)  # noqa: B010
 
     def clear(self) -> None:
         self.still.clear()

@@ -32,6 +32,7 @@ PYTHON = "python3.12"  # for other versions there is no CUDA build of that torch
 TORCH = "torch==2.11.0"
 PACKAGES = ("numpy", "networkx", "ortools", "nanobind", "scikit-build-core", "ninja", "cmake")
 DRIVER = ("streams.cpp", "memory.cpp", "device.cpp", "runtime.cpp", "driver.cpp")
+OPERATORS = ("operators.cpp", "tensors.h")
 TORCH_LIBRARIES = (
     "libtorch_cuda.so",
     "libc10_cuda.so",
@@ -173,14 +174,14 @@ def _libraries(python: Path, site: Path, torch_version: str) -> Path:
         *headers,
     ]
     driver = folder / "libcuda.so.1"
-    own = [path for path in sources.iterdir() if path.name != "operators.cpp"]
+    own = [path for path in sources.iterdir() if path.name not in OPERATORS]
     if _once("driver", key := _key(own, torch_version), folder):
         linked: list[str | Path] = ["-o", driver, "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread"]
         first = [sources / name for name in DRIVER]
         _run(*common, *first, *linked)
         _run(*common, *first, _stops(folder, site, driver), "-I", sources, *linked)
         _made("driver", key, folder)
-    if _once("operators", key := _key([sources / "operators.cpp"], torch_version), folder):
+    if _once("operators", key := _key([sources / name for name in OPERATORS], torch_version), folder):
         include = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('include'))").strip()
         torch = site / "torch"
         parts: list[str | Path] = [

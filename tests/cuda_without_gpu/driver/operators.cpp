@@ -4,7 +4,6 @@
 // real caching allocator, and gives the work to the stream. The stream's thread then runs the CPU kernel. So
 // the host runs ahead as it does of a GPU, and who reads too early reads 0xDD, or what was there before.
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/native/Resize.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -17,6 +16,8 @@
 #include <sstream>
 #include <string>
 
+#include "tensors.h"
+
 extern "C" {
 void standin_push(void* stream, int device, std::function<void()>* work);
 bool standin_computes();
@@ -24,6 +25,7 @@ bool standin_computes();
 
 namespace {
 
+using namespace standin;
 using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
@@ -34,68 +36,6 @@ std::map<std::string, long> calls, synchronous;
 [[noreturn]] void stop(const std::string& what) {
   std::fprintf(stderr, "the stand-in: %s\n", what.c_str());
   std::abort();
-}
-
-// A tensor of the CPU over the same bytes. It owns nothing: as a kernel of a GPU it has addresses only.
-Tensor over_same_bytes(const Tensor& tensor, const std::string& name) {
-  const auto& storage = tensor.storage();
-  const auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
-  if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
-  TORCH_CHECK(storage.nbytes() > 0, "the stand-in: ", name, " is given a tensor without bytes");
-  auto made = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
-                   at::DataPtr(storage.data_ptr().get(), at::kCPU), nullptr, false),
-      c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
-                                                    tensor.storage_offset());
-  made._set_conj(tensor.is_conj());
-  made._set_neg(tensor.is_neg());
-  return made;
-}
-
-Tensor without_bytes(const Tensor& tensor) {
-  auto made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return made;
-}
-
-// What a kernel is given of a tensor that lies in RAM: its value when the kernel was launched.
-Tensor value_of(const Tensor& tensor) {
-  Tensor made = tensor.clone();
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return made;
-}
-
-bool is_optional_tensors(const IValue& list) {
-  const auto element = list.toList().elementType()->cast<c10::OptionalType>();
-  return element != nullptr && element->getElementType()->kind() == c10::TypeKind::TensorType;
-}
-
-IValue each_tensor(const IValue& value, const std::function<Tensor(const Tensor&)>& change) {
-  if (value.isTensor()) return value.toTensor().defined() ? change(value.toTensor()) : value;
-  if (value.isTensorList()) {
-    c10::List<Tensor> changed;
-    for (const Tensor& tensor : value.toTensorVector())
-      changed.push_back(tensor.defined() ? change(tensor) : tensor);
-    return changed;
-  }
-  if (value.isList() && is_optional_tensors(value)) {
-    c10::List<std::optional<Tensor>> changed;
-    for (const IValue& element : value.toListRef())
-      changed.push_back(element.isTensor() ? std::optional(change(element.toTensor())) : std::nullopt);
-    return changed;
-  }
-  return value;
-}
-
-// A generator of the CPU whose numbers follow from the CUDA generator's seed and offset, which moves on.
-at::Generator numbers_for(const IValue& given, int64_t count) {
-  auto generator = given.isGenerator() ? given.toGenerator() : at::cuda::detail::getDefaultCUDAGenerator();
-  std::lock_guard lock(generator.mutex());
-  auto* cuda = generator.get<at::CUDAGeneratorImpl>();
-  const uint64_t seed = cuda->current_seed(), offset = cuda->philox_offset_per_thread();
-  cuda->set_philox_offset_per_thread(offset + static_cast<uint64_t>((count + 3) / 4 * 4));
-  return at::make_generator<at::CPUGeneratorImpl>(seed * 0x9E3779B97F4A7C15u + offset);
 }
 
 // One call of an operator.
@@ -118,8 +58,7 @@ struct Call {
       });
       if (value.isDevice() && value.toDevice().is_cuda() && !device) device = value.toDevice();
     }
-    if (!device) device = c10::Device(at::kCUDA, c10::cuda::current_device());
-    if (!device->has_index()) device = c10::Device(at::kCUDA, c10::cuda::current_device());
+    if (!device || !device->has_index()) device = c10::Device(at::kCUDA, c10::cuda::current_device());
   }
 
   bool writes(size_t at) const {
@@ -233,6 +172,14 @@ void return_arguments(const Call& call, Stack* stack) {
     }
 }
 
+// CUDA's kernels over lists do this themselves; for all others the dispatcher has done it.
+void bump_versions(const Call& call) {
+  for (size_t at = 0; at < call.given.size(); ++at)
+    if (call.writes(at) && call.given[at].isTensorList())
+      for (const Tensor& tensor : call.given[at].toTensorVector())
+        tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 // Gives `out` the sizes that the operator returns, as a CUDA kernel does.
 void resize_out(const Call& call, const Stack& results) {
   size_t at = 0;
@@ -317,6 +264,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     else targets = take_results(call, *results, stack);
   }
   if (in_place) return_arguments(call, stack);
+  if (in_place && call.name.rfind("aten::_foreach_", 0) == 0) bump_versions(call);
   std::function<void()> work = [] {};
   if (standin_computes())
     work = [op, inner = call.cpu_arguments(), targets, name = call.name] {
