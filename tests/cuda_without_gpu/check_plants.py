@@ -31,7 +31,7 @@ HOST = (
     plants.freed_before_copied,
     plants.used_before_fetched,
 )
-STORE = (plants.store_waits_not, plants.store_fetch_not_awaited)
+STORE = (plants.store_waits_not,)
 CASES = {
     **{plant.__name__: partial(differs, plant, {"host_memory": "512MiB"}, 40) for plant in HOST},
     **{plant.__name__: partial(differs, plant, {"host_memory": "min"}, 40) for plant in STORE},
