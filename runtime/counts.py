@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Counts(Protocol):
-    """What a device says of its memory."""
+    """The figures that a device has of its memory."""
 
     sees_pages: bool  # `used_bytes` counts memory that was written to, not what was asked for
     counts_all: bool  # `used_bytes` counts all that the budget is for, libraries' and others' too
@@ -34,11 +34,11 @@ class Counts(Protocol):
         ...
 
     def libraries_bytes(self, budget_bytes: int) -> int:
-        """What libraries may take of such a budget before anything is measured."""
+        """Return how much of such a budget libraries may take before anything is measured."""
         ...
 
     def tries_bytes(self, kernel: str) -> int:
-        """What is taken beside a kernel when it runs for the first time, to try its variants."""
+        """Return how much the first run of this kernel may take to try its variants."""
         ...
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import ctypes
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,12 +123,7 @@ class HostTier:
                 return
         size = self._next_size(size_bytes)
         if size >= size_bytes:
-            self._ahead = Future()
-            try:
-                self._ahead.set_result(self._pin(size))
-            except OSError as error:
-                self._ahead.set_exception(error)
-            self._take_ahead()
+            self._add(partial(self._pin, size))
 
     def _next_size(self, size_bytes: int) -> int:
         """Return how large the next segment is; the last one is cut to what the limit leaves."""
@@ -139,11 +135,14 @@ class HostTier:
         return self.device.slabs(-(-size // count // 4096) * 4096, count)
 
     def _take_ahead(self) -> None:
-        """Add the segment to the free places. If the driver refused it, what is pinned stays in use."""
         ahead, self._ahead = self._ahead, None
         assert ahead is not None
+        self._add(ahead.result)
+
+    def _add(self, pinned: Callable[[], _native.Slabs]) -> None:
+        """Add a segment to the free places. If the driver refused it, what is pinned stays in use."""
         try:
-            segment = ahead.result()
+            segment = pinned()
         except OSError as error:  # there will be no more of it
             self.limit_bytes, self.refused = self.pinned_bytes, error
             return

@@ -268,7 +268,7 @@ class Conductor:
         return 0
 
     def leave(self) -> None:
-        """What the second command must know."""
+        """Write down what the second command must know."""
         failed = [self.ended[name].job for name in dict.fromkeys(self.failed)]
         state = {
             "failed": [(job.name, job.asked, job.gib) for job in failed],

@@ -45,7 +45,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What became of a job. `code` is None if it never ran, or did not end when it was killed."""
+    """The end of a job. `code` is None if it never ran, or did not end when it was killed."""
 
     job: Job
     code: int | None

@@ -79,7 +79,7 @@ def within(ended: Ended) -> bool | None:
 
 
 def run_row(ended: Ended) -> Figures:
-    """What a training found, or what became of it."""
+    """Read what a training found, or what became of it."""
     result, asked = ended.result, ended.job.asked
     row: Figures = {
         "name": ended.job.name,

@@ -1,4 +1,4 @@
-"""What is trained, and how: the shapes, and the jobs of each stage.
+"""The shapes that are trained, and the jobs of each stage.
 
 Small models are trained side by side, in budgets of so many bytes, for their bits; a large one alone on the
 card, for its speed. The plain peaks of the small ones were measured on the stand-in for a GPU, whose memory

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from stack import SIDE, Model
 
 import teraio
 from teraio import session
@@ -12,22 +13,8 @@ from teraio.backend import backend
 from teraio.errors import UnsupportedError
 
 VARIABLES = {"STANDIN_DEVICES": "2"}
-SIDE, LAYERS = 256, 6
 OPTIONS: dict[str, Any] = {"memory": "5MiB", "host_memory": "64MiB", "inner": "eager", "planner": "greedy"}
 ONE = torch.device("cuda", 1)
-
-
-class Model(torch.nn.Module):
-    """A stack of linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(SIDE, SIDE) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(torch.nn.functional.gelu(x))
-        return x
 
 
 def made(device: torch.device) -> torch.nn.Module:

@@ -13,28 +13,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from stack import SIDE, Model
 
 import teraio
 from teraio.backend import backend
 
-LAYERS, SIDE, ROWS, STEPS = 6, 256, 64, 9
+ROWS, STEPS = 64, 9
 BUDGET = "6MiB"  # 1.6 MiB of weights: with gradients and two states 6.3 MiB, and activations
 OPTIONS: dict[str, Any] = {"memory": BUDGET, "host_memory": "64MiB", "inner": "eager", "planner": "greedy"}
 
 Loop = Callable[[Any, torch.nn.Module], Any]
-
-
-class Model(torch.nn.Module):
-    """A stack of linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(SIDE, SIDE) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(torch.nn.functional.gelu(x))
-        return x
 
 
 def batch(step: int, device: str = "cuda") -> torch.Tensor:

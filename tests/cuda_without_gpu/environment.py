@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,45 +158,47 @@ def _libraries(python: Path, site: Path, torch_version: str) -> Path:
     folder = BUILT / "libraries"
     folder.mkdir(exist_ok=True)
     sources = HERE / "driver"
-    headers: list[str | Path] = [
-        "-isystem",
-        site / "nvidia/cu13/include",
-        "-isystem",
-        site / "triton/backends/nvidia/include",
-    ]
-    common: list[str | Path] = [
-        "g++",
-        "-std=c++20",
-        "-O2",
-        "-shared",
-        "-fPIC",
-        "-fvisibility=hidden",
-        *headers,
-    ]
-    driver = folder / "libcuda.so.1"
-    own = [path for path in sources.iterdir() if path.name not in OPERATORS]
-    if _once("driver", key := _key(own, torch_version), folder):
-        linked: list[str | Path] = ["-o", driver, "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread"]
-        first = [sources / name for name in DRIVER]
-        _run(*common, *first, *linked)
-        _run(*common, *first, _stops(folder, site, driver), "-I", sources, *linked)
+    operators = [sources / name for name in OPERATORS]
+    driver = [path for path in sources.iterdir() if path not in operators]
+    if _once("driver", key := _key(driver, torch_version), folder):
+        _build_driver(sources, folder, site)
         _made("driver", key, folder)
-    if _once("operators", key := _key([sources / name for name in OPERATORS], torch_version), folder):
-        include = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('include'))").strip()
-        torch = site / "torch"
-        parts: list[str | Path] = [
-            "-isystem",
-            torch / "include",
-            "-isystem",
-            torch / "include/torch/csrc/api/include",
-        ]
-        parts += ["-isystem", include]
-        names = [f"-l{name}" for name in ("torch_python", "torch_cuda", "torch_cpu", "c10_cuda", "c10")]
-        target: list[str | Path] = ["-o", folder / "operators.so", f"-L{torch / 'lib'}", *names, driver]
-        named = ["-w", "-DTORCH_EXTENSION_NAME=operators"]
-        _run(*common, *named, *parts, sources / "operators.cpp", *target)
+    if _once("operators", key := _key(operators, torch_version), folder):
+        _build_operators(sources / OPERATORS[0], folder, python, site)
         _made("operators", key, folder)
     return folder
+
+
+def _compile(site: Path, headers: Sequence[str | Path], *rest: str | Path) -> None:
+    """Build a shared library with NVIDIA's headers and these."""
+    nvidia = (site / "nvidia/cu13/include", site / "triton/backends/nvidia/include")
+    found = [part for path in (*headers, *nvidia) for part in ("-isystem", path)]
+    _run("g++", "-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", *found, *rest)
+
+
+def _build_driver(sources: Path, folder: Path, site: Path) -> None:
+    """Build it twice: what it lacks is known once it is there."""
+    driver = folder / "libcuda.so.1"
+    linked: tuple[str | Path, ...] = ("-o", driver, "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread")
+    own = [sources / name for name in DRIVER]
+    _compile(site, (), *own, *linked)
+    _compile(site, (), *own, _stops(folder, site, driver), "-I", sources, *linked)
+
+
+def _build_operators(source: Path, folder: Path, python: Path, site: Path) -> None:
+    of_python = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('include'))").strip()
+    torch = site / "torch"
+    headers = (torch / "include", torch / "include/torch/csrc/api/include", of_python)
+    named = ("-w", "-DTORCH_EXTENSION_NAME=operators")
+    libraries = [f"-l{name}" for name in ("torch_python", "torch_cuda", "torch_cpu", "c10_cuda", "c10")]
+    target: tuple[str | Path, ...] = (
+        "-o",
+        folder / "operators.so",
+        f"-L{torch / 'lib'}",
+        *libraries,
+        folder / "libcuda.so.1",
+    )
+    _compile(site, headers, *named, source, *target)
 
 
 def _stops(folder: Path, site: Path, driver: Path) -> Path:

@@ -5,6 +5,7 @@ python small_llama.py '{"inner": "eager"}'        in a process of its own, witho
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -83,7 +84,7 @@ class Training:
 def plain(**asked: Any) -> dict[str, Any]:
     """What this training gives without a budget. Of each kind one process finds it out, for all of a run."""
     text = json.dumps(asked, sort_keys=True)
-    kept = Path(os.environ["STANDIN_CACHE"]) / f"plain-{abs(hash_of(text))}.json"
+    kept = Path(os.environ["STANDIN_CACHE"]) / f"plain-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     if not kept.exists():
         done = subprocess.run(
             [sys.executable, __file__, text],
@@ -97,10 +98,6 @@ def plain(**asked: Any) -> dict[str, Any]:
         kept.write_text(done.stdout.splitlines()[-1])
     found: dict[str, Any] = json.loads(kept.read_text())
     return found
-
-
-def hash_of(text: str) -> int:
-    return int.from_bytes(text.encode(), "big") % (2**61 - 1)
 
 
 if __name__ == "__main__":
