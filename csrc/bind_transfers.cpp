@@ -167,7 +167,16 @@ void bind_copiers(nb::module_& m) {
             nb::gil_scoped_release release;
             return static_cast<CudaCopier&>(*held).pin(arena);
           },
-          "slabs"_a);
+          "slabs"_a)
+      .def(
+          "give_to",
+          [](PyCudaCopier& self, uint64_t stream, uint64_t on_device, uint64_t in_host, uint64_t bytes,
+             bool out) {
+            auto& copier = static_cast<CudaCopier&>(*self.copier);
+            nb::gil_scoped_release release;  // a driver whose queue is full makes its caller wait
+            return copier.give_to(stream, on_device, in_host, bytes, out);
+          },
+          "stream"_a, "on_device"_a, "in_host"_a, "bytes"_a, "out"_a);
 }
 
 void make_transfers(PyTransfers* self, PyIo& io, PySlabs& slabs, bool checksums, double deadline_s,

@@ -112,6 +112,15 @@ int CudaCopier::pin(const std::shared_ptr<Slabs>& slabs) {
   return 0;
 }
 
+int CudaCopier::give_to(uint64_t stream, uint64_t on_device, uint64_t in_host, uint64_t bytes, bool out) {
+  const Current current(*this);
+  if (current.error != 0) return current.error;
+  void* host = reinterpret_cast<void*>(in_host);
+  void* queue = reinterpret_cast<void*>(stream);
+  return out ? driver_->to_host(host, on_device, bytes, queue)
+             : driver_->to_device(on_device, host, bytes, queue);
+}
+
 int CudaCopier::take(Side* side) {
   {
     std::lock_guard lock(mutex_);

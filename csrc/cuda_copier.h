@@ -26,6 +26,9 @@ class CudaCopier final : public Copier {
   // Pins the arena for the life of this copier; the driver's error number, 0 when it is pinned. On any
   // thread, whose current context stays as it was.
   int pin(const std::shared_ptr<Slabs>& slabs);
+  // Gives a caller's stream one copy between device memory and pinned host memory, and does not wait for it.
+  // Returns the driver's error number.
+  int give_to(uint64_t stream, uint64_t on_device, uint64_t in_host, uint64_t bytes, bool out);
 
  private:
   struct Driver;

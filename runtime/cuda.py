@@ -87,7 +87,7 @@ class CudaDevice(CudaMemory):
     kind = "cuda"
 
     def __init__(self, index: int | None = None) -> None:
-        super().__init__(torch.device("cuda", torch.cuda.current_device() if index is None else index))
+        super().__init__(torch.cuda.current_device() if index is None else index)
         split_blocks_finely()
         with torch.cuda.device(self.device):
             torch.cuda.synchronize(self.device)
@@ -96,7 +96,7 @@ class CudaDevice(CudaMemory):
         self.fetch_stream = torch.cuda.Stream(self.device)
         # A copy on it does not queue behind the prefetches: the copy engine takes from all streams in turn.
         self.demand_stream = torch.cuda.Stream(self.device, priority=-1)
-        self._compute = torch.cuda.current_stream(self.device)
+        self._compute = torch.cuda.current_stream(self.index)
 
     def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         """Pinned for the life of the copier, and on huge pages: cudaHostAlloc does not tell what it gives."""
@@ -152,13 +152,14 @@ class CudaDevice(CudaMemory):
         Asked for on the caller's thread and before any side stream is entered: inside one, it would be that
         side stream, and waiting for itself orders nothing.
         """
-        stream = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.current_stream(self.index)
+        if stream == self._compute:
+            return self._compute
         assert stream not in (self.evict_stream, self.fetch_stream, self.demand_stream), (
             "inside a side stream"
         )
-        if stream != self._compute:
-            stream.wait_stream(self._compute)
-            self._compute = stream
+        stream.wait_stream(self._compute)
+        self._compute = stream
         return stream
 
 

@@ -9,7 +9,6 @@ the last one. At most one segment more than is used is pinned: `limit_bytes` is 
 
 from __future__ import annotations
 
-import ctypes
 from bisect import insort
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from teraio import _native
+from teraio.units import fmt_bytes
 
 from .device import Mark, Start
 
@@ -153,49 +153,53 @@ class HostTier:
 
     def write(self, place: Place) -> Start:
         """Return what `begin_evict` calls: a copy of the storage into the place."""
-        stream = self.device.evict_stream
-        return lambda storage, mark: _issue(stream, mark, storage, place, out=True)
+        device = self.device
+        stream = device.evict_stream
+        return lambda storage, mark: _issue(device.copier, stream, mark, storage, place, out=True)
 
     def read(self, place: Place, demand: bool = False) -> Start:
         """Return what `begin_fetch` calls: a copy of the place into the storage. A demanded copy does not
         queue behind the prefetches."""
-        stream = self.device.demand_stream if demand else self.device.fetch_stream
-        return lambda storage, mark: _issue(stream, mark, storage, place, out=False)
+        device = self.device
+        stream = device.demand_stream if demand else device.fetch_stream
+        return lambda storage, mark: _issue(device.copier, stream, mark, storage, place, out=False)
 
 
 def _issue(
-    stream: torch.cuda.Stream, mark: Mark, storage: torch.UntypedStorage, place: Place, out: bool
+    copier: _native.CudaCopier,
+    stream: torch.cuda.Stream,
+    mark: Mark,
+    storage: torch.UntypedStorage,
+    place: Place,
+    out: bool,
 ) -> CopyTicket:
+    """Give the stream a copy behind the mark.
+
+    The driver is asked, not torch: a tensor over the place, one over the storage and their `copy_` take
+    several times as long, and allocate nothing either. Torch's own host allocator need not know of the copy.
+    """
     size = storage.nbytes()
     assert size <= place.size_bytes, f"{size} bytes and a place of {place.size_bytes}"
     stream.wait_event(mark.event)
-    copy_on(stream, storage, place.address, size, out)
+    on_device, handle = storage.data_ptr(), stream.cuda_stream
+    for start, end in pieces(size):
+        error = copier.give_to(handle, on_device + start, place.address + start, end - start, out)
+        if error != 0:
+            raise RuntimeError(
+                f"the CUDA driver refuses a copy of {fmt_bytes(size)} {'from' if out else 'to'} the device "
+                f"(error {error}): an earlier kernel or copy has failed. Nothing on this device can go on"
+            )
     event = torch.cuda.Event()
     event.record(stream)
     return CopyTicket(event)
 
 
-def copy_on(
-    stream: torch.cuda.Stream, storage: torch.UntypedStorage, address: int, size: int, out: bool
-) -> None:
-    """Give the stream a copy between the storage and pinned memory; nothing is allocated.
+def pieces(size: int) -> Iterator[tuple[int, int]]:
+    """Yield where each piece of a copy starts and ends. The last one is less than two.
 
     A copy engine ends the copy that it is in before it takes one of a stream with a higher priority. So a
-    large copy is given in pieces, and a demanded fetch waits for one piece of what is fetched ahead.
+    demanded fetch waits for one piece of what is fetched ahead, and not for a whole tensor.
     """
-    pinned = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
-    with torch.cuda.stream(stream):
-        tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        target, source = (pinned, tensor) if out else (tensor, pinned)
-        if size < 2 * PIECE_BYTES:
-            target.copy_(source, non_blocking=True)
-            return
-        for start, end in pieces(size):
-            target[start:end].copy_(source[start:end], non_blocking=True)
-
-
-def pieces(size: int) -> Iterator[tuple[int, int]]:
-    """Yield where each piece of a copy starts and ends. The last one is less than two."""
     last = max(0, size // PIECE_BYTES - 1) * PIECE_BYTES
     for start in range(0, last, PIECE_BYTES):
         yield start, start + PIECE_BYTES

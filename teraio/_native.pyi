@@ -110,6 +110,10 @@ class CudaCopier(Copier):
     def pin(self, slabs: Slabs) -> int:
         """Pins the arena for the life of this copier; the driver's error number, 0 if it is pinned."""
 
+    def give_to(self, stream: int, on_device: int, in_host: int, bytes: int, out: bool) -> int:
+        """Gives a stream a copy between these addresses, `out` of the device or into it, and does not wait
+        for it. Returns the driver's error number, 0 if the stream has it. The host memory must be pinned."""
+
 class Transfers:
     """Submits never block and never wait for a disk; QueueFull at `max_transfers` unfinished tickets.
     `deadline_s` is per operation, from the moment the drive has it."""

@@ -50,6 +50,10 @@ class FakeCuda:
                 self.handle, self.device = ctypes.c_void_p(), device
                 driver.cuStreamCreate(ctypes.byref(self.handle), 0)
 
+            @property
+            def cuda_stream(self) -> int:
+                return self.handle.value or 0
+
             def wait_event(self, event: FakeEvent) -> None:
                 driver.cuStreamWaitEvent(self.handle, event.handle, 0)
 
@@ -98,17 +102,6 @@ class FakeCuda:
         self.most = 0
 
     # ---- what a program does
-
-    def copy_on(self, stream: Any, storage: FakeStorage, address: int, size: int, out: bool) -> None:
-        there, here, count = (
-            ctypes.c_uint64(storage.data_ptr()),
-            ctypes.c_void_p(address),
-            ctypes.c_size_t(size),
-        )
-        if out:
-            self.driver.cuMemcpyDtoHAsync_v2(here, there, count, stream.handle)
-        else:
-            self.driver.cuMemcpyHtoDAsync_v2(there, here, count, stream.handle)
 
     def write(self, storage: FakeStorage, data: bytes) -> Any:
         """A kernel that writes. Returns what must live until it has run."""

@@ -48,7 +48,6 @@ def fake(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         monkeypatch.setattr(module, "torch", SimpleNamespace(**about))
     for name in cuda.ALLOCATOR_SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pinned, "copy_on", made.copy_on)
     native = SimpleNamespace(Slabs=_native.Slabs, CudaCopier=lambda: _native.CudaCopier(library))
     monkeypatch.setattr(cuda, "_native", native)
     yield made
@@ -146,6 +145,51 @@ def test_a_missing_wait_shows_here_too(fake: FakeCuda) -> None:
         wrong += ctypes.string_at(place.address, SIZE) != held.raw
         fake.synchronize()
     assert wrong >= 3
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_a_large_copy_is_given_in_pieces_behind_the_mark(
+    fake: FakeCuda, out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of their addresses, on the device's streams, and none before the kernel that wrote."""
+    monkeypatch.setattr(pinned, "PIECE_BYTES", SIZE // 3)
+    device = CudaDevice()
+    tier, storage, data = HostTier(device, 16 * 2**20), FakeStorage(fake, []), bytes_of(1)
+    given, give_to = list[tuple[int, ...]](), device.copier.give_to
+
+    def seen_giving(*about: int) -> int:
+        given.append(about)
+        return give_to(*about)  # type: ignore[arg-type]
+
+    place = tier.reserve(SIZE)
+    assert place is not None
+    held = fake.write(storage, data)
+    device.end_evict(device.begin_evict(storage, tier.write(place)))
+    device.copier = SimpleNamespace(give_to=seen_giving)  # type: ignore[assignment]
+    device.end_fetch(device.begin_fetch(storage, SIZE, tier.read(place)))
+    if out:
+        given.clear()
+        device.keep(device.begin_evict(storage, tier.write(place)))
+    seen = fake.read(storage)
+    stream = (device.evict_stream if out else device.fetch_stream).cuda_stream
+    third = SIZE // 3
+    assert given == [
+        (stream, storage.data_ptr() + start, place.address + start, size, out)
+        for start, size in ((0, third), (third, third), (2 * third, SIZE - 2 * third))
+    ]
+    fake.synchronize()
+    assert held and seen.raw == data
+
+
+def test_a_copy_that_the_driver_refuses_is_an_error_and_not_lost(fake: FakeCuda) -> None:
+    device = CudaDevice()
+    tier, storage = HostTier(device, 16 * 2**20), FakeStorage(fake, [])
+    place = tier.reserve(SIZE)
+    assert place is not None
+    fake.driver.fake_fail_next(700)
+    with pytest.raises(RuntimeError, match=r"refuses a copy of 64 KiB from the device \(error 700\)"):
+        device.begin_evict(storage, tier.write(place))
+    assert storage.nbytes() == SIZE
 
 
 def test_another_current_stream_is_put_behind_the_last_one(fake: FakeCuda) -> None:

@@ -20,11 +20,13 @@ def _no_wait_for_kernels(which: bool) -> None:
     """Lets copies out of the device, or those into it, begin at once, whatever kernels still run."""
     issue = pinned._issue
 
-    def planted(stream: Any, mark: Mark, storage: Any, place: Any, out: bool) -> pinned.CopyTicket:
+    def planted(
+        copier: Any, stream: Any, mark: Mark, storage: Any, place: Any, out: bool
+    ) -> pinned.CopyTicket:
         if out is not which:
-            return issue(stream, mark, storage, place, out)
+            return issue(copier, stream, mark, storage, place, out)
         long_ago = torch.cuda.Event()  # never recorded: a stream does not wait for it
-        return issue(stream, replace(mark, event=long_ago), storage, place, out)
+        return issue(copier, stream, replace(mark, event=long_ago), storage, place, out)
 
     pinned._issue = planted
 
