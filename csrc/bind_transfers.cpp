@@ -169,6 +169,25 @@ void bind_copiers(nb::module_& m) {
           },
           "slabs"_a)
       .def(
+          "unpin",
+          [](PyCudaCopier& self, PySlabs& slabs) {
+            const std::shared_ptr<Copier> held = self.copier;
+            const std::shared_ptr<Slabs> arena = slabs.slabs;
+            nb::gil_scoped_release release;
+            return static_cast<CudaCopier&>(*held).unpin(arena);
+          },
+          "slabs"_a)
+      .def(
+          "stream",
+          [](PyCudaCopier& self, int priority) {
+            uint64_t made = 0;
+            const int error = static_cast<CudaCopier&>(*self.copier).stream(priority, &made);
+            if (error != 0)
+              throw std::runtime_error("the CUDA driver makes no stream (error " + std::to_string(error) + ")");
+            return made;
+          },
+          "priority"_a = 0)
+      .def(
           "give_to",
           [](PyCudaCopier& self, uint64_t stream, uint64_t on_device, uint64_t in_host, uint64_t bytes,
              bool out) {

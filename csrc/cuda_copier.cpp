@@ -21,6 +21,7 @@ struct CudaCopier::Driver {
   int (*ctx_set)(void*) = nullptr;
   int (*ctx_synchronize)() = nullptr;
   int (*stream_create)(void**, unsigned) = nullptr;
+  int (*stream_create_with_priority)(void**, unsigned, int) = nullptr;
   int (*stream_destroy)(void*) = nullptr;
   int (*stream_wait_event)(void*, void*, unsigned) = nullptr;
   int (*event_create)(void**, unsigned) = nullptr;
@@ -39,6 +40,7 @@ struct CudaCopier::Driver {
     find(ctx_set, "cuCtxSetCurrent");
     find(ctx_synchronize, "cuCtxSynchronize");
     find(stream_create, "cuStreamCreate");
+    find(stream_create_with_priority, "cuStreamCreateWithPriority");
     find(stream_destroy, "cuStreamDestroy_v2");
     find(stream_wait_event, "cuStreamWaitEvent");
     find(event_create, "cuEventCreate");
@@ -94,6 +96,7 @@ CudaCopier::~CudaCopier() {
   if (current.error != 0) return;  // the arenas are unmapped all the same: the driver has let go of them
   // Streams that the copier does not know copy to and from the arenas: nothing is unmapped under them.
   if (!pinned_.empty()) driver_->ctx_synchronize();
+  for (void* stream : streams_) driver_->stream_destroy(stream);
   for (const Side& side : sides_) {
     driver_->event_destroy(side.arrived);
     driver_->stream_destroy(side.stream);
@@ -109,6 +112,26 @@ int CudaCopier::pin(const std::shared_ptr<Slabs>& slabs) {
   if (error != 0) return error;
   std::lock_guard lock(mutex_);
   pinned_.push_back(slabs);
+  return 0;
+}
+
+int CudaCopier::unpin(const std::shared_ptr<Slabs>& slabs) {
+  const Current current(*this);
+  if (current.error != 0) return current.error;
+  std::lock_guard lock(mutex_);
+  if (std::erase(pinned_, slabs) == 0) return 0;
+  return driver_->host_unregister(reinterpret_cast<void*>(slabs->address()));
+}
+
+int CudaCopier::stream(int priority, uint64_t* made) {
+  const Current current(*this);
+  if (current.error != 0) return current.error;
+  void* stream = nullptr;
+  if (const int error = driver_->stream_create_with_priority(&stream, kNonBlocking, priority); error != 0)
+    return error;
+  std::lock_guard lock(mutex_);
+  streams_.push_back(stream);
+  *made = reinterpret_cast<uint64_t>(stream);
   return 0;
 }
 

@@ -26,6 +26,11 @@ class CudaCopier final : public Copier {
   // Pins the arena for the life of this copier; the driver's error number, 0 when it is pinned. On any
   // thread, whose current context stays as it was.
   int pin(const std::shared_ptr<Slabs>& slabs);
+  // Ends that: no copy to or from the arena may be under way.
+  int unpin(const std::shared_ptr<Slabs>& slabs);
+  // Makes a stream that lives as long as this copier. Torch takes its streams from a pool in turn, so one of
+  // torch's may be a user's as well.
+  int stream(int priority, uint64_t* made);
   // Gives a caller's stream one copy between device memory and pinned host memory, and does not wait for it.
   // Returns the driver's error number.
   int give_to(uint64_t stream, uint64_t on_device, uint64_t in_host, uint64_t bytes, bool out);
@@ -48,5 +53,6 @@ class CudaCopier final : public Copier {
   std::mutex mutex_;
   std::vector<Side> sides_;  // idle ones; there are never more than workers
   std::vector<std::shared_ptr<Slabs>> pinned_;
+  std::vector<void*> streams_;  // of callers
 };
 }  // namespace teraio

@@ -95,11 +95,11 @@ class Ahead:
 
     def _fetch(self, record: Record) -> bool:
         try:
-            self.mover.begin_fetch(record)
-            self.mover.counts.ahead += 1
+            begun = self.residency.scarce.tries_to_fetch(record)
         except StoreError:  # said when it is needed
             return False
-        return True
+        self.mover.counts.ahead += begun
+        return begun
 
     def _make_room(self, wanted_bytes: int) -> None:
         """Starts writes of what is used later than that which is to come."""

@@ -15,13 +15,14 @@ from .residency import Residency
 def bring_back(residency: Residency, records: Iterable[Record]) -> None:
     """Makes all of these resident. One that is lost does not keep the others away."""
     mover, records = residency.mover, list(records)
+    wanted = {record.key for record in records}
     for begin in (True, False):
         for record in records:
             try:
                 if begin and record.state is State.LEAVING:
                     mover.undo_evict(record)
                 elif begin and record.state is State.AWAY:
-                    mover.begin_fetch(record)
+                    residency.scarce.begin_fetch(record, lambda r: r.key in wanted)
                 elif not begin and record.state is State.ARRIVING:
                     mover.end_fetch(record)
             except StoreError as error:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -60,14 +61,19 @@ def reason_without() -> str | None:
     return None
 
 
+VIRTUAL_MEMORY_MANAGEMENT = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # in the environment
 
 
 def split_blocks_finely() -> None:
     """Segments that grow, for tensors from now on. In others a block is not split if less than 1 MiB would be
     left of it: all of it counts as allocated, and hundreds of tensors that come and go take that much more
-    each. Who has settings of their own keeps them; without these the reserve learns what is lost."""
+    each. Who has settings of their own keeps them: new ones would put back what they do not name. Without
+    these the reserve learns what is lost."""
     if any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):
+        return
+    told = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    if any(told.get(name) for name in ALLOCATOR_SETTINGS):  # the last text, also of a running process
         return
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is None:
@@ -76,8 +82,25 @@ def split_blocks_finely() -> None:
             "that nothing fits in. Start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             torch.__version__,
         )
-    else:
+    elif _maps_memory():
         change("expandable_segments:True")
+    else:
+        log.warning(
+            "teraio: this GPU's driver cannot map memory piece by piece, as on virtual GPUs: torch's "
+            "allocator keeps segments of fixed sizes, and more of the memory goes to the reserve"
+        )
+
+
+def _maps_memory() -> bool:
+    """Return whether the current device can have segments that grow; torch tries it without asking."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        can, device = ctypes.c_int(1), ctypes.c_int(0)
+        if driver.cuCtxGetDevice(ctypes.byref(device)) == 0:
+            driver.cuDeviceGetAttribute(ctypes.byref(can), VIRTUAL_MEMORY_MANAGEMENT, device)
+        return bool(can.value)
+    except (OSError, AttributeError):
+        return True
 
 
 class CudaDevice(CudaMemory):
@@ -88,15 +111,29 @@ class CudaDevice(CudaMemory):
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__(torch.cuda.current_device() if index is None else index)
-        split_blocks_finely()
         with torch.cuda.device(self.device):
             torch.cuda.synchronize(self.device)
+            split_blocks_finely()
             self.copier = _native.CudaCopier()  # takes the context that is current
-        self.evict_stream = torch.cuda.Stream(self.device)
-        self.fetch_stream = torch.cuda.Stream(self.device)
+        self.evict_stream, self.fetch_stream = self._own_stream(), self._own_stream()
         # A copy on it does not queue behind the prefetches: the copy engine takes from all streams in turn.
-        self.demand_stream = torch.cuda.Stream(self.device, priority=-1)
+        self.demand_stream = self._own_stream(priority=-1)
         self._compute = torch.cuda.current_stream(self.index)
+
+    def _own_stream(self, priority: int = 0) -> torch.cuda.ExternalStream:
+        """Make a stream that no user has: torch hands out 32 of each priority in turn, and then the same."""
+        return torch.cuda.ExternalStream(self.copier.stream(priority), self.device)
+
+    def resize(self, storage: Any, size_bytes: int) -> None:
+        """Memory that is given back serves the stream next that it was made on, and that may be another one
+        than is current: then the allocator waits for the current one before it gives the memory to others."""
+        if size_bytes == 0 and storage.nbytes():
+            tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            tensor.record_stream(self.compute())
+        storage.resize_(size_bytes)
+
+    def unpin(self, slabs: _native.Slabs) -> None:
+        self.copier.unpin(slabs)
 
     def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         """Pinned for the life of the copier, and on huge pages: cudaHostAlloc does not tell what it gives."""
@@ -137,6 +174,9 @@ class CudaDevice(CudaMemory):
 
     def compute_waits(self, event: torch.cuda.Event) -> None:
         self.compute().wait_event(event)
+
+    def user_code_runs(self) -> None:
+        self.compute()
 
     def drain(self) -> None:
         for stream in (self.evict_stream, self.fetch_stream, self.demand_stream):

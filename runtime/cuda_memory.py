@@ -29,11 +29,14 @@ class CudaMemory(Ordered):
         self.highest = self.highest_reserved = 0  # before the last `reset_peak`
 
     def capacity_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.device)[1])
+        """What the allocator may take of the card: users can give it a fraction."""
+        fraction = torch.cuda.get_per_process_memory_fraction(self.device)
+        return int(torch.cuda.mem_get_info(self.device)[1] * min(1.0, fraction))
 
     def available_bytes(self) -> int:
         """Free memory and what this process holds, in use or cached by its allocator."""
-        return int(torch.cuda.mem_get_info(self.device)[0]) + torch.cuda.memory_reserved(self.device)
+        free_bytes = int(torch.cuda.mem_get_info(self.device)[0])
+        return min(free_bytes + torch.cuda.memory_reserved(self.device), self.capacity_bytes())
 
     def default_budget_bytes(self) -> int:
         return self.available_bytes() * (100 - MARGIN_PERCENT) // 100

@@ -99,6 +99,8 @@ class Scratch:
     storage: Any = None  # of a tensor; None in RAM
 
 
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)  # what a tensor's memory is refused with
+
 Start = Callable[[Any, Mark], Ticket]
 """Issues a copy of this storage that waits for this mark. For example
 `lambda storage, mark: store.write(extent, storage.data_ptr(), name, event=mark.handle)`."""
@@ -187,6 +189,15 @@ class Device(Counts, Clock, Protocol):
         """Slabs that the copier can use: on huge pages, and pinned where the device copies them itself."""
         ...
 
+    def unpin(self, slabs: _native.Slabs) -> None:
+        """Gives back slabs that no transfer uses any more."""
+        ...
+
+    def user_code_runs(self) -> None:
+        """Orders what user code does now, on the stream that is current, behind all that was given so far;
+        and what is given later behind that."""
+        ...
+
     def idle(self) -> None:
         """The host waits until kernels and copies given so far are over."""
         ...
@@ -245,6 +256,12 @@ class Ordered(Uncounted, HostClock):
     def compute_waits(self, event: Any) -> None:
         """Kernels given from now on wait for `event`."""
 
+    def user_code_runs(self) -> None:
+        """Order what user code does now on the stream that is current behind all that was given so far."""
+
+    def unpin(self, slabs: _native.Slabs) -> None:
+        """Give back slabs that no transfer uses any more."""
+
     def drain(self) -> None:
         """The host waits until no copy is running."""
 
@@ -271,6 +288,7 @@ class Ordered(Uncounted, HostClock):
         try:
             return Pending(storage, start(storage, mark), mark)
         except BaseException:
+            self.drain()  # a part of the copy may have been given
             self.resize(storage, 0)
             raise
 

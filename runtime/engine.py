@@ -25,7 +25,7 @@ from teraio.schedule import Schedule, Step
 
 from . import gradients as _gradients
 from . import guard as _guard
-from .back import bring_all_back, bring_back
+from .back import bring_all_back
 from .calm import Calm
 from .device import Device, Host
 from .follow import Follower, Here, table_of
@@ -42,7 +42,7 @@ from .signals import SIGNALS
 from .step import StepTracker
 from .store import Store
 from .unseen import Unseen
-from .user_code import UserCode, written_unseen
+from .user_code import UserCode
 
 CALLS_MAX = 4096  # of a step: one that never ends is none, and what is kept per call must end
 
@@ -291,10 +291,7 @@ class Engine:
         if self.mover.recorder is not None:
             self.mover.recorder.abandoned()
         self.guard.take_back()
-        exposed = self.user.exposed(self.tracker.number)
-        bring_back(self.residency, exposed)
-        written_unseen(exposed)
-        self.user.hand_over()
+        self.user.take_over(self.tracker.number)
 
     # ---- for the outside
 

@@ -81,20 +81,21 @@ class Follower:
         late = here.expected.late
         for name in list(late):
             record = self.residency.by_name.get(name)
-            if record is not None and record.state is State.AWAY and not record.dead():
-                if not self.residency.makes_way(record.size_bytes + here.live_bytes, here.tick):
-                    return
-                self.mover.begin_fetch(record)
+            if record is None or record.state is not State.AWAY or record.dead():
+                pass
+            elif not self._fetches(record, here):
+                return
             del late[name]
+
+    def _fetches(self, record: Record, here: Here) -> bool:
+        room = self.residency.makes_way(record.size_bytes + here.live_bytes, here.tick)
+        return room and self.residency.scarce.tries_to_fetch(record)
 
     def _move(self, what: int, record: Record, tier: str | None, here: Here) -> bool:
         if what == FETCH:
             if record.state is not State.AWAY:
                 return self.residency.going.stays(record)
-            if not self.residency.makes_way(record.size_bytes + here.live_bytes, here.tick):
-                return False
-            self.mover.begin_fetch(record)
-            return True
+            return self._fetches(record, here)
         if (
             not record.evictable
             or self.residency.in_use(record)

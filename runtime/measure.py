@@ -122,6 +122,7 @@ class Bench:
     """A file, slabs and memory. Places of the file are written once before they are read."""
 
     def __init__(self, io: _native.Io, device: Device, scratch: Scratch) -> None:
+        self.device = device
         self.slabs = device.slabs(SLAB_BYTES, LANES)
         self.io = io
         self.transfers = _native.Transfers(io, self.slabs, deadline_s=DEADLINE_S, copier=device.copier)
@@ -208,6 +209,7 @@ class Bench:
 
     def close(self) -> None:
         self.transfers.close(DEADLINE_S)
+        self.device.unpin(self.slabs)
         self.scratch.end()
 
 

@@ -26,6 +26,7 @@ from .going import Going
 from .moves import Mover
 from .reasons import largest
 from .records import Record, State
+from .scarce import Scarce
 
 log = logging.getLogger("teraio")
 
@@ -61,6 +62,7 @@ class Residency:
         self.mortal: dict[int, Record] = {}  # of those, what does not live from step to step
         self.reachable: dict[int, Record] = {}  # what can move, wears the guard, and user code may touch
         self.going = Going(self.in_use, lambda record: self._evict_part(record, begin=False))
+        self.scarce = Scarce(mover, self._evict_all)
         self.serial = 1  # of the slot: a record with `used_at` equal to it is in use
         self.fixed_bytes = 0  # of records that never move
         self.uses: dict[str, list[float]] = {}  # name -> ticks of the expected step, ascending
@@ -144,12 +146,13 @@ class Residency:
             if (record := bound[buffer]) is not None:
                 record.clean = False
 
-    def fetch(self, needed: Iterable[Record]) -> None:
-        """These are resident when this returns; room was made before."""
+    def fetch(self, needed: Iterable[Record], stays: Callable[[Record], bool] | None = None) -> None:
+        """These are resident when this returns; room was made before, by the budget. Where the device has
+        less, all leave that may, except what `stays`."""
         for record in needed:
             if record.state is State.AWAY:
                 self.mover.counts.misses += 1
-                self.mover.begin_fetch(record, demand=True)
+                self.scarce.begin_fetch(record, stays, demand=True)
         for record in needed:
             if record.state is State.ARRIVING:
                 self.mover.end_fetch(record)
@@ -240,6 +243,9 @@ class Residency:
             for record in victims:
                 failure = self._evict_part(record, begin) or failure
         return failure
+
+    def _evict_all(self, stays: Callable[[Record], bool] | None) -> StoreError | None:
+        return self._evict([record for record in self._candidates() if stays is None or not stays(record)])
 
     def _evict_part(self, record: Record, begin: bool) -> StoreError | None:
         try:

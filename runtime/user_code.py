@@ -102,6 +102,16 @@ class UserCode:
         for record in self.residency.reachable.values():
             record.forget_others()
 
+    def take_over(self, call: int) -> None:
+        """This call ended with an exception, anywhere in it. What is away is guarded even if there is no
+        memory for what should be here."""
+        exposed = self.exposed(call)
+        try:
+            bring_back(self.residency, exposed)
+            written_unseen(exposed)
+        finally:
+            self.hand_over()
+
     def hand_over(self) -> None:
         """A program has returned: user code runs."""
         self.residency.serial += 1
@@ -169,6 +179,7 @@ class UserCode:
 
     def bring(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
         """For user code: makes these resident, over the budget if it must be."""
+        self.mover.device.user_code_runs()  # perhaps on a stream of its own, and nothing has to move
         self.see_given()
         for record in records:
             if record.state is State.LEAVING:
@@ -190,7 +201,7 @@ class UserCode:
             short -= to_come
             if short > 0:
                 self.overrun(short, f"{place} {records[0].name}")
-            residency.fetch(records)
+            residency.fetch(records, self.guard.exposed)
         except StoreError as error:
             names = ", ".join(record.name for record in records)
             raise EvictedError(

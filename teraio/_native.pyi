@@ -110,6 +110,12 @@ class CudaCopier(Copier):
     def pin(self, slabs: Slabs) -> int:
         """Pins the arena for the life of this copier; the driver's error number, 0 if it is pinned."""
 
+    def unpin(self, slabs: Slabs) -> int:
+        """Ends that. No copy to or from the arena may be under way."""
+
+    def stream(self, priority: int = 0) -> int:
+        """Makes a stream that lives as long as this copier, and is nobody else's; returns its handle."""
+
     def give_to(self, stream: int, on_device: int, in_host: int, bytes: int, out: bool) -> int:
         """Gives a stream a copy between these addresses, `out` of the device or into it, and does not wait
         for it. Returns the driver's error number, 0 if the stream has it. The host memory must be pinned."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 SIZE = 64 * 1024  # bytes of every storage
@@ -67,7 +68,15 @@ class FakeCuda:
                 event.record(self)
                 driver.cuEventSynchronize(event.handle)
 
-        self.Event, self.Stream = FakeEvent, FakeStream
+        class FakeExternalStream(FakeStream):
+            def __init__(self, handle: int, device: Any = None) -> None:
+                self.handle, self.device = ctypes.c_void_p(handle), device
+
+        self.Event, self.Stream, self.ExternalStream = FakeEvent, FakeStream, FakeExternalStream
+        self.asked_for: dict[str, str] = {}  # of the allocator, by a user
+        self.fraction = 1.0
+        self.memory = SimpleNamespace(_snapshot=lambda: {"allocator_settings": self.asked_for})
+        self.recorded: list[tuple[FakeStorage, Any]] = []  # storages, and streams that they were used on
         self.compute: Any = FakeStream()
         self.free, self.total, self.reserved, self.used, self.most = 30, 100, 50, 0, 0
         self.settings: list[str] = []
@@ -90,6 +99,17 @@ class FakeCuda:
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return self.free, self.total
+
+    def get_per_process_memory_fraction(self, device: Any = None) -> float:
+        return self.fraction
+
+    def empty(self, *about: Any, **more: Any) -> Any:
+        """A tensor without bytes: it gets those of a storage, and may be recorded on a stream."""
+
+        def take(storage: FakeStorage) -> Any:
+            return SimpleNamespace(record_stream=lambda stream: self.recorded.append((storage, stream)))
+
+        return SimpleNamespace(set_=take)
 
     def memory_reserved(self, device: Any = None) -> int:
         return self.reserved
@@ -129,6 +149,7 @@ class FakeStorage:
     """Freed memory goes at once to whatever the compute stream runs next: a kernel that poisons it."""
 
     pool: list[int]
+    device = ("cuda", 0)
 
     def __init__(self, fake: FakeCuda, pool: list[int]) -> None:
         self.fake = fake

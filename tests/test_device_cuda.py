@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import shutil
@@ -44,6 +45,7 @@ def fake(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     made.driver.fake_set(random.randrange(1000), 300)
     inside = SimpleNamespace(_accelerator_setAllocatorSettings=made.settings.append)
     about = {"cuda": made, "device": lambda *about: about, "_C": inside, "__version__": "2.0"}
+    about |= {"empty": made.empty, "uint8": None}
     for module in (cuda, cuda_memory, pinned):
         monkeypatch.setattr(module, "torch", SimpleNamespace(**about))
     for name in cuda.ALLOCATOR_SETTINGS:
@@ -230,10 +232,11 @@ def test_time_passes_as_kernels_run_and_not_as_they_are_given(fake: FakeCuda) ->
 
 
 def test_a_mark_inside_a_side_stream_is_a_programmer_error(fake: FakeCuda) -> None:
-    device = CudaDevice()
+    device, own = CudaDevice(), fake.compute
     fake.compute = device.fetch_stream
     with pytest.raises(AssertionError, match="inside a side stream"):
         device.mark()
+    fake.compute = own
 
 
 def test_the_budget_is_free_and_held_memory_less_five_percent(fake: FakeCuda) -> None:
@@ -252,6 +255,89 @@ def test_segments_grow_unless_the_user_has_settings_of_their_own(
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     CudaDevice()
     assert fake.settings == ["expandable_segments:True"] and caplog.text.count("has no way") == 1
+
+
+def test_settings_that_were_made_at_run_time_are_kept_too(fake: FakeCuda) -> None:
+    fake.asked_for["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:64"
+    CudaDevice()
+    assert fake.settings == []
+
+
+def test_segments_do_not_grow_where_the_driver_cannot_map_memory(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda, "_maps_memory", lambda: False)
+    CudaDevice()
+    assert fake.settings == [] and "cannot map memory piece by piece" in caplog.text
+
+
+def test_a_fraction_of_the_card_is_all_that_there_is(fake: FakeCuda) -> None:
+    fake.fraction = 0.4
+    device = CudaDevice()
+    assert (device.capacity_bytes(), device.available_bytes(), device.default_budget_bytes()) == (40, 40, 38)
+
+
+def test_the_copies_streams_are_nobody_elses(fake: FakeCuda) -> None:
+    """Made by the driver, and destroyed with the copier; torch's pool hands out the same ones again."""
+    alive = fake.driver.fake_alive()
+    device = CudaDevice()
+    own = {s.cuda_stream for s in (device.evict_stream, device.fetch_stream, device.demand_stream)}
+    assert len(own) == 3 and fake.driver.fake_alive() == alive + 3
+    del device
+    gc.collect()
+    assert fake.driver.fake_alive() == alive
+
+
+def test_memory_is_given_back_behind_the_stream_that_is_current(fake: FakeCuda) -> None:
+    """It may have been made on another one, which would take it at once."""
+    device, storage = CudaDevice(), FakeStorage(fake, [])
+    fake.compute = fake.Stream()
+    device.drop(storage)
+    assert fake.recorded == [(storage, fake.compute)]
+    device.resize(storage, SIZE)
+    assert len(fake.recorded) == 1
+
+
+def test_a_stream_of_user_code_is_put_behind_the_last_one_though_nothing_moves(fake: FakeCuda) -> None:
+    device, storage = CudaDevice(), FakeStorage(fake, [])
+    fake.driver.fake_set(1, 20_000)
+    held = fake.write(storage, bytes_of(1))
+    fake.compute = fake.Stream()
+    device.user_code_runs()
+    seen = fake.read(storage)
+    fake.synchronize()
+    assert seen.raw == held.raw
+
+
+def test_memory_of_a_fetch_that_failed_half_way_is_not_given_back_under_its_copy(fake: FakeCuda) -> None:
+    fake.driver.fake_set(1, 20_000)
+    device, pool = CudaDevice(), list[int]()
+    tier, storage = HostTier(device, 16 * 2**20), FakeStorage(fake, pool)
+    place = tier.reserve(SIZE)
+    assert place is not None
+    device.end_evict(device.begin_evict(storage, tier.write(place)))
+
+    def breaks_off(storage: Any, mark: Any) -> Any:
+        tier.read(place)(storage, mark)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        device.begin_fetch(storage, SIZE, breaks_off)
+    other = FakeStorage(fake, pool)
+    held = fake.write(other, bytes_of(7))
+    seen = fake.read(other)
+    fake.synchronize()
+    assert seen.raw == held.raw
+
+
+def test_slabs_of_a_measurement_are_unpinned_when_it_ends(fake: FakeCuda) -> None:
+    device = CudaDevice()
+    before = fake.driver.fake_pinned()
+    slabs = device.slabs(16 * KIB, 4)
+    assert fake.driver.fake_pinned() == before + 1
+    device.unpin(slabs)
+    device.unpin(slabs)
+    assert fake.driver.fake_pinned() == before
 
 
 def test_the_most_that_was_used_outlives_every_reset(fake: FakeCuda) -> None:

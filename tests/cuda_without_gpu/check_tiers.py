@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,17 @@ TIERS: dict[str, dict[str, Any]] = {
 PARTS = (60, 40, 25)
 
 
-def train(inner: str, tier: str, percent: int) -> dict[str, Any]:
-    expected = plain(inner=inner)
+def train(tier: str, percent: int, numbers: bool = True, **shape: Any) -> dict[str, Any]:
+    """Train with so much of the plain run's peak, and compare with it: the numbers too, if they are any."""
+    expected = plain(**shape)
     budget = max(expected["peaks"]) * percent // 100
-    training = Training(inner=inner, options={"memory": budget, **TIERS[tier]}).train()
+    training = Training(options={"memory": budget, **TIERS[tier]}, **shape).train()
     told = training.told()
     assert "planned" in training.phases, training.phases
-    assert told["losses"] == expected["losses"], (told["losses"], expected["losses"])
-    assert told["digest"] == expected["digest"]
+    if numbers:
+        assert all(math.isfinite(float.fromhex(loss)) for loss in told["losses"]), told["losses"]
+        assert told["losses"] == expected["losses"], (told["losses"], expected["losses"])
+        assert told["digest"] == expected["digest"]
     highest = {
         phase: max(p for p, q in zip(training.peaks, training.phases) if q == phase)
         for phase in training.phases
@@ -40,8 +44,7 @@ def train(inner: str, tier: str, percent: int) -> dict[str, Any]:
 
 
 CASES = {
-    f"{inner}_{tier}_{percent}": partial(train, inner, tier, percent)
-    for inner in ("eager",)
+    f"eager_{tier}_{percent}": partial(train, tier, percent, inner="eager")
     for tier in TIERS
     for percent in PARTS
 }

@@ -5,6 +5,7 @@ A stream is up to 30 ms late here, so what does not wait comes too early almost 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import tempfile
 from collections.abc import Callable, Iterator
@@ -149,6 +150,46 @@ def failed_fetch(bench: Bench) -> bool:
     return set(taken.cpu().tolist()) == {NEW}
 
 
+def broken_off_fetch(bench: Bench) -> bool:
+    """Ctrl-C, pressed twice, when the copy has been given already."""
+    bench.fill_place(OLD)
+    tensor = bench.emptied()
+
+    def start(storage: Any, mark: Mark) -> Any:
+        bench.host.read(bench.place)(storage, mark)
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        bench.device.begin_fetch(tensor.untyped_storage(), BYTES, start)
+    taken = bench.in_freed(NEW)
+    torch.cuda.synchronize()
+    return set(taken.cpu().tolist()) == {NEW}
+
+
+def evict_of_another_streams_memory(bench: Bench) -> bool:
+    """A weight that was made on the default stream leaves in a training on another one."""
+    tensor = bench.full_of(OLD)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        bench.device.end_evict(bench.begin_evict(tensor))
+    taken = bench.in_freed(NEW)  # on the default stream: the next batch
+    torch.cuda.synchronize()
+    del taken
+    return bench.in_place() == {OLD}
+
+
+def drop_of_another_streams_memory(bench: Bench) -> bool:
+    tensor = bench.full_of(OLD)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        read = tensor + 0
+        bench.device.drop(tensor.untyped_storage())
+    taken = bench.in_freed(NEW)
+    torch.cuda.synchronize()
+    del taken
+    return set(read.cpu().tolist()) == {OLD}
+
+
 def host_reads(bench: Bench) -> bool:
     tensor = bench.full_of(OLD)
     bench.device.keep(bench.begin_evict(tensor))
@@ -228,6 +269,15 @@ CASES = {
     "kernels_wait_for_the_fetch": partial(left_out, fetch_and_read, plants.used_before_fetched),
     "a_new_stream_waits_for_the_last": partial(left_out, other_stream, plants.streams_not_joined),
     "a_failed_fetch_is_drained": partial(left_out, failed_fetch, plants.failed_fetch_not_drained),
+    "a_fetch_that_is_broken_off_is_drained": partial(
+        left_out, broken_off_fetch, plants.failed_fetch_not_drained
+    ),
+    "evicted_memory_is_held_until_the_current_stream_is_done": partial(
+        left_out, evict_of_another_streams_memory, plants.freed_to_another_stream
+    ),
+    "dropped_memory_is_held_until_the_current_stream_is_done": partial(
+        left_out, drop_of_another_streams_memory, plants.freed_to_another_stream
+    ),
     "the_host_waits_until_idle": partial(left_out, host_reads, plants.not_idle),
     "a_store_waits_for_kernels": partial(left_out, store_evict, plants.store_waits_not),
     "kernels_wait_for_a_store": partial(left_out, store_fetch, plants.store_fetch_not_awaited),

@@ -105,6 +105,20 @@ def failed_fetch_not_drained() -> None:
     cuda.CudaDevice.drain = lambda self: None  # type: ignore[method-assign]
 
 
+def freed_to_another_stream() -> None:
+    """Memory goes back to the stream that it was made on, whatever the current one still does with it."""
+
+    def resize(self: cuda.CudaDevice, storage: Any, size_bytes: int) -> None:
+        storage.resize_(size_bytes)
+
+    setattr(cuda.CudaDevice, "resize", resize)  # noqa: B010
+
+
+def side_streams_not_joined() -> None:
+    """User code on a stream of its own is not put behind what was given, nor what comes later behind it."""
+    cuda.CudaDevice.user_code_runs = lambda self: None  # type: ignore[method-assign]
+
+
 def not_idle() -> None:
     """The host reads what was copied out before it is there."""
     cuda.CudaDevice.idle = lambda self: None  # type: ignore[method-assign]

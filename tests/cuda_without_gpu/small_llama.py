@@ -21,7 +21,6 @@ import teraio
 from teraio.demo_model import Llama, Shape
 
 SHAPE = Shape(vocabulary=512, hidden=256, intermediate=704, layers=8)
-BATCH, LENGTH = 2, 64
 STEPS = 10
 
 
@@ -33,6 +32,8 @@ class Training:
     inner: str = "eager"
     device: str = "cuda"
     shape: Shape = SHAPE
+    rows: int = 2
+    length: int = 64
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     settings: dict[str, Any] = field(default_factory=lambda: {"fused": True})
     losses: list[str] = field(default_factory=list)
@@ -51,7 +52,7 @@ class Training:
         self.random = torch.Generator().manual_seed(1)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (BATCH, LENGTH + 1)
+        shape = (self.rows, self.length + 1)
         tokens = torch.randint(0, self.shape.vocabulary, shape, generator=self.random).to(self.device)
         return tokens[:, :-1], tokens[:, 1:]
 

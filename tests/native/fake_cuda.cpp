@@ -107,6 +107,9 @@ int cuStreamCreate(void** out, unsigned) {
   *out = *streams.insert(new Stream).first;
   return ++streams_alive, 0;
 }
+int cuStreamCreateWithPriority(void** out, unsigned flags, int) {
+  return cuStreamCreate(out, flags);
+}
 int cuStreamDestroy_v2(void* p) {
   auto* s = static_cast<Stream*>(p);
   {
@@ -208,6 +211,9 @@ int fake_current() {
 }
 int fake_unpinned_under_a_copy() {
   return unpinned_under_a_copy.exchange(0);
+}
+int fake_pinned() {
+  return pinned;
 }
 int fake_alive() {
   return streams_alive + events_alive + pinned;

@@ -199,6 +199,10 @@ DRIVER cuStreamCreate(CUstream* stream, unsigned flags) {
   *stream = reinterpret_cast<CUstream>(make_stream(current_device(), flags, 0));
   return CUDA_SUCCESS;
 }
+DRIVER cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int priority) {
+  *stream = reinterpret_cast<CUstream>(make_stream(current_device(), flags, priority));
+  return CUDA_SUCCESS;
+}
 DRIVER cuStreamDestroy_v2(CUstream stream) {
   end_stream(stream);
   return CUDA_SUCCESS;
