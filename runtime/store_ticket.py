@@ -103,7 +103,11 @@ class Ticket:
         self._first: FirstTry | None = None
         self._number = 0
         self.times = (0, 0, 0)  # submitted, started, finished in ns, where the store keeps them
-        self._submit()
+        try:
+            self._submit()
+        except BaseException:  # Ctrl-C: nobody has this ticket, and its memory goes to others
+            self.cancel()
+            raise
 
     def _submit(self) -> None:
         extent, transfers = self._extent, self._store._transfers

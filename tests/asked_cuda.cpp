@@ -29,6 +29,9 @@ int cuCtxSynchronize() {
 int cuStreamCreate(void** out, unsigned) {
   return *out = reinterpret_cast<void*>(ask(kStream, 0, 0, 0, 0)), 0;
 }
+int cuStreamCreateWithPriority(void** out, unsigned flags, int) {
+  return cuStreamCreate(out, flags);
+}
 int cuStreamDestroy_v2(void*) {
   return 0;
 }

@@ -126,7 +126,9 @@ def _give_libdevice() -> None:
                 values(tensor).float() if tensor.dtype.is_bf16() else values(tensor)
                 for tensor in (first, *others)
             ]
-            return made(function(*wide).to(values(first).dtype), first.type, first.type)
+            result = function(*wide).to(values(first).dtype)  # of operands of several shapes
+            shaped = core.block_type(first.type.scalar, list(result.shape)) if result.ndim else first.type
+            return made(result, shaped, shaped)
 
         return call
 

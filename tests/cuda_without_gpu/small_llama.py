@@ -20,7 +20,7 @@ import torch
 import teraio
 from teraio.demo_model import Llama, Shape
 
-SHAPE = Shape(vocabulary=512, hidden=256, intermediate=704, layers=8)
+SHAPE = {"vocabulary": 512, "hidden": 256, "intermediate": 704, "layers": 8}
 STEPS = 10
 
 
@@ -31,7 +31,7 @@ class Training:
     options: dict[str, Any] = field(default_factory=dict)
     inner: str = "eager"
     device: str = "cuda"
-    shape: Shape = SHAPE
+    shape: dict[str, int] = field(default_factory=SHAPE.copy)
     rows: int = 2
     length: int = 64
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
@@ -46,14 +46,14 @@ class Training:
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         with torch.device(self.device):
-            self.model = Llama(self.shape)
+            self.model = Llama(Shape(**self.shape))
         self.run = torch.compile(self.model, backend="teraio", options={"inner": self.inner, **self.options})
         self.adam = self.optimizer(self.model.parameters(), lr=1e-3, **self.settings)
         self.random = torch.Generator().manual_seed(1)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (self.rows, self.length + 1)
-        tokens = torch.randint(0, self.shape.vocabulary, shape, generator=self.random).to(self.device)
+        tokens = torch.randint(0, self.shape["vocabulary"], shape, generator=self.random).to(self.device)
         return tokens[:, :-1], tokens[:, 1:]
 
     def step(self) -> None:
