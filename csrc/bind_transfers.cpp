@@ -183,7 +183,8 @@ void bind_copiers(nb::module_& m) {
             uint64_t made = 0;
             const int error = static_cast<CudaCopier&>(*self.copier).stream(priority, &made);
             if (error != 0)
-              throw std::runtime_error("the CUDA driver makes no stream (error " + std::to_string(error) + ")");
+              throw std::runtime_error("the CUDA driver makes no stream (error " + std::to_string(error) +
+                                       ")");
             return made;
           },
           "priority"_a = 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -51,6 +52,29 @@ def root(tmp_path: Path) -> Path:
     if disk is None:
         pytest.skip("no disk here, only memory")
     return disk
+
+
+@pytest.fixture(scope="session")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A CUDA driver without a device: the path of its library."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to build the fake driver with")
+    target = tmp_path_factory.mktemp("fake") / "libcuda_fake.so"
+    source = Path(__file__).parent / "native" / "fake_cuda.cpp"
+    subprocess.run(
+        [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", source, "-o", target], check=True
+    )
+    return str(target)
+
+
+@pytest.fixture
+def fake(fake_driver: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What the CUDA device takes for torch and for a driver."""
+    import fake_cuda
+
+    with fake_cuda.installed(fake_driver, monkeypatch) as made:
+        yield made
 
 
 @pytest.fixture

@@ -3,12 +3,77 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from teraio import _native
+from teraio.runtime import cuda, cuda_memory, pinned
+
 SIZE = 64 * 1024  # bytes of every storage
+
+
+def _classes(driver: Any) -> tuple[Any, Any, Any]:
+    """Return classes of events, streams and foreign streams, over this driver."""
+
+    class FakeEvent:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.handle, self.timed = ctypes.c_void_p(), enable_timing
+            driver.cuEventCreate(ctypes.byref(self.handle), 0)
+
+        def query(self) -> bool:
+            return driver.cuEventQuery(self.handle) == 0
+
+        def synchronize(self) -> None:
+            driver.cuEventSynchronize(self.handle)
+
+        def elapsed_time(self, later: FakeEvent) -> float:
+            assert self.timed and later.timed
+            found = ctypes.c_float()
+            assert driver.cuEventElapsedTime(ctypes.byref(found), self.handle, later.handle) == 0
+            return found.value
+
+        @property
+        def cuda_event(self) -> int:
+            return self.handle.value or 0
+
+        def record(self, stream: FakeStream) -> None:
+            driver.cuEventRecord(self.handle, stream.handle)
+
+        def __del__(self) -> None:
+            driver.cuEventDestroy_v2(self.handle)
+
+    class FakeStream:
+        def __init__(self, device: Any = None, priority: int = 0) -> None:
+            self.handle, self.device = ctypes.c_void_p(), device
+            driver.cuStreamCreate(ctypes.byref(self.handle), 0)
+
+        @property
+        def cuda_stream(self) -> int:
+            return self.handle.value or 0
+
+        def wait_event(self, event: FakeEvent) -> None:
+            driver.cuStreamWaitEvent(self.handle, event.handle, 0)
+
+        def wait_stream(self, other: FakeStream) -> None:
+            event = FakeEvent()
+            event.record(other)
+            self.wait_event(event)
+
+        def synchronize(self) -> None:
+            event = FakeEvent()
+            event.record(self)
+            driver.cuEventSynchronize(event.handle)
+
+    class FakeExternalStream(FakeStream):
+        def __init__(self, handle: int, device: Any = None) -> None:
+            self.handle, self.device = ctypes.c_void_p(handle), device
+
+    return FakeEvent, FakeStream, FakeExternalStream
 
 
 class FakeCuda:
@@ -17,67 +82,12 @@ class FakeCuda:
     def __init__(self, library: str) -> None:
         self.driver = ctypes.CDLL(library)
         self.driver.fake_alloc.restype = ctypes.c_uint64
-        driver = self.driver
-
-        class FakeEvent:
-            def __init__(self, enable_timing: bool = False) -> None:
-                self.handle, self.timed = ctypes.c_void_p(), enable_timing
-                driver.cuEventCreate(ctypes.byref(self.handle), 0)
-
-            def query(self) -> bool:
-                return driver.cuEventQuery(self.handle) == 0
-
-            def synchronize(self) -> None:
-                driver.cuEventSynchronize(self.handle)
-
-            def elapsed_time(self, later: FakeEvent) -> float:
-                assert self.timed and later.timed
-                found = ctypes.c_float()
-                assert driver.cuEventElapsedTime(ctypes.byref(found), self.handle, later.handle) == 0
-                return found.value
-
-            @property
-            def cuda_event(self) -> int:
-                return self.handle.value or 0
-
-            def record(self, stream: FakeStream) -> None:
-                driver.cuEventRecord(self.handle, stream.handle)
-
-            def __del__(self) -> None:
-                driver.cuEventDestroy_v2(self.handle)
-
-        class FakeStream:
-            def __init__(self, device: Any = None, priority: int = 0) -> None:
-                self.handle, self.device = ctypes.c_void_p(), device
-                driver.cuStreamCreate(ctypes.byref(self.handle), 0)
-
-            @property
-            def cuda_stream(self) -> int:
-                return self.handle.value or 0
-
-            def wait_event(self, event: FakeEvent) -> None:
-                driver.cuStreamWaitEvent(self.handle, event.handle, 0)
-
-            def wait_stream(self, other: FakeStream) -> None:
-                event = FakeEvent()
-                event.record(other)
-                self.wait_event(event)
-
-            def synchronize(self) -> None:
-                event = FakeEvent()
-                event.record(self)
-                driver.cuEventSynchronize(event.handle)
-
-        class FakeExternalStream(FakeStream):
-            def __init__(self, handle: int, device: Any = None) -> None:
-                self.handle, self.device = ctypes.c_void_p(handle), device
-
-        self.Event, self.Stream, self.ExternalStream = FakeEvent, FakeStream, FakeExternalStream
+        self.Event, self.Stream, self.ExternalStream = _classes(self.driver)
         self.asked_for: dict[str, str] = {}  # of the allocator, by a user
         self.fraction = 1.0
         self.memory = SimpleNamespace(_snapshot=lambda: {"allocator_settings": self.asked_for})
         self.recorded: list[tuple[FakeStorage, Any]] = []  # storages, and streams that they were used on
-        self.compute: Any = FakeStream()
+        self.compute: Any = self.Stream()
         self.free, self.total, self.reserved, self.used, self.most = 30, 100, 50, 0, 0
         self.settings: list[str] = []
 
@@ -174,3 +184,21 @@ class FakeStorage:
     def data_ptr(self) -> int:
         assert self.address, "a storage is used while it is away"
         return self.address
+
+
+@contextmanager
+def installed(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """In place of torch and of the driver, for the CUDA device."""
+    made = FakeCuda(library)
+    made.driver.fake_set(random.randrange(1000), 300)
+    inside = SimpleNamespace(_accelerator_setAllocatorSettings=made.settings.append)
+    about = {"cuda": made, "device": lambda *about: about, "_C": inside, "__version__": "2.0"}
+    about |= {"empty": made.empty, "uint8": None}
+    for module in (cuda, cuda_memory, pinned):
+        monkeypatch.setattr(module, "torch", SimpleNamespace(**about))
+    for name in cuda.ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    native = SimpleNamespace(Slabs=_native.Slabs, CudaCopier=lambda: _native.CudaCopier(library))
+    monkeypatch.setattr(cuda, "_native", native)
+    yield made
+    made.synchronize()
