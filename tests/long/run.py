@@ -74,6 +74,11 @@ PROOFS = (
         "models and loops of other libraries, drawn by a seed, in the smallest budget: the same numbers",
         quick=("--family", "vision", "--count", "3", "--inductor-every", "0"),
     ),
+    Proof(
+        "gpu_path",
+        "the path for GPUs with the CUDA build of torch on a stand-in for the driver: no wait is missing",
+        whole=("--all",),
+    ),
     Proof("train_loops", "training loops that others wrote give the numbers of plain training"),
     Proof(
         "planner_exact",

@@ -1,0 +1,38 @@
+"""The path for GPUs on the CUDA build of torch, without a GPU: on the stand-in of tests/cuda_without_gpu.
+
+    python tests/long/gpu_path.py [--all] [options of prove.py]
+
+Prints `name value target PASS|FAIL`; exit code 0 or 1. The first run takes 5 GB and some minutes for torch.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from says import as_it_is, at_least, exactly
+
+PROVE = Path(__file__).resolve().parents[1] / "cuda_without_gpu" / "prove.py"
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, str(PROVE), "--out", str(out), *sys.argv[1:]]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        rows = json.loads(out.read_text())["rows"] if out.exists() else []
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+    waits = [row["found"] for row in rows if row["held"] and "wrong_without" in row["found"]]
+    good = at_least("gpu-path-checks-held", sum(row["held"] for row in rows), 1)
+    good &= exactly("gpu-path-checks-failed", sum(not row["held"] for row in rows))
+    as_it_is("gpu-path-waits-left-out-and-found", sum(found["wrong_without"] > 0 for found in waits))
+    as_it_is("gpu-path-seconds", round(sum(row["seconds"] for row in rows)))
+    return 0 if good and not done.returncode else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
