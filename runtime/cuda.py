@@ -6,6 +6,9 @@
     demand stream    the same, past the queue |
     copier's streams device <-> pinned slabs <-> files: ssd tier, on the transfer engine's threads
 
+The side streams are ours alone. The compute stream may change: each is put behind the one before when it is
+met, and memory that is given back is held by the allocator until the current one is done with it.
+
 Nothing of this has an effect before a CudaDevice is made.
 """
 
