@@ -73,10 +73,7 @@ def split_blocks_finely() -> None:
     left of it: all of it counts as allocated, and hundreds of tensors that come and go take that much more
     each. Who has settings of their own keeps them: new ones would put back what they do not name. Without
     these the reserve learns what is lost."""
-    if any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):
-        return
-    told = torch.cuda.memory._snapshot().get("allocator_settings", {})
-    if any(told.get(name) for name in ALLOCATOR_SETTINGS):  # the last text, also of a running process
+    if _has_settings():
         return
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is None:
@@ -92,6 +89,17 @@ def split_blocks_finely() -> None:
             "teraio: this GPU's driver cannot map memory piece by piece, as on virtual GPUs: torch's "
             "allocator keeps segments of fixed sizes, and more of the memory goes to the reserve"
         )
+
+
+def _has_settings() -> bool:
+    """Return whether the user made settings, in the environment or at run time."""
+    if any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):
+        return True
+    try:
+        told = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    except RuntimeError:  # an allocator of the user's own has no snapshot
+        return True
+    return any(told.get(name) for name in ALLOCATOR_SETTINGS)
 
 
 def _maps_memory() -> bool:

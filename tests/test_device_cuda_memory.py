@@ -39,6 +39,15 @@ def test_settings_that_were_made_at_run_time_are_kept_too(fake: FakeCuda) -> Non
     assert fake.settings == []
 
 
+def test_an_allocator_of_the_users_own_is_left_alone(fake: FakeCuda) -> None:
+    def has_none() -> None:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support snapshot")
+
+    fake.memory._snapshot = has_none
+    CudaDevice()
+    assert fake.settings == []
+
+
 def test_segments_do_not_grow_where_the_driver_cannot_map_memory(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
