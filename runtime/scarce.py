@@ -31,11 +31,11 @@ class Scarce:
     def begin_fetch(self, record: Record, stays: Stays | None, demand: bool = False) -> None:
         """Begin to fetch it, if need be after all has left that may, except what `stays`."""
         try:
-            self.mover.begin_fetch(record, demand)
+            self.mover.begin_fetch(record, demand=demand)
         except OUT_OF_MEMORY as error:
             self._say(record, error)
             self.evict_all(stays)
-            self.mover.begin_fetch(record, demand)
+            self.mover.begin_fetch(record, demand=demand)
 
     def tries_to_fetch(self, record: Record) -> bool:
         """Begin to fetch it ahead of its use; return False if the device has no memory for it now."""

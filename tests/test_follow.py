@@ -14,6 +14,7 @@ from teraio.runtime.going import Going
 from teraio.runtime.moves import Mover
 from teraio.runtime.records import State
 from teraio.runtime.residency import Residency
+from teraio.runtime.scarce import Scarce
 from teraio.runtime.step import Expectation
 
 TICKS = 4
@@ -36,6 +37,7 @@ class World:
             begin_evict=lambda record, tier: setattr(record, "state", State.LEAVING),
             makes_way=lambda extra_bytes, tick: extra_bytes <= self.room,
         )
+        self.residency.scarce = Scarce(self.mover, lambda stays: None)  # type: ignore[arg-type]
         self.residency.going = Going(lambda record: record.name in self.used, self.leave)
         self.used: set[str] = set()
         self.expected = Expectation(("p",), (TICKS,))
