@@ -147,6 +147,15 @@ void bind_slabs(nb::module_& m) {
       .def_prop_ro("page_bytes", [](PySlabs& s) { return s.slabs->page_bytes(); });
 }
 
+// The copier and the arena live as long as the call, whatever other threads let go of.
+template <int (CudaCopier::*call)(const std::shared_ptr<Slabs>&)>
+int with_arena(PyCudaCopier& self, PySlabs& slabs) {
+  const std::shared_ptr<Copier> held = self.copier;
+  const std::shared_ptr<Slabs> arena = slabs.slabs;
+  nb::gil_scoped_release release;
+  return (static_cast<CudaCopier&>(*held).*call)(arena);
+}
+
 void bind_copiers(nb::module_& m) {
   nb::class_<PyCopier>(m, "Copier");
   nb::class_<PyNoCopier, PyCopier>(m, "NoCopier").def("__init__", [](PyNoCopier* self) {
@@ -159,24 +168,8 @@ void bind_copiers(nb::module_& m) {
             new (self) PyCudaCopier{{std::make_shared<CudaCopier>(library, context)}};
           },
           "library"_a = "libcuda.so.1", "context"_a = 0)
-      .def(
-          "pin",
-          [](PyCudaCopier& self, PySlabs& slabs) {
-            const std::shared_ptr<Copier> held = self.copier;
-            const std::shared_ptr<Slabs> arena = slabs.slabs;
-            nb::gil_scoped_release release;
-            return static_cast<CudaCopier&>(*held).pin(arena);
-          },
-          "slabs"_a)
-      .def(
-          "unpin",
-          [](PyCudaCopier& self, PySlabs& slabs) {
-            const std::shared_ptr<Copier> held = self.copier;
-            const std::shared_ptr<Slabs> arena = slabs.slabs;
-            nb::gil_scoped_release release;
-            return static_cast<CudaCopier&>(*held).unpin(arena);
-          },
-          "slabs"_a)
+      .def("pin", with_arena<&CudaCopier::pin>, "slabs"_a)
+      .def("unpin", with_arena<&CudaCopier::unpin>, "slabs"_a)
       .def(
           "stream",
           [](PyCudaCopier& self, int priority) {

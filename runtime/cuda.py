@@ -136,8 +136,8 @@ class CudaDevice(CudaMemory):
         return torch.cuda.ExternalStream(self.copier.stream(priority), self.device)
 
     def resize(self, storage: Any, size_bytes: int) -> None:
-        """Memory that is given back serves the stream next that it was made on, and that may be another one
-        than is current: then the allocator waits for the current one before it gives the memory to others."""
+        """Give the storage so many bytes. Freed memory serves the stream next that it was made on. If that is
+        not the current one, the allocator holds the memory until the current one is done with it."""
         if size_bytes == 0 and storage.nbytes():
             tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             tensor.record_stream(self.compute())

@@ -29,7 +29,7 @@ class CudaMemory(Ordered):
         self.highest = self.highest_reserved = 0  # before the last `reset_peak`
 
     def capacity_bytes(self) -> int:
-        """What the allocator may take of the card: users can give it a fraction."""
+        """Return what the allocator may take of the card: users can give it a fraction."""
         fraction = torch.cuda.get_per_process_memory_fraction(self.device)
         return int(torch.cuda.mem_get_info(self.device)[1] * min(1.0, fraction))
 

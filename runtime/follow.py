@@ -81,9 +81,11 @@ class Follower:
         late = here.expected.late
         for name in list(late):
             record = self.residency.by_name.get(name)
-            if record is None or record.state is not State.AWAY or record.dead():
-                pass
-            elif not self._fetches(record, here):
+            if (
+                record is not None
+                and record.state is State.AWAY
+                and not (record.dead() or self._fetches(record, here))
+            ):
                 return
             del late[name]
 

@@ -1,4 +1,4 @@
-"""What happens where the device has less memory than the budget: something else took it, or it is in pieces.
+"""Fetches on a device that has less memory than the budget: something else took it, or it is in pieces.
 
 a fetch ahead    is put off: a plan is a hint
 a demanded one   evicts all that may leave, and is begun once more; then the error is the program's

@@ -103,8 +103,8 @@ class UserCode:
             record.forget_others()
 
     def take_over(self, call: int) -> None:
-        """This call ended with an exception, anywhere in it. What is away is guarded even if there is no
-        memory for what should be here."""
+        """Let user code run after a call that an exception ended, anywhere in it. What is evicted is guarded
+        even if there is no memory for what should be resident."""
         exposed = self.exposed(call)
         try:
             bring_back(self.residency, exposed)

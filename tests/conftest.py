@@ -56,7 +56,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A CUDA driver without a device: the path of its library."""
+    """Build a CUDA driver without a device; return the path of its library."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler to build the fake driver with")
@@ -70,7 +70,7 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def fake(fake_driver: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """What the CUDA device takes for torch and for a driver."""
+    """Put a fake in place of torch and of the driver, for the CUDA device."""
     import fake_cuda
 
     with fake_cuda.installed(fake_driver, monkeypatch) as made:

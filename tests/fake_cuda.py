@@ -114,7 +114,7 @@ class FakeCuda:
         return self.fraction
 
     def empty(self, *about: Any, **more: Any) -> Any:
-        """A tensor without bytes: it gets those of a storage, and may be recorded on a stream."""
+        """Return a tensor without bytes: it gets those of a storage, and may be recorded on a stream."""
 
         def take(storage: FakeStorage) -> Any:
             return SimpleNamespace(record_stream=lambda stream: self.recorded.append((storage, stream)))
@@ -188,7 +188,7 @@ class FakeStorage:
 
 @contextmanager
 def installed(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """In place of torch and of the driver, for the CUDA device."""
+    """Put a fake in place of torch and of the driver, for the CUDA device."""
     made = FakeCuda(library)
     made.driver.fake_set(random.randrange(1000), 300)
     inside = SimpleNamespace(_accelerator_setAllocatorSettings=made.settings.append)

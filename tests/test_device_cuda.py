@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,13 +162,17 @@ def test_a_copy_that_the_driver_refuses_is_an_error_and_not_lost(fake: FakeCuda)
     assert storage.nbytes() == SIZE
 
 
-def test_another_current_stream_is_put_behind_the_last_one(fake: FakeCuda) -> None:
+@pytest.mark.parametrize("met", [CudaDevice.mark, CudaDevice.user_code_runs])
+def test_another_current_stream_is_put_behind_the_last_one(
+    fake: FakeCuda, met: Callable[[CudaDevice], object]
+) -> None:
+    """By a move, and by user code though nothing moves."""
     device, first = CudaDevice(), fake.compute
     storage = FakeStorage(fake, [])
     fake.driver.fake_set(1, 20_000)
     held = fake.write(storage, bytes_of(1))
     fake.compute = fake.Stream()
-    device.mark()
+    met(device)
     seen = fake.read(storage)
     fake.synchronize()
     assert seen.raw == held.raw
@@ -225,17 +230,6 @@ def test_memory_is_given_back_behind_the_stream_that_is_current(fake: FakeCuda) 
     assert fake.recorded == [(storage, fake.compute)]
     device.resize(storage, SIZE)
     assert len(fake.recorded) == 1
-
-
-def test_a_stream_of_user_code_is_put_behind_the_last_one_though_nothing_moves(fake: FakeCuda) -> None:
-    device, storage = CudaDevice(), FakeStorage(fake, [])
-    fake.driver.fake_set(1, 20_000)
-    held = fake.write(storage, bytes_of(1))
-    fake.compute = fake.Stream()
-    device.user_code_runs()
-    seen = fake.read(storage)
-    fake.synchronize()
-    assert seen.raw == held.raw
 
 
 def test_memory_of_a_fetch_that_failed_half_way_is_not_given_back_under_its_copy(fake: FakeCuda) -> None:

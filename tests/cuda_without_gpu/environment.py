@@ -55,7 +55,7 @@ class Environment:
 
     def variables(self, **more: str) -> dict[str, str]:
         """The environment of a process that runs on the stand-in."""
-        paths = [str(self.libraries), str(HERE), str(ROOT / "benchmarks" / "gpu")]
+        paths = [str(path) for path in (self.libraries, HERE, ROOT / "benchmarks" / "gpu", HERE.parent)]
         return {
             **os.environ,
             "LD_PRELOAD": str(self.libraries / "libcuda.so.1"),

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,19 +18,6 @@ SIZE = 5 * SLAB + 100
 POISON = bytes([0xDD]) * SIZE
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler to build the fake driver with")
-    target = tmp_path_factory.mktemp("fake") / "libcuda_fake.so"
-    source = Path(__file__).with_name("fake_cuda.cpp")
-    subprocess.run(
-        [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", source, "-o", target], check=True
-    )
-    return str(target)
-
-
 def handle(event: ctypes.c_void_p | None) -> int:
     return (event.value or 0) if event else 0
 
@@ -41,12 +25,12 @@ def handle(event: ctypes.c_void_p | None) -> int:
 class Device:
     """The fake driver, a compute stream, and an engine with the CUDA copier."""
 
-    def __init__(self, library: str, seed: int = 1, delay_us: int = 3000) -> None:
-        self.cuda = ctypes.CDLL(library)
+    def __init__(self, fake_driver: str, seed: int = 1, delay_us: int = 3000) -> None:
+        self.cuda = ctypes.CDLL(fake_driver)
         self.cuda.fake_alloc.restype = ctypes.c_uint64
         self.cuda.fake_set(seed, delay_us)
         self.compute = self.make("cuStreamCreate")
-        self.copier: Any = _native.CudaCopier(library)
+        self.copier: Any = _native.CudaCopier(fake_driver)
         self.io = _native.MemoryIo(depth=3)
         self.slabs = _native.Slabs(SLAB, 4)
         assert self.copier.pin(self.slabs) == 0
@@ -88,16 +72,16 @@ class Device:
 
 
 @pytest.fixture
-def device(library: str) -> Iterator[Device]:
-    made = Device(library)
+def device(fake_driver: str) -> Iterator[Device]:
+    made = Device(fake_driver)
     yield made
     made.t.close()
     made.cuda.cuStreamDestroy_v2(made.compute)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_eviction_waits_for_the_kernel_that_makes_the_tensor(library: str, seed: int) -> None:
-    device = Device(library, seed)
+def test_an_eviction_waits_for_the_kernel_that_makes_the_tensor(fake_driver: str, seed: int) -> None:
+    device = Device(fake_driver, seed)
     source, address = Memory(SIZE, seed=seed), device.alloc()
     device.kernel_write(address, source)
     device.evict(address, device.recorded())
@@ -107,8 +91,10 @@ def test_an_eviction_waits_for_the_kernel_that_makes_the_tensor(library: str, se
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_fetch_waits_for_the_last_use_of_its_memory_and_is_there_when_done(library: str, seed: int) -> None:
-    device = Device(library, seed)
+def test_a_fetch_waits_for_the_last_use_of_its_memory_and_is_there_when_done(
+    fake_driver: str, seed: int
+) -> None:
+    device = Device(fake_driver, seed)
     source, address = Memory(SIZE, seed=seed), device.alloc()
     device.kernel_write(address, source)
     device.evict(address, device.recorded())
@@ -176,9 +162,9 @@ def test_a_stream_that_failed_is_never_used_again(device: Device) -> None:
     assert device.cuda.fake_alive() == alive + 2, "a stream and an event in the place of the old ones"
 
 
-def test_streams_events_and_pins_are_given_back(library: str) -> None:
+def test_streams_events_and_pins_are_given_back(fake_driver: str) -> None:
     gc.collect()
-    device = Device(library)
+    device = Device(fake_driver)
     cuda, before = device.cuda, device.cuda.fake_alive()
     source, address = Memory(SIZE, seed=1), device.alloc()
     device.kernel_write(address, source)
@@ -192,10 +178,10 @@ def test_streams_events_and_pins_are_given_back(library: str) -> None:
     assert cuda.fake_alive() == before - 1
 
 
-def test_memory_is_unpinned_after_the_last_copy_that_uses_it(library: str) -> None:
+def test_memory_is_unpinned_after_the_last_copy_that_uses_it(fake_driver: str) -> None:
     """Streams of torch copy to pinned memory too. The copier does not know them, and ends before they do."""
     gc.collect()
-    device = Device(library, delay_us=20_000)
+    device = Device(fake_driver, delay_us=20_000)
     cuda, compute = device.cuda, device.compute
     cuda.fake_unpinned_under_a_copy()
     address, size = ctypes.c_uint64(device.alloc()), ctypes.c_size_t(BLOCK)
@@ -208,11 +194,11 @@ def test_memory_is_unpinned_after_the_last_copy_that_uses_it(library: str) -> No
     cuda.cuStreamDestroy_v2(compute)
 
 
-def test_the_copier_leaves_the_current_device_of_its_caller(library: str) -> None:
+def test_the_copier_leaves_the_current_device_of_its_caller(fake_driver: str) -> None:
     """The copier is one of device 1, and user code works on device 0."""
-    cuda = ctypes.CDLL(library)
+    cuda = ctypes.CDLL(fake_driver)
     cuda.fake_use(1)
-    copier = _native.CudaCopier(library)
+    copier = _native.CudaCopier(fake_driver)
     cuda.fake_use(0)
     slabs = _native.Slabs(SLAB, 1)
     assert copier.pin(slabs) == 0
