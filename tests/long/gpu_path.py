@@ -2,11 +2,13 @@
 
     python tests/long/gpu_path.py [--all] [options of prove.py]
 
-Prints `name value target PASS|FAIL`; exit code 0 or 1. The first run takes 5 GB and some minutes for torch.
+Prints `name value target PASS|FAIL`, and each check on stderr as it ends; exit code 0 or 1.
+The first run takes 5 GB and some minutes for torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -19,13 +21,15 @@ PROVE = Path(__file__).resolve().parents[1] / "cuda_without_gpu" / "prove.py"
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--out", type=Path)
+    asked, rest = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        command = [sys.executable, str(PROVE), "--out", str(out), *sys.argv[1:]]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        out = asked.out or Path(folder) / "rows.json"
+        out.unlink(missing_ok=True)
+        command = [sys.executable, str(PROVE), "--out", str(out), *rest]
+        done = subprocess.run(command, stdout=sys.stderr, check=False)
         rows = json.loads(out.read_text())["rows"] if out.exists() else []
-    if done.returncode:
-        print(done.stdout, file=sys.stderr)
     waits = [row["found"] for row in rows if row["held"] and "wrong_without" in row["found"]]
     good = at_least("gpu-path-checks-held", sum(row["held"] for row in rows), 1)
     good &= exactly("gpu-path-checks-failed", sum(not row["held"] for row in rows))
