@@ -96,7 +96,6 @@ CudaCopier::~CudaCopier() {
   if (current.error != 0) return;  // the arenas are unmapped all the same: the driver has let go of them
   // Streams that the copier does not know copy to and from the arenas: nothing is unmapped under them.
   if (!pinned_.empty()) driver_->ctx_synchronize();
-  for (void* stream : streams_) driver_->stream_destroy(stream);
   for (const Side& side : sides_) {
     driver_->event_destroy(side.arrived);
     driver_->stream_destroy(side.stream);
@@ -129,8 +128,6 @@ int CudaCopier::stream(int priority, uint64_t* made) {
   void* stream = nullptr;
   if (const int error = driver_->stream_create_with_priority(&stream, kNonBlocking, priority); error != 0)
     return error;
-  std::lock_guard lock(mutex_);
-  streams_.push_back(stream);
   *made = reinterpret_cast<uint64_t>(stream);
   return 0;
 }

@@ -28,7 +28,7 @@ class CudaCopier final : public Copier {
   int pin(const std::shared_ptr<Slabs>& slabs);
   // Ends that: no copy to or from the arena may be under way.
   int unpin(const std::shared_ptr<Slabs>& slabs);
-  // Makes a stream that lives as long as this copier. Torch takes its streams from a pool in turn, so one of
+  // Makes a stream that lives as long as the process. Torch takes its streams from a pool in turn, so one of
   // torch's may be a user's as well.
   int stream(int priority, uint64_t* made);
   // Gives a caller's stream one copy between device memory and pinned host memory, and does not wait for it.
@@ -53,6 +53,5 @@ class CudaCopier final : public Copier {
   std::mutex mutex_;
   std::vector<Side> sides_;  // idle ones; there are never more than workers
   std::vector<std::shared_ptr<Slabs>> pinned_;
-  std::vector<void*> streams_;  // of callers
 };
 }  // namespace teraio

@@ -19,6 +19,8 @@ import errno
 import logging
 import os
 import time
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -35,6 +37,7 @@ from .device import Host, Mark, Start, Ticket
 from .pinned import GRAIN_BYTES, HostTier, Place
 
 log = logging.getLogger("teraio")
+_IDLE_STREAMS: dict[tuple[int, int], list[int]] = defaultdict(list)  # by GPU and priority: no device has them
 
 
 def driver_devices() -> tuple[str, ...]:
@@ -132,8 +135,15 @@ class CudaDevice(CudaMemory):
         self._compute = torch.cuda.current_stream(self.index)
 
     def _own_stream(self, priority: int = 0) -> torch.cuda.ExternalStream:
-        """Make a stream that no user has: torch hands out 32 of each priority in turn, and then the same."""
-        return torch.cuda.ExternalStream(self.copier.stream(priority), self.device)
+        """Return a stream that no user has: torch hands out 32 of each priority in turn, and then the same.
+
+        It outlives this device, and serves the next one: where memory was used on a stream, torch may ask
+        that stream when the memory is freed, and to ask a destroyed one is undefined.
+        """
+        idle = _IDLE_STREAMS[self.index, priority]
+        handle = idle.pop() if idle else self.copier.stream(priority)
+        weakref.finalize(self, idle.append, handle)
+        return torch.cuda.ExternalStream(handle, self.device)
 
     def resize(self, storage: Any, size_bytes: int) -> None:
         """Give the storage so many bytes. Freed memory serves the stream next that it was made on. If that is

@@ -212,14 +212,22 @@ def test_a_mark_inside_a_side_stream_is_a_programmer_error(fake: FakeCuda) -> No
 
 
 def test_the_copies_streams_are_nobody_elses(fake: FakeCuda) -> None:
-    """Made by the driver, and destroyed with the copier; torch's pool hands out the same ones again."""
+    """The driver makes them once; torch's pool hands out the same ones again. The next device has them, as
+    torch may ask them later: what was used on them is freed when its last user goes."""
+
+    def own(device: CudaDevice) -> set[int]:
+        return {s.cuda_stream for s in (device.evict_stream, device.fetch_stream, device.demand_stream)}
+
+    gc.collect()  # devices of other tests
+    first = CudaDevice()
+    second = CudaDevice()
+    before, other = own(first), own(second)
+    assert len(before | other) == 6
     alive = fake.driver.fake_alive()
-    device = CudaDevice()
-    own = {s.cuda_stream for s in (device.evict_stream, device.fetch_stream, device.demand_stream)}
-    assert len(own) == 3 and fake.driver.fake_alive() == alive + 3
-    del device
+    del first
     gc.collect()
     assert fake.driver.fake_alive() == alive
+    assert own(CudaDevice()) == before and fake.driver.fake_alive() == alive
 
 
 def test_memory_is_given_back_behind_the_stream_that_is_current(fake: FakeCuda) -> None:

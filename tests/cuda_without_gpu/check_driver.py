@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -10,6 +13,16 @@ import torch
 
 VARIABLES = {"STANDIN_LATE_US": "10000", "STANDIN_DEVICES": "2", "STANDIN_MIB": "256"}
 MIB = 1 << 20
+USES_A_DESTROYED_STREAM = """
+import ctypes, standin, torch
+torch.zeros(1, device="cuda")
+driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+assert driver.cuStreamCreate(ctypes.byref(handle), 1) == 0
+stream = torch.cuda.ExternalStream(handle.value)
+stream.synchronize()
+assert driver.cuStreamDestroy_v2(handle) == 0
+stream.synchronize()
+"""
 
 
 def check_fresh_memory_is_no_number() -> None:
@@ -88,3 +101,11 @@ def check_results_are_the_cpus() -> None:
     layer.cuda()
     found = torch.autograd.grad(layer(x.cuda()).square().mean(), list(layer.parameters()))
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected))
+
+
+def check_a_destroyed_stream_is_told() -> None:
+    """With the driver it is undefined what then happens."""
+    command = [sys.executable, "-c", USES_A_DESTROYED_STREAM]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGABRT, done
+    assert "was destroyed" in done.stderr, done.stderr

@@ -193,7 +193,12 @@ Stream* make_stream(int device, unsigned flags, int priority) {
 
 Stream* stream_of(void* handle, int device) {
   const auto number = reinterpret_cast<uintptr_t>(handle);
-  if (number > 2) return static_cast<Stream*>(handle);
+  if (number > 2) {
+    auto* stream = static_cast<Stream*>(handle);
+    std::lock_guard lock(streams_mutex);
+    if (!streams().contains(stream)) stop("stream %p was destroyed or never made, and is used", handle);
+    return stream;
+  }
   static std::mutex mutex;
   static Stream* defaults[kMostDevices];
   std::lock_guard lock(mutex);
