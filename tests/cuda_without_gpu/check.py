@@ -2,7 +2,7 @@
 
 A check is a function `check_*` of a module `check_*.py`: it asserts, and returns figures for its row, or
 nothing. A module may name what the sample takes of it, in SAMPLE; more checks by name, in CASES; and what is
-to be set in the environment of their processes, in VARIABLES.
+to be set in the environment of their processes, in VARIABLES. ALONE says that its checks measure durations.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def main() -> int:
         for name in modules():
             module = importlib.import_module(name)
             sample = getattr(module, "SAMPLE", None)
+            alone, variables = getattr(module, "ALONE", False), getattr(module, "VARIABLES", {})
             for check in checks(module):
-                variables = getattr(module, "VARIABLES", {})
-                found[f"{name}.{check}"] = {"sample": sample is None or check in sample, "set": variables}
+                in_sample = sample is None or check in sample
+                found[f"{name}.{check}"] = {"sample": in_sample, "alone": alone, "set": variables}
         print(json.dumps(found))
         return 0
     importlib.import_module("standin")

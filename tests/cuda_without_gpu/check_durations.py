@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 KERNEL_US, GB_S = 500, 0.2
+ALONE = True
 VARIABLES = {
     "STANDIN_LATE_US": "0",
     "STANDIN_KERNEL_US": str(KERNEL_US),

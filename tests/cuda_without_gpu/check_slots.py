@@ -1,6 +1,7 @@
 """What a slot costs the thread that launches kernels, and a step beside what its kernels and links take.
 
-Once there is a plan, kernels compute nothing and take a set time; links carry 50 GB/s. The stand-in makes the
+Once there is a plan, kernels compute nothing and take a set time; links carry 50 GB/s. What is timed begins
+when the plan has held for some steps: one that is off is measured and made again. The stand-in makes the
 operators of an eager graph dearer to launch than a GPU does: what a slot costs is its own time of the thread.
 """
 
@@ -20,7 +21,9 @@ import teraio
 from teraio.runtime.engine import Engine
 
 VARIABLES = {"STANDIN_LATE_US": "0", "STANDIN_COPY_GB_S": "50"}
+ALONE = True
 STEPS = 6
+STEADY_STEPS, STEPS_MAX = 4, 60
 KERNEL_US = (100, 500)
 
 
@@ -30,6 +33,7 @@ class Slots:
     def __init__(self) -> None:
         self.still: list[int] = []
         self.moving: list[int] = []
+        self.measured = 0  # slots of steps that were measured
         visit: Callable[..., Any] = Engine.visit
 
         def timed(engine: Engine, *arguments: Any) -> Any:
@@ -38,6 +42,7 @@ class Slots:
             result = visit(engine, *arguments)
             used = time.thread_time_ns() - began
             moved = counts.evictions + counts.fetches != moves
+            self.measured += engine.tracker.running is not None
             (self.moving if moved else self.still).append(used)
             return result
 
@@ -46,6 +51,7 @@ class Slots:
     def clear(self) -> None:
         self.still.clear()
         self.moving.clear()
+        self.measured = 0
 
     def told(self) -> dict[str, Any]:
         return {
@@ -71,10 +77,16 @@ def measured(memory: str, us: int) -> dict[str, Any]:
         assert len(training.phases) < 12, training.phases
         training.step()
     standin.kernels_compute(False)
-    training.train(1)
+    steady = 0
+    while steady < STEADY_STEPS:
+        assert len(training.phases) < STEPS_MAX, "no plan has held for some steps"
+        slots.clear()
+        training.step()
+        steady = 0 if slots.measured else steady + 1
     slots.clear()
     before, first = sum(standin.calls().values()), len(training.phases)
     step = steps_ms(training)
+    assert slots.measured == 0, "a timed step was measured"
     operators = (sum(standin.calls().values()) - before) // STEPS
     return {
         "step_ms": step,

@@ -5,8 +5,9 @@
     python tests/cuda_without_gpu/prove.py NAME ...       these, by the beginnings of their names
     python tests/cuda_without_gpu/prove.py --list
 
-The first run makes the environment: about 5 GB, some minutes. Each check is a process of its own. What it
-found is a row of --out; the exit code tells whether all held. Nothing here is a result of a GPU.
+The first run makes the environment: about 5 GB, some minutes. Each check is a process of its own; two run at
+once, except those that measure durations. What one found is a row of --out; the exit code tells whether all
+held. Nothing here is a result of a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -63,7 +67,7 @@ def run_check(
 
 
 def all_checks(made: environment.Environment) -> Known:
-    """Of each check whether it is in the sample, and what is to be set for it."""
+    """Of each check: whether it is in the sample, must run alone, and what is to be set for it."""
     command = [str(made.python), str(environment.HERE / "check.py"), "--list"]
     told = subprocess.run(command, capture_output=True, text=True, env=made.variables(), check=False)
     if told.returncode != 0:
@@ -83,6 +87,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument(
+        "--at-once", type=int, default=min(2, os.cpu_count() or 1), help="how many checks run"
+    )
     parser.add_argument("--out", type=Path, help="a JSON file for the rows")
     parser.add_argument("--venv", type=Path, help="an environment that has torch already")
     asked = parser.parse_args()
@@ -95,17 +102,35 @@ def main() -> int:
     if asked.list:
         print("\n".join(f"{name}{'' if about['sample'] else '  (--all)'}" for name, about in known.items()))
         return 0
-    return run_all(made, chosen(known, asked), asked.out)
+    return run_all(made, chosen(known, asked), asked.out, asked.at_once)
 
 
-def run_all(made: environment.Environment, checks: Known, out: Path | None) -> int:
+def rows_of(made: environment.Environment, checks: Known, at_once: int) -> Iterator[dict[str, Any]]:
+    """Run the checks; those that must run alone are the last."""
+    with tempfile.TemporaryDirectory() as cache:
+        for alone in (False, True):
+            with ThreadPoolExecutor(1 if alone else at_once) as pool:
+                runs = [
+                    pool.submit(run_check, made, name, Path(cache), about["set"])
+                    for name, about in checks.items()
+                    if about["alone"] is alone
+                ]
+                try:
+                    for run in as_completed(runs):
+                        yield run.result()
+                finally:
+                    pool.shutdown(cancel_futures=True)
+
+
+def run_all(made: environment.Environment, checks: Known, out: Path | None, at_once: int) -> int:
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as cache:
-        for name, about in checks.items():
-            row = run_check(made, name, Path(cache), about["set"])
+    with closing(rows_of(made, checks, at_once)) as found:
+        for row in found:
             rows.append(row)
-            print(f"{'held  ' if row['held'] else 'FAILED'} {row['seconds']:6.1f} s  {name}", flush=True)
+            print(
+                f"{'held  ' if row['held'] else 'FAILED'} {row['seconds']:6.1f} s  {row['name']}", flush=True
+            )
             print("        " + (json.dumps(row["found"]) if row["held"] else row["output"]), flush=True)
             if out is not None:
                 head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "on": "the stand-in"}
