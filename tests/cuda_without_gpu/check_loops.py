@@ -218,3 +218,17 @@ def check_a_training_whose_streams_change() -> None:
         return losses, optimizer.state_dict()
 
     same(loop)
+
+
+SAMPLE = {
+    "check_adamw_capturable",
+    "check_adamw_fused",
+    "check_adamw_foreach_with_a_tensor_as_its_rate",
+    "check_clipping",
+    "check_accumulation",
+    "check_a_step_on_the_host",
+    "check_a_grad_scaler_that_finds_infinities",
+    "check_a_grad_scaler_with_a_fused_optimizer",
+    "check_a_training_on_a_stream_of_its_own",
+    "check_a_training_whose_streams_change",
+}

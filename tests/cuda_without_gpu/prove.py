@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from datetime import UTC, datetime
@@ -31,6 +31,7 @@ import environment
 
 LIMIT_S = 900
 OUTPUT_CHARACTERS = 4_000
+RUNNING: set[subprocess.Popen[str]] = set()  # each a session of its own
 
 
 Known = dict[str, dict[str, Any]]
@@ -52,11 +53,13 @@ def run_check(
             env=made.variables(STANDIN_CACHE=str(cache), **variables),
             start_new_session=True,
         )
+        RUNNING.add(child)
         try:
             told, _ = child.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
             told, _ = child.communicate()
+        RUNNING.remove(child)
         output.seek(0)
         said = output.read()
     row: dict[str, Any] = {"name": name, "seconds": round(time.monotonic() - began, 1)}
@@ -87,9 +90,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument(
-        "--at-once", type=int, default=min(2, os.cpu_count() or 1), help="how many checks run"
-    )
+    parser.add_argument("--at-once", type=int, default=min(2, os.cpu_count() or 1), help="how many run")
     parser.add_argument("--out", type=Path, help="a JSON file for the rows")
     parser.add_argument("--venv", type=Path, help="an environment that has torch already")
     asked = parser.parse_args()
@@ -105,7 +106,7 @@ def main() -> int:
     return run_all(made, chosen(known, asked), asked.out, asked.at_once)
 
 
-def rows_of(made: environment.Environment, checks: Known, at_once: int) -> Iterator[dict[str, Any]]:
+def rows_of(made: environment.Environment, checks: Known, at_once: int) -> Generator[dict[str, Any]]:
     """Run the checks; those that must run alone are the last."""
     with tempfile.TemporaryDirectory() as cache:
         for alone in (False, True):
@@ -118,8 +119,10 @@ def rows_of(made: environment.Environment, checks: Known, at_once: int) -> Itera
                 try:
                     for run in as_completed(runs):
                         yield run.result()
-                finally:
-                    pool.shutdown(cancel_futures=True)
+                finally:  # after Ctrl-C, too
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    for child in list(RUNNING):
+                        os.killpg(child.pid, signal.SIGKILL)
 
 
 def run_all(made: environment.Environment, checks: Known, out: Path | None, at_once: int) -> int:
