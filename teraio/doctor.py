@@ -162,7 +162,7 @@ def _device(
     found: list[Finding], links: list[measure.Link], seconds: float, progress: Progress
 ) -> device.Device | None:
     """The device that teraio would use; None if there is one that does not work."""
-    from teraio.runtime import cuda, device
+    from teraio.runtime import cuda, device, measure
 
     progress("looking for a GPU")
     reason = cuda.reason_without()

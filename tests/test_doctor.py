@@ -16,7 +16,7 @@ from teraio import _native, doctor, findings
 from teraio.errors import StoreError
 from teraio.findings import Finding, Verdict
 from teraio.machine import Machine
-from teraio.runtime import measure, memory, store_slabs
+from teraio.runtime import cuda, measure, memory, store_slabs
 from teraio.runtime.device import CpuDevice, Scratch
 
 pytestmark = pytest.mark.alone
@@ -167,6 +167,37 @@ def test_a_slow_drive_is_measured_with_small_blocks_and_as_fast_as_a_fast_one(di
     assert (
         measured.link.evict_bytes_per_s < 8 * store_slabs.SLAB_BYTES * 20 * 1.2
     )  # 8 slabs per 50 ms at most
+
+
+def test_a_gpus_link_to_host_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rates are among the links, and drives are measured from the GPU's memory."""
+
+    class Gpu(Full):
+        def host(self, limit_bytes: int) -> Any:
+            return limit_bytes
+
+    def measured(gpu: Gpu, host: int, seconds: float, memory_bytes: int, progress: Any) -> measure.Link:
+        assert (host, seconds, memory_bytes) == (cuda.LOOK_BYTES, 0.05, measure.MEMORY_BYTES)
+        return link(7, 8, 5, 6)
+
+    monkeypatch.setattr(cuda, "reason_without", lambda: None)
+    monkeypatch.setattr(cuda, "CudaDevice", Gpu)
+    monkeypatch.setattr(cuda, "measure_host", measured)
+    found, links = list[Finding](), list[measure.Link]()
+    used = doctor._device(found, links, 0.05, lambda doing: None)
+    assert isinstance(used, Gpu) and links == [link(7, 8, 5, 6)]
+
+
+def test_a_gpu_that_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> CpuDevice:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(cuda, "reason_without", lambda: None)
+    monkeypatch.setattr(cuda, "CudaDevice", broken)
+    found, links = list[Finding](), list[measure.Link]()
+    assert doctor._device(found, links, 0.05, lambda doing: None) is None
+    (told,) = found
+    assert told.verdict is Verdict.FAIL and "illegal memory access" in told.found and not links
 
 
 # ---- sharing
