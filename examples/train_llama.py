@@ -19,14 +19,16 @@ def main() -> None:
     parser.add_argument("--memory", default="80%", help="the budget: 200MiB, 80%%")
     parser.add_argument("--inner", default="inductor", choices=("inductor", "eager"))
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    model = Llama(Shape())
+    with torch.device(args.device):
+        model = Llama(Shape())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     compiled = torch.compile(model, backend="teraio", options={"memory": args.memory, "inner": args.inner})
     for step in range(args.steps):
-        tokens = torch.randint(0, model.shape.vocabulary, (8, 257))
+        tokens = torch.randint(0, model.shape.vocabulary, (8, 257), device=args.device)
         began = time.perf_counter()
         loss = compiled(tokens[:, :-1], tokens[:, 1:])
         loss.backward()

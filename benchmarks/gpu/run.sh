@@ -22,8 +22,10 @@
 # With REHEARSE=1, and STAND_IN as the module that makes torch take a stand-in for a GPU, the same scripts
 # train tiny models. Triton's kernels do nothing there and cuDNN is missing: rows say so, and compare nothing.
 #
-# Rehearsed so without a network, on the stand-in, on two busy cores: the first command in 255, 695 and 870 s
-# (the last of these ran all of its jobs), the second in 52 and 130. cuDNN's ran nowhere; none has met a GPU.
+# Rehearsed so without a network, on the stand-in, on two cores: the first command in 535 s, where ten of its
+# jobs found no time, and with 900 s allowed in 695 s, where all ran; the second in 82 and 93 s. A budget
+# there is a few MiB, so some are refused and tried with 128 MiB more. cuDNN's jobs ran nowhere; none has met
+# a GPU.
 set -euo pipefail
 
 begun=$SECONDS
