@@ -15,4 +15,4 @@ CASES = {
     for tier in TIERS
     for percent in PARTS
 }
-SAMPLE = {"ssd_25"}
+SAMPLE: set[str] = set()

@@ -65,6 +65,9 @@ def check_a_later_run_takes_the_plan_of_an_earlier_one() -> dict[str, Any]:
         return {"phases": later["phases"], "planned_moves": later["planned_moves"]}
 
 
+SAMPLE = {"check_a_profile_is_planned_offline_and_replayed"}
+
+
 if __name__ == "__main__":
     import standin  # noqa: F401
 

@@ -48,4 +48,4 @@ CASES = {
     for tier in TIERS
     for percent in PARTS
 }
-SAMPLE = {"eager_host_40", "eager_ssd_25", "eager_steps_on_host_40"}
+SAMPLE = {"eager_ssd_25", "eager_steps_on_host_40"}
