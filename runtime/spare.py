@@ -12,30 +12,21 @@ once. Without a compiler every tensor's memory goes back to the system at once, 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import hashlib
 import logging
-import os
-import shutil
 import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from teraio import _native
-from teraio.cache import built_folder, untrusted
 
-from . import memory
+from . import memory, shim
 
 log = logging.getLogger("teraio")
 
 SOURCE = Path(__file__).with_name("spare_allocator.cpp")
-COMPILERS = ("g++", "clang++", "c++")
-BUILD_S = 120  # a compiler that takes longer than this is stuck
-
 OTHER = "another allocator of tensors is installed"
 
 
@@ -56,10 +47,9 @@ def install() -> str:
 
 def _install() -> str:
     try:
-        with contextlib.ExitStack() as ends:
-            library = ctypes.CDLL(str(build(_folder(ends))))
+        library = shim.load(SOURCE, ["c10"])
     except (OSError, subprocess.SubprocessError) as error:
-        return _told(error)
+        return shim.told(error)
     library.teraio_install.restype = ctypes.c_bool
     if not library.teraio_install(*map(ctypes.c_void_p, _native.spare_functions())):
         return "" if _is_asked() else OTHER
@@ -82,48 +72,3 @@ def own(storage: torch.UntypedStorage) -> None:
     """The bytes that it gets from now on are ours, whoever's it had before."""
     if OWN is not None:
         OWN(storage._cdata)
-
-
-def _folder(ends: contextlib.ExitStack) -> Path:
-    """Where it was built before; without such a place one that is gone when the library is loaded."""
-    folder = built_folder()
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return folder
-    return Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="teraio-built-")))
-
-
-def build(folder: Path) -> Path:
-    """The allocator for this torch: as it was built before, or now."""
-    name = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:32]
-    target = folder / f"allocator-{name}.so"
-    if refused := untrusted(folder) or untrusted(target):
-        raise OSError(refused)
-    if not target.exists():
-        handle, partial = tempfile.mkstemp(suffix=".so", dir=folder)
-        os.close(handle)
-        try:
-            _compile(partial)
-            os.rename(partial, target)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(partial)
-    return target
-
-
-def _compile(target: str) -> None:
-    root = Path(torch.__file__).parent
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={torch._C._GLIBCXX_USE_CXX11_ABI:d}"
-    found = os.environ.get("CXX", "").split() or [next(filter(shutil.which, COMPILERS), "")]
-    if not found[0]:
-        raise OSError(f"there is no C++ compiler: none of {', '.join(COMPILERS)}, and CXX is not set")
-    command = [*found, "-O2", "-std=c++20", "-shared", "-fPIC", abi, f"-I{root}/include", str(SOURCE)]
-    command += [f"-L{root}/lib", "-lc10", f"-Wl,-rpath,{root}/lib", "-o", target]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S)
-
-
-def _told(error: OSError | subprocess.SubprocessError) -> str:
-    """One line of what a compiler has to say."""
-    lines = str(getattr(error, "stderr", None) or error).splitlines()
-    return next((line for line in lines if "error" in line), lines[0] if lines else type(error).__name__)

@@ -88,13 +88,16 @@ def foreign() -> dict[str, Any]:
     for tensor in tensors:  # the first bytes go back to malloc
         here.drop(tensor.untyped_storage())
     for tensor, copy in zip(tensors, copies):
-        here.resize(tensor.untyped_storage(), MIB)
+        assert here.observer is not None
+        block = here.observer.block(tensor.untyped_storage())
+        here.resize(block, MIB)
+        here.observer.arrive(tensor.untyped_storage(), block)
         tensor.copy_(copy)
     after = [_native.spare().holds(t.data_ptr()) for t in tensors]
     counted, full = here.used_bytes() - used, resident.resident_bytes()
     here.keep_within(0)
     same = digests == [hashlib.sha256(t.numpy().tobytes()).digest() for t in tensors]
-    del tensors, tensor
+    del tensors, tensor, block
     return {
         "freed": full - resident.resident_bytes(),
         "before": before,

@@ -1,0 +1,89 @@
+"""C++ that is built against the torch that is here, because torch's classes differ from version to version.
+
+Each source is compiled with the system's compiler, once, in a few seconds, and kept with other built files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from teraio.cache import built_folder, untrusted
+
+COMPILERS = ("g++", "clang++", "c++")
+BUILD_S = 120  # a compiler that takes longer than this is stuck
+# NDEBUG is part of torch's binary interface: without it some of its classes have a member more.
+FLAGS = ("-O2", "-DNDEBUG", "-std=c++20", "-shared", "-fPIC")
+
+
+def load(source: Path, libraries: Sequence[str]) -> ctypes.CDLL:
+    """Load what this source is built to. OSError or SubprocessError: it cannot be built or loaded."""
+    with contextlib.ExitStack() as ends:
+        return ctypes.CDLL(str(build(source, libraries, _folder(ends))))
+
+
+def _folder(ends: contextlib.ExitStack) -> Path:
+    """Where it was built before; without such a place one that is gone when the library is loaded."""
+    folder = built_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return folder
+    return Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="teraio-built-")))
+
+
+def build(source: Path, libraries: Sequence[str], folder: Path) -> Path:
+    """The library for this torch, compiler and platform: as it was built before, or now."""
+    compiler, flags = _compiler(), _flags(libraries)
+    about = (torch.__version__, platform.machine(), *compiler, *flags)
+    # Its own headers are named after it.
+    parts = [source, *sorted(source.parent.glob(f"{source.stem}_*.h"))]
+    digest = hashlib.sha256("\0".join(about).encode() + b"".join(part.read_bytes() for part in parts))
+    name = digest.hexdigest()[:32]
+    target = folder / f"{source.stem}-{name}.so"
+    if refused := untrusted(folder) or untrusted(target):
+        raise OSError(refused)
+    if not target.exists():
+        handle, partial = tempfile.mkstemp(suffix=".so", dir=folder)
+        os.close(handle)
+        try:
+            _compile([*compiler, *flags[:-1], str(source), *flags[-1].split(), "-o", partial])
+            os.rename(partial, target)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(partial)
+    return target
+
+
+def _compiler() -> list[str]:
+    return os.environ.get("CXX", "").split() or [next(filter(shutil.which, COMPILERS), "")]
+
+
+def _flags(libraries: Sequence[str]) -> list[str]:
+    """The last of them belongs behind the source."""
+    root = Path(torch.__file__).parent
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={torch._C._GLIBCXX_USE_CXX11_ABI:d}"
+    linked = " ".join([f"-L{root}/lib", *(f"-l{name}" for name in libraries), f"-Wl,-rpath,{root}/lib"])
+    return [*FLAGS, abi, f"-I{root}/include", linked]
+
+
+def _compile(command: list[str]) -> None:
+    if not command[0]:
+        raise OSError(f"there is no C++ compiler: none of {', '.join(COMPILERS)}, and CXX is not set")
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S)
+
+
+def told(error: OSError | subprocess.SubprocessError) -> str:
+    """One line of what a compiler has to say."""
+    lines = str(getattr(error, "stderr", None) or error).splitlines()
+    return next((line for line in lines if "error" in line), lines[0] if lines else type(error).__name__)
