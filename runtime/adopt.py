@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .mappings import is_shared, shared_mappings
+from .observer import observer
 
 PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 AT_ONCE = 10_000  # objects whose references are looked at in one go: 2 million take 0.3 s in all
@@ -106,8 +107,12 @@ def adopt_alone(candidates: Iterable[Candidate]) -> None:
 
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
+    here = observer()
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        with torch._C.DisableTorchFunctionSubclass():
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            here.looking() if here is not None else contextlib.nullcontext(),
+        ):
             yield
 
 
@@ -119,6 +124,8 @@ def give_own_bytes(candidate: Candidate) -> None:
     own.copy_(storage)
     if EXCHANGES:
         storage._swap_data_ptr_(own)  # type: ignore[attr-defined]
+        if (here := observer()) is not None:
+            here.renewed(storage)
         return
     for tensor in candidate.aliases:
         empty = torch.empty(0, dtype=tensor.dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""What is away comes back, whatever the budget is: before user code that no guard watches, and at the end."""
+"""What is away comes back, whatever the budget is: before user code that nobody sees read, and at the end."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ from teraio.units import fmt_bytes
 from . import measure
 from .cuda_memory import CudaMemory
 from .device import Host, Mark, Start, Ticket
+from .observer import observer
 from .pinned import GRAIN_BYTES, HostTier, Place
 
 log = logging.getLogger("teraio")
@@ -133,6 +134,7 @@ class CudaDevice(CudaMemory):
         # A copy on it does not queue behind the prefetches: the copy engine takes from all streams in turn.
         self.demand_stream = self._own_stream(priority=-1)
         self._compute = torch.cuda.current_stream(self.index)
+        self.observer = observer()
 
     def _own_stream(self, priority: int = 0) -> torch.cuda.ExternalStream:
         """Return a stream that no user has: torch hands out 32 of each priority in turn, and then the same.

@@ -28,7 +28,7 @@ import mmap
 from collections.abc import Callable
 from ctypes import addressof, c_char
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -37,6 +37,8 @@ from teraio import _native
 from . import memory, resident, spare
 from .clock import Clock, HostClock
 from .counts import Counts, Uncounted
+from .observer import Observer, observer
+from .pending import Mark, Pending, Start, StreamTicket, Ticket
 
 if TYPE_CHECKING:
     from . import measure
@@ -60,34 +62,6 @@ __all__ = [
 CPU_MARGIN_PERCENT = 10  # of RAM: libraries, the interpreter and the page tables are not in the ledger
 
 
-class Ticket(Protocol):
-    """A pending transfer."""
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        ...
-
-    def wait(self) -> None:
-        """Returns when nothing is left that the host must wait for; raises what went wrong."""
-        ...
-
-
-@runtime_checkable
-class StreamTicket(Ticket, Protocol):
-    """A ticket whose `wait` returns when the copy has been issued; what follows waits for `event`."""
-
-    event: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A point on the compute stream, behind all kernels given so far. `handle` is what native code knows the
-    event by; 0 where there is none. Whoever holds the mark keeps the event alive."""
-
-    event: Any = None
-    handle: int = 0
-
-
 @dataclass(slots=True)
 class Scratch:
     """Memory where tensors are, for a measurement."""
@@ -100,22 +74,6 @@ class Scratch:
 
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)  # what a tensor's memory is refused with
-
-Start = Callable[[Any, Mark], Ticket]
-"""Issues a copy of this storage that waits for this mark. For example
-`lambda storage, mark: store.write(extent, storage.data_ptr(), name, event=mark.handle)`."""
-
-
-@dataclass(slots=True)
-class Pending:
-    """A transfer between begin and end. Holds what the copy uses: the storage and the mark's event."""
-
-    storage: Any
-    ticket: Ticket
-    mark: Mark
-
-    def done(self) -> bool:
-        return self.ticket.done()
 
 
 class Host(Protocol):
@@ -143,6 +101,7 @@ class Device(Counts, Clock, Protocol):
 
     kind: str
     device: torch.device  # whose memory it is, with its index
+    observer: Observer | None  # sees reads of what is evicted
 
     @property
     def copier(self) -> _native.Copier | None:
@@ -214,16 +173,18 @@ class Device(Counts, Clock, Protocol):
         """Ends an eviction without freeing: from here on the storage may be written again."""
         ...
 
-    def drop(self, storage: Any) -> None:
-        """Frees a storage in place whose bytes exist elsewhere unchanged."""
+    def drop(self, storage: Any, unwritten: bool = True) -> None:
+        """Frees a storage in place whose bytes exist elsewhere unchanged, or, if not `unwritten`, are worth
+        nothing."""
         ...
 
     def begin_fetch(self, storage: Any, size_bytes: int, start: Start) -> Pending:
         """Allocates in place and starts the copy in."""
         ...
 
-    def end_fetch(self, pending: Pending) -> None:
-        """From here on kernels may use the storage. A copy that failed raises and empties the storage."""
+    def end_fetch(self, pending: Pending) -> bool:
+        """From here on kernels may use the storage. A copy that failed raises and empties the storage.
+        Returns whether its bytes are no longer the allocator's: they are where someone waited for them."""
         ...
 
 
@@ -231,6 +192,7 @@ class Ordered(Uncounted, HostClock):
     """What is the same for all kinds of devices, over four primitives that each kind has its own of."""
 
     device = torch.device("cpu")
+    observer: Observer | None = None  # sees reads of what is evicted
 
     def resize(self, storage: Any, size_bytes: int) -> None:
         storage.resize_(size_bytes)
@@ -270,37 +232,45 @@ class Ordered(Uncounted, HostClock):
 
     def begin_evict(self, storage: Any, start: Start) -> Pending:
         mark = self.mark()
-        return Pending(storage, start(storage, mark), mark)
+        if self.observer is None:
+            return Pending(storage, start(storage, mark), mark)
+        with self.observer.copying(storage):
+            return Pending(storage, start(storage, mark), mark)
 
     def end_evict(self, pending: Pending) -> None:
         self.join(pending.ticket)
-        self.resize(pending.storage, 0)
+        self.drop(pending.storage)
 
     def keep(self, pending: Pending) -> None:
         self.join(pending.ticket)
 
-    def drop(self, storage: Any) -> None:
-        self.resize(storage, 0)
+    def drop(self, storage: Any, unwritten: bool = True) -> None:
+        self.resize(storage if self.observer is None else self.observer.take(storage, unwritten), 0)
 
     def begin_fetch(self, storage: Any, size_bytes: int, start: Start) -> Pending:
-        self.resize(storage, size_bytes)  # before the mark: it must stand behind whatever used this memory
+        block = storage if self.observer is None else self.observer.block(storage)
+        self.resize(block, size_bytes)  # before the mark: it must stand behind whatever used this memory
         mark = self.mark()
         try:
-            return Pending(storage, start(storage, mark), mark)
+            return Pending(storage, start(block, mark), mark, block)
         except BaseException:
             self.drain()  # a part of the copy may have been given
-            self.resize(storage, 0)
+            self.resize(block, 0)
             raise
 
-    def end_fetch(self, pending: Pending) -> None:
+    def end_fetch(self, pending: Pending) -> bool:
         try:
             self.join(pending.ticket)
         except BaseException:
             if not pending.ticket.done():  # Ctrl-C while waiting: the copy still runs, the end comes later
                 raise
             self.drain()
-            self.resize(pending.storage, 0)
+            self.resize(pending.block, 0)
             raise
+        copied = self.observer is not None and self.observer.arrive(pending.storage, pending.block)
+        if copied:
+            self.resize(pending.block, 0)
+        return copied
 
     def join(self, ticket: Ticket) -> None:
         """Host first, then compute: the other way round the event may not be recorded yet."""
@@ -320,6 +290,7 @@ class CpuDevice(Ordered):
         self.spares = not spare.install()
         self.sees_pages = not self.spares
         self.freed = _native.spare()
+        self.observer = observer()
 
     def resize(self, storage: Any, size_bytes: int) -> None:
         spare.own(storage)

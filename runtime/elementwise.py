@@ -12,9 +12,14 @@ from typing import Any
 OTHERS = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})
 
 
+def goes_by_elements(name: str) -> bool:
+    """Return whether a function of this name takes lists, and goes through them element by element."""
+    return name.startswith("_foreach_") or name in OTHERS
+
+
 def length(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return how many elements a call of this function goes through; 0 if it takes no lists."""
-    if not name.startswith("_foreach_") and name not in OTHERS:
+    if not goes_by_elements(name):
         return 0
     return next((len(v) for v in (*args, *kwargs.values()) if isinstance(v, list | tuple)), 0)
 

@@ -7,7 +7,7 @@
 A plan is a hint; residency is the law. Without a plan, with a stale or a hostile one the same code fetches on
 demand and evicts by furthest next use: it costs time and never correctness.
 
-Between two programs user code runs. What it touches comes back (`guard.py`); what it holds stays.
+Between two programs, and beside them, user code runs. What it reads is fetched (`user_code.py`).
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from teraio.plan import Plan
 from teraio.schedule import Schedule, Step
 
 from . import gradients as _gradients
-from . import guard as _guard
 from .back import bring_all_back
 from .calm import Calm
 from .device import Device, Host
 from .follow import Follower, Here, table_of
-from .garbage import Garbage
 from .host_step import HostStep
 from .moves import Mover
 from .pace import Pace, Stats
 from .programs import Program
 from .recorder import Recorder
-from .records import DEVICE, Record, handed_over_by
+from .records import DEVICE, Record
 from .registry import Registry
 from .residency import Need, Residency
 from .signals import SIGNALS
 from .step import StepTracker
 from .store import Store
+from .turn import Turn
 from .unseen import Unseen
 from .user_code import UserCode
 
@@ -64,17 +63,21 @@ class Engine:
         self.on_step = on_step
         self.at_rest: Callable[[], None] = lambda: None  # called where no compiled program runs
         self.tracker = StepTracker(self.pace.begins, device)
-        self.user = UserCode(self.residency, self.mover, device, self.tracker)
-        self.guard = self.user.guard
-        self.registry = Registry(self.residency, self.tracker, self.user, keep)
+        self.turn = Turn()
+        self.user = UserCode(self.residency, self.mover, device, self.tracker, self.turn)
+        self.faces = self.user.faces
+        self.pid = os.getpid()
+        self.registry = Registry(self.residency, self.tracker, self.user, self.turn, keep)
         self.gradients = self.registry.gradients
         self.stuck = self.registry.stuck
-        self.garbage = Garbage(self.residency)
         self.unseen = Unseen(self.residency, device, self.user.overrun)
         self.follower = Follower(self.residency, self.mover)
         self.host_step: HostStep | None = None  # optimizers step there what has its states there
         self.optimizers: set[int] = set()  # numbers of those that have stepped in this step
         self.calm = Calm(self.residency, self.tracker, self.registry.register)
+        self.user.before_fetch = self.calm.ends
+        if device.observer is not None:
+            device.observer.owner = self.user
 
     # ---- slots
 
@@ -141,9 +144,9 @@ class Engine:
             self._meet(program)
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
         last = index == program.last
-        exposed = self.user.exposed(tracker.number, _gradients.read_by_caller(program)) if last else []
+        staying = self.user.staying(tracker.number) if last else []
         tick = tracker.tick(index)
-        yield needed + exposed, tick
+        yield needed + staying, tick
         told_bytes = live_bytes - program.unseen_bytes[index]
         residency.ensure(needed, told_bytes, stop.kernel, tick)
         live_bytes -= self.unseen.room(program, index, live_bytes, tick, tracker.running is not None)
@@ -152,7 +155,7 @@ class Engine:
             if (returned := bound[buffer]) is not None and returned.kind != "weight":
                 residency.settle(returned)
         if index == program.last:
-            self.user.make_ready(exposed, live_bytes, tick)
+            self.user.make_ready(staying, live_bytes, tick)
             if program.schedule.kind == "forward":
                 self.gradients.forward_ran(program)
         if tracker.running is not None:
@@ -182,15 +185,7 @@ class Engine:
         self.residency.uses, self.residency.step_ticks = expected.uses, expected.length
 
     def _meet(self, program: Program) -> None:
-        """Its arguments are known. Weights that were never seen may be held by eager autograd already: they
-        have more holders than those beside them, which are all handed over in the same way."""
-        if self.registry.new_weights:
-            holders = (r.holders() for r in program.bound if r is not None and r.kind == "weight")
-            least = min(handed_over_by(), *holders)  # an eager graph may hold all of them
-            for record in self.registry.new_weights:
-                record.held = record.edges_unseen = record.holders() > least
-            self.gradients.unmet += self.registry.new_weights
-            self.registry.new_weights.clear()
+        """Its arguments are known."""
         if self.tracker.running is not None:
             self.unseen.begins(step=self.tracker.number == 0)
         if not program.checked:
@@ -210,11 +205,8 @@ class Engine:
 
     # ---- the step
 
-    def optimizer_stepped(self, used: Sequence[Record]) -> None:
-        """Its code saw these plain: what it kept of them counts. The step is over, unless another optimizer
-        steps now."""
-        self.garbage.collect()
-        self.user.keeps_after_optimizer(used)
+    def optimizer_stepped(self) -> None:
+        """The step is over, unless another optimizer steps now."""
         for record in self.stuck.retry():  # now: no program holds them
             self.registry.describe(record)
         self.tracker.stepped = self.pace.ends(self.residency.reserve_bytes)
@@ -258,7 +250,7 @@ class Engine:
             recorder.begins_here()
 
     def steps_on_host(self, kernels: Collection[str] | None = None) -> None:  # these buckets, or all
-        self.host_step = HostStep(self.residency, self.guard, kernels)
+        self.host_step = HostStep(self.residency, self.user, kernels)
 
     def install(self, plan: Plan, order: tuple[str, ...] = ()) -> None:
         """For the step that was last, or that has these programs."""
@@ -282,15 +274,13 @@ class Engine:
             SIGNALS.program_ended()
 
     def abandon(self) -> None:
-        """A program ended with an exception, anywhere in it: user code runs next, so what it could reach
-        unseen comes back, budget or not. A weight that cannot come back is filled with NaN, and no further
-        step is taken."""
+        """A program ended with an exception, anywhere in it: user code runs next."""
         self.tracker.abandon()
         self.calm.abandon()
         self.unseen.ends()
         if self.mover.recorder is not None:
             self.mover.recorder.abandoned()
-        self.guard.take_back()
+        self.user.take_back()
         self.user.take_over(self.tracker.number)
 
     # ---- for the outside
@@ -298,6 +288,10 @@ class Engine:
     def resize(self, budget_bytes: int | None) -> None:
         """Another budget, None for the smallest that the kernels let it be; what is too much leaves now.
         BudgetError if what is known to be needed at once does not fit. Plans for another budget are hints."""
+        with self.turn:
+            self._resize(budget_bytes)
+
+    def _resize(self, budget_bytes: int | None) -> None:
         residency = self.residency
         before, elastic = residency.budget_bytes, residency.elastic
         residency.elastic = budget_bytes is None
@@ -309,7 +303,7 @@ class Engine:
                 residency.budget_bytes, residency.elastic = before, elastic
                 raise
         residency.serial += 1
-        residency.free(0, None, self.guard.exposed)
+        residency.free(0, None, self.user.stays)
         residency.keep_freed()
 
     def record(self, recorder: Recorder) -> None:
@@ -327,16 +321,18 @@ class Engine:
 
     def close(self) -> None:
         """The process ends: what is away is not brought back for no one. Touching it is an error."""
-        self.guard.put_on()
         self.mover.device.keep_within(0)
         self.mover.store.close()
 
     def shut_down(self) -> None:
         """Everything that is away comes back, budget or not, and the store is given up."""
+        with self.turn:
+            self._shut_down()
+
+    def _shut_down(self) -> None:
         if self.tracker.stepped is not None:
             self.end_step()
-        self.guard.end()
-        bring_all_back(self.residency, self.guard.exposed)
+        bring_all_back(self.residency, self.user.stays)
         self.mover.device.keep_within(0)
         self.mover.store.close()
         if self.residency.torn is not None and not self.residency.torn_is_known:
@@ -350,14 +346,15 @@ PROGRAMS: list[Program] = []  # registered since the backend last looked
 def use(engine: Engine | None) -> None:
     """The engine of this process from now on."""
     global ENGINE
+    if engine is None and ENGINE is not None and ENGINE.user.observer is not None:
+        ENGINE.user.observer.owner = None
     ENGINE = engine
-    _guard.ACTIVE[:] = [engine.guard] if engine is not None else []
     _gradients.ACTIVE[:] = [engine.gradients] if engine is not None else []
 
 
 def here() -> Engine | None:
     """The engine, unless this is a fork of its process."""
-    return ENGINE if ENGINE is not None and ENGINE.guard.pid == os.getpid() else None
+    return ENGINE if ENGINE is not None and ENGINE.pid == os.getpid() else None
 
 
 def program(text: str) -> Callable[..., None]:
@@ -369,7 +366,8 @@ def program(text: str) -> Callable[..., None]:
         if ENGINE is not None:
             if SIGNALS.struck:
                 SIGNALS.ends_backward()
-            ENGINE.visit(loaded, index, tensors, live_bytes)
+            with ENGINE.turn:
+                ENGINE.visit(loaded, index, tensors, live_bytes)
 
     return slot
 
@@ -382,15 +380,19 @@ def guarded(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         engine = ENGINE
         if engine is None:
             return run(arguments)
-        engine.guard.take_off(arguments)
+        engine.user.program_begins()
         try:
             result = run(arguments)
         except BaseException:
             if ENGINE is not None:
-                ENGINE.abandon()
+                with ENGINE.turn:
+                    ENGINE.abandon()
             raise
+        finally:
+            engine.user.program_ended()
         if ENGINE is not None:
-            ENGINE.returned(result)
+            with ENGINE.turn:
+                ENGINE.returned(result)
         return result
 
     call._boxed_call = True  # type: ignore[attr-defined]

@@ -22,9 +22,9 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import _unsafe_preserve_version_counter
 
-from .guard import BARE, Guard
 from .records import HOST, Record, State
 from .residency import Residency
+from .user_code import UserCode
 
 log = logging.getLogger("teraio")
 
@@ -56,8 +56,8 @@ def reason_against(optimizer: torch.optim.Optimizer) -> str | None:
 class HostStep:
     """Of one engine, beside whose device there is host memory."""
 
-    def __init__(self, residency: Residency, guard: Guard, kernels: Collection[str] | None = None) -> None:
-        self.residency, self.guard = residency, guard
+    def __init__(self, residency: Residency, user: UserCode, kernels: Collection[str] | None = None) -> None:
+        self.residency, self.user = residency, user
         self.kernels = kernels  # of the buckets that it takes; None: of all
         self.could: set[str] = set()  # take these
         self.said: set[str] = set()
@@ -102,7 +102,7 @@ class HostStep:
         after: Sequence[torch.Tensor],
     ) -> None:
         """Of these parameters; gradients of those that come after them begin to leave meanwhile."""
-        loans = Loans(self.residency, self.guard)
+        loans = Loans(self.residency, self.user)
         with DisableTorchFunctionSubclass(), torch.no_grad():
             try:
                 twins = [loans.parameter(parameter) for parameter in parameters]
@@ -121,7 +121,7 @@ class HostStep:
             record = None if gradient is None else self.residency.leaving(gradient)
             if record is None or record.state is not State.DEVICE or self.residency.in_use(record):
                 continue
-            if not self.guard.exposed(record) and self.residency.mover.make_place(record):
+            if not self.user.stays(record) and self.residency.mover.make_place(record):
                 self.residency.begin_evict(record, HOST)
 
     def say(self, what: str) -> None:
@@ -134,8 +134,8 @@ class HostStep:
 class Loans:
     """What stands on the host for tensors of the device while they are stepped there."""
 
-    def __init__(self, residency: Residency, guard: Guard) -> None:
-        self.residency, self.guard, self.mover = residency, guard, residency.mover
+    def __init__(self, residency: Residency, user: UserCode) -> None:
+        self.residency, self.user, self.mover = residency, user, residency.mover
         self.copies: list[Pair] = []  # of what has no place in host memory: to be copied back
         # Of what has one, and is on the device, too.
         self.renewed: list[tuple[torch.Tensor, torch.Tensor, Record]] = []
@@ -186,7 +186,7 @@ class Loans:
         record = self.residency.leaving(tensor)
         if record is None or record.pins or record.size_bytes != tensor.nbytes:
             return None
-        return None if self.guard.exposed(record) else record
+        return None if self.user.stays(record) else record
 
     def _there(self, record: Record, tensor: torch.Tensor) -> torch.Tensor | None:
         """If its bytes are in host memory alone."""
@@ -295,9 +295,9 @@ def _usual(parameter: torch.Tensor, states: dict[str, Any]) -> bool:
     gradient = parameter.grad
     large = _large(parameter, states)
     small = [v for v in states.values() if not any(v is one for one in large)]
-    if gradient is None or not large or BARE.get(type(parameter), type(parameter)) is not torch.nn.Parameter:
+    if gradient is None or not large or type(parameter) is not torch.nn.Parameter:
         return False
-    kinds = {BARE.get(type(tensor), type(tensor)) for tensor in (gradient, *large)}
+    kinds = {type(tensor) for tensor in (gradient, *large)}
     return (
         kinds == {torch.Tensor}
         and parameter.dtype in DTYPES

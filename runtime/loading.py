@@ -229,8 +229,7 @@ def _movable(engine: Engine | None, tensor: torch.Tensor, name: str) -> Record |
         whole = tensor.is_contiguous() and tensor.storage_offset() == 0
     if record is None or not record.evictable or not whole or record.size_bytes != tensor.nbytes:
         return None
-    record.forget_others()
-    return None if engine.guard.exposed(record) or record.pins else record
+    return None if engine.user.stays(record) or record.pins else record
 
 
 def _read_now(tensor: torch.Tensor, source: FileCopy, name: str) -> None:

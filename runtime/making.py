@@ -1,9 +1,9 @@
 """Models that are constructed within the budget: what a module is given may leave at once.
 
     torch.empty(...)            room for it is made first, and it is counted
-    module.weight = Parameter   it is known to the engine, wears the guard, and may leave; so is a Parameter
+    module.weight = Parameter   it is known to the engine, and may be evicted; so is a Parameter
                                 that is made for a copied module, which no one gives it
-    init.normal_(weight)        the guard brings it back; afterwards it may leave again
+    init.normal_(weight)        it is fetched for that; afterwards it may be evicted again
 
 Nothing of the construction itself changes: the same calls in the same order draw the same random numbers. No
 program knows these tensors yet, so what leaves is what was used least recently. A program that gets one as
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 from .adopt import EXCHANGES, Candidate, give_own_bytes, movable
 from .device import same
 from .engine import Engine
+from .turn import in_turn
 
 # Hugging Face's loader reads ahead in threads, as far as they get, and has a switch of its own against it.
 ONE_AT_A_TIME = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
@@ -54,6 +55,7 @@ class Making:
             self.take(name, tensor)
             self.given.append((name, ref(tensor)))
 
+    @in_turn
     def take(self, name: str, tensor: torch.Tensor) -> None:
         self.engine.residency.serial += 1
         if _is_on(self.device, tensor):
@@ -72,14 +74,14 @@ class Making:
             self.make_room(storage.nbytes(), name)
             give_own_bytes(Candidate(name, storage, [tensor]))
 
+    @in_turn
     def make_room(self, size_bytes: int, place: str) -> None:
         """So many bytes more fit when this returns, as far as that can be."""
         residency, user = self.engine.residency, self.engine.user
         residency.serial += 1
         if not residency.fits(size_bytes):
             self._look_again()
-            user.forget_others()
-            short, _ = residency.free(size_bytes, None, self.engine.guard.exposed)
+            short, _ = residency.free(size_bytes, None, user.stays)
             if short > 0:
                 user.overrun(short, place)
         counts = self.engine.mover.counts
@@ -87,7 +89,7 @@ class Making:
 
     def _look_again(self) -> None:
         """`module.half()`, lazy modules: the same parameter has got other bytes."""
-        records = self.engine.guard.records
+        records = self.engine.faces.records
         given, self.given = self.given, []  # taking one in may lead back here
         for name, known in given:
             tensor = known()
@@ -97,6 +99,7 @@ class Making:
                 if record is None or record.dead():
                     self.take(name, tensor)
 
+    @in_turn
     def appeared(self, tensor: torch.Tensor) -> None:
         """It counts until it is gone, or until a module is given it."""
         self.count += 1

@@ -5,19 +5,23 @@ of its eviction; nothing here decides anything.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from teraio.errors import StoreError
 
 from .device import Device, Host, Mark, Pending, Start, Ticket
+from .observer import InUseError, NotEvicted
 from .recorder import Recorder
 from .records import HOST, SSD, Record, State
 from .store import Store
 from .weight_files import FileCopy
+
+Ended = TypeVar("Ended")
 
 
 @dataclass
@@ -54,6 +58,7 @@ class Mover:
         self.file_bytes = 0  # read from the files that weights came from
         self.counts = Counts()
         self.recorder: Recorder | None = None
+        self.moving: Record | None = None  # whose move begins or ends at this moment
         self.not_written: Callable[[Record, StoreError], object] = lambda record, error: None  # is told
 
     @property
@@ -89,23 +94,35 @@ class Mover:
             return
         if not self.is_clean(record) or self._belongs_elsewhere(record, tier):
             record.clean = False
-            record.pending = self.device.begin_evict(
-                storage, self._write(record, tier or record.home or HOST)
-            )
+            try:
+                record.pending = self.device.begin_evict(
+                    storage, self._write(record, tier or record.home or HOST)
+                )
+            except InUseError:
+                return
             if self.recorder is not None:
                 self.recorder.begins(record, evict=True)
         record.state = State.LEAVING
 
     def is_clean(self, record: Record) -> bool:
         """Whether its copy holds the bytes of now, by all that is known of writes."""
-        if record.faces and (version := record.versions()) != record.version:
-            record.version, record.clean = version, False
+        if self.device.observer is not None:
+            record.clean = record.clean and not self.device.observer.written(record.key)
         return record.clean
+
+    def is_pointed(self, record: Record) -> bool:
+        """Whether someone has its address in this step."""
+        return self.device.observer is not None and self.device.observer.pointed(record.key)
 
     def copied_to_place(self, record: Record) -> None:
         """Its place in host memory holds the bytes of now, and it is on the device."""
         self._give_up_extent(record)
-        record.source, record.clean, record.version = None, True, record.versions()
+        record.source, record.clean = None, True
+        if self.device.observer is not None and (storage := record.storage()) is not None:
+            try:
+                self.device.observer.copied(storage)
+            except InUseError:  # who uses it may write
+                record.clean = False
 
     def _belongs_elsewhere(self, record: Record, tier: str | None) -> bool:
         """A file that has the bytes of now is as good as the store."""
@@ -163,20 +180,38 @@ class Mover:
         """The bytes are gone from the device once the write is confirmed; if it failed they stay."""
         assert record.state is State.LEAVING, record.name
         pending, record.pending = record.pending, None
-        if pending is None:
-            storage = record.storage()
-            if storage is not None:
-                self.device.drop(storage)
-            self.counts.drops += 1
-            if self.recorder is not None:
-                self.recorder.drops(record)
-        else:
-            record.state = State.DEVICE  # where a write that fails leaves it
-            self._timed(self.device.end_evict, record, pending)
-            record.clean = True
-            self.counts.evictions += 1
-        record.state = State.AWAY
+        record.state = State.DEVICE  # where it stays if the write fails, or someone uses it
+        record.clean = True  # unless it was written meanwhile, which `is_clean` sees
+        try:
+            with self._moves(record):
+                self._end_evict(record, pending)
+                record.state = State.AWAY
+        except NotEvicted:
+            return
+        except BaseException:
+            record.clean = pending is None
+            raise
         self.leaves(record)
+
+    def _end_evict(self, record: Record, pending: Pending | None) -> None:
+        if pending is not None:
+            self._timed(self.device.end_evict, record, pending)
+            self.counts.evictions += 1
+            return
+        if (storage := record.storage()) is not None:
+            self.device.drop(storage)
+        self.counts.drops += 1
+        if self.recorder is not None:
+            self.recorder.drops(record)
+
+    @contextmanager
+    def _moves(self, record: Record) -> Iterator[None]:
+        """In the block the record says nothing reliable of its bytes."""
+        before, self.moving = self.moving, record
+        try:
+            yield
+        finally:
+            self.moving = before
 
     def undo_evict(self, record: Record) -> None:
         """The record is needed after all: it never left. Its copy is good once the write is confirmed; if it
@@ -196,8 +231,9 @@ class Mover:
         storage = record.storage()
         if storage is None:
             return
-        record.pending = self.device.begin_fetch(storage, record.size_bytes, self._read(record, demand))
-        record.state = State.ARRIVING
+        with self._moves(record):
+            record.pending = self.device.begin_fetch(storage, record.size_bytes, self._read(record, demand))
+            record.state = State.ARRIVING
         self.enters(record)
         self.counts.fetches += 1
         self.counts.from_host_bytes += record.size_bytes if record.home == HOST else 0
@@ -224,12 +260,16 @@ class Mover:
         """A failed read leaves the record away: its bytes are never taken for good."""
         assert record.state is State.ARRIVING and record.pending is not None, record.name
         try:
-            self._timed(self.device.end_fetch, record, record.pending)
+            with self._moves(record):
+                foreign = self._timed(self.device.end_fetch, record, record.pending)
         except Exception:
             record.pending = None
             record.state = State.AWAY
             self.leaves(record)
             raise
+        if foreign:
+            record.foreign = True
+            self.foreign_bytes += record.size_bytes
         record.pending = None
         record.state = State.DEVICE
 
@@ -242,29 +282,32 @@ class Mover:
             self.end_fetch(record)
         storage = record.storage()
         if record.state is State.DEVICE and storage is not None:
-            self.device.drop(storage)
+            self.device.drop(storage, unwritten=False)
             self.leaves(record)
             record.state = State.AWAY
         self._give_up_extent(record)
         self._give_up_place(record)
-        record.source, record.clean, record.version = source, True, record.versions()
+        record.source, record.clean = source, True
 
     def fill_with_nan(self, record: Record) -> None:
         """What was away is lost. Reading an emptied storage would crash: it gets bytes that no one can take
         for good (all ones is NaN in every floating type)."""
         assert record.state is State.AWAY, record.name
-        storage = record.storage()
+        storage, observer = record.storage(), self.device.observer
         if storage is not None:
-            storage.resize_(record.size_bytes)
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(0xFF)
+            block = storage if observer is None else observer.block(storage)
+            block.resize_(record.size_bytes)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(block).fill_(0xFF)
+            if observer is not None:
+                observer.arrive(storage, block)
         record.state = State.DEVICE
         record.clean = False
         self.enters(record)
 
-    def _timed(self, end: Callable[[Pending], None], record: Record, pending: Pending) -> None:
+    def _timed(self, end: Callable[[Pending], Ended], record: Record, pending: Pending) -> Ended:
         began_ns = time.perf_counter_ns()
         try:
-            end(pending)
+            return end(pending)
         finally:
             waited_ns = time.perf_counter_ns() - began_ns
             self.counts.stall_ns += waited_ns
@@ -278,4 +321,6 @@ class Mover:
             self.leaves(record)
         self._give_up_extent(record)
         self._give_up_place(record)
+        if self.device.observer is not None:
+            self.device.observer.forget(record.key, alive=not record.dead())
         record.release()

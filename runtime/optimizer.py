@@ -7,14 +7,11 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.optim.optimizer as _torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils import _foreach_utils
 
 from teraio.errors import UnsupportedError
 
 from . import engine as _engine
-from .guard import GuardedParameter, GuardedTensor
 from .optimizer_call import OptimizerCall, plainly_called
 from .stepped import TRYING, Stepped
 from .windows import is_stand_in, stand_in
@@ -33,10 +30,6 @@ def install() -> None:
     # A compiled optimizer runs them between its graphs: Dynamo is not to trace the engine.
     register_optimizer_step_pre_hook(torch.compiler.disable(_before))
     register_optimizer_step_post_hook(torch.compiler.disable(_after))
-    # Which of its implementations torch takes must not change with what tensors wear.
-    for owner, guarded in ((_torch_optimizer, GuardedParameter), (_foreach_utils, GuardedTensor)):
-        if isinstance(supported := getattr(owner, "_foreach_supported_types", None), list):
-            supported.append(guarded)
 
 
 def updating() -> bool:
@@ -94,7 +87,8 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if engine is None or TRYING or is_stand_in(optimizer):
         return None
     _CALLS.clear()  # one that an exception ended
-    engine.user.outside.ends()  # what the trial takes is not the user's
+    with engine.turn:
+        engine.user.outside.ends()  # what the trial takes is not the user's
     about = _known(optimizer)
     _refuse_whole(optimizer, about)
     closure = any(given is not None for given in (*args[1:], kwargs.get("closure")))

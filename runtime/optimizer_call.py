@@ -21,6 +21,7 @@ from .residency import Need
 from .signals import SIGNALS, runs
 from .slices import in_slices, passes_over, slice_bytes
 from .stepped import Stepped
+from .turn import in_turn
 from .windows import Bucket, buckets_of, tensors_of
 
 log = logging.getLogger("teraio")
@@ -102,14 +103,13 @@ class OptimizerCall:
 
     # ---- one call of the step
 
+    @in_turn
     def begin(self, ways: Iterable[list[Bucket]]) -> None:
         """Cut into buckets in the first of these ways that fits."""
         engine = self.engine
         engine.user.outside.ends()
         engine.end_step_of_eager(self.about.number)
         engine.stuck.look()
-        engine.gradients.let_go()
-        engine.user.forget_others()
         self._take_in_eager()
         need: Need | None = None
         for buckets in ways:
@@ -134,7 +134,7 @@ class OptimizerCall:
         count = sum(len(group["params"]) for group in groups)
         if count == self.about.met:
             return
-        registry, records = self.engine.registry, self.engine.guard.records
+        registry, records = self.engine.registry, self.engine.faces.records
         named = {
             f"optimizer {self.about.number}.{place}.{at}": parameter
             for place, group in enumerate(groups)
@@ -200,6 +200,7 @@ class OptimizerCall:
                 return need
         return None
 
+    @in_turn
     def open(self, at: int) -> None:
         """All of the bucket is here and plain; the one before may leave."""
         self.close()
@@ -211,7 +212,7 @@ class OptimizerCall:
                 engine.residency.serial += 1
                 needed = [record for _, record in members if record is not None]
                 engine.residency.ensure(needed, self._live_bytes(at), self._kernel(members), None)
-                for record, flags in self._flags(at):  # fused kernels write without a version
+                for record, flags in self._flags(at):
                     record.clean = record.clean and not flags & WRITE
             else:
                 engine.visit(program, at + 1, (), self._live_bytes(at))
@@ -220,10 +221,8 @@ class OptimizerCall:
         self.visited.add(at)
         self.current = at
         tensors = [tensor for tensor, _ in members]
-        if self.closure:  # it runs programs, and what has to leave for them comes back when it is touched
-            engine.guard.put_on(tensors)
-        else:
-            engine.guard.lend(tensors)
+        if not self.closure:  # that runs programs: what has to leave for them is fetched when it is read
+            engine.user.lend(tensors)
 
     @contextmanager
     def _whole_or_torn(self, at: int, begun: bool) -> Iterator[None]:
@@ -241,6 +240,7 @@ class OptimizerCall:
                 f"after teraio.reset()"
             ) from error
 
+    @in_turn
     def close(self) -> None:
         """The bucket has been stepped: the states that were made for it are known from here on."""
         if self.current is None:
@@ -253,8 +253,8 @@ class OptimizerCall:
             for tensor, name in self._states(parameter, base)
             if id(tensor) not in known
         ]
-        self.engine.guard.notice_other_bytes([tensor for tensor, _ in self.members[at]])
-        self.engine.guard.take_back([tensor for tensor, _ in self.members[at]])
+        self.engine.faces.notice_other_bytes([tensor for tensor, _ in self.members[at]])
+        self.engine.user.take_back()
 
     @property
     def updates(self) -> bool:
@@ -263,6 +263,7 @@ class OptimizerCall:
             return False
         return runs(step_code(self.optimizer), inspect.currentframe())
 
+    @in_turn
     def end(self) -> None:
         self.close()
         if self.program is not None:
@@ -272,7 +273,7 @@ class OptimizerCall:
                 self.program.bound = bound
                 self.engine.tracker.replace(self.program)
             self.engine.visit(self.program, self.program.last, (), 0)
-        self.engine.optimizer_stepped(list(self._records().values()))
+        self.engine.optimizer_stepped()
         SIGNALS.end()
 
     # ---- what belongs to a bucket
@@ -300,10 +301,9 @@ class OptimizerCall:
     def _stepped(self, bucket: Bucket, at: int) -> Iterator[tuple[torch.Tensor, str]]:
         """The parameters that have gradients, with the names of their weights, or what they are called where
         no program knows them."""
-        guard = self.engine.guard
         for place, parameter in enumerate(bucket.parameters):
             if parameter.grad is not None or self.closure:
-                record = guard.records.get(id(parameter))
+                record = self.engine.faces.records.get(id(parameter))
                 record = record or self.engine.residency.records.get(parameter.untyped_storage()._cdata)
                 yield (
                     parameter,

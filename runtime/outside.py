@@ -35,7 +35,8 @@ class Stretch(NamedTuple):
     call: int
     kind: str
     used_bytes: int  # of the device when it began
-    known_bytes: int  # of these, in the ledger
+    known_bytes: int  # in the ledger
+    counted_bytes: int  # of these, what the device counts, too
     made_count: int  # programs that there were
 
 
@@ -46,23 +47,25 @@ class Outside:
         device: Device,
         tracker: StepTracker,
         overrun: Callable[[int, str], None],
+        stays: Callable[[Record], bool],
     ) -> None:
         self.residency = residency
         self.device = device
         self.tracker = tracker
         self.overrun = overrun
+        self.stays = stays  # whenever user code runs
         residency.overrun = overrun
         self.stretch: Stretch | None = None
         self.taken_bytes = 0  # in this stretch, and in the ledger by now: gradients that eager code made
         self.first = (0, -1)  # as this step began: bytes that the ledger does not know, programs
         self.off = False  # the system does not say
 
-    def room(self, live_bytes: int, tick: int | None, stays: Callable[[Record], bool]) -> None:
+    def room(self, live_bytes: int, tick: int | None) -> None:
         """Before user code runs: makes free what it took after this call the last time."""
         self.taken_bytes = 0
         wanted = self.to_come()
         if wanted:
-            short, _ = self.residency.free(live_bytes + wanted, tick, stays)
+            short, _ = self.residency.free(live_bytes + wanted, tick, self.stays)
             if short > 0:
                 self.overrun(short, f"after call {self.tracker.number}")
 
@@ -90,8 +93,9 @@ class Outside:
                 self.off = True
                 return
             self.residency.bury()
-            known = self.residency.mover.resident_bytes
-            self.stretch = Stretch(tracker.number, kind, used, known, Program.made_count)
+            mover = self.residency.mover
+            known, counted = mover.resident_bytes, mover.counted_bytes
+            self.stretch = Stretch(tracker.number, kind, used, known, counted, Program.made_count)
 
     def keeps(self) -> None:
         """A program has begun: what has been kept since the step began, and is no one's, is there while it
@@ -125,18 +129,18 @@ class Outside:
             return
         residency = self.residency
         grown = self.device.peak_bytes() - stretch.used_bytes
-        grown -= max(0, residency.mover.resident_bytes - stretch.known_bytes - self.taken_bytes)
+        grown -= max(0, residency.mover.counted_bytes - stretch.counted_bytes - self.taken_bytes)
         outside = grown if grown >= NOISE_BYTES else 0
         self.tracker.outside[stretch.call] = outside
         known = stretch.known_bytes
         if residency.elastic:  # the next step evicts the others before user code runs
-            known = min(known, residency.fixed_bytes + self._exposed_bytes())
+            known = min(known, residency.fixed_bytes + self._staying_bytes())
         short = known + outside + residency.reserve_bytes - residency.budget_bytes
         if outside and short > 0:
             self.overrun(short, f"after call {stretch.call}, {stretch.kind}")
 
-    def _exposed_bytes(self) -> int:
-        return sum(record.size_bytes for record in self.residency.reachable.values() if record.exposed)
+    def _staying_bytes(self) -> int:
+        return sum(record.size_bytes for record in self.residency.reachable.values() if self.stays(record))
 
     def _comes_again(self, stretch: Stretch) -> bool:
         """What was seen is user code, and of the next step too."""

@@ -42,9 +42,6 @@ class Program:
         self.tried_bytes: list[int | None] = [None] * len(self.stops)
         self.growth_bytes = _growth_bytes(schedule, self.stops)
         self.checked = False  # its largest kernel was compared with the budget
-        # Arguments that are there at the end: its caller gets views of them, made when it has returned.
-        ends = self.stops[self.last].needed if self.stops else ()
-        self.given = [buffer for buffer in ends if schedule.buffers[buffer].role == "argument"]
 
     def live_bytes(self, index: int, told_bytes: int | None = None) -> int:
         """What no one can move at this slot: what the program tells of, by the schedule if it does not tell
@@ -67,9 +64,6 @@ class Program:
         arguments out: then it is not known whose they are."""
         arguments = sum(buffer.role == "argument" for buffer in self.schedule.buffers)
         self.labels = tuple(labels) if len(labels) == arguments else ()
-
-    def given_records(self) -> list[Record]:
-        return [record for buffer in self.given if (record := self.bound[buffer]) is not None]
 
     def floor(
         self, fixed_bytes: int, leaves: Callable[[Buffer], bool] = lambda about: False

@@ -1,12 +1,12 @@
 """Why a tensor stays resident, for errors: its largest ones by name, each with the reason.
 
 A record that cannot be evicted says why in `because`, or its kind says it: inputs and results belong to
-whoever called the program. One that can be evicted stays where user code may read its bytes unseen.
+whoever called the program. One that can be evicted stays while someone uses it, or has its address.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from teraio.units import fmt_bytes
 
@@ -24,25 +24,20 @@ OF_KIND = {
 }
 
 
-def why(record: Record) -> str:
-    """Return why this record stays."""
+def why(record: Record, pointed: bool) -> str:
+    """Return why this record stays, of which someone may have the address."""
     if not record.evictable:
         return record.because or OF_KIND.get(record.kind, "its kind is not evicted")
-    reasons = (
-        (record.addressed or record.pointed, "your code asked for its address (data_ptr, a storage object)"),
-        (not record.guardable, "a tensor of it has a class of its own"),
-        (record.aliased, "another tensor shares its bytes: a view, .data, a state dict"),
-        (record.held, "an eager graph of autograd has saved it"),
-        (record.pins > 0, "your code is using it"),
-    )
-    return next((text for holds, text in reasons if holds), "the kernel uses it")
+    if pointed:
+        return "your code asked for its address (data_ptr, a storage object)"
+    return "your code is using it" if record.pins > 0 else "the kernel uses it"
 
 
-def largest(records: Iterable[Record], in_use: Collection[int]) -> str:
+def largest(records: Iterable[Record], in_use: Collection[int], pointed: Callable[[Record], bool]) -> str:
     """Name the largest records that stay, apart from those that the kernel itself uses."""
     resident = (r for r in records if r.state is not State.AWAY and not r.dead())
     staying = [r for r in resident if r.key not in in_use]
     staying.sort(key=lambda r: -r.size_bytes)
-    told = [f"{r.name} ({fmt_bytes(r.size_bytes)}: {why(r)})" for r in staying[:NAMED]]
+    told = [f"{r.name} ({fmt_bytes(r.size_bytes)}: {why(r, pointed(r))})" for r in staying[:NAMED]]
     more = len(staying) - len(told)
     return "; ".join(told) + (f"; and {more} more" if more > 0 else "")

@@ -13,30 +13,42 @@ from teraio.schedule import Buffer
 
 from .adopt import SMALLEST_BYTES, movable
 from .gradients import Gradients
-from .guard import BARE, GUARDED
 from .programs import Program
 from .records import Record
 from .residency import Residency
 from .step import StepTracker, TensorFacts
 from .stuck import Stuck
+from .turn import Turn
 from .user_code import UserCode
+
+BLIND = "nobody sees who reads it"
 
 
 class Registry:
     def __init__(
-        self, residency: Residency, tracker: StepTracker, user: UserCode, keep: Sequence[str] = ()
+        self,
+        residency: Residency,
+        tracker: StepTracker,
+        user: UserCode,
+        turn: Turn,
+        keep: Sequence[str] = (),
     ) -> None:
         self.residency = residency
         self.tracker = tracker
-        self.guard = user.guard
+        self.user = user
+        self.faces = user.faces
         self.keep = keep  # name globs of tensors that never move
         self.found: set[str] = set()  # of these
+        self.blind = False  # nobody sees who reads: what user code can reach never moves
         self.stuck = Stuck(residency, self.kept)
-        self.gradients = Gradients(residency, user, self.adopt_gradient)
-        self.new_weights: list[Record] = []  # that this program brought in
+        self.gradients = Gradients(residency, user, self.adopt_gradient, turn)
         self.described: dict[str, TensorFacts] = {}  # all tensors of this step that move, dead ones too
 
     def kept(self, name: str) -> bool:
+        """Whether a tensor of this name never moves, if user code can reach it."""
+        return self.blind or self._named(name)
+
+    def _named(self, name: str) -> bool:
         found = {glob for glob in self.keep if fnmatchcase(name, glob)}
         self.found |= found
         return bool(found)
@@ -58,9 +70,10 @@ class Registry:
             if about.edge >= 0 and (owner := self.gradients.early(about.edge, tensor)) is not None:
                 return self._add_gradient(owner, storage, about)
             record = self._add(program, about, storage, program.label(buffer) if weight else "")
-        if weight and record.kind == "weight" and not self.kept(record.name):
-            self.guard.watch(tensor, record)
-            self.gradients.watch(tensor)
+        if weight and record.kind == "weight":
+            self.faces.add(tensor, record)
+            if not self.kept(record.name):
+                self.gradients.watch(tensor)
         return record
 
     def _add(self, program: Program, about: Buffer, storage: torch.UntypedStorage, label: str) -> Record:
@@ -69,15 +82,14 @@ class Registry:
             kind = "grad"
         name = self._weight_name(label) if label else f"{self.tracker.label}.{about.name}"
         wanted = about.role == "saved" or (bool(label) and not about.held)
-        wanted = wanted and not self.kept(name)
+        wanted = wanted and not (self.kept(name) if label else self._named(name))
         record = self._new(storage, name, kind, wanted)
         if label and record.evictable:
             self.residency.reachable[record.key] = record
-            self.new_weights.append(record)
         elif label and wanted:
             self.stuck.add(record)
         elif label and self.kept(name):
-            record.because = "the option 'keep' names it"
+            record.because = BLIND if self.blind else "the option 'keep' names it"
         return record
 
     def take_in(self, tensor: torch.Tensor, name: str) -> Record | None:
@@ -85,14 +97,12 @@ class Registry:
         with torch._C.DisableTorchFunctionSubclass():
             storage = torch.Tensor.untyped_storage(tensor)
             record = self.residency.records.get(storage._cdata) or self.count(tensor, name, "outside")
-            if record is None or not movable(storage) or BARE.get(type(tensor), type(tensor)) not in GUARDED:
-                return record
-            if record.kind == "outside" and not record.evictable:
-                self.residency.rename(record, name)
-                self.residency.unsettle(record)
-            self.guard.take_off([tensor])  # it may wear it for the bytes that it had before
-            self.guard.watch(tensor, record)
-            self.guard.put_on([tensor])
+        if record is None or self.blind or not movable(storage) or is_traceable_wrapper_subclass(tensor):
+            return record
+        if record.kind == "outside" and not record.evictable:
+            self.residency.rename(record, name)
+            self.residency.unsettle(record)
+        self.faces.add(tensor, record)
         return record
 
     def take_in_eager(self, tensor: torch.Tensor, name: str) -> None:
@@ -104,7 +114,6 @@ class Registry:
         if record is not None and record.evictable:
             self.residency.becomes(record, "weight")
             record.persistent = True
-            record.held |= record.holders() > 0
             self.describe(record)
             self.gradients.watch_late(tensor)
 
@@ -120,7 +129,6 @@ class Registry:
         elif movable(storage):
             self.residency.unsettle(record)
             self.describe(record)
-            self.new_weights.append(record)
         else:
             self.stuck.add(record)
 
@@ -150,9 +158,8 @@ class Registry:
             self.gradients.made[record.key] = record
         return record
 
-    def adopt_gradient(self, weight: Record, gradient: torch.Tensor, taken_over: bool) -> Record | None:
-        """A weight has this gradient now: it may leave. `taken_over`: its bytes are those that left the
-        program, wherever they are."""
+    def adopt_gradient(self, weight: Record, gradient: torch.Tensor) -> Record | None:
+        """A weight has this gradient now: it may leave."""
         with torch._C.DisableTorchFunctionSubclass():
             storage = gradient.untyped_storage()
         record = self.residency.records.get(storage._cdata)
@@ -169,13 +176,8 @@ class Registry:
             self.residency.becomes(record, "grad")
         if record.name != name:
             self.residency.rename(record, name)
-        record.own_holders = 1
-        # By a hook, since it was made; of what inference mode made no one knows.
-        written = not taken_over or gradient.is_inference() or gradient._version != record.version
         self.residency.unsettle(record)
-        self.guard.watch(gradient, record, fresh=True)
-        record.version = record.versions()
-        record.clean = record.clean and not written
+        self.faces.add(gradient, record)
         self.describe(record)
         return record
 
@@ -183,7 +185,7 @@ class Registry:
 
     def state(self, tensor: torch.Tensor, name: str) -> Record | None:
         """A tensor of an optimizer's state, if it is worth a record. One that is made of others, as quantized
-        ones are, stays: its own class calls kernels with those others, and asks no guard."""
+        ones are, stays: its own class calls kernels with those others."""
         if is_traceable_wrapper_subclass(tensor):
             for part in tensor.__tensor_flatten__()[0]:
                 self.count(getattr(tensor, part), f"{name}.{part}", "state")
@@ -197,7 +199,7 @@ class Registry:
         wanted = type(tensor) is torch.Tensor and not self.kept(name)
         record = self._new(storage, name, "state", wanted)
         if record.evictable:
-            self.guard.watch(tensor, record)
+            self.faces.add(tensor, record)
             self.residency.reachable[record.key] = record
         return record
 

@@ -60,7 +60,7 @@ class Residency:
         self.records: dict[int, Record] = {}  # storage address -> record
         self.by_name: dict[str, Record] = {}
         self.mortal: dict[int, Record] = {}  # of those, what does not live from step to step
-        self.reachable: dict[int, Record] = {}  # what can move, wears the guard, and user code may touch
+        self.reachable: dict[int, Record] = {}  # what can move, and user code may touch
         self.going = Going(self.in_use, lambda record: self._evict_part(record, begin=False))
         self.scarce = Scarce(mover, self._evict_all)
         self.serial = 1  # of the slot: a record with `used_at` equal to it is in use
@@ -69,6 +69,7 @@ class Residency:
         self.step_ticks = 0  # how many that step has
         self.largest = NOTHING  # of the programs that are known, the most that must be there at once
         self.failed: dict[int, Record] = {}  # could not be written: not tried again in this step
+        self.refused: set[int] = set()  # not evicted when that was last tried, because someone uses them
         self.torn: TeraioError | None = None  # why weights and states are not those of a whole step
         self.torn_is_known = False  # to the user: an error said so
         self.immovable: Callable[[Record], None] = lambda record: None  # is told what cannot leave after all
@@ -105,7 +106,7 @@ class Residency:
             self.reachable.pop(record.key, None)
 
     def unsettle(self, record: Record) -> None:
-        """It is ours again: it may move, and user code finds it guarded. Not if others have its address."""
+        """It is ours again: it may move. Not if others have its address."""
         if record.addressed:
             return
         if not record.evictable:
@@ -192,7 +193,7 @@ class Residency:
 
     def _spent(self, tick: int | None) -> list[Record]:
         there = (r for r in self.mortal.values() if r.kind == "grad" and r.state is State.DEVICE)
-        idle = (r for r in there if r.evictable and not (r.exposed or self.in_use(r) or r.key in self.failed))
+        idle = (r for r in there if r.evictable and not (self.in_use(r) or r.key in self.failed))
         return [r for r in idle if self.next_use(r, tick) == (1, inf)]
 
     def make_room(self, extra_bytes: int, kernel: str, tick: int | None) -> None:
@@ -201,7 +202,8 @@ class Residency:
             return
         if failure is not None:
             raise failure
-        self.give(Need(self.mover.resident_bytes, extra_bytes, kernel))
+        used = (r.size_bytes for key in self.refused if (r := self.records.get(key)) is not None)
+        self.give(Need(self.mover.resident_bytes, extra_bytes, kernel), sum(used))
 
     def free(
         self, extra_bytes: int, tick: float | None, stays: Callable[[Record], bool] | None = None
@@ -210,6 +212,7 @@ class Residency:
         something did."""
         if self.fits(extra_bytes):
             return 0, None
+        self.refused.clear()
         failure = self.going.end_until(lambda: self.short_bytes(extra_bytes) <= 0)
         while (short := self.short_bytes(extra_bytes)) > 0:
             victims = self.victims(short, tick, stays)
@@ -245,6 +248,7 @@ class Residency:
         return failure
 
     def _evict_all(self, stays: Callable[[Record], bool] | None) -> StoreError | None:
+        self.refused.clear()
         return self._evict([record for record in self._candidates() if stays is None or not stays(record)])
 
     def _evict_part(self, record: Record, begin: bool) -> StoreError | None:
@@ -255,6 +259,8 @@ class Residency:
                 self.begin_evict(record)
             elif not begin and record.state is State.LEAVING:
                 self.mover.end_evict(record)
+            if record.state is State.DEVICE:  # someone uses it
+                self.refused.add(record.key)
         except StoreError as error:
             return self.keep_failed(record, error)
         return None
@@ -289,6 +295,7 @@ class Residency:
             and record.state is not State.AWAY
             and not self.in_use(record)
             and record.key not in self.failed
+            and record.key not in self.refused
         ]
 
     def next_use(self, record: Record, tick: float | None) -> tuple[int, float]:
@@ -310,13 +317,13 @@ class Residency:
         self.reserve_bytes += kept_bytes - self.kept_bytes
         self.kept_bytes = kept_bytes
 
-    def give(self, need: Need) -> None:
+    def give(self, need: Need, used_bytes: int = 0) -> None:
         """What does not fit is refused, or, if that is how memory was asked for, the budget grows to it. What
-        user code holds is no reason for that."""
+        user code holds is no reason for that, nor what it uses at this moment."""
         short = need.size_bytes + self.reserve_bytes - self.budget_bytes
-        if 0 < short <= self.kept_bytes:
+        if 0 < short <= self.kept_bytes + used_bytes:
             self.overrun(short, f"kernel {need.kernel}, beside what user code keeps")
-            self.hold(self.kept_bytes - short)
+            self.hold(max(0, self.kept_bytes - short))
             return
         self.hold(0)
         if not self.elastic:
@@ -330,7 +337,8 @@ class Residency:
         if needed == given:  # a few bytes are missing
             needed, given = f"{need_bytes} bytes", f"{self.budget_bytes} bytes"
         stays, kernel, reserve = map(fmt_bytes, (need.stays_bytes, need.kernel_bytes, self.reserve_bytes))
-        names = largest(self._staying(), {r.key for r in self.records.values() if r.used_at == self.serial})
+        used = {r.key for r in self.records.values() if r.used_at == self.serial}
+        names = largest(self._staying(), used, self.mover.is_pointed)
         named = f". The largest that cannot leave: {names}" if names and need.stays_bytes else ""
         raise BudgetError(
             f"the step needs {needed} at kernel {need.kernel} ({stays} that cannot leave, {kernel} that "
@@ -339,9 +347,9 @@ class Residency:
         )
 
     def _staying(self) -> list[Record]:
-        """Return what no eviction frees: what is not evictable, and what user code may read unseen."""
+        """Return what no eviction frees."""
         self.bury()
-        return [r for r in self.records.values() if not r.evictable or r.exposed or r.pins > 0]
+        return [r for r in self.records.values() if not r.evictable or r.pins > 0 or self.mover.is_pointed(r)]
 
     def refuse_torn(self) -> NoReturn:
         self.torn_is_known = True

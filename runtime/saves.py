@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,6 @@ import torch.serialization as _serialization
 from torch.storage import TypedStorage
 
 from . import engine as _engine
-from .guard import BARE, describes_itself
 from .records import Record
 
 _installed = False
@@ -32,9 +32,20 @@ def install() -> None:
     global _installed
     if not _installed:
         _installed = True
-        torch.nn.Module.state_dict = describes_itself(torch.nn.Module.state_dict)  # type: ignore[method-assign]
         _serialization._save = _streamed(_serialization._save)
         _serialization._legacy_save = _kept(_serialization._legacy_save)
+
+
+class _Saving(threading.local):
+    depth = 0  # of calls of `torch.save` in this thread
+
+
+_SAVING = _Saving()
+
+
+def saving() -> bool:
+    """Return whether this thread saves, and asks storages for addresses only to compare them."""
+    return _SAVING.depth > 0
 
 
 def _streamed(save: Any) -> Any:
@@ -42,9 +53,16 @@ def _streamed(save: Any) -> Any:
         engine = _engine.here()
         if engine is None:
             return save(obj, zip_file, pickle_module, *rest)
-        with contextlib.ExitStack() as pinned:
-            stays = bool(_serialization._serialization_tls.skip_data)
-            return save(obj, Writer(zip_file, engine), _pickling(pickle_module, engine, pinned, stays), *rest)
+        _SAVING.depth += 1
+        try:
+            with contextlib.ExitStack() as pinned:
+                if engine.user.observer is not None:
+                    pinned.enter_context(engine.user.observer.looking())
+                stays = bool(_serialization._serialization_tls.skip_data)
+                pickling = _pickling(pickle_module, engine, pinned, stays)
+                return save(obj, Writer(zip_file, engine), pickling, *rest)
+        finally:
+            _SAVING.depth -= 1
 
     return saves
 
@@ -69,7 +87,7 @@ def _pickling(module: Any, engine: _engine.Engine, pinned: contextlib.ExitStack,
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor) and (record := _record(engine, obj)) is not None:
                 if not stays and not (_elsewhere(obj) and _pinned_copies()):
-                    reduced = _reduced(obj, record.size_bytes)
+                    reduced = obj.__reduce_ex__(2)  # reads no byte
                     if _elsewhere(obj):
                         pinned.enter_context(_copied_when_written(engine, record, reduced))
                     return reduced
@@ -83,23 +101,9 @@ def _pickling(module: Any, engine: _engine.Engine, pinned: contextlib.ExitStack,
 
 def _record(engine: _engine.Engine, tensor: torch.Tensor) -> Record | None:
     """Of a tensor that may be away, now or when it is written."""
-    if BARE.get(type(tensor), type(tensor)) not in {torch.Tensor, torch.nn.Parameter}:
+    if type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
         return None
     return engine.residency.leaving(tensor)
-
-
-def _reduced(tensor: torch.Tensor, size_bytes: int) -> Any:
-    """What torch makes of it, with the size of a storage that may be empty now."""
-    worn = type(tensor)
-    try:
-        tensor.__class__ = BARE.get(worn, worn)
-        reduced = tensor.__reduce_ex__(2)
-    finally:
-        tensor.__class__ = worn
-    numel = size_bytes // tensor.element_size()
-    for storage in _storages(reduced):
-        storage._size = lambda: numel  # type: ignore[method-assign]
-    return reduced
 
 
 def _elsewhere(tensor: torch.Tensor) -> bool:

@@ -1,8 +1,7 @@
 """The handler of a signal is user code, and runs where user code does. Python calls it between any two lines:
-also where a storage is empty that is noted as here, or where weights that are away wear no guard.
+also where the engine is in the middle of a move.
 
     a program is compiled or runs, the engine works, an optimizer steps    it waits for the end
-    Dynamo has taken the guard off, and no program runs yet                at once, with the guard on
     elsewhere                                                              at once
 
 Ctrl-C, where the answer to it is Python's own, waits for the engine and for the end of an optimizer's step,
@@ -26,7 +25,6 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from inspect import currentframe
 from types import CodeType, FrameType
 from typing import Any
@@ -84,7 +82,6 @@ class Waiting:
 
 class Signals:
     def __init__(self) -> None:
-        self.guarded: Callable[[], AbstractContextManager[None]] = nullcontext  # weights wear the guard
         self.step: CodeType | None = None  # of an optimizer that is between its first bucket and its end
         self.pid = 0
         self.due: dict[int, Answer] = {}  # they wait, in the order in which they came
@@ -97,12 +94,12 @@ class Signals:
 
     # ---- in whose place
 
-    def install(self, guarded: Callable[[], AbstractContextManager[None]], apart: bool = False) -> None:
+    def install(self, apart: bool = False) -> None:
         """Stands in for all handlers that are written in Python: those that are there, and those to come.
         `apart`: autograd runs backwards on a thread of its own."""
         if self.installed or threading.current_thread() is not threading.main_thread():
             return
-        self.installed, self.pid, self.guarded = True, os.getpid(), guarded
+        self.installed, self.pid = True, os.getpid()
         for number in signal.valid_signals():
             if callable(answer := GET(number)):
                 SET(number, Waiting(answer, self))
@@ -209,8 +206,7 @@ class Signals:
                 self._run(number, frame, answer)
 
     def _run(self, number: int, frame: FrameType | None, answer: Answer) -> None:
-        with self.guarded():
-            answer(number, frame)
+        answer(number, frame)
 
     def _later(self, frame: FrameType | None, answer: Answer) -> bool:
         if runs(self.step, frame) or _in_engine(frame):

@@ -1,6 +1,6 @@
 """`with teraio.resident(model, optimizer):` all of it is in memory and stays there for the block.
 
-For code that the guard cannot see, such as an extension in C++ that reads weights through their addresses,
+For code that nobody sees read, such as an extension in C++ that takes a GPU's weights by `const_data_ptr`,
 and for processes that are forked. Over the budget if it must be, which is said as any overrun.
 """
 

@@ -1,192 +1,170 @@
-"""Between two programs user code runs. What it touches comes back, what it holds stays, and others leave to
-make room; what it needs beyond the budget it gets, and that is said."""
+"""Between two programs, and beside them, user code runs. What it reads is fetched when an operator begins
+that reads it, in whatever thread; others leave to make room. What it needs beyond the budget it gets, and
+that is said.
+
+    an operator begins    `serve`: the observer saw that arguments of it are evicted
+    a program ends        `make_ready`, `hand_over`: room for what user code takes besides
+    the step ends         whoever asked for an address is taken to have forgotten it
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
-from teraio.errors import EvictedError, StoreError
+from teraio.errors import EvictedError, StoreError, TeraioError
 from teraio.units import fmt_bytes
 
 from .ahead import Ahead
 from .back import bring_back
 from .device import Device
-from .edges import Call, edges_of
-from .guard import Guard
+from .faces import Faces
 from .moves import Mover
 from .outside import Outside
 from .records import Record, State
 from .residency import Residency
-from .saved import left_to_nodes
 from .step import StepTracker
+from .turn import Turn
 
 log = logging.getLogger("teraio")
 
-RAW = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage"})  # not seen: what is written so
-# They write, and no version moves.
-UNVERSIONED = frozenset(
-    {
-        "_amp_foreach_non_finite_check_and_unscale_",
-        "_fused_adagrad_",
-        "_fused_adam_",
-        "_fused_adamw_",
-        "_fused_sgd_",
-    }
-)
-
 
 class UserCode:
-    def __init__(self, residency: Residency, mover: Mover, device: Device, tracker: StepTracker) -> None:
+    def __init__(
+        self, residency: Residency, mover: Mover, device: Device, tracker: StepTracker, turn: Turn
+    ) -> None:
         self.residency = residency
         self.mover = mover
-        self.guard = Guard(self)
-        self.outside = Outside(residency, device, tracker, self.overrun)
-        self.ahead = Ahead(residency, mover, tracker, self.guard.exposed)
-        self.saved_stays = False  # what forwards saved is read where the guard does not see it
-        self.given: list[Record] = []  # by the program that ran, which its caller has views of since
-        self.kept: set[tuple[int, str]] = set()  # in this step: (call, tensor) that was exposed when it ended
+        self.turn = turn
+        self.observer = device.observer
+        self.faces = Faces()
+        self.outside = Outside(residency, device, tracker, self.overrun, self.stays)
+        self.ahead = Ahead(residency, mover, tracker, self.stays)
+        self.weights_stay = False  # something reads them that nobody sees: whenever user code runs
+        self.saved_stays = False  # and what forwards saved
+        self.before_fetch: Callable[[], None] = lambda: None  # what runs may have to know of it
+        self.lends = False  # an optimizer's update has some
+        self.kept: set[tuple[int, str]] = set()  # in this step: (call, tensor) that stayed when it ended
 
-    def exposed(self, call: int, given: Sequence[Record] = ()) -> list[Record]:
-        """User code runs after this call. What it could reach unseen is resident then, over the budget if it
-        must be, and may be written. Of those `given` it gets views."""
-        self.see_given()
-        self.given = list(given)
-        for record in given:
-            record.edges_unseen = True  # views of it may be used in graphs
+    def stays(self, record: Record) -> bool:
+        """Whether it is resident whenever user code runs. Optimizer states are no one's but the optimizer's,
+        whatever else runs."""
+        return self.weights_stay and record.kind != "state"
+
+    def staying(self, call: int) -> list[Record]:
+        """User code runs after this call: what is resident then, over the budget if it must be."""
         self.residency.bury()
-        if not self.guard.off and torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.expose_all("torch.distributed reads and writes weights")
-        for record in self.residency.reachable.values():
-            if record.aliased and record.kind == "grad":  # by what went on through a graph, which may be gone
-                record.forget_others()
-        exposed = [r for r in self._could_be_reached() if self.guard.exposed(r)]
-        self.kept.update((call, record.name) for record in exposed)
-        return [*exposed, *(r for r in given if r.evictable and r not in exposed)]
-
-    def see_given(self) -> None:
-        """Views that a program gave of its arguments: AOTAutograd makes them when it has returned."""
-        given, self.given = self.given, []
-        for record in given:
-            record.aliased |= record.shared()
+        found = [r for r in self._could_be_reached() if self.stays(r)] if self.weights_stay else []
+        self.kept.update((call, record.name) for record in found)
+        return found
 
     def _could_be_reached(self) -> Iterable[Record]:
         if not self.saved_stays:
             return self.residency.reachable.values()
         return [record for record in self.residency.records.values() if record.evictable]
 
-    def make_ready(self, exposed: Sequence[Record], live_bytes: int, tick: int | None) -> None:
-        """At the last slot of a program: brings what is exposed, and makes room for what user code will take
+    def make_ready(self, staying: Sequence[Record], live_bytes: int, tick: int | None) -> None:
+        """At the last slot of a program: brings what stays, and makes room for what user code will take
         beside it."""
         self.residency.going.end_until(lambda: False, by_plan=True)  # what comes next asks for no room
-        if exposed:
-            self.bring(exposed, live_bytes, "what it holds of")
-            written_unseen(exposed)
-        self.outside.room(live_bytes, tick, self.guard.exposed)
+        if staying:
+            self.bring(staying, live_bytes, "what it holds of")
+            written_unseen(staying)
+        self.outside.room(live_bytes, tick)
 
-    def expose_all(self, why: str, saved: bool = False) -> None:
-        """From now on all weights are resident whenever user code runs; what forwards saved, too, if
-        that is read."""
-        if self.guard.off and self.saved_stays >= saved:
+    def keep_weights(self, why: str, saved: bool = False) -> None:
+        """From now on all weights are resident whenever user code runs; what forwards saved, too, if that is
+        read."""
+        if self.weights_stay and self.saved_stays >= saved:
             return
         log.warning("teraio: %s unseen: between programs all of them are in memory", why)
         self.saved_stays |= saved
-        self.guard.end()
+        self.weights_stay = True
         bring_back(self.residency, self._could_be_reached())
 
-    def forget_others(self) -> None:
-        self.see_given()
-        for record in self.residency.reachable.values():
-            record.forget_others()
-
     def take_over(self, call: int) -> None:
-        """Let user code run after a call that an exception ended, anywhere in it. What is evicted is guarded
-        even if there is no memory for what should be resident."""
-        exposed = self.exposed(call)
+        """Let user code run after a call that an exception ended, anywhere in it."""
+        staying = self.staying(call)
         try:
-            bring_back(self.residency, exposed)
-            written_unseen(exposed)
+            bring_back(self.residency, staying)
+            written_unseen(staying)
         finally:
             self.hand_over()
+
+    def program_begins(self) -> None:
+        """What operators of this thread use from now on is no touch of user code's."""
+        if self.observer is not None:
+            with self.turn:
+                self.take_touches()
+            self.observer.program(1)
+
+    def program_ended(self) -> None:
+        if self.observer is not None:
+            self.observer.program(-1)
 
     def hand_over(self) -> None:
         """A program has returned: user code runs."""
         self.residency.serial += 1
-        self.guard.put_on()
+        if self.observer is not None:
+            self.observer.rearm()
         self.outside.begins()
-        if not self.given:
-            self.ahead.go_on()
+        self.ahead.go_on()
 
-    def open(self, records: list[Record], place: str) -> list[tuple[int, int]]:
-        """User code is about to use these: they come back. Returns who had them before."""
-        for record in records:
-            record.pins += 1
-        self.bring(records, 0, place)
-        return [record.watch_others() for record in records]
+    # ---- reads
 
-    def close(
-        self,
-        records: list[Record],
-        place: str,
-        before: list[tuple[int, int]],
-        used: Sequence[torch.Tensor] = (),
-        call: Call | None = None,
-    ) -> None:
-        traced = torch._C._get_tracing_state() is not None  # what is traced reads it unseen
-        if traced:  # and a look at nodes would be traced, too
-            edges, call = None, None
-        else:
-            edges = edges_of(used, call) if call is not None else []
-        for record in records:
-            record.pins -= 1
-            record.notice_edges(edges)
-        for record, others in zip(records, before):
-            after = record.watch_others()
-            if not self._left_to_nodes(record, others, after, call):
-                record.notice_others(others, after)
-            record.pointed |= place in RAW
-            record.guardable &= not traced
-            if place in UNVERSIONED:
-                record.clean = False
-            if record.exposed:
-                record.clean = False
+    def fetch_for(self, keys: Sequence[int], place: str) -> None:
+        """Make these storages resident for who is about to read them, in any thread."""
+        if self.turn.is_ours:
+            self.serve_amid(keys, place)
+            return
+        with self.turn:
+            self.before_fetch()
+            self.serve(keys, place)
 
-    def _left_to_nodes(
-        self, record: Record, before: tuple[int, int], after: tuple[int, int], call: Call | None
-    ) -> bool:
-        """Whether more hold it now, and all of them bring it back themselves."""
-        more = after[0] > before[0] or after[1] > before[1]
-        if call is None or self.guard.off or record.exposed or not more:
-            return False
-        return left_to_nodes(record, before, call)
+    def lost(self, error: BaseException) -> None:
+        """Someone found NaN for what could not be fetched: no further step is taken."""
+        log.warning("teraio: memory was read whose bytes could not be fetched, and NaN was found: %s", error)
+        if not isinstance(error, TeraioError):
+            error = StoreError(str(error))
+        self.residency.torn = self.residency.torn or error
 
-    def record_at(self, key: int) -> Record | None:
-        """Of the storage with this key."""
-        return self.residency.records.get(key)
+    def serve(self, keys: Sequence[int], place: str) -> None:
+        """Evict others, but nothing that an operator uses; fetch these."""
+        assert self.observer is not None
+        known = self.residency.records
+        used = [record for key in self.observer.used() if (record := known.get(key)) is not None]
+        self.take_touches()
+        with pinned(used):
+            self.bring([known[key] for key in keys if key in known], 0, place)
 
-    def gave_address(self, key: int) -> None:
-        record = self.record_at(key)
-        if record is not None and record.evictable:
-            name = record.name
-            log.warning("teraio: %s stays in memory from now on: DLPack gave its address to others", name)
-            self.residency.settle(record)
-        if record is not None:
-            record.addressed = True
-            record.because = "DLPack gave its address to others"
+    def serve_amid(self, keys: Sequence[int], place: str) -> None:
+        """The same, in the middle of the engine's own work: a finalizer reads. Nothing is evicted for it."""
+        for key in keys:
+            record = self.residency.records.get(key)
+            if record is None or record is self.mover.moving:
+                continue
+            if record.state is State.AWAY:
+                self.mover.begin_fetch(record, demand=True)
+            if record.state is State.ARRIVING:
+                self.mover.end_fetch(record)
+        if (short := self.residency.short_bytes(0)) > 0:
+            self.overrun(short, place)
+
+    def take_touches(self) -> None:
+        """Note in which order user code has touched tensors since this was last asked."""
+        if self.observer is not None:
+            for key in self.observer.touched():
+                if (record := self.residency.records.get(key)) is not None:
+                    self.ahead.touched(record)
 
     def bring(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
         """For user code: makes these resident, over the budget if it must be."""
         self.mover.device.user_code_runs()  # perhaps on a stream of its own, and nothing has to move
-        self.see_given()
-        for record in records:
-            if record.state is State.LEAVING:
-                self.mover.undo_evict(record)
-            self.ahead.touched(record)
         with pinned(records):
-            if any(record.state is not State.DEVICE for record in records):
+            if any(record.state in {State.AWAY, State.ARRIVING} for record in records):
                 self._fetch(records, live_bytes, place)
             self.ahead.go_on()
 
@@ -195,13 +173,12 @@ class UserCode:
         self.mover.counts.touches += 1
         missing = sum(record.size_bytes for record in records if record.state is State.AWAY)
         try:
-            self.forget_others()
             to_come = self.outside.to_come()
-            short, _ = residency.free(missing + live_bytes + to_come, self.ahead.now(), self.guard.exposed)
+            short, _ = residency.free(missing + live_bytes + to_come, self.ahead.now(), self.stays)
             short -= to_come
             if short > 0:
                 self.overrun(short, f"{place} {records[0].name}")
-            residency.fetch(records, self.guard.exposed)
+            residency.fetch(records, self.stays)
         except StoreError as error:
             names = ", ".join(record.name for record in records)
             raise EvictedError(
@@ -213,9 +190,39 @@ class UserCode:
     @contextmanager
     def holding(self, records: Sequence[Record], place: str) -> Iterator[None]:
         """These are in memory as long as the block runs."""
-        self.bring(records, 0, place)
-        with pinned(records):
+        with ExitStack() as held:
+            with self.turn:
+                self.bring(records, 0, place)
+                held.enter_context(pinned(records))
             yield
+
+    def gave_address(self, key: int) -> None:
+        """Others have the address of this storage's bytes."""
+        record = self.residency.records.get(key)
+        if record is not None and record.evictable:
+            name = record.name
+            log.warning("teraio: %s stays in memory from now on: DLPack gave its address to others", name)
+            self.residency.settle(record)
+        if record is not None:
+            record.addressed = True
+            record.because = "DLPack gave its address to others"
+
+    # ---- updates
+
+    def lend(self, tensors: Sequence[torch.Tensor]) -> None:
+        """To an optimizer's update: they are resident, and what it does with them is no touch of user code's,
+        until they are taken back."""
+        self.take_back()
+        self.faces.lend(tensors)
+        self.lends = True
+        if self.observer is not None:
+            self.observer.program(1)
+
+    def take_back(self) -> None:
+        if self.lends and self.observer is not None:
+            self.observer.program(-1)
+        self.lends = False
+        self.faces.take_back()
 
     def overrun(self, short: int, place: str, who: str = "user code") -> None:
         if self.residency.elastic:
@@ -235,16 +242,10 @@ class UserCode:
         if self.mover.recorder is not None:
             self.mover.recorder.overran(short)
 
-    def keeps_after_optimizer(self, used: Iterable[Record]) -> None:
-        """An optimizer's code saw these plain: what it kept of them counts."""
-        for record in used:
-            record.aliased |= record.shared()
-        self.forget_others()
-
     def end_step(self) -> frozenset[tuple[int, str]]:
-        """What was exposed in the step. An address that was asked for is taken to be forgotten."""
-        for record in self.residency.reachable.values():
-            record.pointed = False
+        """What stayed in the step. An address that was asked for is taken to be forgotten."""
+        if self.observer is not None:
+            self.observer.forget_addresses()
         kept = frozenset(self.kept)
         self.kept.clear()
         return kept

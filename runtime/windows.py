@@ -8,7 +8,7 @@ away.
       write back                    what it wrote into the group: the same from each bucket, once
 
 Hooks and closures run where they always do, because the step runs once. What the code does with tensors of
-other buckets meanwhile goes through the guard. Whether an optimizer may be stepped so is tried on clones
+other buckets meanwhile is fetched as for user code. Whether an optimizer may be stepped so is tried on clones
 (trial.py).
 """
 

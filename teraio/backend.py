@@ -9,6 +9,7 @@ What then happens between the engine, the measured steps and the planner is in s
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -31,8 +32,8 @@ from teraio.runtime.adopt import foreign_weight, weights_of_compiled_modules
 from teraio.schedule import ProgramKind
 from teraio.session import (
     all_made_again,
+    count_as_ours,
     graph_of_ours,
-    guard_this_graph,
     loaded_graph,
     made_again,
     patch_torch,
@@ -86,16 +87,16 @@ def _compile(
         inductor_options.refuse_unfit(settings, parsed.mode)
         inductor_partition.refuse_other(parsed.recompute == "auto")
     start(parsed, on)
-    guard_this_graph()
+    count_as_ours()
     engine.PROGRAMS.clear()  # of a compilation that failed
     _adopt(labels, example_inputs)
     if inner == "eager":
         # AOTAutograd's own cache would hand back a compiled graph without ever calling us.
         with functorch_config.patch(enable_autograd_cache=False):
             slotted = fx.compiler(lambda g, kind: _slot_eager(g, kind, labels), engine.guarded, made_again)
-            return slotted(gm, example_inputs)
+            return _telling(slotted(gm, example_inputs))
     with stage(f"compiling {compiled_function()}", say=log.info):
-        return inductor.compile_program(
+        compiled = inductor.compile_program(
             gm,
             example_inputs,
             log.warning,
@@ -104,6 +105,20 @@ def _compile(
             settings=settings,
             again=(made_again, all_made_again()),
         )
+    return _telling(compiled)
+
+
+def _telling(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled graph that tells the engine whether its caller wants gradients: AOTAutograd runs what has no
+    backward without, whoever calls it."""
+
+    @functools.wraps(compiled)
+    def call(*args: Any) -> Any:
+        if (running := engine.ENGINE) is not None:
+            running.tracker.grad_mode = torch.is_grad_enabled()
+        return compiled(*args)
+
+    return call
 
 
 def _device_of(gm: torch.fx.GraphModule, inputs: list[Any]) -> torch.device:

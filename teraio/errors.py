@@ -32,7 +32,8 @@ class UnsupportedError(TeraioError):
 
 
 class EvictedError(TeraioError):
-    """User code touched a tensor that is away in a way that cannot be served; names it and the remedy."""
+    """User code needs an evicted tensor that cannot be fetched; names it and the remedy. Out of an operator
+    it comes as the RuntimeError that torch raises, with the same text."""
 
 
 class TornStepError(TeraioError):

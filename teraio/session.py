@@ -26,16 +26,15 @@ from teraio.earlier import Earlier
 from teraio.errors import OptionError, TeraioError, UnsupportedError
 from teraio.notices import described, more_than_there_is, names_of, unknown_environment, without_match
 from teraio.options import SMALLEST, Memory, Options
-from teraio.passes import dynamo_guards, lifetimes
+from teraio.passes import foreign, lifetimes
 from teraio.plan import Plan
 from teraio.planning import Planning
 from teraio.profile import Profile
 from teraio.recording import Recording
 from teraio.remade import Remaking
-from teraio.runtime import between, device, engine, optimizer, saves, unasked
+from teraio.runtime import by_name, device, engine, optimizer, saves
 from teraio.runtime.back import bring_all_back
 from teraio.runtime.pace import Stats
-from teraio.runtime.records import handed_over_by
 from teraio.runtime.signals import SIGNALS
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.schedule import Step
@@ -194,12 +193,12 @@ def patch_torch() -> None:
 
     Dynamo may restart the analysis of a frame. If a function of torch was wrapped in between, the second pass
     meets other code than the first, and Dynamo gives up. Without an engine all of it passes through."""
-    unasked.install()
+    global WATCH
+    by_name.install()
     optimizer.install()
     saves.install()
-    handed_over_by()
-    if dynamo_guards.SUPPORTED and WATCH is None:
-        _watch()
+    if WATCH is None:
+        WATCH = foreign.Watch(_foreign_program)
 
 
 def open_with(options: Mapping[str, Any]) -> None:
@@ -220,8 +219,13 @@ def start(options: Options, on: str | torch.device = "cpu") -> None:
         SESSION = Session(options, "cpu" if on.type == "meta" else on)
         engine.use(SESSION.engine)
         patch_torch()
-        SIGNALS.install(between.user_code, apart=SESSION.device.kind == "cuda")
-        _watch_guards(SESSION.engine)
+        SIGNALS.install(apart=SESSION.device.kind == "cuda")
+        observer = SESSION.device.observer
+        SESSION.engine.registry.blind = observer is None
+        if observer is not None and not observer.sees_addresses:
+            by_name.install_addresses()
+        if WATCH is not None:
+            WATCH.listen()
     elif on.type != "meta" and not device.same(SESSION.device.device, on):
         raise UnsupportedError(
             f"this process keeps the memory of {SESSION.device.device} within a budget, and a program on "
@@ -248,32 +252,18 @@ def _look_at_environment() -> None:
         log.warning("teraio: %s", line)
 
 
-WATCH: dynamo_guards.Watch | None = None
-
-
-def _watch() -> None:
-    global WATCH
-    WATCH = dynamo_guards.Watch(between.weights_off_guard, between.weights_on_guard, _foreign_program)
-    WATCH.install()
-
-
-def _watch_guards(running: engine.Engine) -> None:
-    """Weights wear a guard class while user code runs; Dynamo's guards must not see it."""
-    if not dynamo_guards.SUPPORTED:
-        log.warning(
-            "teraio: torch %s does not say when it evaluates guards: between compiled programs all weights "
-            "are in memory",
-            torch.__version__,
-        )
-        running.guard.end()
-    else:
-        assert WATCH is not None
-        WATCH.listen()
+WATCH: foreign.Watch | None = None
 
 
 def _foreign_program() -> None:
-    if not optimizer.updating():
-        between.foreign_program(_compiles_backwards())
+    """Keep resident what a program of another compiler may read, if nobody sees it take addresses."""
+    if SESSION is None or optimizer.updating():
+        return
+    observer = SESSION.device.observer
+    if observer is None or not observer.sees_addresses:
+        saved = _compiles_backwards()
+        what = "weights, and what forwards saved," if saved else "weights"
+        SESSION.engine.user.keep_weights(f"another compiler's program may read {what}", saved)
 
 
 def _compiles_backwards() -> bool:
@@ -316,10 +306,10 @@ def graph_of_ours() -> Iterator[None]:
         raise
 
 
-def guard_this_graph() -> None:
-    """The backend compiles a graph: its guards find plain weights."""
+def count_as_ours() -> None:
+    """The backend compiles a graph: it is no other compiler's."""
     if WATCH is not None:
-        WATCH.guard_this_graph()
+        WATCH.counts()
 
 
 def reset() -> None:
@@ -334,7 +324,8 @@ def _end() -> None:
     global SESSION
     if SESSION is not None:
         running = SESSION.engine
-        bring_all_back(running.residency, running.guard.exposed)  # or an error, before anything has ended
+        with running.turn:
+            bring_all_back(running.residency, running.user.stays)  # or an error, before anything has ended
     session, SESSION = SESSION, None
     GIVEN.clear()
     engine.use(None)

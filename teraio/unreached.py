@@ -85,10 +85,10 @@ def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _in_programs() -> set[int]:
-    """Return the ids of the tensors that the guard knows as weights of programs."""
+    """Return the ids of the tensors that the engine knows as weights of programs."""
     if session.SESSION is None:
         return set()
-    records = session.SESSION.engine.guard.records
+    records = session.SESSION.engine.faces.records
     return {key for key, record in records.items() if record.kind == "weight"}
 
 

@@ -27,7 +27,7 @@ from teraio.passes import aot, costs, fx
 from teraio.runtime.adopt import SMALLEST_BYTES
 from teraio.runtime.programs import Program
 from teraio.schedule import Call, ProgramKind, Schedule, Step
-from teraio.session import guard_this_graph
+from teraio.session import count_as_ours
 
 from .why import INSTEAD, place
 
@@ -241,7 +241,7 @@ def captured(
     """The model, compiled so that its programs write themselves into the ledger when they run."""
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        guard_this_graph()  # a training that runs within a budget learns that it is no foreign program
+        count_as_ours()  # a training that runs within a budget learns that it is no foreign program
         _refuse_unknown_sizes(gm)
         labels = aot.placeholder_names(gm)
 

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from teraio.errors import OptionError, UnsupportedError
 from teraio.records import nearest
-from teraio.runtime.guard import BARE
 
 from .why import reason
 
@@ -44,7 +43,7 @@ class Fakes:
 
     def tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Its like: same shape, strides and place in its storage, none of its bytes."""
-        if BARE.get(type(tensor), type(tensor)) not in PLAIN or tensor.layout != torch.strided:
+        if type(tensor) not in PLAIN or tensor.layout != torch.strided:
             raise UnsupportedError(
                 f"estimate: {name} is a {type(tensor).__name__} of layout {tensor.layout}; sizes are known "
                 f"of plain dense tensors. Estimate the model before its weights are converted or sharded"

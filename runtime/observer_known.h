@@ -1,0 +1,133 @@
+// What is known of storages and threads, and the locks around it.
+#pragma once
+#include <ATen/record_function.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/flat_hash_map.h>
+#include <sched.h>
+
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+using c10::StorageImpl;
+
+#ifndef NDEBUG
+#error "torch is built with NDEBUG, which changes the layout of RecordFunction: build this with it, too"
+#endif
+
+// ---- private members of torch's, by their names: a torch without them does not compile this
+
+template <typename Tag, typename Tag::type Member>
+struct Opened {
+  friend constexpr typename Tag::type member(Tag) { return Member; }
+};
+struct Described {
+  using type = std::variant<std::string, at::RecordFunction::schema_ref_t> at::RecordFunction::*;
+  friend constexpr type member(Described);
+};
+template struct Opened<Described, &at::RecordFunction::fn_>;
+struct Throws {
+  using type = bool StorageImpl::*;
+  friend constexpr type member(Throws);
+};
+template struct Opened<Throws, &StorageImpl::throw_on_immutable_data_ptr_>;
+
+template <typename S>
+constexpr bool materializes = requires(S* storage) { storage->has_materializer(); };
+
+// ---- what is known of storages and threads
+
+constexpr uint8_t kEvicted = 1;   // it keeps its size, and has no bytes
+constexpr uint8_t kWritten = 2;   // since the engine last asked
+constexpr uint8_t kPointed = 4;   // someone took its address in this step
+constexpr uint8_t kDisarmed = 8;  // a kernel took its pointer: the next one that is taken is not seen
+constexpr uint8_t kRefused = 16;  // reading raises an error, until the operator has ended that asked
+constexpr uint8_t kFaulted = 32;  // someone waits for its bytes at the fenced address
+
+struct Entry {
+  uint8_t flags = 0;  // by several readers at once: through `flags_of`
+  uint32_t touched = 0;
+};
+std::atomic_ref<uint8_t> flags_of(Entry& entry) {
+  return std::atomic_ref<uint8_t>(entry.flags);
+}
+
+struct Thread;
+std::mutex threads_lock;
+std::vector<Thread*> threads;
+ska::flat_hash_map<StorageImpl*, Entry> entries;  // read under any thread's lock, changed under all of them
+std::atomic<uint32_t> stretch{1};
+
+class Spin {
+ public:
+  void lock() {
+    while (taken_.test_and_set(std::memory_order_acquire)) sched_yield();
+  }
+  void unlock() { taken_.clear(std::memory_order_release); }
+
+ private:
+  std::atomic_flag taken_ = ATOMIC_FLAG_INIT;
+};
+
+struct Thread {
+  Spin lock;
+  std::vector<StorageImpl*> used;  // by operators that have begun, outermost first
+  std::vector<uint32_t> marks;     // where each of them begins in `used`
+  std::vector<StorageImpl*> touched;
+  std::vector<StorageImpl*> disarmed;
+  std::vector<std::pair<size_t, StorageImpl*>> refused;  // with how many operators had begun by then
+  int in_program = 0;
+  int in_engine = 0;
+  Thread() {
+    std::lock_guard<std::mutex> held(threads_lock);
+    threads.push_back(this);
+  }
+  ~Thread() {
+    std::lock_guard<std::mutex> held(threads_lock);
+    std::erase(threads, this);
+  }
+};
+Thread& own() {
+  static thread_local Thread thread;
+  return thread;
+}
+
+class Everyone {
+ public:
+  Everyone() : held_(threads_lock) {
+    for (Thread* thread : threads) thread->lock.lock();
+  }
+  ~Everyone() {
+    for (Thread* thread : threads) thread->lock.unlock();
+  }
+  bool uses(const StorageImpl* storage) const {
+    for (const Thread* thread : threads)
+      for (const StorageImpl* each : thread->used)
+        if (each == storage) return true;
+    return false;
+  }
+
+ private:
+  std::lock_guard<std::mutex> held_;
+};
+
+// ---- mutable pointers: torch 2.13 says when one is taken
+
+template <typename S>
+void pointed_at(S* storage);
+
+template <typename S>
+void arm(S* storage) {
+  if constexpr (materializes<S>) {
+    if (!storage->has_materializer()) storage->set_materializer(&pointed_at<S>);
+  }
+}
+
+template <typename S>
+void disarm(S* storage) {
+  if constexpr (materializes<S>) storage->clear_materializer();
+}
+}  // namespace

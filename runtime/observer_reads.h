@@ -1,0 +1,353 @@
+// How a read is seen, and has what it reads fetched.
+#pragma once
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/function_schema.h>
+#include <c10/core/TensorImpl.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <sstream>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "observer_fences.h"
+
+namespace {
+// ---- operators
+
+// Operators of torch's that look at a tensor and not at its bytes; so do all that make views.
+constexpr const char* kLooks =
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros "
+    "new_ones "
+    "new_full new_empty_strided is_same_size sym_size sym_stride sym_numel sym_storage_offset stride numel "
+    "is_pinned requires_grad_ retain_grad set_data _has_compatible_shallow_copy_type result_type can_cast "
+    "is_contiguous dim is_floating_point is_signed is_inference is_neg is_conj __is__ __isnot__ is_set_to "
+    "_is_zerotensor _assert_tensor_metadata";
+
+bool only_looks(const std::string& name) {
+  static const std::unordered_set<std::string> known = [] {
+    std::unordered_set<std::string> made{"prim::device"};
+    std::istringstream names(kLooks);
+    for (std::string each; names >> each;) made.insert("aten::" + each);
+    return made;
+  }();
+  return known.contains(name);
+}
+
+struct About {
+  const c10::FunctionSchema* schema = nullptr;
+  std::string name, overload;
+  uint64_t writes = 0;
+  bool looks = false;
+  bool goes_on = false;  // it may use its arguments when it has ended: a collective
+};
+
+bool is_torchs(const std::string& name) {
+  return name.starts_with("aten::") || name.starts_with("prim");
+}
+
+void learn(About& about, const c10::FunctionSchema& schema) {
+  about = About{&schema, schema.name(), schema.overload_name()};
+  const auto& arguments = schema.arguments();
+  for (size_t at = 0; at < arguments.size() && at < 64; at++) {
+    const auto* alias = arguments[at].alias_info();
+    if (alias != nullptr && alias->isWrite()) about.writes |= uint64_t{1} << at;
+  }
+  about.goes_on = about.name.starts_with("c10d::") || about.name.starts_with("_c10d_functional::");
+  if (!is_torchs(about.name)) return;
+  about.looks = only_looks(about.name);
+  if (arguments.empty() || schema.returns().empty()) return;
+  const auto* in = arguments[0].alias_info();
+  const auto* out = schema.returns()[0].alias_info();
+  about.looks |= in != nullptr && !in->isWrite() && out != nullptr && !out->isWrite();  // a view
+}
+
+const About& about(const c10::FunctionSchema& schema) {
+  static thread_local std::unordered_map<const c10::FunctionSchema*, About> known;
+  About& found = known[&schema];
+  // The address of a schema that is gone may be another's by now.
+  if (found.schema != &schema || found.name != schema.name() || found.overload != schema.overload_name())
+    learn(found, schema);
+  return found;
+}
+
+// ---- fetching
+
+using Fetch = int (*)(void** storages, int count, const char* place);
+using KnowsPython = void* (*)();
+Fetch fetch_in_python = nullptr;
+KnowsPython thread_state = nullptr;
+std::atomic<bool> ended{true};
+pid_t owner = 0;
+const at::ThreadLocalState* clean = nullptr;
+std::atomic<int64_t> patience_ms{20'000};
+
+// Threads that Python does not know, and that whoever holds the GIL may be waiting for: another one asks.
+struct Request {
+  void** storages;
+  int count;
+  const char* place;
+  bool taken = false, done = false;
+};
+std::mutex service_lock;
+std::condition_variable asked, answered;
+std::deque<Request*> requests;
+
+bool ask_service(void** storages, int count, const char* place) {
+  Request request{storages, count, place};
+  std::unique_lock<std::mutex> held(service_lock);
+  requests.push_back(&request);
+  asked.notify_one();
+  answered.wait_for(held, std::chrono::milliseconds(patience_ms), [&] { return request.taken; });
+  if (!request.taken) {
+    std::erase(requests, &request);
+    return false;
+  }
+  answered.wait(held, [&] { return request.done; });
+  return true;
+}
+
+std::unordered_map<StorageImpl*, std::string> reasons;  // why it could not be fetched; under `Everyone`
+
+// Reading it raises an error with this message from now on.
+void refuse(StorageImpl* storage, const std::string& message) {
+  Everyone everyone;
+  auto found = entries.find(storage);
+  if (found == entries.end() || !(found->second.flags & kEvicted)) return;
+  found->second.flags |= kRefused;
+  auto told = reasons.extract(storage);
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(told ? told.mapped() : message);
+  own().refused.emplace_back(own().marks.size(), storage);
+}
+
+// Under `Everyone`.
+void allow(StorageImpl* storage, Entry& entry) {
+  if (!(entry.flags & kRefused)) return;
+  entry.flags &= static_cast<uint8_t>(~kRefused);
+  storage->*member(Throws{}) = false;
+  storage->get_extra_meta().custom_data_ptr_error_msg_ = std::nullopt;
+  disarm(storage);
+  arm(storage);  // which looks at the flags anew
+}
+
+bool is_evicted(StorageImpl* storage) {
+  std::lock_guard<Spin> held(own().lock);
+  auto found = entries.find(storage);
+  return found != entries.end() && flags_of(found->second).load() & kEvicted;
+}
+
+bool is_evicted(StorageImpl* storage, const Everyone&) {
+  auto found = entries.find(storage);
+  return found != entries.end() && found->second.flags & kEvicted;
+}
+
+// All of them are resident when this returns, or reading them raises an error.
+void fetch(std::vector<StorageImpl*>& missing, const char* place) {
+  const char* why = nullptr;
+  void** storages = reinterpret_cast<void**>(missing.data());
+  const int count = static_cast<int>(missing.size());
+  if (getpid() != owner) {
+    why =
+        "was forked from the process that can fetch it. Fork inside `with teraio.resident(model):`, or start "
+        "processes by 'spawn'";
+  } else if (ended) {
+    why = "ends, and nobody can fetch it any more";
+  } else if (thread_state() != nullptr) {
+    at::ThreadLocalStateGuard state(*clean);
+    fetch_in_python(storages, count, place);
+  } else if (!ask_service(storages, count, place)) {
+    why =
+        "runs other Python code, which may be waiting for the thread that reads it. Read it under `with "
+        "teraio.resident(...):`, or in a function that releases the GIL";
+  }
+  for (StorageImpl* storage : missing) {
+    if (!is_evicted(storage)) continue;
+    const std::string reads = std::string("teraio: ") + place + " reads an evicted tensor, ";
+    refuse(storage,
+           reads + (why != nullptr ? std::string("and this process ") + why : "which could not be fetched"));
+  }
+}
+
+// ---- RecordFunction
+
+void look(Thread& thread, const c10::IValue& value, uint8_t does, std::vector<StorageImpl*>& missing) {
+  if (value.isTensor()) {
+    c10::TensorImpl* tensor = value.toTensor().unsafeGetTensorImpl();
+    if (tensor == c10::UndefinedTensorImpl::singleton() || !tensor->has_storage()) return;
+    StorageImpl* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+    if (storage == nullptr) return;
+    thread.used.push_back(storage);
+    auto found = entries.find(storage);
+    if (found == entries.end()) return;
+    Entry& entry = found->second;
+    auto flags = flags_of(entry);
+    if (does != 0) flags.fetch_or(does);
+    if (flags.load() & kEvicted) missing.push_back(storage);
+    const uint32_t now = stretch.load(std::memory_order_relaxed);
+    if (thread.in_program == 0 && std::atomic_ref<uint32_t>(entry.touched).exchange(now) != now)
+      thread.touched.push_back(storage);
+  } else if (value.isList()) {
+    for (const c10::IValue& each : value.toListRef()) look(thread, each, does, missing);
+  }
+}
+
+std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) {
+  Thread& thread = own();
+  const auto* schema = std::get_if<at::RecordFunction::schema_ref_t>(&(function.*member(Described{})));
+  static thread_local std::vector<StorageImpl*> missing;
+  std::vector<StorageImpl*> wanted;
+  {
+    std::lock_guard<Spin> held(thread.lock);
+    thread.marks.push_back(static_cast<uint32_t>(thread.used.size()));
+    if (schema == nullptr || entries.empty()) return nullptr;
+    const About& known = about(schema->get());
+    if (known.looks) return nullptr;
+    missing.clear();
+    uint64_t bit = 1;
+    for (const c10::IValue& input : function.inputs()) {
+      const uint8_t writes = known.writes & bit ? kWritten : 0;
+      look(thread, input, known.goes_on ? kWritten | kPointed : writes, missing);
+      bit <<= 1;
+    }
+    if (missing.empty()) return nullptr;
+    wanted = missing;
+  }
+  fetch(wanted, function.name());
+  return nullptr;
+}
+
+// Under `Everyone`. Kernels took pointers of these: from here on the next one who does is seen.
+void rearm(Thread& thread) {
+  for (StorageImpl* storage : thread.disarmed) {
+    auto found = entries.find(storage);
+    if (found == entries.end() || !(found->second.flags & kDisarmed)) continue;
+    found->second.flags &= static_cast<uint8_t>(~kDisarmed);
+    arm(storage);
+  }
+  thread.disarmed.clear();
+}
+
+void ends(const at::RecordFunction&, at::ObserverContext*) {
+  Thread& thread = own();
+  {
+    std::lock_guard<Spin> held(thread.lock);
+    if (thread.marks.empty()) return;
+    thread.used.resize(thread.marks.back());
+    thread.marks.pop_back();
+    const bool rearms = thread.marks.empty() && thread.in_program == 0 && !thread.disarmed.empty();
+    if (thread.refused.empty() && !rearms) return;
+  }
+  Everyone everyone;
+  if (thread.marks.empty() && thread.in_program == 0) rearm(thread);
+  std::erase_if(thread.refused, [&](const auto& each) {
+    if (each.first <= thread.marks.size()) return false;
+    if (auto found = entries.find(each.second); found != entries.end()) allow(each.second, found->second);
+    return true;
+  });
+}
+
+// This thread was refused it, and no operator will end for that.
+void forgive(StorageImpl* storage) {
+  Everyone everyone;
+  if (auto found = entries.find(storage); found != entries.end()) allow(storage, found->second);
+  std::erase_if(own().refused, [&](const auto& each) { return each.second == storage; });
+}
+
+template <typename S>
+void pointed_at(S* storage) {
+  Thread& thread = own();
+  bool evicted = false;
+  {
+    std::lock_guard<Spin> held(thread.lock);
+    auto found = entries.find(storage);
+    if (found == entries.end()) return;
+    auto flags = flags_of(found->second);
+    evicted = flags.load() & kEvicted;
+    const bool by_kernel = std::find(thread.used.begin(), thread.used.end(), storage) != thread.used.end();
+    if (by_kernel || thread.in_engine > 0 || (thread.in_program > 0 && !evicted)) {
+      flags.fetch_or(kDisarmed);
+      thread.disarmed.push_back(storage);
+    } else {
+      flags.fetch_or(kWritten | kPointed);
+    }
+    if (thread.in_engine > 0) return;
+  }
+  if (!evicted) return;
+  std::vector<StorageImpl*> missing{storage};
+  fetch(missing, "a pointer");
+  if (!is_evicted(storage)) return;
+  const std::string message = storage->get_extra_meta().custom_data_ptr_error_msg_.value_or("");
+  forgive(storage);
+  TORCH_CHECK(false, message);
+}
+
+// ---- faults
+
+struct sigaction others{};  // who handled faults before
+
+constexpr const char* kFault = "a read of memory";  // as in observer.py
+
+Fence* fence_at(uintptr_t address) {
+  std::lock_guard<Spin> held(own().lock);
+  auto found = fences.upper_bound(address);
+  if (found == fences.begin()) return nullptr;
+  Fence* fenced = std::prev(found)->second.get();
+  return address < reinterpret_cast<uintptr_t>(fenced->at) + fenced->bytes ? fenced : nullptr;
+}
+
+// Whether the bytes of now are where the fence is.
+bool serve_fault(Fence* fenced) {
+  StorageImpl* storage = fenced->storage;  // alive: whoever reads its bytes has a tensor of it
+  if (c10::raw::weak_intrusive_ptr::use_count(storage) == 0) return false;
+  Thread& thread = own();
+  bool evicted = false;
+  {
+    std::lock_guard<Spin> held(thread.lock);
+    thread.used.push_back(storage);  // until it is copied
+    auto found = entries.find(storage);
+    if (found != entries.end()) {
+      auto flags = flags_of(found->second);
+      evicted = flags.load() & kEvicted;
+      if (evicted) flags.fetch_or(kFaulted);
+    }
+  }
+  if (evicted) {
+    std::vector<StorageImpl*> missing{storage};
+    fetch(missing, kFault);
+  }
+  bool filled = false;
+  {
+    Everyone everyone;
+    const void* now = is_evicted(storage, everyone) ? nullptr : storage->_mutable_data_ptr_no_checks().get();
+    filled = now == fenced->at || fill(*fenced, now, storage->nbytes());
+  }
+  forgive(storage);
+  std::lock_guard<Spin> held(thread.lock);
+  auto last = std::find(thread.used.rbegin(), thread.used.rend(), storage);
+  if (last != thread.used.rend()) thread.used.erase(std::next(last).base());
+  return filled;
+}
+
+void fault(int, siginfo_t* info, void*) {
+  const int error = errno;
+  Fence* fenced = fence_at(reinterpret_cast<uintptr_t>(info->si_addr));
+  if (fenced == nullptr || !serve_fault(fenced)) sigaction(SIGSEGV, &others, nullptr);  // it faults once more
+  errno = error;
+}
+
+void catch_faults() {
+  struct sigaction now{};
+  sigaction(SIGSEGV, nullptr, &now);
+  if (now.sa_flags & SA_SIGINFO && now.sa_sigaction == fault) return;
+  others = now;
+  struct sigaction ours{};
+  ours.sa_sigaction = fault;
+  ours.sa_flags = SA_SIGINFO | SA_NODEFER;
+  sigaction(SIGSEGV, &ours, nullptr);
+}
+
+at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
+}  // namespace
