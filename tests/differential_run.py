@@ -44,6 +44,7 @@ from teraio.plan import Plan
 from teraio.profile import Profile
 from teraio.runtime import engine
 from teraio.runtime.device import CpuDevice, Pending
+from teraio.runtime.records import State
 from teraio.runtime.store import Store
 from teraio.schedule import Step
 
@@ -76,10 +77,10 @@ def watched_device() -> Iterator[None]:
     early show."""
     end_fetch, resize = CpuDevice.end_fetch, CpuDevice.resize
 
-    def counted(self: CpuDevice, pending: Pending) -> None:
+    def counted(self: CpuDevice, pending: Pending) -> bool:
         ticket: Any = pending.ticket
         WAITS.early += not ticket._demand and not ticket.done()
-        end_fetch(self, pending)
+        return end_fetch(self, pending)
 
     def poisoned(self: CpuDevice, storage: Any, size_bytes: int) -> None:
         resize(self, storage, size_bytes)
@@ -246,16 +247,16 @@ def compiled(model: Generated, options: dict[str, Any]) -> Call:
 
 
 def own_bytes(model: Generated, optimizer: torch.optim.Optimizer) -> int:
-    """What the model and its optimizer hold now. Asked so that no guard notices: who asks a weight for its
-    storage is taken to have it."""
+    """What the model and its optimizer have in memory now."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     tensors += [
         v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)
     ]
-    with torch._C.DisableTorchFunctionSubclass():
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    known = engine.ENGINE.residency.records if engine.ENGINE is not None else {}
+    away = {key for key, record in known.items() if record.state is State.AWAY}
+    return sum(size for key, size in storages.items() if key not in away)
 
 
 def differences(expected: Seen, got: Seen, without: Sequence[str] = ()) -> list[str]:

@@ -16,7 +16,7 @@ Use = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 def trained_beside() -> nn.Module:
-    """Its weights wear the guard, after two steps; the last layer is in no program."""
+    """Its weights may leave, after two steps; the last layer is in no program."""
     model = three_layers()
     compiled = torch.compile(model[:2], backend="teraio", options={"inner": "eager", "memory": "64MiB"})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -39,17 +39,18 @@ def layer(model: nn.Module, number: int) -> nn.Linear:
 
 def record(tensor: torch.Tensor) -> Record:
     assert engine.ENGINE is not None
-    return engine.ENGINE.guard.records[id(tensor)]
+    return engine.ENGINE.faces.records[id(tensor)]
 
 
 def send_away() -> int:
-    """Everything that may leave; how many those are."""
+    """Everything that may leave; how many those are. Whoever asked for an address has forgotten it."""
     assert engine.ENGINE is not None
-    engine.ENGINE.user.forget_others()
-    residency = engine.ENGINE.residency
+    user, residency = engine.ENGINE.user, engine.ENGINE.residency
+    assert user.observer is not None
+    user.observer.forget_addresses()
     residency.serial += 1
     before = residency.mover.counts.evictions
-    residency.free(2**40, None, engine.ENGINE.guard.exposed)
+    residency.free(2**40, None, user.stays)
     return residency.mover.counts.evictions - before
 
 
@@ -58,7 +59,7 @@ def inputs() -> torch.Tensor:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The same weights, and no one guards them."""
+    """The same weights, which no engine knows."""
     copy = three_layers()
     copy.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     return copy

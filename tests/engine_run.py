@@ -204,16 +204,14 @@ class Run:
         self.number += 1
         result = [1000 * self.number + cell for cell in range(target.cells)]
         place = self.device.place
-        with torch._C.DisableTorchFunctionSubclass():
-            given = [(place(v.tensor.untyped_storage()), v.holds) for v in reads]
-            self.device.launch(given, place(target.tensor.untyped_storage()), result)
+        given = [(place(v.tensor.untyped_storage()), v.holds) for v in reads]
+        self.device.launch(given, place(target.tensor.untyped_storage()), result)
         target.holds = result
 
     def _execute(self, compiled: Compiled, arguments: dict[str, Value], breaks: bool = False) -> list[Value]:
         """Runs a program as generated code would; `arguments` is the caller's only hold on them."""
         env = dict(arguments)
         arguments.clear()
-        self.engine.guard.take_off([value.tensor for value in env.values()])
         stop = self.random.randrange(len(compiled.events)) if breaks else -1
         for at in range(len(compiled.events) + 1):
             for index, place in compiled.slots.get(at, ()):

@@ -1,4 +1,4 @@
-"""What `guard_train.py` trains: blocks of two layers, used in the ways in which models meet a guard."""
+"""What `guard_train.py` trains: blocks of two layers, used in the ways in which user code meets weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Block(torch.nn.Module):
 
 
 class Lent(Block):
-    """Takes a weight from its caller, and Dynamo cuts its frame before anything is computed: there it guards
-    on the weight, and has no program. Then Python reads it."""
+    """Takes a weight from its caller, and Dynamo cuts its frame before anything is computed: there it asks
+    what the weight is like, and has no program. Then Python reads it."""
 
     def forward(self, x: torch.Tensor, lent: torch.Tensor | None = None) -> torch.Tensor:
         assert lent is not None and lent.requires_grad

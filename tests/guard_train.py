@@ -1,6 +1,6 @@
 """User code that touches weights in every way, in a process of its own.
 
-    guard_train.py '["plain", ["prints", "weights go unguarded"], ...]'
+    guard_train.py '["plain", ["prints", "nothing is fetched"], ...]'
 
 trains a small model per scenario, plainly and within a budget that its weights do not fit in beside the
 gradients, and prints one JSON line per scenario: whether losses and weights are the same bit for bit,
@@ -19,18 +19,18 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import PropertyMock, patch
+from unittest.mock import patch
 
 import steady
 import torch
 from guard_model import WIDTH, Model
 
 import teraio
-from teraio.errors import EvictedError
-from teraio.runtime import engine, guard, records
+from teraio.runtime import engine, observer, records, user_code
 
 ROWS, STEPS = 32, 8
-BUDGET = dict.fromkeys(("streamed", "frozen", "frozen, touched", "frozen, written"), "8MiB")
+FROZEN = ("frozen", "frozen, touched", "frozen, written", "frozen, by pointer")
+BUDGET = dict.fromkeys(("streamed", *FROZEN), "8MiB")
 BUDGET["keeps views"] = "6.5MiB"
 BUDGET["eager blocks"] = "9.5MiB"
 BUDGET["lends addresses"] = "7.5MiB"
@@ -188,7 +188,7 @@ def writes_in_place(run: Run, step: int) -> None:
 
 
 def keeps_views(run: Run, step: int) -> None:
-    """Made once, written in every later step: nothing tells of it but that they exist."""
+    """Made once, written in every later step."""
     if step == 0:
         run.kept = [block.up.weight.data for block in run.model.blocks]  # type: ignore[union-attr]
     for view in run.kept:
@@ -198,6 +198,12 @@ def keeps_views(run: Run, step: int) -> None:
 def writes_by_pointer(run: Run, step: int) -> None:
     address = run.first().data_ptr()
     (ctypes.c_float * 4).from_address(address)[0] = 0.25 * step
+
+
+def writes_what_is_there(run: Run, step: int) -> None:
+    """By a pointer, and nothing else ever writes it."""
+    run.losses.append(run.first().sum().item())
+    writes_by_pointer(run, step)
 
 
 def saves(run: Run, step: int) -> None:
@@ -273,10 +279,15 @@ def forks(run: Run, step: int) -> None:
     """In the child the engine is inert; what is here can be read, what is away says so."""
     child = os.fork()
     if child == 0:
-        with contextlib.suppress(EvictedError):
+        code = 1
+        try:
             for parameter in run.model.parameters():
                 parameter.sum()
-        os._exit(0)
+            code = 0
+        except RuntimeError as error:
+            code = 0 if "teraio.resident(" in str(error) else 2
+        finally:
+            os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -299,13 +310,18 @@ AFTER: dict[str, Callable[[Run, int], None]] = {
 }
 AFTER["gives views"] = reads_views
 AFTER["frozen, written"] = writes_in_place
+AFTER["frozen, by pointer"] = writes_what_is_there
 
 
+TAKE = observer.Observer.take
 # Each of these bugs must change the numbers, or end in an error.
 PLANTS: dict[str, list[Any]] = {
-    "nothing is exposed": [patch.object(records.Record, "exposed", PropertyMock(return_value=False))],
-    "no version is looked at": [patch.object(records.Record, "versions", lambda self: 0)],
-    "weights go unguarded": [patch.object(guard.Guard, "put_on", lambda self, tensors=None: None)],
+    "nothing is fetched": [patch.object(user_code.UserCode, "fetch_for", lambda self, keys, place: None)],
+    "no write is noted": [
+        patch.object(observer.Observer, "written", lambda self, key: False),
+        patch.object(observer.Observer, "take", lambda self, storage, _: TAKE(self, storage, False)),
+    ],
+    "addresses are forgotten": [patch.object(user_code.UserCode, "gave_address", lambda self, key: None)],
 }
 
 

@@ -20,10 +20,11 @@ from unittest.mock import patch
 import allocator
 import steady
 import torch
+import unnoted
 from optimizer_loops import LOOPS, OPTIMIZERS, WHOLE, Loop
 
 import teraio
-from teraio.runtime import engine, gradients, optimizer_call, residency, trial, user_code, windows
+from teraio.runtime import engine, moves, optimizer_call, residency, trial, windows
 from teraio.runtime.records import Record, State
 from teraio.runtime.windows import same
 
@@ -43,18 +44,27 @@ class Chain(torch.nn.Module):
         return x.square().mean()
 
 
+READ = moves.Mover._read
+
+
+def not_gradients(mover: moves.Mover, record: Record, demand: bool) -> Any:
+    """Of a gradient nothing is read: the memory is there, with whatever was in it."""
+    return READ(mover, record, demand) if record.kind != "grad" else lambda target, mark: unnoted.Done()
+
+
 PLANTS: dict[str, list[Any]] = {
     # the copy of before the update comes back
     "updates are forgotten": [
-        patch.object(Record, "versions", lambda self: 0),
+        *unnoted.writes(),
         patch.object(residency.Residency, "mark_written", lambda self, bound, written: None),
     ],
     # autograd adds to what is not there
-    "gradients are not fetched": [patch.object(gradients.Gradients, "before", lambda *_: None)],
+    "gradients are not fetched": [patch.object(moves.Mover, "_read", not_gradients)],
     # whatever the optimizer does, it is stepped in buckets
     "nothing is tried": [patch.object(trial, "same", lambda one, other: True)],
     "groups are not written back": [patch.object(windows, "write_back", lambda groups, written: None)],
-    "versions are trusted": [patch.object(user_code, "UNVERSIONED", frozenset())],
+    # user code writes gradients, and the copy of before comes back
+    "operators write unnoted": unnoted.writes(),
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import Event, FakeDevice, FakeStreamTicket, Place, Storage, World
+from unnoted import Done
 
 from teraio.runtime import device
 from teraio.runtime.device import CpuDevice, Mark, Ordered, Pending, Start, StreamTicket, Ticket
@@ -205,8 +208,9 @@ class EvictsBeforeCompute(FakeDevice):
 class ReadsBeforeTheCopy(FakeDevice):
     """Rule: a fetch that was issued has not arrived."""
 
-    def end_fetch(self, pending: Pending) -> None:
+    def end_fetch(self, pending: Pending) -> bool:
         pending.ticket.wait()
+        return False
 
 
 class WritesWhileItLeaves(FakeDevice):
@@ -280,48 +284,62 @@ class Failing:
         raise self.error
 
 
-def storage_of(size: int) -> torch.UntypedStorage:
-    return torch.full((size,), 7, dtype=torch.uint8).untyped_storage()
+@pytest.fixture
+def evicted() -> Iterator[torch.Tensor]:
+    """Emptied, and no engine is there to fetch it."""
+    tensor, here = torch.arange(64, dtype=torch.uint8), CpuDevice()
+    here.drop(tensor.untyped_storage())
+    yield tensor
+    assert here.observer is not None
+    here.observer.forget(tensor.untyped_storage()._cdata, alive=True)
+
+
+def cannot_be_read(tensor: torch.Tensor) -> bool:
+    with pytest.raises(RuntimeError, match="teraio: no engine is there to fetch it"):
+        tensor.sum()
+    return True
 
 
 def test_an_eviction_that_failed_frees_nothing() -> None:
-    cpu, storage = CpuDevice(), storage_of(64)
+    cpu, storage = CpuDevice(), torch.full((64,), 7, dtype=torch.uint8).untyped_storage()
     pending = cpu.begin_evict(storage, lambda storage, mark: Failing(OSError("full")))
     with pytest.raises(OSError, match="full"):
         cpu.end_evict(pending)
     assert storage.tolist() == [7] * 64
 
 
-def test_a_fetch_that_failed_leaves_the_storage_empty() -> None:
-    cpu, storage = CpuDevice(), storage_of(0)
+def test_a_fetch_that_failed_leaves_the_storage_empty(evicted: torch.Tensor) -> None:
+    cpu, storage = CpuDevice(), evicted.untyped_storage()
     pending = cpu.begin_fetch(storage, 64, lambda storage, mark: Failing(OSError("gone")))
     with pytest.raises(OSError, match="gone"):
         cpu.end_fetch(pending)
-    assert storage.nbytes() == 0
+    assert pending.block.nbytes() == 0
+    assert cannot_be_read(evicted)
 
 
-def test_a_fetch_that_could_not_start_leaves_the_storage_empty() -> None:
+def test_a_fetch_that_could_not_start_leaves_the_storage_empty(evicted: torch.Tensor) -> None:
+    blocks: list[torch.UntypedStorage] = []
+
     def start(storage: Any, mark: Mark) -> Ticket:
+        blocks.append(storage)
         raise OSError("queue")
 
-    storage = storage_of(0)
     with pytest.raises(OSError, match="queue"):
-        CpuDevice().begin_fetch(storage, 64, start)
-    assert storage.nbytes() == 0
+        CpuDevice().begin_fetch(evicted.untyped_storage(), 64, start)
+    assert [block.nbytes() for block in blocks] == [0]
+    assert cannot_be_read(evicted)
 
 
-def test_an_interrupted_fetch_keeps_its_memory_while_the_copy_runs() -> None:
-    cpu, storage = CpuDevice(), storage_of(0)
+def test_an_interrupted_fetch_keeps_its_memory_while_the_copy_runs(evicted: torch.Tensor) -> None:
+    cpu, storage = CpuDevice(), evicted.untyped_storage()
     pending = cpu.begin_fetch(storage, 64, lambda storage, mark: Failing(KeyboardInterrupt(), finished=False))
     with pytest.raises(KeyboardInterrupt):
         cpu.end_fetch(pending)
-    assert storage.nbytes() == 64
+    assert pending.block.nbytes() == 64
+    assert cannot_be_read(evicted)
 
 
 def test_what_a_copy_uses_is_kept_alive_until_its_end() -> None:
-    import gc
-    import weakref
-
     class Held(Event):
         pass
 
@@ -344,16 +362,9 @@ def test_what_a_copy_uses_is_kept_alive_until_its_end() -> None:
     assert event() is None
 
 
-def test_round_trip_of_a_storage_on_the_cpu() -> None:
-    cpu, tensor = CpuDevice(), torch.arange(64, dtype=torch.uint8)
-    view, away = tensor[8:16], bytearray(64)
-
-    class Done:
-        def done(self) -> bool:
-            return True
-
-        def wait(self) -> None:
-            return
+def test_round_trip_of_a_storage_on_the_cpu(evicted: torch.Tensor) -> None:
+    cpu, storage, view = CpuDevice(), evicted.untyped_storage(), evicted[8:16]
+    away = bytearray(range(64))
 
     def out(storage: Any, mark: Mark) -> Ticket:
         assert mark.handle == 0
@@ -364,10 +375,13 @@ def test_round_trip_of_a_storage_on_the_cpu() -> None:
         storage.copy_(torch.frombuffer(away, dtype=torch.uint8).untyped_storage())
         return Done()
 
-    cpu.end_evict(cpu.begin_evict(tensor.untyped_storage(), out))
-    assert tensor.untyped_storage().nbytes() == 0
-    cpu.end_fetch(cpu.begin_fetch(tensor.untyped_storage(), 64, into))
-    assert view.tolist() == list(range(8, 16))
+    for _ in range(2):
+        assert cannot_be_read(view)
+        assert storage.nbytes() == 64
+        cpu.end_fetch(cpu.begin_fetch(storage, 64, into))
+        away[:] = bytes(64)
+        assert view.tolist() == list(range(8, 16))
+        cpu.end_evict(cpu.begin_evict(storage, out))
 
 
 # ---- budgets

@@ -164,6 +164,9 @@ def test_messages_in_troubleshooting_are_printed_by_the_code() -> None:
                 said |= in_a_row("".join(parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 said |= in_a_row(re.sub(r"%\w", "0", node.value))
+    for path in tree.files(".h", ".cpp"):
+        for literals in re.findall(r'"[^"\n]*"(?:\s+"[^"\n]*")*', tree.text(path)):
+            said |= in_a_row("".join(literals.split('"')[1::2]))
     page = (tree.ROOT / "docs" / "troubleshooting.md").read_text()
     theirs = ("Either mode or options", "is not a valid DynamoBackend")
     quoted = [" ".join(text.split()) for text in QUOTED.findall(page)]

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -144,12 +146,52 @@ class Looking(nn.Linear):
 
 
 @pytest.mark.parametrize("head", [Places, Joined, Looking])
-def test_a_gradient_that_others_have_as_well_stays_as_long(nothing_left: None, head: Any) -> None:
+def test_a_gradient_that_others_have_as_well_may_leave_and_is_the_same_for_all(
+    nothing_left: None, head: Any
+) -> None:
     def use(head: nn.Module, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = head(x)
         return made
 
     assert same(trained(head, use, True), trained(head, use, False))
+
+
+def in_a_thread(weight: torch.Tensor) -> Any:
+    def reads() -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: weight.detach().cos()).result()
+
+    return reads
+
+
+HELD: dict[str, Callable[[torch.Tensor], Callable[[], torch.Tensor]]] = {
+    "data": lambda w: partial(torch.cos, w.data),
+    "detached": lambda w: partial(torch.cos, w.detach()),
+    "a view": lambda w: partial(torch.cos, w.detach()[3:9].t()),
+    "a parameter of the same bytes": lambda w: partial(torch.cos, nn.Parameter(w.data)),
+    "the same storage": lambda w: partial(torch.cos, torch.empty(0).set_(w.untyped_storage())),
+    "a thread": in_a_thread,
+    "a function of functions": lambda w: partial(torch.func.vmap(torch.cos), w.detach()),
+}
+
+
+@pytest.mark.parametrize("hold", HELD.values(), ids=HELD)
+def test_whoever_holds_a_weight_it_may_leave_and_he_reads_the_bytes_of_now(
+    nothing_left: None, hold: Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+) -> None:
+    model = trained_beside()
+    weight = layer(model, 0).weight
+    reads, other = hold(weight), hold(layer(bare(model), 0).weight)
+    for _ in range(2):
+        send_away()
+        assert record(weight).state is State.AWAY
+        assert torch.equal(reads(), other())
+    with torch.no_grad():
+        weight.add_(1)
+    written = hold(weight.clone())()
+    send_away()
+    assert record(weight).state is State.AWAY
+    assert torch.equal(reads(), written)
 
 
 def no_transform() -> contextlib.AbstractContextManager[Any]:

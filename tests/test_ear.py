@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def answered() -> Iterator[list[int]]:
 def installed(answered: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Signals]:
     """Stands in for the handlers, while the main thread looks as if it waited for autograd."""
     made = Signals()
-    made.install(nullcontext, apart=True)
+    made.install(apart=True)
     monkeypatch.setattr(signals, "_waits_for_autograd", lambda: True)
     yield made
     made.remove()

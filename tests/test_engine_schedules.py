@@ -72,8 +72,8 @@ class FreesBeforeTheCopy(EngineDevice):
 class ReadsBeforeTheCopy(EngineDevice):
     """The wait before a fetched tensor is read."""
 
-    def end_fetch(self, pending: Pending) -> None:
-        pass
+    def end_fetch(self, pending: Pending) -> bool:
+        return False
 
 
 class EvictsBeforeCompute(EngineDevice):

@@ -183,7 +183,7 @@ def test_ctrl_c_waits_for_the_end_of_the_step() -> None:
     result = torn("pressed")
     assert result["updated"] == result["of"]
     assert [error.partition(":")[0] for error in result["raised"]] == ["KeyboardInterrupt"]
-    assert result["plain"]
+    assert result["here"]
 
 
 def test_a_step_that_cannot_be_completed_is_torn_and_no_other_is_taken() -> None:
@@ -192,7 +192,7 @@ def test_a_step_that_cannot_be_completed_is_torn_and_no_other_is_taken() -> None
     assert [error.partition(":")[0] for error in result["raised"]] == ["TornStepError", "TornStepError"]
     assert f"ended after {result['updated']} of {result['of']} buckets" in result["raised"][0]
     assert "load the last checkpoint" in result["raised"][0]
-    assert result["plain"]
+    assert result["here"]
 
 
 PLANTED = {
@@ -200,7 +200,7 @@ PLANTED = {
     "gradients are not fetched": "accumulates",
     "nothing is tried": "global norm",
     "groups are not written back": "counter in the group",
-    "versions are trusted": "scaler",
+    "operators write unnoted": "scaler",
 }
 
 

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +23,7 @@ from torch import library
 from torch._C import DisableTorchFunctionSubclass
 
 import teraio
-from teraio.runtime import engine, signals
+from teraio.runtime import signals
 from teraio.runtime.signals import SIGNALS, Signals
 
 CHILD = Path(__file__).with_name("signalled.py")
@@ -204,26 +203,6 @@ def test_what_it_raises_comes_out_of_the_call_and_the_next_goes_well(rig: Rig) -
     assert HAPPENED == ["rang", "rang", "same"]
 
 
-def test_it_finds_the_guard_on_when_dynamo_has_just_taken_it_off(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    RINGING.clear()
-    running = engine.ENGINE
-    assert running is not None
-    guard, take_off = running.guard, running.guard.take_off
-
-    def takes_off_and_rings(tensors: Any = None) -> None:
-        take_off(tensors)
-        if tensors is None and not HAPPENED:
-            signal.raise_signal(signal.SIGUSR1)
-            HAPPENED.append("off" if guard.taken_off and not guard.worn else "on")
-
-    monkeypatch.setattr(guard, "take_off", takes_off_and_rings)
-    rig.infers()
-    assert HAPPENED == ["same", "off"]
-    assert not guard.taken_off and not guard.bare
-
-
 def test_it_is_seen_where_torch_asks_no_class_about_its_tensors(rig: Rig) -> None:
     """Where a range of the profiler ends: in each `zero_grad`, and before each optimizer's step."""
     with DisableTorchFunctionSubclass():
@@ -377,23 +356,16 @@ def test_what_waits_is_called_when_the_engine_is_given_up(rig: Rig) -> None:
 def test_they_are_stood_in_for_by_the_main_thread_only() -> None:
     taken = Signals()
     before = signal.signal
-    for call in (lambda: taken.install(nullcontext), taken.remove):
+    for call in (taken.install, taken.remove):
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
         assert not taken.installed and signal.signal is before
 
 
-def test_ctrl_c_outside_of_all_code_is_answered_at_once_with_the_guard_on() -> None:
-    pressed, guarded = Signals(), []
+def test_ctrl_c_outside_of_all_code_is_answered_at_once() -> None:
+    pressed = Signals()
     pressed.pid = os.getpid()
-
-    @contextmanager
-    def wears() -> Iterator[None]:
-        guarded.append(True)
-        yield
-
-    pressed.guarded = wears
     with pytest.raises(KeyboardInterrupt):
         pressed.comes(signal.SIGINT, None, signal.default_int_handler)
-    assert guarded and not pressed.due
+    assert not pressed.due

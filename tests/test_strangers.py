@@ -375,9 +375,10 @@ def test_a_weight_that_only_a_reference_cycle_holds_leaves() -> None:
 
 
 def test_the_reasons_of_the_largest_are_given() -> None:
-    tensors = [torch.zeros(1 << 16 >> n) for n in range(3)]
+    tensors = [torch.zeros(1 << 16 >> n) for n in range(4)]
     records = [Record(t.untyped_storage(), f"w{n}", "weight", True) for n, t in enumerate(tensors)]
     records[1].pins, records[2].evictable, records[2].because = 1, False, "the option 'keep' names it"
-    assert largest(records, {records[0].key}) == (
-        "w1 (128 KiB: your code is using it); w2 (64 KiB: the option 'keep' names it)"
+    assert largest(records, {records[0].key}, lambda record: record is records[3]) == (
+        "w1 (128 KiB: your code is using it); w2 (64 KiB: the option 'keep' names it); "
+        "w3 (32 KiB: your code asked for its address (data_ptr, a storage object))"
     )

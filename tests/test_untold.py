@@ -1,4 +1,4 @@
-"""Bytes that change where no version tells are not taken for those of before: by hooks, views that a program
+"""Bytes that change where no program tells are not taken for those of before: by hooks, views that a program
 gave, others' optimizers, operators and libraries."""
 
 from __future__ import annotations

@@ -135,6 +135,8 @@ def test_slots_work_here(inner: str) -> None:
 
 def test_the_self_test_leaves_the_engine_and_random_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class Untouched:
+        pid = 0  # of no process: functions of torch that are wrapped look at it
+
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(name)
 

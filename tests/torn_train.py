@@ -4,7 +4,7 @@ or Ctrl-C (`pressed`).
     torn_train.py lost pressed
 
 prints one JSON line for each: what was raised at the step and at the next forward, how many of the weights
-had been updated, and whether they are plain tensors afterwards.
+had been updated, and whether all of them are in memory afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def lose(self: Any, record: Any) -> None:
         REAL(self, record)
         return
     record.pending.ticket.wait()
-    self.device.resize(record.pending.storage, 0)
+    self.device.resize(record.pending.block, 0)
     record.pending, record.state = None, State.AWAY
     self.resident_bytes -= record.size_bytes
     raise StoreReadError(f"{LOST} did not come back", tensor=LOST)
@@ -76,8 +76,8 @@ def torn(how: str) -> dict[str, Any]:
                 raised.append(f"{type(error).__name__}: {error}")
     updated = [not torch.equal(old, p.detach()) for old, p in zip(before, model.parameters())]
     teraio.reset()  # says nothing that is not known
-    plain = all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
-    return {"raised": raised, "updated": sum(updated), "of": len(updated), "plain": plain}
+    here = all(parameter.data_ptr() for parameter in model.parameters())
+    return {"raised": raised, "updated": sum(updated), "of": len(updated), "here": here}
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-from unittest.mock import PropertyMock, patch
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -21,8 +21,7 @@ from touch_list import COLUMNS, ROWS, Operation, Side
 from touch_more import FLOATS, INDICES, REFUSED, STORAGES
 
 from teraio.errors import EvictedError
-from teraio.runtime import engine, records, unasked
-from teraio.runtime.guard import BARE
+from teraio.runtime import engine, observer
 from teraio.runtime.records import Record, State
 
 FLOAT_KINDS = ("gradient", "state", "weight", "frozen", "buffer")
@@ -132,27 +131,20 @@ def send_away(tensors: list[torch.Tensor]) -> None:
     assert engine.ENGINE is not None
     user, residency = engine.ENGINE.user, engine.ENGINE.residency
     user.end_step()
-    user.forget_others()
     residency.serial += 1
     known = [record for tensor in tensors if (record := record_of(tensor))]
-    leaving = [record for record in known if not user.guard.exposed(record)]
     candidates = {record.key for record in residency._candidates()}
-    residency._evict([record for record in leaving if record.key in candidates])
-    user.guard.put_on()
+    residency._evict([record for record in known if record.key in candidates])
 
 
 def record_of(tensor: torch.Tensor) -> Record | None:
-    with torch._C.DisableTorchFunctionSubclass():
-        key = torch.Tensor.untyped_storage(tensor)._cdata
     assert engine.ENGINE is not None
-    return engine.ENGINE.residency.records.get(key)
+    return engine.ENGINE.residency.records.get(tensor.untyped_storage()._cdata)
 
 
 def is_away(tensor: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        empty = torch.Tensor.untyped_storage(tensor).nbytes() == 0
     record = record_of(tensor)
-    return empty and record is not None and record.state is State.AWAY
+    return record is not None and record.state is State.AWAY
 
 
 def plain_facts(value: Any) -> Any:
@@ -172,7 +164,7 @@ def plain_facts(value: Any) -> Any:
 
 
 def facts_of_tensor(value: torch.Tensor) -> Any:
-    kind = BARE.get(type(value), type(value)).__name__
+    kind = type(value).__name__
     about = (kind, str(value.dtype), tuple(value.shape), value.requires_grad, value.grad_fn is None)
     if value.is_meta:
         return about
@@ -186,7 +178,7 @@ def outcome(operation: Operation, side: Side) -> Any:
     except EvictedError:
         raise
     except Exception as error:  # noqa: BLE001
-        return type(error).__name__, str(error).replace("GuardedParameter", "Parameter")
+        return type(error).__name__, str(error)
 
 
 def judge(case: Case, ours: World, plain: World) -> str:
@@ -207,7 +199,7 @@ def judge(case: Case, ours: World, plain: World) -> str:
     side, other = ours.side(case), plain.side(case)
     if case.name not in STORAGES and case.name not in STAY and not is_away(side.w):
         record = record_of(side.w)
-        return f"it never leaves again: {record and (record.aliased, record.held, record.pointed)}"
+        return f"it never leaves again: {record and (record.state, record.evictable, record.pins)}"
     for mine, its in ((side.w, other.w), (side.v, other.v)):
         if plain_facts(mine) != plain_facts(its):
             return "what it holds afterwards differs"
@@ -217,10 +209,14 @@ def judge(case: Case, ours: World, plain: World) -> str:
 STAY = WEIGHTS_ONLY = {"vector_to_parameters"}  # it has another storage from then on
 
 
+TAKE = observer.Observer.take
 # Each of these must end in a wrong result, or in a crash.
 PLANTS: dict[str, list[Any]] = {
-    "nothing is held": [patch.object(records.Record, "exposed", PropertyMock(return_value=False))],
-    "functions do not ask": [patch.object(unasked, "install", lambda: None)],
+    "nothing is observed": [patch.object(observer.Observer, "_fetches", lambda self, *_: 1)],
+    "no write is noted": [
+        patch.object(observer.Observer, "written", lambda self, key: False),
+        patch.object(observer.Observer, "take", lambda self, storage, _: TAKE(self, storage, False)),
+    ],
 }
 
 

@@ -1,4 +1,4 @@
-"""Trainings in which bytes change where no version tells, or another reads them where no guard is asked: each
+"""Trainings in which bytes change where no program tells, or others read them by means of their own: each
 plainly and under a budget.
 
     untold_train.py '["hooks in place", ...]'

@@ -106,6 +106,11 @@ PROOFS = (
         quick=("--rounds", "50", "--instances", "2000"),
     ),
     Proof(
+        "readers",
+        "threads, an extension, finalizers and handlers read weights while a model trains: no wrong number",
+        quick=("--seconds", "30"),
+    ),
+    Proof(
         "together",
         "processes in one directory and with one cache of plans, one of them killed: no one notices",
         quick=("--rounds", "2", "--steps", "20"),

@@ -103,7 +103,7 @@ def eight_bits(compile: Compile, library: str, name: str) -> Iterable[Any]:
 
 
 def plain(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Gives the states that are tensors of one piece; their class may be the guard's."""
+    """Gives the states that are tensors of one piece."""
     return {
         f"{number}.{name}": value
         for number, state in enumerate(optimizer.state.values())

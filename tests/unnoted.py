@@ -1,0 +1,29 @@
+"""Bugs to put into what the engine knows of writes and transfers."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+from teraio.runtime.observer import Observer
+
+
+class Done:
+    """A ticket that says the bytes are there."""
+
+    _demand = False
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+
+def writes() -> list[Any]:
+    """What is written by operators and by address is taken for unchanged."""
+    take = Observer.take
+    return [
+        patch.object(Observer, "written", lambda self, key: False),
+        patch.object(Observer, "take", lambda self, storage, unwritten: take(self, storage, False)),
+    ]
