@@ -71,7 +71,7 @@ class Widest:
             self.bytes = max(self.bytes, sum(record.size_bytes for record in here))
 
     def __enter__(self) -> None:
-        opened, touched = optimizer_call.OptimizerCall.open, user_code.UserCode.open
+        opened, brought = optimizer_call.OptimizerCall.open, user_code.UserCode.bring
 
         def open_bucket(call: Any, at: int) -> None:
             opened(call, at)
@@ -79,14 +79,13 @@ class Widest:
             self.bucket_bytes = max(self.bucket_bytes, sum(sizes.values()))
             self.look()
 
-        def open_touched(user: Any, records: Any, place: str) -> Any:
-            result = touched(user, records, place)
+        def bring(user: Any, records: Any, live_bytes: int, place: str) -> None:
+            brought(user, records, live_bytes, place)
             self.look()
-            return result
 
         self.patches: list[Any] = [
             patch.object(optimizer_call.OptimizerCall, "open", open_bucket),
-            patch.object(user_code.UserCode, "open", open_touched),
+            patch.object(user_code.UserCode, "bring", bring),
         ]
         for one in self.patches:
             one.start()
@@ -173,7 +172,7 @@ class Training:
         room = 2 * self.widest.bucket_bytes + parameter + residency.fixed_bytes + residency.reserve_bytes
         with patch.object(residency, "budget_bytes", min(room, residency.budget_bytes)):
             residency.serial += 1
-            residency.free(0, None, running.guard.exposed)
+            residency.free(0, None, running.user.stays)
             yield
 
     def digest(self) -> str:
