@@ -1,4 +1,4 @@
-"""What it costs that operators are observed.
+"""Cost of observing operators.
 
     python benchmarks/observed.py [--rounds 15] [--threads 1]
 

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 
 class Watch:
-    """What Dynamo's compiles are counted by. One per process."""
+    """Count of Dynamo's compiles: ours and those of others. One per process."""
 
     def __init__(self, foreign: Callable[[], None]) -> None:
         self.foreign = foreign  # another backend compiled something

@@ -4,13 +4,15 @@ read a storage in C++, without an operator    it is fetched, and stays meanwhile
 take lists of tensors                         if some are evicted, one element at a time: all of them
                                               together may not fit
 give an address to others                     the storage is never evicted again
+take an address                               where torch does not tell of it: the storage is fetched, and
+                                              stays to the end of the step
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pkgutil import iter_modules
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from . import elementwise
 from . import engine as _engine
+from .elementwise import tensors_in
 from .records import Record, State
 from .saves import saving
 
@@ -144,7 +147,7 @@ def _by_elements(function: Function, name: str) -> Function:
     @functools.wraps(function)
     def each(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling() and (engine := _engine.here()) is not None:
-            observer, tensors = engine.user.observer, list(_tensors(args))
+            observer, tensors = engine.user.observer, list(tensors_in(args))
             if len(tensors) > 1 and observer is not None and observer.some_are_evicted(tensors):
                 elements = elementwise.length(name, args, kwargs)
                 if elements > 1 and not _makes_a_graph(tensors):
@@ -169,11 +172,3 @@ def _key(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return torch.Tensor.untyped_storage(value)._cdata if torch._C._has_storage(value) else 0
     return value._cdata if isinstance(value, torch.UntypedStorage) else 0
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)

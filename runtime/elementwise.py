@@ -5,8 +5,10 @@ All gradients together may not fit. What such a function gives for one element d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import torch
 
 # Take lists of tensors, and do to each what they would do to it alone. So do all `_foreach_` functions.
 OTHERS = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})
@@ -22,6 +24,15 @@ def length(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if not goes_by_elements(name):
         return 0
     return next((len(v) for v in (*args, *kwargs.values()) if isinstance(v, list | tuple)), 0)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among these, and in lists of them however nested."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
 
 
 def one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], elements: int) -> Any:

@@ -28,7 +28,7 @@ from .residency import Residency
 from .turn import Turn
 from .user_code import UserCode
 
-AGAIN, CHECKPOINT = "_recomputation_hook", "_checkpoint_hook"  # of torch.utils.checkpoint
+AGAIN = "_recomputation_hook"  # of torch.utils.checkpoint
 
 FORGOTTEN_AFTER = 2  # steps: a forward that no backward came for, whose results are gone
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 
 from .adopt import EXCHANGES, Candidate, give_own_bytes, movable
 from .device import same
+from .elementwise import tensors_in
 from .engine import Engine
 from .turn import in_turn
 
@@ -135,7 +136,7 @@ class Room(TorchDispatchMode):
         if (size_bytes := _taken_by(func, args, kwargs, on)) > 0:
             self.making.make_room(size_bytes, func._schema.name)
         result = func(*args, **kwargs)
-        for tensor in _tensors((result,)):
+        for tensor in tensors_in((result,)):
             if type(tensor) is torch.Tensor and _is_on(on, tensor):
                 self.making.appeared(tensor)
         return result
@@ -148,20 +149,12 @@ def _is_on(device: torch.device, tensor: torch.Tensor) -> bool:
     return same(device, tensor.device) and tensor.layout == torch.strided
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
 def _taken_by(func: Any, args: Any, kwargs: Any, budgeted: torch.device) -> int:
     """What an operation is about to allocate there: its results' bytes, tried on tensors without any. Of one
     that cannot say before it has seen numbers, nothing is known."""
     if any(result.alias_info is not None for result in func._schema.returns):
         return 0  # a view, or in place
-    given = list(_tensors((*args, *kwargs.values())))
+    given = list(tensors_in((*args, *kwargs.values())))
     elsewhere = {t.device for t in given if t.device.type not in ("cpu", "meta")}
     if any(not same(device, budgeted) for device in elsewhere):
         return 0  # it would be computed there, and random numbers drawn, once more
@@ -176,7 +169,7 @@ def _taken_by(func: Any, args: Any, kwargs: Any, budgeted: torch.device) -> int:
         results = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError):
         return 0
-    return sum(tensor.nbytes for tensor in _tensors((results,)))
+    return sum(tensor.nbytes for tensor in tensors_in((results,)))
 
 
 def _without_bytes(value: Any, budgeted: torch.device) -> Any:

@@ -209,7 +209,7 @@ class Observer:
         return [key for key in self._found[:count] if key is not None]
 
     def program(self, change: int) -> None:
-        """What operators of this thread use is no touch of user code's: +1 from now on, -1 no longer."""
+        """Begin (+1) or end (-1) a stretch in which what this thread uses is no touch of user code's."""
         self.library.teraio_program(change)
 
     @contextmanager

@@ -35,7 +35,6 @@ class Registry:
     ) -> None:
         self.residency = residency
         self.tracker = tracker
-        self.user = user
         self.faces = user.faces
         self.keep = keep  # name globs of tensors that never move
         self.found: set[str] = set()  # of these

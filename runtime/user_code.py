@@ -95,7 +95,7 @@ class UserCode:
             self.hand_over()
 
     def program_begins(self) -> None:
-        """What operators of this thread use from now on is no touch of user code's."""
+        """Begin a stretch in which nothing that this thread uses is a touch of user code's."""
         if self.observer is not None:
             with self.turn:
                 self.take_touches()
