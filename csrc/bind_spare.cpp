@@ -19,6 +19,10 @@ void* take(uint64_t bytes) {
 void give(void* block) {
   spare().give(block);
 }
+
+uint64_t vacate(void* block) {
+  return spare().vacate(block);
+}
 }  // namespace
 
 void bind_spare(nb::module_& m) {
@@ -45,6 +49,10 @@ void bind_spare(nb::module_& m) {
       .def(
           "give", [](Spare& self, uint64_t address) { self.give(reinterpret_cast<void*>(address)); },
           "address"_a)
+      .def(
+          "vacate",
+          [](Spare& self, uint64_t address) { return self.vacate(reinterpret_cast<void*>(address)); },
+          "address"_a)
       .def("holds", &Spare::holds, "address"_a)
       .def("keep_within", &Spare::keep_within, "size_bytes"_a)
       .def("end_stretch", &Spare::end_stretch)
@@ -53,5 +61,6 @@ void bind_spare(nb::module_& m) {
   m.def("spare", &spare, nb::rv_policy::reference);
   m.def("spare_functions",
         [] { return std::make_pair(reinterpret_cast<uint64_t>(&take), reinterpret_cast<uint64_t>(&give)); });
+  m.def("spare_vacate", [] { return reinterpret_cast<uint64_t>(&vacate); });
 }
 }  // namespace teraio

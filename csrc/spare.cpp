@@ -18,6 +18,12 @@ constexpr uint64_t kPiece = 256 << 10;
 // block that comes, would have it go and be taken anew each time.
 constexpr uint64_t kRest = 16;
 
+constexpr int kMove = MREMAP_MAYMOVE | MREMAP_FIXED;
+constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+#ifndef MREMAP_DONTUNMAP
+#define MREMAP_DONTUNMAP 4
+#endif
+
 uint64_t in_pages(uint64_t bytes) {
   return (bytes + Spare::kPage - 1) / Spare::kPage * Spare::kPage;
 }
@@ -73,6 +79,50 @@ void Spare::give(void* block) {
   std::free(block);
 }
 
+uint64_t Spare::vacate(void* block) {
+  const std::lock_guard guard(lock_);
+  const auto found = blocks_.find(address_of(block));
+  if (found == blocks_.end()) return 0;
+  const auto [start, bytes] = *found;
+  void* place = mmap(nullptr, bytes, PROT_NONE, kReserved, -1, 0);
+  if (place == MAP_FAILED) return 0;
+  // First no one reads there, and then there are no pages: nobody finds zeros in between.
+  bool moved = mprotect(block, bytes, PROT_NONE) == 0;
+  uint64_t done = 0;
+  for (const auto& piece : mappings_of(start, bytes)) {
+    void* to = pointer_to(address_of(place) + done);
+    moved = moved && mremap(pointer_to(piece.start), piece.bytes, piece.bytes, kMove | MREMAP_DONTUNMAP,
+                            to) != MAP_FAILED;
+    if (!moved) break;
+    done += piece.bytes;
+  }
+  moved = moved && mprotect(place, bytes, PROT_READ | PROT_WRITE) == 0;
+  if (!moved) {  // a system that does not know this, or has no more mappings: its pages go
+    munmap(place, bytes);
+    if (mmap(block, bytes, PROT_NONE, kReserved | MAP_FIXED, -1, 0) == MAP_FAILED) return 0;
+  }
+  if (moved) {
+    for (const auto& piece : mappings_of(start, bytes))
+      seams_.insert(address_of(place) + piece.start - start);
+    seams_.insert(address_of(place) + bytes);
+  }
+  seams_.erase(seams_.upper_bound(start), seams_.lower_bound(start + bytes));
+  blocks_.erase(found);
+  large_ -= bytes;
+  add_used(-static_cast<int64_t>(bytes));
+  if (moved) keep(address_of(place), bytes);
+  return bytes;
+}
+
+std::vector<Spare::Piece> Spare::mappings_of(uint64_t start, uint64_t bytes) const {
+  std::vector<Piece> found;
+  for (uint64_t at = start, end = start + bytes; at < end; at += found.back().bytes) {
+    const auto seam = seams_.upper_bound(at);
+    found.push_back({at, (seam == seams_.end() ? end : std::min(*seam, end)) - at});
+  }
+  return found;
+}
+
 bool Spare::holds(uint64_t address) const {
   const std::lock_guard guard(lock_);
   return blocks_.contains(address);
@@ -108,11 +158,8 @@ void* Spare::map(uint64_t bytes) {
 std::vector<Spare::Piece> Spare::pieces_for(uint64_t bytes) const {
   std::vector<Piece> found;
   for (const auto& [start, range] : ranges_) {
-    const uint64_t end = start + range.bytes;
-    for (uint64_t at = start; at < end; at += found.back().bytes) {
-      const auto seam = seams_.upper_bound(at);
-      found.push_back({at, (seam == seams_.end() ? end : std::min(*seam, end)) - at});
-    }
+    const auto pieces = mappings_of(start, range.bytes);
+    found.insert(found.end(), pieces.begin(), pieces.end());
   }
   std::sort(found.begin(), found.end(), [](const Piece& a, const Piece& b) { return a.bytes > b.bytes; });
   size_t count = 0;
@@ -129,12 +176,11 @@ void* Spare::gather(uint64_t bytes) {
   if (spare_ < bytes) return nullptr;
   const auto pieces = pieces_for(bytes);
   if (pieces.empty() || pieces.size() * kPiece > bytes) return nullptr;
-  void* place = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* place = mmap(nullptr, bytes, PROT_NONE, kReserved, -1, 0);
   if (place == MAP_FAILED) return nullptr;
   uint64_t to = address_of(place);
   for (const auto& piece : pieces) {
-    if (mremap(pointer_to(piece.start), piece.bytes, piece.bytes, MREMAP_MAYMOVE | MREMAP_FIXED,
-               pointer_to(to)) == MAP_FAILED) {
+    if (mremap(pointer_to(piece.start), piece.bytes, piece.bytes, kMove, pointer_to(to)) == MAP_FAILED) {
       // What has come already goes: too many mappings, or a seam that is not known.
       munmap(place, bytes);
       return nullptr;

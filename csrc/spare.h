@@ -38,6 +38,9 @@ class Spare {
 
   void* take(uint64_t bytes);  // null: the system has none
   void give(void* block);
+  // Its pages are kept, or go where the system cannot move them, and its addresses stay without any: who
+  // reads there faults. The caller unmaps so many bytes. 0: it is a small block, and stays one.
+  uint64_t vacate(void* block);
   bool holds(uint64_t address) const;  // a block in use begins there
   // Used and kept bytes stay within this. What is used may exceed it: then nothing is kept.
   void keep_within(uint64_t bytes);
@@ -55,20 +58,21 @@ class Spare {
     uint64_t bytes;
     uint64_t serial;
   };
+  struct Piece {
+    uint64_t start, bytes;
+  };
   using Ranges = std::map<uint64_t, Range>;
 
   void* reuse(uint64_t bytes);
   void* gather(uint64_t bytes);
   void* map(uint64_t bytes);
+  std::vector<Piece> mappings_of(uint64_t start, uint64_t bytes) const;
   void keep(uint64_t start, uint64_t bytes);
   void add(uint64_t start, uint64_t bytes, uint64_t serial);
   void remove(Ranges::iterator range);
   void fit(uint64_t more);                   // so many bytes more, within the limit
   void shrink(uint64_t bytes);               // so many kept bytes go back
   void cut(uint64_t start, uint64_t bytes);  // this part of a range is no longer kept
-  struct Piece {
-    uint64_t start, bytes;
-  };
   std::vector<Piece> pieces_for(uint64_t bytes) const;
   void add_used(int64_t bytes);
 

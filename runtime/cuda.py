@@ -33,7 +33,7 @@ from teraio.units import fmt_bytes
 
 from . import measure
 from .cuda_memory import CudaMemory
-from .device import Host, Mark, Start, Ticket
+from .device import Host, Mark, Pending, Start, Ticket
 from .observer import observer
 from .pinned import GRAIN_BYTES, HostTier, Place
 
@@ -155,6 +155,19 @@ class CudaDevice(CudaMemory):
             tensor.record_stream(self.compute())
         storage.resize_(size_bytes)
 
+    def begin_evict(self, storage: Any, start: Start) -> Pending:
+        self.user_code_runs()  # on any stream: it may write there still
+        return super().begin_evict(storage, start)
+
+    def drop(self, storage: Any, unwritten: bool = True) -> None:
+        self.user_code_runs()  # on any stream: it may read there still
+        if self.observer is None:
+            self.resize(storage, 0)
+            return
+        block = self.observer.block(storage)
+        self.observer.leave(storage, unwritten, block)
+        self.resize(block, 0)
+
     def unpin(self, slabs: _native.Slabs) -> None:
         self.copier.unpin(slabs)
 
@@ -199,7 +212,14 @@ class CudaDevice(CudaMemory):
         self.compute().wait_event(event)
 
     def user_code_runs(self) -> None:
-        self.compute()
+        compute = self.compute()
+        for number in self.observer.streams(self.index) if self.observer is not None else ():
+            if number != compute.stream_id:
+                compute.wait_stream(
+                    torch.cuda.Stream(
+                        stream_id=number, device_index=self.index, device_type=compute.device_type
+                    )
+                )
 
     def drain(self) -> None:
         for stream in (self.evict_stream, self.fetch_stream, self.demand_stream):

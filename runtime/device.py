@@ -234,8 +234,11 @@ class Ordered(Uncounted, HostClock):
         mark = self.mark()
         if self.observer is None:
             return Pending(storage, start(storage, mark), mark)
-        with self.observer.copying(storage):
+        self.observer.copy_begins(storage)
+        try:
             return Pending(storage, start(storage, mark), mark)
+        finally:
+            self.observer.copy_began(storage)
 
     def end_evict(self, pending: Pending) -> None:
         self.join(pending.ticket)
@@ -245,7 +248,10 @@ class Ordered(Uncounted, HostClock):
         self.join(pending.ticket)
 
     def drop(self, storage: Any, unwritten: bool = True) -> None:
-        self.resize(storage if self.observer is None else self.observer.take(storage, unwritten), 0)
+        if self.observer is None:
+            self.resize(storage, 0)
+        else:
+            self.observer.leave(storage, unwritten)
 
     def begin_fetch(self, storage: Any, size_bytes: int, start: Start) -> Pending:
         block = storage if self.observer is None else self.observer.block(storage)
@@ -267,6 +273,10 @@ class Ordered(Uncounted, HostClock):
             self.drain()
             self.resize(pending.block, 0)
             raise
+        return self.arrives(pending)
+
+    def arrives(self, pending: Pending) -> bool:
+        """Give the storage what was copied in. Return whether that is where someone waits for it."""
         copied = self.observer is not None and self.observer.arrive(pending.storage, pending.block)
         if copied:
             self.resize(pending.block, 0)
@@ -293,7 +303,8 @@ class CpuDevice(Ordered):
         self.observer = observer()
 
     def resize(self, storage: Any, size_bytes: int) -> None:
-        spare.own(storage)
+        if size_bytes:
+            spare.own(storage)
         storage.resize_(size_bytes)
 
     def capacity_bytes(self) -> int:

@@ -5,7 +5,7 @@ All gradients together may not fit. What such a function gives for one element d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,13 +26,15 @@ def length(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return next((len(v) for v in (*args, *kwargs.values()) if isinstance(v, list | tuple)), 0)
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among these, and in lists of them however nested."""
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among these, and in lists of them however nested."""
+    found: list[torch.Tensor] = []
     for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
+        if isinstance(value, list | tuple):
+            found += tensors_in(value)
+        elif isinstance(value, torch.Tensor):
+            found.append(value)
+    return found
 
 
 def one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], elements: int) -> Any:

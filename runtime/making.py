@@ -154,7 +154,7 @@ def _taken_by(func: Any, args: Any, kwargs: Any, budgeted: torch.device) -> int:
     that cannot say before it has seen numbers, nothing is known."""
     if any(result.alias_info is not None for result in func._schema.returns):
         return 0  # a view, or in place
-    given = list(tensors_in((*args, *kwargs.values())))
+    given = tensors_in((*args, *kwargs.values()))
     elsewhere = {t.device for t in given if t.device.type not in ("cpu", "meta")}
     if any(not same(device, budgeted) for device in elsewhere):
         return 0  # it would be computed there, and random numbers drawn, once more

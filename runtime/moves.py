@@ -5,8 +5,7 @@ of its eviction; nothing here decides anything.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -46,6 +45,21 @@ class Counts:
     from_host_bytes: int = 0
 
 
+class _Moving:
+    """A block in which a record says nothing reliable of its bytes."""
+
+    __slots__ = ("before", "mover", "record")
+
+    def __init__(self, mover: Mover, record: Record) -> None:
+        self.mover, self.record = mover, record
+
+    def __enter__(self) -> None:
+        self.before, self.mover.moving = self.mover.moving, self.record
+
+    def __exit__(self, *_: object) -> None:
+        self.mover.moving = self.before
+
+
 class Mover:
     def __init__(self, store: Store, device: Device, host: Host | None = None) -> None:
         self.store = store
@@ -59,6 +73,7 @@ class Mover:
         self.counts = Counts()
         self.recorder: Recorder | None = None
         self.moving: Record | None = None  # whose move begins or ends at this moment
+        self.resized: Callable[[Record, int], object] = lambda record, size_bytes: None  # is told
         self.not_written: Callable[[Record, StoreError], object] = lambda record, error: None  # is told
 
     @property
@@ -90,7 +105,7 @@ class Mover:
         unchanged. A plan that wants them in another tier has them written there, once."""
         assert record.state is State.DEVICE and record.evictable and not record.pins, record.name
         storage = record.storage()
-        if storage is None:
+        if storage is None or self._resized(record, storage):
             return
         if not self.is_clean(record) or self._belongs_elsewhere(record, tier):
             record.clean = False
@@ -183,7 +198,7 @@ class Mover:
         record.state = State.DEVICE  # where it stays if the write fails, or someone uses it
         record.clean = True  # unless it was written meanwhile, which `is_clean` sees
         try:
-            with self._moves(record):
+            with _Moving(self, record):
                 self._end_evict(record, pending)
                 record.state = State.AWAY
         except NotEvicted:
@@ -193,25 +208,27 @@ class Mover:
             raise
         self.leaves(record)
 
+    def _resized(self, record: Record, storage: Any) -> bool:
+        """Whether user code gave it another size: its copy holds too few bytes, or too many."""
+        if storage.nbytes() == record.size_bytes:
+            return False
+        self.resized(record, storage.nbytes())
+        return True
+
     def _end_evict(self, record: Record, pending: Pending | None) -> None:
+        if (storage := record.storage()) is not None and self._resized(record, storage):
+            if pending is not None:
+                self._timed(self.device.keep, record, pending)
+            raise InUseError
         if pending is not None:
             self._timed(self.device.end_evict, record, pending)
             self.counts.evictions += 1
             return
-        if (storage := record.storage()) is not None:
+        if storage is not None:
             self.device.drop(storage)
         self.counts.drops += 1
         if self.recorder is not None:
             self.recorder.drops(record)
-
-    @contextmanager
-    def _moves(self, record: Record) -> Iterator[None]:
-        """In the block the record says nothing reliable of its bytes."""
-        before, self.moving = self.moving, record
-        try:
-            yield
-        finally:
-            self.moving = before
 
     def undo_evict(self, record: Record) -> None:
         """The record is needed after all: it never left. Its copy is good once the write is confirmed; if it
@@ -231,7 +248,7 @@ class Mover:
         storage = record.storage()
         if storage is None:
             return
-        with self._moves(record):
+        with _Moving(self, record):
             record.pending = self.device.begin_fetch(storage, record.size_bytes, self._read(record, demand))
             record.state = State.ARRIVING
         self.enters(record)
@@ -260,7 +277,7 @@ class Mover:
         """A failed read leaves the record away: its bytes are never taken for good."""
         assert record.state is State.ARRIVING and record.pending is not None, record.name
         try:
-            with self._moves(record):
+            with _Moving(self, record):
                 foreign = self._timed(self.device.end_fetch, record, record.pending)
         except Exception:
             record.pending = None

@@ -20,24 +20,23 @@
 
 namespace {
 void before_fork() {
+  // A thread's first operator since a callback came takes a lock of torch's, which another thread may hold at
+  // this moment, and the child for ever. So this thread has what that is for.
+  at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   own();
   service_lock.lock();
-  retired_lock.lock();
   threads_lock.lock();
   for (Thread* thread : threads) thread->lock.lock();
 }
 void after_fork_in_parent() {
   for (Thread* thread : threads) thread->lock.unlock();
   threads_lock.unlock();
-  retired_lock.unlock();
   service_lock.unlock();
 }
 void after_fork_in_child() {
   for (Thread* thread : threads) thread->lock.unlock();
-  Thread* mine = &own();
-  threads.assign(1, mine);
+  threads.assign(1, &own());
   threads_lock.unlock();
-  retired_lock.unlock();
   service_lock.unlock();
 }
 }  // namespace
@@ -64,6 +63,12 @@ void teraio_observe(Fetch fetch, KnowsPython state) {
         at::RecordFunctionCallback(begins, ends).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
 }
 
+// What gives blocks of RAM back, and what gives up their pages alone.
+void teraio_blocks(void (*gives)(void*), uint64_t (*vacates)(void*)) {
+  give = gives;
+  vacate = vacates;
+}
+
 // Nobody fetches any more: reading what is evicted is an error from now on, and Python is not asked.
 void teraio_end() {
   ended = true;
@@ -79,7 +84,8 @@ void teraio_switch(bool on) {
   }
 }
 
-// A copy of its bytes begins, or is good: who writes into it from now on is noted. False: it is in use.
+// A copy of its bytes begins, or is good: who writes into it from now on is noted. Until `teraio_watch` this
+// thread asks for its address, and reads nothing. False: it is in use.
 bool teraio_copied(void* address) {
   auto* storage = static_cast<StorageImpl*>(address);
   if (c10::impl::cow::is_cow_data_ptr(storage->_mutable_data_ptr_no_checks())) return false;
@@ -88,6 +94,7 @@ bool teraio_copied(void* address) {
   Entry& entry = entries[storage];
   if (entry.flags & kPointed) return false;
   entry.flags &= static_cast<uint8_t>(~(kWritten | kDisarmed));
+  everyone.here.in_engine++;
   return true;
 }
 
@@ -95,25 +102,36 @@ bool teraio_copied(void* address) {
 void teraio_watch(void* address) {
   auto* storage = static_cast<StorageImpl*>(address);
   Everyone everyone;
-  if (entries.find(storage) != entries.end()) arm(storage);
+  Thread& thread = everyone.here;
+  thread.in_engine--;
+  if (!thread.disarmed.empty() && thread.disarmed.back() == storage) thread.disarmed.pop_back();
+  auto found = entries.find(storage);
+  if (found == entries.end()) return;
+  found->second.flags &= static_cast<uint8_t>(~kDisarmed);
+  arm(storage);
 }
 
-// Moves its bytes into an empty storage, if nobody uses them and, with `unwritten`, nobody has written into
-// them. 0: done, 1: in use, 2: written.
+// Frees its bytes, or moves them into an empty storage, if nobody uses them and, with `unwritten`, nobody has
+// written into them. 0: done, 1: in use, 2: written.
 int teraio_leave(void* address, void* into, bool unwritten) {
   auto* storage = static_cast<StorageImpl*>(address);
   auto* other = static_cast<StorageImpl*>(into);
+  c10::DataPtr bytes;  // goes when the locks are free: that of numpy takes the GIL
   Everyone everyone;
   Entry& entry = entries[storage];
   if (everyone.uses(storage) || entry.flags & kPointed) return 1;
   if (unwritten && entry.flags & kWritten) return 2;
   disarm(storage);
-  clear_fences(kRetiredMost);
-  other->set_nbytes(storage->nbytes());
-  other->set_data_ptr_noswap(std::move(storage->_mutable_data_ptr_no_checks()));
-  storage->set_data_ptr_noswap(fence(storage, other->device()));
+  bytes = std::move(storage->_mutable_data_ptr_no_checks());
+  if (retired > kRetiredMost) clear_fences(everyone.read_elsewhere());
+  const bool reads = other == nullptr && everyone.read_elsewhere();
+  const bool in_place = reads && fence_in_place(storage, entry, bytes);
+  if (!in_place) storage->set_data_ptr_noswap(fence(storage, entry, storage->device()));
   arm(storage);
   entry.flags = kEvicted;
+  if (other == nullptr) return 0;
+  other->set_nbytes(storage->nbytes());
+  other->set_data_ptr_noswap(std::move(bytes));
   return 0;
 }
 
@@ -178,7 +196,8 @@ void teraio_point(void* address) {
 void teraio_unpoint() {
   Everyone everyone;
   for (auto& [storage, entry] : entries) entry.flags &= static_cast<uint8_t>(~kPointed);
-  clear_fences(0);
+  clear_fences(everyone.read_elsewhere());
+  everyone.forget_reads();
 }
 
 // Whether any of these tensors is evicted.
@@ -213,6 +232,18 @@ int teraio_touched(void** out, int capacity) {
     thread->touched.clear();
   }
   stretch++;
+  return count;
+}
+
+// The streams of this device's that operators have used what can be evicted on, since the last call.
+int teraio_streams(int64_t device, int64_t* out, int capacity) {
+  Everyone everyone;
+  int count = 0;
+  for (Thread* thread : threads) {
+    for (const c10::Stream& each : thread->streams)
+      if (each.device_index() == device && count < capacity) out[count++] = each.id();
+    thread->streams.clear();
+  }
   return count;
 }
 

@@ -1,6 +1,6 @@
 """The observer: sees every read of an evicted tensor from below Python (`observer.cpp`), and has it fetched.
 
-    evict     `take`      the bytes go to a block, which is freed; the storage keeps its size, not its pointer
+    evict     `leave`     the bytes are freed, or go to a block; the storage keeps its size, not its pointer
     fetch     `block`     fresh memory, filled while the storage still has no pointer
               `arrive`    the storage has these bytes from now on
     read      an operator begins, in any thread: the storages of its arguments are in use until it ends, and
@@ -27,6 +27,8 @@ from typing import Any, Protocol
 import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
 
+from teraio import _native
+
 from . import shim
 
 log = logging.getLogger("teraio")
@@ -36,6 +38,7 @@ LIBRARIES = ("c10", "torch_cpu")
 FAULT = b"a read of memory"  # as in observer.cpp
 WRITTEN, POINTED = 2, 4  # as in observer.cpp
 LISTED_MOST = 2**16  # storages that one question is answered with
+STREAMS_MOST = 2**10
 
 FETCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_char_p)
 
@@ -72,8 +75,10 @@ class Observer:
         self.owner: Owner | None = None
         self._fetch = FETCH(self._fetches)  # as long as C++ may call it
         self._found = (ctypes.c_void_p * LISTED_MOST)()
+        self._streams = (ctypes.c_int64 * STREAMS_MOST)()
         self._names()
         state = ctypes.cast(ctypes.pythonapi.PyGILState_GetThisThreadState, ctypes.c_void_p)
+        library.teraio_blocks(_native.spare_functions()[1], _native.spare_vacate())
         library.teraio_observe(self._fetch, state)
         threading.Thread(target=self._serve, name="teraio-fetches", daemon=True).start()
         atexit.register(library.teraio_end)
@@ -83,6 +88,7 @@ class Observer:
         addresses = ctypes.POINTER(ctypes.c_void_p)
         for name, result, *arguments in (
             ("observe", None, FETCH, pointer),
+            ("blocks", None, pointer, pointer),
             ("copied", flag, pointer),
             ("leave", whole, pointer, pointer, flag),
             ("arrive", flag, pointer, pointer),
@@ -95,6 +101,7 @@ class Observer:
             ("some_evicted", flag, addresses, whole),
             ("used", whole, addresses, whole),
             ("touched", whole, addresses, whole),
+            ("streams", whole, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), whole),
             ("watch", None, pointer),
             ("program", None, whole),
             ("engine", None, whole),
@@ -131,27 +138,23 @@ class Observer:
 
     def copied(self, storage: Any) -> None:
         """Note who writes into it from now on: it has a copy that is good."""
-        with self.copying(storage):
-            pass
+        self.copy_begins(storage)
+        self.copy_began(storage)
 
-    @contextmanager
-    def copying(self, storage: Any) -> Iterator[None]:
-        """Note who writes into it from now on: the block begins to copy it."""
+    def copy_begins(self, storage: Any) -> None:
+        """Note who writes into it from now on. This thread asks for its address to copy it, until
+        `copy_began`."""
         if not self.library.teraio_copied(storage._cdata):
             raise InUseError
-        with self.looking():
-            yield
+
+    def copy_began(self, storage: Any) -> None:
         self.library.teraio_watch(storage._cdata)
 
-    def take(self, storage: Any, unwritten: bool) -> Any:
-        """Move its bytes into a block, which the caller frees."""
-        block = self.block(storage)
-        match self.library.teraio_leave(storage._cdata, block._cdata, unwritten):
-            case 1:
-                raise InUseError
-            case 2:
-                raise WrittenError
-        return block
+    def leave(self, storage: Any, unwritten: bool, block: Any = None) -> None:
+        """Free its bytes, or move them into this block."""
+        into = None if block is None else block._cdata
+        if (refused := self.library.teraio_leave(storage._cdata, into, unwritten)) != 0:
+            raise InUseError if refused == 1 else WrittenError
 
     def block(self, storage: Any) -> Any:
         """Return an empty storage on the same device, whose bytes come from where tensors' bytes do."""
@@ -203,6 +206,12 @@ class Observer:
     def touched(self) -> list[int]:
         """Return what operators have used since the last call, each once."""
         return self._listed(self.library.teraio_touched)
+
+    def streams(self, device: int) -> list[int]:
+        """Return on which streams of this device operators out of programs have used what can be evicted,
+        since the last call."""
+        count = self.library.teraio_streams(device, self._streams, STREAMS_MOST)
+        return self._streams[:count]
 
     def _listed(self, function: Any) -> list[int]:
         count = function(self._found, LISTED_MOST)

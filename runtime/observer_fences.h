@@ -13,48 +13,105 @@ namespace {
 struct Fence {
   char* at;
   size_t bytes;
-  StorageImpl* storage;  // held weakly: its memory stays, its bytes need not
-  bool filled = false;
+  StorageImpl* storage;            // held weakly: its memory stays, its bytes need not
+  std::atomic<bool> idle = false;  // its storage has bytes. Who has this address finds a copy of them
+  std::atomic<bool> filled = false;
+  int ends = 0;  // of steps, since it is idle and its storage is fenced elsewhere
 };
 std::map<uintptr_t, std::unique_ptr<Fence>> fences;  // by address; read and changed as `entries` are
-std::mutex retired_lock;
-// No storage's any more. Who has such an address finds a copy of the bytes of now.
-std::vector<Fence*> retired;
+std::atomic<size_t> retired{0};                      // since they were last cleared
 constexpr size_t kRetiredMost = 4096;
 constexpr size_t kPage = 4096;
 constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
+// The allocator's: gives up the pages of a block, and leaves its addresses to us.
+uint64_t (*vacate)(void* block) = nullptr;
+void (*give)(void* block) = nullptr;
+// Small blocks that another thread may read: of this step, and of the one before.
+std::vector<c10::DataPtr> read_still, read_before;
+size_t read_still_bytes = 0;
+constexpr size_t kReadStillMost = 2 << 20;
+constexpr size_t kSmall = 64 << 10;
+
+void empty(Fence& fenced) {
+  // In this order: where another thread fills it at this moment, it counts as filled, and is emptied later.
+  if (fenced.filled.exchange(false)) mmap(fenced.at, fenced.bytes, PROT_NONE, kReserved | MAP_FIXED, -1, 0);
+}
+
 void retire(void* address) {
   auto* fenced = static_cast<Fence*>(address);
-  if (fenced->filled) mmap(fenced->at, fenced->bytes, PROT_NONE, kReserved | MAP_FIXED, -1, 0);
-  fenced->filled = false;
-  std::lock_guard<std::mutex> held(retired_lock);
-  retired.push_back(fenced);
+  empty(*fenced);
+  retired++;
+  fenced->idle = true;
+}
+
+bool is_gone(StorageImpl* storage) {
+  return c10::raw::weak_intrusive_ptr::use_count(storage) == 0;
+}
+
+// Under `Everyone`, when a step has ended, or many were retired: gives back what nobody can have the address
+// of any more. That of a storage which may be evicted again is kept for it, without bytes. Threads that may
+// be `reading` have two steps more.
+void clear_fences(bool reading) {
+  read_before = std::move(read_still);
+  read_still.clear();
+  read_still_bytes = 0;
+  retired = 0;
+  for (auto each = fences.begin(); each != fences.end();) {
+    Fence& fenced = *each->second;
+    auto found = entries.find(fenced.storage);
+    const bool again = found != entries.end() && found->second.fence == &fenced;
+    const bool over = fenced.idle && !again && (!reading || fenced.ends++ == kReadsFor);
+    if (over || (fenced.idle && is_gone(fenced.storage))) {
+      munmap(fenced.at, fenced.bytes);
+      if (again) found->second.fence = nullptr;
+      c10::raw::weak_intrusive_ptr::decref(fenced.storage);
+      each = fences.erase(each);
+    } else {
+      if (fenced.idle) empty(fenced);
+      ++each;
+    }
+  }
+}
+
+Fence* new_fence(StorageImpl* storage, size_t bytes, void* at) {
+  c10::raw::weak_intrusive_ptr::incref(storage);  // a strong one might wait for the GIL
+  auto& made = fences[reinterpret_cast<uintptr_t>(at)];
+  made.reset(new Fence{static_cast<char*>(at), bytes, storage});
+  return made.get();
+}
+
+// Under `Everyone`: fences it where it is, for threads that read there at this moment. Whether that was done.
+bool fence_in_place(StorageImpl* storage, Entry& entry, c10::DataPtr& bytes) {
+  if (vacate == nullptr || bytes.get_deleter() != give) return false;
+  void* at = bytes.get();
+  if (const uint64_t fenced = vacate(at)) {
+    bytes.release_context();
+    bytes.clear();
+    entry.fence = new_fence(storage, fenced, at);
+    storage->set_data_ptr_noswap({at, entry.fence, retire, storage->device()});
+    return true;
+  }
+  if (storage->nbytes() < kSmall && read_still_bytes + storage->nbytes() < kReadStillMost) {
+    read_still_bytes += storage->nbytes();
+    read_still.push_back(std::move(bytes));
+  }
+  return false;
 }
 
 // Under `Everyone`. Null: the system has no more mappings.
-c10::DataPtr fence(StorageImpl* storage, c10::Device device) {
+c10::DataPtr fence(StorageImpl* storage, Entry& entry, c10::Device device) {
+  if (!device.is_cpu()) return {nullptr, device};
   const size_t bytes = (storage->nbytes() + kPage - 1) / kPage * kPage;
-  void* at = device.is_cpu() ? mmap(nullptr, bytes, PROT_NONE, kReserved, -1, 0) : MAP_FAILED;
-  if (at == MAP_FAILED) return {nullptr, device};
-  c10::raw::weak_intrusive_ptr::incref(storage);  // a strong one might wait for the GIL
-  auto made = std::make_unique<Fence>(Fence{static_cast<char*>(at), bytes, storage});
-  Fence* fenced = made.get();
-  fences[reinterpret_cast<uintptr_t>(at)] = std::move(made);
-  return {at, fenced, retire, device};
-}
-
-// Under `Everyone`: gives back what nobody can have the address of any more, the oldest first.
-void clear_fences(size_t keep) {
-  std::lock_guard<std::mutex> held(retired_lock);
-  const size_t go = retired.size() > keep ? retired.size() - keep : 0;
-  for (size_t number = 0; number < go; number++) {
-    Fence* fenced = retired[number];
-    munmap(fenced->at, fenced->bytes);
-    c10::raw::weak_intrusive_ptr::decref(fenced->storage);
-    fences.erase(reinterpret_cast<uintptr_t>(fenced->at));
+  Fence* fenced = entry.fence;
+  if (fenced != nullptr && fenced->idle && !fenced->filled && fenced->bytes == bytes) {
+    fenced->idle = false;
+  } else {
+    void* at = mmap(nullptr, bytes, PROT_NONE, kReserved, -1, 0);
+    if (at == MAP_FAILED) return {nullptr, device};
+    fenced = entry.fence = new_fence(storage, bytes, at);
   }
-  retired.erase(retired.begin(), retired.begin() + static_cast<ptrdiff_t>(go));
+  return {fenced->at, fenced, retire, device};
 }
 
 // All threads see these bytes there at once; `from` null: bytes that no one can take for good.

@@ -1,13 +1,17 @@
 // What is known of storages and threads, and the locks around it.
 #pragma once
+#include <ATen/core/function_schema.h>
 #include <ATen/record_function.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/flat_hash_map.h>
 #include <sched.h>
 
+#include <array>
 #include <atomic>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -47,15 +51,18 @@ constexpr uint8_t kDisarmed = 8;  // a kernel took its pointer: the next one tha
 constexpr uint8_t kRefused = 16;  // reading raises an error, until the operator has ended that asked
 constexpr uint8_t kFaulted = 32;  // someone waits for its bytes at the fenced address
 
+struct Fence;
 struct Entry {
   uint8_t flags = 0;  // by several readers at once: through `flags_of`
   uint32_t touched = 0;
+  Fence* fence = nullptr;  // where it was evicted last, and is again
 };
 std::atomic_ref<uint8_t> flags_of(Entry& entry) {
   return std::atomic_ref<uint8_t>(entry.flags);
 }
 
 struct Thread;
+constexpr int kReadsFor = 2;  // steps after that with its last read, a thread may have a pointer
 std::mutex threads_lock;
 std::vector<Thread*> threads;
 ska::flat_hash_map<StorageImpl*, Entry> entries;  // read under any thread's lock, changed under all of them
@@ -72,15 +79,29 @@ class Spin {
   std::atomic_flag taken_ = ATOMIC_FLAG_INIT;
 };
 
+// What is known of an operator.
+struct About {
+  const c10::FunctionSchema* schema = nullptr;
+  std::string name, overload;
+  uint64_t writes = 0;
+  bool looks = false;
+  bool goes_on = false;  // it may use its arguments when it has ended: a collective
+};
+
 struct Thread {
   Spin lock;
   std::vector<StorageImpl*> used;  // by operators that have begun, outermost first
   std::vector<uint32_t> marks;     // where each of them begins in `used`
   std::vector<StorageImpl*> touched;
+  std::vector<c10::Stream> streams;                             // of a GPU, where they ran
+  std::vector<StorageImpl*> missing;                            // of the operator that begins
+  std::unordered_map<const c10::FunctionSchema*, About> known;  // the operators that it has run
+  std::array<About*, 512> recent{};                             // of these, the last by address
   std::vector<StorageImpl*> disarmed;
   std::vector<std::pair<size_t, StorageImpl*>> refused;  // with how many operators had begun by then
   int in_program = 0;
   int in_engine = 0;
+  int reads = 0;  // steps for which it counts as one that reads, out of programs, what can be evicted
   Thread() {
     std::lock_guard<std::mutex> held(threads_lock);
     threads.push_back(this);
@@ -90,18 +111,37 @@ struct Thread {
     std::erase(threads, this);
   }
 };
+thread_local Thread* mine = nullptr;  // a pointer needs no guard at each operator
+struct Ending {
+  ~Ending() { delete std::exchange(mine, nullptr); }
+};
+[[gnu::noinline]] Thread& begun() {
+  static thread_local Ending ending;
+  mine = new Thread;
+  return *mine;
+}
 Thread& own() {
-  static thread_local Thread thread;
-  return thread;
+  return mine != nullptr ? *mine : begun();
 }
 
 class Everyone {
  public:
-  Everyone() : held_(threads_lock) {
+  Thread& here;  // this one's, which is known before the lock is held: to become so takes it
+  Everyone() : here(own()), held_(threads_lock) {
     for (Thread* thread : threads) thread->lock.lock();
   }
   ~Everyone() {
     for (Thread* thread : threads) thread->lock.unlock();
+  }
+  // Whether another thread than this one may hold a pointer, which nobody sees.
+  bool read_elsewhere() const {
+    for (const Thread* thread : threads)
+      if (thread != &here && thread->reads > 0) return true;
+    return false;
+  }
+  // A step has ended.
+  void forget_reads() {
+    for (Thread* thread : threads) thread->reads -= thread->reads > 0;
   }
   bool uses(const StorageImpl* storage) const {
     for (const Thread* thread : threads)

@@ -10,7 +10,6 @@
 #include <condition_variable>
 #include <deque>
 #include <sstream>
-#include <unordered_map>
 #include <unordered_set>
 
 #include "observer_fences.h"
@@ -37,14 +36,6 @@ bool only_looks(const std::string& name) {
   return known.contains(name);
 }
 
-struct About {
-  const c10::FunctionSchema* schema = nullptr;
-  std::string name, overload;
-  uint64_t writes = 0;
-  bool looks = false;
-  bool goes_on = false;  // it may use its arguments when it has ended: a collective
-};
-
 bool is_torchs(const std::string& name) {
   return name.starts_with("aten::") || name.starts_with("prim");
 }
@@ -65,13 +56,15 @@ void learn(About& about, const c10::FunctionSchema& schema) {
   about.looks |= in != nullptr && !in->isWrite() && out != nullptr && !out->isWrite();  // a view
 }
 
-const About& about(const c10::FunctionSchema& schema) {
-  static thread_local std::unordered_map<const c10::FunctionSchema*, About> known;
-  About& found = known[&schema];
+const About& about(Thread& thread, const c10::FunctionSchema& schema) {
+  const size_t place =
+      reinterpret_cast<uintptr_t>(&schema) / alignof(std::max_align_t) % thread.recent.size();
+  About*& found = thread.recent[place];
+  if (found == nullptr || found->schema != &schema) found = &thread.known[&schema];
   // The address of a schema that is gone may be another's by now.
-  if (found.schema != &schema || found.name != schema.name() || found.overload != schema.overload_name())
-    learn(found, schema);
-  return found;
+  if (found->schema != &schema || found->name != schema.name() || found->overload != schema.overload_name())
+    learn(*found, schema);
+  return *found;
 }
 
 // ---- fetching
@@ -173,6 +166,12 @@ void fetch(std::vector<StorageImpl*>& missing, const char* place) {
 
 // ---- RecordFunction
 
+void note_stream(Thread& thread, c10::Device device) {
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  if (std::find(thread.streams.begin(), thread.streams.end(), stream) == thread.streams.end())
+    thread.streams.push_back(stream);
+}
+
 void look(Thread& thread, const c10::IValue& value, uint8_t does, std::vector<StorageImpl*>& missing) {
   if (value.isTensor()) {
     c10::TensorImpl* tensor = value.toTensor().unsafeGetTensorImpl();
@@ -187,6 +186,8 @@ void look(Thread& thread, const c10::IValue& value, uint8_t does, std::vector<St
     if (does != 0) flags.fetch_or(does);
     if (flags.load() & kEvicted) missing.push_back(storage);
     const uint32_t now = stretch.load(std::memory_order_relaxed);
+    if (thread.in_program == 0) thread.reads = kReadsFor + 1;
+    if (thread.in_program == 0 && !tensor->device().is_cpu()) note_stream(thread, tensor->device());
     if (thread.in_program == 0 && std::atomic_ref<uint32_t>(entry.touched).exchange(now) != now)
       thread.touched.push_back(storage);
   } else if (value.isList()) {
@@ -197,13 +198,13 @@ void look(Thread& thread, const c10::IValue& value, uint8_t does, std::vector<St
 std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) {
   Thread& thread = own();
   const auto* schema = std::get_if<at::RecordFunction::schema_ref_t>(&(function.*member(Described{})));
-  static thread_local std::vector<StorageImpl*> missing;
   std::vector<StorageImpl*> wanted;
   {
     std::lock_guard<Spin> held(thread.lock);
     thread.marks.push_back(static_cast<uint32_t>(thread.used.size()));
     if (schema == nullptr || entries.empty()) return nullptr;
-    const About& known = about(schema->get());
+    const About& known = about(thread, schema->get());
+    std::vector<StorageImpl*>& missing = thread.missing;
     if (known.looks) return nullptr;
     missing.clear();
     uint64_t bit = 1;
@@ -266,6 +267,7 @@ void pointed_at(S* storage) {
     if (found == entries.end()) return;
     auto flags = flags_of(found->second);
     evicted = flags.load() & kEvicted;
+    if (thread.in_program == 0 && thread.in_engine == 0) thread.reads = kReadsFor + 1;
     const bool by_kernel = std::find(thread.used.begin(), thread.used.end(), storage) != thread.used.end();
     if (by_kernel || thread.in_engine > 0 || (thread.in_program > 0 && !evicted)) {
       flags.fetch_or(kDisarmed);
@@ -301,11 +303,12 @@ Fence* fence_at(uintptr_t address) {
 // Whether the bytes of now are where the fence is.
 bool serve_fault(Fence* fenced) {
   StorageImpl* storage = fenced->storage;  // alive: whoever reads its bytes has a tensor of it
-  if (c10::raw::weak_intrusive_ptr::use_count(storage) == 0) return false;
+  if (is_gone(storage)) return false;
   Thread& thread = own();
   bool evicted = false;
   {
     std::lock_guard<Spin> held(thread.lock);
+    thread.reads = kReadsFor + 1;
     thread.used.push_back(storage);  // until it is copied
     auto found = entries.find(storage);
     if (found != entries.end()) {

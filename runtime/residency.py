@@ -51,7 +51,7 @@ NOTHING = Need(0, 0, "")
 class Residency:
     def __init__(self, mover: Mover, budget_bytes: int, reserve_bytes: int) -> None:
         self.mover = mover
-        mover.not_written = self.keep_failed
+        mover.not_written, mover.resized = self.keep_failed, self.resized
         self.budget_bytes = budget_bytes
         self.reserve_bytes = reserve_bytes
         self.kept_bytes = 0  # of these: what user code has while a program runs
@@ -113,6 +113,15 @@ class Residency:
             record.evictable = True
             self.fixed_bytes -= record.size_bytes
         self.reachable[record.key] = record
+
+    def resized(self, record: Record, size_bytes: int) -> None:
+        """User code gave its storage another size: it stays from now on, and counts as what it is."""
+        self.settle(record)
+        record.addressed, record.because = True, "your code gave its storage another size"
+        self.mover.leaves(record)
+        self.fixed_bytes += size_bytes - record.size_bytes
+        record.size_bytes = size_bytes
+        self.mover.enters(record)
 
     def becomes(self, record: Record, kind: str) -> None:
         """It turned out to be of another kind."""

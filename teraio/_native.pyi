@@ -262,6 +262,9 @@ class Spare:
     def __init__(self) -> None: ...
     def take(self, size_bytes: int) -> int: ...
     def give(self, address: int) -> None: ...
+    def vacate(self, address: int) -> int:
+        """Its pages are kept, and its addresses stay without any; the caller unmaps so many bytes. 0: it is
+        small, and stays a block."""
     def holds(self, address: int) -> bool:
         """Whether a block in use begins there, that is not malloc's."""
     def keep_within(self, size_bytes: int) -> None:
@@ -276,3 +279,6 @@ def spare() -> Spare:
 
 def spare_functions() -> tuple[int, int]:
     """Addresses of its `void* take(uint64_t bytes)` and `void give(void* block)`."""
+
+def spare_vacate() -> int:
+    """Address of its `uint64_t vacate(void* block)`."""

@@ -78,7 +78,10 @@ def dropped_wait() -> Iterator[None]:
 
         return patch.object(CpuDevice, name, call)
 
-    with settled("begin_evict"), settled("resize"), patch.object(CpuDevice, "end_fetch", unwaited):
+    moves = (settled(name) for name in ("begin_evict", "drop", "resize"))
+    with contextlib.ExitStack() as during:
+        for change in (*moves, patch.object(CpuDevice, "end_fetch", unwaited)):
+            during.enter_context(change)
         try:
             yield
         finally:

@@ -313,13 +313,13 @@ AFTER["frozen, written"] = writes_in_place
 AFTER["frozen, by pointer"] = writes_what_is_there
 
 
-TAKE = observer.Observer.take
+LEAVE = observer.Observer.leave
 # Each of these bugs must change the numbers, or end in an error.
 PLANTS: dict[str, list[Any]] = {
     "nothing is fetched": [patch.object(user_code.UserCode, "fetch_for", lambda self, keys, place: None)],
     "no write is noted": [
         patch.object(observer.Observer, "written", lambda self, key: False),
-        patch.object(observer.Observer, "take", lambda self, storage, _: TAKE(self, storage, False)),
+        patch.object(observer.Observer, "leave", lambda self, storage, _: LEAVE(self, storage, False)),
     ],
     "addresses are forgotten": [patch.object(user_code.UserCode, "gave_address", lambda self, key: None)],
 }

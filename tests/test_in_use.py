@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +65,8 @@ def leaves(tensor: torch.Tensor) -> bool:
     here, storage = CpuDevice().observer, tensor.untyped_storage()
     assert here is not None
     try:
-        block = here.take(storage, unwritten=False)
+        block = here.block(storage)
+        here.leave(storage, False, block)
     except InUseError:
         return False
     assert storage.nbytes() == tensor.nbytes
@@ -111,6 +114,72 @@ def test_an_address_is_good_until_the_step_ends(tensor: torch.Tensor, here: Obse
     assert leaves(tensor)
 
 
+def fence_of(tensor: torch.Tensor, here: Observer) -> int:
+    """Evict it and have it back. Return where it was fenced meanwhile."""
+    storage = tensor.untyped_storage()
+    block = here.block(storage)
+    here.leave(storage, False, block)
+    with here.looking():
+        address = storage.data_ptr()
+    here.arrive(storage, block)
+    return address
+
+
+def is_mapped(address: int) -> bool:
+    spans = (line.split(None, 1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
+
+
+def test_a_tensor_is_fenced_where_it_was_before(tensor: torch.Tensor, here: Observer) -> None:
+    first = fence_of(tensor, here)
+    here.forget_addresses()
+    assert fence_of(tensor, here) == first
+    assert ctypes.c_float.from_address(first + 4).value == 1.0, "it finds the bytes of now"
+    tensor.mul_(2)
+    second = fence_of(tensor, here)
+    assert second != first, "someone has an address that leads to other bytes"
+    assert ctypes.c_float.from_address(second + 4).value == 2.0
+    here.forget_addresses()
+    assert not is_mapped(first)
+    assert fence_of(tensor, here) == second
+    assert ctypes.c_float.from_address(second + 4).value == 2.0
+
+
+@pytest.mark.parametrize("size", [SIZE, 2**16])
+def test_a_thread_reads_on_where_bytes_were_that_are_freed(here: Observer, size: int) -> None:
+    """As through a pointer of which nobody knows."""
+    tensor = torch.arange(size, dtype=torch.float32)
+    storage, copy = tensor.untyped_storage(), tensor.clone()
+    here.copied(storage)
+    with here.looking():
+        address = storage.data_ptr()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(tensor.sum).result()
+        here.leave(storage, unwritten=False)
+        others = [torch.full((size,), 7.0) for _ in range(64)]  # where it was, if that is free
+        block = here.block(storage)
+        block.resize_(4 * size)
+        torch.empty(0).set_(block, 0, (size,), (1,)).copy_(copy)
+        here.arrive(storage, block)
+        array = (ctypes.c_float * size).from_address(address)
+        assert other.submit(lambda: list(array)).result() == copy.tolist()
+        here.forget_addresses()  # the step ends, and it still reads there
+        assert other.submit(lambda: list(array)).result() == copy.tolist()
+    assert all(bool((each == 7).all()) for each in others)
+    here.forget(storage._cdata, alive=True)
+
+
+def test_fences_go_with_what_they_fence(here: Observer) -> None:
+    tensor = torch.arange(SIZE, dtype=torch.float32)
+    here.copied(tensor.untyped_storage())
+    address = fence_of(tensor, here)
+    assert is_mapped(address)
+    here.forget(tensor.untyped_storage()._cdata, alive=False)
+    del tensor
+    here.forget_addresses()
+    assert not is_mapped(address)
+
+
 WRITES: dict[str, Use] = {
     "in place": lambda x: x.mul_(2),
     "a view": lambda x: x[5:].view(-1).zero_(),
@@ -143,15 +212,32 @@ def test_who_writes_is_noted(tensor: torch.Tensor, here: Observer, write: str) -
     assert here.written(tensor.untyped_storage()._cdata)
     here.forget_addresses()
     with pytest.raises(WrittenError):
-        here.take(tensor.untyped_storage(), unwritten=True)
+        here.leave(tensor.untyped_storage(), unwritten=True)
 
 
 @pytest.mark.parametrize("read", READS)
 def test_who_reads_is_not_taken_for_one_who_writes(tensor: torch.Tensor, here: Observer, read: str) -> None:
     READS[read](tensor)
     assert not here.written(tensor.untyped_storage()._cdata)
-    block = here.take(tensor.untyped_storage(), unwritten=True)
+    block = here.block(tensor.untyped_storage())
+    here.leave(tensor.untyped_storage(), True, block)
     here.arrive(tensor.untyped_storage(), block)
+
+
+@pytest.mark.parametrize("name", ["in place", "out", "in a list", "an element", "in inference mode"])
+def test_what_an_operator_uses_is_told(tensor: torch.Tensor, here: Observer, name: str) -> None:
+    here.touched()
+    WRITES[name](tensor)
+    assert here.touched() == [tensor.untyped_storage()._cdata]
+    READS.get(name, torch.sum)(tensor)
+    assert here.touched() == [tensor.untyped_storage()._cdata]
+
+
+def test_what_an_operator_only_looks_at_is_not_told(tensor: torch.Tensor, here: Observer) -> None:
+    here.touched()
+    for look in (torch.detach, torch.t, torch.empty_like, torch.is_floating_point):
+        look(tensor[None, 5:])
+    assert here.touched() == []
 
 
 def test_a_kernel_that_takes_an_address_hides_no_one_after_the_next_program(

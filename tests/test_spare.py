@@ -23,6 +23,10 @@ PAGE = 4096
 CHILD = Path(__file__).with_name("spare_child.py")
 
 
+UNMAP = ctypes.CDLL(None).munmap
+UNMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
 def in_pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
@@ -53,6 +57,15 @@ def test_blocks_never_meet_and_used_and_kept_stay_within_the_limit(seed: int) ->
             spare.keep_within(limit)
         elif do < 0.04:
             spare.end_stretch()
+        elif do < 0.06 and blocks:
+            address = next(iter(blocks))
+            size, _ = blocks[address]
+            if vacated := spare.vacate(address):
+                assert vacated == in_pages(size)
+                assert UNMAP(address, vacated) == 0
+                del blocks[address]
+            else:
+                assert size < Spare.LEAST
         elif do < 0.51 or not blocks:
             size = chance.choice(sizes)
             address, byte = spare.take(size), chance.randrange(256)
@@ -75,6 +88,41 @@ def test_blocks_never_meet_and_used_and_kept_stay_within_the_limit(seed: int) ->
     assert spare.counts().used_bytes == 0
     assert spare.counts().reused_bytes > 20 * MIB
     assert seed % 2 or spare.counts().gathered_bytes > MIB  # how often goes by addresses
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_addresses_stay_without_pages(gathered: bool) -> None:
+    """Which are kept for other blocks."""
+    spare = Spare()
+    spare.keep_within(64 * MIB)
+    parts = [spare.take(MIB) for _ in range(8)]
+    for part in parts if gathered else ():
+        fill(part, MIB, 7)
+        spare.give(part)
+    block = spare.take(8 * MIB)
+    assert (spare.counts().gathered_bytes == 8 * MIB) == gathered or sorted(parts)[0] == block
+    fill(block, 8 * MIB, 9)
+    resident, before = resident_bytes(), spare.counts()
+    assert spare.vacate(block) == 8 * MIB
+    assert not spare.holds(block)
+    assert rights(block) == rights(block + 8 * MIB - 1) == "---p"
+    counts = spare.counts()
+    assert (counts.used_bytes, counts.spare_bytes) == (before.used_bytes - 8 * MIB, 8 * MIB)
+    assert abs(resident_bytes() - resident) < MIB
+    other = spare.take(8 * MIB)
+    assert spare.counts().mapped_bytes == before.mapped_bytes
+    assert holds_only(other, 8 * MIB, 9)
+    assert UNMAP(block, 8 * MIB) == 0
+
+
+def rights(address: int) -> str:
+    """What may be done where it is mapped."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, found = line.split()[:2]
+        begin, end = (int(edge, 16) for edge in span.split("-"))
+        if begin <= address < end:
+            return found
+    return ""
 
 
 def test_a_block_larger_than_any_range_gathers_their_pages() -> None:

@@ -209,13 +209,13 @@ def judge(case: Case, ours: World, plain: World) -> str:
 STAY = WEIGHTS_ONLY = {"vector_to_parameters"}  # it has another storage from then on
 
 
-TAKE = observer.Observer.take
+LEAVE = observer.Observer.leave
 # Each of these must end in a wrong result, or in a crash.
 PLANTS: dict[str, list[Any]] = {
     "nothing is observed": [patch.object(observer.Observer, "_fetches", lambda self, *_: 1)],
     "no write is noted": [
         patch.object(observer.Observer, "written", lambda self, key: False),
-        patch.object(observer.Observer, "take", lambda self, storage, _: TAKE(self, storage, False)),
+        patch.object(observer.Observer, "leave", lambda self, storage, _: LEAVE(self, storage, False)),
     ],
 }
 

@@ -22,8 +22,8 @@ class Done:
 
 def writes() -> list[Any]:
     """What is written by operators and by address is taken for unchanged."""
-    take = Observer.take
+    leave = Observer.leave
     return [
         patch.object(Observer, "written", lambda self, key: False),
-        patch.object(Observer, "take", lambda self, storage, unwritten: take(self, storage, False)),
+        patch.object(Observer, "leave", lambda self, storage, unwritten: leave(self, storage, False)),
     ]

@@ -35,6 +35,7 @@ class Bench:
         place = self.host.reserve(BYTES)
         assert place is not None
         self.place = place
+        self.used: list[int] = []  # storages that the observer knows
         torch.cuda.synchronize()
 
     def full_of(self, value: int) -> torch.Tensor:
@@ -47,8 +48,21 @@ class Bench:
         """A tensor in the memory that was freed last; nobody waits for what still runs there."""
         return torch.empty(BYTES, dtype=torch.uint8, device="cuda").fill_(value)
 
+    def forget(self) -> None:
+        """What comes next may be where these were."""
+        assert self.device.observer is not None
+        for key in self.used:
+            self.device.observer.forget(key, alive=False)
+        self.used.clear()
+
+    def storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
+        """Its storage, which the observer is to know."""
+        storage = tensor.untyped_storage()
+        self.used.append(storage._cdata)
+        return storage
+
     def begin_evict(self, tensor: torch.Tensor) -> Any:
-        return self.device.begin_evict(tensor.untyped_storage(), self.host.write(self.place))
+        return self.device.begin_evict(self.storage(tensor), self.host.write(self.place))
 
     def begin_fetch(self, tensor: torch.Tensor) -> Any:
         return self.device.begin_fetch(tensor.untyped_storage(), BYTES, self.host.read(self.place))
@@ -64,7 +78,7 @@ class Bench:
         """A tensor whose memory the allocator may give to the next one of its size."""
         tensor = self.full_of(NEW)
         torch.cuda.synchronize()
-        tensor.untyped_storage().resize_(0)
+        self.device.drop(self.storage(tensor), unwritten=False)
         return tensor
 
 
@@ -141,7 +155,7 @@ def failed_fetch(bench: Bench) -> bool:
         bench.host.read(bench.place)(storage, mark)
         return _Fails()
 
-    pending = bench.device.begin_fetch(tensor.untyped_storage(), BYTES, start)
+    pending = bench.device.begin_fetch(bench.storage(tensor), BYTES, start)
     try:
         bench.device.end_fetch(pending)
     except OSError:
@@ -160,7 +174,7 @@ def broken_off_fetch(bench: Bench) -> bool:
         raise KeyboardInterrupt
 
     with contextlib.suppress(KeyboardInterrupt):
-        bench.device.begin_fetch(tensor.untyped_storage(), BYTES, start)
+        bench.device.begin_fetch(bench.storage(tensor), BYTES, start)
     taken = bench.in_freed(NEW)
     torch.cuda.synchronize()
     return set(taken.cpu().tolist()) == {NEW}
@@ -183,7 +197,7 @@ def drop_of_another_streams_memory(bench: Bench) -> bool:
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         read = tensor + 0
-        bench.device.drop(tensor.untyped_storage())
+        bench.device.drop(bench.storage(tensor))
     taken = bench.in_freed(NEW)
     torch.cuda.synchronize()
     del taken
@@ -214,24 +228,24 @@ def stored(bench: Bench) -> Iterator[Any]:
 def store_evict(bench: Bench) -> bool:
     with stored(bench) as store:
         extent, tensor = store.reserve(BYTES, "t"), bench.full_of(OLD)
-        storage = tensor.untyped_storage()
+        storage = bench.storage(tensor)
         address = storage.data_ptr()
         pending = bench.device.begin_evict(
             storage, lambda _, mark: store.write(extent, address, "t", event=mark.handle)
         )
         bench.device.end_evict(pending)
-        storage.resize_(BYTES)
-        store.read(extent, storage.data_ptr(), "t").wait()
-        return set(tensor.cpu().tolist()) == {OLD}
+        back = torch.empty_like(tensor)
+        store.read(extent, back.data_ptr(), "t").wait()
+        return set(back.cpu().tolist()) == {OLD}
 
 
 def store_fetch(bench: Bench) -> bool:
     with stored(bench) as store:
         extent, tensor = store.reserve(BYTES, "t"), bench.full_of(OLD)
         torch.cuda.synchronize()
-        storage = tensor.untyped_storage()
+        storage = bench.storage(tensor)
         store.write(extent, storage.data_ptr(), "t").wait()
-        storage.resize_(0)
+        bench.device.drop(storage, unwritten=False)
         bench.full_of(NEW)  # in the memory that was freed
         pending = bench.device.begin_fetch(
             storage, BYTES, lambda to, mark: store.read(extent, to.data_ptr(), "t", event=mark.handle)
@@ -246,7 +260,10 @@ def store_fetch(bench: Bench) -> bool:
 def wrong_again(bench: Bench, scene: Callable[[Bench], bool]) -> bool:
     torch.cuda.synchronize()
     bench.fill_place(BEFORE)
-    return not scene(bench)
+    try:
+        return not scene(bench)
+    finally:
+        bench.forget()
 
 
 def left_out(scene: Callable[[Bench], bool], plant: Callable[[], None]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def fetch_waits_not() -> None:
     _no_wait_for_kernels(False)
 
 
-def _ends(name: str, plant: Callable[[cuda.CudaDevice, Pending], None]) -> None:
+def _ends(name: str, plant: Callable[[cuda.CudaDevice, Pending], bool | None]) -> None:
     setattr(cuda.CudaDevice, name, plant)
 
 
@@ -50,7 +50,7 @@ def freed_before_copied() -> None:
 
     def end_evict(self: cuda.CudaDevice, pending: Pending) -> None:
         pending.ticket.wait()
-        self.resize(pending.storage, 0)
+        self.drop(pending.storage)
 
     _ends("end_evict", end_evict)
 
@@ -58,8 +58,9 @@ def freed_before_copied() -> None:
 def used_before_fetched() -> None:
     """Kernels read a tensor while it is still copied in."""
 
-    def end_fetch(self: cuda.CudaDevice, pending: Pending) -> None:
+    def end_fetch(self: cuda.CudaDevice, pending: Pending) -> bool:
         pending.ticket.wait()
+        return self.arrives(pending)
 
     _ends("end_fetch", end_fetch)
 
@@ -82,9 +83,10 @@ def store_waits_not() -> None:
 def store_fetch_not_awaited() -> None:
     """The host goes on before a fetch from a file has ended."""
 
-    def end_fetch(self: cuda.CudaDevice, pending: Pending) -> None:
+    def end_fetch(self: cuda.CudaDevice, pending: Pending) -> bool:
         if getattr(pending.ticket, "event", None) is not None:
             self.join(pending.ticket)
+        return self.arrives(pending)
 
     _ends("end_fetch", end_fetch)
 
