@@ -25,13 +25,13 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from . import elementwise
 from . import engine as _engine
 from .elementwise import tensors_in
-from .records import Record, State
+from .records import Record
 from .saves import saving
 
 Function = Callable[..., Any]
 
 READS = """
-    data_ptr copy_ fill_ resize_ _write_file _set_from_file _byteswap _share_fd_cpu_ _share_filename_cpu_
+    copy_ fill_ resize_ _write_file _set_from_file _byteswap _share_fd_cpu_ _share_filename_cpu_
     __getitem__ __setitem__
 """
 ADDRESSES: tuple[tuple[Any, str], ...] = (
@@ -43,7 +43,6 @@ ADDRESSES: tuple[tuple[Any, str], ...] = (
 WRITES = frozenset(["copy_", "fill_", "resize_", "_set_from_file", "_byteswap", "__setitem__"])
 
 TAKES = ("data_ptr", "numpy", "apply_", "map_", "map2_")  # methods of tensors
-HERE = {State.DEVICE, State.LEAVING}
 
 _installed = False
 
@@ -89,14 +88,10 @@ def _keep_out_dynamo() -> None:
 def _reading(function: Function, name: str) -> Function:
     @functools.wraps(function)
     def reads(*args: Any, **kwargs: Any) -> Any:
-        if name == "data_ptr" and not args[0].is_cuda:
-            return function(*args)  # it leads to a fence, and is seen
         engine = _engine.here()
         records = [] if engine is None else _evictable(engine, args)
         if engine is None or not records:
             return function(*args, **kwargs)
-        if name == "data_ptr" and (engine.turn.is_ours or saving()):
-            return _address(engine, function, *args) if records[0].state in HERE else 0
         with engine.user.holding(records, name):
             try:
                 return function(*args, **kwargs)
@@ -120,19 +115,13 @@ def _giving(function: Function) -> Function:
     return gives
 
 
-def _address(engine: _engine.Engine, function: Function, storage: torch.UntypedStorage) -> int:
-    """Its address, which nobody reads from."""
-    assert engine.user.observer is not None
-    with engine.user.observer.looking():
-        return int(function(storage))
-
-
 def _taking(function: Function, name: str) -> Function:
     @functools.wraps(function)
     def takes(value: Any, *args: Any, **kwargs: Any) -> Any:
         engine = _engine.here()
         record = None if engine is None else engine.residency.records.get(_key(value))
-        if engine is None or record is None or not record.evictable or engine.turn.is_ours or saving():
+        moves = record is not None and (record.evictable or record.handed_out)
+        if engine is None or record is None or not moves or engine.turn.is_ours or saving():
             return function(value, *args, **kwargs)
         assert engine.user.observer is not None
         with engine.user.holding([record], name):
@@ -147,7 +136,7 @@ def _by_elements(function: Function, name: str) -> Function:
     @functools.wraps(function)
     def each(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling() and (engine := _engine.here()) is not None:
-            observer, tensors = engine.user.observer, list(tensors_in(args))
+            observer, tensors = engine.user.observer, tensors_in(args)
             if len(tensors) > 1 and observer is not None and observer.some_are_evicted(tensors):
                 elements = elementwise.length(name, args, kwargs)
                 if elements > 1 and not _makes_a_graph(tensors):

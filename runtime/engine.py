@@ -172,6 +172,7 @@ class Engine:
         if len(self.tracker.programs) >= CALLS_MAX:
             self.tracker.drop()
             self.registry.forget_names()
+            self.user.end_step()
         self.stuck.look()
         self.tracker.enter(program, mark)  # before `bound` is cleared: the call before may be of this program
         self.expect()

@@ -59,6 +59,7 @@ class Record:
         "extent",
         "faces",
         "foreign",
+        "handed_out",
         "key",
         "kind",
         "name",
@@ -94,6 +95,7 @@ class Record:
         self.used_at = 0  # the last slot that touched it, counted from the start
         self.faces: list[ReferenceType[torch.Tensor]] = []  # tensors by which user code reaches a weight
         self.addressed = False  # others have its address for good
+        self.handed_out = False  # a result: whoever has taken its address was seen
 
     @property
     def home(self) -> str | None:

@@ -35,6 +35,7 @@ class Registry:
     ) -> None:
         self.residency = residency
         self.tracker = tracker
+        self.user = user
         self.faces = user.faces
         self.keep = keep  # name globs of tensors that never move
         self.found: set[str] = set()  # of these
@@ -69,6 +70,8 @@ class Registry:
             if about.edge >= 0 and (owner := self.gradients.early(about.edge, tensor)) is not None:
                 return self._add_gradient(owner, storage, about)
             record = self._add(program, about, storage, program.label(buffer) if weight else "")
+        elif about.role == "argument" and self._takes_up(record):
+            self.describe(record)
         if weight and record.kind == "weight":
             self.faces.add(tensor, record)
             if not self.kept(record.name):
@@ -89,7 +92,14 @@ class Registry:
             self.stuck.add(record)
         elif label and self.kept(name):
             record.because = BLIND if self.blind else "the option 'keep' names it"
+        elif about.role == "result" and kind == "activation":
+            self.user.hand_out(record)
         return record
+
+    def _takes_up(self, record: Record) -> bool:
+        """Whether it is a result that moves from now on."""
+        waits = record.handed_out and not record.evictable and not self._named(record.name)
+        return waits and self.user.take_up(record)
 
     def take_in(self, tensor: torch.Tensor, name: str) -> Record | None:
         """A module has it, and no program knows it yet: it may leave. A program that gets it names it."""

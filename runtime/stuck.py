@@ -56,7 +56,8 @@ class Stuck:
             storage = record.storage()
             if storage is not None and record.state is State.DEVICE and not movable(storage):
                 self.residency.settle(record)
-                self._note(record)
+                if not record.handed_out:
+                    self._note(record)
         self.free_fresh()
 
     def _note(self, record: Record) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
@@ -23,6 +23,7 @@ from .back import bring_back
 from .device import Device
 from .faces import Faces
 from .moves import Mover
+from .observer import InUseError
 from .outside import Outside
 from .records import Record, State
 from .residency import Residency
@@ -47,6 +48,8 @@ class UserCode:
         self.saved_stays = False  # and what forwards saved
         self.before_fetch: Callable[[], None] = lambda: None  # what runs may have to know of it
         self.lends = False  # an optimizer's update has some
+        self.refuses: Callable[[str, Sequence[str] | None], None] | None = None  # nothing can move now
+        self.handed_out: dict[int, Record] = {}  # by key: results of which a program may take up some
         self.kept: set[tuple[int, str]] = set()  # in this step: (call, tensor) that stayed when it ended
 
     def stays(self, record: Record) -> bool:
@@ -96,6 +99,8 @@ class UserCode:
 
     def program_begins(self) -> None:
         """Begin a stretch in which nothing that this thread uses is a touch of user code's."""
+        if self.refuses is not None:
+            self.refuses("a program of teraio's", None)
         if self.observer is not None:
             with self.turn:
                 self.take_touches()
@@ -117,12 +122,17 @@ class UserCode:
 
     def fetch_for(self, keys: Sequence[int], place: str) -> None:
         """Make these storages resident for who is about to read them, in any thread."""
+        if self.refuses is not None:
+            self.refuses(place, self.names_of(keys))
         if self.turn.is_ours:
             self.serve_amid(keys, place)
             return
         with self.turn:
             self.before_fetch()
             self.serve(keys, place)
+
+    def names_of(self, keys: Sequence[int]) -> list[str]:
+        return [record.name for key in keys if (record := self.residency.records.get(key)) is not None]
 
     def lost(self, error: BaseException) -> None:
         """Someone found NaN for what could not be fetched: no further step is taken."""
@@ -207,6 +217,38 @@ class UserCode:
             record.addressed = True
             record.because = "DLPack gave its address to others"
 
+    # ---- results
+
+    def hand_out(self, record: Record) -> None:
+        """Let user code have what a program returns: it stays, until a program takes it as an argument. Who
+        takes its address is seen from now on."""
+        self.residency.settle(record)
+        storage = record.storage()
+        if self.observer is None or storage is None or record.addressed:
+            return
+        self.mover.is_clean(record)  # before what is known of writes is forgotten
+        with suppress(InUseError):
+            self.observer.copied(storage)
+            record.handed_out = True
+            self.handed_out[record.key] = record
+
+    def take_up(self, record: Record) -> bool:
+        """Have a result that is a program's argument move again, if nobody has its address. Return whether it
+        does."""
+        if self.mover.is_pointed(record):
+            return False
+        self.residency.unsettle(record)
+        return True
+
+    def _keep_addressed(self) -> None:
+        """Results whose address someone has stay from now on: unlike weights they may be kept for long."""
+        known, results = self.residency.records, self.handed_out
+        self.handed_out = {key: record for key, record in results.items() if known.get(key) is record}
+        for record in self.handed_out.values():
+            if self.mover.is_pointed(record):
+                self.residency.settle(record)
+                record.handed_out = False
+
     # ---- updates
 
     def lend(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -245,6 +287,7 @@ class UserCode:
     def end_step(self) -> frozenset[tuple[int, str]]:
         """What stayed in the step. An address that was asked for is taken to be forgotten."""
         if self.observer is not None:
+            self._keep_addressed()
             self.observer.forget_addresses()
         kept = frozenset(self.kept)
         self.kept.clear()

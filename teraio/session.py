@@ -32,7 +32,7 @@ from teraio.planning import Planning
 from teraio.profile import Profile
 from teraio.recording import Recording
 from teraio.remade import Remaking
-from teraio.runtime import by_name, device, engine, optimizer, saves
+from teraio.runtime import by_name, device, engine, graphs, optimizer, saves
 from teraio.runtime.back import bring_all_back
 from teraio.runtime.pace import Stats
 from teraio.runtime.signals import SIGNALS
@@ -197,6 +197,7 @@ def patch_torch() -> None:
     by_name.install()
     optimizer.install()
     saves.install()
+    graphs.install()
     if WATCH is None:
         WATCH = foreign.Watch(_foreign_program)
 

@@ -12,7 +12,8 @@ import torch
 from eager_beside import WIDTH, bare, layer, record, send_away, trained_beside
 from torch import nn
 
-from teraio.runtime import by_name, engine
+from teraio.errors import UnsupportedError
+from teraio.runtime import by_name, engine, graphs
 from teraio.runtime.records import State
 
 SIDE = 128
@@ -165,3 +166,30 @@ def test_what_dlpack_gave_to_others_stays_where_it_is(model: nn.Module) -> None:
     assert torch.equal(weight, torch.full_like(weight, 3.0))
     send_away()
     assert record(layer(model, 1).weight).state is State.AWAY, "the others go on"
+
+
+def test_a_capture_moves_nothing_and_what_it_used_stays(model: nn.Module) -> None:
+    """As of a CUDA graph, whose kernels read at the addresses of that moment."""
+    begin, end = graphs.beginning(lambda graph: "begun"), graphs.ending(lambda graph: "ended")
+    used, read, other = (layer(model, number).weight for number in range(3))
+    compiled: Any = torch.compile(
+        layer(model, 0), backend="teraio", options={"inner": "eager", "memory": "64MiB"}
+    )
+    compiled(torch.ones(4, WIDTH))
+    send_away()
+    used.sum()
+    assert begin(None) == "begun"
+    used.sum()
+    with pytest.raises(RuntimeError, match=r"graph is being captured, and aten::sum reads 1\.weight"):
+        read.sum()
+    with pytest.raises(UnsupportedError, match="is captured into a CUDA graph"):
+        compiled(torch.ones(4, WIDTH))
+    with pytest.raises(RuntimeError, match=r"graph is being captured, and a pointer reads"):
+        other.data_ptr()
+    assert end(None) == "ended"
+    assert read.sum() == layer(bare(model), 1).weight.sum()
+    send_away()
+    assert record(used).state is State.DEVICE
+    assert record(used).because == graphs.CAPTURED
+    assert record(read).state is State.AWAY, "the others go on"
+    assert torch.equal(compiled(torch.ones(4, WIDTH)), layer(bare(model), 0)(torch.ones(4, WIDTH)))

@@ -164,7 +164,9 @@ def test_a_step_that_never_ends_is_none() -> None:
         registry=SimpleNamespace(forget_names=lambda: None),
         gradients=SimpleNamespace(enter=lambda program: None),
         expect=lambda: None,
-        user=SimpleNamespace(outside=SimpleNamespace(ends=lambda: None, keeps=lambda: None)),
+        user=SimpleNamespace(
+            outside=SimpleNamespace(ends=lambda: None, keeps=lambda: None), end_step=frozenset
+        ),
     )
     for _ in range(2 * engine.CALLS_MAX + 10):
         engine.Engine._enter(loop, A, ())  # type: ignore[arg-type]

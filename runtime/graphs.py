@@ -1,0 +1,116 @@
+"""Graphs that the user captures of a CUDA stream: their kernels read at the addresses of that moment.
+
+capture begins    nothing is moved until it ends: reading what is evicted is an error that says so
+capture ends      what was used meanwhile is never evicted again
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from teraio.errors import EvictedError, UnsupportedError
+from teraio.units import fmt_bytes
+
+from . import engine as _engine
+from .records import State
+from .residency import Residency
+from .user_code import UserCode
+
+log = logging.getLogger("teraio")
+
+Function = Callable[..., Any]
+
+CAPTURED = "a CUDA graph has its address"
+
+
+def install() -> None:
+    graph = torch.cuda.CUDAGraph
+    if not hasattr(graph.capture_begin, "teraio_captures"):
+        for name, wrap in (("capture_begin", beginning), ("capture_end", ending)):
+            setattr(graph, name, wrap(getattr(graph, name)))
+
+
+def beginning(function: Function) -> Function:
+    """Return a `capture_begin` after which nothing is moved."""
+
+    @functools.wraps(function)
+    def begins(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = _engine.here()
+        if engine is None or engine.user.observer is None:
+            return function(graph, *args, **kwargs)
+        with engine.turn:
+            _end_moves(engine.user.residency)
+        result = function(graph, *args, **kwargs)
+        with engine.turn:
+            engine.user.take_touches()
+            engine.user.refuses = _refuses
+        return result
+
+    begins.teraio_captures = True  # type: ignore[attr-defined]
+    return begins
+
+
+def ending(function: Function) -> Function:
+    """Return a `capture_end` after which what was used in the capture stays."""
+
+    @functools.wraps(function)
+    def ends(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = _engine.here()
+        try:
+            return function(graph, *args, **kwargs)
+        finally:
+            if engine is not None and engine.user.refuses is _refuses:
+                engine.user.refuses = None
+                with engine.turn:
+                    _stay(engine.user)
+
+    return ends
+
+
+def _refuses(place: str, reads: Sequence[str] | None) -> None:
+    """Refuse to read, or to run a program, in a capture."""
+    if reads is None:
+        raise UnsupportedError(
+            f"{place} is captured into a CUDA graph, and moves tensors while it runs: a graph would repeat "
+            f"the kernels, and not the moves. Leave what teraio compiles out of the capture"
+        )
+    raise EvictedError(
+        f"a CUDA graph is being captured, and {place} reads {', '.join(reads)}, evicted: nothing can be "
+        f"moved in a capture. Capture inside `with teraio.resident(...)`, given these tensors: they stay "
+        f"from then on"
+    )
+
+
+def _end_moves(residency: Residency) -> None:
+    """Have nothing in flight: what is captured may not wait for a copy that is not."""
+    for record in list(residency.records.values()):
+        if record.state is State.LEAVING:
+            residency.mover.undo_evict(record)
+        elif record.state is State.ARRIVING:
+            residency.mover.end_fetch(record)
+
+
+def _stay(user: UserCode) -> None:
+    """What was used in the capture, by operators or through addresses, is never evicted again."""
+    observer, records = user.observer, user.residency.records
+    assert observer is not None
+    used = {key for key in observer.touched() if key in records}
+    used |= {key for key in user.residency.reachable if observer.pointed(key)}
+    used |= {record.key for record in user.handed_out.values() if observer.pointed(record.key)}
+    known = [record for key in used if (record := records.get(key)) is not None]
+    found = [r for r in known if (r.evictable or r.handed_out) and r.state is State.DEVICE]
+    for record in found:
+        user.residency.settle(record)
+        record.addressed, record.because = True, CAPTURED
+    if found:
+        size_bytes = sum(record.size_bytes for record in found)
+        log.warning(
+            "teraio: %d tensors (%s) stay in memory from now on: a CUDA graph has their addresses",
+            len(found),
+            fmt_bytes(size_bytes, up=True),
+        )
