@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fetched import fetched
 from host_loops import LOOPS, MIB, ON_DEVICE, Training, adamw
 from ram_device import Late, Ram, RamDevice
 from torch import nn
@@ -67,8 +68,10 @@ def test_numbers_are_those_of_the_fused_kernels(
     name: str, beside: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     steps = beside()
-    with caplog.at_level(logging.WARNING, "teraio"):
+    with caplog.at_level(logging.WARNING, "teraio"), fetched() as found:
         assert same(LOOPS[name]().run(), plain(name))
+    late = [place for place, kind in found if kind == "weight" and place.startswith("aten::_foreach")]
+    assert not late, "an update waits for what it is lent"
     assert bool(steps) == (name not in ON_DEVICE)
     said = [record.getMessage() for record in caplog.records if "steps on the device" in record.getMessage()]
     reason = ON_DEVICE.get(name, "")

@@ -143,6 +143,7 @@ def test_a_weight_of_two_programs_gets_both_gradients_of_every_batch(saves: str)
     result = shared_weights()[saves]
     assert isinstance(result, dict), f"its process ended: {result}"
     assert result["same"]
+    assert result["added"] == 0, "a gradient left that autograd added to at once"
     assert result["counts"]["evictions"] > 50, "little moved: the test shows little"
 
 
@@ -151,7 +152,7 @@ def test_a_forward_is_open_until_its_own_backward_has_run() -> None:
     assert done.returncode == 0, f"exit {done.returncode}: {done.stdout} {done.stderr[-3000:]}"
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == 3
-    assert all(result["same"] for result in found), found
+    assert all(result["same"] and result["added"] == 0 for result in found), found
 
 
 def test_a_group_without_parameters_is_stepped_too() -> None:

@@ -1,0 +1,26 @@
+"""What operators out of programs have waited for. Mostly the engine knows what comes, and has it there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from teraio.runtime.records import Record, State
+from teraio.runtime.user_code import UserCode
+
+FETCH = UserCode._fetch
+
+
+@contextmanager
+def fetched() -> Iterator[Counter[tuple[str, str]]]:
+    """How many tensors were fetched in the block, by operator and kind of tensor."""
+    found: Counter[tuple[str, str]] = Counter()
+
+    def fetch(user: UserCode, records: Sequence[Record], live_bytes: int, place: str) -> None:
+        found.update((place, record.kind) for record in records if record.state is State.AWAY)
+        FETCH(user, records, live_bytes, place)
+
+    with patch.object(UserCode, "_fetch", fetch):
+        yield found
