@@ -1,4 +1,4 @@
-"""What is away comes back, whatever the budget is: before user code that nobody sees read, and at the end."""
+"""Fetches of all that is evicted, whatever the budget: before user code that nobody sees, and at the end."""
 
 from __future__ import annotations
 

@@ -152,9 +152,7 @@ def _makes_a_graph(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _evictable(engine: _engine.Engine, values: Iterable[Any]) -> list[Record]:
-    known = engine.residency.records
-    keys = (_key(value) for value in values)
-    return [record for key in keys if (record := known.get(key)) is not None and record.evictable]
+    return [record for record in engine.residency.known(map(_key, values)) if record.evictable]
 
 
 def _key(value: Any) -> int:

@@ -162,7 +162,7 @@ class CudaDevice(CudaMemory):
     def drop(self, storage: Any, unwritten: bool = True) -> None:
         self.user_code_runs()  # on any stream: it may read there still
         if self.observer is None:
-            self.resize(storage, 0)
+            super().drop(storage, unwritten)
             return
         block = self.observer.block(storage)
         self.observer.leave(storage, unwritten, block)

@@ -302,11 +302,6 @@ class CpuDevice(Ordered):
         self.freed = _native.spare()
         self.observer = observer()
 
-    def resize(self, storage: Any, size_bytes: int) -> None:
-        if size_bytes:
-            spare.own(storage)
-        storage.resize_(size_bytes)
-
     def capacity_bytes(self) -> int:
         return memory.read().capacity_bytes
 

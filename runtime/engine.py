@@ -289,23 +289,20 @@ class Engine:
     def resize(self, budget_bytes: int | None) -> None:
         """Another budget, None for the smallest that the kernels let it be; what is too much leaves now.
         BudgetError if what is known to be needed at once does not fit. Plans for another budget are hints."""
-        with self.turn:
-            self._resize(budget_bytes)
-
-    def _resize(self, budget_bytes: int | None) -> None:
         residency = self.residency
-        before, elastic = residency.budget_bytes, residency.elastic
-        residency.elastic = budget_bytes is None
-        residency.budget_bytes = residency.reserve_bytes if budget_bytes is None else budget_bytes
-        if residency.lacks(residency.largest):
-            try:
-                residency.give(residency.largest)
-            except TeraioError:
-                residency.budget_bytes, residency.elastic = before, elastic
-                raise
-        residency.serial += 1
-        residency.free(0, None, self.user.stays)
-        residency.keep_freed()
+        with self.turn:
+            before, elastic = residency.budget_bytes, residency.elastic
+            residency.elastic = budget_bytes is None
+            residency.budget_bytes = residency.reserve_bytes if budget_bytes is None else budget_bytes
+            if residency.lacks(residency.largest):
+                try:
+                    residency.give(residency.largest)
+                except TeraioError:
+                    residency.budget_bytes, residency.elastic = before, elastic
+                    raise
+            residency.serial += 1
+            residency.free(0, None, self.user.stays)
+            residency.keep_freed()
 
     def record(self, recorder: Recorder) -> None:
         """From now on it is told what happens. Engines without one have no trace of it in their slots."""
@@ -328,16 +325,13 @@ class Engine:
     def shut_down(self) -> None:
         """Everything that is away comes back, budget or not, and the store is given up."""
         with self.turn:
-            self._shut_down()
-
-    def _shut_down(self) -> None:
-        if self.tracker.stepped is not None:
-            self.end_step()
-        bring_all_back(self.residency, self.user.stays)
-        self.mover.device.keep_within(0)
-        self.mover.store.close()
-        if self.residency.torn is not None and not self.residency.torn_is_known:
-            raise self.residency.torn
+            if self.tracker.stepped is not None:
+                self.end_step()
+            bring_all_back(self.residency, self.user.stays)
+            self.mover.device.keep_within(0)
+            self.mover.store.close()
+            if self.residency.torn is not None and not self.residency.torn_is_known:
+                raise self.residency.torn
 
 
 ENGINE: Engine | None = None

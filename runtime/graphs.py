@@ -18,7 +18,6 @@ from teraio.units import fmt_bytes
 
 from . import engine as _engine
 from .records import State
-from .residency import Residency
 from .user_code import UserCode
 
 log = logging.getLogger("teraio")
@@ -44,7 +43,8 @@ def beginning(function: Function) -> Function:
         if engine is None or engine.user.observer is None:
             return function(graph, *args, **kwargs)
         with engine.turn:
-            _end_moves(engine.user.residency)
+            for record in list(engine.residency.records.values()):
+                engine.mover.end_move(record)  # what is captured may not wait for a copy that is not
         result = function(graph, *args, **kwargs)
         with engine.turn:
             engine.user.take_touches()
@@ -86,27 +86,16 @@ def _refuses(place: str, reads: Sequence[str] | None) -> None:
     )
 
 
-def _end_moves(residency: Residency) -> None:
-    """Have nothing in flight: what is captured may not wait for a copy that is not."""
-    for record in list(residency.records.values()):
-        if record.state is State.LEAVING:
-            residency.mover.undo_evict(record)
-        elif record.state is State.ARRIVING:
-            residency.mover.end_fetch(record)
-
-
 def _stay(user: UserCode) -> None:
-    """What was used in the capture, by operators or through addresses, is never evicted again."""
-    observer, records = user.observer, user.residency.records
+    """Keep resident for good what was used in the capture, by operators or through addresses."""
+    observer, residency = user.observer, user.residency
     assert observer is not None
-    used = {key for key in observer.touched() if key in records}
-    used |= {key for key in user.residency.reachable if observer.pointed(key)}
-    used |= {record.key for record in user.handed_out.values() if observer.pointed(record.key)}
-    known = [record for key in used if (record := records.get(key)) is not None]
+    used = set(observer.touched())
+    used.update(key for key in (*residency.reachable, *user.handed_out) if observer.pointed(key))
+    known = residency.known(used)
     found = [r for r in known if (r.evictable or r.handed_out) and r.state is State.DEVICE]
     for record in found:
-        user.residency.settle(record)
-        record.addressed, record.because = True, CAPTURED
+        residency.keep(record, CAPTURED)
     if found:
         size_bytes = sum(record.size_bytes for record in found)
         log.warning(

@@ -290,13 +290,17 @@ class Mover:
         record.pending = None
         record.state = State.DEVICE
 
-    def take_copy(self, record: Record, source: FileCopy) -> None:
-        """This file has its bytes from now on; what it had before is forgotten."""
-        assert record.evictable and not record.pins, record.name
+    def end_move(self, record: Record) -> None:
+        """Have nothing of it in flight: what was on its way out stays, what was on its way in is there."""
         if record.state is State.LEAVING:
             self.undo_evict(record)
         elif record.state is State.ARRIVING:
             self.end_fetch(record)
+
+    def take_copy(self, record: Record, source: FileCopy) -> None:
+        """This file has its bytes from now on; what it had before is forgotten."""
+        assert record.evictable and not record.pins, record.name
+        self.end_move(record)
         storage = record.storage()
         if record.state is State.DEVICE and storage is not None:
             self.device.drop(storage, unwritten=False)

@@ -123,7 +123,7 @@ int teraio_leave(void* address, void* into, bool unwritten) {
   if (unwritten && entry.flags & kWritten) return 2;
   disarm(storage);
   bytes = std::move(storage->_mutable_data_ptr_no_checks());
-  if (retired > kRetiredMost) clear_fences(everyone.read_elsewhere());
+  if (retired > kRetiredMost) clear_fences(everyone);
   const bool reads = other == nullptr && everyone.read_elsewhere();
   const bool in_place = reads && fence_in_place(storage, entry, bytes);
   if (!in_place) storage->set_data_ptr_noswap(fence(storage, entry, storage->device()));
@@ -196,7 +196,7 @@ void teraio_point(void* address) {
 void teraio_unpoint() {
   Everyone everyone;
   for (auto& [storage, entry] : entries) entry.flags &= static_cast<uint8_t>(~kPointed);
-  clear_fences(everyone.read_elsewhere());
+  clear_fences(everyone);
   everyone.forget_reads();
 }
 

@@ -49,10 +49,11 @@ bool is_gone(StorageImpl* storage) {
   return c10::raw::weak_intrusive_ptr::use_count(storage) == 0;
 }
 
-// Under `Everyone`, when a step has ended, or many were retired: gives back what nobody can have the address
-// of any more. That of a storage which may be evicted again is kept for it, without bytes. Threads that may
-// be `reading` have two steps more.
-void clear_fences(bool reading) {
+// When a step has ended, or many were retired: gives back what nobody can have the address of any more. That
+// of a storage which may be evicted again is kept for it, without bytes. Threads that may be reading have two
+// steps more.
+void clear_fences(const Everyone& everyone) {
+  const bool reading = everyone.read_elsewhere();
   read_before = std::move(read_still);
   read_still.clear();
   read_still_bytes = 0;

@@ -185,11 +185,11 @@ void look(Thread& thread, const c10::IValue& value, uint8_t does, std::vector<St
     auto flags = flags_of(entry);
     if (does != 0) flags.fetch_or(does);
     if (flags.load() & kEvicted) missing.push_back(storage);
+    if (thread.in_program > 0) return;
+    thread.reads = kReadsFor + 1;
+    if (!tensor->device().is_cpu()) note_stream(thread, tensor->device());
     const uint32_t now = stretch.load(std::memory_order_relaxed);
-    if (thread.in_program == 0) thread.reads = kReadsFor + 1;
-    if (thread.in_program == 0 && !tensor->device().is_cpu()) note_stream(thread, tensor->device());
-    if (thread.in_program == 0 && std::atomic_ref<uint32_t>(entry.touched).exchange(now) != now)
-      thread.touched.push_back(storage);
+    if (std::atomic_ref<uint32_t>(entry.touched).exchange(now) != now) thread.touched.push_back(storage);
   } else if (value.isList()) {
     for (const c10::IValue& each : value.toListRef()) look(thread, each, does, missing);
   }

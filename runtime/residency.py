@@ -98,6 +98,10 @@ class Residency:
         record = self.records.get(key)
         return record if record is not None and record.evictable else None
 
+    def known(self, keys: Iterable[int]) -> list[Record]:
+        """Return the records of these storages, of those that have one."""
+        return [record for key in keys if (record := self.records.get(key)) is not None]
+
     def settle(self, record: Record) -> None:
         """From now on it is someone else's: it counts, and never moves."""
         if record.evictable:
@@ -106,7 +110,7 @@ class Residency:
             self.reachable.pop(record.key, None)
 
     def unsettle(self, record: Record) -> None:
-        """It is ours again: it may move. Not if others have its address."""
+        """Have it move again, unless others have its address."""
         if record.addressed:
             return
         if not record.evictable:
@@ -114,10 +118,14 @@ class Residency:
             self.fixed_bytes -= record.size_bytes
         self.reachable[record.key] = record
 
-    def resized(self, record: Record, size_bytes: int) -> None:
-        """User code gave its storage another size: it stays from now on, and counts as what it is."""
+    def keep(self, record: Record, because: str) -> None:
+        """Have it never move again, whatever becomes of it."""
         self.settle(record)
-        record.addressed, record.because = True, "your code gave its storage another size"
+        record.addressed, record.because = True, because
+
+    def resized(self, record: Record, size_bytes: int) -> None:
+        """Keep what user code gave another size, and count it as what it is."""
+        self.keep(record, "your code gave its storage another size")
         self.mover.leaves(record)
         self.fixed_bytes += size_bytes - record.size_bytes
         record.size_bytes = size_bytes
@@ -211,8 +219,8 @@ class Residency:
             return
         if failure is not None:
             raise failure
-        used = (r.size_bytes for key in self.refused if (r := self.records.get(key)) is not None)
-        self.give(Need(self.mover.resident_bytes, extra_bytes, kernel), sum(used))
+        used_bytes = sum(record.size_bytes for record in self.known(self.refused))
+        self.give(Need(self.mover.resident_bytes, extra_bytes, kernel), used_bytes)
 
     def free(
         self, extra_bytes: int, tick: float | None, stays: Callable[[Record], bool] | None = None

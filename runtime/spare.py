@@ -53,9 +53,6 @@ def _install() -> str:
     library.teraio_install.restype = ctypes.c_bool
     if not library.teraio_install(*map(ctypes.c_void_p, _native.spare_functions())):
         return "" if _is_asked() else OTHER
-    global OWN
-    OWN = library.teraio_own
-    OWN.argtypes = [ctypes.c_void_p]
     return ""
 
 
@@ -63,12 +60,3 @@ def _is_asked() -> bool:
     """Whether another allocator, as one that counts, takes its memory from ours."""
     block = torch.empty(2**20, dtype=torch.uint8)
     return _native.spare().holds(block.data_ptr())
-
-
-OWN: ctypes._NamedFuncPointer | None = None
-
-
-def own(storage: torch.UntypedStorage) -> None:
-    """The bytes that it gets from now on are ours, whoever's it had before."""
-    if OWN is not None:
-        OWN(storage._cdata)

@@ -1,7 +1,6 @@
 // torch's allocator of CPU tensors, over two functions that it is given: built against the torch that is
 // there, once, because its classes differ from version to version.
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/StorageImpl.h>
 
 #include <cstdint>
 #include <cstring>
@@ -35,9 +34,5 @@ bool teraio_install(Take take, Give give) {
   give_block = give;
   c10::SetCPUAllocator(&allocator, 50);
   return c10::GetCPUAllocator() == &allocator;
-}
-// A storage that was made before takes its next bytes from there too.
-void teraio_own(void* storage) {
-  static_cast<c10::StorageImpl*>(storage)->set_allocator(c10::GetCPUAllocator());
 }
 }

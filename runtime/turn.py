@@ -1,4 +1,4 @@
-"""Whose turn it is: one thread at a time works in the engine, the others wait for it without the GIL."""
+"""The lock of the engine: one thread at a time works in it, the others wait without the GIL."""
 
 from __future__ import annotations
 

@@ -123,16 +123,13 @@ class UserCode:
     def fetch_for(self, keys: Sequence[int], place: str) -> None:
         """Make these storages resident for who is about to read them, in any thread."""
         if self.refuses is not None:
-            self.refuses(place, self.names_of(keys))
+            self.refuses(place, [record.name for record in self.residency.known(keys)])
         if self.turn.is_ours:
             self.serve_amid(keys, place)
             return
         with self.turn:
             self.before_fetch()
             self.serve(keys, place)
-
-    def names_of(self, keys: Sequence[int]) -> list[str]:
-        return [record.name for key in keys if (record := self.residency.records.get(key)) is not None]
 
     def lost(self, error: BaseException) -> None:
         """Someone found NaN for what could not be fetched: no further step is taken."""
@@ -144,17 +141,16 @@ class UserCode:
     def serve(self, keys: Sequence[int], place: str) -> None:
         """Evict others, but nothing that an operator uses; fetch these."""
         assert self.observer is not None
-        known = self.residency.records
-        used = [record for key in self.observer.used() if (record := known.get(key)) is not None]
+        known = self.residency.known
+        used = known(self.observer.used())
         self.take_touches()
         with pinned(used):
-            self.bring([known[key] for key in keys if key in known], 0, place)
+            self.bring(known(keys), 0, place)
 
     def serve_amid(self, keys: Sequence[int], place: str) -> None:
         """The same, in the middle of the engine's own work: a finalizer reads. Nothing is evicted for it."""
-        for key in keys:
-            record = self.residency.records.get(key)
-            if record is None or record is self.mover.moving:
+        for record in self.residency.known(keys):
+            if record is self.mover.moving:
                 continue
             if record.state is State.AWAY:
                 self.mover.begin_fetch(record, demand=True)
@@ -166,9 +162,8 @@ class UserCode:
     def take_touches(self) -> None:
         """Note in which order user code has touched tensors since this was last asked."""
         if self.observer is not None:
-            for key in self.observer.touched():
-                if (record := self.residency.records.get(key)) is not None:
-                    self.ahead.touched(record)
+            for record in self.residency.known(self.observer.touched()):
+                self.ahead.touched(record)
 
     def bring(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
         """For user code: makes these resident, over the budget if it must be."""
@@ -208,14 +203,11 @@ class UserCode:
 
     def gave_address(self, key: int) -> None:
         """Others have the address of this storage's bytes."""
-        record = self.residency.records.get(key)
-        if record is not None and record.evictable:
-            name = record.name
-            log.warning("teraio: %s stays in memory from now on: DLPack gave its address to others", name)
-            self.residency.settle(record)
-        if record is not None:
-            record.addressed = True
-            record.because = "DLPack gave its address to others"
+        because = "DLPack gave its address to others"
+        for record in self.residency.known([key]):
+            if record.evictable:
+                log.warning("teraio: %s stays in memory from now on: %s", record.name, because)
+            self.residency.keep(record, because)
 
     # ---- results
 
@@ -285,7 +277,7 @@ class UserCode:
             self.mover.recorder.overran(short)
 
     def end_step(self) -> frozenset[tuple[int, str]]:
-        """What stayed in the step. An address that was asked for is taken to be forgotten."""
+        """Return what stayed in the step. An address that was asked for is taken to be forgotten."""
         if self.observer is not None:
             self._keep_addressed()
             self.observer.forget_addresses()

@@ -247,7 +247,7 @@ def compiled(model: Generated, options: dict[str, Any]) -> Call:
 
 
 def own_bytes(model: Generated, optimizer: torch.optim.Optimizer) -> int:
-    """What the model and its optimizer have in memory now."""
+    """Return what the model and its optimizer have in memory now."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     tensors += [

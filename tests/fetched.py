@@ -1,4 +1,4 @@
-"""What operators out of programs have waited for. Mostly the engine knows what comes, and has it there."""
+"""Counts of what operators out of programs have waited for: mostly the engine has what comes there."""
 
 from __future__ import annotations
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from memory_maps import rights
 
 from teraio.runtime.device import CpuDevice
 from teraio.runtime.observer import InUseError, Observer, WrittenError
@@ -125,11 +125,6 @@ def fence_of(tensor: torch.Tensor, here: Observer) -> int:
     return address
 
 
-def is_mapped(address: int) -> bool:
-    spans = (line.split(None, 1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
-
-
 def test_a_tensor_is_fenced_where_it_was_before(tensor: torch.Tensor, here: Observer) -> None:
     first = fence_of(tensor, here)
     here.forget_addresses()
@@ -140,7 +135,7 @@ def test_a_tensor_is_fenced_where_it_was_before(tensor: torch.Tensor, here: Obse
     assert second != first, "someone has an address that leads to other bytes"
     assert ctypes.c_float.from_address(second + 4).value == 2.0
     here.forget_addresses()
-    assert not is_mapped(first)
+    assert not rights(first)
     assert fence_of(tensor, here) == second
     assert ctypes.c_float.from_address(second + 4).value == 2.0
 
@@ -173,11 +168,11 @@ def test_fences_go_with_what_they_fence(here: Observer) -> None:
     tensor = torch.arange(SIZE, dtype=torch.float32)
     here.copied(tensor.untyped_storage())
     address = fence_of(tensor, here)
-    assert is_mapped(address)
+    assert rights(address)
     here.forget(tensor.untyped_storage()._cdata, alive=False)
     del tensor
     here.forget_addresses()
-    assert not is_mapped(address)
+    assert not rights(address)
 
 
 WRITES: dict[str, Use] = {

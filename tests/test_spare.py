@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from children import ended
+from memory_maps import rights
 
 from teraio._native import Spare
 from teraio.runtime.resident import resident_bytes
@@ -113,16 +114,6 @@ def test_addresses_stay_without_pages(gathered: bool) -> None:
     assert spare.counts().mapped_bytes == before.mapped_bytes
     assert holds_only(other, 8 * MIB, 9)
     assert UNMAP(block, 8 * MIB) == 0
-
-
-def rights(address: int) -> str:
-    """What may be done where it is mapped."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, found = line.split()[:2]
-        begin, end = (int(edge, 16) for edge in span.split("-"))
-        if begin <= address < end:
-            return found
-    return ""
 
 
 def test_a_block_larger_than_any_range_gathers_their_pages() -> None:

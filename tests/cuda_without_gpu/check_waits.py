@@ -49,7 +49,7 @@ class Bench:
         return torch.empty(BYTES, dtype=torch.uint8, device="cuda").fill_(value)
 
     def forget(self) -> None:
-        """What comes next may be where these were."""
+        """Have the observer forget the storages of a scene: those of the next may be where they were."""
         assert self.device.observer is not None
         for key in self.used:
             self.device.observer.forget(key, alive=False)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from children import ended
+from memory_maps import rights
 from transfer_rig import BLOCK, Memory, Rig, open_direct
 
 from teraio import _native
@@ -253,14 +254,10 @@ def test_slabs_are_not_in_the_memory_of_a_child() -> None:
     """Or each of them would be copied as soon as one of the two processes writes to it."""
     slabs = _native.Slabs(SLAB, 4)
 
-    def mapped() -> bool:
-        spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-        return any(int(begin, 16) <= slabs.address < int(end, 16) for begin, end in spans)
-
-    assert mapped()
+    assert rights(slabs.address)
     child = os.fork()
     if child == 0:
-        os._exit(1 if mapped() else 0)
+        os._exit(1 if rights(slabs.address) else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
