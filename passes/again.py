@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .slots import Event, Launch, Signature
+from .events import Alias, Event, Launch, Make, Signature
 
 
 def of(
     signature: Signature, events: Sequence[Event], roles: Mapping[str, str]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]:
     """(slots whose kernels make it again, its nodes in the joint graph), for the storages that can be."""
-    from .slots import Alias, Launch, Make
-
     if not signature.possible:
         return {}, {}
     root: dict[str, str] = {name: name for name, _ in signature.arguments}

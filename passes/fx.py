@@ -18,8 +18,9 @@ from torch.fx.graph import _BoxedCodeGen
 from teraio.schedule import ProgramKind, Schedule
 
 from . import aot, partition, sizes, workspace
+from .events import Alias, Event, Forget, Launch, Make, Signature
 from .fx_symbols import Symbols
-from .slots import Alias, Event, Forget, Launch, Make, Signature, lay_slots, own_bytes
+from .slots import lay_slots, own_bytes
 
 SlotFunction = Callable[..., None]
 

@@ -17,7 +17,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 
 from . import sizes
-from .slots import Make
+from .events import Make
 
 UNKNOWN = 8192  # elements, where nothing at all limits a symbol; Inductor's own guess
 

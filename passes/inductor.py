@@ -36,10 +36,11 @@ from teraio.schedule import ProgramKind, Schedule
 from teraio.units import fmt_bytes, fmt_count
 
 from . import again, aot, inductor_calls, inductor_lines, inductor_partition, partition, sizes, slots
+from .events import Make, Signature
 from .inductor_calls import Program, Subprogram, subprogram
 from .inductor_lines import UnknownLine, UserStreams, storage_size
 from .inductor_options import refuse_unfit
-from .slots import Make, Place, Signature, lay_slots, own_bytes, whole_program
+from .slots import Place, lay_slots, own_bytes, whole_program
 
 log = logging.getLogger("teraio")
 

@@ -23,6 +23,7 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 
 from . import sizes
+from .events import Alias, Event, Forget, Launch, Make
 from .inductor_lines import (
     CARRIES_NOTHING,
     Reader,
@@ -34,7 +35,7 @@ from .inductor_lines import (
     is_comment,
     storage_size,
 )
-from .slots import Alias, Event, Forget, Launch, Make, own_bytes
+from .slots import own_bytes
 
 FREES = {"FreeIfNotReusedLine", "FreeLine"}
 

@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from . import sizes
-from .slots import Alias, Event, Forget, Launch, Make
+from .events import Alias, Event, Forget, Launch, Make
 
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 SYMBOL = re.compile(r"(u[0-9]+) = ")

@@ -13,7 +13,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 from torch.utils._sympy.functions import Max
 
-from .slots import Make
+from .events import Make
 
 UNLIMITED = 2**48  # a symbol whose range ends above is taken to have none
 

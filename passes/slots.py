@@ -1,12 +1,7 @@
 """Where slots go: an ordered program in, its schedule and the places of its slots out.
 
-Both inner programs (Inductor's wrapper lines, the FX graph) are first written down as the same five events;
-everything that has to be right once is decided here, once:
-
-    Make(name, bytes)      a storage appears under a name
-    Alias(new, old)        another name for the same storage
-    Forget(name)           a name goes; the storage goes with its last name
-    Launch(kernel, ...)    a kernel runs
+Both inner programs (Inductor's wrapper lines, the FX graph) are first written down as events (events.py).
+Everything that has to be right once is decided here, once.
 """
 
 from __future__ import annotations
@@ -15,60 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from teraio.schedule import MADE, READ, RETURNED, WRITE, Buffer, ProgramKind, Role, Schedule, Slot
+from teraio.schedule import MADE, READ, RETURNED, WRITE, Buffer, Role, Schedule, Slot
 
 from . import again
-
-
-@dataclass(frozen=True, slots=True)
-class Make:
-    at: int  # position of the line or node in the program
-    name: str
-    size_bytes: int  # a hint where the size depends on symbols
-    size: Any = None  # where it does: an expression that adds up with others and with numbers
-
-    @property
-    def bytes(self) -> Any:
-        return self.size_bytes if self.size is None else self.size
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    at: int
-    new: str
-    old: str
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    at: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    at: int
-    kernel: str
-    reads: frozenset[str]
-    writes: frozenset[str]
-
-
-Event = Make | Alias | Forget | Launch
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What enters and leaves a program. `saved` are the outputs (by position) that never reach the user."""
-
-    kind: ProgramKind
-    arguments: tuple[tuple[str, int], ...]  # (name, size_bytes)
-    outputs: tuple[str | None, ...]
-    saved: frozenset[int]
-    held: frozenset[str] = frozenset()  # arguments whose views the caller gets back
-    gradients: tuple[int, ...] = ()  # per output: the edge of the backward's node that it goes to, or -1
-    graph: str = ""  # of a forward: the joint graph it was cut from
-    nodes: tuple[str, ...] = ()  # per output: its node in that graph
-    possible: frozenset[str] = frozenset()  # nodes that could be made again instead of saved
+from .events import Alias, Event, Forget, Launch, Make, Signature
 
 
 @dataclass(frozen=True, slots=True)

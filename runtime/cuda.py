@@ -31,10 +31,11 @@ import torch
 from teraio import _native
 from teraio.units import fmt_bytes
 
-from . import measure
 from .cuda_memory import CudaMemory
-from .device import Host, Mark, Pending, Start, Ticket
+from .device import Host
+from .link_rates import LinkRates
 from .observer import observer
+from .pending import Mark, Pending, Start, Ticket
 from .pinned import GRAIN_BYTES, HostTier, Place
 
 log = logging.getLogger("teraio")
@@ -187,7 +188,7 @@ class CudaDevice(CudaMemory):
     def host(self, limit_bytes: int) -> HostTier:
         return HostTier(self, limit_bytes)
 
-    def host_link(self, host: Host, seconds: float, memory_bytes: int) -> measure.Link | str:
+    def host_link(self, host: Host, seconds: float, memory_bytes: int) -> LinkRates | str:
         assert isinstance(host, HostTier)
         return measure_host(self, host, seconds, memory_bytes, lambda doing: None)
 
@@ -256,7 +257,7 @@ SMALL_BYTES = 4096
 
 def measure_host(
     device: CudaDevice, tier: HostTier, seconds: float, memory_bytes: int, progress: Callable[[str], None]
-) -> measure.Link | str:
+) -> LinkRates | str:
     """The link device <-> host, or why there is none to be measured. The places go back to the tier."""
     count = 2 * LOOK_COUNT
     most = min(min(LOOK_BYTES, tier.limit_bytes) // count, (memory_bytes - SMALL_BYTES) // 2)
@@ -285,7 +286,7 @@ def _host_rates(
     places: Sequence[Place],
     storages: Sequence[torch.UntypedStorage],
     progress: Callable[[str], None],
-) -> measure.Link:
+) -> LinkRates:
     small, source, target = storages
     out = [partial(_copy, device, tier.write(place), source) for place in places[:LOOK_COUNT]]
     into = [partial(_copy, device, tier.read(place), target) for place in places[LOOK_COUNT:]]
@@ -313,7 +314,7 @@ def _host_rates(
             device.drain()
         latencies.append((time.monotonic_ns() - begun) // 16)
     torch.cuda.synchronize(device.device)
-    return measure.Link("host", evict, fetch, both, both, *latencies)
+    return LinkRates("host", evict, fetch, both, both, *latencies)
 
 
 def _copy(device: CudaDevice, start: Start, storage: torch.UntypedStorage) -> Ticket:

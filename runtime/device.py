@@ -24,42 +24,19 @@ tickets are so.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
-from ctypes import addressof, c_char
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from teraio import _native
 
-from . import memory, resident, spare
 from .clock import Clock, HostClock
 from .counts import Counts, Uncounted
-from .observer import Observer, observer
-from .pending import Mark, Pending, Start, StreamTicket, Ticket
-
-if TYPE_CHECKING:
-    from . import measure
-
-__all__ = [
-    "CpuDevice",
-    "Device",
-    "Host",
-    "Mark",
-    "Ordered",
-    "Pending",
-    "Scratch",
-    "Start",
-    "StreamTicket",
-    "Ticket",
-    "available_bytes",
-    "current",
-    "same",
-]
-
-CPU_MARGIN_PERCENT = 10  # of RAM: libraries, the interpreter and the page tables are not in the ledger
+from .link_rates import LinkRates
+from .observer import Observer
+from .pending import Mark, Pending, Start, Ticket
 
 
 @dataclass(slots=True)
@@ -140,7 +117,7 @@ class Device(Counts, Clock, Protocol):
         """Copies in host memory, of so many bytes in all; None where tensors are in it already."""
         ...
 
-    def host_link(self, host: Host, seconds: float, memory_bytes: int) -> measure.Link | str:
+    def host_link(self, host: Host, seconds: float, memory_bytes: int) -> LinkRates | str:
         """What it carries, measured with so much of the device's memory, or why there is none after all."""
         ...
 
@@ -209,7 +186,7 @@ class Ordered(Uncounted, HostClock):
     def host(self, limit_bytes: int) -> Host | None:
         return None
 
-    def host_link(self, host: Host, seconds: float, memory_bytes: int) -> measure.Link | str:
+    def host_link(self, host: Host, seconds: float, memory_bytes: int) -> LinkRates | str:
         return f"a {type(self).__name__} has none"
 
     def mark(self) -> Mark:
@@ -290,70 +267,6 @@ class Ordered(Uncounted, HostClock):
             self.compute_waits(event)
 
 
-class CpuDevice(Ordered):
-    """RAM. Kernels run when they are called and tickets end with the bytes in place: nothing to order."""
-
-    kind = "cpu"
-    copier = None
-
-    def __init__(self) -> None:
-        self.spares = not spare.install()
-        self.sees_pages = not self.spares
-        self.freed = _native.spare()
-        self.observer = observer()
-
-    def capacity_bytes(self) -> int:
-        return memory.read().capacity_bytes
-
-    def available_bytes(self) -> int:
-        return available_bytes()
-
-    def default_budget_bytes(self) -> int:
-        return self.available_bytes() * (100 - CPU_MARGIN_PERCENT) // 100
-
-    def used_bytes(self) -> int:
-        return self.freed.counts().used_bytes if self.spares else resident.resident_bytes()
-
-    def peak_bytes(self) -> int:
-        return self.freed.counts().peak_bytes if self.spares else resident.peak_bytes()
-
-    def reset_peak(self) -> None:
-        if self.spares:
-            self.freed.reset_peak()
-        else:
-            resident.reset_peak()
-
-    def keep_within(self, size_bytes: int) -> None:
-        self.freed.keep_within(max(0, size_bytes))
-
-    def step_ended(self) -> None:
-        self.freed.end_stretch()
-
-    def is_foreign(self, storage: Any) -> bool:
-        """Made before ours was there; small blocks are malloc's, and not asked for."""
-        return (
-            self.spares
-            and storage.nbytes() >= _native.Spare.LEAST
-            and not self.freed.holds(storage.data_ptr())
-        )
-
-    def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
-        return _native.Slabs(slab_bytes, count)
-
-    def scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
-        memory = mmap.mmap(-1, most_bytes)
-
-        def fill(data: bytes) -> None:
-            memory[: len(data)] = data
-
-        return Scratch(addressof(c_char.from_buffer(memory)), most_bytes, fill, memory.close)
-
-
-def available_bytes() -> int:
-    """The smaller of the control group's limit and available memory."""
-    return memory.read().obtainable_bytes
-
-
 def same(one: torch.device, other: torch.device) -> bool:
     """Return whether both have the same memory. RAM is the same by whatever index; `cuda` without an index is
     the current GPU."""
@@ -362,15 +275,3 @@ def same(one: torch.device, other: torch.device) -> bool:
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
-
-
-def current(on: str | torch.device | None = None) -> Device:
-    """The device of this process: `cuda` where one works, else `cpu`; or the one asked for."""
-    asked = None if on is None else torch.device(on)
-    if asked is None or asked.type != "cpu":
-        from . import cuda
-
-        if cuda.reason_without() is None:
-            return cuda.CudaDevice(None if asked is None else asked.index)
-        assert asked is None, f"asked for {asked}: {cuda.reason_without()}"
-    return CpuDevice()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,10 @@ from . import gradients as _gradients
 from .back import bring_all_back
 from .calm import Calm
 from .device import Device, Host
-from .follow import Follower, Here, table_of
-from .host_step import HostStep
+from .follow import Follower, Here
 from .moves import Mover
 from .pace import Pace, Stats
+from .plan_table import table_of
 from .programs import Program
 from .recorder import Recorder
 from .records import DEVICE, Record
@@ -72,7 +72,6 @@ class Engine:
         self.stuck = self.registry.stuck
         self.unseen = Unseen(self.residency, device, self.user.overrun)
         self.follower = Follower(self.residency, self.mover)
-        self.host_step: HostStep | None = None  # optimizers step there what has its states there
         self.optimizers: set[int] = set()  # numbers of those that have stepped in this step
         self.calm = Calm(self.residency, self.tracker, self.registry.register)
         self.user.before_fetch = self.calm.ends
@@ -249,9 +248,6 @@ class Engine:
         self.expect()
         if recorder is not None:
             recorder.begins_here()
-
-    def steps_on_host(self, kernels: Collection[str] | None = None) -> None:  # these buckets, or all
-        self.host_step = HostStep(self.residency, self.user, kernels)
 
     def install(self, plan: Plan, order: tuple[str, ...] = ()) -> None:
         """For the step that was last, or that has these programs."""

@@ -11,7 +11,8 @@ from typing import Any
 from teraio.errors import StoreError
 
 from . import engine as _engine
-from .follow import EVICT, FETCH, FREE, Here
+from .follow import Here
+from .plan_table import EVICT, FETCH, FREE
 from .programs import Program
 from .records import Record, State
 

@@ -4,13 +4,12 @@ or a state."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 
-if TYPE_CHECKING:
-    from .records import Record
+from .records import Record
 
 
 class Faces:

@@ -44,7 +44,7 @@ from teraio.errors import (
     UnsupportedError,
 )
 
-from .device import Mark, Start
+from .pending import Mark, Start
 
 BLOCK = 4096  # offset, size and device address: else cuFile goes through a bounce buffer
 SLAB_BYTES, SLABS = 16 * 2**20, 4

@@ -17,11 +17,13 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import _unsafe_preserve_version_counter
 
+from .engine import Engine
 from .records import HOST, Record, State
 from .residency import Residency
 from .user_code import UserCode
@@ -51,6 +53,16 @@ def reason_against(optimizer: torch.optim.Optimizer) -> str | None:
             ):
                 return f"{name} is a tensor"
     return None
+
+
+def begin(engine: Engine, kernels: Collection[str] | None = None) -> None:
+    """Step these buckets of the engine's optimizers on the host from now on. None: all buckets."""
+    _STEPS[engine] = HostStep(engine.residency, engine.user, kernels)
+
+
+def of(engine: Engine) -> HostStep | None:
+    """Return what steps this engine's optimizers on the host, if something does."""
+    return _STEPS.get(engine)
 
 
 class HostStep:
@@ -324,3 +336,6 @@ def _plain(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 def _parts(value: Any) -> list[Any]:
     return [*value] if isinstance(value, list | tuple) else [value]
+
+
+_STEPS: WeakKeyDictionary[Engine, HostStep] = WeakKeyDictionary()

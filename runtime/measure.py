@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,9 @@ from teraio import _native
 from teraio.errors import StoreError
 from teraio.units import fmt_rate
 
-from .device import CpuDevice, Device, Scratch
+from .cpu import CpuDevice
+from .device import Device, Scratch
+from .link_rates import LinkRates
 from .store_slabs import LANES, SLAB_BYTES
 
 MIB = 2**20
@@ -31,7 +33,6 @@ DEADLINE_S = 10.0  # a drive that takes longer for one block is no store
 POLL_S = 0.0005
 PHASE_BYTES = 2 * 2**30  # per measurement: a drive's endurance is not ours to spend
 SLOWEST_BYTES_PER_S = 4 * 10**6  # below this even a look takes longer than a person waits
-SHARE_THRESHOLD = 0.85  # both at once carry less of the sum than this: they share (noise is about 10 %)
 
 MEMORY_BYTES = 128 * MIB  # where tensors are: for both directions together
 MEMORY_PARTS = 8  # of a budget, at most one for that
@@ -41,51 +42,10 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """One pair of tiers, both ways. `both_*`: with evictions and fetches running at once."""
-
-    tier: str
-    evict_bytes_per_s: int
-    fetch_bytes_per_s: int
-    both_evict_bytes_per_s: int
-    both_fetch_bytes_per_s: int
-    evict_latency_ns: int
-    fetch_latency_ns: int
-
-    @property
-    def together_bytes_per_s(self) -> int:
-        return self.both_evict_bytes_per_s + self.both_fetch_bytes_per_s
-
-    @property
-    def shares(self) -> bool:
-        """Whether the two directions take from each other, clearly."""
-        return self.together_bytes_per_s < SHARE_THRESHOLD * (self.evict_bytes_per_s + self.fetch_bytes_per_s)
-
-    @property
-    def shared_bytes_per_s(self) -> int:
-        """What they have in common: never less than one of them carries alone."""
-        return max(self.together_bytes_per_s, self.evict_bytes_per_s, self.fetch_bytes_per_s)
-
-
-def joined(links: Sequence[Link]) -> Link:
-    """Drives that every tensor is striped over: they carry what they carry together, and the slowest ends
-    it."""
-    return Link(
-        links[0].tier,
-        sum(link.evict_bytes_per_s for link in links),
-        sum(link.fetch_bytes_per_s for link in links),
-        sum(link.both_evict_bytes_per_s for link in links),
-        sum(link.both_fetch_bytes_per_s for link in links),
-        max(link.evict_latency_ns for link in links),
-        max(link.fetch_latency_ns for link in links),
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
     """A store's link, and what was met on the way."""
 
-    link: Link
+    link: LinkRates
     page_bytes: int  # of the slabs, in effect
     direct: bool  # O_DIRECT was taken by open and by every operation
     cpu_ns_per_gb: int  # this process's CPU time per 10**9 bytes moved, checksums included
@@ -294,7 +254,7 @@ def _prepare(bench: Bench, folder: Path, seconds: float, limit_bytes: int, progr
     bench.lay_out(block, max(min(limit_bytes, int(probe * seconds)) // block, 2 * AHEAD), seconds)
 
 
-def _rates(bench: Bench, seconds: float, progress: Progress) -> Link:
+def _rates(bench: Bench, seconds: float, progress: Progress) -> LinkRates:
     progress("measuring the drive: evicting")
     evict, _ = bench.rates(seconds, evict=True, fetch=False)
     progress("measuring the drive: fetching")
@@ -303,7 +263,7 @@ def _rates(bench: Bench, seconds: float, progress: Progress) -> Link:
     both_evict, both_fetch = bench.rates(seconds, evict=True, fetch=True)
     progress("measuring the drive: latency")
     evict_ns, fetch_ns = bench.latency_ns(bench.evict), bench.latency_ns(bench.fetch)
-    return Link("ssd", evict, fetch, both_evict, both_fetch, evict_ns, fetch_ns)
+    return LinkRates("ssd", evict, fetch, both_evict, both_fetch, evict_ns, fetch_ns)
 
 
 def _room_bytes(folder: Path) -> int:

@@ -13,8 +13,9 @@ import torch
 
 from teraio.errors import StoreError
 
-from .device import Device, Host, Mark, Pending, Start, Ticket
+from .device import Device, Host
 from .observer import InUseError, NotEvicted
+from .pending import Mark, Pending, Start, Ticket
 from .recorder import Recorder
 from .records import HOST, SSD, Record, State
 from .store import Store

@@ -14,6 +14,7 @@ from torch._C import DisableTorchFunctionSubclass
 from teraio.errors import TeraioError, TornStepError
 from teraio.schedule import READ, WRITE, Buffer, Schedule, Slot
 
+from . import host_step
 from .engine import Engine
 from .programs import Program
 from .records import Record
@@ -51,7 +52,7 @@ class OptimizerCall:
         self.closure = False  # it is yet to make gradients
         self.whole = False  # all at once: the user's hooks on the step have everything plain, too
         self.on_host: set[int] = set()  # buckets that are stepped there
-        host, reason = engine.host_step, "its step has a closure" if closure else None
+        host, reason = host_step.of(engine), "its step has a closure" if closure else None
         self.host = host if host is not None and host.takes(optimizer, reason) else None
 
     # ---- the step's code goes through the groups

@@ -14,21 +14,31 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from teraio import _native
 from teraio.units import fmt_bytes
 
-from .device import Mark, Start
-
-if TYPE_CHECKING:
-    from .cuda import CudaDevice
+from .pending import Mark, Start
 
 SEGMENT_BYTES = 2**30  # pinned memory grows by this much at a time, or by what one tensor needs
 GRAIN_BYTES = 64 * 1024  # of places in pinned memory, so that equal sizes with small differences share them
 PIECE_BYTES = 16 * 2**20  # a third of a millisecond of a link that carries 50 GB/s
+
+
+class CopyStreams(Protocol):
+    """A GPU with streams for copies, one per way."""
+
+    copier: _native.CudaCopier
+    evict_stream: torch.cuda.Stream
+    fetch_stream: torch.cuda.Stream
+    demand_stream: torch.cuda.Stream  # before what the fetch stream has queued
+
+    def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
+        """Return pinned memory."""
+        ...
 
 
 class CopyTicket:
@@ -60,7 +70,7 @@ class HostTier:
     waits for a mark on the compute stream, which has waited for that fetch.
     """
 
-    def __init__(self, device: CudaDevice, limit_bytes: int) -> None:
+    def __init__(self, device: CopyStreams, limit_bytes: int) -> None:
         self.device = device
         self.limit_bytes = limit_bytes
         self.pinned_bytes = 0

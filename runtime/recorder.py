@@ -15,20 +15,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from teraio.timeline import ENTRIES_MAX, Counter, Span, Stall, Timeline
 
 from .records import Record, State
 
-if TYPE_CHECKING:
-    from .programs import Program
-
 DEVICE = "device"
 NOT_WAITED_NS = 10_000  # what it takes to ask for a transfer that has long ended
 QUEUED_PARTS = 4  # a transfer that stood in a queue for more than a quarter of its time was held up by others
 
-Visit = Callable[["Program", int, Sequence[Any], "int | None"], None]
+
+class Slotted(Protocol):
+    """What a recorder asks of a program."""
+
+    stops: Sequence[Any]  # by slot; `kernel`: the one after it
+
+    def live_bytes(self, index: int, measured: int | None) -> int:
+        """Return what the kernel after this slot takes."""
+        ...
+
+
+Visit = Callable[[Any, int, Sequence[Any], int | None], None]
 
 
 @dataclass(slots=True)
@@ -91,7 +99,7 @@ class Recorder:
     def around(self, visit: Visit) -> Visit:
         """The engine's `visit`, seen from both sides."""
 
-        def watched(program: Program, index: int, tensors: Sequence[Any], live_bytes: int | None) -> None:
+        def watched(program: Slotted, index: int, tensors: Sequence[Any], live_bytes: int | None) -> None:
             workspace_bytes = program.live_bytes(index, live_bytes)
             self.slot_begins(workspace_bytes)
             try:

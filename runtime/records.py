@@ -14,7 +14,7 @@ from weakref import ReferenceType
 
 import torch
 
-from .device import Pending
+from .pending import Pending
 from .store import Extent
 from .weight_files import FileCopy
 

@@ -11,17 +11,15 @@ from the second time on that inference is the beginning of the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from teraio.plan import Evict, Plan, Predicted
 from teraio.schedule import Call, Step
 
 from .clock import Clock, HostClock
+from .plan_table import Table
+from .programs import Program
 from .records import HOST
-
-if TYPE_CHECKING:
-    from .follow import Table
-    from .programs import Program
 
 EXPECTATIONS_MAX = 8
 

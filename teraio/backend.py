@@ -215,5 +215,7 @@ def _label(labels: tuple[str, ...]) -> int:
 
 # `torch.compile` imports this module when it is called, which is before Dynamo traces the model.
 if versions.tested(torch.__version__):
-    unreached.install()  # its hook runs before the runtime's: it may open the engine that those ask for
+    unreached.install(
+        backend
+    )  # its hook runs before the runtime's: it may open the engine that those ask for
     patch_torch()

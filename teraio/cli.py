@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     whole.add_argument("--version", action="version", version=f"teraio {__version__}")
+    whole.set_defaults(whole=whole)
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
     for name, module, told in COMMANDS:
         command = commands.add_parser(name, help=told, formatter_class=argparse.RawDescriptionHelpFormatter)

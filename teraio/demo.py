@@ -139,9 +139,9 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
 
     from teraio import session
     from teraio.demo_model import Llama, Shape
-    from teraio.runtime import device, resident
+    from teraio.runtime import cpu, resident
 
-    here = device.CpuDevice()
+    here = cpu.CpuDevice()
     here.keep_within(here.capacity_bytes())  # plainly: what is freed may stay, as it does with malloc
     # One compute thread: with two, plain differs from plain in the last bit (sums by atomics).
     torch.set_num_threads(1)

@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING
 from teraio import findings
 from teraio.errors import StoreError
 from teraio.findings import Finding, Verdict
-from teraio.machine import Link, Machine, Tier
+from teraio.machine import Machine
+from teraio.measured_machine import machine_of
 from teraio.progress import stage, tell
 from teraio.units import fmt_ns, fmt_rate
 
 if TYPE_CHECKING:
-    from teraio.runtime import device, measure
+    from teraio.runtime import device
+    from teraio.runtime.link_rates import LinkRates
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CHURN_BYTES = 128 * 2**20
@@ -40,7 +42,7 @@ class Report:
     """What was found. `links`: one entry per pair of tiers that was measured."""
 
     findings: tuple[Finding, ...]
-    links: tuple[measure.Link, ...]
+    links: tuple[LinkRates, ...]
     machine: Machine | None
 
     @property
@@ -72,7 +74,7 @@ class Report:
         return json.dumps({"exit_code": self.exit_code, "findings": found, "links": links}, sort_keys=True)
 
 
-def _link_text(link: measure.Link) -> list[str]:
+def _link_text(link: LinkRates) -> list[str]:
     rows = (
         (
             "evict",
@@ -108,7 +110,7 @@ def run(
     """Looks at everything. `store`: the directory to measure, by default the one that teraio would use;
     `seconds`: per measurement, of which there are five; `name`: what the machine file calls this machine."""
     found: list[Finding] = []
-    links: list[measure.Link] = []
+    links: list[LinkRates] = []
     if not _software(found, progress):
         return Report(tuple(found), (), None)
     used = _device(found, links, seconds, progress)
@@ -159,16 +161,16 @@ def _requirement(package: str) -> str:
 
 
 def _device(
-    found: list[Finding], links: list[measure.Link], seconds: float, progress: Progress
+    found: list[Finding], links: list[LinkRates], seconds: float, progress: Progress
 ) -> device.Device | None:
     """The device that teraio would use; None if there is one that does not work."""
-    from teraio.runtime import cuda, device, measure
+    from teraio.runtime import choose, cuda, measure
 
     progress("looking for a GPU")
     reason = cuda.reason_without()
     found.append(findings.gpu(cuda.driver_devices(), reason))
     pinned = ""
-    used = device.current("cpu")
+    used = choose.current("cpu")
     if reason is None:
         try:
             used = gpu = cuda.CudaDevice()
@@ -227,7 +229,7 @@ def churn(total_bytes: int) -> int:
 
 def _store(
     found: list[Finding],
-    links: list[measure.Link],
+    links: list[LinkRates],
     used: device.Device,
     store: Path | None,
     seconds: float,
@@ -273,34 +275,6 @@ def _store(
     found.append(findings.store_rate(link.evict_bytes_per_s, link.fetch_bytes_per_s, measured.cpu_ns_per_gb))
     links.append(link)
     return free
-
-
-def machine_of(
-    name: str,
-    links: list[measure.Link],
-    device_bytes: int,
-    ssd_bytes: int,
-    host_bytes: int | None = None,
-) -> Machine:
-    """What a planner may count on: the device, and the tiers that have a measured link. Of host memory, if
-    nothing else is said, all that can be had."""
-    from teraio.runtime import memory
-
-    capacities = {
-        "ssd": ssd_bytes,
-        "host": memory.read().obtainable_bytes if host_bytes is None else host_bytes,
-    }
-    tiers = [Tier("device", device_bytes)]
-    tiers += [Tier(link.tier, capacities[link.tier]) for link in links]
-    directed: list[Link] = []
-    shared: list[tuple[str, int]] = []
-    for link in links:
-        shares = f"device_{link.tier}" if link.shares else None
-        if shares:
-            shared.append((shares, link.shared_bytes_per_s))
-        directed.append(Link("device", link.tier, link.evict_bytes_per_s, link.evict_latency_ns, shares))
-        directed.append(Link(link.tier, "device", link.fetch_bytes_per_s, link.fetch_latency_ns, shares))
-    return Machine(name, tuple(tiers), tuple(directed), tuple(shared))
 
 
 # ---- the command

@@ -21,6 +21,7 @@ import torch
 from teraio.machine import Machine
 from teraio.plan import Fetch, Plan
 from teraio.profile import Profile, Tensor
+from teraio.runtime import host_step
 from teraio.runtime.engine import Engine
 from teraio.schedule import Step
 from teraio.units import fmt_count, fmt_ns
@@ -60,7 +61,7 @@ class HostChoice:
         order = tuple(call.schedule.identity for call in step.calls)
         if self.device_ns and order != self.left and _is_on_host(step):
             return self._goes_back(plan)
-        if not self.is_open or self.engine.host_step is None or not _optimizer_ticks(step):
+        if not self.is_open or host_step.of(self.engine) is None or not _optimizer_ticks(step):
             return False
         self.is_open = False
         buckets = self._worthwhile(profile, step, plan)
@@ -78,7 +79,7 @@ class HostChoice:
             fmt_ns(here_ns),
         )
         self.device_ns, self.left = here_ns, order
-        self.engine.steps_on_host({bucket.kernel for bucket in buckets})
+        host_step.begin(self.engine, {bucket.kernel for bucket in buckets})
         return True
 
     def _goes_back(self, plan: Plan) -> bool:
@@ -91,7 +92,7 @@ class HostChoice:
             fmt_ns(plan.predicted.step_ns),
             fmt_ns(here_ns),
         )
-        self.engine.steps_on_host(())
+        host_step.begin(self.engine, ())
         self.engine.tracker.measure_again(self.left)
         return True
 
@@ -103,8 +104,9 @@ class HostChoice:
         kinds = {tensor.name: tensor.kind for tensor in profile.tensors}
         if not any(kinds[name] == "state" for name, _ in fetched):
             return []
-        assert self.engine.host_step is not None
-        could = self.engine.host_step.could
+        there = host_step.of(self.engine)
+        assert there is not None
+        could = there.could
         buckets = self._buckets(profile, step, fetched, update_bytes_per_s())
         faster = [b for b in buckets if b.kernel in could and b.host_ns < b.moved_ns]
         room = next((tier.capacity_bytes for tier in self.machine.tiers if tier.name == "host"), 0)

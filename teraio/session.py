@@ -32,7 +32,7 @@ from teraio.planning import Planning
 from teraio.profile import Profile
 from teraio.recording import Recording
 from teraio.remade import Remaking
-from teraio.runtime import by_name, device, engine, graphs, optimizer, saves
+from teraio.runtime import by_name, choose, device, engine, graphs, host_step, optimizer, saves
 from teraio.runtime.back import bring_all_back
 from teraio.runtime.pace import Stats
 from teraio.runtime.signals import SIGNALS
@@ -61,7 +61,7 @@ class Session:
         self.steps: dict[tuple[str, ...], list[Step]] = {}
         self.begun = False
         self.names: set[str] | None = set()  # of tensors that were seen; None: no longer of interest
-        self.device = device.current(on)
+        self.device = choose.current(on)
         self.available_bytes = self.device.default_budget_bytes()
         budget = self.available_bytes
         if options.memory is not None:
@@ -77,7 +77,7 @@ class Session:
             store, self.device, budget, reserve, self.on_step, keep=options.keep, host=tiers.host
         )
         if options.optimizer_step != "device" and tiers.host is not None:
-            self.engine.steps_on_host(None if options.optimizer_step == "host" else ())
+            host_step.begin(self.engine, None if options.optimizer_step == "host" else ())
         self.recording = Recording(self.engine, options.timeline) if options.timeline else None
         self.earlier = Earlier(options, replay, self.engine, self.device.device)
         self.remaking = Remaking(replay, self.earlier.for_graph, options.recompute == "auto")

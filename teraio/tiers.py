@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch
 
-from teraio.doctor import machine_of
 from teraio.errors import UnsupportedError
 from teraio.machine import Machine
+from teraio.measured_machine import machine_of
 from teraio.options import Memory, Options
-from teraio.runtime import measure, memory
+from teraio.runtime import link_rates, measure, memory
 from teraio.runtime.device import Device
+from teraio.runtime.link_rates import LinkRates
 from teraio.runtime.store import Store
 from teraio.units import fmt_bytes
 
@@ -103,20 +104,20 @@ def host_bytes(options: Options) -> int:
 
 def drives(
     directories: Sequence[Path], device: Device, memory_bytes: int = measure.MEMORY_BYTES
-) -> tuple[measure.Link, list[int]]:
+) -> tuple[LinkRates, list[int]]:
     """All drives of a store as one link, and how fast each directory is: several on one drive divide it."""
     numbers = [os.stat(directory).st_dev for directory in directories]
     links = {
         number: _link(directory, device, memory_bytes) for number, directory in zip(numbers, directories)
     }
     rates = {n: link.evict_bytes_per_s + link.fetch_bytes_per_s for n, link in links.items()}
-    return measure.joined(list(links.values())), [max(rates[n] // numbers.count(n), 1) for n in numbers]
+    return link_rates.joined(list(links.values())), [max(rates[n] // numbers.count(n), 1) for n in numbers]
 
 
-_KNOWN: dict[tuple[Path, torch.device], measure.Link] = {}  # by directory and device: once per process
+_KNOWN: dict[tuple[Path, torch.device], LinkRates] = {}  # by directory and device: once per process
 
 
-def _link(directory: Path, device: Device, memory_bytes: int) -> measure.Link:
+def _link(directory: Path, device: Device, memory_bytes: int) -> LinkRates:
     """How fast the store is, in about half a second, with so much of the device's memory."""
     if (directory, device.device) not in _KNOWN:
         measured = measure.store_link(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -49,15 +50,16 @@ class Missing:
     options: Mapping[str, Any]  # that it was compiled with
 
 
-def install() -> None:
-    """Register the look at the first step of each optimizer, once per process."""
+def install(backend: Callable[..., Any]) -> None:
+    """Register the look at the first step of each optimizer, once per process. It looks at models that
+    `backend` compiled."""
     global _installed
     if not _installed:
         _installed = True
-        register_optimizer_step_pre_hook(torch.compiler.disable(_look))
+        register_optimizer_step_pre_hook(torch.compiler.disable(partial(_look, backend)))
 
 
-def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _look(backend: Callable[..., Any], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _seen:
         return
     _seen.add(optimizer)
@@ -70,7 +72,9 @@ def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     if session.SESSION is not None:
         session.SESSION.engine.user.outside.ends()  # what the look takes is not the user's
-    missing = [m for module, options in _compiled() if (m := _missing(module, stepped, options)) is not None]
+    missing = [
+        m for module, options in _compiled(backend) if (m := _missing(module, stepped, options)) is not None
+    ]
     if not missing:
         return
     refuse_shards(optimizer)
@@ -92,10 +96,8 @@ def _in_programs() -> set[int]:
     return {key for key, record in records.items() if record.kind == "weight"}
 
 
-def _compiled() -> Iterator[tuple[torch.nn.Module, Mapping[str, Any]]]:
-    """Yield the modules that were compiled by this backend, each with the options that it was given."""
-    from teraio import backend
-
+def _compiled(backend: Callable[..., Any]) -> Iterator[tuple[torch.nn.Module, Mapping[str, Any]]]:
+    """Yield the modules that this backend compiled, each with the options that it was given."""
     for each in gc.get_objects():
         if issubclass(type(each), OptimizedModule):
             module, called = each._orig_mod, each.dynamo_ctx
@@ -104,7 +106,7 @@ def _compiled() -> Iterator[tuple[torch.nn.Module, Mapping[str, Any]]]:
         else:
             continue
         wrapper: Any = innermost_backend(getattr(called, "callback", None))  # type: ignore[arg-type]
-        if type(wrapper) is torch._TorchCompileWrapper and wrapper.compiler_fn is backend.backend:
+        if type(wrapper) is torch._TorchCompileWrapper and wrapper.compiler_fn is backend:
             yield module, wrapper.kwargs.get("options", {})
 
 

@@ -11,7 +11,8 @@ import torch
 from unnoted import Done
 
 from teraio import backend
-from teraio.runtime.device import CpuDevice, Pending
+from teraio.runtime.cpu import CpuDevice
+from teraio.runtime.pending import Pending
 from teraio.runtime.store import Store
 
 

@@ -43,7 +43,8 @@ from teraio.passes.lifetimes import profile_of
 from teraio.plan import Plan
 from teraio.profile import Profile
 from teraio.runtime import engine
-from teraio.runtime.device import CpuDevice, Pending
+from teraio.runtime.cpu import CpuDevice
+from teraio.runtime.pending import Pending
 from teraio.runtime.records import State
 from teraio.runtime.store import Store
 from teraio.schedule import Step

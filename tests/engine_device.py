@@ -27,7 +27,7 @@ from fake_device import POISON, Event, FakeDevice, Place, Storage, Stream, World
 from for_now import folder_for_now
 
 from teraio import _native
-from teraio.runtime.device import Mark, Pending, Start
+from teraio.runtime.pending import Mark, Pending, Start
 from teraio.runtime.store import Store
 
 CELL = 4096  # bytes: the least that the engine makes a record of

@@ -24,7 +24,8 @@ from engine_device import CELL, DiskWorld, EngineDevice, FakeHost, StreamStore, 
 from teraio.errors import BudgetError, PlanError
 from teraio.machine import Link, Machine, Tier
 from teraio.passes import lifetimes, planner
-from teraio.passes.slots import Event, Forget, Launch, Make, Place, Signature, lay_slots
+from teraio.passes.events import Event, Forget, Launch, Make, Signature
+from teraio.passes.slots import Place, lay_slots
 from teraio.plan import Evict, Fetch, Move, Plan
 from teraio.profile import Profile
 from teraio.runtime.engine import Engine, Program

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from teraio.runtime.device import Mark, Ordered
+from teraio.runtime.device import Ordered
+from teraio.runtime.pending import Mark
 
 POISON = -1
 

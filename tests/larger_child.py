@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import teraio
-from teraio.runtime import device
+from teraio.runtime import cpu
 
 WIDTH, LAYERS, ROWS, STEPS = 768, 42, 8, 3  # a layer has 2.25 MiB, all of them 94
 MEMORY = 20 << 20
@@ -92,7 +92,7 @@ def main() -> None:
     kind, extra, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     steady.plans()
-    device.CpuDevice()  # for both: a limit counts what malloc keeps
+    cpu.CpuDevice()  # for both: a limit counts what malloc keeps
     os.environ.update({"TERAIO_DISABLE": "1"} if kind == "plain" else {"TERAIO_MEMORY": str(MEMORY)})
     os.environ |= {"TERAIO_WARMUP": "1", "TERAIO_PLANNER": "greedy", "TERAIO_INNER": "eager"}
     small = file + ".small"

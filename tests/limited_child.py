@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import teraio
-from teraio.runtime import device
+from teraio.runtime import cpu
 
 LAYERS, WIDTH, BATCH, STEPS = 20, 32, 1 << 17, 3
 MEMORY = 112 << 20
@@ -66,7 +66,7 @@ def main() -> None:
     kind, extra = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
     steady.plans()
-    device.CpuDevice()  # for both: a limit counts what malloc keeps
+    cpu.CpuDevice()  # for both: a limit counts what malloc keeps
     os.environ.update({"TERAIO_DISABLE": "1"} if kind == "plain" else {"TERAIO_MEMORY": str(MEMORY)})
     os.environ["TERAIO_WARMUP"] = "1"
     train(Chain(), 64, 2)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from teraio.runtime import device, measure
-from teraio.runtime.device import Host, Start
+from teraio.runtime import cpu
+from teraio.runtime.device import Host
+from teraio.runtime.link_rates import LinkRates
+from teraio.runtime.pending import Start
 
 FAST = 8 * 10**9  # bytes per second, about what copying in RAM carries
 
@@ -55,14 +57,14 @@ class Ram:
         return Arrived()
 
 
-class RamDevice(device.CpuDevice):
+class RamDevice(cpu.CpuDevice):
     refusal = ""
 
     def host(self, limit_bytes: int) -> Host | None:
         return Ram(limit_bytes)
 
-    def host_link(self, host: Host, seconds: float, memory_bytes: int = 0) -> measure.Link | str:
-        return self.refusal or measure.Link("host", FAST, FAST, FAST, FAST, 10_000, 10_000)
+    def host_link(self, host: Host, seconds: float, memory_bytes: int = 0) -> LinkRates | str:
+        return self.refusal or LinkRates("host", FAST, FAST, FAST, FAST, 10_000, 10_000)
 
 
 class LateBytes(Bytes):

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from teraio.passes.slots import Alias, Event, Forget, Launch, Make, Place, Signature, lay_slots
+from teraio.passes.events import Alias, Event, Forget, Launch, Make, Signature
+from teraio.passes.slots import Place, lay_slots
 from teraio.schedule import MADE, READ, WRITE, Schedule
 
 

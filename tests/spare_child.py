@@ -18,7 +18,7 @@ from torch import nn
 
 import teraio
 from teraio import _native
-from teraio.runtime import device, engine, resident, spare
+from teraio.runtime import cpu, engine, resident, spare
 
 MIB = 2**20
 WIDTH, LAYERS, BATCH = 512, 10, 512
@@ -81,7 +81,7 @@ def foreign() -> dict[str, Any]:
     tensors = [torch.randn(MIB // 4) for _ in range(2)]
     digests = [hashlib.sha256(t.numpy().tobytes()).digest() for t in map(torch.clone, tensors)]
     copies = [t.clone() for t in tensors]
-    here = device.CpuDevice()
+    here = cpu.CpuDevice()
     here.keep_within(8 * MIB)
     before = [_native.spare().holds(t.data_ptr()) for t in tensors]
     used = here.used_bytes()
@@ -115,8 +115,8 @@ def refused() -> dict[str, Any]:
         with patch.dict(os.environ, changed):
             reasons.append(spare._install())
     with patch.dict(os.environ, tries[0]):
-        here = device.CpuDevice()
-        device.CpuDevice()
+        here = cpu.CpuDevice()
+        cpu.CpuDevice()
     tensors = [torch.ones(2 * MIB, dtype=torch.uint8) for _ in range(16)]
     full = resident.resident_bytes()
     used_is_resident = here.used_bytes() > full // 2
@@ -128,7 +128,7 @@ def refused() -> dict[str, Any]:
 
 def fork() -> dict[str, Any]:
     """Children of a process whose other thread takes and gives all the time."""
-    here = device.CpuDevice()
+    here = cpu.CpuDevice()
     here.keep_within(64 * MIB)
     stop = threading.Event()
 

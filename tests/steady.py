@@ -15,8 +15,8 @@ from pathlib import Path
 from teraio import earlier, tiers
 from teraio.errors import StoreError
 from teraio.passes import lifetimes
-from teraio.runtime.device import Pending
-from teraio.runtime.measure import Link
+from teraio.runtime.link_rates import LinkRates
+from teraio.runtime.pending import Pending
 from teraio.schedule import Step
 
 KERNEL_NS = 10**6
@@ -38,8 +38,8 @@ def _done(self: Pending) -> bool:
 def plans(rate: int = RATE) -> None:
     """From now on, in this process."""
 
-    def link(directory: Path, device: object, memory_bytes: int) -> Link:
-        return Link("ssd", rate, rate, rate, rate, LATENCY_NS, LATENCY_NS)
+    def link(directory: Path, device: object, memory_bytes: int) -> LinkRates:
+        return LinkRates("ssd", rate, rate, rate, rate, LATENCY_NS, LATENCY_NS)
 
     lifetimes._durations = _durations
     tiers._link = link

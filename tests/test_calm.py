@@ -15,7 +15,7 @@ from torch import nn
 import teraio
 from teraio import earlier
 from teraio.errors import BudgetError
-from teraio.passes.slots import Signature
+from teraio.passes.events import Signature
 from teraio.runtime import engine
 from teraio.runtime.calm import Calm
 from teraio.runtime.programs import Program

@@ -13,7 +13,7 @@ from torch import nn
 
 import teraio
 from teraio.profile import Profile
-from teraio.runtime import device
+from teraio.runtime import choose
 
 MS = 10**6
 
@@ -34,7 +34,7 @@ class OwnClock(RamDevice):
 
 @pytest.fixture(autouse=True)
 def _own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(device, "current", lambda kind=None: OwnClock())
+    monkeypatch.setattr(choose, "current", lambda kind=None: OwnClock())
     monkeypatch.setattr(OwnClock, "asked", 0)
     yield
     teraio.reset()

@@ -14,8 +14,10 @@ import torch
 from fake_device import Event, FakeDevice, FakeStreamTicket, Place, Storage, World
 from unnoted import Done
 
-from teraio.runtime import device
-from teraio.runtime.device import CpuDevice, Mark, Ordered, Pending, Start, StreamTicket, Ticket
+from teraio.runtime import choose, cpu
+from teraio.runtime.cpu import CpuDevice
+from teraio.runtime.device import Ordered
+from teraio.runtime.pending import Mark, Pending, Start, StreamTicket, Ticket
 
 SCHEDULES = 3000
 CELLS = 9
@@ -388,13 +390,13 @@ def test_round_trip_of_a_storage_on_the_cpu(evicted: torch.Tensor) -> None:
 
 
 def test_the_cpu_budget_is_a_tenth_below_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(cpu, "available_bytes", lambda: 1000)
     assert CpuDevice().default_budget_bytes() == 900
 
 
 def test_without_a_gpu_the_device_is_ram() -> None:
     if not torch.cuda.is_available():
-        assert device.current().kind == "cpu"
-    assert device.current("cpu").copier is None
-    slabs = device.current("cpu").slabs(4096, 2)
+        assert choose.current().kind == "cpu"
+    assert choose.current("cpu").copier is None
+    slabs = choose.current("cpu").slabs(4096, 2)
     assert slabs.arena_bytes == 8192

@@ -17,7 +17,9 @@ from teraio.errors import StoreError
 from teraio.findings import Finding, Verdict
 from teraio.machine import Machine
 from teraio.runtime import cuda, measure, memory, store_slabs
-from teraio.runtime.device import CpuDevice, Scratch
+from teraio.runtime.cpu import CpuDevice
+from teraio.runtime.device import Scratch
+from teraio.runtime.link_rates import LinkRates
 
 pytestmark = pytest.mark.alone
 
@@ -176,14 +178,14 @@ def test_a_gpus_link_to_host_memory_is_measured(monkeypatch: pytest.MonkeyPatch)
         def host(self, limit_bytes: int) -> Any:
             return limit_bytes
 
-    def measured(gpu: Gpu, host: int, seconds: float, memory_bytes: int, progress: Any) -> measure.Link:
+    def measured(gpu: Gpu, host: int, seconds: float, memory_bytes: int, progress: Any) -> LinkRates:
         assert (host, seconds, memory_bytes) == (cuda.LOOK_BYTES, 0.05, measure.MEMORY_BYTES)
         return link(7, 8, 5, 6)
 
     monkeypatch.setattr(cuda, "reason_without", lambda: None)
     monkeypatch.setattr(cuda, "CudaDevice", Gpu)
     monkeypatch.setattr(cuda, "measure_host", measured)
-    found, links = list[Finding](), list[measure.Link]()
+    found, links = list[Finding](), list[LinkRates]()
     used = doctor._device(found, links, 0.05, lambda doing: None)
     assert isinstance(used, Gpu) and links == [link(7, 8, 5, 6)]
 
@@ -194,7 +196,7 @@ def test_a_gpu_that_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(cuda, "reason_without", lambda: None)
     monkeypatch.setattr(cuda, "CudaDevice", broken)
-    found, links = list[Finding](), list[measure.Link]()
+    found, links = list[Finding](), list[LinkRates]()
     assert doctor._device(found, links, 0.05, lambda doing: None) is None
     (told,) = found
     assert told.verdict is Verdict.FAIL and "illegal memory access" in told.found and not links
@@ -203,8 +205,8 @@ def test_a_gpu_that_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 # ---- sharing
 
 
-def link(evict: int, fetch: int, both_evict: int, both_fetch: int) -> measure.Link:
-    return measure.Link("ssd", evict, fetch, both_evict, both_fetch, 1000, 1000)
+def link(evict: int, fetch: int, both_evict: int, both_fetch: int) -> LinkRates:
+    return LinkRates("ssd", evict, fetch, both_evict, both_fetch, 1000, 1000)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from engine_device import CELL, EngineDevice
 from engine_run import run
 from fake_device import Event
 
-from teraio.runtime.device import Mark, Pending, Start
 from teraio.runtime.moves import Mover
+from teraio.runtime.pending import Mark, Pending, Start
 from teraio.runtime.records import Record
 
 SCHEDULES = 150

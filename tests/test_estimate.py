@@ -26,7 +26,7 @@ from teraio.passes import costs
 from teraio.passes.planner import build
 from teraio.passes.synth import Rates
 from teraio.profile import Profile
-from teraio.runtime import device, resident
+from teraio.runtime import choose, resident
 from teraio.session import RESERVE_BYTES
 
 MIB = 2**20
@@ -124,7 +124,7 @@ def test_the_step_is_the_one_that_a_run_measures(name: str, toy: str, tmp_path: 
 
 def test_the_memory_it_names_is_what_plain_training_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """To half a percent, counted by the allocator."""
-    here = device.current("cpu")
+    here = choose.current("cpu")
     if not here.spares:  # type: ignore[attr-defined]
         pytest.skip("no compiler: nothing counts the bytes of tensors")
     monkeypatch.setenv("TERAIO_DISABLE", "1")

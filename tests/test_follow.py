@@ -9,9 +9,10 @@ import pytest
 
 from teraio.errors import StoreError
 from teraio.plan import Evict, Fetch, Plan
-from teraio.runtime.follow import Follower, Here, table_of
+from teraio.runtime.follow import Follower, Here
 from teraio.runtime.going import Going
 from teraio.runtime.moves import Mover
+from teraio.runtime.plan_table import table_of
 from teraio.runtime.records import State
 from teraio.runtime.residency import Residency
 from teraio.runtime.scarce import Scarce

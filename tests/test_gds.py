@@ -19,7 +19,7 @@ import pytest
 
 from teraio.errors import StoreError, StoreFullError, StoreReadError, StoreWriteError, TransferTimeoutError
 from teraio.runtime import cuda, device, gds
-from teraio.runtime.device import Mark
+from teraio.runtime.pending import Mark
 
 ROOT = Path(__file__).parent.parent
 SLAB = 16384

@@ -21,7 +21,8 @@ import teraio
 from teraio import host_choice, session, tiers
 from teraio.errors import TeraioError, UnsupportedError
 from teraio.options import Options
-from teraio.runtime import device, engine, host_step, measure
+from teraio.runtime import choose, cpu, engine, host_step
+from teraio.runtime.link_rates import LinkRates
 from teraio.runtime.moves import Mover
 from teraio.runtime.records import HOST, Record, State
 from teraio.runtime.store import Store
@@ -32,7 +33,7 @@ def beside(one_thread: None, steady_plans: None, monkeypatch: pytest.MonkeyPatch
     """Host memory of so many bytes beside the device; returns the steps on the host as they are made."""
 
     def of(limit_bytes: int = 64 * MIB, kind: type[RamDevice] = RamDevice) -> list[Any]:
-        monkeypatch.setattr(device, "current", lambda _=None: kind())
+        monkeypatch.setattr(choose, "current", lambda _=None: kind())
         monkeypatch.setattr(tiers, "host_bytes", lambda options: limit_bytes)
         monkeypatch.setattr(session, "refuse_host", lambda options, kind: None)
         steps: list[Any] = []
@@ -277,7 +278,7 @@ LEFT_OPEN = {"optimizer_step": "auto", "memory": 5 * MIB}  # one of them for mor
 
 def carry(monkeypatch: pytest.MonkeyPatch, rate: int, updated: int) -> None:
     """All links carry so many bytes a second, and so many are updated on the host."""
-    link = measure.Link("host", rate, rate, rate, rate, 10_000, 10_000)
+    link = LinkRates("host", rate, rate, rate, rate, 10_000, 10_000)
     monkeypatch.setattr(RamDevice, "host_link", lambda self, host, seconds, memory_bytes: link)
     monkeypatch.setattr(
         tiers,
@@ -354,7 +355,7 @@ def test_how_fast_the_host_updates_is_measured() -> None:
 def test_a_place_in_use_is_not_given_away(root: Path) -> None:
     """Host memory is full: what the plan wants there takes others' places, not that of what is stepped."""
     store = Store(root, 8 * MIB)
-    mover = Mover(store, device.CpuDevice(), Ram(MIB))
+    mover = Mover(store, cpu.CpuDevice(), Ram(MIB))
     tensors = [torch.randn(MIB // 4) for _ in range(2)]
     one, other = (Record(t.untyped_storage(), str(at), "weight", True) for at, t in enumerate(tensors))
     mover.to_host = {"1"}

@@ -21,7 +21,7 @@ from teraio import session, tiers
 from teraio.errors import UnsupportedError
 from teraio.options import Options
 from teraio.plan import Fetch, Plan
-from teraio.runtime import device, engine
+from teraio.runtime import choose, cpu, engine
 from teraio.runtime.moves import Mover
 from teraio.runtime.records import Record
 from teraio.runtime.store import Store
@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {"inner": "eager", "memory": 15 * MIB, "warmup": 1}
 @pytest.fixture
 def host(one_thread: None, steady_plans: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def of(limit_bytes: int) -> None:
-        monkeypatch.setattr(device, "current", lambda kind=None: RamDevice())
+        monkeypatch.setattr(choose, "current", lambda kind=None: RamDevice())
         monkeypatch.setattr(tiers, "host_bytes", lambda options: limit_bytes)
 
     return of
@@ -139,7 +139,7 @@ class Moving:
 
     def __init__(self, disk: Path) -> None:
         self.store = Store(disk, 8 * MIB)
-        self.mover = Mover(self.store, device.CpuDevice(), Ram(MIB))
+        self.mover = Mover(self.store, cpu.CpuDevice(), Ram(MIB))
         self.tensors = {name: torch.randn(MIB // 4) for name in ("one", "other")}
         self.wanted = {name: tensor.clone() for name, tensor in self.tensors.items()}
         named = self.tensors.items()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from memory_maps import rights
 
-from teraio.runtime.device import CpuDevice
+from teraio.runtime.cpu import CpuDevice
 from teraio.runtime.observer import InUseError, Observer, WrittenError
 
 SIZE = 1024

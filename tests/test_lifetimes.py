@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from teraio.check import check
+from teraio.passes.events import Event, Launch, Make, Signature
 from teraio.passes.lifetimes import profile_of
 from teraio.passes.planner import smallest_budget
-from teraio.passes.slots import Event, Launch, Make, Signature, lay_slots
+from teraio.passes.slots import lay_slots
 from teraio.plan import Plan
 from teraio.planning import as_far_as_it_fits
 from teraio.schedule import MADE, READ, Buffer, Call, Schedule, Slot, Step

@@ -40,7 +40,7 @@ from teraio.acts import acts
 from teraio.commands import graph as listing
 from teraio.passes import fx, materialize
 from teraio.plan import Evict, Fetch, Plan
-from teraio.runtime import follow
+from teraio.runtime.plan_table import EVICT, FETCH, FREE, table_of
 from teraio.runtime.programs import Program
 
 
@@ -226,7 +226,12 @@ def any_plan(seed: int, ticks: int) -> Plan:
 def test_acts_are_the_tables_operations_and_the_waits_for_reads() -> None:
     """Also around the end of the step, and where an eviction begins and ends before the same kernel, which
     the table writes as one operation."""
-    operation = {"evict": follow.EVICT, "fetch": follow.FETCH, "drop": follow.FREE, "wait": follow.FREE}
+    operation = {
+        "evict": EVICT,
+        "fetch": FETCH,
+        "drop": FREE,
+        "wait": FREE,
+    }
     together = 0
     for seed in range(300):
         ticks = 1 + seed % 23
@@ -243,7 +248,7 @@ def test_acts_are_the_tables_operations_and_the_waits_for_reads() -> None:
                     together += 1
                     continue
                 found.setdefault(tick, []).append((operation[act.verb], act.tensor))
-        table = follow.table_of(plan, ticks)
+        table = table_of(plan, ticks)
         assert found == {tick: [(what, tensor) for what, tensor, _ in there] for tick, there in table.items()}
         ready = {(m.ready % ticks, m.tensor) for m in plan.moves if isinstance(m, Fetch)}
         waits = [

@@ -24,7 +24,8 @@ from teraio.errors import OptionError, StoreError, TeraioError, UnsupportedError
 from teraio.notices import described, more_than_there_is, unknown_environment, without_match
 from teraio.options import Options
 from teraio.passes import aot
-from teraio.runtime import device, measure, memory
+from teraio.runtime import choose, cpu, device, memory
+from teraio.runtime.link_rates import LinkRates
 from teraio.runtime.step import EXPECTATIONS_MAX
 from teraio.schedule import Call, Schedule, Slot, Step
 from teraio.units import fmt_bytes, fmt_count
@@ -269,16 +270,16 @@ def test_steps_of_ever_new_kinds_are_forgotten_again() -> None:
 def test_a_plan_counts_on_all_drives_and_a_store_on_how_fast_each_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def link(directory: Path, device: object, memory_bytes: int) -> measure.Link:
+    def link(directory: Path, device: object, memory_bytes: int) -> LinkRates:
         fast = directory.name == "fast"
         rate = 3 * 10**9 if fast else 10**9
-        return measure.Link("ssd", rate, rate, rate, rate, 50_000 + fast, 80_000)
+        return LinkRates("ssd", rate, rate, rate, rate, 50_000 + fast, 80_000)
 
     paths = [tmp_path / name for name in ("slow", "fast", "slow too")]
     drives = dict(zip(paths, (1, 2, 1)))
     monkeypatch.setattr(tiers, "_link", link)
     monkeypatch.setattr(session.os, "stat", lambda path: SimpleNamespace(st_dev=drives[path]))
-    together, weights = tiers.drives(paths, device.CpuDevice(), 2**20)
+    together, weights = tiers.drives(paths, cpu.CpuDevice(), 2**20)
     assert together.evict_bytes_per_s == together.fetch_bytes_per_s == 4 * 10**9
     assert (together.evict_latency_ns, together.fetch_latency_ns) == (50_001, 80_000)
     assert weights == [10**9, 6 * 10**9, 10**9]
@@ -348,7 +349,7 @@ def test_the_device_is_the_one_that_programs_run_on(monkeypatch: pytest.MonkeyPa
         asked.append(on)
         raise StopIteration
 
-    monkeypatch.setattr(device, "current", one)
+    monkeypatch.setattr(choose, "current", one)
     with pytest.raises(StopIteration):
         session.start(Options.parse(SMALL), "cuda:1")
     assert asked == [torch.device("cuda", 1)] and session.SESSION is None

@@ -12,16 +12,8 @@ import pytest
 from slots_checker import check, launch, lay, signature
 
 from teraio.passes import slots
-from teraio.passes.slots import (
-    Alias,
-    Event,
-    Forget,
-    Make,
-    Place,
-    Signature,
-    own_bytes,
-    whole_program,
-)
+from teraio.passes.events import Alias, Event, Forget, Make, Signature
+from teraio.passes.slots import Place, own_bytes, whole_program
 from teraio.runtime.programs import Program
 from teraio.schedule import MADE, READ, RETURNED, WRITE, Schedule
 

@@ -18,7 +18,7 @@ from torch import nn
 import teraio
 from teraio import session
 from teraio.errors import BudgetError
-from teraio.runtime import device
+from teraio.runtime import choose
 from teraio.runtime.residency import Residency
 from teraio.runtime.unseen import NOISE_BYTES, Unseen, steady
 
@@ -85,7 +85,7 @@ class Chain(nn.Module):
 def kind(
     request: pytest.FixtureRequest, one_thread: None, steady_plans: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[type[Tensors]]:
-    monkeypatch.setattr(device, "current", lambda kind=None: request.param())
+    monkeypatch.setattr(choose, "current", lambda kind=None: request.param())
     yield request.param
     teraio.reset()
 

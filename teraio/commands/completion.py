@@ -42,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from teraio import cli
-
-    found = list(levels(cli._parser()))
+    found = list(levels(args.whole))
     print({"bash": bash, "zsh": zsh, "fish": fish}[args.shell](found))
     return 0
 

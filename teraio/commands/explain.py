@@ -18,11 +18,12 @@ from teraio.plan import Plan, moved_bytes
 from teraio.profile import Profile
 from teraio.progress import stage
 from teraio.recompute import as_planned
+from teraio.text_table import table
 from teraio.timeline import Timeline
 from teraio.units import fmt_bytes, fmt_count, fmt_ns, fmt_rate
 
 from . import graph
-from .figures import busy, figures, table
+from .figures import busy, figures
 from .plan import endurance_of
 from .request import Request, add_plan, add_what_if, checked_plan, read
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from teraio.machine import Machine
@@ -117,14 +117,3 @@ def busy(line: Timeline) -> Iterator[tuple[str, int, int]]:
 
 def fmt_days(days: int) -> str:
     return f"{days / 365:.1f} years" if days >= 730 else fmt_count(days, "day")
-
-
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns as wide as their widest entry: the first `left` to the left, the others to the right; the first
-    row is the heading."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join(lines)

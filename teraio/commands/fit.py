@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from teraio.errors import OptionError, PlanError
 from teraio.progress import stage
+from teraio.text_table import table
 from teraio.units import fmt_bytes, fmt_ns, shown
 
-from .figures import table
 from .request import PROFILE, Request, capacity, request, with_budget
 from .request import add_arguments as add_common
 

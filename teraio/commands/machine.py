@@ -7,9 +7,8 @@ import json
 
 from teraio import shipped
 from teraio.machine import Machine
+from teraio.text_table import table
 from teraio.units import fmt_bytes, fmt_rate
-
-from .figures import table
 
 WHOLE = """\
 A machine file says what moves bytes and how fast: tiers with their capacities, links with their rates. Each

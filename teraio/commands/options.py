@@ -66,14 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    print(as_json() if args.json else as_markdown(), end="")
+    print(as_json() if args.json else as_markdown(args.whole), end="")
     return 0
 
 
-def as_markdown() -> str:
+def as_markdown(whole: argparse.ArgumentParser) -> str:
     variables = "".join(f"| `{name}` | {doc} |\n" for name, doc in VARIABLES.items())
     names = "".join(_item(f"**`{shape}`** {line}") for shape, line in public_names().items())
-    flags = _wrapped("Flags that commands take: " + "; ".join(_flags()) + ".")
+    flags = _wrapped("Flags that commands take: " + "; ".join(_flags(whole)) + ".")
     return f"{HEAD}{options_table()}\n{flags}\n{VARIABLES_HEAD}{variables}{VARIABLES_FOOT}{names}{FOOT}"
 
 
@@ -85,11 +85,9 @@ def _wrapped(text: str, indent: str = "") -> str:
     return textwrap.fill(text, 110, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _flags() -> list[str]:
+def _flags(whole: argparse.ArgumentParser) -> list[str]:
     """`--keep` of plan, fit: the options that are flags of commands, too."""
-    from teraio import cli
-
-    levels = list(completion.levels(cli._parser()))
+    levels = list(completion.levels(whole))
     takers = {
         flag_name(f.name): [
             level.path[-1] for level in levels if any(flag_name(f.name) in flag.names for flag in level.flags)

@@ -10,9 +10,10 @@ from teraio import options
 from teraio.errors import OptionError, PlanError, TeraioError
 from teraio.plan import Plan
 from teraio.progress import stage
+from teraio.text_table import table
 from teraio.units import fmt_bytes, fmt_ns, parse_bytes
 
-from .figures import Figures, figures, table
+from .figures import Figures, figures
 from .request import PROFILE, Request, request
 from .request import add_arguments as add_common
 

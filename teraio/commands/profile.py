@@ -13,9 +13,9 @@ from teraio import shipped
 from teraio.errors import OptionError
 from teraio.plan import Plan
 from teraio.profile import Kind, Profile
+from teraio.text_table import table
 from teraio.units import LIMIT, fmt_bytes, fmt_count, fmt_ns, parse_ns, parse_rate, shown
 
-from .figures import table
 from .request import PROFILE, read_profile
 
 if TYPE_CHECKING:

@@ -20,14 +20,14 @@ from pathlib import Path
 import torch
 
 from teraio import shipped
-from teraio.doctor import machine_of
 from teraio.errors import OptionError, UnsupportedError
 from teraio.machine import Machine
+from teraio.measured_machine import machine_of
 from teraio.options import Options
 from teraio.passes import synth
 from teraio.passes.costs import Speeds
 from teraio.passes.synth import Rates
-from teraio.runtime import device, store_places
+from teraio.runtime import choose, store_places
 from teraio.tiers import drives
 from teraio.units import fmt_rate
 
@@ -90,7 +90,7 @@ def _here(on: torch.device) -> Basis:
             f"estimate: the model is on {on.type}, which is not measured here; name the machine: "
             f"machine={shipped.MACHINES.names()[0]!r}, or a file by `teraio doctor -o`"
         )
-    options, used = Options.parse(), device.current("cpu")
+    options, used = Options.parse(), choose.current("cpu")
     directories = [Path(path) for path in options.store] or list(store_places.default_directories())
     places = [store_places.open_place(path, parents=not options.store) for path in directories]
     try:

@@ -17,7 +17,7 @@ import plants
 import torch
 
 from teraio.runtime.cuda import CudaDevice
-from teraio.runtime.device import Mark
+from teraio.runtime.pending import Mark
 from teraio.runtime.store import Store
 
 VARIABLES = {"STANDIN_LATE_US": "30000"}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from teraio.runtime import cuda, pinned
-from teraio.runtime.device import Mark, Pending
+from teraio.runtime.pending import Mark, Pending
 
 
 def _no_wait_for_kernels(which: bool) -> None:

@@ -1,0 +1,26 @@
+"""A plan as a table, tick -> operations: what a slot carries out at its tick."""
+
+from __future__ import annotations
+
+from teraio.plan import Evict, Fetch, Plan
+
+EVICT, FREE, FETCH = 0, 1, 2
+
+Operation = tuple[int, str, str | None]  # what, of which tensor, to which tier or from it; None: as it is
+Table = dict[int, list[Operation]]
+
+
+def table_of(plan: Plan, length: int) -> Table:
+    """For a step of so many ticks: at each of them releases before new transfers."""
+    table: Table = {}
+    for move in plan.moves:
+        match move:
+            case Evict(tensor, to, free, trigger):
+                if trigger is not None and trigger < free:
+                    table.setdefault(trigger % length, []).append((EVICT, tensor, to))
+                table.setdefault(free % length, []).append((FREE, tensor, to))
+            case Fetch(tensor, origin, trigger, _):
+                table.setdefault(trigger % length, []).append((FETCH, tensor, origin))
+    for operations in table.values():
+        operations.sort(key=lambda operation: (operation[0] != FREE, operation[0]))
+    return table

@@ -1,0 +1,16 @@
+"""Tables of text: rows in, aligned columns out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return columns as wide as their widest entry: the first `left` to the left, the others to the right.
+    The first row is the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
