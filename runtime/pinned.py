@@ -32,9 +32,9 @@ class CopyStreams(Protocol):
     """A GPU with streams for copies, one per way."""
 
     copier: _native.CudaCopier
-    evict_stream: torch.cuda.Stream
-    fetch_stream: torch.cuda.Stream
-    demand_stream: torch.cuda.Stream  # before what the fetch stream has queued
+    evict_stream: torch.cuda.ExternalStream
+    fetch_stream: torch.cuda.ExternalStream
+    demand_stream: torch.cuda.ExternalStream  # before what the fetch stream has queued
 
     def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         """Return pinned memory."""
