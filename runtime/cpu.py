@@ -22,6 +22,7 @@ class CpuDevice(Ordered):
     copier = None
 
     def __init__(self) -> None:
+        memory.return_freed_memory()  # of what is not a tensor; without our allocator, of everything
         self.spares = not spare.install()
         self.sees_pages = not self.spares
         self.freed = _native.spare()

@@ -22,7 +22,7 @@ import torch
 
 from teraio import _native
 
-from . import memory, shim
+from . import shim
 
 log = logging.getLogger("teraio")
 
@@ -34,7 +34,6 @@ OTHER = "another allocator of tensors is installed"
 def install() -> str:
     """Tensors take their memory from here from now on; out: why not, or nothing. It stays until the process
     ends: blocks go back to whom they were taken from."""
-    memory.return_freed_memory()  # what is not a tensor; without ours, everything
     reason = _install()
     if reason and reason != OTHER:
         log.warning(
