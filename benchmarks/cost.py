@@ -29,7 +29,7 @@ from torch import nn
 
 import teraio
 from teraio.demo_model import Llama, Shape
-from teraio.runtime import engine
+from teraio.runtime.engine import engine
 
 STEP_TARGET = 1.02
 STEP_LEAST_S = 0.3

@@ -59,12 +59,12 @@ def in_a_process(asked: dict[str, Any], steps: int) -> dict[str, Any]:
 def train(asked: dict[str, Any], steps: int) -> dict[str, Any]:
     from race.trainee import Trainee
 
-    from teraio.runtime import memory
+    from teraio.runtime.device import limits
 
     if asked["freed"] == "given back":
-        memory.return_freed_memory()
-    giving_back = memory.return_freed_memory if asked["freed"] != "kept" else lambda: None
-    with patch.object(memory, "return_freed_memory", giving_back):
+        limits.return_freed_memory()
+    giving_back = limits.return_freed_memory if asked["freed"] != "kept" else lambda: None
+    with patch.object(limits, "return_freed_memory", giving_back):
         trainee = Trainee({**asked, "spares": asked["freed"] == "in budget"})
         rows = [trainee.step() for _ in range(SETTLE + steps)][SETTLE:]
     return {

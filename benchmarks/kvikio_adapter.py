@@ -1,4 +1,4 @@
-"""Holds runtime/gds.py to the real kvikio on a machine without a GPU.
+"""Holds runtime/store/gds.py to the real kvikio on a machine without a GPU.
 
     python benchmarks/kvikio_adapter.py [--venv DIR]
 
@@ -175,7 +175,7 @@ class HostStage:
 
 
 def opened(size: int = 1 << 26) -> Any:
-    from teraio.runtime import gds
+    from teraio.runtime.store import gds
 
     path = Path("store")
     path.touch(0o600)
@@ -184,7 +184,7 @@ def opened(size: int = 1 << 26) -> Any:
 
 
 def round_trips() -> str:
-    from teraio.runtime.pending import Mark
+    from teraio.runtime.device.pending_transfer import Mark
 
     file, offset, extents = opened(), 0, []
     for size in (1, 4095, 4096, 4097, 65536, (1 << 20) + 5, 3 * (1 << 20) + 77, 1 << 24):
@@ -201,7 +201,7 @@ def round_trips() -> str:
 
 
 def unlinked() -> str:
-    from teraio.runtime.pending import Mark
+    from teraio.runtime.device.pending_transfer import Mark
 
     file, data = opened(), os.urandom(1 << 20)
     os.unlink("store")
@@ -233,7 +233,7 @@ def a_full_disk() -> str:
 def refused(move: Any, wanted: str, size: int) -> str:
     """Both ends of an error: its class and number, and that the file is usable afterwards."""
     from teraio.errors import StoreError
-    from teraio.runtime.pending import Mark
+    from teraio.runtime.device.pending_transfer import Mark
 
     file = opened(size)
     try:

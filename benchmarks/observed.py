@@ -25,8 +25,8 @@ os.environ["TERAIO_CACHE_DIR"] = "off"
 import torch
 from torch import nn
 
-from teraio.runtime import engine
-from teraio.runtime.observer import Observer
+from teraio.runtime.engine import engine
+from teraio.runtime.torch_extension.observer import Observer
 
 WIDTH = 256
 CALLS = {"foreach of 50": 100, "matmul": 500}

@@ -42,10 +42,10 @@ from teraio.options import Options
 from teraio.passes import planner
 from teraio.plan import Evict, Fetch, Plan
 from teraio.profile import Profile
-from teraio.runtime import engine
-from teraio.runtime.going import Going
-from teraio.runtime.records import Record
-from teraio.runtime.store import Store
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.pending_evictions import Going
+from teraio.runtime.ledger.record import Record
+from teraio.runtime.store.store import Store
 
 WRITES_SHARE = 0.3  # of the transfer time; the forward, in which writes hide, is a third of the step
 PLANNED_TARGET, FORCED_TARGET = 1.15, 1.6

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import allocator
+import counting_allocator
 import torch
 from torch._dynamo.utils import counters
 
@@ -37,7 +37,7 @@ from teraio.options import Options
 from teraio.passes import planner
 from teraio.plan import Plan
 from teraio.profile import Profile
-from teraio.runtime import memory
+from teraio.runtime.device import limits
 
 PARTS = (1.0, 0.8, 0.6, 0.5)
 WARMUP = 2
@@ -51,7 +51,7 @@ HEAD = (
 class Bench:
     """The model, compiled plainly and with slots; every budget starts from the same weights."""
 
-    def __init__(self, args: argparse.Namespace, counting: allocator.Counting) -> None:
+    def __init__(self, args: argparse.Namespace, counting: counting_allocator.Counting) -> None:
         self.args, self.counting = args, counting
         torch.manual_seed(0)
         self.model = Llama(Shape(layers=args.layers))
@@ -158,7 +158,7 @@ class Bench:
 def machine() -> dict[str, Any]:
     return {
         "cores": os.cpu_count(),
-        "memory_gib": round(memory.read().capacity_bytes / 2**30, 1),
+        "memory_gib": round(limits.read().capacity_bytes / 2**30, 1),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "torch": torch.__version__,
@@ -187,7 +187,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3, help="that follow each plan")
     args = parser.parse_args()
-    counting = allocator.install_over_ours()
+    counting = counting_allocator.install_over_ours()
     torch.set_num_threads(1)
     bench = Bench(args, counting)
     peak = bench.plain_peak()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from teraio.runtime.store import Extent, Store, Ticket
+from teraio.runtime.store.store import Extent, Store, Ticket
 
 CPU_TARGET_S_PER_GB = 0.35
 

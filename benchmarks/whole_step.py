@@ -33,7 +33,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import allocator
+import counting_allocator
 import torch
 
 import teraio
@@ -41,8 +41,11 @@ from teraio import session
 from teraio.demo_model import Llama, Shape
 from teraio.errors import BudgetError
 from teraio.options import Options
-from teraio.runtime import engine, memory, optimizer_call, user_code
-from teraio.runtime.records import State
+from teraio.runtime.device import limits
+from teraio.runtime.eager import user_code
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.record import State
+from teraio.runtime.optimizer import step_call
 from teraio.units import parse_bytes
 
 PARTS = (0.5, 0.3)
@@ -71,7 +74,7 @@ class Widest:
             self.bytes = max(self.bytes, sum(record.size_bytes for record in here))
 
     def __enter__(self) -> None:
-        opened, brought = optimizer_call.OptimizerCall.open, user_code.UserCode.bring
+        opened, brought = step_call.OptimizerCall.open, user_code.UserCode.bring
 
         def open_bucket(call: Any, at: int) -> None:
             opened(call, at)
@@ -84,7 +87,7 @@ class Widest:
             self.look()
 
         self.patches: list[Any] = [
-            patch.object(optimizer_call.OptimizerCall, "open", open_bucket),
+            patch.object(step_call.OptimizerCall, "open", open_bucket),
             patch.object(user_code.UserCode, "bring", bring),
         ]
         for one in self.patches:
@@ -96,7 +99,7 @@ class Widest:
 
 
 class Training:
-    def __init__(self, args: argparse.Namespace, counting: allocator.Counting) -> None:
+    def __init__(self, args: argparse.Namespace, counting: counting_allocator.Counting) -> None:
         self.args, self.counting = args, counting
         self.model: Any = None
         self.optimizer: Any = None
@@ -242,8 +245,8 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
-    memory.return_freed_memory()
-    training = Training(args, allocator.install_over_ours())
+    limits.return_freed_memory()
+    training = Training(args, counting_allocator.install_over_ours())
     torch.set_num_threads(1)
     Options.parse({"inner": args.inner})
     plain = training.run(0, args.steps)

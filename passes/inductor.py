@@ -47,19 +47,19 @@ log = logging.getLogger("teraio")
 
 def _version() -> str:
     """Of everything that decides what is printed into a program: the bytes of these files."""
-    modules = (again, aot, inductor_calls, inductor_lines, partition, sizes, slots, schedules)
+    modules = (again, aot, events, inductor_calls, inductor_lines, partition, sizes, slots, schedules)
     files = [__file__, *(module.__file__ for module in modules)]
     digest = hashlib.sha256()
     for file in files:
         digest.update(Path(str(file)).read_bytes())
-    return f"teraio-slots-3 {digest.hexdigest()[:32]}"
+    return f"teraio-slots-4 {digest.hexdigest()[:32]}"
 
 
 # Part of Inductor's cache key. Raise the number if what a slot line calls takes other arguments.
 VERSION = _version()
 
 SLOT = "_teraio_slot"
-REGISTRY = "teraio.runtime.engine"  # whose `program` a compiled program calls when it is loaded
+REGISTRY = "teraio.runtime.engine.engine"  # whose `program` a compiled program calls when it is loaded
 
 
 @dataclasses.dataclass

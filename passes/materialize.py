@@ -30,7 +30,7 @@ VERBS = ("evict", "drop", "fetch", "wait")
 
 
 class Runs(Protocol):
-    """Whom the nodes call (runtime/explicit.py)."""
+    """Whom the nodes call (runtime/engine/explicit_moves.py)."""
 
     def slot(self, index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None: ...
     def take_in(self, index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None: ...

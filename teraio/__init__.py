@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from teraio.estimating import estimate
     from teraio.models import init, load
-    from teraio.runtime.checkpoint import save
-    from teraio.runtime.optimizer import wrap
-    from teraio.runtime.pace import Stats
-    from teraio.runtime.stays import resident
+    from teraio.runtime.model.resident import resident
+    from teraio.runtime.model.save import save
+    from teraio.runtime.optimizer.hooks import wrap
+    from teraio.runtime.step.stats import Stats
     from teraio.session import reset, set_memory, stats
 
 __version__ = "0.1.0"

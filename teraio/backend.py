@@ -27,8 +27,8 @@ from teraio.options import Options, disabled
 from teraio.passes import selftest
 from teraio.progress import stage
 from teraio.remade import compiled_function
-from teraio.runtime import engine
-from teraio.runtime.adopt import foreign_weight, weights_of_compiled_modules
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.adoption import foreign_weight, weights_of_compiled_modules
 from teraio.schedule import ProgramKind
 from teraio.session import (
     all_made_again,

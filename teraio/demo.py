@@ -139,7 +139,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
 
     from teraio import session
     from teraio.demo_model import Llama, Shape
-    from teraio.runtime import cpu, resident
+    from teraio.runtime.device import cpu, rss
 
     here = cpu.CpuDevice()
     here.keep_within(here.capacity_bytes())  # plainly: what is freed may stay, as it does with malloc
@@ -175,7 +175,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     alive = stats["resident_bytes"] if budget else _alive_bytes(optimizer)
     base = 0 if here.spares else here.used_bytes() - alive  # else it counts all that is in the process
     here.reset_peak()
-    resident.reset_peak()
+    rss.reset_peak()
     memory: list[int] = []
     with _Sampler(memory, here.used_bytes):
         step()
@@ -183,7 +183,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
         "losses": losses,
         "step_s": median(times[-args.steps - 1 : -1]),
         "tensor_peak_bytes": here.peak_bytes() - base,
-        "process_peak_bytes": resident.peak_bytes(),
+        "process_peak_bytes": rss.peak_bytes(),
         "tokens": args.batch * args.length,
         "memory": [max(0, m - base) for m in memory],
         "stats": stats,

@@ -1,6 +1,6 @@
 """`teraio doctor`: is this machine usable, how fast are its links, and what to do about what is wrong.
 
-    facts (here, runtime/measure.py) -> findings (teraio/findings.py) -> Report -> text, JSON, machine file
+    facts (here, and in the runtime) -> findings (teraio/findings.py) -> Report -> text, JSON, machine file
 
 Exit code 0: usable. 1: usable, with warnings. 2: not usable.
 """
@@ -29,8 +29,8 @@ from teraio.progress import stage, tell
 from teraio.units import fmt_ns, fmt_rate
 
 if TYPE_CHECKING:
-    from teraio.runtime import device
-    from teraio.runtime.link_rates import LinkRates
+    from teraio.runtime.device import device
+    from teraio.runtime.device.link_rates import LinkRates
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CHURN_BYTES = 128 * 2**20
@@ -164,7 +164,8 @@ def _device(
     found: list[Finding], links: list[LinkRates], seconds: float, progress: Progress
 ) -> device.Device | None:
     """The device that teraio would use; None if there is one that does not work."""
-    from teraio.runtime import choose, cuda, measure
+    from teraio.runtime.device import choose, cuda
+    from teraio.runtime.store import link_probe
 
     progress("looking for a GPU")
     reason = cuda.reason_without()
@@ -175,7 +176,7 @@ def _device(
         try:
             used = gpu = cuda.CudaDevice()
             measured = cuda.measure_host(
-                gpu, gpu.host(cuda.LOOK_BYTES), seconds, measure.MEMORY_BYTES, progress
+                gpu, gpu.host(cuda.LOOK_BYTES), seconds, link_probe.MEMORY_BYTES, progress
             )
         except RuntimeError as error:
             fix = "see nvidia-smi: the GPU may be full or in a fault; CUDA_VISIBLE_DEVICES= trains on the CPU"
@@ -192,9 +193,9 @@ def _device(
 
 
 def _memory(found: list[Finding], progress: Progress) -> None:
-    from teraio.runtime import memory
+    from teraio.runtime.device import limits
 
-    ram = memory.read()
+    ram = limits.read()
     group = ram.group
     limit, used = (group.limit_bytes, group.used_bytes) if group else (None, 0)
     budget = ram.obtainable_bytes * 9 // 10
@@ -202,7 +203,7 @@ def _memory(found: list[Finding], progress: Progress) -> None:
     found.append(findings.memory(ram.available_bytes, ram.total_bytes, limit, used, where, budget))
     found.append(findings.huge_pages(_thp()))
     progress("freeing memory")
-    memory.return_freed_memory()
+    limits.return_freed_memory()
     found.append(findings.freed_bytes(CHURN_BYTES, churn(CHURN_BYTES), os.environ.get("LD_PRELOAD", "")))
 
 
@@ -214,17 +215,17 @@ def churn(total_bytes: int) -> int:
     """Allocates tensors of mixed sizes, frees them, and returns how many bytes stayed with this process."""
     import torch
 
-    from teraio.runtime import resident
+    from teraio.runtime.device import rss
 
     torch.zeros(2**20)
-    before = resident.resident_bytes()
+    before = rss.resident_bytes()
     tensors: list[torch.Tensor] = []
     while total_bytes > 0:
         tensors.append(torch.ones(2**20 * (1 + len(tensors) % 16), dtype=torch.uint8))
         total_bytes -= tensors[-1].nbytes
     for tensor in tensors[::2] + tensors[1::2]:
         tensor.untyped_storage().resize_(0)
-    return max(0, resident.resident_bytes() - before)
+    return max(0, rss.resident_bytes() - before)
 
 
 def _store(
@@ -236,11 +237,11 @@ def _store(
     progress: Progress,
 ) -> int:
     """Adds what the store's directory is like and how fast it is; returns its free bytes, 0 if unusable."""
-    from teraio.runtime import gds, measure, store_places, wear
+    from teraio.runtime.store import directories, drive_health, gds, link_probe
 
     try:
-        path = store or store_places.default_directories()[0]
-        place = store_places.open_place(path, parents=store is None)
+        path = store or directories.default_directories()[0]
+        place = directories.open_place(path, parents=store is None)
     except StoreError as error:
         what, _, fix = str(error).partition(". ")
         found.append(findings.fail("store", what, fix))
@@ -253,13 +254,15 @@ def _store(
             return 0
         found += [
             findings.drive_unasked(str(told))
-            if isinstance(told, wear.Unasked)
+            if isinstance(told, drive_health.Unasked)
             else findings.drive_wear(**asdict(told))
-            for told in wear.of_drives(place.path)
+            for told in drive_health.of_drives(place.path)
         ]
         reason = gds.reason_without(place.path)
         found.append(findings.direct_storage(used.kind == "cuda", reason))
-        measured = measure.store_link(place.path, seconds, min(512 * 2**20, free // 4), progress, device=used)
+        measured = link_probe.store_link(
+            place.path, seconds, min(512 * 2**20, free // 4), progress, device=used
+        )
     except (StoreError, OSError) as error:
         found.append(
             findings.fail(

@@ -23,7 +23,7 @@ from teraio.cache import fingerprint_of
 from teraio.options import Options
 from teraio.passes import lifetimes
 from teraio.plan import Plan
-from teraio.runtime.engine import Engine
+from teraio.runtime.engine.engine import Engine
 from teraio.schedule import Step
 from teraio.units import fmt_count, fmt_ns
 

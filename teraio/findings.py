@@ -200,7 +200,7 @@ def drive_wear(
     media_errors: int,
     warnings: int,
 ) -> Finding:
-    """What a drive says of itself (runtime/wear.py): offloading is what wears it."""
+    """What a drive says of itself (runtime/store/drive_health.py): offloading is what wears it."""
     name = "drive wear"
     said = [text for bit, text in enumerate(DRIVE_WARNINGS) if warnings >> bit & 1]
     if media_errors:

@@ -21,8 +21,8 @@ import torch
 from teraio.machine import Machine
 from teraio.plan import Fetch, Plan
 from teraio.profile import Profile, Tensor
-from teraio.runtime import host_step
-from teraio.runtime.engine import Engine
+from teraio.runtime.engine.engine import Engine
+from teraio.runtime.optimizer import host_step
 from teraio.schedule import Step
 from teraio.units import fmt_count, fmt_ns
 

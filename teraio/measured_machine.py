@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from teraio.machine import Link, Machine, Tier
-from teraio.runtime import memory
-from teraio.runtime.link_rates import LinkRates
+from teraio.runtime.device import limits
+from teraio.runtime.device.link_rates import LinkRates
 
 
 def machine_of(
@@ -20,7 +20,7 @@ def machine_of(
     None: all host memory that can be had."""
     capacities = {
         "ssd": ssd_bytes,
-        "host": memory.read().obtainable_bytes if host_bytes is None else host_bytes,
+        "host": limits.read().obtainable_bytes if host_bytes is None else host_bytes,
     }
     tiers = [Tier("device", device_bytes)]
     tiers += [Tier(link.tier, capacities[link.tier]) for link in links]

@@ -13,7 +13,10 @@ from teraio import session
 from teraio.backend import hear_of_resets
 from teraio.errors import OptionError
 from teraio.options import disabled
-from teraio.runtime import checkpoint, engine, loading, making
+from teraio.runtime.engine import engine
+from teraio.runtime.model import save
+from teraio.runtime.model.init import models
+from teraio.runtime.model.load import fill
 
 
 @contextmanager
@@ -27,7 +30,7 @@ def init(**options: Any) -> Iterator[None]:
     hear_of_resets()
     session.open_with(options)
     assert engine.ENGINE is not None
-    with making.models(engine.ENGINE):
+    with models(engine.ENGINE):
         yield
 
 
@@ -43,11 +46,11 @@ def load(what: Any, path: str | os.PathLike[str] | None = None, **options: Any) 
     if not isinstance(what, torch.nn.Module):
         if path is not None:
             raise OptionError("teraio.load takes a path, or a model and a path")
-        return checkpoint.load(what, **options)
+        return save.load(what, **options)
     if path is None:
         raise OptionError("teraio.load(model, path): the path of the weights is missing")
     settings = {name: options.pop(name, default) for name, default in (("strict", True), ("copy", False))}
     if not disabled():
         hear_of_resets()
         session.open_with(options)
-    return loading.fill(engine.here(), what, os.fspath(path), **settings)
+    return fill(engine.here(), what, os.fspath(path), **settings)

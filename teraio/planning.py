@@ -22,7 +22,7 @@ from teraio.plan import Plan
 from teraio.profile import Profile
 from teraio.progress import stage
 from teraio.remade import Remaking
-from teraio.runtime.engine import Engine
+from teraio.runtime.engine.engine import Engine
 from teraio.schedule import Step
 from teraio.units import fmt_bytes, fmt_count
 from teraio.voice import artifact, outlook

@@ -24,9 +24,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
-from .errors import PlanError
-from .plan import Plan
-from .profile import Kernel, Profile, Tensor
+from teraio.errors import PlanError
+from teraio.plan import Plan
+from teraio.profile import Kernel, Profile, Tensor
 
 
 @dataclass(frozen=True, slots=True)

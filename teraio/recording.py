@@ -11,8 +11,8 @@ import logging
 import time
 
 from teraio.errors import TeraioError
-from teraio.runtime.engine import Engine
-from teraio.runtime.recorder import Recorder
+from teraio.runtime.engine.engine import Engine
+from teraio.runtime.ledger.recorder import Recorder
 from teraio.voice import artifact, rank
 
 log = logging.getLogger("teraio")

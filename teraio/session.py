@@ -32,11 +32,14 @@ from teraio.planning import Planning
 from teraio.profile import Profile
 from teraio.recording import Recording
 from teraio.remade import Remaking
-from teraio.runtime import by_name, choose, device, engine, graphs, host_step, optimizer, saves
-from teraio.runtime.back import bring_all_back
-from teraio.runtime.pace import Stats
-from teraio.runtime.signals import SIGNALS
-from teraio.runtime.step import EXPECTATIONS_MAX
+from teraio.runtime.device import choose, device
+from teraio.runtime.eager.signals import SIGNALS
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.restore import bring_all_back
+from teraio.runtime.optimizer import hooks, host_step
+from teraio.runtime.patches import cuda_graphs, pickling, wrapped_functions
+from teraio.runtime.step.stats import Stats
+from teraio.runtime.step.tracker import EXPECTATIONS_MAX
 from teraio.schedule import Step
 from teraio.tiers import Tiers, refuse_host
 from teraio.units import fmt_bytes, fmt_count
@@ -194,10 +197,10 @@ def patch_torch() -> None:
     Dynamo may restart the analysis of a frame. If a function of torch was wrapped in between, the second pass
     meets other code than the first, and Dynamo gives up. Without an engine all of it passes through."""
     global WATCH
-    by_name.install()
-    optimizer.install()
-    saves.install()
-    graphs.install()
+    wrapped_functions.install()
+    hooks.install()
+    pickling.install()
+    cuda_graphs.install()
     if WATCH is None:
         WATCH = foreign.Watch(_foreign_program)
 
@@ -224,7 +227,7 @@ def start(options: Options, on: str | torch.device = "cpu") -> None:
         observer = SESSION.device.observer
         SESSION.engine.registry.blind = observer is None
         if observer is not None and not observer.sees_addresses:
-            by_name.install_addresses()
+            wrapped_functions.install_addresses()
         if WATCH is not None:
             WATCH.listen()
     elif on.type != "meta" and not device.same(SESSION.device.device, on):
@@ -258,7 +261,7 @@ WATCH: foreign.Watch | None = None
 
 def _foreign_program() -> None:
     """Keep resident what a program of another compiler may read, if nobody sees it take addresses."""
-    if SESSION is None or optimizer.updating():
+    if SESSION is None or hooks.updating():
         return
     observer = SESSION.device.observer
     if observer is None or not observer.sees_addresses:

@@ -18,10 +18,11 @@ from teraio.errors import UnsupportedError
 from teraio.machine import Machine
 from teraio.measured_machine import machine_of
 from teraio.options import Memory, Options
-from teraio.runtime import link_rates, measure, memory
-from teraio.runtime.device import Device
-from teraio.runtime.link_rates import LinkRates
-from teraio.runtime.store import Store
+from teraio.runtime.device import limits, link_rates
+from teraio.runtime.device.device import Device
+from teraio.runtime.device.link_rates import LinkRates
+from teraio.runtime.store import link_probe
+from teraio.runtime.store.store import Store
 from teraio.units import fmt_bytes
 
 log = logging.getLogger("teraio")
@@ -45,7 +46,7 @@ class Tiers:
             on_fallback=options.on_fallback,
             write_per_day_bytes=options.max_write_per_day,
         )
-        most = measure.memory_bytes(budget_bytes)
+        most = link_probe.memory_bytes(budget_bytes)
         link, weights = drives(self.store.directories, device, most)
         self.store.extents.weights[:] = weights
         links = [link]
@@ -99,11 +100,11 @@ def refuse_host(options: Options, kind: str) -> None:
 
 def host_bytes(options: Options) -> int:
     """How much may be pinned; what can be had now is what a share is of."""
-    return (options.host_memory or HOST_SHARE).resolve(memory.read().obtainable_bytes, 0)
+    return (options.host_memory or HOST_SHARE).resolve(limits.read().obtainable_bytes, 0)
 
 
 def drives(
-    directories: Sequence[Path], device: Device, memory_bytes: int = measure.MEMORY_BYTES
+    directories: Sequence[Path], device: Device, memory_bytes: int = link_probe.MEMORY_BYTES
 ) -> tuple[LinkRates, list[int]]:
     """All drives of a store as one link, and how fast each directory is: several on one drive divide it."""
     numbers = [os.stat(directory).st_dev for directory in directories]
@@ -120,7 +121,7 @@ _KNOWN: dict[tuple[Path, torch.device], LinkRates] = {}  # by directory and devi
 def _link(directory: Path, device: Device, memory_bytes: int) -> LinkRates:
     """How fast the store is, in about half a second, with so much of the device's memory."""
     if (directory, device.device) not in _KNOWN:
-        measured = measure.store_link(
+        measured = link_probe.store_link(
             directory, LOOK_S, limit_bytes=64 * 2**20, device=device, memory_bytes=memory_bytes
         )
         _KNOWN[directory, device.device] = measured.link

@@ -24,8 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from teraio import session
 from teraio.errors import UnsupportedError
 from teraio.options import Options, disabled
-from teraio.runtime.adopt import SMALLEST_BYTES
-from teraio.runtime.optimizer import refuse_shards
+from teraio.runtime.ledger.adoption import SMALLEST_BYTES
+from teraio.runtime.optimizer.hooks import refuse_shards
 from teraio.units import fmt_bytes, fmt_count
 
 log = logging.getLogger("teraio")

@@ -13,7 +13,7 @@ import torch
 from for_now import folder_for_now
 from torch import nn
 
-from teraio.runtime.adopt import MOSTLY_UNUSED, NUMPY, OVERLAP, SHARED, SUBCLASS, UNSEEN, adopt
+from teraio.runtime.ledger.adoption import MOSTLY_UNUSED, NUMPY, OVERLAP, SHARED, SUBCLASS, UNSEEN, adopt
 
 SIZE = 2048
 FOLDER = folder_for_now("adopt")

@@ -17,7 +17,7 @@ import sys
 from typing import Any
 from unittest.mock import patch
 
-import allocator
+import counting_allocator
 import steady
 import torch
 from adopt_cases import path
@@ -26,9 +26,9 @@ import teraio
 from teraio import session
 from teraio.demo_model import Llama, Shape
 from teraio.options import Options
-from teraio.runtime import adopt as adoption
-from teraio.runtime import engine
-from teraio.runtime.moves import Mover
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger import adoption
+from teraio.runtime.ledger.mover import Mover
 
 SHAPE = Shape(vocabulary=512, hidden=128, intermediate=352, layers=3, heads=2, key_heads=1)
 HELD = "layers.1.up_proj.weight"  # of the source "held": numpy keeps its bytes
@@ -37,7 +37,7 @@ HELD = "layers.1.up_proj.weight"  # of the source "held": numpy keeps its bytes
 class Watch:
     """What happens to weights while a model trains."""
 
-    def __init__(self, counting: allocator.Counting) -> None:
+    def __init__(self, counting: counting_allocator.Counting) -> None:
         self.counting = counting
         self.evictions = self.late = self.adopting_peak = self.kept = self.peak = 0
         self.others = counting.alive_bytes()
@@ -134,7 +134,7 @@ def train(source: str, model: Llama, compiled: Any, watch: Watch, steps: int) ->
     }
 
 
-def run(source: str, budget: int, counting: allocator.Counting) -> dict[str, Any]:
+def run(source: str, budget: int, counting: counting_allocator.Counting) -> dict[str, Any]:
     torch._dynamo.reset()
     gc.collect()
     for name in ("TERAIO_MEMORY", "TERAIO_DISABLE"):
@@ -165,7 +165,7 @@ def run(source: str, budget: int, counting: allocator.Counting) -> dict[str, Any
 def main() -> None:
     from safetensors.torch import save_file
 
-    counting = allocator.install()
+    counting = counting_allocator.install()
     torch.set_num_threads(1)
     steady.plans()
     torch._dynamo.config.error_on_recompile = True

@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-import allocator
+import counting_allocator
 import steady
 import torch
 
@@ -76,7 +76,7 @@ class Training:
 def main() -> None:
     torch.set_num_threads(1)
     steady.plans()
-    counting = allocator.install()
+    counting = counting_allocator.install()
     how, path = sys.argv[1:]
     training = Training()
     found: dict[str, Any] = {}

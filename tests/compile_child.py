@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
-import allocator
+import counting_allocator
 import slots_child
 import steady
 import torch
@@ -30,7 +30,7 @@ from train import digest
 import teraio
 from teraio.demo_model import Llama, Shape
 from teraio.passes import inductor, inductor_options
-from teraio.runtime import engine
+from teraio.runtime.engine import engine
 
 SHAPE = Shape(vocabulary=256, hidden=128, intermediate=352, layers=2, heads=2, key_heads=1)
 BATCH, LENGTH, STEPS = 24, 64, 5
@@ -65,7 +65,7 @@ def interrupted(run: Callable[[], Any]) -> int:
     return abandon.call_count
 
 
-def train(asked: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]:
+def train(asked: dict[str, Any], counting: counting_allocator.Counting) -> dict[str, Any]:
     """Trains a small Llama, with a budget or plainly. `version` stands in for another version of the pass.
     `whole` lets AOTAutograd's cache answer before Inductor's is asked."""
     torch._dynamo.reset()
@@ -137,7 +137,7 @@ class Shows(torch.autograd.Function):
         return gradients[0] * 2, None
 
 
-def twins(asked: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]:
+def twins(asked: dict[str, Any], counting: counting_allocator.Counting) -> dict[str, Any]:
     """Roles of the product in the two forwards, and what came from the cache for the second."""
     roles, results = [], []
     x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
@@ -155,7 +155,7 @@ def twins(asked: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]
     return {"roles": roles, "equal": torch.equal(seen, x.detach() @ w), **looked_up()}
 
 
-def slotted(asked: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]:
+def slotted(asked: dict[str, Any], counting: counting_allocator.Counting) -> dict[str, Any]:
     """A model of slots_models.py under the tightest engine, with settings of Inductor's."""
     settings = inductor_options.settings(asked.get("mode"), asked.get("inductor", {}))
     with sources() as printed:
@@ -167,7 +167,7 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {"train": train, "twins": twin
 
 
 def main() -> None:
-    counting = allocator.install()
+    counting = counting_allocator.install()
     torch.set_num_threads(1)
     steady.plans()
     results = {}

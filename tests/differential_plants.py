@@ -11,9 +11,9 @@ import torch
 from unnoted import Done
 
 from teraio import backend
-from teraio.runtime.cpu import CpuDevice
-from teraio.runtime.pending import Pending
-from teraio.runtime.store import Store
+from teraio.runtime.device.cpu import CpuDevice
+from teraio.runtime.device.pending_transfer import Pending
+from teraio.runtime.store.store import Store
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-import allocator
+import counting_allocator
 import torch
 from differential_plants import planted
 from generated_models import Generated, Seen, make, train
@@ -42,11 +42,11 @@ from teraio.options import Options
 from teraio.passes.lifetimes import profile_of
 from teraio.plan import Plan
 from teraio.profile import Profile
-from teraio.runtime import engine
-from teraio.runtime.cpu import CpuDevice
-from teraio.runtime.pending import Pending
-from teraio.runtime.records import State
-from teraio.runtime.store import Store
+from teraio.runtime.device.cpu import CpuDevice
+from teraio.runtime.device.pending_transfer import Pending
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.record import State
+from teraio.runtime.store.store import Store
 from teraio.schedule import Step
 
 Call = Callable[..., Any]
@@ -157,7 +157,7 @@ class Result:
 class Rig:
     """One model, compiled plainly and with slots, and an engine."""
 
-    def __init__(self, seed: int, asked: Asked, counting: allocator.Counting) -> None:
+    def __init__(self, seed: int, asked: Asked, counting: counting_allocator.Counting) -> None:
         self.model = make(seed, asked.most_blocks)
         self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.counting = counting
@@ -273,7 +273,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))
 
 
-def examine(seed: int, plant: str, asked: Asked, counting: allocator.Counting) -> Result:
+def examine(seed: int, plant: str, asked: Asked, counting: counting_allocator.Counting) -> Result:
     began = time.perf_counter()
     with drive(seed) as name, watched_device():
         result = Result(seed, plant, "", name)
@@ -348,7 +348,7 @@ class Asked:
 
 
 def main() -> None:
-    counting = allocator.install()
+    counting = counting_allocator.install()
     torch.set_num_threads(1)
     asked = Asked(**json.loads(sys.argv[1]))
     gc.freeze()  # torch's own modules need not be looked through again and again: a tenth of the time

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from teraio.runtime import engine
-from teraio.runtime.records import Record, State
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.record import Record, State
 
 WIDTH = 256
 

@@ -27,8 +27,8 @@ from fake_device import POISON, Event, FakeDevice, Place, Storage, Stream, World
 from for_now import folder_for_now
 
 from teraio import _native
-from teraio.runtime.pending import Mark, Pending, Start
-from teraio.runtime.store import Store
+from teraio.runtime.device.pending_transfer import Mark, Pending, Start
+from teraio.runtime.store.store import Store
 
 CELL = 4096  # bytes: the least that the engine makes a record of
 TORN = -2  # a cell whose words differ

@@ -28,9 +28,9 @@ from teraio.passes.events import Event, Forget, Launch, Make, Signature
 from teraio.passes.slots import Place, lay_slots
 from teraio.plan import Evict, Fetch, Move, Plan
 from teraio.profile import Profile
-from teraio.runtime.engine import Engine, Program
-from teraio.runtime.optimizer_call import OptimizerCall
-from teraio.runtime.stepped import Stepped
+from teraio.runtime.engine.engine import Engine, Program
+from teraio.runtime.optimizer.step_call import OptimizerCall
+from teraio.runtime.optimizer.strategy import Stepped
 from teraio.schedule import Step
 
 STEPS = 3

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from teraio import _native
-from teraio.runtime import cuda, cuda_memory, pinned
+from teraio.runtime.device import cuda, cuda_memory, pinned_host
 
 SIZE = 64 * 1024  # bytes of every storage
 
@@ -194,7 +194,7 @@ def installed(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCud
     inside = SimpleNamespace(_accelerator_setAllocatorSettings=made.settings.append)
     about = {"cuda": made, "device": lambda *about: about, "_C": inside, "__version__": "2.0"}
     about |= {"empty": made.empty, "uint8": None}
-    for module in (cuda, cuda_memory, pinned):
+    for module in (cuda, cuda_memory, pinned_host):
         monkeypatch.setattr(module, "torch", SimpleNamespace(**about))
     for name in cuda.ALLOCATOR_SETTINGS:
         monkeypatch.delenv(name, raising=False)

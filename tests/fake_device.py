@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from teraio.runtime.device import Ordered
-from teraio.runtime.pending import Mark
+from teraio.runtime.device.device import Ordered
+from teraio.runtime.device.pending_transfer import Mark
 
 POISON = -1
 

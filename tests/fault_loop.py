@@ -28,7 +28,7 @@ from optimizer_train import Chain
 import teraio
 from teraio import _native, session
 from teraio.errors import TeraioError
-from teraio.runtime.store import Store
+from teraio.runtime.store.store import Store
 
 WIDTH, LAYERS, ROWS, STEPS = 96, 6, 64, 4
 # Reserve and slabs take 4 MiB of it. Weights, gradients and states are 0.9 MiB.

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from teraio.runtime.records import Record, State
-from teraio.runtime.user_code import UserCode
+from teraio.runtime.eager.user_code import UserCode
+from teraio.runtime.ledger.record import Record, State
 
 FETCH = UserCode._fetch
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import allocator
+import counting_allocator
 import torch
 from torch._guards import TracingContext
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,7 +38,7 @@ def storages(value: Any) -> Iterator[torch.UntypedStorage]:
 class Floor:
     """Watches the programs that `backend` compiled, from `start` to `stop`. Resets the allocator's peak."""
 
-    def __init__(self, counting: allocator.Counting) -> None:
+    def __init__(self, counting: counting_allocator.Counting) -> None:
         self.counting = counting
         self.others = 0  # bytes that are not the training's
         self.watching = False

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from teraio.runtime.device import Ordered
+from teraio.runtime.device.device import Ordered
 
 STEPS, FULL_STEP = 8, 5
 Batch = Callable[[int], torch.Tensor]

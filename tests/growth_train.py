@@ -22,8 +22,8 @@ from torch import nn
 import teraio
 from teraio import session
 from teraio.options import Options
-from teraio.runtime import resident
-from teraio.runtime.store_places import default_directories
+from teraio.runtime.device import rss
+from teraio.runtime.store.directories import default_directories
 
 WIDTH, LAYERS = 64, 8
 BATCHES = (1024, 2048, 1536)  # rows: 256 to 512 KiB per activation
@@ -69,7 +69,7 @@ class Trainer:
     def steps(self, count: int) -> dict[str, int]:
         """Afterwards; `peak` is of these steps."""
         gc.collect()
-        resident.reset_peak()
+        rss.reset_peak()
         for _ in range(count):
             self.step(self.choose.choice(BATCHES))
         return self.figures()
@@ -77,8 +77,8 @@ class Trainer:
     def figures(self) -> dict[str, int]:
         gc.collect()
         return {
-            "resident": resident.resident_bytes(),
-            "peak": resident.peak_bytes(),
+            "resident": rss.resident_bytes(),
+            "peak": rss.peak_bytes(),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": len(os.listdir("/proc/self/task")),
             "files": sum(len(files) for _, _, files in os.walk(default_directories()[0])),

@@ -26,7 +26,10 @@ import torch
 from guard_model import WIDTH, Model
 
 import teraio
-from teraio.runtime import engine, observer, records, user_code
+from teraio.runtime.eager import user_code
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.record import State
+from teraio.runtime.torch_extension import observer
 
 ROWS, STEPS = 32, 8
 FROZEN = ("frozen", "frozen, touched", "frozen, written", "frozen, by pointer")
@@ -98,7 +101,7 @@ class Run:
     def look(self) -> None:
         if engine.ENGINE is not None:
             known = engine.ENGINE.residency.reachable.values()
-            self.away.add(sum(record.state is records.State.AWAY for record in known))
+            self.away.add(sum(record.state is State.AWAY for record in known))
 
     def first(self) -> torch.nn.Parameter:
         return self.model.blocks[0].up.weight  # type: ignore[return-value, union-attr]

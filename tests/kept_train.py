@@ -14,13 +14,13 @@ import sys
 from typing import Any
 from unittest.mock import patch
 
-import allocator
+import counting_allocator
 import torch
 from torch import nn
 
 import teraio
-from teraio.runtime import engine
-from teraio.runtime.outside import Outside
+from teraio.runtime.engine import engine
+from teraio.runtime.step.eager_memory import Outside
 
 WIDTH, ROWS, LAYERS, SAVED = 512, 1024, 4, 8
 
@@ -48,7 +48,7 @@ class Broken(nn.Module):
 
 
 def main() -> None:
-    counting = allocator.install()
+    counting = counting_allocator.install()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Broken()

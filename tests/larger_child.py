@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import teraio
-from teraio.runtime import cpu
+from teraio.runtime.device import cpu
 
 WIDTH, LAYERS, ROWS, STEPS = 768, 42, 8, 3  # a layer has 2.25 MiB, all of them 94
 MEMORY = 20 << 20

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import teraio
-from teraio.runtime import cpu
+from teraio.runtime.device import cpu
 
 LAYERS, WIDTH, BATCH, STEPS = 20, 32, 1 << 17, 3
 MEMORY = 112 << 20

@@ -22,9 +22,9 @@ from teraio.machine import Link, Machine, Tier
 from teraio.passes import fx, materialize
 from teraio.plan import Evict, Fetch, Plan
 from teraio.profile import Profile
-from teraio.runtime import engine, explicit
-from teraio.runtime.moves import Mover
-from teraio.runtime.programs import Program
+from teraio.runtime.engine import engine, explicit_moves
+from teraio.runtime.ledger.mover import Mover
+from teraio.runtime.step.program import Program
 
 ROWS, WIDTH, LAYERS, MEMORY = 512, 256, 5, "6700KiB"  # of it 4 MiB in reserve; a kernel needs 2.3
 KERNEL_NS = 300_000  # the same in every run, so that the plan is; a layer's activation leaves in half of it
@@ -128,7 +128,7 @@ def lost(ticket: Any) -> None:
     raise StoreReadError("lost")
 
 
-class Losing(explicit.Explicit):
+class Losing(explicit_moves.Explicit):
     """The first read that this graph waits for fails."""
 
     lost = False
@@ -234,7 +234,7 @@ class Bench:
             bug = {**PLANTED, UNLAWFUL: unlawful}.get(way, dict)
             patch.setattr(materialize, "acts", lambda *given: bug(acts(*given)))
             for base, (gm, program) in reversed([*zip(expected.base, self.told.graphs)]):
-                runs = next(losing, explicit.Explicit)(program)
+                runs = next(losing, explicit_moves.Explicit)(program)
                 made = materialize.materialize(gm, plan, base, expected.length, runs)
                 self.run[gm] = self.boxed(made).run
                 written.insert(0, made)

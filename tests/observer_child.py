@@ -27,8 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import teraio
 from teraio.errors import StoreError
-from teraio.runtime import engine, moves, shim
-from teraio.runtime.records import State
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.mover import Mover
+from teraio.runtime.ledger.record import State
+from teraio.runtime.torch_extension import build
 
 SOURCE = Path(__file__).with_name("native") / "reader.cpp"
 LAYERS = 8
@@ -78,7 +80,7 @@ class World:
 def built() -> Path:
     """The extension, in the folder that the test gives to all cases."""
     folder = Path(os.environ.get("READER_FOLDER") or tempfile.mkdtemp())
-    return shim.build(SOURCE, ("c10", "torch_cpu"), folder)
+    return build.build(SOURCE, ("c10", "torch_cpu"), folder)
 
 
 class Reader:
@@ -220,19 +222,19 @@ def store_fails() -> dict[str, Any]:
     """A read that fails is an error that names the tensor, by an operator and by an address."""
     world = World()
     world.evict()
-    real = moves.Mover.begin_fetch
+    real = Mover.begin_fetch
 
     def fails(mover: Any, found: Any, demand: bool = False) -> None:
         raise StoreError(f"planted: {found.name}")
 
     told = []
-    moves.Mover.begin_fetch = fails  # type: ignore[assignment, method-assign]
+    Mover.begin_fetch = fails  # type: ignore[assignment, method-assign]
     for read in (world.weights[0].abs, world.weights[1].data_ptr):
         try:
             read()
         except RuntimeError as error:
             told.append("planted: " in str(error) and "user code" in str(error))
-    moves.Mover.begin_fetch = real  # type: ignore[method-assign]
+    Mover.begin_fetch = real  # type: ignore[method-assign]
     after = [float(weight.detach().double().sum()) for weight in world.weights]
     return {"told": told, "after": after == world.sums}
 

@@ -10,7 +10,7 @@ import torch
 from eager_beside import send_away
 from torch import nn, optim
 
-from teraio.runtime import engine
+from teraio.runtime.engine import engine
 
 Parameters = list[nn.Parameter]
 

@@ -17,16 +17,19 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-import allocator
+import counting_allocator
 import steady
 import torch
 import unnoted
 from optimizer_loops import LOOPS, OPTIMIZERS, WHOLE, Loop
 
 import teraio
-from teraio.runtime import engine, moves, optimizer_call, residency, trial, windows
-from teraio.runtime.records import Record, State
-from teraio.runtime.windows import same
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger import residency
+from teraio.runtime.ledger.mover import Mover
+from teraio.runtime.ledger.record import Record, State
+from teraio.runtime.optimizer import buckets, step_call, trial
+from teraio.runtime.optimizer.buckets import same
 
 WIDTH, LAYERS, ROWS, STEPS = 192, 10, 32, 4
 BUDGET = 6 * 2**20  # 4 MiB of it in reserve; weights, gradients and Adam's states are 5.9 MiB
@@ -44,10 +47,10 @@ class Chain(torch.nn.Module):
         return x.square().mean()
 
 
-READ = moves.Mover._read
+READ = Mover._read
 
 
-def not_gradients(mover: moves.Mover, record: Record, demand: bool) -> Any:
+def not_gradients(mover: Mover, record: Record, demand: bool) -> Any:
     """Of a gradient nothing is read: the memory is there, with whatever was in it."""
     return READ(mover, record, demand) if record.kind != "grad" else lambda target, mark: unnoted.Done()
 
@@ -59,10 +62,10 @@ PLANTS: dict[str, list[Any]] = {
         patch.object(residency.Residency, "mark_written", lambda self, bound, written: None),
     ],
     # autograd adds to what is not there
-    "gradients are not fetched": [patch.object(moves.Mover, "_read", not_gradients)],
+    "gradients are not fetched": [patch.object(Mover, "_read", not_gradients)],
     # whatever the optimizer does, it is stepped in buckets
     "nothing is tried": [patch.object(trial, "same", lambda one, other: True)],
-    "groups are not written back": [patch.object(windows, "write_back", lambda groups, written: None)],
+    "groups are not written back": [patch.object(buckets, "write_back", lambda groups, written: None)],
     # user code writes gradients, and the copy of before comes back
     "operators write unnoted": unnoted.writes(),
 }
@@ -77,7 +80,7 @@ def planted(bug: str) -> Iterator[None]:
 
 
 class Run:
-    def __init__(self, scenario: str, budget: int, counting: allocator.Counting) -> None:
+    def __init__(self, scenario: str, budget: int, counting: counting_allocator.Counting) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.counting = counting
@@ -121,20 +124,20 @@ class Run:
         return [self.losses, [p.data for p in parameters], states, groups, [p.grad for p in parameters]]
 
 
-def compare(scenario: str, counting: allocator.Counting, bug: str) -> dict[str, Any]:
+def compare(scenario: str, counting: counting_allocator.Counting, bug: str) -> dict[str, Any]:
     with patch.dict("os.environ", {"TERAIO_DISABLE": "1"}):
         plain = Run(scenario, 0, counting)
         plain.train()
     expected = plain.outcome()
     del plain
     opened: list[int] = []
-    real = optimizer_call.OptimizerCall.open
+    real = step_call.OptimizerCall.open
 
     def open_(self: Any, at: int) -> None:
         opened.append(at)
         real(self, at)
 
-    with planted(bug), patch.object(optimizer_call.OptimizerCall, "open", open_):
+    with planted(bug), patch.object(step_call.OptimizerCall, "open", open_):
         held = counting.alive_bytes()
         ours = Run(scenario, WHOLE_BUDGET if scenario in WHOLE else BUDGET, counting)
         assert ours.others == held
@@ -151,7 +154,7 @@ def compare(scenario: str, counting: allocator.Counting, bug: str) -> dict[str, 
 
 
 def main() -> None:
-    counting = allocator.install()
+    counting = counting_allocator.install()
     torch.set_num_threads(1)
     steady.plans()
     for asked in json.loads(sys.argv[1]):

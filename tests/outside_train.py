@@ -17,7 +17,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import allocator
+import counting_allocator
 import torch
 
 import teraio
@@ -25,7 +25,7 @@ from teraio import session
 from teraio.demo_model import Llama, Shape
 from teraio.errors import TeraioError
 from teraio.options import Options
-from teraio.runtime import engine
+from teraio.runtime.engine import engine
 
 SHAPE = Shape(vocabulary=2048, hidden=128, intermediate=352, layers=4, heads=2, key_heads=1)
 BATCH, LENGTH = 16, 96
@@ -33,7 +33,7 @@ WIDE, WIDE_BATCH = replace(SHAPE, vocabulary=16384), 1
 
 
 class Trainer:
-    def __init__(self, counting: allocator.Counting, wide: bool) -> None:
+    def __init__(self, counting: counting_allocator.Counting, wide: bool) -> None:
         self.counting = counting
         self.shape, self.batch = (WIDE, WIDE_BATCH) if wide else (SHAPE, BATCH)
         torch.manual_seed(0)
@@ -79,7 +79,7 @@ class Trainer:
 
 
 def main() -> None:
-    counting = allocator.install()
+    counting = counting_allocator.install()
     torch.set_num_threads(1)
     trainer = Trainer(counting, "wide" in sys.argv[2:])
     done: dict[str, dict[str, Any]] = {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from teraio.runtime import cpu
-from teraio.runtime.device import Host
-from teraio.runtime.link_rates import LinkRates
-from teraio.runtime.pending import Start
+from teraio.runtime.device import cpu
+from teraio.runtime.device.device import Host
+from teraio.runtime.device.link_rates import LinkRates
+from teraio.runtime.device.pending_transfer import Start
 
 FAST = 8 * 10**9  # bytes per second, about what copying in RAM carries
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import allocator
+import counting_allocator
 import steady
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import teraio
 from teraio import cli, earlier, session
 from teraio.plan import Plan
-from teraio.runtime import outside
+from teraio.runtime.step import eager_memory
 
 SLOW_BYTES_PER_S = 10**6  # a kernel that runs again is hundreds of times as fast
 WIDTH = 192
@@ -72,7 +72,7 @@ def plan_offline(run: Path, budget: int, target: str) -> None:
 
 
 def run(
-    asked: dict[str, Any], plans: dict[str, str], counting: allocator.Counting, folder: str
+    asked: dict[str, Any], plans: dict[str, str], counting: counting_allocator.Counting, folder: str
 ) -> dict[str, Any]:
     model = model_of(asked["model"], asked.get("layers", 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -125,9 +125,9 @@ def run(
 
 
 def main(asked_for: str, folder: str) -> None:
-    counting = allocator.install()
+    counting = counting_allocator.install()
     torch.set_num_threads(1)
-    outside.NOISE_BYTES = 2**24  # of what the system counts: as much as such a model
+    eager_memory.NOISE_BYTES = 2**24  # of what the system counts: as much as such a model
     steady.plans(SLOW_BYTES_PER_S)
     plans: dict[str, str] = {}
     done: dict[str, Any] = {}

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import allocator
+import counting_allocator
 import slots_models
 import torch
 import torch._functorch.config as functorch_config
@@ -57,7 +57,7 @@ class Known:
 
 
 class Tightest:
-    def __init__(self, counting: allocator.Counting) -> None:
+    def __init__(self, counting: counting_allocator.Counting) -> None:
         self.counting = counting
         self.known: dict[int, Known] = {}
         self.bound: dict[int, Known] = {}
@@ -166,7 +166,7 @@ def train(case: dict[str, Any], slotted: bool) -> tuple[list[bytes], list[float]
     return [p.detach().numpy().tobytes() for p in model.parameters()], losses
 
 
-def run(case: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]:
+def run(case: dict[str, Any], counting: counting_allocator.Counting) -> dict[str, Any]:
     plain = train(case, slotted=False)
     WATCH.append(Tightest(counting))
     ours = train(case, slotted=True)
@@ -184,7 +184,7 @@ def run(case: dict[str, Any], counting: allocator.Counting) -> dict[str, Any]:
 
 
 def main() -> None:
-    counting = allocator.install()
+    counting = counting_allocator.install()
     torch.set_num_threads(1)
     results = []
     for case in json.loads(sys.argv[1]):

@@ -12,13 +12,15 @@ import time
 from typing import Any
 from unittest.mock import patch
 
-import allocator
+import counting_allocator
 import torch
 from torch import nn
 
 import teraio
 from teraio import _native
-from teraio.runtime import cpu, engine, resident, spare
+from teraio.runtime.device import cpu, rss
+from teraio.runtime.engine import engine
+from teraio.runtime.torch_extension import allocator
 
 MIB = 2**20
 WIDTH, LAYERS, BATCH = 512, 10, 512
@@ -43,9 +45,9 @@ def losses(budget: int) -> tuple[list[float], list[tuple[int, int, int]]]:
         optimizer.zero_grad()
         found.append(loss.item())
         now = _native.spare().counts()
-        other = resident.resident_bytes() - now.used_bytes - now.spare_bytes
-        counts.append((now.mapped_bytes, now.reused_bytes, resident.peak_bytes() - other))
-        resident.reset_peak()
+        other = rss.resident_bytes() - now.used_bytes - now.spare_bytes
+        counts.append((now.mapped_bytes, now.reused_bytes, rss.peak_bytes() - other))
+        rss.reset_peak()
     return found, counts
 
 
@@ -94,12 +96,12 @@ def foreign() -> dict[str, Any]:
         here.observer.arrive(tensor.untyped_storage(), block)
         tensor.copy_(copy)
     after = [_native.spare().holds(t.data_ptr()) for t in tensors]
-    counted, full = here.used_bytes() - used, resident.resident_bytes()
+    counted, full = here.used_bytes() - used, rss.resident_bytes()
     here.keep_within(0)
     same = digests == [hashlib.sha256(t.numpy().tobytes()).digest() for t in tensors]
     del tensors, tensor, block
     return {
-        "freed": full - resident.resident_bytes(),
+        "freed": full - rss.resident_bytes(),
         "before": before,
         "after": after,
         "counted": counted,
@@ -113,16 +115,16 @@ def refused() -> dict[str, Any]:
     reasons = []
     for changed in tries:
         with patch.dict(os.environ, changed):
-            reasons.append(spare._install())
+            reasons.append(allocator._install())
     with patch.dict(os.environ, tries[0]):
         here = cpu.CpuDevice()
         cpu.CpuDevice()
     tensors = [torch.ones(2 * MIB, dtype=torch.uint8) for _ in range(16)]
-    full = resident.resident_bytes()
+    full = rss.resident_bytes()
     used_is_resident = here.used_bytes() > full // 2
     for tensor in tensors[::2] + tensors[1::2]:
         here.drop(tensor.untyped_storage())
-    freed = full - resident.resident_bytes()
+    freed = full - rss.resident_bytes()
     return {"reasons": reasons, "used_is_resident": used_is_resident, "freed": freed}
 
 
@@ -165,9 +167,9 @@ def wait(child: int) -> int:
 
 
 def other() -> dict[str, Any]:
-    counting = allocator.install()
+    counting = counting_allocator.install()
     before = counting.alive_bytes()
-    installed = spare.install()
+    installed = allocator.install()
     tensor = torch.empty(MIB, dtype=torch.uint8)
     return {"installed": installed, "counted": counting.alive_bytes() - before, "bytes": tensor.nbytes}
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from teraio import earlier, tiers
 from teraio.errors import StoreError
 from teraio.passes import lifetimes
-from teraio.runtime.link_rates import LinkRates
-from teraio.runtime.pending import Pending
+from teraio.runtime.device.link_rates import LinkRates
+from teraio.runtime.device.pending_transfer import Pending
 from teraio.schedule import Step
 
 KERNEL_NS = 10**6

@@ -17,16 +17,16 @@ from for_now import folder_for_now
 
 from teraio import _native
 from teraio.errors import StoreError
-from teraio.runtime import leftovers, store_files, store_places
-from teraio.runtime.extents import Extents, Piece, rounded
-from teraio.runtime.store import Extent, Store, Ticket
+from teraio.runtime.store import directories, files, stale_directories
+from teraio.runtime.store.extents import Extents, Piece, rounded
+from teraio.runtime.store.store import Extent, Store, Ticket
 
 MIB = 1 << 20
 LOOKS_ALIKE = 5
 
 # The process dies before the drive has done something, or after it and before anyone is told.
 OPERATIONS = ("kill write", "killed write", "kill read", "killed read")
-POINTS = (*store_files.POINTS, *OPERATIONS)
+POINTS = (*files.POINTS, *OPERATIONS)
 
 
 class Memory:
@@ -55,7 +55,7 @@ def disk_near(folder: Path) -> Path | None:
 def _on_disk(folder: Path) -> bool:
     fd = os.open(folder, os.O_RDONLY)
     try:
-        return not store_places.Place(folder, fd, 0, store_places.kind_of(fd)).in_memory
+        return not directories.Place(folder, fd, 0, directories.kind_of(fd)).in_memory
     finally:
         os.close(fd)
 
@@ -206,7 +206,7 @@ def die_at(last: str) -> None:
         if point == last:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    store_files.reach = reach
+    files.reach = reach
 
 
 def killed_at_moment(root: Path, delay_s: float) -> None:
@@ -249,8 +249,8 @@ class Left:
         paths = list(root.rglob("*"))
         self.named_bytes = sum(p.stat().st_blocks * 512 for p in paths if p.is_file())
         self.names = len(paths)
-        self.owners = {one.pid for one in leftovers.running(root)}
-        leftovers.clear(root)
+        self.owners = {one.pid for one in stale_directories.running(root)}
+        stale_directories.clear(root)
         self.names_after_start = len(list(root.rglob("*")))
 
 

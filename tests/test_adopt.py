@@ -18,9 +18,9 @@ from children import forked
 from torch import nn
 
 import teraio
-from teraio.runtime import adopt as adoption
-from teraio.runtime import engine
-from teraio.runtime.adopt import NUMPY, Adopted, Span, adopt
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger import adoption
+from teraio.runtime.ledger.adoption import NUMPY, Adopted, Span, adopt
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 

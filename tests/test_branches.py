@@ -11,7 +11,7 @@ sys.path.insert(0, str(tree.ROOT / "tests" / "long"))
 
 import branches
 
-HERE = "runtime/clock.py"
+HERE = "runtime/device/clock.py"
 
 
 def report(missing: list[list[int]], sha256: str | None = None, path: str = HERE) -> dict[str, Any]:
@@ -30,14 +30,14 @@ def test_a_branch_is_missing_if_no_part_has_taken_it() -> None:
 def test_a_file_that_has_changed_since_counts_for_nothing() -> None:
     told = report([[1, 2]])
     branches.add(told, report([], sha256="of another"))
-    branches.add(told, report([], sha256="of another", path="runtime/step.py"))
+    branches.add(told, report([], sha256="of another", path="runtime/step/tracker.py"))
     assert [file.taken for file in branches.files_of(told)] == [9]
 
 
 def test_a_file_that_only_an_earlier_part_has_met_counts() -> None:
     told = report([[1, 2]])
-    branches.add(told, report([[1, 2], [3, 4]], path="runtime/step.py"))
+    branches.add(told, report([[1, 2], [3, 4]], path="runtime/step/tracker.py"))
     assert [(file.name, file.taken) for file in branches.files_of(told)] == [
-        ("runtime/step.py", 8),
+        ("runtime/step/tracker.py", 8),
         (HERE, 9),
     ]

@@ -13,8 +13,9 @@ from eager_beside import WIDTH, bare, layer, record, send_away, trained_beside
 from torch import nn
 
 from teraio.errors import UnsupportedError
-from teraio.runtime import by_name, engine, graphs
-from teraio.runtime.records import State
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.record import State
+from teraio.runtime.patches import cuda_graphs, wrapped_functions
 
 SIDE = 128
 
@@ -59,7 +60,7 @@ def test_evaluation_beside_a_training_gives_the_same_bits(
 
 @pytest.mark.parametrize("make", [encoder, attention])
 def test_dynamo_and_scripts_know_what_was_wrapped(make: Callable[[], nn.Module], nothing_left: None) -> None:
-    by_name.install()
+    wrapped_functions.install()
     model, batch = make().eval(), torch.randn(2, 8, SIDE)
     with torch.no_grad():
         expected = called(model, batch)
@@ -71,7 +72,7 @@ def test_dynamo_and_scripts_know_what_was_wrapped(make: Callable[[], nn.Module],
 
 
 def test_dynamo_compiles_functions_of_lists_that_were_wrapped(nothing_left: None) -> None:
-    by_name.install()
+    wrapped_functions.install()
 
     def halved(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [*torch._foreach_mul(tensors, 0.5)]
@@ -170,7 +171,7 @@ def test_what_dlpack_gave_to_others_stays_where_it_is(model: nn.Module) -> None:
 
 def test_a_capture_moves_nothing_and_what_it_used_stays(model: nn.Module) -> None:
     """As of a CUDA graph, whose kernels read at the addresses of that moment."""
-    begin, end = graphs.beginning(lambda graph: "begun"), graphs.ending(lambda graph: "ended")
+    begin, end = cuda_graphs.beginning(lambda graph: "begun"), cuda_graphs.ending(lambda graph: "ended")
     used, read, other = (layer(model, number).weight for number in range(3))
     compiled: Any = torch.compile(
         layer(model, 0), backend="teraio", options={"inner": "eager", "memory": "64MiB"}
@@ -190,6 +191,6 @@ def test_a_capture_moves_nothing_and_what_it_used_stays(model: nn.Module) -> Non
     assert read.sum() == layer(bare(model), 1).weight.sum()
     send_away()
     assert record(used).state is State.DEVICE
-    assert record(used).because == graphs.CAPTURED
+    assert record(used).because == cuda_graphs.CAPTURED
     assert record(read).state is State.AWAY, "the others go on"
     assert torch.equal(compiled(torch.ones(4, WIDTH)), layer(bare(model), 0)(torch.ones(4, WIDTH)))

@@ -16,9 +16,9 @@ import teraio
 from teraio import earlier
 from teraio.errors import BudgetError
 from teraio.passes.events import Signature
-from teraio.runtime import engine
-from teraio.runtime.calm import Calm
-from teraio.runtime.programs import Program
+from teraio.runtime.engine import engine
+from teraio.runtime.step.program import Program
+from teraio.runtime.step.quiet_call import Calm
 
 WIDTH, LAYERS, BATCH = 128, 6, 512
 ROOM, LITTLE = 2**24, 6 * 2**20  # 3 MiB of activations, 1.6 of the model and what belongs to it; 4 of reserve

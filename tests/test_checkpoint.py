@@ -22,7 +22,8 @@ from children import forked
 from touch_child import World, is_away, plain_facts, record_of, send_away, twin_of
 
 import teraio
-from teraio.runtime import engine, saves
+from teraio.runtime.engine import engine
+from teraio.runtime.patches import pickling
 
 CHILD = Path(__file__).with_name("checkpoint_child.py")
 LAYERS, TENSOR_BYTES = 6, 64 * 64 * 4
@@ -99,17 +100,17 @@ def test_what_is_on_a_gpu_comes_back_one_by_one_too(
 ) -> None:
     """There torch asks for the size, copies to RAM, and writes that."""
     world, twin = worlds
-    write, copies = saves.Writer.write_record, []
+    write, copies = pickling.Writer.write_record, []
 
-    def on_gpu(writer: saves.Writer, name: str, data: Any, size_bytes: int) -> None:
+    def on_gpu(writer: pickling.Writer, name: str, data: Any, size_bytes: int) -> None:
         if isinstance(data, torch.UntypedStorage):
             copies.append(data.cpu())
             data, size_bytes = copies[-1], data.nbytes()
         write(writer, name, data, size_bytes)
 
-    monkeypatch.setattr(saves, "_elsewhere", lambda tensor: True)
+    monkeypatch.setattr(pickling, "_elsewhere", lambda tensor: True)
     monkeypatch.setattr(torch.UntypedStorage, "cpu", torch.UntypedStorage.clone)
-    monkeypatch.setattr(saves.Writer, "write_record", on_gpu)
+    monkeypatch.setattr(pickling.Writer, "write_record", on_gpu)
     assert written(all_of(world)) == written(all_of(twin))
     assert len(copies) > LAYERS and overrun() == 0, "it was not written a tensor at a time"
     assert not any("cpu" in vars(tensor.untyped_storage()) for tensor in tensors(world))

@@ -13,7 +13,7 @@ from torch import nn
 
 import teraio
 from teraio.profile import Profile
-from teraio.runtime import choose
+from teraio.runtime.device import choose
 
 MS = 10**6
 

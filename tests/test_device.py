@@ -14,10 +14,10 @@ import torch
 from fake_device import Event, FakeDevice, FakeStreamTicket, Place, Storage, World
 from unnoted import Done
 
-from teraio.runtime import choose, cpu
-from teraio.runtime.cpu import CpuDevice
-from teraio.runtime.device import Ordered
-from teraio.runtime.pending import Mark, Pending, Start, StreamTicket, Ticket
+from teraio.runtime.device import choose, cpu
+from teraio.runtime.device.cpu import CpuDevice
+from teraio.runtime.device.device import Ordered
+from teraio.runtime.device.pending_transfer import Mark, Pending, Start, StreamTicket, Ticket
 
 SCHEDULES = 3000
 CELLS = 9

@@ -16,9 +16,9 @@ import pytest
 from fake_cuda import SIZE, FakeCuda, FakeStorage
 
 from teraio import _native
-from teraio.runtime import cuda, pinned
-from teraio.runtime.cuda import CudaDevice
-from teraio.runtime.pinned import HostTier, Place
+from teraio.runtime.device import cuda, pinned_host
+from teraio.runtime.device.cuda import CudaDevice
+from teraio.runtime.device.pinned_host import HostTier, Place
 
 KIB = 1024
 GIB = 2**30
@@ -122,7 +122,7 @@ def test_a_large_copy_is_given_in_pieces_behind_the_mark(
     fake: FakeCuda, out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the order of their addresses, on the device's streams, and none before the kernel that wrote."""
-    monkeypatch.setattr(pinned, "PIECE_BYTES", SIZE // 3)
+    monkeypatch.setattr(pinned_host, "PIECE_BYTES", SIZE // 3)
     device = CudaDevice()
     tier, storage, data = HostTier(device, 16 * 2**20), FakeStorage(fake, []), bytes_of(1)
     given, give_to = list[tuple[int, ...]](), device.copier.give_to

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from fake_cuda import FakeCuda
 
-from teraio.runtime import cuda, cuda_memory, measure
-from teraio.runtime.cuda import CudaDevice
+from teraio.runtime.device import cuda, cuda_memory
+from teraio.runtime.device.cuda import CudaDevice
+from teraio.runtime.store import link_probe
 
 KIB = 1024
 GIB = 2**30
@@ -132,7 +133,7 @@ def test_a_full_card_is_measured_with_what_it_has_and_gets_it_back(
 
 def test_links_are_measured_with_an_eighth_of_the_budget_at_most() -> None:
     mib = 2**20
-    sizes = {budget: measure.memory_bytes(budget * mib) // mib for budget in (4, 16, 40, 57, 1000, 10**5)}
+    sizes = {budget: link_probe.memory_bytes(budget * mib) // mib for budget in (4, 16, 40, 57, 1000, 10**5)}
     assert sizes == {4: 2, 16: 2, 40: 4, 57: 4, 1000: 64, 10**5: 128}
 
 

@@ -207,7 +207,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_files_named_in_the_docs_exist() -> None:
-    """`runtime/store.py`, and `store.py` right after a folder, are there."""
+    """`runtime/store/store.py`, and `store.py` right after a folder, are there."""
     folders = ("teraio", "passes", "runtime", "csrc", "tests", "examples", "benchmarks", "docs", "profiles")
     wrong = []
     for path in DOCS:

@@ -16,10 +16,11 @@ from teraio import _native, doctor, findings
 from teraio.errors import StoreError
 from teraio.findings import Finding, Verdict
 from teraio.machine import Machine
-from teraio.runtime import cuda, measure, memory, store_slabs
-from teraio.runtime.cpu import CpuDevice
-from teraio.runtime.device import Scratch
-from teraio.runtime.link_rates import LinkRates
+from teraio.runtime.device import cuda, limits
+from teraio.runtime.device.cpu import CpuDevice
+from teraio.runtime.device.device import Scratch
+from teraio.runtime.device.link_rates import LinkRates
+from teraio.runtime.store import link_probe, slabs
 
 pytestmark = pytest.mark.alone
 
@@ -90,7 +91,7 @@ def test_nothing_is_left_behind_and_nobody_else_can_look(
         return real(path, flags, mode)
 
     monkeypatch.setattr(os, "open", watched)
-    with measure.private_file(disk) as (fd, _):
+    with link_probe.private_file(disk) as (fd, _):
         about = os.fstat(fd)
         assert about.st_nlink == 0
         assert stat.S_IMODE(about.st_mode) == 0o600
@@ -131,7 +132,7 @@ def faulty(**fault: Any) -> Any:
 def test_a_crawling_drive_is_refused_in_bounded_time(disk: Path) -> None:
     begun = time.monotonic()
     with pytest.raises(StoreError, match=r"writes .*/s; a store needs 4 MB/s and more"):
-        measure.store_link(disk, 0.2, around=faulty(kind="delay", delay_s=1.5))
+        link_probe.store_link(disk, 0.2, around=faulty(kind="delay", delay_s=1.5))
     assert time.monotonic() - begun < 40
 
 
@@ -147,28 +148,26 @@ class Full(CpuDevice):
 
 def test_a_drive_is_measured_from_ram_where_the_device_has_no_memory_free(disk: Path) -> None:
     full = Full()
-    measured = measure.store_link(disk, 0.05, 64 * 2**20, device=full, memory_bytes=2**22)
+    measured = link_probe.store_link(disk, 0.05, 64 * 2**20, device=full, memory_bytes=2**22)
     assert measured.link.evict_bytes_per_s > 0 and full.asked == 2**22
 
 
 def test_a_drive_is_measured_with_as_little_memory_as_is_given(disk: Path) -> None:
-    measured = measure.store_link(disk, 0.05, 64 * 2**20, memory_bytes=measure.MEMORY_LEAST_BYTES)
+    measured = link_probe.store_link(disk, 0.05, 64 * 2**20, memory_bytes=link_probe.MEMORY_LEAST_BYTES)
     assert measured.link.evict_bytes_per_s > 0 and measured.link.fetch_bytes_per_s > 0
 
 
 def test_a_drive_that_fails_is_named(disk: Path) -> None:
     with pytest.raises(StoreError, match="a measured block"):
-        measure.store_link(disk, 0.1, around=faulty(kind="EIO", op="read"))
+        link_probe.store_link(disk, 0.1, around=faulty(kind="EIO", op="read"))
 
 
 def test_a_slow_drive_is_measured_with_small_blocks_and_as_fast_as_a_fast_one(disk: Path) -> None:
     begun = time.monotonic()
-    measured = measure.store_link(disk, 0.4, around=faulty(kind="delay", delay_s=0.05))
+    measured = link_probe.store_link(disk, 0.4, around=faulty(kind="delay", delay_s=0.05))
     assert time.monotonic() - begun < 40
     assert measured.link.evict_latency_ns > 50 * 10**6
-    assert (
-        measured.link.evict_bytes_per_s < 8 * store_slabs.SLAB_BYTES * 20 * 1.2
-    )  # 8 slabs per 50 ms at most
+    assert measured.link.evict_bytes_per_s < 8 * slabs.SLAB_BYTES * 20 * 1.2  # 8 slabs per 50 ms at most
 
 
 def test_a_gpus_link_to_host_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +178,7 @@ def test_a_gpus_link_to_host_memory_is_measured(monkeypatch: pytest.MonkeyPatch)
             return limit_bytes
 
     def measured(gpu: Gpu, host: int, seconds: float, memory_bytes: int, progress: Any) -> LinkRates:
-        assert (host, seconds, memory_bytes) == (cuda.LOOK_BYTES, 0.05, measure.MEMORY_BYTES)
+        assert (host, seconds, memory_bytes) == (cuda.LOOK_BYTES, 0.05, link_probe.MEMORY_BYTES)
         return link(7, 8, 5, 6)
 
     monkeypatch.setattr(cuda, "reason_without", lambda: None)
@@ -294,7 +293,7 @@ def test_exit_codes_follow_the_worst_finding() -> None:
 
 def test_kept_memory_is_noticed() -> None:
     """Blocks of 64 KiB come from the heap; one that lies behind them keeps all of them with the process."""
-    memory.return_freed_memory()
+    limits.return_freed_memory()
     doctor.churn(32 * MIB)
     assert doctor.churn(64 * MIB) < 6 * MIB
 
@@ -320,7 +319,7 @@ V1 = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n
 
 
 def test_without_a_control_group_memory_is_what_is_available(tmp_path: Path) -> None:
-    found = memory.read(tree(tmp_path, "0::/\n", V2, {"sys/fs/cgroup/cgroup.procs": ""}))
+    found = limits.read(tree(tmp_path, "0::/\n", V2, {"sys/fs/cgroup/cgroup.procs": ""}))
     assert (found.obtainable_bytes, found.capacity_bytes, found.group) == (2**33, 2**34, None)
 
 
@@ -333,7 +332,7 @@ def test_the_lowest_limit_above_the_process_counts(tmp_path: Path) -> None:
         "sys/fs/cgroup/a/b/c/memory.max": f"{2**33}\n",
         "sys/fs/cgroup/a/b/c/memory.current": "5\n",
     }
-    found = memory.read(tree(tmp_path, "0::/a/b/c\n", V2, files))
+    found = limits.read(tree(tmp_path, "0::/a/b/c\n", V2, files))
     assert found.obtainable_bytes == found.capacity_bytes == 2**32
     assert found.group is not None
     assert found.group.path.name == "a"
@@ -348,7 +347,7 @@ def test_version_1_beside_version_2(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "7\n",
     }
     groups = "9:name=systemd:/\n4:cpu,memory:/job\n0::/\n"
-    assert memory.read(tree(tmp_path, groups, V1 + V2, files)).obtainable_bytes == 2**31
+    assert limits.read(tree(tmp_path, groups, V1 + V2, files)).obtainable_bytes == 2**31
 
 
 def test_in_a_container_the_mount_shows_only_the_own_part_of_the_tree(tmp_path: Path) -> None:
@@ -357,7 +356,7 @@ def test_in_a_container_the_mount_shows_only_the_own_part_of_the_tree(tmp_path: 
         "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**30}\n",
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "7\n",
     }
-    assert memory.read(tree(tmp_path, "4:memory:/docker/abc\n", mounts, files)).obtainable_bytes == 2**30
+    assert limits.read(tree(tmp_path, "4:memory:/docker/abc\n", mounts, files)).obtainable_bytes == 2**30
 
 
 def test_a_tree_that_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
@@ -367,6 +366,6 @@ def test_a_tree_that_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
         V2,
         {"sys/fs/cgroup/memory.max": "garbage", "sys/fs/cgroup/memory.current": ""},
     )
-    assert memory.read(root).obtainable_bytes == 2**33
+    assert limits.read(root).obtainable_bytes == 2**33
     (root / "proc/self/mountinfo").unlink()
-    assert memory.read(root).group is None
+    assert limits.read(root).group is None

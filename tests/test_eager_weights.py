@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import teraio
-from teraio.runtime.records import State
+from teraio.runtime.ledger.record import State
 
 
 def test_weights_that_eager_code_alone_uses_are_managed_beside_those_of_programs(nothing_left: None) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from teraio.runtime import signals
-from teraio.runtime.ear import Ear
-from teraio.runtime.signals import Signals
+from teraio.runtime.eager import signals
+from teraio.runtime.eager.signal_pipe import Ear
+from teraio.runtime.eager.signals import Signals
 
 SOON_S = 10.0
 

@@ -14,8 +14,8 @@ from teraio.passes.planner import plan
 from teraio.passes.planner.endurance import DAY_NS, written_bytes
 from teraio.plan import Evict, Fetch, Plan, Predicted
 from teraio.profile import Profile
-from teraio.runtime.allowance import DAY_S, Allowance
-from teraio.runtime.store import Store
+from teraio.runtime.store.store import Store
+from teraio.runtime.store.write_rate import DAY_S, Allowance
 
 MACHINE = toys.machine(device=10**9, ssd=10**9, rate=10**6)  # a byte per microsecond
 

@@ -19,9 +19,9 @@ from engine_device import CELL, EngineDevice
 from engine_run import run
 from fake_device import Event
 
-from teraio.runtime.moves import Mover
-from teraio.runtime.pending import Mark, Pending, Start
-from teraio.runtime.records import Record
+from teraio.runtime.device.pending_transfer import Mark, Pending, Start
+from teraio.runtime.ledger.mover import Mover
+from teraio.runtime.ledger.record import Record
 
 SCHEDULES = 150
 PLANTED = 40

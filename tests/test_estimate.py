@@ -26,7 +26,7 @@ from teraio.passes import costs
 from teraio.passes.planner import build
 from teraio.passes.synth import Rates
 from teraio.profile import Profile
-from teraio.runtime import choose, resident
+from teraio.runtime.device import choose, rss
 from teraio.session import RESERVE_BYTES
 
 MIB = 2**20
@@ -171,10 +171,10 @@ def test_a_model_of_gigabytes_takes_none_of_them() -> None:
     with torch.device("meta"):
         model, tokens = Llama(shape), torch.empty(1, 1024, dtype=torch.long)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    before = resident.resident_bytes()
-    resident.reset_peak()
+    before = rss.resident_bytes()
+    rss.reset_peak()
     found = teraio.estimate(model, (tokens, tokens), "15GiB", machine=H100)
-    assert resident.peak_bytes() - before < 200 * MIB
+    assert rss.peak_bytes() - before < 200 * MIB
     assert weights > 5 * 2**30 and found.fits
     assert found.size_bytes("weight") == found.size_bytes("grad") == weights
     assert found.size_bytes("state") == 2 * weights

@@ -15,9 +15,9 @@ from children import forked
 from touch_child import World, is_away, record_of, send_away
 
 from teraio.errors import StoreError, StoreFullError, StoreReadError, TornStepError
-from teraio.runtime import engine
-from teraio.runtime.back import bring_back
-from teraio.runtime.store import Store
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.restore import bring_back
+from teraio.runtime.store.store import Store
 
 CHILD = Path(__file__).with_name("fault_loop.py")
 SAMPLE = [

@@ -9,14 +9,14 @@ import pytest
 
 from teraio.errors import StoreError
 from teraio.plan import Evict, Fetch, Plan
-from teraio.runtime.follow import Follower, Here
-from teraio.runtime.going import Going
-from teraio.runtime.moves import Mover
-from teraio.runtime.plan_table import table_of
-from teraio.runtime.records import State
-from teraio.runtime.residency import Residency
-from teraio.runtime.scarce import Scarce
-from teraio.runtime.step import Expectation
+from teraio.runtime.ledger.device_shortage import Scarce
+from teraio.runtime.ledger.mover import Mover
+from teraio.runtime.ledger.pending_evictions import Going
+from teraio.runtime.ledger.record import State
+from teraio.runtime.ledger.residency import Residency
+from teraio.runtime.step.plan_follower import Follower, Here
+from teraio.runtime.step.plan_table import table_of
+from teraio.runtime.step.tracker import Expectation
 
 TICKS = 4
 

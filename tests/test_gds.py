@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from teraio.errors import StoreError, StoreFullError, StoreReadError, StoreWriteError, TransferTimeoutError
-from teraio.runtime import cuda, device, gds
-from teraio.runtime.pending import Mark
+from teraio.runtime.device import cuda, device
+from teraio.runtime.device.pending_transfer import Mark
+from teraio.runtime.store import gds
 
 ROOT = Path(__file__).parent.parent
 SLAB = 16384

@@ -21,11 +21,13 @@ import teraio
 from teraio import host_choice, session, tiers
 from teraio.errors import TeraioError, UnsupportedError
 from teraio.options import Options
-from teraio.runtime import choose, cpu, engine, host_step
-from teraio.runtime.link_rates import LinkRates
-from teraio.runtime.moves import Mover
-from teraio.runtime.records import HOST, Record, State
-from teraio.runtime.store import Store
+from teraio.runtime.device import choose, cpu
+from teraio.runtime.device.link_rates import LinkRates
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.mover import Mover
+from teraio.runtime.ledger.record import HOST, Record, State
+from teraio.runtime.optimizer import host_step
+from teraio.runtime.store.store import Store
 
 
 @pytest.fixture(autouse=True)

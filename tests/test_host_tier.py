@@ -21,10 +21,11 @@ from teraio import session, tiers
 from teraio.errors import UnsupportedError
 from teraio.options import Options
 from teraio.plan import Fetch, Plan
-from teraio.runtime import choose, cpu, engine
-from teraio.runtime.moves import Mover
-from teraio.runtime.records import Record
-from teraio.runtime.store import Store
+from teraio.runtime.device import choose, cpu
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.mover import Mover
+from teraio.runtime.ledger.record import Record
+from teraio.runtime.store.store import Store
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
 MIB = 2**20  # 16 of activations, 2 of weights, 2 of gradients, 4 of states; 4 of reserve
@@ -209,7 +210,7 @@ def test_on_a_cpu_it_is_refused_with_the_reason() -> None:
 def test_how_much_is_pinned_at_most() -> None:
     for asked, part in ({"host_memory": "3GiB"}, None), ({}, 0.5), ({"host_memory": "25%"}, 0.25):
         most = tiers.host_bytes(Options.parse(asked, {}))
-        there = tiers.memory.read().obtainable_bytes
+        there = tiers.limits.read().obtainable_bytes
         assert most == 3 * 2**30 if part is None else abs(most / there - part) < 0.05
     assert tiers.host_bytes(Options.parse({"host_memory": "min"}, {})) == 0
 

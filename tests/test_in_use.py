@@ -11,8 +11,8 @@ import pytest
 import torch
 from memory_maps import rights
 
-from teraio.runtime.cpu import CpuDevice
-from teraio.runtime.observer import InUseError, Observer, WrittenError
+from teraio.runtime.device.cpu import CpuDevice
+from teraio.runtime.torch_extension.observer import InUseError, Observer, WrittenError
 
 SIZE = 1024
 Use = Callable[[torch.Tensor], Any]

@@ -241,7 +241,7 @@ def test_a_program_that_does_not_report_is_an_error(monkeypatch: pytest.MonkeyPa
         def append(self, _: Any) -> None:
             pass
 
-    monkeypatch.setattr("teraio.runtime.engine.PROGRAMS", Deaf())
+    monkeypatch.setattr("teraio.runtime.engine.engine.PROGRAMS", Deaf())
     with pytest.raises(Exception, match="did not report to teraio"):
         trained()
 

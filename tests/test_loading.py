@@ -17,8 +17,9 @@ from torch import nn
 
 import teraio
 from teraio.errors import CheckpointError, FileFormatError
-from teraio.runtime import engine, weight_files
-from teraio.runtime.records import Record, State
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.record import Record, State
+from teraio.runtime.store import source_files
 from teraio.safetensors import read_header
 
 MEMORY = 6 << 20  # 4 MiB of it in reserve
@@ -241,7 +242,7 @@ def test_a_weight_may_come_in_many_parts(tmp_path: Path, monkeypatch: pytest.Mon
     def few(descriptor: int, buffers: Any, offset: int) -> int:
         return really(descriptor, [memoryview(buffers[0])[:3000]], offset)
 
-    monkeypatch.setattr(weight_files, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(source_files, "CHUNK_BYTES", 10_000)
     monkeypatch.setattr(os, "preadv", few)
     torch.manual_seed(0)
     assert equal(ours, Net())
@@ -274,7 +275,7 @@ def test_bytes_that_change_unseen_by_the_clock_are_noticed(
     residency.free(1 << 30, None)
     assert record_of(weight).state is State.AWAY
     if hidden:
-        monkeypatch.setattr(weight_files._native, "digest", lambda *_: record_of(weight).source.digest)  # type: ignore[union-attr]
+        monkeypatch.setattr(source_files._native, "digest", lambda *_: record_of(weight).source.digest)  # type: ignore[union-attr]
         assert total(weight) != before
         return
     with pytest.raises(RuntimeError, match="other bytes than before"):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from teraio.runtime import adopt as adoption
-from teraio.runtime import engine
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger import adoption
 
 WIDTH, LAYERS = 256, 6
 BUDGET = "7MiB"  # 4 MiB of it in reserve; weights and gradients are 3 MiB
@@ -45,7 +45,7 @@ def test_what_numpy_had_is_adopted_without_a_search(
         searches.extend(name for name, _ in found)
         return real(found)
 
-    monkeypatch.setattr("teraio.runtime.stuck.adopt", searched)
+    monkeypatch.setattr("teraio.runtime.ledger.unresizable.adopt", searched)
 
     def looked(model: nn.Sequential) -> None:
         for parameter in model.parameters():

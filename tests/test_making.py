@@ -17,9 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import teraio
 from teraio import session
 from teraio.errors import OptionError, UnsupportedError
-from teraio.runtime import adopt, engine, making
-from teraio.runtime.making import Making
-from teraio.runtime.records import State
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger import adoption
+from teraio.runtime.ledger.record import State
+from teraio.runtime.model import init
+from teraio.runtime.model.init import Making
 
 MEMORY = 6 << 20  # 4 MiB of it in reserve
 OPTIONS: dict[str, Any] = {"memory": str(MEMORY), "inner": "eager", "planner": "none"}
@@ -232,7 +234,7 @@ def test_a_weight_in_a_mapped_file_gets_memory_of_its_own(tmp_path: Any) -> None
         model = nn.ParameterDict()
         while mapped:
             name, tensor = mapped.popitem()
-            assert not adopt.movable(tensor.untyped_storage())
+            assert not adoption.movable(tensor.untyped_storage())
             model[name] = nn.Parameter(tensor)
             del tensor
     assert away() > 0
@@ -330,7 +332,7 @@ def test_what_an_operation_takes_is_counted_where_it_takes_it() -> None:
         (aten._to_copy.default, (here,), on_gpu, 128, 0),
         (aten.add_.Tensor, (there, there), {}, 0, 0),
     ):
-        found = [making._taken_by(func, args, kwargs, torch.device(on)) for on in ("cuda:0", "cpu")]
+        found = [init._taken_by(func, args, kwargs, torch.device(on)) for on in ("cuda:0", "cpu")]
         assert found == [of_gpu, of_ram], func
 
 

@@ -40,8 +40,8 @@ from teraio.acts import acts
 from teraio.commands import graph as listing
 from teraio.passes import fx, materialize
 from teraio.plan import Evict, Fetch, Plan
-from teraio.runtime.plan_table import EVICT, FETCH, FREE, table_of
-from teraio.runtime.programs import Program
+from teraio.runtime.step.plan_table import EVICT, FETCH, FREE, table_of
+from teraio.runtime.step.program import Program
 
 
 @pytest.fixture(scope="module")

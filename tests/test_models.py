@@ -12,7 +12,7 @@ import torch
 from scenarios import SCENARIOS, Run
 
 import teraio
-from teraio.runtime import engine
+from teraio.runtime.engine import engine
 
 assert scenarios_loops and scenarios_people  # they fill the table
 

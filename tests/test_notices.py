@@ -24,9 +24,9 @@ from teraio.errors import OptionError, StoreError, TeraioError, UnsupportedError
 from teraio.notices import described, more_than_there_is, unknown_environment, without_match
 from teraio.options import Options
 from teraio.passes import aot
-from teraio.runtime import choose, cpu, device, memory
-from teraio.runtime.link_rates import LinkRates
-from teraio.runtime.step import EXPECTATIONS_MAX
+from teraio.runtime.device import choose, cpu, device, limits
+from teraio.runtime.device.link_rates import LinkRates
+from teraio.runtime.step.tracker import EXPECTATIONS_MAX
 from teraio.schedule import Call, Schedule, Slot, Step
 from teraio.units import fmt_bytes, fmt_count
 
@@ -101,7 +101,7 @@ def test_it_is_said_once_in_a_process(monkeypatch: pytest.MonkeyPatch, said: Any
 
 
 def test_more_memory_than_there_is_is_said_with_both_numbers(said: Any) -> None:
-    capacity = memory.read().capacity_bytes
+    capacity = limits.read().capacity_bytes
     train(8, memory=3 * capacity)
     (line,) = said("there are only")
     assert f"memory is {fmt_bytes(3 * capacity, up=True)}" in line

@@ -14,7 +14,7 @@ import torch
 from children import forked, one_by_one
 from optimizer_loops import LOOPS, OPTIMIZERS, WHOLE
 
-from teraio.runtime.windows import Passes, buckets_of
+from teraio.runtime.optimizer.buckets import Passes, buckets_of
 
 CHILD = Path(__file__).with_name("optimizer_train.py")
 MIB = 2**20

@@ -16,9 +16,9 @@ from children import forked
 from kept_train import ROWS, SAVED, WIDTH
 from outside_train import BATCH, LENGTH, SHAPE
 
-from teraio.runtime.outside import NOISE_BYTES, Outside
-from teraio.runtime.programs import Program
-from teraio.runtime.records import State
+from teraio.runtime.ledger.record import State
+from teraio.runtime.step.eager_memory import NOISE_BYTES, Outside
+from teraio.runtime.step.program import Program
 from teraio.schedule import Schedule
 
 LOGITS = 4 * BATCH * LENGTH * SHAPE.vocabulary

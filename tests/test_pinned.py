@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from teraio.runtime import pinned
-from teraio.runtime.pinned import SEGMENT_BYTES, HostTier, Place
+from teraio.runtime.device import pinned_host
+from teraio.runtime.device.pinned_host import SEGMENT_BYTES, HostTier, Place
 
 KIB = 1024
 GIB = 2**30
@@ -130,8 +130,8 @@ def test_no_more_than_a_segment_is_pinned_ahead_of_need() -> None:
 
 def test_a_large_copy_is_cut_into_pieces_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than two pieces are one copy, as ever."""
-    monkeypatch.setattr(pinned, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(pinned_host, "PIECE_BYTES", 1000)
     for size, expected in ((1, [1]), (1999, [1999]), (2000, [1000, 1000]), (3500, [1000, 1000, 1500])):
-        cut = list(pinned.pieces(size))
+        cut = list(pinned_host.pieces(size))
         assert [end - start for start, end in cut] == expected
         assert [start for start, _ in cut] == [0, *accumulate(expected)][:-1]

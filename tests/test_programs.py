@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from teraio.runtime.programs import Program
-from teraio.runtime.records import Record
+from teraio.runtime.ledger.record import Record
+from teraio.runtime.step.program import Program
 from teraio.schedule import MADE, READ, RETURNED, WRITE, Buffer, ProgramKind, Schedule, Slot
 
 KIB = 1024

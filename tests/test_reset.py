@@ -14,7 +14,7 @@ from torch._dynamo.exc import InternalTorchDynamoError
 import teraio
 from teraio import session
 from teraio.errors import BudgetError
-from teraio.runtime import engine
+from teraio.runtime.engine import engine
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
 # 16 MiB of activations, 2 of weights, 2 of gradients; 4 of reserve.

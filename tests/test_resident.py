@@ -12,8 +12,8 @@ import torch
 from touch_child import World, is_away, record_of, send_away
 
 import teraio
-from teraio.runtime import engine
-from teraio.runtime.engine import Engine
+from teraio.runtime.engine import engine
+from teraio.runtime.engine.engine import Engine
 
 
 @pytest.fixture

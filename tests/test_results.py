@@ -12,8 +12,8 @@ from eager_beside import WIDTH, same, send_away
 from torch import nn
 from torch.nn import functional as F
 
-from teraio.runtime import engine
-from teraio.runtime.records import State
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.record import State
 
 
 class Block(nn.Module):

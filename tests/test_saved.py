@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import teraio
-from teraio.runtime.records import State
+from teraio.runtime.ledger.record import State
 
 KEPT: list[Any] = []
 

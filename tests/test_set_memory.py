@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 import teraio
 from teraio import earlier
 from teraio.errors import BudgetError, OptionError
-from teraio.runtime import engine
-from teraio.runtime.residency import Need
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.residency import Need
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
 MIB = 2**20  # 16 of activations, 2 of weights, 2 of gradients, 4 of states; 4 of reserve

@@ -23,8 +23,8 @@ from torch import library
 from torch._C import DisableTorchFunctionSubclass
 
 import teraio
-from teraio.runtime import signals
-from teraio.runtime.signals import SIGNALS, Signals
+from teraio.runtime.eager import signals
+from teraio.runtime.eager.signals import SIGNALS, Signals
 
 CHILD = Path(__file__).with_name("signalled.py")
 SIDE = 256
@@ -238,7 +238,7 @@ BY = {
     "torch": f"{signals.ANYONES[0]}no_such_file.py",
     "the standard library": f"{signals.ANYONES[1]}no_such_file.py",
     "a dataclass": "<string>",
-    "what describes plans": f"{signals.ANYONES_FOLDER}/no_such_file.py",
+    "what describes plans": f"{signals.FACE}/no_such_file.py",
 }
 
 

@@ -13,9 +13,10 @@ from torch import nn
 
 import teraio
 from teraio.errors import BudgetError
-from teraio.runtime import engine, trial
-from teraio.runtime.slices import in_slices, passes_over, slice_bytes
-from teraio.runtime.windows import Bucket, same, stand_in
+from teraio.runtime.engine import engine
+from teraio.runtime.optimizer import trial
+from teraio.runtime.optimizer.buckets import Bucket, same, stand_in
+from teraio.runtime.optimizer.slices import in_slices, passes_over, slice_bytes
 
 PER_ELEMENT = [
     "AdamW",

@@ -14,7 +14,7 @@ from slots_checker import check, launch, lay, signature
 from teraio.passes import slots
 from teraio.passes.events import Alias, Event, Forget, Make, Signature
 from teraio.passes.slots import Place, own_bytes, whole_program
-from teraio.runtime.programs import Program
+from teraio.runtime.step.program import Program
 from teraio.schedule import MADE, READ, RETURNED, WRITE, Schedule
 
 # ---- by hand

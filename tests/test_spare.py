@@ -17,7 +17,7 @@ from children import ended
 from memory_maps import rights
 
 from teraio._native import Spare
-from teraio.runtime.resident import resident_bytes
+from teraio.runtime.device.rss import resident_bytes
 
 KIB, MIB = 2**10, 2**20
 PAGE = 4096

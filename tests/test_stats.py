@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import teraio
-from teraio.runtime.pace import Pace, Phase, Stats
+from teraio.runtime.step.stats import Pace, Phase, Stats
 
 WIDTH, LAYERS = 256, 6
 

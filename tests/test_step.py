@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from teraio.runtime import engine
-from teraio.runtime.step import EXPECTATIONS_MAX, StepTracker
+from teraio.runtime.engine import engine
+from teraio.runtime.step.tracker import EXPECTATIONS_MAX, StepTracker
 from teraio.schedule import ProgramKind, Schedule, Slot
 
 

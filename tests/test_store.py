@@ -22,9 +22,9 @@ from teraio.errors import (
     StoreWriteError,
     TransferTimeoutError,
 )
-from teraio.runtime.extents import BLOCK
-from teraio.runtime.store import Extent, Store, Ticket
-from teraio.runtime.store_slabs import HUGE_PAGE, slab_shape
+from teraio.runtime.store.extents import BLOCK
+from teraio.runtime.store.slabs import HUGE_PAGE, slab_shape
+from teraio.runtime.store.store import Extent, Store, Ticket
 
 
 def fetched(store: Store, extent: Extent, size: int) -> bytes:

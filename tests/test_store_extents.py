@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from store_rig import check_extents
 
-from teraio.runtime.extents import STRIPE_BYTES, Extents, Piece, rounded
+from teraio.runtime.store.extents import STRIPE_BYTES, Extents, Piece, rounded
 
 BLOCK = 4096
 

@@ -25,8 +25,8 @@ from store_rig import (
 )
 
 from teraio.errors import StoreError
-from teraio.runtime import leftovers, store_files, store_places
-from teraio.runtime.store import Store
+from teraio.runtime.store import directories, files, stale_directories
+from teraio.runtime.store.store import Store
 
 MOMENTS = 12
 
@@ -70,16 +70,16 @@ def test_the_next_start_clears_what_a_kill_left(root: Path) -> None:
 
 def test_leftovers_tell_dead_from_live_and_clear_only_the_dead(root: Path, bystander: Bystander) -> None:
     killed_at_point(root, "created")
-    states = {one.state: one for one in leftovers.leftovers(root)}
+    states = {one.state: one for one in stale_directories.leftovers(root)}
     assert set(states) == {"dead", "live"}
     assert states["live"].pid == os.getpid() and states["live"].size_bytes > 0
-    assert [one.path for one in leftovers.clear(root)] == [states["dead"].path]
-    assert [one.state for one in leftovers.leftovers(root)] == ["live"]
-    assert leftovers.clear(root) == [] and bystander.intact()
+    assert [one.path for one in stale_directories.clear(root)] == [states["dead"].path]
+    assert [one.state for one in stale_directories.leftovers(root)] == ["live"]
+    assert stale_directories.clear(root) == [] and bystander.intact()
 
 
 def test_a_missing_directory_has_no_leftovers_and_stays_missing(root: Path) -> None:
-    assert leftovers.leftovers(root / "none") == leftovers.clear(root / "none") == []
+    assert stale_directories.leftovers(root / "none") == stale_directories.clear(root / "none") == []
     assert not (root / "none").exists()
 
 
@@ -89,14 +89,12 @@ def test_a_directory_that_is_being_made_is_not_cleared(root: Path, monkeypatch: 
 
     def clear_now(point: str) -> None:
         if point in {"made", "locked", "created", "unlinked"}:
-            cleared = os.waitpid(in_child(lambda: os._exit(len(leftovers.clear(root)))), 0)[1]
+            cleared = os.waitpid(in_child(lambda: os._exit(len(stale_directories.clear(root)))), 0)[1]
             seen.append(f"{point} {os.WEXITSTATUS(cleared)}")
             if point == "made":
-                monkeypatch.setattr(
-                    store_files, "reach", lambda here: clear_now(here) if here != "made" else None
-                )
+                monkeypatch.setattr(files, "reach", lambda here: clear_now(here) if here != "made" else None)
 
-    monkeypatch.setattr(store_files, "reach", clear_now)
+    monkeypatch.setattr(files, "reach", clear_now)
     store = Store(root, 16 * MIB)
     assert seen == ["made 1", "locked 0", "created 0", "unlinked 0"]
     churn(store, 3)
@@ -107,20 +105,20 @@ def test_a_directory_that_is_being_made_is_not_cleared(root: Path, monkeypatch: 
 def test_what_is_not_ours_is_left_alone(root: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    name = f"{store_files.PREFIX}1-{'a' * 16}"
+    name = f"{files.PREFIX}1-{'a' * 16}"
     (root / name).mkdir()
     (root / name / "photos").write_text("mine")
-    (root / f"{store_files.PREFIX}2-{'b' * 16}").symlink_to(tmp_path)
+    (root / f"{files.PREFIX}2-{'b' * 16}").symlink_to(tmp_path)
     (tmp_path / "empty").mkdir()  # what a killed process leaves looks so
-    (root / f"{store_files.PREFIX}5-{'e' * 16}").symlink_to(tmp_path / "empty")
-    (root / f"{store_files.PREFIX}3-{'c' * 16}").write_text("a file")
-    linked = root / f"{store_files.PREFIX}4-{'d' * 16}"
+    (root / f"{files.PREFIX}5-{'e' * 16}").symlink_to(tmp_path / "empty")
+    (root / f"{files.PREFIX}3-{'c' * 16}").write_text("a file")
+    linked = root / f"{files.PREFIX}4-{'d' * 16}"
     linked.mkdir()
-    (linked / store_files.NAME).symlink_to(victim)
+    (linked / files.NAME).symlink_to(victim)
     (root / "teraio-notes").mkdir()
     before = sorted(root.rglob("*"))
-    assert {one.state for one in leftovers.leftovers(root)} == {"foreign"}
-    assert leftovers.clear(root) == []
+    assert {one.state for one in stale_directories.leftovers(root)} == {"foreign"}
+    assert stale_directories.clear(root) == []
     Store(root, MIB).close()
     assert sorted(root.rglob("*")) == before and victim.read_text() == "precious"
 
@@ -141,7 +139,7 @@ def test_a_directory_cleared_before_it_was_locked_is_made_again(
         really(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    file = store_files.StoreFile(store_places.open_place(root), MIB)
+    file = files.StoreFile(directories.open_place(root), MIB)
     assert file.check_direct() in {True, False}
     file.close()
     assert not list(root.iterdir())
@@ -150,9 +148,9 @@ def test_a_directory_cleared_before_it_was_locked_is_made_again(
 def test_making_and_clearing_at_once_never_fails(root: Path) -> None:
     def work() -> None:
         for _ in range(100):
-            place = store_places.open_place(root)
-            leftovers.clear_in(place.fd, root)
-            store_files.StoreFile(place, MIB).close()
+            place = directories.open_place(root)
+            stale_directories.clear_in(place.fd, root)
+            files.StoreFile(place, MIB).close()
 
     children = [in_child(work) for _ in range(6)]
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 6

@@ -17,8 +17,8 @@ import pytest
 from store_rig import MIB, churn, in_child
 
 from teraio.errors import StoreError
-from teraio.runtime import leftovers, store_files, store_places
-from teraio.runtime.store import Store
+from teraio.runtime.store import directories, files, stale_directories
+from teraio.runtime.store.store import Store
 
 NOBODY = 65534
 MEMORY = Path("/dev/shm")
@@ -116,7 +116,7 @@ def test_an_unwritable_directory_is_refused_and_roots_shared_one_is_fine(root: P
     (root / "ours").mkdir(mode=0o755)
     (root / "shared").mkdir()
     (root / "shared").chmod(0o1777)
-    planted = root / "shared" / f"{store_files.PREFIX}1-{'a' * 16}"
+    planted = root / "shared" / f"{files.PREFIX}1-{'a' * 16}"
     planted.mkdir(mode=0o700)
 
     def work() -> None:
@@ -136,11 +136,11 @@ def test_an_unwritable_directory_is_refused_and_roots_shared_one_is_fine(root: P
 
 def at_point(monkeypatch: pytest.MonkeyPatch, point: str, attack: Callable[[], None]) -> None:
     """The attack comes at that point of making the file."""
-    monkeypatch.setattr(store_files, "reach", lambda here: attack() if here == point else None)
+    monkeypatch.setattr(files, "reach", lambda here: attack() if here == point else None)
 
 
 def our_directory(root: Path) -> Path:
-    return next(path for path in root.iterdir() if path.name.startswith(store_files.PREFIX))
+    return next(path for path in root.iterdir() if path.name.startswith(files.PREFIX))
 
 
 def test_a_directory_swapped_for_a_link_is_not_followed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_a_planted_name_is_never_opened(root: Path, monkeypatch: pytest.MonkeyPa
     victim.write_text("precious")
 
     def attack() -> None:
-        name = our_directory(root) / store_files.NAME
+        name = our_directory(root) / files.NAME
         match kind:
             case "link":
                 name.symlink_to(victim)
@@ -193,7 +193,7 @@ def test_a_planted_name_is_never_opened(root: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_file_that_got_a_second_name_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def attack() -> None:
-        (root / "copy").hardlink_to(our_directory(root) / store_files.NAME)
+        (root / "copy").hardlink_to(our_directory(root) / files.NAME)
 
     at_point(monkeypatch, "created", attack)
     refused(root, "1 more names")
@@ -211,7 +211,7 @@ def test_a_directory_that_is_removed_as_often_as_it_is_made_is_given_up(
 def test_a_file_whose_mode_does_not_stay_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FAT and some network shares give every file the mode of their mount."""
     monkeypatch.setattr(os, "fchmod", lambda fd, mode: None)
-    at_point(monkeypatch, "created", lambda: (our_directory(root) / store_files.NAME).chmod(0o644))
+    at_point(monkeypatch, "created", lambda: (our_directory(root) / files.NAME).chmod(0o644))
     refused(root, "files made there have mode 0644 instead of 0600")
 
 
@@ -233,7 +233,7 @@ def test_tmpfs_is_refused_or_counted_as_memory(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_network_is_refused_unless_asked_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_places, "kind_of", lambda fd: "NFS")
+    monkeypatch.setattr(directories, "kind_of", lambda fd: "NFS")
     refused(root, "NFS")
     Store(root, MIB, accept=("network",)).close()
 
@@ -271,7 +271,7 @@ def fcntl_flags(fd: int) -> int:
 
 
 def test_a_fallback_can_be_made_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_files.StoreFile, "check_direct", lambda self: False)
+    monkeypatch.setattr(files.StoreFile, "check_direct", lambda self: False)
     with pytest.raises(StoreError, match=r"no direct I/O.*on_fallback"):
         Store(root, MIB, on_fallback="error")
     assert not list(root.iterdir())
@@ -283,22 +283,22 @@ def test_the_default_is_the_roomier_disk_and_never_memory(
     cache, temp = root / "cache", root / "temp"
     temp.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setattr(store_places.tempfile, "gettempdir", lambda: str(temp))
-    monkeypatch.setattr(store_places.Place, "free_bytes", lambda self: 2 if temp in self.path.parents else 1)
-    assert store_places.default_directories() == (temp / f"teraio-{os.geteuid()}",)
-    monkeypatch.setattr(store_places.Place, "free_bytes", lambda self: 1)
-    assert store_places.default_directories() == (cache / "teraio" / "store",)
+    monkeypatch.setattr(directories.tempfile, "gettempdir", lambda: str(temp))
+    monkeypatch.setattr(directories.Place, "free_bytes", lambda self: 2 if temp in self.path.parents else 1)
+    assert directories.default_directories() == (temp / f"teraio-{os.geteuid()}",)
+    monkeypatch.setattr(directories.Place, "free_bytes", lambda self: 1)
+    assert directories.default_directories() == (cache / "teraio" / "store",)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setattr(store_places.tempfile, "gettempdir", lambda: str(temp))
+    monkeypatch.setattr(directories.tempfile, "gettempdir", lambda: str(temp))
     Store(None, MIB).close()
     (root / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(root / "file" / "below"))
-    monkeypatch.setattr(store_places.Place, "free_bytes", lambda self: 2 if temp in self.path.parents else 1)
-    assert store_places.default_directories() == (temp / f"teraio-{os.geteuid()}",)
-    monkeypatch.setattr(store_places, "kind_of", lambda fd: "tmpfs")
+    monkeypatch.setattr(directories.Place, "free_bytes", lambda self: 2 if temp in self.path.parents else 1)
+    assert directories.default_directories() == (temp / f"teraio-{os.geteuid()}",)
+    monkeypatch.setattr(directories, "kind_of", lambda fd: "tmpfs")
     with pytest.raises(StoreError, match="no disk"):
-        store_places.default_directories()
+        directories.default_directories()
 
 
 def without(gone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,14 +323,14 @@ def test_a_file_system_that_is_gone_is_refused_and_no_default(
     without(gone, monkeypatch)
     for path in (gone, gone / "below"):
         with pytest.raises(StoreError, match=f"{path} cannot be a store .* Transport endpoint"):
-            store_places.open_place(path)
+            directories.open_place(path)
         with pytest.raises(StoreError, match="Transport endpoint"):
-            leftovers.leftovers(path)
+            stale_directories.leftovers(path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(gone))
-    monkeypatch.setattr(store_places.tempfile, "gettempdir", lambda: str(temp))
-    assert store_places.default_directories() == (temp / f"teraio-{os.geteuid()}",)
+    monkeypatch.setattr(directories.tempfile, "gettempdir", lambda: str(temp))
+    assert directories.default_directories() == (temp / f"teraio-{os.geteuid()}",)
 
 
 def test_importing_the_store_needs_no_torch() -> None:
-    code = "import sys, teraio.runtime.store; sys.exit('torch' in sys.modules)"
+    code = "import sys, teraio.runtime.store.store; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,8 +14,8 @@ import pytest
 from store_rig import MIB
 
 from teraio.errors import StoreError
-from teraio.runtime import store_files, store_places
-from teraio.runtime.store import Store
+from teraio.runtime.store import directories, files
+from teraio.runtime.store.store import Store
 
 
 def no_files_left(path: Any, *args: Any, **more: Any) -> int:
@@ -52,7 +52,7 @@ def test_what_the_system_refuses_is_said(
 def test_a_disk_without_a_free_byte_is_said_before_a_file_is_made(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_places.Place, "free_bytes", lambda self: 0)
+    monkeypatch.setattr(directories.Place, "free_bytes", lambda self: 0)
     with pytest.raises(StoreError, match=f"the disk is full: no bytes are free in {root}"):
         Store(root)
     assert not list(root.iterdir())
@@ -61,7 +61,7 @@ def test_a_disk_without_a_free_byte_is_said_before_a_file_is_made(
 def test_a_file_system_that_cannot_reserve_grows_all_the_same(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_files, "_fallocate", lambda *_: errno.EOPNOTSUPP)
+    monkeypatch.setattr(files, "_fallocate", lambda *_: errno.EOPNOTSUPP)
     store = Store(root, 512 * MIB)
     assert [said for said in store.fallbacks if "cannot reserve space" in said]
     extents = [store.reserve(100 * MIB, f"t{number}") for number in range(3)]
@@ -76,12 +76,12 @@ def test_a_system_call_that_a_signal_ended_is_made_again(monkeypatch: pytest.Mon
         ctypes.set_errno(answers[0])
         return -1 if answers.pop(0) else 0
 
-    monkeypatch.setattr(store_files, "_LIBC", SimpleNamespace(fallocate=fallocate))
-    assert [store_files._fallocate(3, 0, 1) for _ in range(2)] == [0, errno.ENOSPC]
+    monkeypatch.setattr(files, "_LIBC", SimpleNamespace(fallocate=fallocate))
+    assert [files._fallocate(3, 0, 1) for _ in range(2)] == [0, errno.ENOSPC]
 
 
 def test_a_descriptor_without_a_file_system_is_of_no_known_kind() -> None:
-    assert store_places.kind_of(-1) == "other"
+    assert directories.kind_of(-1) == "other"
 
 
 def test_a_file_is_closed_once_and_on_request_without_a_call_that_may_hang(

@@ -17,8 +17,8 @@ from store_rig import MIB, Memory, churn
 
 from teraio import _native
 from teraio.errors import StoreError, StoreFullError
-from teraio.runtime import store_files
-from teraio.runtime.store import Extent, Store
+from teraio.runtime.store import files
+from teraio.runtime.store.store import Extent, Store
 
 
 def test_too_large_a_store_is_refused_before_it_is_made(root: Path) -> None:
@@ -82,9 +82,9 @@ def test_a_failed_allocation_is_given_back(root: Path, monkeypatch: pytest.Monke
         really(fd, offset, size_bytes // 2)
         return errno.ENOSPC
 
-    really = store_files._fallocate
-    monkeypatch.setattr(store_files, "FIRST_BYTES", MIB)
-    monkeypatch.setattr(store_files, "_fallocate", half)
+    really = files._fallocate
+    monkeypatch.setattr(files, "FIRST_BYTES", MIB)
+    monkeypatch.setattr(files, "_fallocate", half)
     store = Store(root, 64 * MIB)
     kept = store.reserve(3 * MIB, "kept")
     fd = store._files[0].fd
@@ -97,7 +97,7 @@ def test_a_failed_allocation_is_given_back(root: Path, monkeypatch: pytest.Monke
     assert about.st_blocks * 512 <= 4 * MIB + 65536 and about.st_size >= before[0]
     memory = Memory(3 * MIB, seed=1)
     store.write(kept, memory.address, "kept").wait()
-    monkeypatch.setattr(store_files, "_fallocate", really)
+    monkeypatch.setattr(files, "_fallocate", really)
     store.release(store.reserve(32 * MIB, "big"))
     store.close()
 
@@ -129,13 +129,11 @@ def test_when_one_disk_cannot_grow_the_others_take_its_part(
 ) -> None:
     store = Store([root, root], 256 * MIB)
     full = store._files[0].fd
-    really = store_files._fallocate
-    monkeypatch.setattr(
-        store_files, "_fallocate", lambda fd, *a: errno.ENOSPC if fd == full else really(fd, *a)
-    )
+    really = files._fallocate
+    monkeypatch.setattr(files, "_fallocate", lambda fd, *a: errno.ENOSPC if fd == full else really(fd, *a))
     extent = store.reserve(200 * MIB, "t")
     by_file = [sum(size for file, _, size in extent.pieces if file == number) for number in (0, 1)]
-    assert by_file[0] <= store_files.FIRST_BYTES and sum(by_file) == 200 * MIB
+    assert by_file[0] <= files.FIRST_BYTES and sum(by_file) == 200 * MIB
     monkeypatch.undo()
     store.close()
 

@@ -26,8 +26,8 @@ from torch.nn.utils import prune
 import teraio
 from teraio import report
 from teraio.errors import BudgetError, UnsupportedError
-from teraio.runtime.reasons import largest
-from teraio.runtime.records import Record
+from teraio.runtime.ledger.record import Record
+from teraio.runtime.ledger.resident_reasons import largest
 from teraio.timeline import Timeline
 
 WIDTH, STEPS = 256, 4

@@ -25,9 +25,9 @@ from teraio.errors import BudgetError, OptionError
 from teraio.plan import Plan
 from teraio.planning import Planning
 from teraio.profile import Profile
-from teraio.runtime import engine
-from teraio.runtime.recorder import Happened, Move, Recorder
-from teraio.runtime.records import State
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.record import State
+from teraio.runtime.ledger.recorder import Happened, Move, Recorder
 from teraio.schedule import Step
 from teraio.timeline import Stall, Timeline
 
@@ -358,7 +358,7 @@ def test_what_a_recorder_has_not_met_is_no_part_of_a_step(monkeypatch: pytest.Mo
     record.kind = "grad"
     recorder.becomes(record)
     assert recorder.bytes == {"weight": 0, "grad": 4}
-    monkeypatch.setattr("teraio.runtime.recorder.ENTRIES_MAX", 2)
+    monkeypatch.setattr("teraio.runtime.ledger.recorder.ENTRIES_MAX", 2)
     for number in range(4):
         recorder.slot_begins(0)
         recorder.kernel_begins(f"k{number}", 0)

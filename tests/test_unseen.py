@@ -18,9 +18,9 @@ from torch import nn
 import teraio
 from teraio import session
 from teraio.errors import BudgetError
-from teraio.runtime import choose
-from teraio.runtime.residency import Residency
-from teraio.runtime.unseen import NOISE_BYTES, Unseen, steady
+from teraio.runtime.device import choose
+from teraio.runtime.ledger.residency import Residency
+from teraio.runtime.step.kernel_workspace import NOISE_BYTES, Unseen, steady
 
 MIB = 2**20
 WIDTH, LAYERS, BATCH, STEPS = 256, 6, 4096, 4

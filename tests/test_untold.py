@@ -13,8 +13,8 @@ import torch
 from children import forked
 from untold_train import SCENARIOS, Clips, PerParameter
 
-from teraio.runtime import trial
-from teraio.runtime.stepped import Stepped
+from teraio.runtime.optimizer import trial
+from teraio.runtime.optimizer.strategy import Stepped
 
 CHILD = Path(__file__).with_name("untold_train.py")
 WHOLE = {"clips if they are large", "hooks on a whole step"}  # in a budget that has room for that

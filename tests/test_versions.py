@@ -23,7 +23,7 @@ from teraio import versions
 from teraio.errors import UnsupportedError
 from teraio.passes import fx, selftest
 from teraio.passes.slots import Place
-from teraio.runtime import engine
+from teraio.runtime.engine import engine
 from teraio.schedule import READ, WRITE, Schedule
 
 UNKNOWN = "2.99.0"

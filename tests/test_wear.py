@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from teraio.runtime import wear
+from teraio.runtime.store import drive_health
 
 
 def log_page(**said: int) -> bytes:
-    page = bytearray(wear.PAGE_BYTES)
+    page = bytearray(drive_health.PAGE_BYTES)
     for name, (at, size) in {
         "warnings": (0, 1),
         "spare": (3, 1),
@@ -44,32 +44,32 @@ def tree_of_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in ("nvme0n1/nvme0n1p2", "nvme1n1/nvme1n1p1"):
         (devices / part / "partition").write_text("1\n")
         (devices / "dm-0/slaves" / Path(part).name).symlink_to(devices / part)
-    monkeypatch.setattr(wear, "BLOCKS", numbers)
+    monkeypatch.setattr(drive_health, "BLOCKS", numbers)
 
 
 def test_the_drives_below_a_partition_and_a_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree_of_blocks(tmp_path, monkeypatch)
-    assert wear.disks_below("259:0") == wear.disks_below("259:2") == ["nvme0n1"]
-    assert wear.disks_below("253:0") == ["nvme0n1", "nvme1n1"]
-    with pytest.raises(wear.Unasked, match="7:7"):
-        wear.disks_below("7:7")
+    assert drive_health.disks_below("259:0") == drive_health.disks_below("259:2") == ["nvme0n1"]
+    assert drive_health.disks_below("253:0") == ["nvme0n1", "nvme1n1"]
+    with pytest.raises(drive_health.Unasked, match="7:7"):
+        drive_health.disks_below("7:7")
 
 
 def test_a_file_system_without_a_number_is_found_where_it_is_mounted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wear, "BLOCKS", tmp_path)
+    monkeypatch.setattr(drive_health, "BLOCKS", tmp_path)
     number = os.stat(tmp_path).st_dev
     own, mounts = f"{os.major(number)}:{os.minor(number)}", tmp_path / "mountinfo"
-    monkeypatch.setattr(wear, "MOUNTS", mounts)
+    monkeypatch.setattr(drive_health, "MOUNTS", mounts)
     mounts.write_text(f"36 35 {own} / /mnt rw,noatime shared:1 - btrfs /dev/null rw\n")
-    assert wear.device_of(tmp_path) == "1:3"
+    assert drive_health.device_of(tmp_path) == "1:3"
     mounts.write_text(f"36 35 {own} / /mnt rw - btrfs /dev/nowhere rw\n")
-    (told,) = wear.of_drives(tmp_path)
-    assert isinstance(told, wear.Unasked) and str(told).startswith("/dev/nowhere: ")
+    (told,) = drive_health.of_drives(tmp_path)
+    assert isinstance(told, drive_health.Unasked) and str(told).startswith("/dev/nowhere: ")
     mounts.write_text(f"36 35 {own} / /mnt rw - overlay overlay rw\n")
-    (told,) = wear.of_drives(tmp_path)
-    assert isinstance(told, wear.Unasked) and "does not say which drive" in str(told)
+    (told,) = drive_health.of_drives(tmp_path)
+    assert isinstance(told, drive_health.Unasked) and "does not say which drive" in str(told)
 
 
 def test_a_drive_is_asked_for_its_log_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,15 +85,17 @@ def test_a_drive_is_asked_for_its_log_and_nothing_else(monkeypatch: pytest.Monke
         ctypes.memmove(address, page, size)
         return 0
 
-    monkeypatch.setattr(wear.fcntl, "ioctl", drive)
-    assert wear.told("nvme0n1", wear._page(7)) == wear.Wear("nvme0n1", 130, 9, 10, 2**70 * 512_000, 7, 1)
-    monkeypatch.setattr(wear.fcntl, "ioctl", lambda *asked: 0x4002)
+    monkeypatch.setattr(drive_health.fcntl, "ioctl", drive)
+    assert drive_health.told("nvme0n1", drive_health._page(7)) == drive_health.Wear(
+        "nvme0n1", 130, 9, 10, 2**70 * 512_000, 7, 1
+    )
+    monkeypatch.setattr(drive_health.fcntl, "ioctl", lambda *asked: 0x4002)
     with pytest.raises(OSError, match="0x4002"):
-        wear._page(7)
+        drive_health._page(7)
 
 
 def test_a_drive_that_cannot_be_asked_is_said_with_its_name() -> None:
-    with pytest.raises(wear.Unasked, match="vda is no NVMe drive"):
-        wear.read("vda")
-    with pytest.raises(wear.Unasked, match=r"/dev/nvme99n9: .*root may"):
-        wear.read("nvme99n9")
+    with pytest.raises(drive_health.Unasked, match="vda is no NVMe drive"):
+        drive_health.read("vda")
+    with pytest.raises(drive_health.Unasked, match=r"/dev/nvme99n9: .*root may"):
+        drive_health.read("nvme99n9")

@@ -96,7 +96,7 @@ def test_the_wheel_has_every_module(built: Built) -> None:
     assert set(MODULES) - files == set()
     # What a report's page is made of is no module, nor what is compiled where it runs.
     assets = {f"teraio/report/assets/{name}" for name in ("page.html", "page.css", *onepage.SCRIPTS)}
-    assets.add("teraio/runtime/spare_allocator.cpp")
+    assets.add("teraio/runtime/torch_extension/allocator.cpp")
     along = {f"teraio/{path}" for path in tree.files(".json", ".gz") if path.parts[0] == "profiles"}
     assert len(along) == len(shipped.ABOUT_PROFILES) + len(shipped.ABOUT_MACHINES)
     assert (assets | along) - set(built.wheel_names) == set()

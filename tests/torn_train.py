@@ -21,12 +21,13 @@ from optimizer_train import BUDGET, ROWS, WIDTH, Chain
 
 import teraio
 from teraio.errors import StoreReadError, TeraioError
-from teraio.runtime import moves, optimizer_call
-from teraio.runtime.records import State
+from teraio.runtime.ledger import mover
+from teraio.runtime.ledger.record import State
+from teraio.runtime.optimizer import step_call
 
 LOST = "layers.4.weight.exp_avg"
-REAL = moves.Mover.end_fetch
-OPEN = optimizer_call.OptimizerCall.open
+REAL = mover.Mover.end_fetch
+OPEN = step_call.OptimizerCall.open
 
 
 def lose(self: Any, record: Any) -> None:
@@ -48,8 +49,8 @@ def press(call: Any, at: int) -> None:
 
 
 PLANTS: dict[str, Any] = {
-    "lost": patch.object(moves.Mover, "end_fetch", lose),
-    "pressed": patch.object(optimizer_call.OptimizerCall, "open", press),
+    "lost": patch.object(mover.Mover, "end_fetch", lose),
+    "pressed": patch.object(step_call.OptimizerCall, "open", press),
 }
 
 

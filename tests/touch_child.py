@@ -21,8 +21,9 @@ from touch_list import COLUMNS, ROWS, Operation, Side
 from touch_more import FLOATS, INDICES, REFUSED, STORAGES
 
 from teraio.errors import EvictedError
-from teraio.runtime import engine, observer
-from teraio.runtime.records import Record, State
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.record import Record, State
+from teraio.runtime.torch_extension import observer
 
 FLOAT_KINDS = ("gradient", "state", "weight", "frozen", "buffer")
 SHOWN = 200  # characters of a result

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-import allocator
+import counting_allocator
 import steady
 import torch
 import unnoted
@@ -35,8 +35,10 @@ from teraio.demo_model import Llama, Shape
 from teraio.errors import StoreError
 from teraio.options import Options
 from teraio.plan import Evict, Fetch, Plan
-from teraio.runtime import engine, residency, store_ticket
-from teraio.runtime.store import Store
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger import residency
+from teraio.runtime.store import ticket
+from teraio.runtime.store.store import Store
 
 SHAPE = Shape(vocabulary=512, hidden=128, intermediate=352, layers=3, heads=2, key_heads=1)
 BATCH, LENGTH = 24, 96
@@ -45,7 +47,7 @@ BATCH, LENGTH = 24, 96
 # Each of these bugs must change the numbers, or end in an error.
 PLANTS: dict[str, list[Any]] = {
     # kernels run before the bytes are there
-    "drop_the_wait": [patch.object(store_ticket.Ticket, "wait", lambda self: None)],
+    "drop_the_wait": [patch.object(ticket.Ticket, "wait", lambda self: None)],
     # dirty tensors are taken for clean: an old copy, or none, comes back
     "skip_the_write": [patch.object(Store, "write", lambda self, *rest, **named: unnoted.Done())],
     # what the optimizer wrote is taken for clean: the copy of before comes back
@@ -116,7 +118,7 @@ class Trainer:
         )
 
     def run(
-        self, asked: dict[str, Any], done: dict[str, Any], counting: allocator.Counting
+        self, asked: dict[str, Any], done: dict[str, Any], counting: counting_allocator.Counting
     ) -> dict[str, Any]:
         budget = (
             int(max(done[asked["of"]]["peaks"]) * asked["part"])
@@ -152,7 +154,7 @@ class Trainer:
         optimizer: Any,
         asked: dict[str, Any],
         result: dict[str, Any],
-        counting: allocator.Counting,
+        counting: counting_allocator.Counting,
     ) -> None:
         others = counting.alive_bytes() - sum(p.nbytes for p in self.model.parameters())
         generator = torch.Generator().manual_seed(1)
@@ -181,7 +183,7 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def main() -> None:
-    counting = allocator.install()
+    counting = counting_allocator.install()
     torch.set_num_threads(1)
     steady.plans()
     trainers: dict[str, Trainer] = {}

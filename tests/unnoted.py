@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-from teraio.runtime.observer import Observer
+from teraio.runtime.torch_extension.observer import Observer
 
 
 class Done:

@@ -23,8 +23,8 @@ from eager_beside import send_away
 from torch import nn, optim
 
 import teraio
-from teraio.runtime import engine
-from teraio.runtime.windows import same
+from teraio.runtime.engine import engine
+from teraio.runtime.optimizer.buckets import same
 
 WIDTH, LAYERS, ROWS, STEPS = 192, 12, 32, 6
 MIB = 2**20

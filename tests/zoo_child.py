@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-import allocator
+import counting_allocator
 import torch
 import zoo_models
 from floor import ENGINES_OWN_BYTES, Floor
@@ -27,7 +27,7 @@ import teraio
 from teraio import session
 from teraio.errors import BudgetError
 from teraio.options import Options
-from teraio.runtime import engine
+from teraio.runtime.engine import engine
 from teraio.units import parse_bytes
 
 PROBES_MAX = 30
@@ -37,7 +37,7 @@ PROBE_STEPS = 2  # optimizer states are there from the second on
 class Trainer:
     """A model, compiled plainly and with slots; all runs share these two and start from the same weights."""
 
-    def __init__(self, row: zoo_models.Row, inner: str, counting: allocator.Counting) -> None:
+    def __init__(self, row: zoo_models.Row, inner: str, counting: counting_allocator.Counting) -> None:
         self.row, self.inner, self.counting = row, inner, counting
         torch.manual_seed(0)
         self.model = row.make().train()
@@ -147,7 +147,9 @@ class Trainer:
         return digest.hexdigest()
 
 
-def train(row: zoo_models.Row, inner: str, steps: int, counting: allocator.Counting) -> dict[str, Any]:
+def train(
+    row: zoo_models.Row, inner: str, steps: int, counting: counting_allocator.Counting
+) -> dict[str, Any]:
     began = time.perf_counter()
     trainer = Trainer(row, inner, counting)
     plain = trainer.run(steps)
@@ -170,7 +172,7 @@ def train(row: zoo_models.Row, inner: str, steps: int, counting: allocator.Count
 
 
 def main() -> None:
-    counting = allocator.install_over_ours()
+    counting = counting_allocator.install_over_ours()
     torch.set_num_threads(1)
     # Layers share their code, and each is compiled twice: at the limit Dynamo goes on without compiling.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024

@@ -76,7 +76,7 @@ def loaded(module: str) -> str:
 
 
 def pinned() -> Figures:
-    cuda = importlib.import_module("teraio.runtime.cuda")
+    cuda = importlib.import_module("teraio.runtime.device.cuda")
     begun = time.monotonic()
     slabs = cuda.CudaDevice().slabs(PINNED // 4, 4)
     return {"bytes": slabs.arena_bytes, "pin_seconds": round(time.monotonic() - begun, 4)}
@@ -84,7 +84,7 @@ def pinned() -> Figures:
 
 def host_trip() -> Figures:
     """One tensor to pinned memory and back, while other memory takes its place."""
-    cuda = importlib.import_module("teraio.runtime.cuda")
+    cuda = importlib.import_module("teraio.runtime.device.cuda")
     device = cuda.CudaDevice()
     tier = device.host(4 * TENSOR)
     place = tier.reserve(TENSOR)
@@ -95,8 +95,8 @@ def host_trip() -> Figures:
 
 def ssd_trip() -> Figures:
     """One tensor to a file and back."""
-    cuda = importlib.import_module("teraio.runtime.cuda")
-    store = importlib.import_module("teraio.runtime.store").Store
+    cuda = importlib.import_module("teraio.runtime.device.cuda")
+    store = importlib.import_module("teraio.runtime.store.store").Store
     device = cuda.CudaDevice()
     opened = store.open(None, None, device=device)
     extent = opened.reserve(TENSOR, "smoke")
@@ -149,7 +149,7 @@ def versions() -> Figures:
     """Kernels of lists move the versions of what they write by themselves, in code that only a GPU runs; the
     engine sees user code's writes by that. Those that did not, beside those that are known not to."""
     torch = importlib.import_module("torch")
-    unversioned = importlib.import_module("teraio.runtime.user_code").UNVERSIONED
+    unversioned = importlib.import_module("teraio.runtime.eager.user_code").UNVERSIONED
     number = torch.tensor(0.5, device="cuda")
     calls: dict[str, Callable[[Any], Any]] = {
         "_foreach_mul_": lambda x: torch._foreach_mul_([x], number),

@@ -201,7 +201,7 @@ class Slots:
 
     def __init__(self) -> None:
         self.most: dict[tuple[str, str, int, str], int] = {}
-        engine = importlib.import_module("teraio.runtime.engine").Engine
+        engine = importlib.import_module("teraio.runtime.engine.engine").Engine
         visit = engine.visit
 
         def seen(self_: Any, program: Any, index: int, *rest: Any) -> Any:

@@ -16,8 +16,8 @@ from teraio.passes import planner
 from teraio.passes.planner.bound import lower_bound
 from teraio.planning import PAYS_BACK_STEPS, as_far_as_it_fits
 from teraio.profile import Profile
-from teraio.runtime import engine
-from teraio.runtime.recorder import Recorder
+from teraio.runtime.engine import engine
+from teraio.runtime.ledger.recorder import Recorder
 
 WATCHED = 5  # steps
 BOUND_S = 10.0  # for the linear program

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import allocator
+import counting_allocator
 import torch
 
 from race.models import subject_of
@@ -40,7 +40,7 @@ def storage_bytes() -> dict[str, int]:
 class Trainee:
     def __init__(self, asked: dict[str, Any]) -> None:
         ours = asked["way"] == "teraio" and asked.get("spares", True)
-        self.counting = allocator.install_over_ours() if ours else allocator.install()
+        self.counting = counting_allocator.install_over_ours() if ours else counting_allocator.install()
         torch.set_num_threads(asked.get("threads", 2))
         torch.use_deterministic_algorithms(asked.get("deterministic", True))
         torch.manual_seed(0)

@@ -27,18 +27,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from teraio.runtime import leftovers, store_places
+    from teraio.runtime.store import directories, stale_directories
 
     told = {}
-    for directory in map(Path, args.directory) if args.directory else store_places.default_directories():
-        found = leftovers.clear(directory) if args.action == "clear" else leftovers.leftovers(directory)
+    for directory in map(Path, args.directory) if args.directory else directories.default_directories():
+        found = (
+            stale_directories.clear(directory)
+            if args.action == "clear"
+            else stale_directories.leftovers(directory)
+        )
         told[str(directory)] = [
             {"state": each.state, "process": each.pid, "bytes": each.size_bytes, "path": str(each.path)}
             for each in found
         ]
         if args.json:
             continue
-        absent = ", there is no such directory" if leftovers.absent(directory) else ""
+        absent = ", there is no such directory" if stale_directories.absent(directory) else ""
         print(f"{directory}: {len(found)} {'cleared' if args.action == 'clear' else 'found'}{absent}")
         for each in found:
             print(f"  {each.state:<8} process {each.pid:<8} {fmt_bytes(each.size_bytes):>10}  {each.path}")

@@ -24,8 +24,8 @@ from teraio.passes import costs, lifetimes, planner
 from teraio.plan import Plan
 from teraio.profile import Profile
 from teraio.progress import stage, tell
-from teraio.runtime.stepped import Stepped
-from teraio.runtime.store_slabs import slab_bytes
+from teraio.runtime.optimizer.strategy import Stepped
+from teraio.runtime.store.slabs import slab_bytes
 from teraio.session import RESERVE_BYTES
 
 from . import dry_run, optimizer_step

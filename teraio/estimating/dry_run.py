@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from teraio.errors import OptionError, UnsupportedError
 from teraio.passes import aot, costs, fx
-from teraio.runtime.adopt import SMALLEST_BYTES
-from teraio.runtime.programs import Program
+from teraio.runtime.ledger.adoption import SMALLEST_BYTES
+from teraio.runtime.step.program import Program
 from teraio.schedule import Call, ProgramKind, Schedule, Step
 from teraio.session import count_as_ours
 

@@ -27,7 +27,8 @@ from teraio.options import Options
 from teraio.passes import synth
 from teraio.passes.costs import Speeds
 from teraio.passes.synth import Rates
-from teraio.runtime import choose, store_places
+from teraio.runtime.device import choose
+from teraio.runtime.store.directories import default_directories, free_bytes_in, open_place
 from teraio.tiers import drives
 from teraio.units import fmt_rate
 
@@ -91,10 +92,10 @@ def _here(on: torch.device) -> Basis:
             f"machine={shipped.MACHINES.names()[0]!r}, or a file by `teraio doctor -o`"
         )
     options, used = Options.parse(), choose.current("cpu")
-    directories = [Path(path) for path in options.store] or list(store_places.default_directories())
-    places = [store_places.open_place(path, parents=not options.store) for path in directories]
+    directories = [Path(path) for path in options.store] or list(default_directories())
+    places = [open_place(path, parents=not options.store) for path in directories]
     try:
-        free_bytes = store_places.free_bytes(places)
+        free_bytes = free_bytes_in(places)
         link, _ = drives([place.path for place in places], used)
     finally:
         for place in places:

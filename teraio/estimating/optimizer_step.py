@@ -8,10 +8,10 @@ import torch
 
 from teraio.errors import UnsupportedError
 from teraio.passes import costs
-from teraio.runtime import trial
-from teraio.runtime.optimizer_call import own_bytes, schedule_of
-from teraio.runtime.slices import in_slices
-from teraio.runtime.windows import Bucket, buckets_of, stand_in, tensors_of
+from teraio.runtime.optimizer import trial
+from teraio.runtime.optimizer.buckets import Bucket, buckets_of, stand_in, tensors_of
+from teraio.runtime.optimizer.slices import in_slices
+from teraio.runtime.optimizer.step_call import own_bytes, schedule_of
 from teraio.schedule import READ, WRITE
 
 from .dry_run import Counted, Ledger, Record

@@ -12,7 +12,7 @@ import torch
 
 import teraio
 from teraio.backend import backend
-from teraio.runtime.signals import SIGNALS
+from teraio.runtime.eager.signals import SIGNALS
 
 SIDE, LAYERS, MIDDLE = 256, 8, 4
 OPTIONS: dict[str, Any] = {"memory": "6MiB", "host_memory": "64MiB", "inner": "eager", "planner": "greedy"}

@@ -16,7 +16,7 @@ from torch import nn
 
 import teraio
 from teraio import session, tiers
-from teraio.runtime.cuda_memory import CudaMemory
+from teraio.runtime.device.cuda_memory import CudaMemory
 
 MIB = 2**20
 WIDTH, LAYERS, BATCH, STEPS = 512, 8, 2048, 6

@@ -18,7 +18,7 @@ import torch
 from small_llama import Training
 
 import teraio
-from teraio.runtime.engine import Engine
+from teraio.runtime.engine.engine import Engine
 
 VARIABLES = {"STANDIN_LATE_US": "0", "STANDIN_COPY_GB_S": "50"}
 ALONE = True

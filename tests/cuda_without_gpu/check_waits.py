@@ -16,9 +16,9 @@ from typing import Any
 import plants
 import torch
 
-from teraio.runtime.cuda import CudaDevice
-from teraio.runtime.pending import Mark
-from teraio.runtime.store import Store
+from teraio.runtime.device.cuda import CudaDevice
+from teraio.runtime.device.pending_transfer import Mark
+from teraio.runtime.store.store import Store
 
 VARIABLES = {"STANDIN_LATE_US": "30000"}
 BYTES = 4 << 20

@@ -1,6 +1,6 @@
 """The waits that keep copies and kernels in order, each to be left out: who compares numbers must see it.
 
-Each entry leaves out one wait of teraio/runtime/device.py, cuda.py or pinned.py, in this process.
+Each entry leaves out one wait of teraio/runtime/device/device.py, cuda.py or pinned_host.py, in this process.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
-from teraio.runtime import cuda, pinned
-from teraio.runtime.pending import Mark, Pending
+from teraio.runtime.device import cuda, pinned_host
+from teraio.runtime.device.pending_transfer import Mark, Pending
 
 
 def _no_wait_for_kernels(which: bool) -> None:
     """Lets copies out of the device, or those into it, begin at once, whatever kernels still run."""
-    issue = pinned._issue
+    issue = pinned_host._issue
 
     def planted(
         copier: Any, stream: Any, mark: Mark, storage: Any, place: Any, out: bool
-    ) -> pinned.CopyTicket:
+    ) -> pinned_host.CopyTicket:
         if out is not which:
             return issue(copier, stream, mark, storage, place, out)
         long_ago = torch.cuda.Event()  # never recorded: a stream does not wait for it
         return issue(copier, stream, replace(mark, event=long_ago), storage, place, out)
 
-    pinned._issue = planted
+    pinned_host._issue = planted
 
 
 def evict_waits_not() -> None:

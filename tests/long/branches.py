@@ -30,7 +30,12 @@ READERS = {
     *("cache", "check", "files", "jsontext", "machine", "options", "plan", "profile"),
     *("safetensors", "schedule", "timeline", "units"),
 }
-ON_A_GPU = ("runtime/cuda.py", "runtime/cuda_memory.py", "runtime/pinned.py", "runtime/gds.py")
+ON_A_GPU = (
+    "runtime/device/cuda.py",
+    "runtime/device/cuda_memory.py",
+    "runtime/device/pinned_host.py",
+    "runtime/store/gds.py",
+)
 LEAST_PERCENT = 95
 # `_exit`: forked children end by os._exit, and what they did counts.
 SETTINGS = """\

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from says import as_it_is, at_most
 from store_rig import MIB, churn, disk_for
 
-from teraio.runtime.store import Store
+from teraio.runtime.store.store import Store
 
 M_MMAP_THRESHOLD = -3
 CAPACITY = 256 * MIB

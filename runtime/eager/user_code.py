@@ -1,0 +1,305 @@
+"""Between two programs, and beside them, user code runs. What it reads is fetched when an operator begins
+that reads it, in whatever thread; others leave to make room. What it needs beyond the budget it gets, and
+that is said.
+
+    an operator begins    `serve`: the observer saw that arguments of it are evicted
+    a program ends        `make_ready`, `hand_over`: room for what user code takes besides
+    the step ends         whoever asked for an address is taken to have forgotten it
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+import torch
+
+from teraio.errors import EvictedError, StoreError, TeraioError
+from teraio.units import fmt_bytes
+
+from ..device.device import Device
+from ..ledger.engine_lock import Turn
+from ..ledger.known_tensors import Faces
+from ..ledger.mover import Mover
+from ..ledger.record import Record, State
+from ..ledger.residency import Residency
+from ..ledger.restore import bring_back
+from ..step.eager_memory import Outside
+from ..step.prefetch import Ahead
+from ..step.tracker import StepTracker
+from ..torch_extension.observer import InUseError
+
+log = logging.getLogger("teraio")
+
+
+class UserCode:
+    def __init__(
+        self, residency: Residency, mover: Mover, device: Device, tracker: StepTracker, turn: Turn
+    ) -> None:
+        self.residency = residency
+        self.mover = mover
+        self.turn = turn
+        self.observer = device.observer
+        self.faces = Faces()
+        self.outside = Outside(residency, device, tracker, self.overrun, self.stays)
+        self.ahead = Ahead(residency, mover, tracker, self.stays)
+        self.weights_stay = False  # something reads them that nobody sees: whenever user code runs
+        self.saved_stays = False  # and what forwards saved
+        self.before_fetch: Callable[[], None] = lambda: None  # what runs may have to know of it
+        self.lends = False  # an optimizer's update has some
+        self.refuses: Callable[[str, Sequence[str] | None], None] | None = None  # nothing can move now
+        self.handed_out: dict[int, Record] = {}  # by key: results of which a program may take up some
+        self.kept: set[tuple[int, str]] = set()  # in this step: (call, tensor) that stayed when it ended
+
+    def stays(self, record: Record) -> bool:
+        """Whether it is resident whenever user code runs. Optimizer states are no one's but the optimizer's,
+        whatever else runs."""
+        return self.weights_stay and record.kind != "state"
+
+    def staying(self, call: int) -> list[Record]:
+        """User code runs after this call: what is resident then, over the budget if it must be."""
+        self.residency.bury()
+        found = [r for r in self._could_be_reached() if self.stays(r)] if self.weights_stay else []
+        self.kept.update((call, record.name) for record in found)
+        return found
+
+    def _could_be_reached(self) -> Iterable[Record]:
+        if not self.saved_stays:
+            return self.residency.reachable.values()
+        return [record for record in self.residency.records.values() if record.evictable]
+
+    def make_ready(self, staying: Sequence[Record], live_bytes: int, tick: int | None) -> None:
+        """At the last slot of a program: brings what stays, and makes room for what user code will take
+        beside it."""
+        self.residency.going.end_until(lambda: False, by_plan=True)  # what comes next asks for no room
+        if staying:
+            self.bring(staying, live_bytes, "what it holds of")
+            written_unseen(staying)
+        self.outside.room(live_bytes, tick)
+
+    def keep_weights(self, why: str, saved: bool = False) -> None:
+        """From now on all weights are resident whenever user code runs; what forwards saved, too, if that is
+        read."""
+        if self.weights_stay and self.saved_stays >= saved:
+            return
+        log.warning("teraio: %s unseen: between programs all of them are in memory", why)
+        self.saved_stays |= saved
+        self.weights_stay = True
+        bring_back(self.residency, self._could_be_reached())
+
+    def take_over(self, call: int) -> None:
+        """Let user code run after a call that an exception ended, anywhere in it."""
+        staying = self.staying(call)
+        try:
+            bring_back(self.residency, staying)
+            written_unseen(staying)
+        finally:
+            self.hand_over()
+
+    def program_begins(self) -> None:
+        """Begin a stretch in which nothing that this thread uses is a touch of user code's."""
+        if self.refuses is not None:
+            self.refuses("a program of teraio's", None)
+        if self.observer is not None:
+            with self.turn:
+                self.take_touches()
+            self.observer.program(1)
+
+    def program_ended(self) -> None:
+        if self.observer is not None:
+            self.observer.program(-1)
+
+    def hand_over(self) -> None:
+        """A program has returned: user code runs."""
+        self.residency.serial += 1
+        if self.observer is not None:
+            self.observer.rearm()
+        self.outside.begins()
+        self.ahead.go_on()
+
+    # ---- reads
+
+    def fetch_for(self, keys: Sequence[int], place: str) -> None:
+        """Make these storages resident for who is about to read them, in any thread."""
+        if self.refuses is not None:
+            self.refuses(place, [record.name for record in self.residency.known(keys)])
+        if self.turn.is_ours:
+            self.serve_amid(keys, place)
+            return
+        with self.turn:
+            self.before_fetch()
+            self.serve(keys, place)
+
+    def lost(self, error: BaseException) -> None:
+        """Someone found NaN for what could not be fetched: no further step is taken."""
+        log.warning("teraio: memory was read whose bytes could not be fetched, and NaN was found: %s", error)
+        if not isinstance(error, TeraioError):
+            error = StoreError(str(error))
+        self.residency.torn = self.residency.torn or error
+
+    def serve(self, keys: Sequence[int], place: str) -> None:
+        """Evict others, but nothing that an operator uses; fetch these."""
+        assert self.observer is not None
+        known = self.residency.known
+        used = known(self.observer.used())
+        self.take_touches()
+        with pinned(used):
+            self.bring(known(keys), 0, place)
+
+    def serve_amid(self, keys: Sequence[int], place: str) -> None:
+        """The same, in the middle of the engine's own work: a finalizer reads. Nothing is evicted for it."""
+        for record in self.residency.known(keys):
+            if record is self.mover.moving:
+                continue
+            if record.state is State.AWAY:
+                self.mover.begin_fetch(record, demand=True)
+            if record.state is State.ARRIVING:
+                self.mover.end_fetch(record)
+        if (short := self.residency.short_bytes(0)) > 0:
+            self.overrun(short, place)
+
+    def take_touches(self) -> None:
+        """Note in which order user code has touched tensors since this was last asked."""
+        if self.observer is not None:
+            for record in self.residency.known(self.observer.touched()):
+                self.ahead.touched(record)
+
+    def bring(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
+        """For user code: makes these resident, over the budget if it must be."""
+        self.mover.device.user_code_runs()  # perhaps on a stream of its own, and nothing has to move
+        with pinned(records):
+            if any(record.state in {State.AWAY, State.ARRIVING} for record in records):
+                self._fetch(records, live_bytes, place)
+            self.ahead.go_on()
+
+    def _fetch(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
+        residency = self.residency
+        self.mover.counts.touches += 1
+        missing = sum(record.size_bytes for record in records if record.state is State.AWAY)
+        try:
+            to_come = self.outside.to_come()
+            short, _ = residency.free(missing + live_bytes + to_come, self.ahead.now(), self.stays)
+            short -= to_come
+            if short > 0:
+                self.overrun(short, f"{place} {records[0].name}")
+            residency.fetch(records, self.stays)
+        except StoreError as error:
+            names = ", ".join(record.name for record in records)
+            raise EvictedError(
+                f"user code ({place}) needs {names}, which was away and could not be read back: {error}. "
+                f"`with teraio.resident(...)` keeps what it is given in memory; load the last checkpoint "
+                f"if it stays so"
+            ) from error
+
+    @contextmanager
+    def holding(self, records: Sequence[Record], place: str) -> Iterator[None]:
+        """These are in memory as long as the block runs."""
+        with ExitStack() as held:
+            with self.turn:
+                self.bring(records, 0, place)
+                held.enter_context(pinned(records))
+            yield
+
+    def gave_address(self, key: int) -> None:
+        """Others have the address of this storage's bytes."""
+        because = "DLPack gave its address to others"
+        for record in self.residency.known([key]):
+            if record.evictable:
+                log.warning("teraio: %s stays in memory from now on: %s", record.name, because)
+            self.residency.keep(record, because)
+
+    # ---- results
+
+    def hand_out(self, record: Record) -> None:
+        """Let user code have what a program returns: it stays, until a program takes it as an argument. Who
+        takes its address is seen from now on."""
+        self.residency.settle(record)
+        storage = record.storage()
+        if self.observer is None or storage is None or record.addressed:
+            return
+        self.mover.is_clean(record)  # before what is known of writes is forgotten
+        with suppress(InUseError):
+            self.observer.copied(storage)
+            record.handed_out = True
+            self.handed_out[record.key] = record
+
+    def take_up(self, record: Record) -> bool:
+        """Have a result that is a program's argument move again, if nobody has its address. Return whether it
+        does."""
+        if self.mover.is_pointed(record):
+            return False
+        self.residency.unsettle(record)
+        return True
+
+    def _keep_addressed(self) -> None:
+        """Results whose address someone has stay from now on: unlike weights they may be kept for long."""
+        known, results = self.residency.records, self.handed_out
+        self.handed_out = {key: record for key, record in results.items() if known.get(key) is record}
+        for record in self.handed_out.values():
+            if self.mover.is_pointed(record):
+                self.residency.settle(record)
+                record.handed_out = False
+
+    # ---- updates
+
+    def lend(self, tensors: Sequence[torch.Tensor]) -> None:
+        """To an optimizer's update: they are resident, and what it does with them is no touch of user code's,
+        until they are taken back."""
+        self.take_back()
+        self.faces.lend(tensors)
+        self.lends = True
+        if self.observer is not None:
+            self.observer.program(1)
+
+    def take_back(self) -> None:
+        if self.lends and self.observer is not None:
+            self.observer.program(-1)
+        self.lends = False
+        self.faces.take_back()
+
+    def overrun(self, short: int, place: str, who: str = "user code") -> None:
+        if self.residency.elastic:
+            self.residency.budget_bytes += short
+            return
+        counts = self.mover.counts
+        if short > 2 * counts.overrun_bytes:  # not a line per tensor
+            log.warning(
+                "teraio: overrun: %s (%s) needs %s more than the memory of %s; it gets it",
+                who,
+                place,
+                fmt_bytes(short, up=True),
+                fmt_bytes(self.residency.budget_bytes),
+            )
+        counts.overrun_bytes = max(counts.overrun_bytes, short)
+        counts.step_overrun_bytes = max(counts.step_overrun_bytes, short)
+        if self.mover.recorder is not None:
+            self.mover.recorder.overran(short)
+
+    def end_step(self) -> frozenset[tuple[int, str]]:
+        """Return what stayed in the step. An address that was asked for is taken to be forgotten."""
+        if self.observer is not None:
+            self._keep_addressed()
+            self.observer.forget_addresses()
+        kept = frozenset(self.kept)
+        self.kept.clear()
+        return kept
+
+
+def written_unseen(records: Iterable[Record]) -> None:
+    """User code may write into these unseen. They are here, and what was under way is over: that the copy is
+    good after a write that was undone says nothing of what comes."""
+    for record in records:
+        record.clean = False
+
+
+@contextmanager
+def pinned(records: Sequence[Record]) -> Iterator[None]:
+    """None of these leaves as long as the block runs."""
+    for record in records:
+        record.pins += 1
+    try:
+        yield
+    finally:
+        for record in records:
+            record.pins -= 1

@@ -1,0 +1,390 @@
+"""The engine: at each slot it makes sure that the next kernel finds its tensors, within the budget.
+
+    slot i      1 take in what the kernel before made    3 the law: room for what the kernel needs and makes,
+                2 the plan's moves for this tick           then everything it reads or writes is resident
+    kernel i    runs; what it uses stays until slot i + 1
+
+A plan is a hint; residency is the law. Without a plan, with a stale or a hostile one the same code fetches on
+demand and evicts by furthest next use: it costs time and never correctness.
+
+Between two programs, and beside them, user code runs. What it reads is fetched (`user_code.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from teraio.errors import TeraioError
+from teraio.plan import Plan
+from teraio.schedule import Schedule, Step
+
+from ..device.device import Device, Host
+from ..eager import gradients as _gradients
+from ..eager.signals import SIGNALS
+from ..eager.user_code import UserCode
+from ..ledger.engine_lock import Turn
+from ..ledger.mover import Mover
+from ..ledger.record import DEVICE, Record
+from ..ledger.recorder import Recorder
+from ..ledger.residency import Need, Residency
+from ..ledger.restore import bring_all_back
+from ..step.kernel_workspace import Unseen
+from ..step.plan_follower import Follower, Here
+from ..step.plan_table import table_of
+from ..step.program import Program
+from ..step.quiet_call import Calm
+from ..step.stats import Pace, Stats
+from ..step.tracker import StepTracker
+from ..store.store import Store
+from .registry import Registry
+
+CALLS_MAX = 4096  # of a step: one that never ends is none, and what is kept per call must end
+
+
+class Engine:
+    def __init__(
+        self,
+        store: Store,
+        device: Device,
+        budget_bytes: int,
+        reserve_bytes: int,
+        on_step: Callable[[Step], None] | None = None,
+        keep: Sequence[str] = (),
+        host: Host | None = None,
+    ) -> None:
+        self.mover = Mover(store, device, host)
+        self.pace = Pace(self.mover)
+        self.residency = Residency(self.mover, budget_bytes, reserve_bytes)
+        self.on_step = on_step
+        self.at_rest: Callable[[], None] = lambda: None  # called where no compiled program runs
+        self.tracker = StepTracker(self.pace.begins, device)
+        self.turn = Turn()
+        self.user = UserCode(self.residency, self.mover, device, self.tracker, self.turn)
+        self.faces = self.user.faces
+        self.pid = os.getpid()
+        self.registry = Registry(self.residency, self.tracker, self.user, self.turn, keep)
+        self.gradients = self.registry.gradients
+        self.stuck = self.registry.stuck
+        self.unseen = Unseen(self.residency, device, self.user.overrun)
+        self.follower = Follower(self.residency, self.mover)
+        self.optimizers: set[int] = set()  # numbers of those that have stepped in this step
+        self.calm = Calm(self.residency, self.tracker, self.registry.register)
+        self.user.before_fetch = self.calm.ends
+        if device.observer is not None:
+            device.observer.owner = self.user
+
+    # ---- slots
+
+    def visit(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int | None) -> None:
+        """Most slots have nothing to do, and must not take longer than it takes to see that."""
+        if self.calm.program is not None:
+            if self.calm.program is program and 0 < index < program.last:
+                self.calm.passes(index, tensors)
+                return
+            self.calm.ends()
+        stop = program.stops[index]
+        live_bytes = program.live_bytes(index, live_bytes)
+        residency, mover, tracker, bound = self.residency, self.mover, self.tracker, program.bound
+        mover.counts.slots += 1
+        serial = residency.serial = residency.serial + 1
+        if tracker.running is not None or not 0 < index < program.last:
+            self._attend(program, index, tensors, live_bytes)
+            if index == 0 and program.schedule.kind != "optimizer":
+                self.calm.begins(program)
+            return
+        for position, buffer in stop.made:
+            bound[buffer] = self.registry.register(program, buffer, tensors[position])
+        here = True
+        for buffer in stop.needed:
+            if (record := bound[buffer]) is not None:
+                record.used_at = serial
+                here = here and record.state is DEVICE
+        tick = tracker.tick(index) if tracker.expected.table or not here else None
+        total_bytes = mover.resident_bytes + live_bytes
+        fits = total_bytes + residency.reserve_bytes <= residency.budget_bytes
+        if here and fits and residency.torn is None and not tracker.expected.moves_at(tick):
+            mover.counts.peak_bytes = max(mover.counts.peak_bytes, total_bytes)
+            if stop.written:
+                residency.mark_written(bound, stop.written)
+        else:
+            self._attend(program, index, (), live_bytes)
+
+    def _attend(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int) -> None:
+        """A slot that has something to do, or is measured."""
+        for stays, tick in self.parts(program, index, tensors, live_bytes):
+            if (expected := self.tracker.expected).moves_at(tick):
+                self.follower.follow(Here(expected, tick, live_bytes), stays)
+
+    def parts(
+        self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int
+    ) -> Iterator[tuple[list[Record], int | None]]:
+        """A slot, which stops once where moves come: with what may not leave in them, and the tick."""
+        residency, tracker = self.residency, self.tracker
+        began = self.mover.device.moment() if index == 0 or tracker.running is not None else None
+        stop = program.stops[index]
+        if residency.torn is not None:
+            residency.refuse_torn()
+        own = program.schedule.kind != "optimizer"  # whose records are bound when its call begins
+        if index and own:
+            tracker.takes(index - 1, self.unseen.arrives(program, index - 1))
+        if index == 0 and own:
+            self._enter(program, tensors)
+        bound = program.bound
+        if tensors:
+            for position, buffer in stop.made:
+                bound[buffer] = self.registry.register(program, buffer, tensors[position])
+        if index == 0 and own:
+            self.user.outside.keeps()  # what eager code made and hands over is in the ledger by now
+            self._meet(program)
+        needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
+        last = index == program.last
+        staying = self.user.staying(tracker.number) if last else []
+        tick = tracker.tick(index)
+        yield needed + staying, tick
+        told_bytes = live_bytes - program.unseen_bytes[index]
+        residency.ensure(needed, told_bytes, stop.kernel, tick)
+        live_bytes -= self.unseen.room(program, index, live_bytes, tick, tracker.running is not None)
+        residency.mark_written(bound, stop.written)
+        for buffer in stop.returned:
+            if (returned := bound[buffer]) is not None and returned.kind != "weight":
+                residency.settle(returned)
+        if index == program.last:
+            self.user.make_ready(staying, live_bytes, tick)
+            if program.schedule.kind == "forward":
+                self.gradients.forward_ran(program)
+        if tracker.running is not None:
+            unmovable = live_bytes + residency.fixed_bytes + residency.reserve_bytes
+            if own and index < program.last:
+                self.unseen.leaves(program, index, told_bytes)
+            tracker.visited(index, began, self.mover.device.moment(), unmovable)
+
+    def _enter(self, program: Program, tensors: Sequence[Any]) -> None:
+        self.user.outside.ends()
+        mark = next((id(t) for t in tensors if isinstance(t, torch.nn.Parameter)), None)
+        if self.tracker.is_over(program, mark):
+            self.end_step()
+        if len(self.tracker.programs) >= CALLS_MAX:
+            self.tracker.drop()
+            self.registry.forget_names()
+            self.user.end_step()
+        self.stuck.look()
+        self.tracker.enter(program, mark)  # before `bound` is cleared: the call before may be of this program
+        self.expect()
+        program.bound = [None] * len(program.schedule.buffers)
+        self.gradients.enter(program)
+
+    def expect(self) -> None:
+        """Of the tensors' next uses, and their ways, what the tracker knows now."""
+        expected = self.tracker.expected
+        self.mover.to_host = expected.to_host
+        self.residency.uses, self.residency.step_ticks = expected.uses, expected.length
+
+    def _meet(self, program: Program) -> None:
+        """Its arguments are known."""
+        if self.tracker.running is not None:
+            self.unseen.begins(step=self.tracker.number == 0)
+        if not program.checked:
+            program.checked = True
+            self._check_floor(program)
+
+    def _check_floor(self, program: Program) -> None:
+        """Before anything of the step is lost: whether its largest kernel fits when all else is away."""
+        residency = self.residency
+        if program.schedule.symbolic:
+            return
+        residency.bury()
+        need = Need(*program.floor(residency.fixed_bytes, self.gradients.gives_early))
+        if residency.lacks(need):
+            residency.give(need)
+        residency.largest = max(residency.largest, need, key=lambda n: n.size_bytes)
+
+    # ---- the step
+
+    def optimizer_stepped(self) -> None:
+        """The step is over, unless another optimizer steps now."""
+        for record in self.stuck.retry():  # now: no program holds them
+            self.registry.describe(record)
+        self.tracker.stepped = self.pace.ends(self.residency.reserve_bytes)
+        self.user.hand_over()
+        self.at_rest()
+
+    def end_step_of_eager(self, optimizer: int) -> None:
+        """End the step before this optimizer's next one, in a loop whose model is in no program."""
+        programs = self.tracker.programs
+        eager = bool(programs) and all(program.schedule.kind == "optimizer" for program in programs)
+        if eager and self.tracker.stepped is not None and optimizer in self.optimizers:
+            self.end_step()
+        self.optimizers.add(optimizer)
+
+    def end_step(self) -> None:
+        """The step is over: what was measured becomes the next step's expectation."""
+        self.optimizers.clear()
+        self.residency.serial += 1
+        self.residency.going.end_done()
+        self.residency.failed.clear()
+        self.residency.bury()
+        self.registry.end_step()
+        if self.tracker.programs and self.tracker.stepped is None:  # inference
+            self.tracker.stepped = self.pace.ends(self.residency.reserve_bytes)
+        if (recorder := self.mover.recorder) is not None:
+            expected = self.tracker.expected
+            recorder.end_step(
+                self.pace.ended_ns or time.perf_counter_ns(),
+                self.tracker.training,
+                expected.settled or bool(expected.table),
+            )
+        self.residency.keep_freed()
+        step = self.tracker.finish(self.registry.described.get, self.user.end_step())
+        self.registry.forget_names()
+        if step is not None:
+            self.tracker.expected.learn(step)
+            if self.on_step is not None:
+                self.on_step(step)
+        self.expect()
+        if recorder is not None:
+            recorder.begins_here()
+
+    def install(self, plan: Plan, order: tuple[str, ...] = ()) -> None:
+        """For the step that was last, or that has these programs."""
+        expected = self.tracker.step_of(order)
+        expected.follow(plan, table_of(plan, max(expected.length, 1)))
+
+    def settle(self, plan: Plan | None, order: tuple[str, ...] = ()) -> None:
+        """The step that was last, or that has these programs, is measured; this is the plan for it, if there
+        is one."""
+        self.tracker.step_of(order).settled = True
+        if plan is not None:
+            self.install(plan, order)
+
+    def returned(self, outputs: Any) -> None:
+        """A program has ended: autograd and user code go on."""
+        backward = bool(self.gradients.leaves)
+        if backward:
+            self.gradients.backward_ran(outputs)
+        self.user.hand_over()
+        if not backward:  # its gradients have no place yet
+            SIGNALS.program_ended()
+
+    def abandon(self) -> None:
+        """A program ended with an exception, anywhere in it: user code runs next."""
+        self.tracker.abandon()
+        self.calm.abandon()
+        self.unseen.ends()
+        if self.mover.recorder is not None:
+            self.mover.recorder.abandoned()
+        self.user.take_back()
+        self.user.take_over(self.tracker.number)
+
+    # ---- for the outside
+
+    def resize(self, budget_bytes: int | None) -> None:
+        """Another budget, None for the smallest that the kernels let it be; what is too much leaves now.
+        BudgetError if what is known to be needed at once does not fit. Plans for another budget are hints."""
+        residency = self.residency
+        with self.turn:
+            before, elastic = residency.budget_bytes, residency.elastic
+            residency.elastic = budget_bytes is None
+            residency.budget_bytes = residency.reserve_bytes if budget_bytes is None else budget_bytes
+            if residency.lacks(residency.largest):
+                try:
+                    residency.give(residency.largest)
+                except TeraioError:
+                    residency.budget_bytes, residency.elastic = before, elastic
+                    raise
+            residency.serial += 1
+            residency.free(0, None, self.user.stays)
+            residency.keep_freed()
+
+    def record(self, recorder: Recorder) -> None:
+        """From now on it is told what happens. Engines without one have no trace of it in their slots."""
+        self.mover.recorder = recorder
+        self.mover.store.keeps_times = True
+        self.visit = recorder.around(self.visit)  # type: ignore[assignment, method-assign]
+
+    def stats(self) -> Stats:
+        found = self.pace.stats(
+            self.tracker.expected, self.residency.budget_bytes, self.residency.reserve_bytes
+        )
+        found["resident_bytes"] -= self.residency.unburied_bytes()
+        return found
+
+    def close(self) -> None:
+        """The process ends: what is away is not brought back for no one. Touching it is an error."""
+        self.mover.device.keep_within(0)
+        self.mover.store.close()
+
+    def shut_down(self) -> None:
+        """Everything that is away comes back, budget or not, and the store is given up."""
+        with self.turn:
+            if self.tracker.stepped is not None:
+                self.end_step()
+            bring_all_back(self.residency, self.user.stays)
+            self.mover.device.keep_within(0)
+            self.mover.store.close()
+            if self.residency.torn is not None and not self.residency.torn_is_known:
+                raise self.residency.torn
+
+
+ENGINE: Engine | None = None
+PROGRAMS: list[Program] = []  # registered since the backend last looked
+
+
+def use(engine: Engine | None) -> None:
+    """The engine of this process from now on."""
+    global ENGINE
+    if engine is None and ENGINE is not None and ENGINE.user.observer is not None:
+        ENGINE.user.observer.owner = None
+    ENGINE = engine
+    _gradients.ACTIVE[:] = [engine.gradients] if engine is not None else []
+
+
+def here() -> Engine | None:
+    """The engine, unless this is a fork of its process."""
+    return ENGINE if ENGINE is not None and ENGINE.pid == os.getpid() else None
+
+
+def program(text: str) -> Callable[..., None]:
+    """Called by a compiled program when it is loaded; returns what its slots call."""
+    loaded = Program(Schedule.parse(text))
+    PROGRAMS.append(loaded)
+
+    def slot(index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None:
+        if ENGINE is not None:
+            if SIGNALS.struck:
+                SIGNALS.ends_backward()
+            with ENGINE.turn:
+                ENGINE.visit(loaded, index, tensors, live_bytes)
+
+    return slot
+
+
+def guarded(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A compiled program between two stretches of user code. It leaves everything in order when an exception
+    ends it: ours, a kernel's, Ctrl-C."""
+
+    def call(arguments: list[Any]) -> Any:
+        engine = ENGINE
+        if engine is None:
+            return run(arguments)
+        engine.user.program_begins()
+        try:
+            result = run(arguments)
+        except BaseException:
+            if ENGINE is not None:
+                with ENGINE.turn:
+                    ENGINE.abandon()
+            raise
+        finally:
+            engine.user.program_ended()
+        if ENGINE is not None:
+            with ENGINE.turn:
+                ENGINE.returned(result)
+        return result
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,390 @@
+"""Adoption: a storage that cannot be emptied in place gets bytes that can.
+
+    before   tensors, views, graphs -> storage -> bytes of a file, of torch.load, of numpy
+    after    the same             -> the same  -> bytes of torch's own allocator
+
+The storage object stays and its bytes are exchanged, one storage at a time: whatever refers to it through
+torch follows, without a rebinding, a new version or a recompile. What does not follow is a bare address: a
+numpy array made of the tensor, a slice of the storage that is a storage of its own, a DLPack export. Its
+memory would be freed under it, or what is written here would no longer be seen there. So a storage is
+adopted only if every holder of it is accounted for; all others stay resident, with a reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..torch_extension.observer import observer
+from .shared_mappings import is_shared, shared_mappings
+
+PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+AT_ONCE = 10_000  # objects whose references are looked at in one go: 2 million take 0.3 s in all
+
+CLOSED = {tuple, dict}
+SMALLEST_BYTES = 4096  # below this a storage is not worth a record; the reserve covers all of them
+
+# torch 2.11 has it not: there every tensor of the storage is rebound, which the counts below allow.
+EXCHANGES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+OLD_TORCH = "a tensor of it cannot be rebound; torch 2.13 need not"
+SUBCLASS = "a tensor subclass"
+LAYOUT = "sparse, nested or quantized"
+NO_STORAGE = "it has no storage"
+ELSEWHERE = "not in RAM"
+SHARED = "shared with other processes"
+NUMPY = "a numpy array shares its memory"
+OVERLAP = "another storage shares its memory"
+UNSEEN = "something that Python does not see holds it: a DLPack export, a graph, another library"
+MOSTLY_UNUSED = "its tensors are less than half of its storage"
+
+
+class Refused(NamedTuple):
+    name: str
+    size_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    count: int
+    size_bytes: int
+    refused: tuple[Refused, ...]
+
+
+@dataclass(slots=True)
+class Candidate:
+    name: str
+    storage: torch.UntypedStorage
+    aliases: list[torch.Tensor] = field(default_factory=list)
+
+
+class Span(NamedTuple):
+    """Memory that someone has: a storage by its address, or a numpy array."""
+
+    begin: int
+    end: int
+    storage: int | None
+
+
+LAST = Span(2**64, 2**64, None)
+
+
+def adopt(tensors: Iterable[tuple[str, torch.Tensor]]) -> Adopted:
+    """Makes the storages of these tensors such that they can be emptied in place. Those that can already are
+    left alone. No more than one of them is in memory twice at any time."""
+    with _plainly():
+        candidates, refused = _candidates(tensors)
+        reasons = _reasons(candidates)
+        moved_bytes = 0
+        for key, candidate in candidates.items():
+            size_bytes = candidate.storage.nbytes()
+            if key in reasons:
+                refused.append(Refused(candidate.name, size_bytes, reasons[key]))
+            else:
+                give_own_bytes(candidate)
+                assert movable(candidate.storage), candidate.name
+                moved_bytes += size_bytes
+        return Adopted(len(candidates) - len(reasons), moved_bytes, tuple(refused))
+
+
+def adopt_alone(candidates: Iterable[Candidate]) -> None:
+    """Those of whose holders it is known that they are all."""
+    with _plainly():
+        for candidate in candidates:
+            give_own_bytes(candidate)
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    here = observer()
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            here.looking() if here is not None else contextlib.nullcontext(),
+        ):
+            yield
+
+
+def give_own_bytes(candidate: Candidate) -> None:
+    """The old bytes go when this returns."""
+    storage = candidate.storage
+    # A tensor's: a storage that is made as such does not come from the allocator of tensors.
+    own = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
+    own.copy_(storage)
+    if EXCHANGES:
+        storage._swap_data_ptr_(own)  # type: ignore[attr-defined]
+        if (here := observer()) is not None:
+            here.renewed(storage)
+        return
+    for tensor in candidate.aliases:
+        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        tensor.data = empty.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
+    candidate.storage = own
+
+
+def foreign_weight(tensor: torch.Tensor) -> bool:
+    """A parameter worth moving whose storage cannot be emptied in place."""
+    if not isinstance(tensor, torch.nn.Parameter):
+        return False
+    storage = storage_of(tensor)
+    return storage is not None and storage.nbytes() >= SMALLEST_BYTES and not movable(storage)
+
+
+def movable(storage: torch.UntypedStorage) -> bool:
+    """Whether it can be emptied in place. Memory shared with other processes can, and must not be. On CUDA
+    all storages say that they are shared."""
+    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
+
+
+def weights_of_compiled_modules() -> list[tuple[str, torch.Tensor]]:
+    """Every parameter of a module that was compiled: with many compiled blocks that share one program, only
+    the first of them is ever handed to the backend."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
+    compiled = [
+        m
+        for m in modules
+        if issubclass(type(m), OptimizedModule) or vars(m).get("_compiled_call_impl") is not None
+    ]
+    return [named for module in compiled for named in module.named_parameters()]
+
+
+# ---- what is asked for
+
+
+def _candidates(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[int, Candidate], list[Refused]]:
+    """Storages by address; tied weights are one."""
+    candidates: dict[int, Candidate] = {}
+    refused: list[Refused] = []
+    for name, tensor in tensors:
+        storage = storage_of(tensor)
+        if storage is not None and movable(storage):
+            continue
+        reason = _unfit(tensor, storage)
+        if reason is not None or storage is None:
+            size_bytes = tensor.numel() * tensor.element_size() if storage is None else storage.nbytes()
+            refused.append(Refused(name, size_bytes, reason or NO_STORAGE))
+        elif storage.nbytes():
+            candidates.setdefault(storage._cdata, Candidate(name, storage))
+    return candidates, refused
+
+
+def _unfit(tensor: torch.Tensor, storage: torch.UntypedStorage | None) -> str | None:
+    if type(tensor) not in PLAIN:
+        return SUBCLASS
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        return LAYOUT
+    return ELSEWHERE if storage is not None and storage.device.type != "cpu" else None
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Asked of torch itself: a subclass may answer for another tensor, and some have none."""
+    try:
+        return torch.Tensor.untyped_storage(tensor)
+    except RuntimeError:
+        return None
+
+
+# ---- who holds it
+
+
+def _reasons(candidates: dict[int, Candidate]) -> dict[int, str]:
+    """Why a storage is not adopted; those without a reason are."""
+    if not candidates:
+        return {}
+    held = [torch.empty(1, device="cpu")]  # what a tensor looks like that no one else has
+    probe = Candidate("", held[0].untyped_storage())
+    asked = {**candidates, probe.storage._cdata: probe}
+    running = _locals_of_running_functions()
+    objects = gc.get_objects()
+    tensors = _tensors(objects, asked)
+    _add_bases(asked)
+    gradients = _gradients(tensors)
+    seen, arrays = _references(objects, running, {id(t) for c in asked.values() for t in c.aliases})
+    spans = [*_spans_of(tensors), *map(_span_of_array, arrays)]
+    meeting = _meeting(spans)
+    shared = shared_mappings()
+    reasons: dict[int, str] = {}
+    for key, candidate in candidates.items():
+        reason = SHARED if is_shared(candidate.storage, shared) else meeting.get(key)
+        reason = reason or _unseen(candidate, probe, seen, gradients)
+        if reason is None and _covered_bytes(candidate.aliases) * 2 < candidate.storage.nbytes():
+            reason = MOSTLY_UNUSED
+        if reason is None and not EXCHANGES and not all(map(_rebinds, candidate.aliases)):
+            reason = OLD_TORCH
+        if reason is not None:
+            reasons[key] = reason
+    return reasons
+
+
+def _rebinds(tensor: torch.Tensor) -> bool:
+    """Whether size, stride and type are all there is to it."""
+    special = tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
+    return type(tensor) in PLAIN and not special
+
+
+def _tensors(objects: Sequence[Any], asked: dict[int, Candidate]) -> list[torch.Tensor]:
+    """All tensors of the process; those of a candidate are added to it."""
+    tensors = [o for o in objects if issubclass(type(o), torch.Tensor)]
+    for tensor in tensors:
+        storage = storage_of(tensor)
+        if storage is not None and (candidate := asked.get(storage._cdata)):
+            candidate.aliases.append(tensor)
+    return tensors
+
+
+def _add_bases(asked: dict[int, Candidate]) -> None:
+    """Autograd keeps a view's base, also one whose last name is gone."""
+    for candidate in asked.values():
+        known = {id(t) for t in candidate.aliases}
+        bases = {id(b): b for t in candidate.aliases if (b := t._base) is not None}
+        candidate.aliases += [base for key, base in bases.items() if key not in known]
+
+
+def _gradients(tensors: Sequence[torch.Tensor]) -> Counter[int]:
+    """How many tensors have each of these for their gradient."""
+    leaves = (t for t in tensors if t.is_leaf and t.requires_grad)
+    return Counter(id(leaf.grad) for leaf in leaves if leaf.grad is not None)
+
+
+def _unseen(
+    candidate: Candidate, probe: Candidate, seen: Counter[int], gradients: Counter[int]
+) -> str | None:
+    """Counts what there is against what was found: of the storage, of its tensors in C++, of the tensors in
+    Python, whom C++ holds at most once. numpy holds a tensor that it made for itself, never a Parameter;
+    those are held by code that runs as well: by Dynamo, by autograd."""
+
+    def uses(of: Candidate) -> int:
+        return int(torch._C._storage_Use_Count(of.storage._cdata)) - len(of.aliases)
+
+    if uses(candidate) != uses(probe):
+        return UNSEEN
+    alone = probe.aliases[0]
+    for tensor in candidate.aliases:
+        in_graph = tensor.requires_grad and tensor.is_leaf
+        accumulator = torch.autograd.graph.get_gradient_edge(tensor) if in_graph else None
+        views = [t for t in candidate.aliases if t._base is tensor]
+        # Between real and complex numbers a view keeps its base twice, once per direction of autograd.
+        twice = sum(view.is_complex() != tensor.is_complex() for view in views)
+        known = (accumulator is not None) + len(views) + twice + gradients[id(tensor)]
+        if tensor._use_count() - alone._use_count() > known:  # type: ignore[attr-defined]
+            return UNSEEN
+        del accumulator, views
+        hidden = (sys.getrefcount(tensor) - seen[id(tensor)]) - (sys.getrefcount(alone) - seen[id(alone)])
+        if type(tensor) is not torch.nn.Parameter and hidden > (tensor._use_count() > alone._use_count()):  # type: ignore[attr-defined]
+            return UNSEEN
+    return None
+
+
+def _references(objects: list[Any], running: list[Any], wanted: set[int]) -> tuple[Counter[int], list[Any]]:
+    """How often each wanted object is referred to, and the numpy arrays there are: they are not in the
+    collector's list, only what refers to them is."""
+    numpy = sys.modules.get("numpy")
+    arrays = _subclasses(numpy.ndarray) if numpy is not None else set()
+    seen: Counter[int] = Counter()
+    found: dict[int, Any] = {}
+
+    def look(referred: list[Any]) -> None:
+        seen.update([id(x) for x in referred if id(x) in wanted])
+        while referred and arrays:
+            found.update((id(x), x) for x in referred if type(x) in arrays)
+            # Containers of nothing that the collector follows, such as arrays, are not in its list either.
+            referred = gc.get_referents(*[x for x in referred if type(x) in CLOSED and not gc.is_tracked(x)])
+
+    for begin in range(0, len(objects), AT_ONCE):
+        look(gc.get_referents(*objects[begin : begin + AT_ONCE]))
+    look(running)
+    return seen, list(found.values())
+
+
+def _subclasses(kind: type) -> set[type]:
+    found = {kind}
+    below: type
+    for below in kind.__subclasses__():
+        found |= _subclasses(below)
+    return found
+
+
+def _locals_of_running_functions() -> list[Any]:
+    """The collector does not look into them. Before Python 3.13, reading them leaves a copy behind, which
+    would keep what they name alive, and under a debugger the copy is written back: so it is emptied, and
+    there they are not read."""
+    copies = sys.version_info < (3, 13)
+    if copies and sys.gettrace() is not None:
+        return []
+    found: list[Any] = []
+    waiting: list[Any] = list(sys._current_frames().values())
+    while waiting:
+        frame = waiting.pop()
+        code = frame.f_code
+        if frame.f_back is not None:
+            waiting.append(frame.f_back)
+        if code.co_flags & inspect.CO_OPTIMIZED and code.co_filename != __file__:
+            values = frame.f_locals
+            found += [values[name] for name in {*code.co_varnames} - {*code.co_cellvars} if name in values]
+            if copies and sys.getrefcount(values) == 3:  # the frame, this name, the argument
+                values.clear()
+        del frame  # one of them is this function's: it would keep itself, and its callers, alive
+    return found
+
+
+# ---- whose memory it is
+
+
+def _spans_of(tensors: Sequence[torch.Tensor]) -> Iterator[Span]:
+    storages = {s._cdata: s for t in tensors if (s := storage_of(t)) is not None}
+    for key, storage in storages.items():
+        if storage.device.type == "cpu":
+            with contextlib.suppress(RuntimeError):  # of tensors that are only traced
+                yield Span(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), key)
+
+
+def _span_of_array(array: Any) -> Span:
+    address = array.__array_interface__["data"][0]
+    reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides)]
+    if not array.size:
+        return Span(address, address, None)
+    return Span(
+        address + sum(r for r in reach if r < 0),
+        address + sum(r for r in reach if r > 0) + array.itemsize,
+        None,
+    )
+
+
+def _meeting(spans: Iterable[Span]) -> dict[int, str]:
+    """The storages whose memory meets someone else's."""
+    found: dict[int, str] = {}
+    group: list[Span] = []
+    end = 0
+    for span in [*sorted((s for s in spans if s.end > s.begin), key=itemgetter(0)), LAST]:
+        if span.begin >= end:
+            if len(group) > 1:
+                reason = NUMPY if any(s.storage is None for s in group) else OVERLAP
+                found.update((s.storage, reason) for s in group if s.storage is not None)
+            group = []
+        group.append(span)
+        end = max(end, span.end)
+    return found
+
+
+def _covered_bytes(aliases: Sequence[torch.Tensor]) -> int:
+    """From the first to the last byte that a tensor of this storage can reach."""
+    ends = []
+    for tensor in aliases:
+        if tensor.numel():
+            reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+            first = int(tensor.storage_offset()) * tensor.element_size()
+            ends.append((first, first + (reach + 1) * tensor.element_size()))
+    return max(end for _, end in ends) - min(first for first, _ in ends) if ends else 0

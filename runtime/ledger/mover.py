@@ -1,0 +1,348 @@
+"""Moves of one record: evict, fetch, drop. The ledger counts a storage from the start of its fetch to the end
+of its eviction; nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from teraio.errors import StoreError
+
+from ..device.device import Device, Host
+from ..device.pending_transfer import Mark, Pending, Start, Ticket
+from ..store.source_files import FileCopy
+from ..store.store import Store
+from ..torch_extension.observer import InUseError, NotEvicted
+from .record import HOST, SSD, Record, State
+from .recorder import Recorder
+
+Ended = TypeVar("Ended")
+
+
+@dataclass
+class Counts:
+    """What happened since the engine was made; `teraio.stats()` shows it."""
+
+    slots: int = 0
+    misses: int = 0
+    evictions: int = 0
+    drops: int = 0
+    fetches: int = 0
+    stall_ns: int = 0
+    planned_moves: int = 0
+    skipped_moves: int = 0
+    failed_moves: int = 0
+    touches: int = 0  # of user code on what was away, or on its way
+    ahead: int = 0  # fetches for touches to come
+    overrun_bytes: int = 0  # the most that user code needed beyond the budget
+    step_overrun_bytes: int = 0  # the same, since the step began
+    peak_bytes: int = 0
+    to_host_bytes: int = 0
+    from_host_bytes: int = 0
+
+
+class _Moving:
+    """A block in which a record says nothing reliable of its bytes."""
+
+    __slots__ = ("before", "mover", "record")
+
+    def __init__(self, mover: Mover, record: Record) -> None:
+        self.mover, self.record = mover, record
+
+    def __enter__(self) -> None:
+        self.before, self.mover.moving = self.mover.moving, self.record
+
+    def __exit__(self, *_: object) -> None:
+        self.mover.moving = self.before
+
+
+class Mover:
+    def __init__(self, store: Store, device: Device, host: Host | None = None) -> None:
+        self.store = store
+        self.device = device
+        self.host = host
+        self.in_host: dict[int, Record] = {}  # what has a place there
+        self.to_host: Collection[str] = ()  # what the plan of this step sends there
+        self.resident_bytes = 0
+        self.foreign_bytes = 0  # of these: not from the allocator that the device counts by
+        self.file_bytes = 0  # read from the files that weights came from
+        self.counts = Counts()
+        self.recorder: Recorder | None = None
+        self.moving: Record | None = None  # whose move begins or ends at this moment
+        self.resized: Callable[[Record, int], object] = lambda record, size_bytes: None  # is told
+        self.not_written: Callable[[Record, StoreError], object] = lambda record, error: None  # is told
+
+    @property
+    def counted_bytes(self) -> int:
+        """Of what is resident, what the device counts, too."""
+        return self.resident_bytes - self.foreign_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """SSD to device: from the store, and from the files that weights came from."""
+        return self.store.read_bytes + self.file_bytes
+
+    def enters(self, record: Record) -> None:
+        """Its bytes count from here on."""
+        self.resident_bytes += record.size_bytes
+        if self.recorder is not None:
+            self.recorder.enters(record)
+
+    def leaves(self, record: Record) -> None:
+        self.resident_bytes -= record.size_bytes
+        if record.foreign:
+            record.foreign = False
+            self.foreign_bytes -= record.size_bytes
+        if self.recorder is not None:
+            self.recorder.leaves(record)
+
+    def begin_evict(self, record: Record, tier: str | None = None) -> None:
+        """Starts the write, to this tier if it has room. A clean record needs none: its bytes exist elsewhere
+        unchanged. A plan that wants them in another tier has them written there, once."""
+        assert record.state is State.DEVICE and record.evictable and not record.pins, record.name
+        storage = record.storage()
+        if storage is None or self._resized(record, storage):
+            return
+        if not self.is_clean(record) or self._belongs_elsewhere(record, tier):
+            record.clean = False
+            try:
+                record.pending = self.device.begin_evict(
+                    storage, self._write(record, tier or record.home or HOST)
+                )
+            except InUseError:
+                return
+            if self.recorder is not None:
+                self.recorder.begins(record, evict=True)
+        record.state = State.LEAVING
+
+    def is_clean(self, record: Record) -> bool:
+        """Whether its copy holds the bytes of now, by all that is known of writes."""
+        if self.device.observer is not None:
+            record.clean = record.clean and not self.device.observer.written(record.key)
+        return record.clean
+
+    def is_pointed(self, record: Record) -> bool:
+        """Whether someone has its address in this step."""
+        return self.device.observer is not None and self.device.observer.pointed(record.key)
+
+    def copied_to_place(self, record: Record) -> None:
+        """Its place in host memory holds the bytes of now, and it is on the device."""
+        self._give_up_extent(record)
+        record.source, record.clean = None, True
+        if self.device.observer is not None and (storage := record.storage()) is not None:
+            try:
+                self.device.observer.copied(storage)
+            except InUseError:  # who uses it may write
+                record.clean = False
+
+    def _belongs_elsewhere(self, record: Record, tier: str | None) -> bool:
+        """A file that has the bytes of now is as good as the store."""
+        return self.host is not None and tier is not None and record.home != (HOST if tier == HOST else SSD)
+
+    def _write(self, record: Record, tier: str) -> Start:
+        """The way of its bytes to this tier, or to the SSD if that has no room. An older copy elsewhere is
+        worth nothing any more."""
+        record.source = None
+        if tier == HOST and self.host is not None and self.make_place(record):
+            self._give_up_extent(record)
+            self.counts.to_host_bytes += record.size_bytes
+            return self.host.write(record.place)
+        self._give_up_place(record)
+        if record.extent is None:
+            record.extent = self.store.reserve(record.size_bytes, record.name)
+        extent = record.extent
+        return lambda s, mark: self.store.write(extent, s.data_ptr(), record.name, event=mark.handle)
+
+    def make_place(self, record: Record) -> bool:
+        """Whether this one, which is on the device, has a place in host memory to be written to."""
+        place = self._place(self.host, record) if record.place is None and self.host is not None else None
+        if place is not None:
+            record.place, self.in_host[record.key], record.clean = place, record, False
+        return record.place is not None
+
+    def _place(self, host: Host, record: Record) -> Any:
+        """None where there is no room: copies of bytes that have changed since make some, and, for what the
+        plan sends there, those of what is in memory and goes elsewhere by the plan."""
+        place = host.reserve(record.size_bytes)
+        if place is None:
+            planned = record.name in self.to_host
+            for other in list(self.in_host.values()):
+                worse = not other.clean or (planned and other.name not in self.to_host)
+                if other.state is State.DEVICE and worse and not other.pins:
+                    self._give_up_place(other)
+                    other.clean = False
+                    if (place := host.reserve(record.size_bytes)) is not None:
+                        break
+        return place
+
+    def _give_up_extent(self, record: Record) -> None:
+        if record.extent is not None:
+            self.store.release(record.extent)
+            record.extent = None
+
+    def _give_up_place(self, record: Record) -> None:
+        if record.place is not None:
+            assert self.host is not None
+            self.host.release(record.place)
+            record.place = None
+            del self.in_host[record.key]
+
+    def end_evict(self, record: Record) -> None:
+        """The bytes are gone from the device once the write is confirmed; if it failed they stay."""
+        assert record.state is State.LEAVING, record.name
+        pending, record.pending = record.pending, None
+        record.state = State.DEVICE  # where it stays if the write fails, or someone uses it
+        record.clean = True  # unless it was written meanwhile, which `is_clean` sees
+        try:
+            with _Moving(self, record):
+                self._end_evict(record, pending)
+                record.state = State.AWAY
+        except NotEvicted:
+            return
+        except BaseException:
+            record.clean = pending is None
+            raise
+        self.leaves(record)
+
+    def _resized(self, record: Record, storage: Any) -> bool:
+        """Whether user code gave it another size: its copy holds too few bytes, or too many."""
+        if storage.nbytes() == record.size_bytes:
+            return False
+        self.resized(record, storage.nbytes())
+        return True
+
+    def _end_evict(self, record: Record, pending: Pending | None) -> None:
+        if (storage := record.storage()) is not None and self._resized(record, storage):
+            if pending is not None:
+                self._timed(self.device.keep, record, pending)
+            raise InUseError
+        if pending is not None:
+            self._timed(self.device.end_evict, record, pending)
+            self.counts.evictions += 1
+            return
+        if storage is not None:
+            self.device.drop(storage)
+        self.counts.drops += 1
+        if self.recorder is not None:
+            self.recorder.drops(record)
+
+    def undo_evict(self, record: Record) -> None:
+        """The record is needed after all: it never left. Its copy is good once the write is confirmed; if it
+        failed, the bytes are here all the same."""
+        assert record.state is State.LEAVING, record.name
+        pending, record.pending = record.pending, None
+        record.state = State.DEVICE
+        if pending is not None:
+            try:
+                self._timed(self.device.keep, record, pending)
+                record.clean = True
+            except StoreError as error:
+                self.not_written(record, error)
+
+    def begin_fetch(self, record: Record, demand: bool = False) -> None:
+        assert record.state is State.AWAY and record.home is not None, record.name
+        storage = record.storage()
+        if storage is None:
+            return
+        with _Moving(self, record):
+            record.pending = self.device.begin_fetch(storage, record.size_bytes, self._read(record, demand))
+            record.state = State.ARRIVING
+        self.enters(record)
+        self.counts.fetches += 1
+        self.counts.from_host_bytes += record.size_bytes if record.home == HOST else 0
+        self.file_bytes += 0 if record.source is None else record.size_bytes
+        if self.recorder is not None:
+            self.recorder.begins(record, evict=False, demand=demand)
+
+    def _read(self, record: Record, demand: bool) -> Start:
+        """The way of its bytes back."""
+        extent, source = record.extent, record.source
+        if record.place is not None:
+            assert self.host is not None
+            return self.host.read(record.place, demand)
+
+        def start(target: Any, mark: Mark) -> Ticket:
+            if source is not None:
+                return source.read(target.data_ptr(), record.name)
+            assert extent is not None
+            return self.store.read(extent, target.data_ptr(), record.name, demand, event=mark.handle)
+
+        return start
+
+    def end_fetch(self, record: Record) -> None:
+        """A failed read leaves the record away: its bytes are never taken for good."""
+        assert record.state is State.ARRIVING and record.pending is not None, record.name
+        try:
+            with _Moving(self, record):
+                foreign = self._timed(self.device.end_fetch, record, record.pending)
+        except Exception:
+            record.pending = None
+            record.state = State.AWAY
+            self.leaves(record)
+            raise
+        if foreign:
+            record.foreign = True
+            self.foreign_bytes += record.size_bytes
+        record.pending = None
+        record.state = State.DEVICE
+
+    def end_move(self, record: Record) -> None:
+        """Have nothing of it in flight: what was on its way out stays, what was on its way in is there."""
+        if record.state is State.LEAVING:
+            self.undo_evict(record)
+        elif record.state is State.ARRIVING:
+            self.end_fetch(record)
+
+    def take_copy(self, record: Record, source: FileCopy) -> None:
+        """This file has its bytes from now on; what it had before is forgotten."""
+        assert record.evictable and not record.pins, record.name
+        self.end_move(record)
+        storage = record.storage()
+        if record.state is State.DEVICE and storage is not None:
+            self.device.drop(storage, unwritten=False)
+            self.leaves(record)
+            record.state = State.AWAY
+        self._give_up_extent(record)
+        self._give_up_place(record)
+        record.source, record.clean = source, True
+
+    def fill_with_nan(self, record: Record) -> None:
+        """What was away is lost. Reading an emptied storage would crash: it gets bytes that no one can take
+        for good (all ones is NaN in every floating type)."""
+        assert record.state is State.AWAY, record.name
+        storage, observer = record.storage(), self.device.observer
+        if storage is not None:
+            block = storage if observer is None else observer.block(storage)
+            block.resize_(record.size_bytes)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(block).fill_(0xFF)
+            if observer is not None:
+                observer.arrive(storage, block)
+        record.state = State.DEVICE
+        record.clean = False
+        self.enters(record)
+
+    def _timed(self, end: Callable[[Pending], Ended], record: Record, pending: Pending) -> Ended:
+        began_ns = time.perf_counter_ns()
+        try:
+            return end(pending)
+        finally:
+            waited_ns = time.perf_counter_ns() - began_ns
+            self.counts.stall_ns += waited_ns
+            if self.recorder is not None:
+                self.recorder.ended(record, pending.ticket, waited_ns)
+
+    def forget(self, record: Record) -> None:
+        """The last tensor of this storage is gone: its bytes were freed with it."""
+        assert record.pending is None and record.state is not State.ARRIVING, record.name
+        if record.state is not State.AWAY:
+            self.leaves(record)
+        self._give_up_extent(record)
+        self._give_up_place(record)
+        if self.device.observer is not None:
+            self.device.observer.forget(record.key, alive=not record.dead())
+        record.release()

@@ -1,0 +1,240 @@
+"""Weights of safetensors files become those of a model, and stay in the files until a kernel needs them.
+
+    folder, index or file -> headers -> which tensor of the model is which
+        a difference   all of them are said, and nothing is changed
+        none           each tensor is away, and the file is its clean copy
+
+What is small, or held by something that would not see it come and go, is read at once. A model on `meta` gets
+its parameters here; parameters that it has under several names stay one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+
+from teraio.errors import CheckpointError
+from teraio.safetensors import Entry, read_header, read_index
+
+from ..engine.engine import Engine
+from ..ledger.record import Record
+from ..store.source_files import FileCopy, WeightFile
+from .init import Making
+
+INDEX = "model.safetensors.index.json"
+SHOWN = 5  # names in a message
+COMPARED_BYTES = 2**20
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
+}
+
+
+class Loaded(NamedTuple):
+    """What `strict=False` let pass."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+class Found(NamedTuple):
+    file: WeightFile
+    entry: Entry
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A tensor of the model, and where modules have it."""
+
+    tensor: torch.Tensor
+    places: list[tuple[torch.nn.Module, str]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+
+def fill(engine: Engine | None, model: torch.nn.Module, path: str, *, strict: bool, copy: bool) -> Loaded:
+    """Without an engine all of it is read into memory."""
+    found = dict(_found(path))
+    wanted = list(_wanted(model).values())
+    loaded = _compared(wanted, found, path, strict)
+    for tensor in wanted:
+        present = [name for name in tensor.names if name in found]
+        if present:
+            _same_bytes(present, found)
+            _give(engine, tensor, present[0], found[present[0]], copy)
+    if engine is not None:
+        engine.user.hand_over()
+    return loaded
+
+
+# ---- what there is
+
+
+def _found(path: str) -> Iterator[tuple[str, Found]]:
+    index = None
+    if os.path.isdir(path):
+        index = os.path.join(path, INDEX)
+        if not os.path.exists(index):
+            index, path = None, _only_file(path)
+    elif path.endswith(".json"):
+        index = path
+    if index is None:
+        file = WeightFile(path)
+        yield from ((name, Found(file, entry)) for name, entry in read_header(file.descriptor, path).items())
+        return
+    where = read_index(index)
+    for shard in dict.fromkeys(where.values()):
+        file = WeightFile(os.path.join(os.path.dirname(index), shard))
+        entries = read_header(file.descriptor, file.path)
+        for name, its in where.items():
+            if its == shard:
+                if name not in entries:
+                    raise CheckpointError(f"{index} says that {name} is in {shard}, and it is not")
+                yield name, Found(file, entries[name])
+
+
+def _only_file(folder: str) -> str:
+    files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    if len(files) != 1:
+        raise CheckpointError(
+            f"{folder} has {len(files)} safetensors files and no {INDEX}: name the file or the index"
+        )
+    return os.path.join(folder, files[0])
+
+
+# ---- what the model has
+
+
+def _wanted(model: torch.nn.Module) -> dict[int, Wanted]:
+    """By the tensor's id; names are those of `state_dict()`."""
+    wanted: dict[int, Wanted] = {}
+    for prefix, module in getattr(model, "_orig_mod", model).named_modules(remove_duplicate=False):
+        lasting = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for key, tensor in (*module._parameters.items(), *lasting.items()):
+            if tensor is not None:
+                about = wanted.setdefault(id(tensor), Wanted(tensor))
+                about.places.append((module, key))
+                about.names.append(f"{prefix}.{key}" if prefix else key)
+    return wanted
+
+
+def _compared(wanted: list[Wanted], found: dict[str, Found], path: str, strict: bool) -> Loaded:
+    names = {name for about in wanted for name in about.names}
+    missing = [about.names[0] for about in wanted if not any(name in found for name in about.names)]
+    unexpected = [name for name in found if name not in names]
+    wrong = [
+        f"{name} is {_described(DTYPES[f.entry.dtype], f.entry.shape)} in the file and "
+        f"{_described(about.tensor.dtype, about.tensor.shape)} in the model"
+        for about in wanted
+        for name in about.names
+        if (f := found.get(name)) is not None and _differs(about.tensor, f.entry)
+    ]
+    said = [f"{len(wrong)} differ: {_listed(wrong, '; ')}"] if wrong else []
+    if strict and missing:
+        said.append(f"{len(missing)} missing in the file: {_listed(missing)}")
+    if strict and unexpected:
+        said.append(f"{len(unexpected)} unexpected in the file: {_listed(unexpected)}")
+    if said:
+        remedy = "" if wrong else ". strict=False takes what is there"
+        raise CheckpointError(f"{path} is not for this model: {'. '.join(said)}{remedy}")
+    return Loaded(tuple(missing), tuple(unexpected))
+
+
+def _differs(tensor: torch.Tensor, entry: Entry) -> bool:
+    return tensor.dtype != DTYPES[entry.dtype] or tuple(tensor.shape) != entry.shape
+
+
+def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _listed(names: list[str], between: str = ", ") -> str:
+    return between.join(names[:SHOWN]) + (f"{between}..." if len(names) > SHOWN else "")
+
+
+def _same_bytes(names: list[str], found: dict[str, Found]) -> None:
+    """One tensor of the model has several names, and so it has in the file."""
+    first = found[names[0]]
+    for name in names[1:]:
+        other = found[name]
+        size_bytes = first.entry.end - first.entry.begin
+        for at in range(0, size_bytes, COMPARED_BYTES):
+            count = min(COMPARED_BYTES, size_bytes - at)
+            parts = [os.pread(f.file.descriptor, count, f.entry.begin + at) for f in (first, other)]
+            if parts[0] != parts[1]:
+                raise CheckpointError(
+                    f"{names[0]} and {name} are one tensor of the model, and two different ones in the file"
+                )
+
+
+# ---- from one to the other
+
+
+def _give(engine: Engine | None, wanted: Wanted, name: str, found: Found, copy: bool) -> None:
+    entry, tensor = found.entry, wanted.tensor
+    size_bytes = entry.end - entry.begin
+    if engine is not None:
+        Making(engine).make_room(size_bytes, f"loading {name}")
+    if tensor.is_meta:
+        tensor = _made(wanted, entry)
+    source = FileCopy(found.file, entry.begin, size_bytes, engine is None or engine.mover.store.checksums)
+    record = _movable(engine, tensor, name)
+    if engine is None or record is None:
+        _read_now(tensor, source, name)
+        return
+    torch.autograd.graph.increment_version(tensor)
+    engine.mover.take_copy(record, source)
+    if copy:
+        engine.user.bring([record], 0, "loading")
+        record.clean, record.source = False, None
+
+
+def _made(wanted: Wanted, entry: Entry) -> torch.Tensor:
+    """In the place of one on `meta`."""
+    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
+    old = wanted.tensor
+    if isinstance(old, torch.nn.Parameter):
+        tensor = torch.nn.Parameter(tensor, requires_grad=old.requires_grad)
+    vars(tensor).update(vars(old))
+    for module, key in wanted.places:
+        (module._parameters if key in module._parameters else module._buffers)[key] = tensor  # type: ignore[assignment]
+    return tensor
+
+
+def _movable(engine: Engine | None, tensor: torch.Tensor, name: str) -> Record | None:
+    """Its record, if the storage is this tensor as the file has it, and may be emptied."""
+    if engine is None or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return None
+    with DisableTorchFunctionSubclass():
+        record = engine.registry.take_in(tensor, name)
+        whole = tensor.is_contiguous() and tensor.storage_offset() == 0
+    if record is None or not record.evictable or not whole or record.size_bytes != tensor.nbytes:
+        return None
+    return None if engine.user.stays(record) or record.pins else record
+
+
+def _read_now(tensor: torch.Tensor, source: FileCopy, name: str) -> None:
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if source.size_bytes:
+        source.fill(staged.data_ptr(), name)
+    with torch.no_grad():
+        tensor.copy_(staged)

@@ -1,0 +1,295 @@
+"""May this optimizer be stepped in buckets? Some steps are tried on small clones of a few of its parameters
+per group, whole and bucket by bucket. Only if parameters, states and groups come out of each of them equal in
+every bit is the optimizer taken for one that updates each parameter by itself. What it allocates for one is
+seen as well."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .buckets import Bucket, Group, buckets_of, same, stand_in
+from .slices import passes_over
+
+GROUPS_MAX = 4
+EDGE_MAX = 5  # elements of a clone along each dimension
+WIDE_EDGE_MAX = 130  # along the first two, where rows are tried: many look at large matrices only as wholes
+KINDS_MAX = 6  # of parameters in a group
+# Of their gradients, step by step: what an optimizer does to large and small ones only is met, too.
+SCALES = (4.0, 4.0, 1e-6, 1e6)
+# What every optimizer has, and what others hang onto it; none of it takes part in an update.
+OWN = {"state", "param_groups", "defaults", "step", "_zero_grad_profile_name", "profile_hook_step"}
+DECIDES = (bool, str, type(None), int, float)
+MISSING = object()
+PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, type(Ellipsis))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Bytes are per byte of parameter; by default what Adam takes."""
+
+    reason: str | None  # why its step runs whole
+    born: float = 2.0  # states that its first step makes
+    temporaries: float = 2.0  # that the update of a parameter holds besides
+    writes_gradients: bool = True  # also where no version tells
+    counts: frozenset[str] = frozenset()  # what its own steps change of its options and attributes
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    parameters: list[torch.Tensor]
+    left: list[Any]  # by each step: parameters, states, groups, gradients
+    random_numbers: torch.Tensor
+    wrote_gradients: bool
+    counts: frozenset[str]
+
+    def same(self, other: Tried) -> bool:
+        return same([self.left, self.random_numbers], [other.left, other.random_numbers])
+
+
+def by_rows(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a parameter may be stepped some rows at a time, of an optimizer that is stepped in buckets."""
+    try:
+        run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+        whole, parts = (_try(optimizer, run, slices, edge=WIDE_EDGE_MAX) for slices in (0, 2))
+        return any(p.ndim and p.shape[0] > 1 for p in whole.parameters) and whole.same(parts)
+    except Exception:  # noqa: BLE001  whatever a third party's step does with clones
+        return False
+
+
+def outcome(optimizer: torch.optim.Optimizer) -> Outcome:
+    if (reason := _unfit(optimizer)) is not None:
+        return Outcome(reason)
+    run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    try:
+        whole = _try(optimizer, run)
+        parts = _try(optimizer, run, 1)
+        seen = Allocations()
+        with torch.compiler.set_stance(
+            "force_eager"
+        ):  # a step that compiles its update, under a mode of ours
+            watched = _try(optimizer, run, 1, seen)
+    except Exception as error:  # noqa: BLE001  whatever a third party's step does with clones
+        return Outcome(f"it could not be tried on clones: {type(error).__name__}: {error}")
+    if not whole.same(parts):
+        return Outcome("its update of one parameter depends on the others")
+    wrote = any(tried.wrote_gradients for tried in (whole, parts, watched))
+    return Outcome(None, seen.born, seen.temporaries, wrote or not _torchs_own(optimizer), whole.counts)
+
+
+def _torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Of which it is known that its update changes gradients always or never, for these options. Another's
+    may do so from some step on, or for some values, by ways that move no version."""
+    kind = type(optimizer)
+    step: Any = kind.step  # AdamW's is Adam's
+    return all(module.startswith("torch.optim.") for module in (kind.__module__, step.__wrapped__.__module__))
+
+
+def _unfit(optimizer: torch.optim.Optimizer) -> str | None:
+    """What needs no trial."""
+    if not hasattr(type(optimizer).step, "__wrapped__"):
+        return "its step is not the one that torch wraps"
+    for name, value in attributes(optimizer).items():
+        if not _plain(value):
+            return f"it keeps more than its groups and states: {name}"
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return "differentiable=True"
+        if len({*map(id, group["params"])}) < len(group["params"]):
+            return "a parameter is in a group twice"
+    return None
+
+
+class Allocations(TorchDispatchMode):
+    """What is alive of all that operators make, at its most, bucket by bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+        self.born = self.temporaries = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given:
+                    self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes())
+        return result
+
+    def alive_bytes(self) -> int:
+        self.alive = {key: kept for key, kept in self.alive.items() if not kept[0].expired()}
+        return sum(size_bytes for _, size_bytes in self.alive.values())
+
+    def bucket(self, parameters: list[torch.Tensor], before: int) -> int:
+        """One has been stepped; what is alive now."""
+        after = self.alive_bytes()
+        own = sum(parameter.nbytes for parameter in parameters)
+        if own:
+            self.born = max(self.born, (after - before) / own)
+            self.temporaries = max(self.temporaries, (self.peak_bytes - after) / own)
+        self.peak_bytes = after
+        return after
+
+
+def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in OWN and not (name.startswith("_optimizer_") and "hooks" in name)
+    }
+
+
+def _plain(value: Any) -> bool:
+    """Numbers and names, however nested, and tensors of one element such as a GradScaler leaves."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() <= 1
+    if isinstance(value, dict):
+        return all(_plain(part) for pair in value.items() for part in pair)
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_plain, value))
+    return isinstance(value, PLAIN) or (callable(value) and not hasattr(value, "__self__"))
+
+
+def _try(
+    optimizer: torch.optim.Optimizer,
+    run: Callable[..., Any],
+    slices: int = 0,
+    seen: Allocations | None = None,
+    edge: int = EDGE_MAX,
+) -> Tried:
+    """Parameters, states and groups after the steps, and what the random numbers have become. Of steps of all
+    parameters at once, of one at a time, or of so many slices of one."""
+    clone = object.__new__(type(optimizer))
+    vars(clone).update({**vars(optimizer), **copy.deepcopy(attributes(optimizer))})
+    with torch.random.fork_rng(devices=_devices(optimizer)), _others_random_numbers():
+        torch.manual_seed(0)
+        groups = [_clone(group, edge) for group in optimizer.param_groups[:GROUPS_MAX]]
+        vars(clone).update(state=defaultdict(dict), param_groups=groups, step=None)
+        del vars(clone)["step"]
+
+        def walk() -> Iterator[Bucket]:
+            alive = seen.alive_bytes() if seen is not None else 0
+            for bucket in buckets_of(groups, 0):
+                rows = bucket.parameters[0].shape[:1].numel() if bucket.parameters else 1
+                cut = Bucket(bucket.group, bucket.parameters, min(slices, max(rows, 1)))
+                with seen or nullcontext():
+                    yield from passes_over(clone, cut)
+                if seen is not None:
+                    alive = seen.bucket(bucket.parameters, alive)
+
+        subject = stand_in(clone, walk) if slices else clone
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        wrote, left, before = False, [], _decides(clone)
+        for scale in SCALES:
+            for parameter in parameters:
+                parameter.grad = _scale(scale, parameter.dtype) * torch.randn_like(parameter)
+            given = [parameter.grad.clone() for parameter in parameters]
+            run(subject)
+            wrote |= not same(given, [parameter.grad for parameter in parameters])
+            gradients = [parameter.grad for parameter in parameters]
+            states = [clone.state.get(parameter, {}) for parameter in parameters]
+            outside = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            left.append(_copied([parameters, states, outside, gradients]))
+        counts = {
+            name
+            for one, other in zip(before, _decides(clone))
+            for name in one.keys() | other.keys()
+            if one.get(name, MISSING) != other.get(name, MISSING)
+        }
+        return Tried(parameters, left, torch.get_rng_state(), wrote, frozenset(counts))
+
+
+def _decides(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What may decide which implementation runs, or which rule."""
+    about = (attributes(optimizer), *optimizer.param_groups)
+    return [{k: value for k, value in each.items() if isinstance(value, DECIDES)} for each in about]
+
+
+def question(optimizer: torch.optim.Optimizer, counts: frozenset[str]) -> tuple[Any, ...]:
+    """Names and signs, and of numbers whether they are zero, but for what its own steps change."""
+    return tuple(
+        tuple((name, _turned(value)) for name, value in about.items() if name not in counts)
+        for about in _decides(optimizer)
+    )
+
+
+def _turned(value: Any) -> Any:
+    """On or off, or which."""
+    return value if value is None or isinstance(value, str) else bool(value)
+
+
+def _copied(value: Any) -> Any:
+    """With the tensors as they are now."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(part) for key, part in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in {list, tuple} else value
+
+
+def _scale(wanted: float, dtype: torch.dtype) -> float:
+    """As far as its square has a number there."""
+    return min(wanted, torch.finfo(dtype).max ** 0.5 / 64)
+
+
+@contextmanager
+def _others_random_numbers() -> Iterator[None]:
+    """Python's and numpy's are the user's: a trial takes none of them."""
+    numpy: Any = sys.modules.get("numpy")
+    mine = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(mine[0])
+        if numpy:
+            numpy.random.set_state(mine[1])
+
+
+def _devices(optimizer: torch.optim.Optimizer) -> list[torch.device]:
+    found = {p.device for group in optimizer.param_groups for p in group["params"]}
+    return [device for device in found if device.type == "cuda"]
+
+
+def _clone(group: Group, edge: int) -> Group:
+    """The group with small parameters like its own."""
+    made = [_like(parameter, edge) for parameter in _kinds(group["params"])]
+    return {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": made}
+
+
+def _kinds(own: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One of each kind that an optimizer may tell apart, and the last."""
+    found: dict[Any, torch.Tensor] = {}
+    for parameter in own:
+        marks = sorted((name, repr(value)) for name, value in _marks(parameter).items())
+        found.setdefault((parameter.ndim, parameter.dtype, parameter.device, *marks), parameter)
+    return [*[*found.values()][:KINDS_MAX], *own[-1:]]
+
+
+def _like(parameter: torch.Tensor, edge: int) -> torch.nn.Parameter:
+    edges = [edge - at if at < 2 else max(EDGE_MAX - at, 1) for at in range(parameter.ndim)]
+    sizes = [min(size, most) for size, most in zip(parameter.shape, edges)]
+    made = torch.nn.Parameter(torch.randn(sizes, dtype=parameter.dtype, device=parameter.device))
+    vars(made).update(_marks(parameter))
+    return made
+
+
+def _marks(parameter: torch.Tensor) -> dict[str, Any]:
+    """What users hang onto parameters for an optimizer to see."""
+    return {name: value for name, value in vars(parameter).items() if _plain(value)}

@@ -1,0 +1,165 @@
+"""Saving what is away, tensor by tensor. `torch.save` pickles everything first and writes all bytes at the
+end: what was brought back to be pickled may have left again by then. So a tensor that can leave is pickled
+where it is, by size and type alone, and comes back when its bytes are written.
+
+    pickle      (function, storage 7, sizes)     no byte is read
+    write 7     bring 7 -> write -> it may leave, before 8 comes
+
+Files are those that torch writes, byte for byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.serialization as _serialization
+from torch.storage import TypedStorage
+
+from ..engine import engine as _engine
+from ..ledger.record import Record
+
+_installed = False
+
+
+def install() -> None:
+    """Once per process; without an engine torch saves alone."""
+    global _installed
+    if not _installed:
+        _installed = True
+        _serialization._save = _streamed(_serialization._save)
+        _serialization._legacy_save = _kept(_serialization._legacy_save)
+
+
+class _Saving(threading.local):
+    depth = 0  # of calls of `torch.save` in this thread
+
+
+_SAVING = _Saving()
+
+
+def saving() -> bool:
+    """Return whether this thread saves, and asks storages for addresses only to compare them."""
+    return _SAVING.depth > 0
+
+
+def _streamed(save: Any) -> Any:
+    def saves(obj: Any, zip_file: Any, pickle_module: Any, *rest: Any) -> None:
+        engine = _engine.here()
+        if engine is None:
+            return save(obj, zip_file, pickle_module, *rest)
+        _SAVING.depth += 1
+        try:
+            with contextlib.ExitStack() as pinned:
+                if engine.user.observer is not None:
+                    pinned.enter_context(engine.user.observer.looking())
+                stays = bool(_serialization._serialization_tls.skip_data)
+                pickling = _pickling(pickle_module, engine, pinned, stays)
+                return save(obj, Writer(zip_file, engine), pickling, *rest)
+        finally:
+            _SAVING.depth -= 1
+
+    return saves
+
+
+def _kept(save: Any) -> Any:
+    """The old format: all of it stays until it is written."""
+
+    def saves(obj: Any, file: Any, pickle_module: Any, *rest: Any) -> None:
+        engine = _engine.here()
+        if engine is None:
+            return save(obj, file, pickle_module, *rest)
+        with contextlib.ExitStack() as pinned:
+            return save(obj, file, _pickling(pickle_module, engine, pinned, stays=True), *rest)
+
+    return saves
+
+
+def _pickling(module: Any, engine: _engine.Engine, pinned: contextlib.ExitStack, stays: bool) -> Any:
+    """The module's pickler, which asks us about tensors first."""
+
+    class Pickler(module.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, torch.Tensor) and (record := _record(engine, obj)) is not None:
+                if not stays and not (_elsewhere(obj) and _pinned_copies()):
+                    reduced = obj.__reduce_ex__(2)  # reads no byte
+                    if _elsewhere(obj):
+                        pinned.enter_context(_copied_when_written(engine, record, reduced))
+                    return reduced
+                pinned.enter_context(engine.user.holding([record], "save"))
+            other = getattr(super(), "reducer_override", None)
+            return NotImplemented if other is None else other(obj)
+
+    members = {name: getattr(module, name) for name in dir(module) if not name.startswith("__")}
+    return SimpleNamespace(**{**members, "Pickler": Pickler, "__name__": module.__name__})
+
+
+def _record(engine: _engine.Engine, tensor: torch.Tensor) -> Record | None:
+    """Of a tensor that may be away, now or when it is written."""
+    if type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
+        return None
+    return engine.residency.leaving(tensor)
+
+
+def _elsewhere(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def _pinned_copies() -> bool:
+    """torch then copies by itself, and does not ask the storage."""
+    from torch.utils.serialization import config
+
+    return bool(config.save.use_pinned_memory_for_d2h)
+
+
+@contextlib.contextmanager
+def _copied_when_written(engine: _engine.Engine, record: Record, reduced: Any) -> Iterator[None]:
+    """A GPU's storage is copied by torch just before it is written: only then it comes back."""
+
+    def copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        with engine.user.holding([record], "save"):
+            return torch.UntypedStorage.cpu(storage)
+
+    storages = [typed._untyped_storage for typed in _storages(reduced)]
+    for storage in storages:
+        storage.cpu = functools.partial(copied, storage)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for storage in storages:
+            storage.__dict__.pop("cpu", None)
+
+
+def _storages(reduced: Any) -> Iterator[TypedStorage]:
+    for part in reduced:
+        if isinstance(part, TypedStorage):
+            yield part
+        elif isinstance(part, tuple):
+            yield from _storages(part)
+
+
+class Writer:
+    """The archive that torch writes; a storage comes back just for its own record."""
+
+    def __init__(self, archive: Any, engine: _engine.Engine) -> None:
+        self._archive = archive
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._archive, name)
+
+    def write_record(self, name: str, data: Any, size_bytes: int) -> None:
+        record = None
+        if isinstance(data, torch.UntypedStorage):
+            record = self._engine.residency.records.get(data._cdata)
+            size_bytes = max(size_bytes, data.nbytes())  # torch asked before it came back
+        if record is None:
+            self._archive.write_record(name, data, size_bytes)
+            return
+        with self._engine.user.holding([record], "save"):
+            self._archive.write_record(name, data, record.size_bytes)

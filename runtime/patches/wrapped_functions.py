@@ -1,0 +1,162 @@
+"""Functions of torch that the observer does not see, or cannot serve, wrapped once per process.
+
+read a storage in C++, without an operator    it is fetched, and stays meanwhile
+take lists of tensors                         if some are evicted, one element at a time: all of them
+                                              together may not fit
+give an address to others                     the storage is never evicted again
+take an address                               where torch does not tell of it: the storage is fetched, and
+                                              stays to the end of the step
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from pkgutil import walk_packages
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+from torch._dynamo import trace_rules
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+from teraio import runtime
+
+from ..eager import tensor_lists
+from ..eager.tensor_lists import tensors_in
+from ..engine import engine as _engine
+from ..ledger.record import Record
+from .pickling import saving
+
+Function = Callable[..., Any]
+
+READS = """
+    copy_ fill_ resize_ _write_file _set_from_file _byteswap _share_fd_cpu_ _share_filename_cpu_
+    __getitem__ __setitem__
+"""
+ADDRESSES: tuple[tuple[Any, str], ...] = (
+    (torch, "to_dlpack"),
+    (torch.utils.dlpack, "to_dlpack"),
+    (torch._C, "_to_dlpack"),
+    (torch._C, "_to_dlpack_versioned"),
+)
+WRITES = frozenset(["copy_", "fill_", "resize_", "_set_from_file", "_byteswap", "__setitem__"])
+
+TAKES = ("data_ptr", "numpy", "apply_", "map_", "map2_")  # methods of tensors
+
+_installed = False
+
+
+def install() -> None:
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _keep_out_dynamo()
+    for name in READS.split():
+        function = getattr(torch.UntypedStorage, name, None)
+        if function is not None:
+            setattr(torch.UntypedStorage, name, _reading(function, name))
+    torch.Tensor.tolist = _reading(torch.Tensor.tolist, "tolist")  # type: ignore[method-assign]
+    for owner, name in ADDRESSES:
+        if (function := getattr(owner, name, None)) is not None:
+            setattr(owner, name, _giving(function))
+    for name in dir(torch):
+        if tensor_lists.goes_by_elements(name):
+            setattr(torch, name, _by_elements(getattr(torch, name), name))
+
+
+def install_addresses() -> None:
+    """For a torch that does not tell when an address is taken."""
+    for owner, names in ((torch.Tensor, TAKES), (torch.UntypedStorage, ("data_ptr",))):
+        for name in names:
+            function = getattr(owner, name)
+            if not hasattr(function, "teraio_takes"):
+                setattr(owner, name, _taking(function, name))
+
+
+def _keep_out_dynamo() -> None:
+    """Hooks of ours run in a backward that a compiled function calls: they are not to be compiled. What is
+    wrapped here Dynamo goes through, as through what it wraps."""
+    get_torch_obj_rule_map()  # notes torch's functions themselves
+    TorchInGraphFunctionVariable._get_handlers()
+    for module in walk_packages(runtime.__path__, f"{runtime.__name__}."):
+        if not module.ispkg and module.name != __name__:
+            trace_rules.add(module.name)
+
+
+def _reading(function: Function, name: str) -> Function:
+    @functools.wraps(function)
+    def reads(*args: Any, **kwargs: Any) -> Any:
+        engine = _engine.here()
+        records = [] if engine is None else _evictable(engine, args)
+        if engine is None or not records:
+            return function(*args, **kwargs)
+        with engine.user.holding(records, name):
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if name in WRITES:
+                    records[0].clean = False
+
+    return reads
+
+
+def _giving(function: Function) -> Function:
+    reading = _reading(function, "to_dlpack")
+
+    @functools.wraps(function)
+    def gives(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = reading(tensor, *args, **kwargs)
+        if (engine := _engine.here()) is not None and not kwargs.get("copy"):
+            engine.user.gave_address(_key(tensor))
+        return result
+
+    return gives
+
+
+def _taking(function: Function, name: str) -> Function:
+    @functools.wraps(function)
+    def takes(value: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = _engine.here()
+        record = None if engine is None else engine.residency.records.get(_key(value))
+        moves = record is not None and (record.evictable or record.handed_out)
+        if engine is None or record is None or not moves or engine.turn.is_ours or saving():
+            return function(value, *args, **kwargs)
+        assert engine.user.observer is not None
+        with engine.user.holding([record], name):
+            engine.user.observer.point(record.key)
+            return function(value, *args, **kwargs)
+
+    takes.teraio_takes = True  # type: ignore[attr-defined]
+    return takes
+
+
+def _by_elements(function: Function, name: str) -> Function:
+    @functools.wraps(function)
+    def each(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and (engine := _engine.here()) is not None:
+            observer, tensors = engine.user.observer, tensors_in(args)
+            if len(tensors) > 1 and observer is not None and observer.some_are_evicted(tensors):
+                elements = tensor_lists.length(name, args, kwargs)
+                if elements > 1 and not _makes_a_graph(tensors):
+                    return tensor_lists.one_by_one(function, args, kwargs, elements)
+        return function(*args, **kwargs)
+
+    return each
+
+
+def _makes_a_graph(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether autograd keeps the list as one."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _evictable(engine: _engine.Engine, values: Iterable[Any]) -> list[Record]:
+    return [record for record in engine.residency.known(map(_key, values)) if record.evictable]
+
+
+def _key(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor.untyped_storage(value)._cdata if torch._C._has_storage(value) else 0
+    return value._cdata if isinstance(value, torch.UntypedStorage) else 0

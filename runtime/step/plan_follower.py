@@ -1,0 +1,99 @@
+"""A plan becomes a table, tick -> operations, and a slot carries out those of its tick. A move that does not
+fit what is there is skipped and counted, never an error: a plan is a hint. A fetch that found no room is late
+and begins at the first slot that has room for it, so that kernels seldom have to ask for it. A write that is
+not done when its room is free by the plan is waited for only when someone needs that room
+(pending_evictions.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from teraio.errors import StoreError
+
+from ..ledger.mover import Mover
+from ..ledger.record import Record, State
+from ..ledger.residency import Residency
+from .plan_table import FETCH, FREE, Operation
+from .tracker import Expectation
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """A slot: of which step, at which of its ticks, with how many bytes that no one can move."""
+
+    expected: Expectation
+    tick: int | None
+    live_bytes: int
+
+
+class Follower:
+    def __init__(self, residency: Residency, mover: Mover) -> None:
+        self.residency = residency
+        self.mover = mover
+
+    def follow(self, here: Here, stays: Iterable[Record]) -> None:
+        """`stays`: what the next kernel needs, whatever the plan says of it."""
+        for needed in stays:
+            needed.used_at = self.residency.serial
+        for operation in here.expected.table.get(here.tick, ()) if here.tick is not None else ():
+            self.carry_out(operation, here)
+        self.catch_up(here)
+
+    def carry_out(self, operation: Operation, here: Here) -> None:
+        what, name, tier = operation
+        counts, late = self.mover.counts, here.expected.late
+        if what == FETCH and late:
+            self.catch_up(here)
+        late.pop(name, None)
+        record = self.residency.by_name.get(name)
+        if record is not None and not record.dead() and self._move(what, record, tier, here):
+            counts.planned_moves += 1
+            return
+        counts.skipped_moves += 1
+        if what == FETCH and record is not None and record.state is State.AWAY:
+            late[name] = None
+
+    def catch_up(self, here: Here) -> None:
+        """In the plan's order, as many as there is room for. What is here, or gone, is not late any more."""
+        self.residency.going.end_done()
+        late = here.expected.late
+        for name in list(late):
+            record = self.residency.by_name.get(name)
+            if (
+                record is not None
+                and record.state is State.AWAY
+                and not (record.dead() or self._fetches(record, here))
+            ):
+                return
+            del late[name]
+
+    def _fetches(self, record: Record, here: Here) -> bool:
+        room = self.residency.makes_way(record.size_bytes + here.live_bytes, here.tick)
+        return room and self.residency.scarce.tries_to_fetch(record)
+
+    def _move(self, what: int, record: Record, tier: str | None, here: Here) -> bool:
+        if what == FETCH:
+            if record.state is not State.AWAY:
+                return self.residency.going.stays(record)
+            return self._fetches(record, here)
+        if (
+            not record.evictable
+            or self.residency.in_use(record)
+            or record.key in self.residency.failed
+            or record.state not in {State.DEVICE, State.LEAVING}
+        ):
+            return False
+        try:
+            if record.state is State.DEVICE:
+                self.residency.begin_evict(record, tier)
+            if what == FREE and record.state is State.LEAVING:
+                if self.residency.going.is_done(record):
+                    self.mover.end_evict(record)
+                else:
+                    self.residency.going.add(record, by_plan=True)
+        except StoreError as error:
+            self.residency.keep_failed(record, error)
+            return False
+        return True

@@ -1,0 +1,150 @@
+"""The last step in numbers, for loggers: `teraio.stats()`.
+
+A step is told when its optimizer has stepped, which is before the engine knows that it is over: someone who
+logs after `optimizer.step()` gets the step that was just taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict
+from typing import Any, Literal, TypedDict
+
+from teraio.units import fmt_bytes, fmt_ns
+
+from ..ledger.mover import Mover
+from .tracker import Expectation
+
+log = logging.getLogger("teraio")
+
+Phase = Literal["measuring", "planned", "on demand"]
+
+
+class Stats(TypedDict, total=False):
+    """What `teraio.stats()` returns; empty while no program was compiled. Sums are since the start, what
+    begins with `step` is of the last step alone; what is not known is left out."""
+
+    step: int  # how many were taken
+    phase: Phase  # of the step that comes next
+    step_ns: int  # from its first kernel to the end of its optimizer
+    step_stall_ns: int  # of that, the host waiting for transfers
+    step_misses: int  # fetches that no plan asked for
+    step_written_bytes: int  # device to SSD
+    step_read_bytes: int  # SSD to device
+    step_peak_bytes: int  # of tensors and the reserve; at most the budget
+    step_overrun_bytes: int  # what user code, or a library's kernel, got beyond the budget
+    predicted_step_ns: int  # what its plan says
+    bound_ns: int  # no plan takes less
+    above_bound: float  # step_ns / bound_ns - 1
+    budget_bytes: int
+    reserve_bytes: int  # of the budget: for what the ledger does not see
+    user_code_bytes: int  # the most that user code takes for itself; the budget has room for it
+    resident_bytes: int  # of tensors, without the reserve
+    peak_bytes: int  # the highest `step_peak_bytes`
+    device_peak_bytes: int  # of a GPU's memory by its allocator, libraries and others included
+    device_reserved_peak_bytes: int  # likewise, with the free blocks that the allocator keeps
+    stall_ns: int
+    misses: int
+    written_bytes: int
+    read_bytes: int
+    to_host_bytes: int  # of a GPU's tensors
+    from_host_bytes: int
+    evictions: int
+    drops: int
+    fetches: int
+    slots: int
+    planned_moves: int
+    skipped_moves: int
+    failed_moves: int
+    touches: int
+    ahead: int
+    overrun_bytes: int
+
+
+class Pace:
+    def __init__(self, mover: Mover) -> None:
+        self.mover = mover
+        self.begun = 0
+        moment = mover.device.moment()
+        self.began = moment
+        self.took: tuple[Any, Any] = moment, moment  # the last step: from when to when
+        self.ended_ns = 0  # when that was by the host's clock; 0 while a step goes on
+        self.at_begin: tuple[int, ...] = self._sums()
+        self.peak_bytes = 0  # before this step
+        self.last: Stats = {}
+
+    def _sums(self) -> tuple[int, ...]:
+        mover, counts = self.mover, self.mover.counts
+        return counts.stall_ns, counts.misses, mover.store.written_bytes, mover.read_bytes
+
+    def begins(self) -> None:
+        """The first program of a step runs next."""
+        self.begun += 1
+        self.began, self.ended_ns = self.mover.device.moment(), 0
+        self.at_begin = self._sums()
+        counts = self.mover.counts
+        self.peak_bytes = max(self.peak_bytes, counts.peak_bytes)
+        if self.last:  # what user code got after the optimizer's step
+            self.last["step_overrun_bytes"] = counts.step_overrun_bytes
+        counts.peak_bytes = counts.step_overrun_bytes = 0
+
+    def ends(self, reserve_bytes: int) -> Any:
+        """An optimizer has stepped; where there are several, each ends it anew. The moment."""
+        stall_ns, misses, written, read = (n - b for n, b in zip(self._sums(), self.at_begin))
+        self.took, self.ended_ns = (self.began, self.mover.device.moment()), time.perf_counter_ns()
+        self.last = {
+            "step": self.begun,
+            "step_stall_ns": stall_ns,
+            "step_misses": misses,
+            "step_written_bytes": written,
+            "step_read_bytes": read,
+            "step_peak_bytes": self.mover.counts.peak_bytes + reserve_bytes,
+        }
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "teraio: step %d: %s, of it %s of waiting; misses: %d; written %s, read %s; "
+                "peak %s, overrun %s",
+                self.begun,
+                fmt_ns(self._step_ns()),
+                fmt_ns(stall_ns),
+                misses,
+                fmt_bytes(written),
+                fmt_bytes(read),
+                fmt_bytes(self.last["step_peak_bytes"]),
+                fmt_bytes(self.mover.counts.step_overrun_bytes),
+            )
+
+        return self.took[1]
+
+    def _step_ns(self) -> int:
+        began_ns, ended_ns = self.mover.device.times_ns(self.took)
+        return ended_ns - began_ns
+
+    def stats(self, expected: Expectation, budget_bytes: int, reserve_bytes: int) -> Stats:
+        mover = self.mover
+        sums: Stats = {**asdict(mover.counts)}  # type: ignore[typeddict-item]
+        sums["peak_bytes"] = max(self.peak_bytes, mover.counts.peak_bytes) + reserve_bytes
+        sums["resident_bytes"], sums["budget_bytes"] = mover.resident_bytes, budget_bytes
+        sums["reserve_bytes"] = reserve_bytes
+        sums["user_code_bytes"] = max((*expected.outside.values(), *expected.kept.values()), default=0)
+        overrun = sums.pop("step_overrun_bytes")
+        sums["written_bytes"], sums["read_bytes"] = mover.store.written_bytes, mover.read_bytes
+        if mover.device.counts_all:
+            sums["device_peak_bytes"] = mover.device.highest_bytes()
+            sums["device_reserved_peak_bytes"] = mover.device.highest_reserved_bytes()
+        sums["phase"] = expected.phase
+        sums["step"] = 0
+        sums.update(self.last)
+        if self.last:
+            sums["step_ns"] = self._step_ns()
+            if self.ended_ns:
+                sums["step_overrun_bytes"] = overrun
+        predicted = expected.predicted
+        if predicted is not None and predicted.step_ns:
+            sums["predicted_step_ns"] = predicted.step_ns
+        if predicted is not None and predicted.bound_ns:
+            sums["bound_ns"] = predicted.bound_ns
+            if "step_ns" in sums:
+                sums["above_bound"] = sums["step_ns"] / predicted.bound_ns - 1
+        return sums

@@ -1,0 +1,253 @@
+"""Which directories can be a store: whose they are, what file system they lie on, how much room there is.
+
+A path comes in; an open directory that nobody can replace underneath us goes out, or a StoreError that says
+what is wrong, with the path, the uid and what to do. Nothing is written here but the directory itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from teraio.errors import StoreError
+from teraio.units import fmt_bytes
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+# f_type of statfs(2); what is not named here is a disk like any other, and is tried.
+_MAGIC = {
+    0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs",
+    0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x517B: "SMB", 0x00C36400: "Ceph",
+    0xEF53: "ext4", 0x58465342: "xfs", 0x9123683E: "btrfs", 0x2FC12FC1: "zfs", 0xF2F52010: "f2fs",
+    0x794C7630: "overlayfs", 0x65735546: "FUSE", 0x01021997: "9p",
+}  # fmt: skip
+_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+_NETWORK = ("NFS", "CIFS", "SMB", "Ceph")
+
+GIVE_ANOTHER = "Give another directory: options={'store': '/path/on/the/ssd'} or TERAIO_STORE"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An open directory. `fd` belongs to whoever opened it."""
+
+    path: Path
+    fd: int
+    device: int  # st_dev: two places on one file system share its room
+    kind: str
+
+    @property
+    def in_memory(self) -> bool:
+        return self.kind in _IN_MEMORY
+
+    @property
+    def network(self) -> bool:
+        return self.kind in _NETWORK
+
+    def free_bytes(self) -> int:
+        """What this user may still write."""
+        about = os.fstatvfs(self.fd)
+        return about.f_bavail * about.f_frsize
+
+
+def refuse(path: Path, why: str, error: int = 0, remedy: str = GIVE_ANOTHER) -> StoreError:
+    """The error for a directory that cannot be used."""
+    code = f" ({errno.errorcode.get(error, error)})" if error else ""
+    return StoreError(
+        f"{path} cannot be a store for uid {os.geteuid()}: {why}{code}. {remedy}.",
+        errno=error,
+        path=str(path),
+    )
+
+
+def kind_of(fd: int) -> str:
+    """The file system's name, or `other`."""
+    about = (ctypes.c_long * 64)()  # struct statfs is 120 bytes; its first word is the type
+    if _LIBC.fstatfs(fd, about) != 0:
+        return "other"
+    return _MAGIC.get(about[0] & 0xFFFFFFFF, "other")
+
+
+def open_place(path: Path, accept: Sequence[str] = (), parents: bool = False) -> Place:
+    """Opens the directory, makes it if only its last part (or with `parents` any) is missing, and checks it.
+
+    `accept` may hold "tmpfs" (it is memory, and counted as such) and "network".
+    """
+    path = Path(os.path.abspath(path))
+    fd = _open(path, parents)
+    try:
+        _check_owner(path, os.fstat(fd))
+        place = Place(path, fd, os.fstat(fd).st_dev, kind_of(fd))
+        if place.in_memory and "tmpfs" not in accept:
+            raise refuse(path, f"it lies on {place.kind}, which is memory, not a disk")
+        if place.network and "network" not in accept:
+            raise refuse(path, f"it lies on {place.kind}: every fetch would cross the network")
+        if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
+            raise refuse(path, f"it is not writable{_whose(os.fstat(fd))}", errno.EACCES)
+        if os.fstatvfs(fd).f_flag & os.ST_RDONLY:
+            raise refuse(path, "the file system is mounted read-only", errno.EROFS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return place
+
+
+def _open(path: Path, parents: bool) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    for attempt in range(2):
+        try:
+            return os.open(path, flags)
+        except FileNotFoundError:
+            if attempt == 0:
+                _make(path, parents)
+        except OSError as error:
+            raise _explain(path, error) from None
+    raise refuse(path, "it vanished while it was being opened", errno.ENOENT)
+
+
+def _make(path: Path, parents: bool) -> None:
+    """0700 from the start, whatever the umask takes away."""
+    try:
+        path.mkdir(mode=0o700, parents=parents)
+        os.close(open_private(path, path))
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        raise refuse(
+            path,
+            f"its parent {path.parent} is missing",
+            errno.ENOENT,
+            "Mount or make the parent first, or give another directory",
+        ) from None
+    except OSError as error:
+        raise refuse(path, "it is missing and cannot be made", error.errno or 0) from None
+
+
+def open_private(root: Path, name: str | Path, root_fd: int | None = None) -> int:
+    """Opens a directory just made: ours, 0700, no link, whatever the umask, whoever plays with names."""
+    handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
+    try:
+        about = os.fstat(handle)
+        if about.st_uid != os.geteuid():
+            raise refuse(root, f"{name} was replaced by a directory of uid {about.st_uid}", errno.EPERM)
+        if stat.S_IMODE(about.st_mode) != 0o700:
+            os.chmod(f"/proc/self/fd/{handle}", 0o700)
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=handle)
+    finally:
+        os.close(handle)
+
+
+def _explain(path: Path, error: OSError) -> StoreError:
+    if os.path.islink(path):
+        return refuse(
+            path, "it is a symbolic link", error.errno or 0, f"Give its target, {os.path.realpath(path)}"
+        )
+    if error.errno == errno.ENOTDIR:
+        return refuse(path, "it is not a directory", errno.ENOTDIR)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return refuse(path, "too many files are open", error.errno, "Raise the limit: ulimit -n 4096")
+    return refuse(path, error.strerror or "it cannot be opened", error.errno or 0)
+
+
+def _whose(about: os.stat_result) -> str:
+    return f" (it belongs to uid {about.st_uid}, mode {stat.S_IMODE(about.st_mode):04o})"
+
+
+def _check_owner(path: Path, about: os.stat_result) -> None:
+    """Nobody may put things in our way: the owner is we or root, and strangers cannot rename in it."""
+    if about.st_uid not in (os.geteuid(), 0):
+        raise refuse(
+            path,
+            f"it belongs to uid {about.st_uid}",
+            errno.EPERM,
+            f"Give a directory of your own in it, such as {path / f'teraio-{os.geteuid()}'}",
+        )
+    if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
+        raise refuse(
+            path,
+            "everyone may write to it and it has no sticky bit",
+            errno.EPERM,
+            f"chmod +t {path}, or chmod o-w {path}, or give a directory of your own in it",
+        )
+
+
+def free_bytes_in(places: Sequence[Place]) -> int:
+    """Of all file systems together, each counted once."""
+    return sum(_free(places).values())
+
+
+def _free(places: Sequence[Place]) -> dict[int, int]:
+    return {place.device: place.free_bytes() for place in places}
+
+
+def check_room(places: Sequence[Place], size_bytes: int | None) -> list[int]:
+    """Bytes each place may take: all that is free less 5 %, or all of it if a size is asked for and fits.
+
+    Places on one file system share its room in equal parts.
+    """
+    free = _free(places)
+    shared = {device: sum(place.device == device for place in places) for device in free}
+    where = ", ".join(str(place.path) for place in places)
+    total = sum(free.values())
+    if size_bytes is None and not any(free.values()):
+        raise _full(
+            f"the disk is full: no bytes are free in {where}. Free some, or give another directory in store",
+            where,
+        )
+    if size_bytes is not None and total < size_bytes:
+        raise _full(
+            f"the store shall be {fmt_bytes(size_bytes, up=True)}, {fmt_bytes(total)} are free in {where}. "
+            f"Give a smaller store_size, free {fmt_bytes(size_bytes - total, up=True)}, or "
+            f"add another directory to store",
+            where,
+        )
+    part = 95 if size_bytes is None else 100
+    return [free[place.device] // shared[place.device] * part // 100 for place in places]
+
+
+def _full(message: str, path: str) -> StoreError:
+    from teraio.errors import StoreFullError
+
+    return StoreFullError(message, errno=errno.ENOSPC, path=path)
+
+
+def default_directories() -> tuple[Path, ...]:
+    """On the roomier of the cache directory's and the temp directory's disks; made when it is opened."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "teraio" / "store"
+    temp = Path(tempfile.gettempdir()) / f"teraio-{os.geteuid()}"
+    rooms = {}
+    for path in (cache, temp):
+        try:
+            fd = os.open(_existing(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:  # its file system is gone
+            continue
+        try:
+            place = Place(path, fd, 0, kind_of(fd))
+            if not place.in_memory and not place.network:
+                rooms[path] = place.free_bytes()
+        finally:
+            os.close(fd)
+    if not rooms:
+        raise StoreError(
+            f"there is no disk for a store: {cache} and {temp} lie in memory, on a network or on a disk that "
+            f"is gone. {GIVE_ANOTHER}.",
+            path=str(cache),
+        )
+    return (max(rooms, key=rooms.__getitem__),)
+
+
+def _existing(path: Path) -> Path:
+    """The nearest that is there. OSError: its file system does not answer."""
+    while True:
+        try:
+            if stat.S_ISDIR(path.stat().st_mode):
+                return path
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        path = path.parent

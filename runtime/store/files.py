@@ -1,0 +1,273 @@
+"""One file per directory that holds the bytes of tensors. It has no name, so nothing is left however we end.
+
+    root/                      the user's directory, open and checked
+      teraio-<pid>-<random>/   made 0700, locked with flock for as long as we live      "made", "locked"
+        bytes                  made 0600 with O_EXCL and O_NOFOLLOW, unlinked at once   "created", "unlinked"
+                               then the directory goes too                              "removed"
+    fallocate, as tensors come                                                          "growing", "grown"
+
+The names live for some 100 us and the file is empty while it has one. Whoever is killed in between leaves an
+empty directory whose lock is free: the next start clears it (stale_directories.py). The words on the right
+are the points at which tests kill us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+
+from teraio.errors import StoreError, StoreFullError
+from teraio.units import fmt_bytes
+
+from .directories import Place, open_private, refuse
+from .extents import BLOCK
+
+PREFIX = "teraio-"
+NAME = "bytes"
+STEP_BYTES = (
+    1 << 30
+)  # at most this much per fallocate: one of 10 TiB filled a disk for seconds before it failed
+FIRST_BYTES = 64 << 20
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+POINTS = (
+    "made", "locked", "created", "unlinked", "removed", "growing", "grown", "submitted", "closing",
+)  # fmt: skip
+
+
+def reach(point: str) -> None:
+    """One of POINTS. Tests put a killer in its place."""
+
+
+class StoreFile:
+    """An open, unlinked file. `limit_bytes`: what it may become; `allocated_bytes`: what it has on the
+    disk."""
+
+    def __init__(self, place: Place, limit_bytes: int) -> None:
+        self.place = place
+        self.limit_bytes = limit_bytes // BLOCK * BLOCK
+        self.allocated_bytes = 0
+        self.reserves = True  # fallocate works; else blocks come with the first write, and so may ENOSPC
+        self.fd, self.direct = _make_file(place)
+
+    @property
+    def path(self) -> str:
+        """For messages: the directory. The file itself has no name."""
+        return str(self.place.path)
+
+    def grow(self, size_bytes: int) -> None:
+        """Makes the file at least that large: in doubling steps, so that calls are few and little is idle."""
+        assert size_bytes <= self.limit_bytes, (size_bytes, self.limit_bytes)
+        reach("growing")
+        while self.allocated_bytes < size_bytes:
+            here = self.allocated_bytes
+            eager = min(max(here, FIRST_BYTES), STEP_BYTES, self.limit_bytes - here)
+            least = min(size_bytes - here, STEP_BYTES)
+            error = self._extend(max(eager, least)) if eager > least else errno.ENOSPC
+            error = self._extend(least) if error else 0
+            if error:
+                raise self._grow_error(size_bytes - here, error)
+        reach("grown")
+
+    def _extend(self, size_bytes: int) -> int:
+        """0 or an errno. A failure leaves the file as it was: ext4 keeps what it got until that is cut
+        off."""
+        try:
+            if self.reserves and self.place.free_bytes() < size_bytes:
+                return errno.ENOSPC
+            error = errno.EOPNOTSUPP
+            if self.reserves:
+                error = _fallocate(self.fd, self.allocated_bytes, size_bytes)
+            if error in (errno.EOPNOTSUPP, errno.ENOSYS):
+                self.reserves = False
+                os.ftruncate(self.fd, self.allocated_bytes + size_bytes)
+                error = 0
+        except OSError as refused:
+            error = refused.errno or errno.EIO
+        if error:
+            with contextlib.suppress(OSError):  # of a dead drive there is nothing to take back
+                os.ftruncate(self.fd, self.allocated_bytes)
+        else:
+            self.allocated_bytes += size_bytes
+        return error
+
+    def _grow_error(self, more_bytes: int, error: int) -> StoreError:
+        what = f"the store in {self.path} cannot grow by {fmt_bytes(more_bytes, up=True)}"
+        has = f"it has {fmt_bytes(self.allocated_bytes)}{self._free()}"
+        if error == errno.EFBIG:
+            return StoreFullError(
+                f"{what}: the file size limit is reached ({has}). Raise it: ulimit -f unlimited",
+                errno=error,
+                path=self.path,
+            )
+        if error in (errno.ENOSPC, errno.EDQUOT):
+            return StoreFullError(
+                f"{what}: {os.strerror(error)} ({has}). Free space there, give a smaller store_size "
+                f"or another directory in store",
+                errno=error,
+                path=self.path,
+            )
+        return StoreError(
+            f"{what}: {os.strerror(error)} ({has}). Check the drive (dmesg), or give another directory "
+            f"in store",
+            errno=error,
+            path=self.path,
+        )
+
+    def _free(self) -> str:
+        try:
+            return f", {fmt_bytes(self.place.free_bytes())} are free"
+        except OSError:  # the drive is gone
+            return ""
+
+    def check_direct(self) -> bool:
+        """Writes and reads one block: some file systems take O_DIRECT at open and refuse it after that."""
+        with mmap.mmap(-1, BLOCK) as page:
+            try:
+                os.pwrite(self.fd, page, 0)
+                os.preadv(self.fd, [page], 0)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self.direct:
+                    raise refuse(
+                        self.place.path,
+                        f"the first block could not be written: {error.strerror}",
+                        error.errno or 0,
+                    ) from None
+                fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                self.direct = False
+        return self.direct
+
+    def close(self, give_back: bool = True) -> None:
+        """Gives the blocks back, even if another process still has the file open, and closes it. May be
+        repeated.
+
+        Without `give_back` no system call is made that could hang with the drive.
+        """
+        if self.fd < 0:
+            return
+        fd, self.fd = self.fd, -1
+        if give_back:
+            with contextlib.suppress(OSError):  # a dead drive: there is nothing to keep on it
+                os.ftruncate(fd, 0)
+        for each in (fd, self.place.fd):
+            with contextlib.suppress(OSError):  # closed it is; what a file system has to say of it is late
+                os.close(each)
+
+
+def _fallocate(fd: int, offset: int, size_bytes: int) -> int:
+    """fallocate(2) itself: posix_fallocate writes zeros where the file system has none. 0 or an errno."""
+    while _LIBC.fallocate(fd, 0, offset, size_bytes) != 0:
+        if ctypes.get_errno() != errno.EINTR:
+            return ctypes.get_errno()
+    return 0
+
+
+def _make_file(place: Place) -> tuple[int, bool]:
+    """(fd, whether it is direct) of a fresh file without a name."""
+    try:
+        name, directory = _make_directory(place)
+        try:
+            fd, direct = _create(directory)
+            try:
+                os.unlink(NAME, dir_fd=directory)
+                reach("unlinked")
+                _check_file(place, fd)
+            except BaseException:
+                os.close(fd)
+                raise
+        finally:
+            _forget(directory)  # an exception may have come between making and unlinking
+            _remove(place, name)  # before the fd is closed, and with it the lock
+            os.close(directory)
+    except OSError as error:
+        remedy = "Raise the limit: ulimit -n 4096" if error.errno in (errno.EMFILE, errno.ENFILE) else None
+        why = f"the file could not be made: {error.strerror}"
+        raise (
+            refuse(place.path, why, error.errno or 0, remedy)
+            if remedy
+            else refuse(place.path, why, error.errno or 0)
+        ) from None
+    reach("removed")
+    return fd, direct
+
+
+def _remove(place: Place, name: str) -> None:
+    with contextlib.suppress(
+        OSError
+    ):  # gone: somebody found it before we had locked it; full: not ours any more
+        os.rmdir(name, dir_fd=place.fd)
+
+
+def _make_directory(place: Place) -> tuple[str, int]:
+    """(name, fd) of a private directory that is locked. Whoever clears leftovers may win the race for the
+    lock."""
+    for _ in range(16):
+        name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        os.mkdir(name, 0o700, dir_fd=place.fd)
+        reach("made")
+        try:
+            fd = open_private(place.path, name, place.fd)
+        except FileNotFoundError:
+            continue
+        except BaseException:  # too many open files, for one
+            _remove(place, name)
+            raise
+        if _lock(place, name, fd):
+            reach("locked")
+            return name, fd
+        _remove(place, name)
+        os.close(fd)
+    raise refuse(place.path, "somebody removes our directory as often as it is made")
+
+
+def _lock(place: Place, name: str, fd: int) -> bool:
+    """False: somebody looks whether the directory is a leftover, or has just removed it as one."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        here = os.stat(name, dir_fd=place.fd, follow_symlinks=False)
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    return os.path.samestat(here, os.fstat(fd))
+
+
+def _create(directory: int) -> tuple[int, bool]:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd, direct = os.open(NAME, flags | os.O_DIRECT, 0o600, dir_fd=directory), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        _forget(directory)  # some kernels make the file before they find out that it cannot be direct
+        fd, direct = os.open(NAME, flags, 0o600, dir_fd=directory), False
+    reach("created")
+    os.fchmod(fd, 0o600)
+    return fd, direct
+
+
+def _forget(directory: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(NAME, dir_fd=directory)
+
+
+def _check_file(place: Place, fd: int) -> None:
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_nlink != 0:
+        raise refuse(
+            place.path,
+            f"the new file has {about.st_nlink} more names, uid {about.st_uid} and mode "
+            f"{about.st_mode:o}: somebody interferes",
+            errno.EPERM,
+        )
+    if stat.S_IMODE(about.st_mode) != 0o600:
+        raise refuse(
+            place.path,
+            f"files made there have mode {stat.S_IMODE(about.st_mode):04o} instead of 0600",
+            errno.EPERM,
+        )

@@ -1,0 +1,156 @@
+"""What processes left in a store's directory when they were killed between making it and unlinking it.
+
+A directory is live while its maker holds the lock on it; the kernel frees the lock with the process.
+Removing takes the same lock first, so that a live store is never touched, not even one that is just being
+made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .directories import open_place
+from .files import NAME, PREFIX
+
+_OURS = re.compile(re.escape(PREFIX) + r"([0-9]{1,10})-[0-9a-f]{16}", re.ASCII)
+
+State = Literal["live", "dead", "foreign"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """`live`: in use, as a directory that is being made or as an unlinked file of a running process.
+    `dead`: may go. `foreign`: it has our name, but is not what we make; it is left alone."""
+
+    path: str
+    pid: int
+    size_bytes: int
+    state: State
+
+
+def absent(root: Path) -> bool:
+    """False, too, where that cannot be known: then opening it says why."""
+    try:
+        os.lstat(root)
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ENOTDIR)
+    return False
+
+
+def leftovers(root: Path) -> list[Leftover]:
+    """Directories of this user's stores in `root`, and the nameless files that running stores have there."""
+    if absent(root):
+        return []
+    place = open_place(root, accept=("tmpfs", "network"))
+    try:
+        found = [_look(place.fd, root, name, remove=False) for name in _names(place.fd)]
+    finally:
+        os.close(place.fd)
+    return [one for one in found if one is not None] + running(root)
+
+
+def clear(root: Path) -> list[Leftover]:
+    """Removes what is dead and returns it."""
+    if absent(root):
+        return []
+    place = open_place(root, accept=("tmpfs", "network"))
+    try:
+        return clear_in(place.fd, root)
+    finally:
+        os.close(place.fd)
+
+
+def clear_in(root_fd: int, root: Path) -> list[Leftover]:
+    """The same in a directory that is open already."""
+    found = [_look(root_fd, root, name, remove=True) for name in _names(root_fd)]
+    return [one for one in found if one is not None and one.state == "dead"]
+
+
+def _names(root_fd: int) -> list[str]:
+    return sorted(name for name in os.listdir(root_fd) if _OURS.fullmatch(name))
+
+
+def _look(root_fd: int, root: Path, name: str, remove: bool) -> Leftover | None:
+    """What a directory is; with `remove` it is gone if it was dead. None: it vanished, or is not ours."""
+    match = _OURS.fullmatch(name)
+    assert match is not None
+    path, pid = str(root / name), int(match[1])
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return Leftover(path, pid, 0, "foreign")  # a link, a file, or a directory that we may not read
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            return None
+        size_bytes, known = _contents(fd)
+        return Leftover(path, pid, size_bytes, _state(root_fd, name, fd, known, remove))
+    except FileNotFoundError:  # it was removed while we looked
+        return None
+    finally:
+        os.close(fd)
+
+
+def _state(root_fd: int, name: str, fd: int, known: bool, remove: bool) -> State:
+    """Takes the lock, or finds it taken; removes under it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "live"
+    if not known:
+        return "foreign"
+    if remove:
+        _remove(root_fd, name, fd)
+    return "dead"
+
+
+def _contents(fd: int) -> tuple[int, bool]:
+    """(bytes on disk, whether it holds nothing but what we make)."""
+    size_bytes, known = 0, True
+    for name in os.listdir(fd):
+        with contextlib.suppress(FileNotFoundError):
+            about = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            ours = name == NAME and stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+            known = known and ours
+            size_bytes += about.st_blocks * 512 if ours else 0
+    return size_bytes, known
+
+
+def _remove(root_fd: int, name: str, fd: int) -> None:
+    """Only while the name is still the directory that we have locked."""
+    with contextlib.suppress(FileNotFoundError):
+        here = os.stat(name, dir_fd=root_fd, follow_symlinks=False)
+        if (here.st_dev, here.st_ino) != (os.fstat(fd).st_dev, os.fstat(fd).st_ino):
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(NAME, dir_fd=fd)
+        with contextlib.suppress(OSError):  # not empty: somebody put a file there just now
+            os.rmdir(name, dir_fd=root_fd)
+
+
+def running(root: Path) -> list[Leftover]:
+    """Unlinked files of stores in `root` that this user's processes hold open, one per process and file."""
+    prefix = os.path.join(os.path.abspath(root), PREFIX)
+    seen: dict[tuple[int, int, int], Leftover] = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # the process is gone, or is not ours to look at
+            for number in os.listdir(f"/proc/{pid}/fd"):
+                link = f"/proc/{pid}/fd/{number}"
+                with contextlib.suppress(OSError):
+                    target = os.readlink(link)
+                    if not target.startswith(prefix) or not target.endswith(f"/{NAME} (deleted)"):
+                        continue
+                    about = os.stat(link)
+                    key = (int(pid), about.st_dev, about.st_ino)
+                    path = target.removesuffix(" (deleted)")
+                    seen[key] = Leftover(path, int(pid), about.st_blocks * 512, "live")
+    return list(seen.values())

@@ -1,0 +1,386 @@
+"""The slow tier: bytes of idle tensors in files without a name, one per directory, moved in the background.
+
+    reserve(size) -> Extent        write(extent, address) -> Ticket
+    release(extent)                read(extent, address) -> Ticket
+
+A tensor's memory may be used again when its ticket is finished: `wait` has returned or raised, or `done` is
+true. A write that failed has kept nothing and lost nothing: the copy in memory is the tensor. After a fork
+the store is the parent's alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from teraio import _native
+from teraio.errors import StoreError, StoreFullError
+from teraio.units import fmt_bytes
+
+from . import stale_directories
+from .directories import (
+    GIVE_ANOTHER,
+    Place,
+    check_room,
+    default_directories,
+    free_bytes_in,
+    open_place,
+)
+from .extents import Extents, Piece, rounded
+from .files import StoreFile, reach
+from .slabs import HUGE_PAGE, LANES, DeviceSide, make_slabs
+from .ticket import Extent, Orphan, Ticket
+from .write_rate import Allowance
+
+__all__ = ["Extent", "Store", "Ticket"]
+
+log = logging.getLogger("teraio")
+
+CLOSE_S = 4.0  # the interpreter's exit may take 5 s in all
+
+OnFallback = Literal["warn", "error"]
+Directories = Path | str | Sequence[Path | str] | None
+Size = int | Callable[[int], int] | None
+
+
+class Store:
+    """Opens one private file in each directory.
+
+    `size_bytes`: how much it may hold, or how that follows from what is free; None: all that is free less 5
+    %. `device`: where tensors are; None: in RAM. `bandwidths`: of each directory, to weigh the stripes.
+    `memory_bytes`: the budget that the slabs are a part of. `deadline_s`: for one operation of a drive.
+    `on_fallback`: "warn" says once what is slower than it could be, "error" refuses it. `accept`: "tmpfs"
+    and "network" are refused unless named here. `wrap`: puts a shim around the I/O (tests).
+    """
+
+    def __init__(
+        self,
+        directories: Directories = None,
+        size_bytes: Size = None,
+        *,
+        checksums: bool = True,
+        deadline_s: float = 60.0,
+        memory_bytes: int | None = None,
+        bandwidths: Sequence[int] | None = None,
+        on_fallback: OnFallback = "warn",
+        accept: Sequence[str] = (),
+        device: DeviceSide | None = None,
+        wrap: Callable[[_native.Io], _native.Io] | None = None,
+        write_per_day_bytes: int | None = None,
+    ) -> None:
+        self.fallbacks: list[str] = []
+        self.keeps_times = False  # tickets say when their transfers ran
+        self.checksums = checksums
+        self._on_fallback = on_fallback
+        self._pid = os.getpid()
+        self.allowance = Allowance(write_per_day_bytes) if write_per_day_bytes else None
+        self._lock = threading.RLock()
+        self._orphans: deque[Orphan] = deque()
+        self._tags = 0
+        self._files: list[StoreFile] = []
+        try:
+            room, limit = self._open(_paths(directories), size_bytes, accept, parents=directories is None)
+            self.extents = Extents(room, bandwidths, limit)
+            self._slabs = make_slabs(device, memory_bytes, len(self._files), self._fall_back)
+            self._transfers = self._start(wrap, checksums, deadline_s, device.copier if device else None)
+        except BaseException:
+            for file in self._files:
+                file.close()
+            raise
+        self._shut = weakref.finalize(self, _shut, self._transfers, self._files, self._pid)
+        _STORES.add(self)
+
+    @classmethod
+    def open(cls, directories: Directories = None, size_bytes: Size = None, **settings: Any) -> Store:
+        """The same as `Store(...)`."""
+        return cls(directories, size_bytes, **settings)
+
+    def _open(
+        self, paths: Sequence[Path], size_bytes: Size, accept: Sequence[str], parents: bool
+    ) -> tuple[list[int], int | None]:
+        """Opens the files; returns how large each may become, and all of them together."""
+        places: list[Place] = []
+        try:
+            for path in paths:
+                places.append(open_place(path, accept, parents))
+                with contextlib.suppress(OSError):  # what cannot be cleared now is cleared another time
+                    stale_directories.clear_in(places[-1].fd, places[-1].path)
+            if callable(size_bytes):
+                size_bytes = size_bytes(free_bytes_in(places))
+            room = check_room(places, size_bytes)
+            while places:
+                self._files.append(StoreFile(places[0], room[len(self._files)]))
+                del places[0]
+        finally:
+            for place in places:
+                os.close(place.fd)
+        for file in self._files:
+            file.grow(min(rounded(1), file.limit_bytes))
+            if not file.check_direct():
+                self._fall_back(
+                    f"no direct I/O in {file.path} ({file.place.kind}): bytes go through the page cache, at "
+                    f"about a quarter of the speed and 15 times the CPU time"
+                )
+            if not file.reserves:
+                self._fall_back(
+                    f"{file.path} ({file.place.kind}) cannot reserve space: a full disk shows only in mid-run"
+                )
+            if file.place.in_memory:
+                self._fall_back(
+                    f"{file.path} is memory ({file.place.kind}): what is evicted there still takes RAM"
+                )
+        return room, size_bytes
+
+    def _start(
+        self,
+        wrap: Callable[[_native.Io], _native.Io] | None,
+        checksums: bool,
+        deadline_s: float,
+        copier: _native.Copier | None,
+    ) -> _native.Transfers:
+        try:
+            self._inherited: list[int] = []
+            io: _native.Io = _native.ThreadIo([(file.fd, file.path) for file in self._files], LANES)
+            self._inherited = _same_files(self._files)
+        except OSError as error:
+            raise StoreError(
+                f"the store's {LANES * len(self._files)} threads or file descriptors are refused: {error}. "
+                f"Raise ulimit -u or ulimit -n",
+                errno=error.errno or 0,
+                path=self._files[0].path,
+            ) from None
+        return _native.Transfers(
+            wrap(io) if wrap else io, self._slabs, checksums=checksums, deadline_s=deadline_s, copier=copier
+        )
+
+    def _fall_back(self, what: str) -> None:
+        if self._on_fallback == "error":
+            raise StoreError(f"{what} (on_fallback is 'error'). {GIVE_ANOTHER}.", path=self._files[0].path)
+        if what not in self.fallbacks:
+            self.fallbacks.append(what)
+            log.warning("teraio: %s", what)
+
+    # ---- extents
+
+    def reserve(self, size_bytes: int, name: str) -> Extent:
+        """Room for a tensor. StoreFullError says what it needs and what there is."""
+        assert size_bytes > 0, name
+        self._check_open()
+        with self._lock:
+            self._reap()
+            self._tags += 1
+            return Extent(size_bytes, name, self._tags, self._take(size_bytes, name))
+
+    def release(self, extent: Extent) -> None:
+        """The room is free again, once no transfer is under way in it."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            assert not extent.released, extent.name
+            extent.released = True
+            self._reap()
+            self._give_back(extent)
+
+    def _take(self, size_bytes: int, name: str) -> tuple[Piece, ...]:
+        """Pieces in files that are large enough. A file that cannot grow now is left out for this once."""
+        limits = [space.limit_bytes for space in self.extents.files]
+        refused: StoreError | None = None
+        try:
+            for _ in range(len(limits) + 1):
+                pieces = self.extents.take(size_bytes)
+                if pieces is None:
+                    break
+                refused = self._grow(pieces)
+                if refused is None:
+                    return pieces
+        finally:
+            for space, limit in zip(self.extents.files, limits):
+                space.limit(limit)
+        raise self._full(size_bytes, name, refused)
+
+    def _grow(self, pieces: Sequence[Piece]) -> StoreError | None:
+        for file, space in zip(self._files, self.extents.files):
+            if space.end <= file.allocated_bytes:
+                continue
+            try:
+                file.grow(space.end)
+            except StoreError as error:
+                self.extents.give(pieces, keep_whole=False)
+                space.limit(file.allocated_bytes)
+                return error
+        return None
+
+    def _full(self, size_bytes: int, name: str, refused: StoreError | None) -> StoreError:
+        where = ", ".join(file.path for file in self._files)
+        need, free, capacity = rounded(size_bytes), self.free_bytes, self.capacity_bytes
+        if refused is not None:
+            return type(refused)(
+                f"no room for tensor '{name}' of {fmt_bytes(size_bytes)}: {refused}",
+                errno=refused.errno,
+                tensor=name,
+                path=refused.path,
+            )
+        return StoreFullError(
+            f"no room for tensor '{name}': it needs {fmt_bytes(need, up=True)}, {fmt_bytes(free)} of "
+            f"{fmt_bytes(capacity)} are free in {where}. Give a larger store_size, another directory in "
+            f"store, or more memory",
+            tensor=name,
+            path=where,
+        )
+
+    def _give_back(self, extent: Extent) -> None:
+        if extent.pending or not extent.pieces:
+            return
+        pieces, extent.pieces = extent.pieces, ()
+        self._transfers.forget(pieces)
+        self.extents.give(pieces)
+
+    # ---- transfers
+
+    def write(self, extent: Extent, address: int, name: str, demand: bool = False, event: int = 0) -> Ticket:
+        """Memory to the extent, once the device's `event` has come. The bytes must stay as they are until the
+        ticket is finished."""
+        self._check_open()
+        if self.allowance is not None:
+            self.allowance.before(extent.size_bytes)
+        with self._lock:
+            self._reap()
+            assert not extent.released and not extent.pending, (
+                f"{name}: a transfer of this extent is still under way"
+            )
+            if not extent.pieces:  # its place was lost to a drive that hung
+                extent.pieces = self._take(extent.size_bytes, name)
+            return Ticket(self, "write", extent, address, name, demand, event)
+
+    def read(self, extent: Extent, address: int, name: str, demand: bool = False, event: int = 0) -> Ticket:
+        """The extent to memory, which holds anything until the ticket is done. A demand overtakes
+        prefetches."""
+        self._check_open()
+        with self._lock:
+            self._reap()
+            assert not extent.released and extent.writing is None, f"{name}: it is still being written"
+            return Ticket(self, "read", extent, address, name, demand, event)
+
+    def _reap(self) -> None:
+        """Settles transfers whose tickets nobody holds any more."""
+        for _ in range(len(self._orphans)):
+            orphan = self._orphans.popleft()
+            if self._transfers.state(orphan.number) == "active":
+                self._orphans.append(orphan)
+            else:
+                orphan.settle(self)
+
+    def _bury_lost(self) -> None:
+        """Writes that never came back may still come: their blocks are never used again."""
+        self.extents.bury(self._transfers.lost())
+
+    def _check_pid(self) -> None:
+        if os.getpid() != self._pid:
+            raise StoreError(
+                f"this store belongs to process {self._pid}; in its fork {os.getpid()} nothing of it can "
+                f"be reached. Use the model in the parent only, or start workers with 'spawn'",
+                path=self._files[0].path,
+            )
+
+    def _check_open(self) -> None:
+        self._check_pid()
+        if not self._shut.alive:
+            raise StoreError("the store is closed", path=self._files[0].path)
+
+    # ---- for the outside
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        return tuple(file.place.path for file in self._files)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """How much it may hold, less what drives have spoilt."""
+        return self.extents.capacity_bytes - self.extents.dead_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return self.extents.free_bytes
+
+    @property
+    def slab_bytes_total(self) -> int:
+        """Memory that the slabs take, whole pages: counted in `memory`."""
+        return -(-self._slabs.arena_bytes // HUGE_PAGE) * HUGE_PAGE
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """What files in memory (tmpfs) may take: counted as host memory."""
+        return sum(file.limit_bytes for file in self._files if file.place.in_memory)
+
+    @property
+    def direct(self) -> bool:
+        return all(file.direct for file in self._files) and self._transfers.stats()["buffered_files"] == 0
+
+    @property
+    def written_bytes(self) -> int:
+        return int(self._transfers.stats()["bytes_written"])
+
+    @property
+    def read_bytes(self) -> int:
+        return int(self._transfers.stats()["bytes_read"])
+
+    def close(self) -> None:
+        """Finishes what runs, joins the threads, gives the disks back. May be repeated; waits at most 5 s."""
+        self._shut()
+
+
+def _paths(directories: Directories) -> list[Path]:
+    if directories is None:
+        return list(default_directories())
+    if isinstance(directories, str | Path):
+        return [Path(directories)]
+    assert directories, "give at least one directory"
+    return [Path(directory) for directory in directories]
+
+
+# ---- the end, and forks
+
+_STORES: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _shut(transfers: _native.Transfers, files: Sequence[StoreFile], pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    reach("closing")
+    joined = transfers.close(CLOSE_S)
+    for file in files:
+        file.close(give_back=joined)
+
+
+def _same_files(files: Sequence[StoreFile]) -> list[int]:
+    """All of this process's descriptors of these files: ours and the transfer engine's."""
+    wanted = {(about.st_dev, about.st_ino) for about in (os.fstat(file.fd) for file in files)}
+    found = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            about = os.fstat(number)
+        except OSError:
+            continue  # the listing's own
+        if (about.st_dev, about.st_ino) in wanted:
+            found.append(number)
+    return found
+
+
+def _leave_to_parent() -> None:
+    """In the child of a fork: let go of the files, or their blocks would outlive a parent that is killed."""
+    for store in list(_STORES):
+        if store._shut.alive:
+            for number in store._inherited:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+        store._shut.detach()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

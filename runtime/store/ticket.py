@@ -1,0 +1,296 @@
+"""A transfer that is under way: waiting for it, giving it up, and a second try when a block cannot be
+written.
+
+    submitted --> active --> done
+                    |  \\--> failed: EIO in a write, the first time --> submitted again, to another extent
+                    |   \\-> failed --> `wait` raises; the tensor's copy in memory is untouched
+                    \\-----> cancelled
+
+Whatever happens: once a ticket is finished, nothing reads or writes the tensor's memory any more.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING, Any, Literal
+
+from teraio import _native
+from teraio.errors import StoreError, StoreWriteError, TransferTimeoutError
+
+from . import files
+from .extents import Piece
+
+if TYPE_CHECKING:
+    from .store import Store
+
+
+class Extent:
+    """A place in the store, as large as the tensor that owns it. Where that is may change with a write."""
+
+    __slots__ = ("generation", "name", "pending", "pieces", "released", "size_bytes", "tag", "writing")
+
+    def __init__(self, size_bytes: int, name: str, tag: int, pieces: tuple[Piece, ...]) -> None:
+        self.size_bytes = size_bytes
+        self.name = name
+        self.tag = tag  # no two extents of a store ever share one
+        self.generation = 0  # one more for each write
+        self.pieces = pieces  # empty: lost to a drive that hung; the next write finds another place
+        self.pending: set[int] = set()  # transfers under way in it
+        self.writing: int | None = None  # the one of them that writes
+        self.released = False
+
+
+class Orphan:
+    """A transfer whose ticket was dropped: finished by the store, without a second try."""
+
+    __slots__ = ("extent", "number")
+
+    def __init__(self, number: int, extent: Extent) -> None:
+        self.number = number
+        self.extent = extent
+
+    def settle(self, store: Store) -> None:
+        try:
+            store._transfers.wait(self.number)
+        except TransferTimeoutError:
+            if self.extent.writing == self.number:
+                _move_out(store, self.extent)
+        except StoreError:
+            pass  # nobody asks
+        _leave(store, self.extent, self.number)
+
+
+FirstTry = tuple[StoreWriteError, tuple[Piece, ...]]  # what went wrong, and where
+
+
+class Ticket:
+    """A pending transfer. Made by the store, under its lock."""
+
+    __slots__ = (
+        "_address",
+        "_demand",
+        "_event",
+        "_extent",
+        "_failure",
+        "_finished",
+        "_first",
+        "_name",
+        "_number",
+        "_op",
+        "_store",
+        "times",
+    )
+
+    def __init__(
+        self,
+        store: Store,
+        op: Literal["write", "read"],
+        extent: Extent,
+        address: int,
+        name: str,
+        demand: bool,
+        event: int,
+    ) -> None:
+        self._finished = True  # until something is under way
+        self._store = store
+        self._op = op
+        self._extent = extent
+        self._address = address
+        self._name = name
+        self._demand = demand
+        self._event = event
+        self._failure: StoreError | None = None
+        self._first: FirstTry | None = None
+        self._number = 0
+        self.times = (0, 0, 0)  # submitted, started, finished in ns, where the store keeps them
+        try:
+            self._submit()
+        except BaseException:  # Ctrl-C: nobody has this ticket, and its memory goes to others
+            self.cancel()
+            raise
+
+    def _submit(self) -> None:
+        extent, transfers = self._extent, self._store._transfers
+        if not extent.pieces:
+            raise StoreError(
+                f"tensor '{self._name}' has no bytes in the store: its last write failed",
+                tensor=self._name,
+                path=self._store._files[0].path,
+            )
+        if self._op == "write":
+            extent.generation += 1
+        submit = transfers.out if self._op == "write" else transfers.into
+        try:
+            self._number = submit(
+                self._address,
+                extent.size_bytes,
+                extent.pieces,
+                extent.tag,
+                extent.generation,
+                self._demand,
+                self._event,
+            )
+        except _native.QueueFull as full:
+            raise StoreError(
+                f"tensor '{self._name}': {full}", tensor=self._name, path=self._store._files[0].path
+            ) from None
+        files.reach("submitted")
+        self._finished = False
+        extent.pending.add(self._number)
+        if self._op == "write":
+            extent.writing = self._number
+
+    def done(self) -> bool:
+        """Finished, well or badly; `wait` says which and then does not block."""
+        self._store._check_pid()
+        with self._store._lock:
+            if self._finished:
+                return True
+            return self._store._transfers.state(self._number) != "active" and self._settle()
+
+    def wait(self) -> None:
+        """Returns when the bytes have arrived. Raises the StoreError of what failed, or KeyboardInterrupt;
+        the transfer is over then as well."""
+        try:
+            self._store._check_pid()
+            while not self._finished:
+                self._wait_once()
+        except BaseException:  # Ctrl-C, anywhere in there
+            self.cancel()
+            raise
+        if self._failure is not None:
+            raise self._failure
+
+    def _wait_once(self) -> None:
+        number = self._number
+        try:
+            self._store._transfers.wait(number, self._name, keep=True)
+        except StoreError:
+            pass  # met again in _settle
+        except ValueError:
+            with self._store._lock:  # another thread that waits has settled it
+                assert self._finished or self._number != number
+        self._settle()
+
+    def promote(self) -> bool:
+        """Somebody needs it now: it overtakes prefetches. False: it was a demand already, or is under way."""
+        self._demand = True
+        return not self._finished and self._store._transfers.promote(self._number)
+
+    def cancel(self) -> bool:
+        """Gives the transfer up. True: its bytes have not arrived and `wait` raises. False: it was
+        finished."""
+        if self._finished:
+            return False
+        self._store._check_pid()
+        interrupt: KeyboardInterrupt | None = None
+        transfers = self._store._transfers
+        while not self._finished and self._give_up():
+            try:
+                transfers.wait(self._number, self._name, keep=True)
+            except StoreError:
+                break
+            except KeyboardInterrupt as signal:  # once more Ctrl-C: what runs must end all the same
+                interrupt = signal
+        self._settle(again=False)
+        if interrupt is not None:
+            raise interrupt
+        return self._failure is not None
+
+    def _give_up(self) -> bool:
+        """Drops what is queued; whether something of it still runs."""
+        with self._store._lock:
+            try:
+                self._store._transfers.cancel(self._number)
+                return self._store._transfers.state(self._number) == "active"
+            except ValueError:  # released already: Ctrl-C came while its result was taken
+                self._failure = self._failure or self._given_up()
+                _leave(self._store, self._extent, self._number)
+                self._finished = True
+                return False
+
+    def _given_up(self) -> StoreError:
+        return StoreError(
+            f"the {self._op} of tensor '{self._name}' was given up",
+            tensor=self._name,
+            path=self._store._files[0].path,
+        )
+
+    def _settle(self, again: bool = True) -> bool:
+        """Takes the result of a transfer that has ended. False: it was submitted once more."""
+        store = self._store
+        with store._lock:
+            if self._finished:
+                return True
+            failure: StoreError | None = None
+            if store.keeps_times:
+                self.times = store._transfers.times(self._number)
+            try:
+                if not store._transfers.wait(self._number, self._name):
+                    failure = self._given_up()
+            except StoreError as error:
+                failure = error
+            if again and self._try_elsewhere(failure):
+                return False
+            # Ctrl-C may come between any two lines: `_finished` is last, doing the rest twice does no harm.
+            self._failure = failure
+            if self._first is not None:
+                first, self._first = self._first, None
+                _leave_first(store, first, failure is None)
+            if isinstance(failure, TransferTimeoutError) and self._op == "write":
+                _move_out(store, self._extent)
+            _leave(store, self._extent, self._number)
+            self._finished = True
+            return True
+
+    def _try_elsewhere(self, failure: StoreError | None) -> bool:
+        """A block that cannot be written is no reason to give up: once, the tensor goes to another extent."""
+        if not isinstance(failure, StoreWriteError) or failure.errno != errno.EIO or self._first is not None:
+            return False
+        store, extent = self._store, self._extent
+        if extent.released or not store._shut.alive:
+            return False
+        try:
+            elsewhere = store._take(extent.size_bytes, self._name)
+        except StoreError:
+            return False
+        extent.pending.discard(self._number)
+        self._first = (failure, extent.pieces)
+        extent.pieces = elsewhere
+        try:
+            self._submit()
+        except StoreError:
+            return False
+        return True
+
+    def __del__(self) -> None:
+        if not self._finished:
+            self._store._orphans.append(Orphan(self._number, self._extent))
+
+
+def _leave_first(store: Store, first: FirstTry, elsewhere_works: bool) -> None:
+    """What could not be written is not used again, unless the whole drive fails: no place is to blame."""
+    failure, pieces = first
+    if elsewhere_works:
+        bad: Any = failure  # the engine adds where it happened
+        store.extents.bury([(bad.file, bad.offset, bad.bytes)])
+    store._transfers.forget(pieces)
+    store.extents.give(pieces)
+
+
+def _move_out(store: Store, extent: Extent) -> None:
+    """A write may still come, at any time: the extent's place is given up, and given back but for that."""
+    store._bury_lost()
+    pieces, extent.pieces = extent.pieces, ()
+    store._transfers.forget(pieces)
+    store.extents.give(pieces)
+
+
+def _leave(store: Store, extent: Extent, number: int) -> None:
+    """The transfer is over; the extent goes if it was only waiting for that."""
+    store._bury_lost()
+    extent.pending.discard(number)
+    if extent.writing == number:
+        extent.writing = None
+    if extent.released:
+        store._give_back(extent)
