@@ -43,7 +43,7 @@ from teraio.passes import planner
 from teraio.plan import Evict, Fetch, Plan
 from teraio.profile import Profile
 from teraio.runtime.engine import engine
-from teraio.runtime.ledger.pending_evictions import Going
+from teraio.runtime.ledger.pending_evictions import PendingEvictions
 from teraio.runtime.ledger.record import Record
 from teraio.runtime.store.store import Store
 
@@ -204,10 +204,10 @@ def forced(plan: Plan) -> Plan:
 def at_once() -> Iterator[None]:
     """Compute waits for a write where the plan has it done, whether or not its room is needed there."""
 
-    def waits(self: Going, record: Record, by_plan: bool = False) -> None:
+    def waits(self: PendingEvictions, record: Record, by_plan: bool = False) -> None:
         self.end_evict(record)
 
-    with patch.object(Going, "add", waits):
+    with patch.object(PendingEvictions, "add", waits):
         yield
 
 

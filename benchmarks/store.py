@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 
-from teraio.runtime.store.store import Extent, Store, Ticket
+from teraio.runtime.store.store import Extent, Store, StoreTicket
 
 CPU_TARGET_S_PER_GB = 0.35
 
 
-def measure(move: Callable[[], list[Ticket]], size_bytes: int) -> tuple[float, float]:
+def measure(move: Callable[[], list[StoreTicket]], size_bytes: int) -> tuple[float, float]:
     """(GB/s, CPU seconds per GB) of a batch of transfers; the CPU of all threads of this process."""
     cpu, wall = time.process_time(), time.perf_counter()
     for ticket in move():

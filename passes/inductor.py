@@ -35,12 +35,12 @@ from teraio.progress import stage
 from teraio.schedule import ProgramKind, Schedule
 from teraio.units import fmt_bytes, fmt_count
 
-from . import again, aot, inductor_calls, inductor_lines, inductor_partition, partition, sizes, slots
+from . import again, aot, events, inductor_calls, inductor_lines, inductor_partition, partition, sizes, slots
 from .events import Make, Signature
 from .inductor_calls import Program, Subprogram, subprogram
 from .inductor_lines import UnknownLine, UserStreams, storage_size
 from .inductor_options import refuse_unfit
-from .slots import Place, lay_slots, own_bytes, whole_program
+from .slots import SlotPlace, lay_slots, own_bytes, whole_program
 
 log = logging.getLogger("teraio")
 
@@ -159,7 +159,7 @@ class SubprogramWrapper(wrapper.SubgraphPythonWrapperCodegen):
 
 def run_whole(
     signature: Signature, program: Program, line: str, notice: Callable[[str], None]
-) -> tuple[Schedule, list[Place]]:
+) -> tuple[Schedule, list[SlotPlace]]:
     """Something in the program cannot be read: no slot could be trusted but the first and the last."""
     made = list(program.events(unknown=lambda line: None))
     own = sizes.largest(own_bytes(made), "program")
@@ -174,7 +174,7 @@ def run_whole(
     return whole_program(signature, "program", own, len(program.lines), outputs)
 
 
-def merge(wrapped: SlottedWrapper, places: list[Place]) -> list[Any]:
+def merge(wrapped: SlottedWrapper, places: list[SlotPlace]) -> list[Any]:
     by_position: dict[int, list[SlotLine]] = {}
     for index, place in enumerate(places):
         by_position.setdefault(place.at, []).append(SlotLine(wrapped, index, place.names, place.live))

@@ -17,7 +17,7 @@ from .events import Alias, Event, Forget, Launch, Make, Signature
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlotPlace:
     """A slot and where it stands: before position `at`, handed the tensors that are called `names` there."""
 
     at: int
@@ -76,7 +76,7 @@ class _Layout:
         self.buffers: list[Buffer] = []
         self.index: dict[str, int] = {}  # root -> index of its buffer
         self.slots: list[Slot] = []
-        self.places: list[Place] = []
+        self.places: list[SlotPlace] = []
         self.live: dict[str, Make] = {}  # storages that no slot has handed over yet
         self.fresh: dict[str, None] = {}  # outputs written by a kernel, not yet handed over
         self.results: dict[str, Make] = {}
@@ -163,7 +163,7 @@ class _Layout:
             )
         )
         live = sum(make.bytes for make in self.live.values())
-        self.places.append(Place(at, tuple(self.names.at_mark(root)[0] for root in flags), live))
+        self.places.append(SlotPlace(at, tuple(self.names.at_mark(root)[0] for root in flags), live))
 
     def enter(self) -> None:
         self.names.mark()
@@ -227,7 +227,7 @@ def _output_roles(
     return roles, list(returned), {name: edge for name, edge in edges.items() if edge >= 0}
 
 
-def lay_slots(signature: Signature, events: Sequence[Event], end: int) -> tuple[Schedule, list[Place]]:
+def lay_slots(signature: Signature, events: Sequence[Event], end: int) -> tuple[Schedule, list[SlotPlace]]:
     """The program's schedule, and for each of its slots the place in the program (`end`: where it
     returns)."""
     layout = _Layout(signature, events)
@@ -268,7 +268,7 @@ def own_bytes(events: Iterable[Event], kept: Iterable[str] = ()) -> list[Make]:
 
 def whole_program(
     signature: Signature, kernel: str, own: Make, end: int, outputs: Iterable[tuple[str, int]] = ()
-) -> tuple[Schedule, list[Place]]:
+) -> tuple[Schedule, list[SlotPlace]]:
     """The schedule of a program that cannot be slotted: one kernel that needs every argument from start to
     end, and `own` bytes. Its outputs (name, size_bytes) are counted and never moved: what they share is not
     known."""

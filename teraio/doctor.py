@@ -254,7 +254,7 @@ def _store(
             return 0
         found += [
             findings.drive_unasked(str(told))
-            if isinstance(told, drive_health.Unasked)
+            if isinstance(told, drive_health.NoAnswer)
             else findings.drive_wear(**asdict(told))
             for told in drive_health.of_drives(place.path)
         ]

@@ -25,12 +25,12 @@ from teraio.errors import BudgetError, PlanError
 from teraio.machine import Link, Machine, Tier
 from teraio.passes import lifetimes, planner
 from teraio.passes.events import Event, Forget, Launch, Make, Signature
-from teraio.passes.slots import Place, lay_slots
+from teraio.passes.slots import SlotPlace, lay_slots
 from teraio.plan import Evict, Fetch, Move, Plan
 from teraio.profile import Profile
 from teraio.runtime.engine.engine import Engine, Program
 from teraio.runtime.optimizer.step_call import OptimizerCall
-from teraio.runtime.optimizer.strategy import Stepped
+from teraio.runtime.optimizer.strategy import Strategy
 from teraio.schedule import Step
 
 STEPS = 3
@@ -59,7 +59,7 @@ class Compiled:
         schedule, places = lay_slots(signature, events, len(events))
         self.program = Program(schedule)
         self.program.labels = tuple(name for name, _ in signature.arguments)
-        self.slots: dict[int, list[tuple[int, Place]]] = {}
+        self.slots: dict[int, list[tuple[int, SlotPlace]]] = {}
         for index, place in enumerate(places):
             self.slots.setdefault(place.at, []).append((index, place))
 
@@ -183,7 +183,7 @@ class Run:
         self.over: list[str] = []
         self.place = ""  # the slot that is visited
         self.device.fetch_begun = self._fetch_begun
-        self.about = Stepped(0)
+        self.about = Strategy(0)
         self.states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self.moments: dict[int, Value] = {}  # the same by the weight's id, with what they hold
         self.plans = random.choice(("none", "gaps", "gaps", "hostile", "greedy"))

@@ -20,7 +20,7 @@ from torch import nn
 
 import teraio
 from teraio.runtime.engine import engine
-from teraio.runtime.step.eager_memory import Outside
+from teraio.runtime.step.eager_memory import EagerMemory
 
 WIDTH, ROWS, LAYERS, SAVED = 512, 1024, 4, 8
 
@@ -72,5 +72,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with patch.object(Outside, "keeps", lambda self: None) if "unseen" in sys.argv else patch.dict({}):
+    with patch.object(EagerMemory, "keeps", lambda self: None) if "unseen" in sys.argv else patch.dict({}):
         main()

@@ -128,7 +128,7 @@ def lost(ticket: Any) -> None:
     raise StoreReadError("lost")
 
 
-class Losing(explicit_moves.Explicit):
+class Losing(explicit_moves.ExplicitMoves):
     """The first read that this graph waits for fails."""
 
     lost = False
@@ -234,7 +234,7 @@ class Bench:
             bug = {**PLANTED, UNLAWFUL: unlawful}.get(way, dict)
             patch.setattr(materialize, "acts", lambda *given: bug(acts(*given)))
             for base, (gm, program) in reversed([*zip(expected.base, self.told.graphs)]):
-                runs = next(losing, explicit_moves.Explicit)(program)
+                runs = next(losing, explicit_moves.ExplicitMoves)(program)
                 made = materialize.materialize(gm, plan, base, expected.length, runs)
                 self.run[gm] = self.boxed(made).run
                 written.insert(0, made)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from teraio.passes.events import Alias, Event, Forget, Launch, Make, Signature
-from teraio.passes.slots import Place, lay_slots
+from teraio.passes.slots import SlotPlace, lay_slots
 from teraio.schedule import MADE, READ, WRITE, Schedule
 
 
@@ -22,7 +22,7 @@ def signature(outputs: str = "", saved: Sequence[int] = (), arguments: str = "w"
     return Signature("forward", sizes, tuple(outputs.split()), frozenset(saved))
 
 
-def lay(about: Signature, events: Sequence[Event]) -> tuple[Schedule, list[Place]]:
+def lay(about: Signature, events: Sequence[Event]) -> tuple[Schedule, list[SlotPlace]]:
     end = max((event.at for event in events), default=0) + 1
     return lay_slots(about, events, end)
 
@@ -52,7 +52,9 @@ class Machine:
 
 
 class Checker:
-    def __init__(self, about: Signature, events: Sequence[Event], laid: tuple[Schedule, list[Place]]) -> None:
+    def __init__(
+        self, about: Signature, events: Sequence[Event], laid: tuple[Schedule, list[SlotPlace]]
+    ) -> None:
         self.about, self.events = about, events
         self.schedule, self.places = laid
         self.machine = Machine()
@@ -157,6 +159,6 @@ class Checker:
 
 
 def check(
-    about: Signature, events: Sequence[Event], laid: tuple[Schedule, list[Place]] | None = None
+    about: Signature, events: Sequence[Event], laid: tuple[Schedule, list[SlotPlace]] | None = None
 ) -> None:
     Checker(about, events, laid or lay(about, events)).run()

@@ -19,7 +19,7 @@ from teraio import _native
 from teraio.errors import StoreError
 from teraio.runtime.store import directories, files, stale_directories
 from teraio.runtime.store.extents import Extents, Piece, rounded
-from teraio.runtime.store.store import Extent, Store, Ticket
+from teraio.runtime.store.store import Extent, Store, StoreTicket
 
 MIB = 1 << 20
 LOOKS_ALIKE = 5
@@ -55,7 +55,7 @@ def disk_near(folder: Path) -> Path | None:
 def _on_disk(folder: Path) -> bool:
     fd = os.open(folder, os.O_RDONLY)
     try:
-        return not directories.Place(folder, fd, 0, directories.kind_of(fd)).in_memory
+        return not directories.Directory(folder, fd, 0, directories.kind_of(fd)).in_memory
     finally:
         os.close(fd)
 
@@ -137,7 +137,7 @@ def at_rest(count: Callable[[], Any]) -> Any:
     return looks[-1]
 
 
-def pressed_while_waiting(ticket: Ticket, seconds: float) -> bool:
+def pressed_while_waiting(ticket: StoreTicket, seconds: float) -> bool:
     """Ctrl-C so much later, in a wait for the ticket; whether the wait heard it. Where this thread is held up
     it comes before the wait, or there is nothing left to wait for."""
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -147,7 +147,7 @@ def pressed_while_waiting(ticket: Ticket, seconds: float) -> bool:
         signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt as stop:
         frames = [frame.f_code for frame, _ in traceback.walk_tb(stop.__traceback__)]
-        return Ticket._wait_once.__code__ in frames or Ticket.cancel.__code__ in frames
+        return StoreTicket._wait_once.__code__ in frames or StoreTicket.cancel.__code__ in frames
     return False
 
 

@@ -18,7 +18,7 @@ from teraio.errors import BudgetError
 from teraio.passes.events import Signature
 from teraio.runtime.engine import engine
 from teraio.runtime.step.program import Program
-from teraio.runtime.step.quiet_call import Calm
+from teraio.runtime.step.quiet_call import QuietCall
 
 WIDTH, LAYERS, BATCH = 128, 6, 512
 ROOM, LITTLE = 2**24, 6 * 2**20  # 3 MiB of activations, 1.6 of the model and what belongs to it; 4 of reserve
@@ -33,13 +33,13 @@ def no_drift(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each call, whether it was a calm one."""
     found: list[bool] = []
-    begins = Calm.begins
+    begins = QuietCall.begins
 
-    def counted(self: Calm, program: Program) -> None:
+    def counted(self: QuietCall, program: Program) -> None:
         begins(self, program)
         found.append(self.program is not None)
 
-    monkeypatch.setattr(Calm, "begins", counted)
+    monkeypatch.setattr(QuietCall, "begins", counted)
     return found
 
 
@@ -101,7 +101,7 @@ def test_what_is_counted_is_what_each_slot_would_have_counted(
     assert calls[-2:] == [True, True]
     teraio.reset()
     torch._dynamo.reset()
-    monkeypatch.setattr(Calm, "_is_calm", lambda self, program: False)
+    monkeypatch.setattr(QuietCall, "_is_calm", lambda self, program: False)
     busy = trained([ROOM] * 6)
     assert not any(calls[-12:])
     assert calm[0] == busy[0]

@@ -18,7 +18,7 @@ from fake_cuda import SIZE, FakeCuda, FakeStorage
 from teraio import _native
 from teraio.runtime.device import cuda, pinned_host
 from teraio.runtime.device.cuda import CudaDevice
-from teraio.runtime.device.pinned_host import HostTier, Place
+from teraio.runtime.device.pinned_host import HostTier, PinnedBlock
 
 KIB = 1024
 GIB = 2**30
@@ -37,7 +37,7 @@ def test_a_tensor_survives_the_host_tier_whatever_the_streams_do(fake: FakeCuda,
     pool: list[int] = []
     tensors = [FakeStorage(fake, pool) for _ in range(6)]
     holds = [bytes_of(seed * 10 + index) for index in range(6)]
-    places: list[Place | None] = [None] * 6
+    places: list[PinnedBlock | None] = [None] * 6
     seen: list[tuple[Any, bytes]] = []
     for index, storage in enumerate(tensors):
         held.append(fake.write(storage, holds[index]))

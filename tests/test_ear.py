@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from teraio.runtime.eager import signals
-from teraio.runtime.eager.signal_pipe import Ear
+from teraio.runtime.eager.signal_pipe import SignalPipe
 from teraio.runtime.eager.signals import Signals
 
 SOON_S = 10.0
@@ -50,7 +50,7 @@ def until(happened: Any) -> None:
 
 def test_it_hears_what_python_answers_until_it_closes(answered: list[int]) -> None:
     heard: list[int] = []
-    ear = Ear(heard.append)
+    ear = SignalPipe(heard.append)
     ear.opens()
     os.kill(os.getpid(), signal.SIGUSR2)
     until(lambda: heard == [signal.SIGUSR2])
@@ -67,7 +67,7 @@ def test_an_event_loop_keeps_its_file() -> None:
     os.set_blocking(writes, False)
     try:
         signal.set_wakeup_fd(writes)
-        ear = Ear(lambda number: None)
+        ear = SignalPipe(lambda number: None)
         ear.opens()
         ear.closes()
         assert signal.set_wakeup_fd(-1) == writes

@@ -15,7 +15,7 @@ from teraio.passes.planner.endurance import DAY_NS, written_bytes
 from teraio.plan import Evict, Fetch, Plan, Predicted
 from teraio.profile import Profile
 from teraio.runtime.store.store import Store
-from teraio.runtime.store.write_rate import DAY_S, Allowance
+from teraio.runtime.store.write_rate import DAY_S, WriteRate
 
 MACHINE = toys.machine(device=10**9, ssd=10**9, rate=10**6)  # a byte per microsecond
 
@@ -33,8 +33,8 @@ class Clock:
         self.s += seconds
 
 
-def allowance(per_second: int, clock: Clock) -> Allowance:
-    return Allowance(per_second * DAY_S, clock.now, clock.sleep)
+def allowance(per_second: int, clock: Clock) -> WriteRate:
+    return WriteRate(per_second * DAY_S, clock.now, clock.sleep)
 
 
 def test_an_hours_worth_is_written_at_once_and_then_as_much_as_time_allows() -> None:

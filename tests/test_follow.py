@@ -9,12 +9,12 @@ import pytest
 
 from teraio.errors import StoreError
 from teraio.plan import Evict, Fetch, Plan
-from teraio.runtime.ledger.device_shortage import Scarce
+from teraio.runtime.ledger.device_shortage import DeviceShortage
 from teraio.runtime.ledger.mover import Mover
-from teraio.runtime.ledger.pending_evictions import Going
+from teraio.runtime.ledger.pending_evictions import PendingEvictions
 from teraio.runtime.ledger.record import State
 from teraio.runtime.ledger.residency import Residency
-from teraio.runtime.step.plan_follower import Follower, Here
+from teraio.runtime.step.plan_follower import PlanFollower, SlotPosition
 from teraio.runtime.step.plan_table import table_of
 from teraio.runtime.step.tracker import Expectation
 
@@ -38,8 +38,8 @@ class World:
             begin_evict=lambda record, tier: setattr(record, "state", State.LEAVING),
             makes_way=lambda extra_bytes, tick: extra_bytes <= self.room,
         )
-        self.residency.scarce = Scarce(self.mover, lambda stays: None)  # type: ignore[arg-type]
-        self.residency.going = Going(lambda record: record.name in self.used, self.leave)
+        self.residency.scarce = DeviceShortage(self.mover, lambda stays: None)  # type: ignore[arg-type]
+        self.residency.going = PendingEvictions(lambda record: record.name in self.used, self.leave)
         self.used: set[str] = set()
         self.expected = Expectation(("p",), (TICKS,))
 
@@ -73,13 +73,13 @@ class World:
 
     def follow(self, *moves: Evict | Fetch) -> None:
         self.expected.follow(plan := Plan("", "greedy", 8, (), moves), table_of(plan, TICKS))
-        self.follower = Follower(self.residency, self.mover)
+        self.follower = PlanFollower(self.residency, self.mover)
 
     def at(self, tick: int, live_bytes: int = 0) -> list[str]:
         """What begins at this tick."""
         before = len(self.begun)
         if self.expected.moves_at(tick):
-            self.follower.follow(Here(self.expected, tick, live_bytes), ())
+            self.follower.follow(SlotPosition(self.expected, tick, live_bytes), ())
         return self.begun[before:]
 
 
@@ -199,7 +199,7 @@ def test_what_is_to_come_back_before_it_has_gone_stays() -> None:
 def test_a_write_that_failed_is_told_to_who_waited() -> None:
     world = World(0, a=2, b=2)
     failures = [StoreError("no room"), None]
-    going = Going(lambda record: False, lambda record: failures.pop(0))
+    going = PendingEvictions(lambda record: False, lambda record: failures.pop(0))
     for name in "ab":
         world.records[name].state = State.LEAVING
         going.add(world.records[name])

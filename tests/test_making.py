@@ -21,7 +21,7 @@ from teraio.runtime.engine import engine
 from teraio.runtime.ledger import adoption
 from teraio.runtime.ledger.record import State
 from teraio.runtime.model import init
-from teraio.runtime.model.init import Making
+from teraio.runtime.model.init import Construction
 
 MEMORY = 6 << 20  # 4 MiB of it in reserve
 OPTIONS: dict[str, Any] = {"memory": str(MEMORY), "inner": "eager", "planner": "none"}
@@ -129,7 +129,7 @@ def test_numbers_are_those_of_the_plain_construction_and_memory_is_kept_to(recip
 
 
 def test_these_tests_find_a_construction_in_which_nothing_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Making, "make_room", lambda *_: None)
+    monkeypatch.setattr(Construction, "make_room", lambda *_: None)
     with teraio.init(**OPTIONS):
         model = RECIPES["linear"]()
     assert teraio.stats()["resident_bytes"] > MEMORY - (4 << 20)

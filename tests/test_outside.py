@@ -17,7 +17,7 @@ from kept_train import ROWS, SAVED, WIDTH
 from outside_train import BATCH, LENGTH, SHAPE
 
 from teraio.runtime.ledger.record import State
-from teraio.runtime.step.eager_memory import NOISE_BYTES, Outside
+from teraio.runtime.step.eager_memory import NOISE_BYTES, EagerMemory
 from teraio.runtime.step.program import Program
 from teraio.schedule import Schedule
 
@@ -127,7 +127,7 @@ class Bench:
             reset_peak=self.reset_peak, used_bytes=lambda: self.used, peak_bytes=lambda: self.peak
         )
         device.sees_pages = False
-        self.outside = Outside(
+        self.outside = EagerMemory(
             self.residency, device, self.tracker, lambda *what: self.said.append(what), lambda record: False
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from teraio.runtime.device import pinned_host
-from teraio.runtime.device.pinned_host import SEGMENT_BYTES, HostTier, Place
+from teraio.runtime.device.pinned_host import SEGMENT_BYTES, HostTier, PinnedBlock
 
 KIB = 1024
 GIB = 2**30
@@ -46,7 +46,7 @@ def toy_tier(limit: int, toy: Toy | None = None) -> HostTier:
 
 def test_places_never_overlap_and_all_memory_comes_back() -> None:
     tier, order = toy_tier(3 * GIB), random.Random(1)
-    live: list[Place] = []
+    live: list[PinnedBlock] = []
     for _ in range(3000):
         if order.random() < 0.5 and live:
             tier.release(live.pop(order.randrange(len(live))))

@@ -13,7 +13,7 @@ from slots_checker import check, launch, lay, signature
 
 from teraio.passes import slots
 from teraio.passes.events import Alias, Event, Forget, Make, Signature
-from teraio.passes.slots import Place, own_bytes, whole_program
+from teraio.passes.slots import SlotPlace, own_bytes, whole_program
 from teraio.runtime.step.program import Program
 from teraio.schedule import MADE, READ, RETURNED, WRITE, Schedule
 
@@ -260,24 +260,24 @@ def test_generated_programs_keep_every_promise() -> None:
 # ---- planted bugs: the checker finds each of them in these programs
 
 
-def late(schedule: Schedule, places: list[Place]) -> tuple[Schedule, list[Place]]:
+def late(schedule: Schedule, places: list[SlotPlace]) -> tuple[Schedule, list[SlotPlace]]:
     """Each slot stands before its kernel, after its allocations."""
     return schedule, [replace(place, at=place.at + 1) for place in places]
 
 
-def only_made(schedule: Schedule, places: list[Place]) -> tuple[Schedule, list[Place]]:
+def only_made(schedule: Schedule, places: list[SlotPlace]) -> tuple[Schedule, list[SlotPlace]]:
     """A fresh output is not needed by its next reader."""
     changed = [replace(s, flags=tuple(f & MADE or f for f in s.flags)) for s in schedule.slots]
     return replace(schedule, slots=tuple(changed)), places
 
 
-def forget_bytes(schedule: Schedule, places: list[Place]) -> tuple[Schedule, list[Place]]:
+def forget_bytes(schedule: Schedule, places: list[SlotPlace]) -> tuple[Schedule, list[SlotPlace]]:
     changed = [replace(slot, live_bytes=slot.live_bytes - 1) for slot in schedule.slots]
     return replace(schedule, slots=tuple(changed)), places
 
 
 @pytest.mark.parametrize("bug", [late, only_made, forget_bytes])
-def test_a_wrong_schedule_is_found(bug: Callable[..., tuple[Schedule, list[Place]]]) -> None:
+def test_a_wrong_schedule_is_found(bug: Callable[..., tuple[Schedule, list[SlotPlace]]]) -> None:
     assert found(lambda about, events: bug(*lay(about, events)))
 
 
@@ -340,7 +340,7 @@ def test_a_wrong_layout_is_found(
     assert found(lay)
 
 
-def found(layer: Callable[[Signature, Sequence[Event]], tuple[Schedule, list[Place]]]) -> bool:
+def found(layer: Callable[[Signature, Sequence[Event]], tuple[Schedule, list[SlotPlace]]]) -> bool:
     """Whether the checker refuses one of the generated programs."""
     for seed in SEEDS:
         about, events = Generator(seed).program()

@@ -24,7 +24,7 @@ from teraio.errors import (
 )
 from teraio.runtime.store.extents import BLOCK
 from teraio.runtime.store.slabs import HUGE_PAGE, slab_shape
-from teraio.runtime.store.store import Extent, Store, Ticket
+from teraio.runtime.store.store import Extent, Store, StoreTicket
 
 
 def fetched(store: Store, extent: Extent, size: int) -> bytes:
@@ -118,7 +118,7 @@ def test_many_threads_may_wait_for_one_ticket(root: Path) -> None:
             ticket = rig.store.write(extent, memory.address, "t")
             raised: list[BaseException] = []
 
-            def wait(ticket: Ticket = ticket, raised: list[BaseException] = raised) -> None:
+            def wait(ticket: StoreTicket = ticket, raised: list[BaseException] = raised) -> None:
                 try:
                     ticket.wait()
                 except BaseException as error:  # noqa: BLE001 - the test looks at it

@@ -284,9 +284,11 @@ def test_the_default_is_the_roomier_disk_and_never_memory(
     temp.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(directories.tempfile, "gettempdir", lambda: str(temp))
-    monkeypatch.setattr(directories.Place, "free_bytes", lambda self: 2 if temp in self.path.parents else 1)
+    monkeypatch.setattr(
+        directories.Directory, "free_bytes", lambda self: 2 if temp in self.path.parents else 1
+    )
     assert directories.default_directories() == (temp / f"teraio-{os.geteuid()}",)
-    monkeypatch.setattr(directories.Place, "free_bytes", lambda self: 1)
+    monkeypatch.setattr(directories.Directory, "free_bytes", lambda self: 1)
     assert directories.default_directories() == (cache / "teraio" / "store",)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
@@ -294,7 +296,9 @@ def test_the_default_is_the_roomier_disk_and_never_memory(
     Store(None, MIB).close()
     (root / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(root / "file" / "below"))
-    monkeypatch.setattr(directories.Place, "free_bytes", lambda self: 2 if temp in self.path.parents else 1)
+    monkeypatch.setattr(
+        directories.Directory, "free_bytes", lambda self: 2 if temp in self.path.parents else 1
+    )
     assert directories.default_directories() == (temp / f"teraio-{os.geteuid()}",)
     monkeypatch.setattr(directories, "kind_of", lambda fd: "tmpfs")
     with pytest.raises(StoreError, match="no disk"):

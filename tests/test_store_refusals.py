@@ -52,7 +52,7 @@ def test_what_the_system_refuses_is_said(
 def test_a_disk_without_a_free_byte_is_said_before_a_file_is_made(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directories.Place, "free_bytes", lambda self: 0)
+    monkeypatch.setattr(directories.Directory, "free_bytes", lambda self: 0)
     with pytest.raises(StoreError, match=f"the disk is full: no bytes are free in {root}"):
         Store(root)
     assert not list(root.iterdir())

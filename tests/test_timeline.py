@@ -27,7 +27,7 @@ from teraio.planning import Planning
 from teraio.profile import Profile
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.record import State
-from teraio.runtime.ledger.recorder import Happened, Move, Recorder
+from teraio.runtime.ledger.recorder import Happened, RecordedMove, Recorder
 from teraio.schedule import Step
 from teraio.timeline import Stall, Timeline
 
@@ -327,7 +327,7 @@ def test_what_your_own_code_does_between_two_steps_stands_at_the_begin_of_the_ne
     recorder = Recorder(1_000, 10)
     recorder.step = Happened(50, {})
     recorder.step.kernels.append(("k0", 60, 200))
-    recorder.step.moves.append(Move("fetch:ssd", "w", 4, True, 150, 151, 160))
+    recorder.step.moves.append(RecordedMove("fetch:ssd", "w", 4, True, 150, 151, 160))
     recorder.step.stalls.append((160, Stall(0, "w", 10, "miss")))
     recorder.entered_ns = 200
     recorder.end_step(100, training=True, planned=True)

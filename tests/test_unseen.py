@@ -20,7 +20,7 @@ from teraio import session
 from teraio.errors import BudgetError
 from teraio.runtime.device import choose
 from teraio.runtime.ledger.residency import Residency
-from teraio.runtime.step.kernel_workspace import NOISE_BYTES, Unseen, steady
+from teraio.runtime.step.kernel_workspace import NOISE_BYTES, KernelWorkspace, steady
 
 MIB = 2**20
 WIDTH, LAYERS, BATCH, STEPS = 256, 6, 4096, 4
@@ -196,7 +196,7 @@ def test_where_nobody_looks_the_budget_is_exceeded(
     kind: type[Tensors], plain: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test of the test: without a look at what is not seen, steps take more than they may."""
-    monkeypatch.setattr(Unseen, "arrives", lambda self, program, index: 0)
+    monkeypatch.setattr(KernelWorkspace, "arrives", lambda self, program, index: 0)
     losses, peaks, _ = train(52 * MIB, kind=kind)
     assert losses == plain
     assert min(peaks[1:]) > 52 * MIB
@@ -241,7 +241,9 @@ class Rig:
         self.device = Peaks()
         self.device.counts_all = counts_all
         self.short: list[int] = []
-        self.unseen = Unseen(self.residency, self.device, lambda short, place, who: self.short.append(short))
+        self.unseen = KernelWorkspace(
+            self.residency, self.device, lambda short, place, who: self.short.append(short)
+        )
         self.program: Any = SimpleNamespace(
             unseen_bytes=[0], tried_bytes=[None], stops=[SimpleNamespace(kernel="mm")]
         )

@@ -14,7 +14,7 @@ from children import forked
 from untold_train import SCENARIOS, Clips, PerParameter
 
 from teraio.runtime.optimizer import trial
-from teraio.runtime.optimizer.strategy import Stepped
+from teraio.runtime.optimizer.strategy import Strategy
 
 CHILD = Path(__file__).with_name("untold_train.py")
 WHOLE = {"clips if they are large", "hooks on a whole step"}  # in a budget that has room for that
@@ -42,7 +42,7 @@ def test_an_optimizer_is_tried_again_when_a_rule_of_its_own_is_switched_on() -> 
     step."""
     optimizer = Clips([torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(3)])
     optimizer.most = 0.0
-    about = Stepped(0)
+    about = Strategy(0)
     about.ask(optimizer)
     assert about.seen.reason is None
     for group in optimizer.param_groups:
@@ -84,7 +84,7 @@ class Begins(PerParameter):
 
 def test_what_an_optimizer_counts_is_no_reason_to_try_it_again() -> None:
     optimizer = Begins([torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(3)])
-    about = Stepped(0)
+    about = Strategy(0)
     about.ask(optimizer)
     before = about.seen
     assert before.reason is None

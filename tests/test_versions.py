@@ -22,7 +22,7 @@ from children import ended
 from teraio import versions
 from teraio.errors import UnsupportedError
 from teraio.passes import fx, selftest
-from teraio.passes.slots import Place
+from teraio.passes.slots import SlotPlace
 from teraio.runtime.engine import engine
 from teraio.schedule import READ, WRITE, Schedule
 
@@ -153,12 +153,12 @@ def test_the_self_test_leaves_the_engine_and_random_numbers_alone(monkeypatch: p
 
 VIEWS = ("expand", "t", "view", "detach", "permute", "squeeze", "unsqueeze", "alias")
 
-Lay = Callable[..., tuple[Schedule, list[Place]]]
-Laid = tuple[Schedule, list[Place]]
+Lay = Callable[..., tuple[Schedule, list[SlotPlace]]]
+Laid = tuple[Schedule, list[SlotPlace]]
 
 
 def planted(
-    module: Any, bug: Callable[[Schedule, list[Place]], Laid], monkeypatch: pytest.MonkeyPatch
+    module: Any, bug: Callable[[Schedule, list[SlotPlace]], Laid], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lay: Lay = module.lay_slots
     monkeypatch.setattr(module, "lay_slots", lambda *given: bug(*lay(*given)))
@@ -168,17 +168,17 @@ def without(items: Sequence[Any], at: int) -> list[Any]:
     return [*items[:at], *items[at + 1 :]]
 
 
-def drop_the_place(at: int, schedule: Schedule, places: list[Place]) -> Laid:
+def drop_the_place(at: int, schedule: Schedule, places: list[SlotPlace]) -> Laid:
     """The schedule has the slot, the program does not: the places behind it have the numbers before them."""
     return schedule, without(places, at)
 
 
-def drop_the_slot(at: int, schedule: Schedule, places: list[Place]) -> Laid:
+def drop_the_slot(at: int, schedule: Schedule, places: list[SlotPlace]) -> Laid:
     """Neither has it: nothing is out of order."""
     return replace(schedule, slots=tuple(without(schedule.slots, at))), without(places, at)
 
 
-def drop_a_tensor(at: int, schedule: Schedule, places: list[Place]) -> Laid:
+def drop_a_tensor(at: int, schedule: Schedule, places: list[SlotPlace]) -> Laid:
     slot, place = schedule.slots[at], places[at]
     used = next((n for n, flags in enumerate(slot.flags) if flags & (READ | WRITE)), None)
     if used is None or slot.kernel.rstrip("_0123456789") in VIEWS:  # its kernel reads no bytes that can move
@@ -192,13 +192,13 @@ def drop_a_tensor(at: int, schedule: Schedule, places: list[Place]) -> Laid:
     ]
 
 
-def hand_over_another(at: int, schedule: Schedule, places: list[Place]) -> Laid:
+def hand_over_another(at: int, schedule: Schedule, places: list[SlotPlace]) -> Laid:
     places = [*places]
     places[at] = replace(places[at], names=places[at].names[::-1])
     return schedule, places if len(places[at].names) > 1 else []
 
 
-def a_slot_late(at: int, schedule: Schedule, places: list[Place]) -> Laid:
+def a_slot_late(at: int, schedule: Schedule, places: list[SlotPlace]) -> Laid:
     """Each slot from this one on stands where the next one should, behind its kernel."""
     return schedule, [
         replace(place, at=places[min(n + (n >= at), len(places) - 1)].at) for n, place in enumerate(places)
@@ -222,7 +222,7 @@ IN_THE_BACKWARD = (drop_the_slot, drop_a_tensor)  # the others of the backward: 
     ],
 )
 def test_it_finds_a_planted_bug_at_any_kernel(
-    bug: Callable[[int, Schedule, list[Place]], Laid], kind: str, monkeypatch: pytest.MonkeyPatch
+    bug: Callable[[int, Schedule, list[SlotPlace]], Laid], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every slot of the forward and every third of the backward, one at a time."""
     found: dict[int, str] = {}
@@ -230,7 +230,7 @@ def test_it_finds_a_planted_bug_at_any_kernel(
     at = 0
     while at < length[0] - 1:
 
-        def plant(schedule: Schedule, places: list[Place], at: int = at) -> Laid:
+        def plant(schedule: Schedule, places: list[SlotPlace], at: int = at) -> Laid:
             if schedule.kind != kind:
                 return schedule, places
             length[0] = len(schedule.slots)

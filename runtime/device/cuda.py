@@ -36,7 +36,7 @@ from .cuda_memory import CudaMemory
 from .device import Host
 from .link_rates import LinkRates
 from .pending_transfer import Mark, Pending, Start, Ticket
-from .pinned_host import GRAIN_BYTES, HostTier, Place
+from .pinned_host import GRAIN_BYTES, HostTier, PinnedBlock
 
 log = logging.getLogger("teraio")
 _IDLE_STREAMS: dict[tuple[int, int], list[int]] = defaultdict(list)  # by GPU and priority: no device has them
@@ -283,7 +283,7 @@ def _host_rates(
     device: CudaDevice,
     tier: HostTier,
     seconds: float,
-    places: Sequence[Place],
+    places: Sequence[PinnedBlock],
     storages: Sequence[torch.UntypedStorage],
     progress: Callable[[str], None],
 ) -> LinkRates:

@@ -35,7 +35,7 @@ from teraio import _native
 from ..torch_extension.observer import Observer
 from .clock import Clock, HostClock
 from .link_rates import LinkRates
-from .memory_counts import Counts, Uncounted
+from .memory_counts import MemoryCounts, Uncounted
 from .pending_transfer import Mark, Pending, Start, Ticket
 
 
@@ -73,7 +73,7 @@ class Host(Protocol):
         ...
 
 
-class Device(Counts, Clock, Protocol):
+class Device(MemoryCounts, Clock, Protocol):
     """All that the engine asks of a device. One end per begin, on the thread that launches the kernels."""
 
     kind: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Counts(Protocol):
+class MemoryCounts(Protocol):
     """The figures that a device has of its memory."""
 
     sees_pages: bool  # `used_bytes` counts memory that was written to, not what was asked for

@@ -56,7 +56,7 @@ class CopyTicket:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class PinnedBlock:
     """Bytes of pinned memory."""
 
     address: int
@@ -76,13 +76,13 @@ class HostTier:
         self.pinned_bytes = 0
         self.refused: OSError | None = None  # why there is less than the limit
         self._segments: list[_native.Slabs] = []
-        self._free: list[Place] = []  # by address; neighbours within a segment are merged
+        self._free: list[PinnedBlock] = []  # by address; neighbours within a segment are merged
         self._starts: set[int] = set()
         self._largest_bytes = 0  # of all places that were reserved
         self._thread = ThreadPoolExecutor(1, "teraio-pins")  # Python waits for it before the process ends
         self._ahead: Future[_native.Slabs] | None = None  # the segment that the thread pins
 
-    def reserve(self, size_bytes: int) -> Place | None:
+    def reserve(self, size_bytes: int) -> PinnedBlock | None:
         """Return the smallest free place that fits; None when the limit is reached."""
         size_bytes = -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
         if self._ahead is not None and self._ahead.done():
@@ -94,21 +94,21 @@ class HostTier:
                 return None
         self._free.remove(found)
         if found.size_bytes > size_bytes:
-            insort(self._free, Place(found.address + size_bytes, found.size_bytes - size_bytes))
+            insort(self._free, PinnedBlock(found.address + size_bytes, found.size_bytes - size_bytes))
         self._largest_bytes = max(self._largest_bytes, size_bytes)
         self._pin_ahead()
-        return Place(found.address, size_bytes)
+        return PinnedBlock(found.address, size_bytes)
 
-    def release(self, place: Place) -> None:
+    def release(self, place: PinnedBlock) -> None:
         insort(self._free, place)
         at = self._free.index(place)
         for left in (at, at - 1):  # with the right neighbour, then with the left one
             if 0 <= left < len(self._free) - 1:
                 one, two = self._free[left : left + 2]
                 if one.address + one.size_bytes == two.address and two.address not in self._starts:
-                    self._free[left : left + 2] = [Place(one.address, one.size_bytes + two.size_bytes)]
+                    self._free[left : left + 2] = [PinnedBlock(one.address, one.size_bytes + two.size_bytes)]
 
-    def _fitting(self, size_bytes: int) -> Place | None:
+    def _fitting(self, size_bytes: int) -> PinnedBlock | None:
         fits = [place for place in self._free if place.size_bytes >= size_bytes]
         return min(fits, key=lambda place: (place.size_bytes, place.address)) if fits else None
 
@@ -159,15 +159,15 @@ class HostTier:
         self._segments.append(segment)
         self._starts.add(segment.address)
         self.pinned_bytes += segment.arena_bytes
-        insort(self._free, Place(segment.address, segment.arena_bytes))
+        insort(self._free, PinnedBlock(segment.address, segment.arena_bytes))
 
-    def write(self, place: Place) -> Start:
+    def write(self, place: PinnedBlock) -> Start:
         """Return what `begin_evict` calls: a copy of the storage into the place."""
         device = self.device
         stream = device.evict_stream
         return lambda storage, mark: _issue(device.copier, stream, mark, storage, place, out=True)
 
-    def read(self, place: Place, demand: bool = False) -> Start:
+    def read(self, place: PinnedBlock, demand: bool = False) -> Start:
         """Return what `begin_fetch` calls: a copy of the place into the storage. A demanded copy does not
         queue behind the prefetches."""
         device = self.device
@@ -180,7 +180,7 @@ def _issue(
     stream: torch.cuda.Stream,
     mark: Mark,
     storage: torch.UntypedStorage,
-    place: Place,
+    place: PinnedBlock,
     out: bool,
 ) -> CopyTicket:
     """Give the stream a copy behind the mark.

@@ -22,7 +22,7 @@ from torch.autograd import _get_sequence_nr
 
 from teraio.schedule import Buffer
 
-from ..ledger.engine_lock import Turn
+from ..ledger.engine_lock import EngineLock
 from ..ledger.record import Record
 from ..ledger.residency import Residency
 from ..step.program import Program
@@ -51,7 +51,7 @@ class Gradients:
         residency: Residency,
         user: UserCode,
         adopt: Callable[[Record, torch.Tensor], Record | None],
-        turn: Turn,
+        turn: EngineLock,
     ) -> None:
         self.residency = residency
         self.user = user

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 
-class Ear:
+class SignalPipe:
     """Hears the numbers of signals for which there is a handler in Python."""
 
     def __init__(self, heard: Callable[[int], None]) -> None:

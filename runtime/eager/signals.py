@@ -37,7 +37,7 @@ from torch._dynamo.eval_frame import skip_code
 
 import teraio.errors
 
-from .signal_pipe import Ear
+from .signal_pipe import SignalPipe
 
 log = logging.getLogger("teraio")
 
@@ -90,7 +90,7 @@ class Signals:
         self.reminder: int | None = None  # a signal of ours: the moment may be better now
         self.installed = False
         self.told: set[int] = set()
-        self.ear = Ear(self._hears)
+        self.ear = SignalPipe(self._hears)
         self.struck = False  # Ctrl-C came while the main thread waits for autograd: the next slot raises
         self.answered = False  # a slot has raised for a signal whose handler is still to run
 

@@ -19,14 +19,14 @@ from teraio.errors import EvictedError, StoreError, TeraioError
 from teraio.units import fmt_bytes
 
 from ..device.device import Device
-from ..ledger.engine_lock import Turn
-from ..ledger.known_tensors import Faces
+from ..ledger.engine_lock import EngineLock
+from ..ledger.known_tensors import KnownTensors
 from ..ledger.mover import Mover
 from ..ledger.record import Record, State
 from ..ledger.residency import Residency
 from ..ledger.restore import bring_back
-from ..step.eager_memory import Outside
-from ..step.prefetch import Ahead
+from ..step.eager_memory import EagerMemory
+from ..step.prefetch import Prefetch
 from ..step.tracker import StepTracker
 from ..torch_extension.observer import InUseError
 
@@ -35,15 +35,15 @@ log = logging.getLogger("teraio")
 
 class UserCode:
     def __init__(
-        self, residency: Residency, mover: Mover, device: Device, tracker: StepTracker, turn: Turn
+        self, residency: Residency, mover: Mover, device: Device, tracker: StepTracker, turn: EngineLock
     ) -> None:
         self.residency = residency
         self.mover = mover
         self.turn = turn
         self.observer = device.observer
-        self.faces = Faces()
-        self.outside = Outside(residency, device, tracker, self.overrun, self.stays)
-        self.ahead = Ahead(residency, mover, tracker, self.stays)
+        self.faces = KnownTensors()
+        self.outside = EagerMemory(residency, device, tracker, self.overrun, self.stays)
+        self.ahead = Prefetch(residency, mover, tracker, self.stays)
         self.weights_stay = False  # something reads them that nobody sees: whenever user code runs
         self.saved_stays = False  # and what forwards saved
         self.before_fetch: Callable[[], None] = lambda: None  # what runs may have to know of it

@@ -27,18 +27,18 @@ from ..device.device import Device, Host
 from ..eager import gradients as _gradients
 from ..eager.signals import SIGNALS
 from ..eager.user_code import UserCode
-from ..ledger.engine_lock import Turn
+from ..ledger.engine_lock import EngineLock
 from ..ledger.mover import Mover
 from ..ledger.record import DEVICE, Record
 from ..ledger.recorder import Recorder
 from ..ledger.residency import Need, Residency
 from ..ledger.restore import bring_all_back
-from ..step.kernel_workspace import Unseen
-from ..step.plan_follower import Follower, Here
+from ..step.kernel_workspace import KernelWorkspace
+from ..step.plan_follower import PlanFollower, SlotPosition
 from ..step.plan_table import table_of
 from ..step.program import Program
-from ..step.quiet_call import Calm
-from ..step.stats import Pace, Stats
+from ..step.quiet_call import QuietCall
+from ..step.stats import Stats, StepMeter
 from ..step.tracker import StepTracker
 from ..store.store import Store
 from .registry import Registry
@@ -58,22 +58,22 @@ class Engine:
         host: Host | None = None,
     ) -> None:
         self.mover = Mover(store, device, host)
-        self.pace = Pace(self.mover)
+        self.pace = StepMeter(self.mover)
         self.residency = Residency(self.mover, budget_bytes, reserve_bytes)
         self.on_step = on_step
         self.at_rest: Callable[[], None] = lambda: None  # called where no compiled program runs
         self.tracker = StepTracker(self.pace.begins, device)
-        self.turn = Turn()
+        self.turn = EngineLock()
         self.user = UserCode(self.residency, self.mover, device, self.tracker, self.turn)
         self.faces = self.user.faces
         self.pid = os.getpid()
         self.registry = Registry(self.residency, self.tracker, self.user, self.turn, keep)
         self.gradients = self.registry.gradients
         self.stuck = self.registry.stuck
-        self.unseen = Unseen(self.residency, device, self.user.overrun)
-        self.follower = Follower(self.residency, self.mover)
+        self.unseen = KernelWorkspace(self.residency, device, self.user.overrun)
+        self.follower = PlanFollower(self.residency, self.mover)
         self.optimizers: set[int] = set()  # numbers of those that have stepped in this step
-        self.calm = Calm(self.residency, self.tracker, self.registry.register)
+        self.calm = QuietCall(self.residency, self.tracker, self.registry.register)
         self.user.before_fetch = self.calm.ends
         if device.observer is not None:
             device.observer.owner = self.user
@@ -118,7 +118,7 @@ class Engine:
         """A slot that has something to do, or is measured."""
         for stays, tick in self.parts(program, index, tensors, live_bytes):
             if (expected := self.tracker.expected).moves_at(tick):
-                self.follower.follow(Here(expected, tick, live_bytes), stays)
+                self.follower.follow(SlotPosition(expected, tick, live_bytes), stays)
 
     def parts(
         self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int

@@ -11,19 +11,19 @@ from typing import Any
 from teraio.errors import StoreError
 
 from ..ledger.record import Record, State
-from ..step.plan_follower import Here
+from ..step.plan_follower import SlotPosition
 from ..step.plan_table import EVICT, FETCH, FREE
 from ..step.program import Program
 from . import engine as _engine
 
 
-class Explicit:
+class ExplicitMoves:
     """For one call of the step. Between `take_in` and `ensure` it has a slot open."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.open: Iterator[tuple[list[Record], int | None]] | None = None
-        self.here: Here | None = None
+        self.here: SlotPosition | None = None
         self.live_bytes = 0
 
     def slot(self, index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None:
@@ -43,7 +43,7 @@ class Explicit:
         stays, tick = next(self.open)
         for needed in stays:
             needed.used_at = engine.residency.serial
-        self.here = Here(engine.tracker.expected, tick, self.live_bytes)
+        self.here = SlotPosition(engine.tracker.expected, tick, self.live_bytes)
 
     def evict(self, tensor: str, tier: str) -> None:
         self._follow(EVICT, tensor, tier)

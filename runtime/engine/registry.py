@@ -14,10 +14,10 @@ from teraio.schedule import Buffer
 from ..eager.gradients import Gradients
 from ..eager.user_code import UserCode
 from ..ledger.adoption import SMALLEST_BYTES, movable
-from ..ledger.engine_lock import Turn
+from ..ledger.engine_lock import EngineLock
 from ..ledger.record import Record
 from ..ledger.residency import Residency
-from ..ledger.unresizable import Stuck
+from ..ledger.unresizable import Unresizable
 from ..step.program import Program
 from ..step.tracker import StepTracker, TensorFacts
 
@@ -30,7 +30,7 @@ class Registry:
         residency: Residency,
         tracker: StepTracker,
         user: UserCode,
-        turn: Turn,
+        turn: EngineLock,
         keep: Sequence[str] = (),
     ) -> None:
         self.residency = residency
@@ -40,7 +40,7 @@ class Registry:
         self.keep = keep  # name globs of tensors that never move
         self.found: set[str] = set()  # of these
         self.blind = False  # nobody sees who reads: what user code can reach never moves
-        self.stuck = Stuck(residency, self.kept)
+        self.stuck = Unresizable(residency, self.kept)
         self.gradients = Gradients(residency, user, self.adopt_gradient, turn)
         self.described: dict[str, TensorFacts] = {}  # all tensors of this step that move, dead ones too
 

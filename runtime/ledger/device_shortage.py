@@ -20,7 +20,7 @@ log = logging.getLogger("teraio")
 Stays = Callable[[Record], bool]
 
 
-class Scarce:
+class DeviceShortage:
     """Fetches that the device may have no memory for."""
 
     def __init__(self, mover: Mover, evict_all: Callable[[Stays | None], object]) -> None:

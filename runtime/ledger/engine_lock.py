@@ -8,7 +8,7 @@ from threading import RLock
 from typing import Any, TypeVar, cast
 
 
-class Turn(type(RLock())):  # type: ignore[misc]
+class EngineLock(type(RLock())):  # type: ignore[misc]
     """A lock that its thread may take again, and that knows which thread that is."""
 
     __slots__ = ()

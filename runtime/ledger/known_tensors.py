@@ -12,7 +12,7 @@ import torch
 from .record import Record
 
 
-class Faces:
+class KnownTensors:
     """Tensors that are known, and the records of their storages. Holds neither."""
 
     def __init__(self) -> None:

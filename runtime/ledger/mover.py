@@ -25,7 +25,7 @@ Ended = TypeVar("Ended")
 
 
 @dataclass
-class Counts:
+class MoveCounts:
     """What happened since the engine was made; `teraio.stats()` shows it."""
 
     slots: int = 0
@@ -71,7 +71,7 @@ class Mover:
         self.resident_bytes = 0
         self.foreign_bytes = 0  # of these: not from the allocator that the device counts by
         self.file_bytes = 0  # read from the files that weights came from
-        self.counts = Counts()
+        self.counts = MoveCounts()
         self.recorder: Recorder | None = None
         self.moving: Record | None = None  # whose move begins or ends at this moment
         self.resized: Callable[[Record, int], object] = lambda record, size_bytes: None  # is told

@@ -17,7 +17,7 @@ from teraio.errors import StoreError
 from .record import Record, State
 
 
-class Going:
+class PendingEvictions:
     def __init__(
         self, in_use: Callable[[Record], bool], end_evict: Callable[[Record], StoreError | None]
     ) -> None:

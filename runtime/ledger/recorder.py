@@ -40,7 +40,7 @@ Visit = Callable[[Any, int, Sequence[Any], int | None], None]
 
 
 @dataclass(slots=True)
-class Move:
+class RecordedMove:
     """A transfer. Its lane says when it ran; one that cannot is taken to run from its begin to its end."""
 
     track: str
@@ -67,7 +67,7 @@ class Happened:
     began_ns: int
     bytes: dict[str, int]  # by kind, when it began
     kernels: list[tuple[str, int, int]] = field(default_factory=list)  # name, begin, end
-    moves: list[Move] = field(default_factory=list)
+    moves: list[RecordedMove] = field(default_factory=list)
     stalls: list[tuple[int, Stall]] = field(default_factory=list)  # with when each ended
     changes: list[tuple[int, str, int]] = field(default_factory=list)  # at, kind, bytes from then on
     overrun_bytes: int = 0
@@ -86,7 +86,7 @@ class Recorder:
         self.reserve_bytes = reserve_bytes
         self.here: dict[int, tuple[str, int]] = {}  # storage -> kind and bytes, of all that is on the device
         self.bytes: dict[str, int] = {}  # the same by kind
-        self.under_way: dict[int, Move] = {}  # by storage
+        self.under_way: dict[int, RecordedMove] = {}  # by storage
         self.step = Happened(0, {})
         self.last: Happened | None = None  # ended; its transfers may not have
         self.complete: Happened | None = None  # the last whole one; inference does not replace training
@@ -162,7 +162,7 @@ class Recorder:
 
     def begins(self, record: Record, evict: bool, demand: bool = False) -> None:
         track = f"{'evict' if evict else 'fetch'}:{record.home}"
-        move = Move(track, record.name, record.size_bytes, demand, time.perf_counter_ns())
+        move = RecordedMove(track, record.name, record.size_bytes, demand, time.perf_counter_ns())
         self.under_way[record.key] = move
         self._now(move.begun_ns).moves.append(move)
 
@@ -183,7 +183,7 @@ class Recorder:
     def drops(self, record: Record) -> None:
         """A clean copy goes, which takes no time: the lane `drop:...` says when."""
         now_ns = time.perf_counter_ns()
-        move = Move(f"drop:{record.home}", record.name, 0, False, now_ns, now_ns, now_ns)
+        move = RecordedMove(f"drop:{record.home}", record.name, 0, False, now_ns, now_ns, now_ns)
         self._now(now_ns).moves.append(move)
 
     def overran(self, size_bytes: int) -> None:

@@ -22,9 +22,9 @@ from teraio.errors import BudgetError, StoreError, TeraioError, TornStepError
 from teraio.units import fmt_bytes
 
 from .adoption import movable
-from .device_shortage import Scarce
+from .device_shortage import DeviceShortage
 from .mover import Mover
-from .pending_evictions import Going
+from .pending_evictions import PendingEvictions
 from .record import Record, State
 from .resident_reasons import largest
 
@@ -61,8 +61,8 @@ class Residency:
         self.by_name: dict[str, Record] = {}
         self.mortal: dict[int, Record] = {}  # of those, what does not live from step to step
         self.reachable: dict[int, Record] = {}  # what can move, and user code may touch
-        self.going = Going(self.in_use, lambda record: self._evict_part(record, begin=False))
-        self.scarce = Scarce(mover, self._evict_all)
+        self.going = PendingEvictions(self.in_use, lambda record: self._evict_part(record, begin=False))
+        self.scarce = DeviceShortage(mover, self._evict_all)
         self.serial = 1  # of the slot: a record with `used_at` equal to it is in use
         self.fixed_bytes = 0  # of records that never move
         self.uses: dict[str, list[float]] = {}  # name -> ticks of the expected step, ascending

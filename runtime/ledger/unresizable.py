@@ -17,7 +17,7 @@ from .residency import Residency
 log = logging.getLogger("teraio")
 
 
-class Stuck:
+class Unresizable:
     def __init__(self, residency: Residency, kept: Callable[[str], bool]) -> None:
         self.residency = residency
         self.kept = kept

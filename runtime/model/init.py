@@ -36,7 +36,7 @@ from ..ledger.engine_lock import in_turn
 ONE_AT_A_TIME = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
 
 
-class Making:
+class Construction:
     """One block of construction, in one thread."""
 
     def __init__(self, engine: Engine) -> None:
@@ -121,7 +121,7 @@ def _of_a_file(storage: torch.UntypedStorage) -> bool:
 class Room(TorchDispatchMode):
     """Every operation of the block: room before, count after."""
 
-    def __init__(self, making: Making) -> None:
+    def __init__(self, making: Construction) -> None:
         super().__init__()
         self.making = making
 
@@ -181,7 +181,7 @@ def _without_bytes(value: Any, budgeted: torch.device) -> Any:
 
 
 @contextmanager
-def _parameters(making: Making) -> Iterator[None]:
+def _parameters(making: Construction) -> Iterator[None]:
     """`copy.deepcopy` of a module makes parameters and registers none."""
     make = torch.nn.Parameter.__new__
 
@@ -213,7 +213,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-_MAKING: list[Making] = []  # the block that is open
+_MAKING: list[Construction] = []  # the block that is open
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def models(engine: Engine) -> Iterator[None]:
     if _MAKING and _MAKING[0].engine is engine:
         yield
         return
-    making = Making(engine)
+    making = Construction(engine)
     with ExitStack() as stack:
         stack.callback(_MAKING.remove, making)
         _MAKING.append(making)

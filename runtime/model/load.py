@@ -24,7 +24,7 @@ from teraio.safetensors import Entry, read_header, read_index
 from ..engine.engine import Engine
 from ..ledger.record import Record
 from ..store.source_files import FileCopy, WeightFile
-from .init import Making
+from .init import Construction
 
 INDEX = "model.safetensors.index.json"
 SHOWN = 5  # names in a message
@@ -193,7 +193,7 @@ def _give(engine: Engine | None, wanted: Wanted, name: str, found: Found, copy: 
     entry, tensor = found.entry, wanted.tensor
     size_bytes = entry.end - entry.begin
     if engine is not None:
-        Making(engine).make_room(size_bytes, f"loading {name}")
+        Construction(engine).make_room(size_bytes, f"loading {name}")
     if tensor.is_meta:
         tensor = _made(wanted, entry)
     source = FileCopy(found.file, entry.begin, size_bytes, engine is None or engine.mover.store.checksums)

@@ -14,10 +14,10 @@ from teraio.errors import UnsupportedError
 from ..engine import engine as _engine
 from .buckets import is_stand_in, stand_in
 from .step_call import OptimizerCall, plainly_called
-from .strategy import TRYING, Stepped
+from .strategy import TRYING, Strategy
 
 _installed = False
-_KNOWN: WeakKeyDictionary[torch.optim.Optimizer, Stepped] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[torch.optim.Optimizer, Strategy] = WeakKeyDictionary()
 _CALLS: list[OptimizerCall] = []  # the one that runs; a step inside a step, or on trial, is not ours
 
 
@@ -37,11 +37,11 @@ def updating() -> bool:
     return bool(TRYING) or any(call.updates for call in _CALLS)
 
 
-def _known(optimizer: torch.optim.Optimizer) -> Stepped:
+def _known(optimizer: torch.optim.Optimizer) -> Strategy:
     about = _KNOWN.get(optimizer)
     if about is None:
         refuse_shards(optimizer)
-        about = _KNOWN[optimizer] = Stepped(len(_KNOWN))
+        about = _KNOWN[optimizer] = Strategy(len(_KNOWN))
     about.ask(optimizer)
     return about
 
@@ -72,7 +72,7 @@ def refuse_shards(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _refuse_whole(optimizer: torch.optim.Optimizer, about: Stepped) -> None:
+def _refuse_whole(optimizer: torch.optim.Optimizer, about: Strategy) -> None:
     if about.in_buckets and about.seen.reason is not None:
         raise UnsupportedError(
             f"{type(optimizer).__name__} cannot be stepped a few parameters at a time ({about.seen.reason}): "

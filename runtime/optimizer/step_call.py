@@ -23,7 +23,7 @@ from ..step.program import Program
 from . import host_step
 from .buckets import Bucket, buckets_of, tensors_of
 from .slices import in_slices, passes_over, slice_bytes
-from .strategy import Stepped
+from .strategy import Strategy
 
 log = logging.getLogger("teraio")
 
@@ -34,7 +34,7 @@ class OptimizerCall:
     """From the first bucket to the end of the step."""
 
     def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, about: Stepped, closure: bool
+        self, engine: Engine, optimizer: torch.optim.Optimizer, about: Strategy, closure: bool
     ) -> None:
         self.engine = engine
         self.optimizer = optimizer

@@ -33,7 +33,7 @@ def trying(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         TRYING.pop()
 
 
-class Stepped:
+class Strategy:
     """What is known of one optimizer."""
 
     def __init__(self, number: int) -> None:

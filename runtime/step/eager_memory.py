@@ -40,7 +40,7 @@ class Stretch(NamedTuple):
     made_count: int  # programs that there were
 
 
-class Outside:
+class EagerMemory:
     def __init__(
         self,
         residency: Residency,

@@ -5,8 +5,8 @@
     slot i + 1  arrives   what the peak has beyond these was not seen
 
 It is looked at in measured steps, where the device's allocator counts tensors; between programs
-`eager_memory.py` looks. What a kernel was seen to take besides gets room whenever it runs. It is never an error: what cannot be
-made free is an overrun, and is said.
+`eager_memory.py` looks. What a kernel was seen to take besides gets room whenever it runs. It is never an
+error: what cannot be made free is an overrun, and is said.
 
 A GPU's allocator counts every byte, and all of them are within the budget. Two kinds are told apart there:
 
@@ -37,7 +37,7 @@ def steady(told_bytes: int, seen_bytes: int, least_bytes: int = NOISE_BYTES) -> 
     return -(-seen_bytes // NOISE_BYTES) * NOISE_BYTES if seen_bytes >= least_bytes else 0
 
 
-class Unseen:
+class KernelWorkspace:
     def __init__(
         self, residency: Residency, device: Device, overrun: Callable[[int, str, str], None]
     ) -> None:

@@ -20,7 +20,7 @@ from .tracker import Expectation
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class SlotPosition:
     """A slot: of which step, at which of its ticks, with how many bytes that no one can move."""
 
     expected: Expectation
@@ -28,12 +28,12 @@ class Here:
     live_bytes: int
 
 
-class Follower:
+class PlanFollower:
     def __init__(self, residency: Residency, mover: Mover) -> None:
         self.residency = residency
         self.mover = mover
 
-    def follow(self, here: Here, stays: Iterable[Record]) -> None:
+    def follow(self, here: SlotPosition, stays: Iterable[Record]) -> None:
         """`stays`: what the next kernel needs, whatever the plan says of it."""
         for needed in stays:
             needed.used_at = self.residency.serial
@@ -41,7 +41,7 @@ class Follower:
             self.carry_out(operation, here)
         self.catch_up(here)
 
-    def carry_out(self, operation: Operation, here: Here) -> None:
+    def carry_out(self, operation: Operation, here: SlotPosition) -> None:
         what, name, tier = operation
         counts, late = self.mover.counts, here.expected.late
         if what == FETCH and late:
@@ -55,7 +55,7 @@ class Follower:
         if what == FETCH and record is not None and record.state is State.AWAY:
             late[name] = None
 
-    def catch_up(self, here: Here) -> None:
+    def catch_up(self, here: SlotPosition) -> None:
         """In the plan's order, as many as there is room for. What is here, or gone, is not late any more."""
         self.residency.going.end_done()
         late = here.expected.late
@@ -69,11 +69,11 @@ class Follower:
                 return
             del late[name]
 
-    def _fetches(self, record: Record, here: Here) -> bool:
+    def _fetches(self, record: Record, here: SlotPosition) -> bool:
         room = self.residency.makes_way(record.size_bytes + here.live_bytes, here.tick)
         return room and self.residency.scarce.tries_to_fetch(record)
 
-    def _move(self, what: int, record: Record, tier: str | None, here: Here) -> bool:
+    def _move(self, what: int, record: Record, tier: str | None, here: SlotPosition) -> bool:
         if what == FETCH:
             if record.state is not State.AWAY:
                 return self.residency.going.stays(record)

@@ -26,7 +26,7 @@ TOUCHES_MAX = 2**16  # after one call: what is kept of them must end
 LOST_AFTER = 64  # touches: one that is further on in the last step's order is taken for another one
 
 
-class Ahead:
+class Prefetch:
     def __init__(
         self, residency: Residency, mover: Mover, tracker: StepTracker, stays: Callable[[Record], bool]
     ) -> None:

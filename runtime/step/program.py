@@ -13,7 +13,7 @@ from ..ledger.record import Record
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class SlotNeeds:
     """One slot. `made` pairs a position among the tensors it is handed with their buffer."""
 
     kernel: str
@@ -107,7 +107,7 @@ class Program:
         return record.size_bytes if record.evictable else 0
 
 
-def _growth_bytes(schedule: Schedule, stops: Sequence[Stop]) -> int:
+def _growth_bytes(schedule: Schedule, stops: Sequence[SlotNeeds]) -> int:
     """The most that a call holds at once beside its arguments, if nothing leaves."""
     most = made = 0
     for stop in stops:
@@ -117,9 +117,9 @@ def _growth_bytes(schedule: Schedule, stops: Sequence[Stop]) -> int:
     return most
 
 
-def _stops(schedule: Schedule) -> tuple[Stop, ...]:
+def _stops(schedule: Schedule) -> tuple[SlotNeeds, ...]:
     given: set[int] = set()
-    stops: list[Stop] = []
+    stops: list[SlotNeeds] = []
     for slot in schedule.slots:
         made: list[tuple[int, int]] = []
         for position, (buffer, flags) in enumerate(zip(slot.buffers, slot.flags)):
@@ -129,7 +129,7 @@ def _stops(schedule: Schedule) -> tuple[Stop, ...]:
         touched = _with_flags(slot.buffers, slot.flags, READ | WRITE)
         written = _with_flags(slot.buffers, slot.flags, WRITE)
         returned = _with_flags(slot.buffers, slot.flags, RETURNED)
-        stops.append(Stop(slot.kernel, tuple(made), touched, written, returned, slot.live_bytes))
+        stops.append(SlotNeeds(slot.kernel, tuple(made), touched, written, returned, slot.live_bytes))
     return tuple(stops)
 
 

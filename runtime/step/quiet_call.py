@@ -21,7 +21,7 @@ from .tracker import StepTracker
 Register = Callable[[Program, int, Any], Record | None]
 
 
-class Calm:
+class QuietCall:
     def __init__(self, residency: Residency, tracker: StepTracker, register: Register) -> None:
         self.residency, self.tracker, self.register = residency, tracker, register
         self.program: Program | None = None  # whose call this is, if it is a calm one

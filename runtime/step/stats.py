@@ -62,7 +62,7 @@ class Stats(TypedDict, total=False):
     overrun_bytes: int
 
 
-class Pace:
+class StepMeter:
     def __init__(self, mover: Mover) -> None:
         self.mover = mover
         self.begun = 0

@@ -34,7 +34,7 @@ GIVE_ANOTHER = "Give another directory: options={'store': '/path/on/the/ssd'} or
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Directory:
     """An open directory. `fd` belongs to whoever opened it."""
 
     path: Path
@@ -74,7 +74,7 @@ def kind_of(fd: int) -> str:
     return _MAGIC.get(about[0] & 0xFFFFFFFF, "other")
 
 
-def open_place(path: Path, accept: Sequence[str] = (), parents: bool = False) -> Place:
+def open_place(path: Path, accept: Sequence[str] = (), parents: bool = False) -> Directory:
     """Opens the directory, makes it if only its last part (or with `parents` any) is missing, and checks it.
 
     `accept` may hold "tmpfs" (it is memory, and counted as such) and "network".
@@ -83,7 +83,7 @@ def open_place(path: Path, accept: Sequence[str] = (), parents: bool = False) ->
     fd = _open(path, parents)
     try:
         _check_owner(path, os.fstat(fd))
-        place = Place(path, fd, os.fstat(fd).st_dev, kind_of(fd))
+        place = Directory(path, fd, os.fstat(fd).st_dev, kind_of(fd))
         if place.in_memory and "tmpfs" not in accept:
             raise refuse(path, f"it lies on {place.kind}, which is memory, not a disk")
         if place.network and "network" not in accept:
@@ -177,16 +177,16 @@ def _check_owner(path: Path, about: os.stat_result) -> None:
         )
 
 
-def free_bytes_in(places: Sequence[Place]) -> int:
+def free_bytes_in(places: Sequence[Directory]) -> int:
     """Of all file systems together, each counted once."""
     return sum(_free(places).values())
 
 
-def _free(places: Sequence[Place]) -> dict[int, int]:
+def _free(places: Sequence[Directory]) -> dict[int, int]:
     return {place.device: place.free_bytes() for place in places}
 
 
-def check_room(places: Sequence[Place], size_bytes: int | None) -> list[int]:
+def check_room(places: Sequence[Directory], size_bytes: int | None) -> list[int]:
     """Bytes each place may take: all that is free less 5 %, or all of it if a size is asked for and fits.
 
     Places on one file system share its room in equal parts.
@@ -228,7 +228,7 @@ def default_directories() -> tuple[Path, ...]:
         except OSError:  # its file system is gone
             continue
         try:
-            place = Place(path, fd, 0, kind_of(fd))
+            place = Directory(path, fd, 0, kind_of(fd))
             if not place.in_memory and not place.network:
                 rooms[path] = place.free_bytes()
         finally:

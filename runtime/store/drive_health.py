@@ -25,7 +25,7 @@ TIMEOUT_MS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class Wear:
+class DriveHealth:
     """`used_percent` is of the life that the maker rates it for, and may exceed 100. `warnings`: the bits of
     the log's first byte (1 few spare blocks, 2 too hot, 4 unreliable, 8 read-only, 16 its backup failed)."""
 
@@ -38,23 +38,23 @@ class Wear:
     warnings: int
 
 
-class Unasked(Exception):
+class NoAnswer(Exception):
     """The text says which drive, and why."""
 
 
-def of_drives(path: Path) -> tuple[Wear | Unasked, ...]:
+def of_drives(path: Path) -> tuple[DriveHealth | NoAnswer, ...]:
     """One entry per drive below the path's file system; a single reason if no drive is found."""
     try:
         disks = disks_below(device_of(path))
-    except Unasked as why:
+    except NoAnswer as why:
         return (why,)
     except OSError as error:  # in a container, say, where /dev has not what is mounted
-        return (Unasked(f"{error.filename}: {error.strerror}"),)
-    found: list[Wear | Unasked] = []
+        return (NoAnswer(f"{error.filename}: {error.strerror}"),)
+    found: list[DriveHealth | NoAnswer] = []
     for disk in disks:
         try:
             found.append(read(disk))
-        except Unasked as why:
+        except NoAnswer as why:
             found.append(why)
     return tuple(found)
 
@@ -71,14 +71,14 @@ def device_of(path: Path) -> str:
         if words[2] == own and source.startswith("/dev/"):
             number = os.stat(source).st_rdev
             return f"{os.major(number)}:{os.minor(number)}"
-    raise Unasked(f"the file system of {path} does not say which drive it is on")
+    raise NoAnswer(f"the file system of {path} does not say which drive it is on")
 
 
 def disks_below(number: str) -> list[str]:
     """Names in /dev of the disks that a block device is a partition of, or is put together from."""
     place = (BLOCKS / number).resolve()
     if not place.exists():
-        raise Unasked(f"the kernel does not show block device {number}")
+        raise NoAnswer(f"the kernel does not show block device {number}")
     if (place / "partition").exists():
         place = place.parent
     parts = sorted(place.glob("slaves/*"))
@@ -87,18 +87,18 @@ def disks_below(number: str) -> list[str]:
     return sorted({disk for part in parts for disk in disks_below((part / "dev").read_text().strip())})
 
 
-def read(disk: str) -> Wear:
+def read(disk: str) -> DriveHealth:
     """Ask an NVMe drive."""
     if not disk.startswith("nvme"):
-        raise Unasked(f"{disk} is no NVMe drive")
+        raise NoAnswer(f"{disk} is no NVMe drive")
     try:
         descriptor = os.open(f"/dev/{disk}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise Unasked(f"/dev/{disk}: {error.strerror}; root may ask it") from error
+        raise NoAnswer(f"/dev/{disk}: {error.strerror}; root may ask it") from error
     try:
         return told(disk, _page(descriptor))
     except OSError as error:
-        raise Unasked(f"/dev/{disk} does not tell: {error.strerror}") from error
+        raise NoAnswer(f"/dev/{disk} does not tell: {error.strerror}") from error
     finally:
         os.close(descriptor)
 
@@ -133,13 +133,13 @@ def _page(descriptor: int) -> bytes:
     return page.raw
 
 
-def told(disk: str, page: bytes) -> Wear:
+def told(disk: str, page: bytes) -> DriveHealth:
     """What the page says (NVM Express, SMART / health information)."""
 
     def number(at: int, size: int) -> int:
         return int.from_bytes(page[at : at + size], "little")
 
-    return Wear(
+    return DriveHealth(
         drive=disk,
         used_percent=page[5],
         spare_percent=page[3],

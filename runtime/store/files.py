@@ -25,7 +25,7 @@ import stat
 from teraio.errors import StoreError, StoreFullError
 from teraio.units import fmt_bytes
 
-from .directories import Place, open_private, refuse
+from .directories import Directory, open_private, refuse
 from .extents import BLOCK
 
 PREFIX = "teraio-"
@@ -50,7 +50,7 @@ class StoreFile:
     """An open, unlinked file. `limit_bytes`: what it may become; `allocated_bytes`: what it has on the
     disk."""
 
-    def __init__(self, place: Place, limit_bytes: int) -> None:
+    def __init__(self, place: Directory, limit_bytes: int) -> None:
         self.place = place
         self.limit_bytes = limit_bytes // BLOCK * BLOCK
         self.allocated_bytes = 0
@@ -169,7 +169,7 @@ def _fallocate(fd: int, offset: int, size_bytes: int) -> int:
     return 0
 
 
-def _make_file(place: Place) -> tuple[int, bool]:
+def _make_file(place: Directory) -> tuple[int, bool]:
     """(fd, whether it is direct) of a fresh file without a name."""
     try:
         name, directory = _make_directory(place)
@@ -198,14 +198,14 @@ def _make_file(place: Place) -> tuple[int, bool]:
     return fd, direct
 
 
-def _remove(place: Place, name: str) -> None:
+def _remove(place: Directory, name: str) -> None:
     with contextlib.suppress(
         OSError
     ):  # gone: somebody found it before we had locked it; full: not ours any more
         os.rmdir(name, dir_fd=place.fd)
 
 
-def _make_directory(place: Place) -> tuple[str, int]:
+def _make_directory(place: Directory) -> tuple[str, int]:
     """(name, fd) of a private directory that is locked. Whoever clears leftovers may win the race for the
     lock."""
     for _ in range(16):
@@ -227,7 +227,7 @@ def _make_directory(place: Place) -> tuple[str, int]:
     raise refuse(place.path, "somebody removes our directory as often as it is made")
 
 
-def _lock(place: Place, name: str, fd: int) -> bool:
+def _lock(place: Directory, name: str, fd: int) -> bool:
     """False: somebody looks whether the directory is a leftover, or has just removed it as one."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -256,7 +256,7 @@ def _forget(directory: int) -> None:
         os.unlink(NAME, dir_fd=directory)
 
 
-def _check_file(place: Place, fd: int) -> None:
+def _check_file(place: Directory, fd: int) -> None:
     about = os.fstat(fd)
     if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_nlink != 0:
         raise refuse(

@@ -26,7 +26,7 @@ State = Literal["live", "dead", "foreign"]
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
+class StaleDirectory:
     """`live`: in use, as a directory that is being made or as an unlinked file of a running process.
     `dead`: may go. `foreign`: it has our name, but is not what we make; it is left alone."""
 
@@ -45,7 +45,7 @@ def absent(root: Path) -> bool:
     return False
 
 
-def leftovers(root: Path) -> list[Leftover]:
+def leftovers(root: Path) -> list[StaleDirectory]:
     """Directories of this user's stores in `root`, and the nameless files that running stores have there."""
     if absent(root):
         return []
@@ -57,7 +57,7 @@ def leftovers(root: Path) -> list[Leftover]:
     return [one for one in found if one is not None] + running(root)
 
 
-def clear(root: Path) -> list[Leftover]:
+def clear(root: Path) -> list[StaleDirectory]:
     """Removes what is dead and returns it."""
     if absent(root):
         return []
@@ -68,7 +68,7 @@ def clear(root: Path) -> list[Leftover]:
         os.close(place.fd)
 
 
-def clear_in(root_fd: int, root: Path) -> list[Leftover]:
+def clear_in(root_fd: int, root: Path) -> list[StaleDirectory]:
     """The same in a directory that is open already."""
     found = [_look(root_fd, root, name, remove=True) for name in _names(root_fd)]
     return [one for one in found if one is not None and one.state == "dead"]
@@ -78,7 +78,7 @@ def _names(root_fd: int) -> list[str]:
     return sorted(name for name in os.listdir(root_fd) if _OURS.fullmatch(name))
 
 
-def _look(root_fd: int, root: Path, name: str, remove: bool) -> Leftover | None:
+def _look(root_fd: int, root: Path, name: str, remove: bool) -> StaleDirectory | None:
     """What a directory is; with `remove` it is gone if it was dead. None: it vanished, or is not ours."""
     match = _OURS.fullmatch(name)
     assert match is not None
@@ -88,12 +88,12 @@ def _look(root_fd: int, root: Path, name: str, remove: bool) -> Leftover | None:
     except FileNotFoundError:
         return None
     except OSError:
-        return Leftover(path, pid, 0, "foreign")  # a link, a file, or a directory that we may not read
+        return StaleDirectory(path, pid, 0, "foreign")  # a link, a file, or a directory that we may not read
     try:
         if os.fstat(fd).st_uid != os.geteuid():
             return None
         size_bytes, known = _contents(fd)
-        return Leftover(path, pid, size_bytes, _state(root_fd, name, fd, known, remove))
+        return StaleDirectory(path, pid, size_bytes, _state(root_fd, name, fd, known, remove))
     except FileNotFoundError:  # it was removed while we looked
         return None
     finally:
@@ -137,10 +137,10 @@ def _remove(root_fd: int, name: str, fd: int) -> None:
             os.rmdir(name, dir_fd=root_fd)
 
 
-def running(root: Path) -> list[Leftover]:
+def running(root: Path) -> list[StaleDirectory]:
     """Unlinked files of stores in `root` that this user's processes hold open, one per process and file."""
     prefix = os.path.join(os.path.abspath(root), PREFIX)
-    seen: dict[tuple[int, int, int], Leftover] = {}
+    seen: dict[tuple[int, int, int], StaleDirectory] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # the process is gone, or is not ours to look at
             for number in os.listdir(f"/proc/{pid}/fd"):
@@ -152,5 +152,5 @@ def running(root: Path) -> list[Leftover]:
                     about = os.stat(link)
                     key = (int(pid), about.st_dev, about.st_ino)
                     path = target.removesuffix(" (deleted)")
-                    seen[key] = Leftover(path, int(pid), about.st_blocks * 512, "live")
+                    seen[key] = StaleDirectory(path, int(pid), about.st_blocks * 512, "live")
     return list(seen.values())

@@ -27,7 +27,7 @@ from teraio.units import fmt_bytes
 from . import stale_directories
 from .directories import (
     GIVE_ANOTHER,
-    Place,
+    Directory,
     check_room,
     default_directories,
     free_bytes_in,
@@ -36,10 +36,10 @@ from .directories import (
 from .extents import Extents, Piece, rounded
 from .files import StoreFile, reach
 from .slabs import HUGE_PAGE, LANES, DeviceSide, make_slabs
-from .ticket import Extent, Orphan, Ticket
-from .write_rate import Allowance
+from .ticket import Extent, Orphan, StoreTicket
+from .write_rate import WriteRate
 
-__all__ = ["Extent", "Store", "Ticket"]
+__all__ = ["Extent", "Store", "StoreTicket"]
 
 log = logging.getLogger("teraio")
 
@@ -80,7 +80,7 @@ class Store:
         self.checksums = checksums
         self._on_fallback = on_fallback
         self._pid = os.getpid()
-        self.allowance = Allowance(write_per_day_bytes) if write_per_day_bytes else None
+        self.allowance = WriteRate(write_per_day_bytes) if write_per_day_bytes else None
         self._lock = threading.RLock()
         self._orphans: deque[Orphan] = deque()
         self._tags = 0
@@ -106,7 +106,7 @@ class Store:
         self, paths: Sequence[Path], size_bytes: Size, accept: Sequence[str], parents: bool
     ) -> tuple[list[int], int | None]:
         """Opens the files; returns how large each may become, and all of them together."""
-        places: list[Place] = []
+        places: list[Directory] = []
         try:
             for path in paths:
                 places.append(open_place(path, accept, parents))
@@ -244,7 +244,9 @@ class Store:
 
     # ---- transfers
 
-    def write(self, extent: Extent, address: int, name: str, demand: bool = False, event: int = 0) -> Ticket:
+    def write(
+        self, extent: Extent, address: int, name: str, demand: bool = False, event: int = 0
+    ) -> StoreTicket:
         """Memory to the extent, once the device's `event` has come. The bytes must stay as they are until the
         ticket is finished."""
         self._check_open()
@@ -257,16 +259,18 @@ class Store:
             )
             if not extent.pieces:  # its place was lost to a drive that hung
                 extent.pieces = self._take(extent.size_bytes, name)
-            return Ticket(self, "write", extent, address, name, demand, event)
+            return StoreTicket(self, "write", extent, address, name, demand, event)
 
-    def read(self, extent: Extent, address: int, name: str, demand: bool = False, event: int = 0) -> Ticket:
+    def read(
+        self, extent: Extent, address: int, name: str, demand: bool = False, event: int = 0
+    ) -> StoreTicket:
         """The extent to memory, which holds anything until the ticket is done. A demand overtakes
         prefetches."""
         self._check_open()
         with self._lock:
             self._reap()
             assert not extent.released and extent.writing is None, f"{name}: it is still being written"
-            return Ticket(self, "read", extent, address, name, demand, event)
+            return StoreTicket(self, "read", extent, address, name, demand, event)
 
     def _reap(self) -> None:
         """Settles transfers whose tickets nobody holds any more."""

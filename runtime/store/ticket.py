@@ -63,7 +63,7 @@ class Orphan:
 FirstTry = tuple[StoreWriteError, tuple[Piece, ...]]  # what went wrong, and where
 
 
-class Ticket:
+class StoreTicket:
     """A pending transfer. Made by the store, under its lock."""
 
     __slots__ = (

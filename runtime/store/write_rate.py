@@ -18,7 +18,7 @@ log = logging.getLogger("teraio")
 DAY_S, AT_ONCE_S = 86_400, 3_600
 
 
-class Allowance:
+class WriteRate:
     def __init__(
         self,
         per_day_bytes: int,

@@ -24,7 +24,7 @@ from teraio.passes import costs, lifetimes, planner
 from teraio.plan import Plan
 from teraio.profile import Profile
 from teraio.progress import stage, tell
-from teraio.runtime.optimizer.strategy import Stepped
+from teraio.runtime.optimizer.strategy import Strategy
 from teraio.runtime.store.slabs import slab_bytes
 from teraio.session import RESERVE_BYTES
 
@@ -112,7 +112,7 @@ def _profile(
     mark = ledger.mark()
     ways = [with_buckets(0)]
     budget = memory.resolve(basis.available_bytes, ways[0][1])
-    limit = Stepped(0).bucket_bytes(budget)
+    limit = Strategy(0).bucket_bytes(budget)
     if ways[0][1] >= budget:
         ways.append(with_buckets(limit, by_rows=True))
     ways.insert(0, with_buckets(limit))

@@ -120,7 +120,7 @@ def fuse(*spoiled: str) -> Callable[[Path], Any]:
 
 
 @dataclass
-class Place:
+class Directory:
     name: str
     where: Callable[[Path], Any] = ordinary
     outcomes: tuple[str, ...] = (SAME,)  # or the types of errors that are right
@@ -133,30 +133,30 @@ class Place:
 FULL = (SAME, "StoreFullError", "StoreError", "StoreWriteError", "BudgetError", "TornStepError")
 LYING = (SAME, "CorruptTensorError", "StoreReadError")  # by digests only is it known
 PLACES = (
-    Place("an ordinary folder"),
-    Place("tmpfs", memory(512), ("StoreError",)),  # it is memory
-    Place("ext4", disk("ext4", 256)),
-    Place("ext4 of 16 MiB", disk("ext4", 16), FULL),
-    Place("ext4 that others fill", disk("ext4", 64), FULL, filled=True),
-    Place("ext4, taken from its folder meanwhile", disk("ext4", 256), detached=True),
-    Place("ext4, read-only", disk("ext4", 64, "ro"), ("StoreError",)),
-    Place("xfs", disk("xfs", 512)),
-    Place("an overlay", overlay),
-    Place("FUSE", fuse()),
-    Place("FUSE, each operation 20 ms late", fuse("read late 1", "write late 1")),
-    Place("FUSE, every second write short", fuse("write short 2")),
-    Place("FUSE, every second read ends the file", fuse("read short 2"), LYING),
-    Place("FUSE, every 60th write and read fails", fuse("write EIO 60", "read EIO 60")),
-    Place("FUSE, every seventh write fails", fuse("write EIO 7"), FULL),
-    Place("FUSE, every fifth read fails", fuse("read EIO 5"), (SAME, "StoreReadError")),
-    Place("FUSE, every write fails", fuse("write EIO 1"), FULL),
-    Place("FUSE, a bit of every ninth read is wrong", fuse("read flip 9"), LYING[1:]),
-    Place("FUSE, whose server ends in the middle", fuse(), (*FULL, LYING[-1]), unanswered=True),
-    Place("64 open files", limits={"RLIMIT_NOFILE": 64}),
-    Place("hardly an open file", outcomes=("StoreError",), limits={"RLIMIT_NOFILE": 5}),
-    Place("no locked memory", limits={"RLIMIT_MEMLOCK": 0}),
-    Place("files of 8 MiB", outcomes=FULL, limits={"RLIMIT_FSIZE": 8 * MIB}),
-    Place("no file at all", outcomes=FULL, limits={"RLIMIT_FSIZE": 0}),
+    Directory("an ordinary folder"),
+    Directory("tmpfs", memory(512), ("StoreError",)),  # it is memory
+    Directory("ext4", disk("ext4", 256)),
+    Directory("ext4 of 16 MiB", disk("ext4", 16), FULL),
+    Directory("ext4 that others fill", disk("ext4", 64), FULL, filled=True),
+    Directory("ext4, taken from its folder meanwhile", disk("ext4", 256), detached=True),
+    Directory("ext4, read-only", disk("ext4", 64, "ro"), ("StoreError",)),
+    Directory("xfs", disk("xfs", 512)),
+    Directory("an overlay", overlay),
+    Directory("FUSE", fuse()),
+    Directory("FUSE, each operation 20 ms late", fuse("read late 1", "write late 1")),
+    Directory("FUSE, every second write short", fuse("write short 2")),
+    Directory("FUSE, every second read ends the file", fuse("read short 2"), LYING),
+    Directory("FUSE, every 60th write and read fails", fuse("write EIO 60", "read EIO 60")),
+    Directory("FUSE, every seventh write fails", fuse("write EIO 7"), FULL),
+    Directory("FUSE, every fifth read fails", fuse("read EIO 5"), (SAME, "StoreReadError")),
+    Directory("FUSE, every write fails", fuse("write EIO 1"), FULL),
+    Directory("FUSE, a bit of every ninth read is wrong", fuse("read flip 9"), LYING[1:]),
+    Directory("FUSE, whose server ends in the middle", fuse(), (*FULL, LYING[-1]), unanswered=True),
+    Directory("64 open files", limits={"RLIMIT_NOFILE": 64}),
+    Directory("hardly an open file", outcomes=("StoreError",), limits={"RLIMIT_NOFILE": 5}),
+    Directory("no locked memory", limits={"RLIMIT_MEMLOCK": 0}),
+    Directory("files of 8 MiB", outcomes=FULL, limits={"RLIMIT_FSIZE": 8 * MIB}),
+    Directory("no file at all", outcomes=FULL, limits={"RLIMIT_FSIZE": 0}),
 )
 
 
@@ -164,7 +164,7 @@ def left_behind(store: Path) -> list[Path]:
     return [path for path in store.rglob("*") if path.name not in {"other", "lost+found"}]
 
 
-def verdict(place: Place, folder: Path) -> tuple[bool, str]:
+def verdict(place: Directory, folder: Path) -> tuple[bool, str]:
     with place.where(folder) as store:
         case: dict[str, Any] = {"name": place.name, "store": str(store), "limits": place.limits}
         if place.filled:
