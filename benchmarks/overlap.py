@@ -164,7 +164,7 @@ class Bench:
     def busy(self) -> dict[str, float]:
         """Seconds in which the drive wrote and read, and the bytes, since the store was opened."""
         assert engine.ENGINE is not None
-        stats = engine.ENGINE.mover.store._transfers.stats()
+        stats = engine.ENGINE.mover.store.space.transfers.stats()
         return {
             "write_s": stats["write_busy_s"],
             "read_s": stats["read_busy_s"],

@@ -19,7 +19,9 @@ from pathlib import Path
 
 import torch
 
-from teraio.runtime.store.store import Extent, Store, StoreTicket
+from teraio.runtime.store.space import Extent
+from teraio.runtime.store.store import Store
+from teraio.runtime.store.ticket import StoreTicket
 
 CPU_TARGET_S_PER_GB = 0.35
 

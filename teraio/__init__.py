@@ -31,16 +31,16 @@ __all__ = [
 ]
 
 _WHERE = {
-    "Stats": "runtime.pace",
+    "Stats": "runtime.step.stats",
     "estimate": "estimating",
     "init": "models",
     "load": "models",
-    "wrap": "runtime.optimizer",
+    "wrap": "runtime.optimizer.hooks",
     "reset": "session",
     "set_memory": "session",
     "stats": "session",
-    "resident": "runtime.stays",
-    "save": "runtime.checkpoint",
+    "resident": "runtime.model.resident",
+    "save": "runtime.model.save",
 }
 
 

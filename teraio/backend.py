@@ -184,7 +184,7 @@ def hear_of_resets() -> None:
 def _adopt(labels: tuple[str, ...], inputs: list[Any]) -> None:
     """Before the first step: weights that files, numpy or other libraries own become torch's."""
     assert engine.ENGINE is not None
-    stuck = engine.ENGINE.stuck
+    stuck = engine.ENGINE.unresizable
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     foreign = [
         (name, t) for name, t in zip(labels, tensors) if foreign_weight(t) and name not in stuck.refused

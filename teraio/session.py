@@ -167,9 +167,9 @@ class Session:
             self.names = None
 
     def _report_stuck(self) -> None:
-        stuck = [*self.engine.stuck.records.values()]
+        stuck = [*self.engine.unresizable.records.values()]
         if stuck:
-            reasons = [f"{record.name} ({self.engine.stuck.why(record)})" for record in stuck[:NAMED]]
+            reasons = [f"{record.name} ({self.engine.unresizable.why(record)})" for record in stuck[:NAMED]]
             log.warning(
                 "teraio: staying in memory: %s (%s) whose bytes belong to a file or another library and "
                 "cannot be copied out unnoticed: %s%s. Clone what is to move before compiling",
@@ -328,7 +328,7 @@ def _end() -> None:
     global SESSION
     if SESSION is not None:
         running = SESSION.engine
-        with running.turn:
+        with running.lock:
             bring_all_back(running.residency, running.user.stays)  # or an error, before anything has ended
     session, SESSION = SESSION, None
     GIVEN.clear()

@@ -48,7 +48,7 @@ class Tiers:
         )
         most = link_probe.memory_bytes(budget_bytes)
         link, weights = drives(self.store.directories, device, most)
-        self.store.extents.weights[:] = weights
+        self.store.space.extents.weights[:] = weights
         links = [link]
         self.host_bytes = host_bytes(options)
         self.host = device.host(self.host_bytes) if self.host_bytes else None

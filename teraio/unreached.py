@@ -71,7 +71,7 @@ def _look(backend: Callable[..., Any], optimizer: torch.optim.Optimizer, args: A
     if not stepped:
         return
     if session.SESSION is not None:
-        session.SESSION.engine.user.outside.ends()  # what the look takes is not the user's
+        session.SESSION.engine.user.eager_memory.ends()  # what the look takes is not the user's
     missing = [
         m for module, options in _compiled(backend) if (m := _missing(module, stepped, options)) is not None
     ]
@@ -92,7 +92,7 @@ def _in_programs() -> set[int]:
     """Return the ids of the tensors that the engine knows as weights of programs."""
     if session.SESSION is None:
         return set()
-    records = session.SESSION.engine.faces.records
+    records = session.SESSION.engine.known_tensors.records
     return {key for key, record in records.items() if record.kind == "weight"}
 
 

@@ -122,7 +122,11 @@ def train(source: str, model: Llama, compiled: Any, watch: Watch, steps: int) ->
             sum(float(p.detach().numpy()[0].sum()) for p in model.parameters())
         del loss
         peaks.append(watch.look())
-    stuck = [] if engine.ENGINE is None else [record.name for record in engine.ENGINE.stuck.records.values()]
+    stuck = (
+        []
+        if engine.ENGINE is None
+        else [record.name for record in engine.ENGINE.unresizable.records.values()]
+    )
     teraio.reset()
     bits = b"".join(p.detach().clone().numpy().tobytes() for p in model.parameters())
     return {

@@ -39,7 +39,7 @@ def layer(model: nn.Module, number: int) -> nn.Linear:
 
 def record(tensor: torch.Tensor) -> Record:
     assert engine.ENGINE is not None
-    return engine.ENGINE.faces.records[id(tensor)]
+    return engine.ENGINE.known_tensors.records[id(tensor)]
 
 
 def send_away() -> int:

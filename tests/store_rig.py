@@ -19,7 +19,9 @@ from teraio import _native
 from teraio.errors import StoreError
 from teraio.runtime.store import directories, files, stale_directories
 from teraio.runtime.store.extents import Extents, Piece, rounded
-from teraio.runtime.store.store import Extent, Store, StoreTicket
+from teraio.runtime.store.space import Extent
+from teraio.runtime.store.store import Store
+from teraio.runtime.store.ticket import StoreTicket
 
 MIB = 1 << 20
 LOOKS_ALIKE = 5

@@ -207,7 +207,7 @@ def test_a_call_that_an_error_ends_leaves_nothing_behind(calls: list[bool]) -> N
         optimizer.zero_grad()
     assert calls[-1]
     assert engine.ENGINE is not None
-    calm = engine.ENGINE.calm
+    calm = engine.ENGINE.quiet_call
     with pytest.raises(IndexError):
         compiled(x, index + 1)
     assert calm.program is None and calm.made == []

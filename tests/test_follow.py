@@ -38,8 +38,10 @@ class World:
             begin_evict=lambda record, tier: setattr(record, "state", State.LEAVING),
             makes_way=lambda extra_bytes, tick: extra_bytes <= self.room,
         )
-        self.residency.scarce = DeviceShortage(self.mover, lambda stays: None)  # type: ignore[arg-type]
-        self.residency.going = PendingEvictions(lambda record: record.name in self.used, self.leave)
+        self.residency.shortage = DeviceShortage(self.mover, lambda stays: None)  # type: ignore[arg-type]
+        self.residency.pending_evictions = PendingEvictions(
+            lambda record: record.name in self.used, self.leave
+        )
         self.used: set[str] = set()
         self.expected = Expectation(("p",), (TICKS,))
 
@@ -142,7 +144,7 @@ def test_a_write_that_is_not_done_is_not_waited_for_and_gives_its_room_when_it_i
     done.is_so = True
     assert world.at(3) == ["b"], "late, as its room was"
     assert world.records["a"].state is State.AWAY
-    assert not world.residency.going.records
+    assert not world.residency.pending_evictions.records
 
 
 def test_who_needs_room_waits_for_as_many_as_it_takes_in_the_order_of_the_plan() -> None:
@@ -152,7 +154,7 @@ def test_who_needs_room_waits_for_as_many_as_it_takes_in_the_order_of_the_plan()
     world.follow(*(Evict(name, "ssd", tick, 0) for tick, name in enumerate("bca", 1)))
     for tick in range(4):
         world.at(tick)
-    going = world.residency.going
+    going = world.residency.pending_evictions
     assert going.size_bytes == 6
     assert going.end_until(lambda: world.room >= 3, by_plan=True) is None
     assert [world.records[name].state for name in "abc"] == [State.LEAVING, State.AWAY, State.AWAY]
@@ -172,7 +174,7 @@ def test_what_is_needed_after_all_does_not_go(why: str) -> None:
     else:
         world.used.add("a")
     done.is_so = True
-    going = world.residency.going
+    going = world.residency.pending_evictions
     going.end_done()
     assert going.end_until(lambda: False) is None
     assert going.size_bytes == 0 == world.room
@@ -190,7 +192,7 @@ def test_what_is_to_come_back_before_it_has_gone_stays() -> None:
     for tick in range(3):
         assert not world.at(tick)
     done.is_so = True
-    world.residency.going.end_done()
+    world.residency.pending_evictions.end_done()
     assert world.records["a"].state is State.LEAVING and world.room == 0
     counts = world.mover.counts
     assert (counts.planned_moves, counts.skipped_moves) == (3, 0)
@@ -228,7 +230,7 @@ def test_a_kernel_that_needs_room_sends_no_other_tensor_away_for_it() -> None:
     mover.end_evict = end_evict
     world.records["idle"].storage, world.records["idle"].used_at = lambda: None, -1
     world.records["gone"].state = State.LEAVING
-    residency.going.add(world.records["gone"])
+    residency.pending_evictions.add(world.records["gone"])
     residency.bury = lambda among=None: None  # type: ignore[method-assign]
     assert residency.free(0, None) == (0, None) and not ended
     assert residency.free(1, None) == (0, None) and ended == ["gone"]
@@ -269,9 +271,9 @@ def test_a_late_write_that_fails_is_no_error_of_who_needs_the_tensor(how: str) -
         name="a", key=1, size_bytes=4, state=State.LEAVING, evictable=True, used_at=0, pins=0, clean=False
     )
     record.pending, record.dead = SimpleNamespace(ticket=None), lambda: False
-    residency.going.add(record, by_plan=True)
+    residency.pending_evictions.add(record, by_plan=True)
     if how == "to come back by its plan":
-        assert residency.going.stays(record)
+        assert residency.pending_evictions.stays(record)
     residency.ensure([record], 0, "kernel", None)
     assert record.state is State.DEVICE and not record.clean
     assert residency.failed == {1: record} and mover.counts.failed_moves == 1

@@ -83,7 +83,7 @@ def made() -> Any:
 
 def record_of(tensor: torch.Tensor) -> Record:
     assert engine.ENGINE is not None
-    return engine.ENGINE.faces.records[id(tensor)]
+    return engine.ENGINE.known_tensors.records[id(tensor)]
 
 
 def equal(one: nn.Module, other: nn.Module) -> bool:

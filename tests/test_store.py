@@ -24,7 +24,9 @@ from teraio.errors import (
 )
 from teraio.runtime.store.extents import BLOCK
 from teraio.runtime.store.slabs import HUGE_PAGE, slab_shape
-from teraio.runtime.store.store import Extent, Store, StoreTicket
+from teraio.runtime.store.space import Extent
+from teraio.runtime.store.store import Store
+from teraio.runtime.store.ticket import StoreTicket
 
 
 def fetched(store: Store, extent: Extent, size: int) -> bytes:
@@ -88,7 +90,7 @@ def test_churn_of_mixed_sizes_grows_nothing(root: Path) -> None:
         churn(store, 20, seed)
         assert counts() == running
     assert store.free_bytes == store.capacity_bytes
-    assert store._transfers.stats()["blocks"] == 0 and not store._orphans
+    assert store.space.transfers.stats()["blocks"] == 0 and not store.space.dropped
     store.close()
     assert at_rest(counts) == before
     assert not list(root.iterdir())
@@ -166,8 +168,8 @@ def test_an_extent_released_under_a_dropped_ticket_is_not_reused_before_its_end(
         while rig.store.free_bytes == 0 and time.monotonic() < deadline:
             rig.fault.deliver()
             time.sleep(0.02)
-            rig.store._reap()
-        assert rig.store.free_bytes == 2 * MIB and not rig.store._orphans
+            rig.store.space.reap()
+        assert rig.store.free_bytes == 2 * MIB and not rig.store.space.dropped
 
 
 def test_ctrl_c_leaves_no_transfer_behind(root: Path) -> None:
@@ -184,7 +186,7 @@ def test_ctrl_c_leaves_no_transfer_behind(root: Path) -> None:
             ticket.cancel()
         else:
             pytest.fail("the interrupt never came while the ticket was waited for")
-        assert ticket.done() and rig.store._transfers.stats()["unfinished"] == 0
+        assert ticket.done() and rig.store.space.transfers.stats()["unfinished"] == 0
         then = back.get()
         time.sleep(0.4)
         assert back.get() == then
@@ -206,13 +208,13 @@ def test_ctrl_c_at_any_moment_ends_the_transfer_and_the_store_goes_on(root: Path
                 interrupted += 1
             else:
                 ticket.cancel()
-            assert ticket.done() and rig.store._transfers.stats()["unfinished"] == 0
+            assert ticket.done() and rig.store.space.transfers.stats()["unfinished"] == 0
             began = time.perf_counter()
             rig.store.write(extent, memory.address, "t").wait()
             took_s = max(time.perf_counter() - began, 1e-4)
             assert fetched(rig.store, extent, memory.size) == memory.get()
             rig.store.release(extent)
-        check_extents(rig.store.extents, [])
+        check_extents(rig.store.space.extents, [])
         assert rig.store.free_bytes == 32 * MIB
     assert interrupted > 5
 
@@ -234,8 +236,8 @@ def test_eio_on_write_goes_to_another_extent_once(root: Path, where: str) -> Non
         ticket.wait()
         assert extent.pieces != first
         assert fetched(rig.store, extent, memory.size) == memory.get()
-        assert rig.store.extents.dead_bytes > 0, "the block that failed is not used again"
-        check_extents(rig.store.extents, [extent.pieces])
+        assert rig.store.space.extents.dead_bytes > 0, "the block that failed is not used again"
+        check_extents(rig.store.space.extents, [extent.pieces])
 
 
 def test_a_dead_drive_raises_once_names_the_tensor_and_costs_no_capacity(root: Path) -> None:
@@ -251,7 +253,7 @@ def test_a_dead_drive_raises_once_names_the_tensor_and_costs_no_capacity(root: P
         )
         assert memory.get() == Memory(MIB, seed=1).get()
         assert rig.store.capacity_bytes == 4 * MIB
-        check_extents(rig.store.extents, [extent.pieces])
+        check_extents(rig.store.space.extents, [extent.pieces])
         rig.fault.clear()
         rig.store.write(extent, memory.address, "layers.3.w").wait()
         assert fetched(rig.store, extent, memory.size) == memory.get()
@@ -299,13 +301,13 @@ def test_a_hung_write_loses_its_place_and_only_that(root: Path) -> None:
         extent = rig.store.reserve(memory.size, "t")
         with pytest.raises(TransferTimeoutError):
             rig.store.write(extent, memory.address, "t").wait()
-        lost = rig.store._transfers.lost()
-        assert lost and rig.store.extents.dead_bytes == sum(size for _, _, size in lost)
+        lost = rig.store.space.transfers.lost()
+        assert lost and rig.store.space.extents.dead_bytes == sum(size for _, _, size in lost)
         with pytest.raises(StoreError, match="last write failed"):
             rig.store.read(extent, other.address, "t")
         rig.store.write(extent, memory.address, "t").wait()
         extents = [rig.put(Memory(BLOCK, seed=3), "small") for _ in range(rig.store.free_bytes // BLOCK)]
-        check_extents(rig.store.extents, [one.pieces for one in [extent, *extents]])
+        check_extents(rig.store.space.extents, [one.pieces for one in [extent, *extents]])
         assert rig.fault.deliver() == 1
         assert fetched(rig.store, extent, memory.size) == memory.get()
         assert all(fetched(rig.store, one, BLOCK) == Memory(BLOCK, seed=3).get() for one in extents)
@@ -322,7 +324,7 @@ def test_a_hung_write_that_nobody_waits_for_loses_its_place_too(root: Path) -> N
         for _ in range(2):  # time passes while others are waited for
             rig.store.release(rig.put(Memory(BLOCK, seed=2), "other"))
         rig.store.release(rig.store.reserve(BLOCK, "other"))
-        assert not rig.store._orphans and extent.pieces == () != lost_in
+        assert not rig.store.space.dropped and extent.pieces == () != lost_in
         rig.store.write(extent, memory.address, "t").wait()
         assert rig.fault.deliver() == 1
         assert fetched(rig.store, extent, memory.size) == memory.get()
@@ -366,7 +368,7 @@ def test_every_operation_fails_in_turn_and_no_byte_is_wrong(root: Path, kind: An
                     usable = rig.store._slabs.quarantined == 0
                     assert not usable or scenario(rig, wrong) == 6, (kind, op, sticky, nth)
                     assert not wrong, (kind, op, sticky, nth, wrong)
-                    check_extents(rig.store.extents, [])
+                    check_extents(rig.store.space.extents, [])
                 if not hits:
                     break
                 nth += 1

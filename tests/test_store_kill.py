@@ -200,7 +200,7 @@ def test_a_fork_can_do_nothing_with_the_store_and_nothing_to_it(root: Path) -> N
 
 EXIT = """
 import ctypes, sys, threading
-from teraio.runtime.store import Store
+from teraio.runtime.store.store import Store
 store = Store(sys.argv[1], 64 << 20)
 memory = ctypes.create_string_buffer(32 << 20)
 extent = store.reserve(len(memory), "t")

@@ -50,7 +50,7 @@ def test_a_missing_directory_is_made_private_whatever_the_umask(root: Path) -> N
         finally:
             os.umask(old)
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
-        about = os.fstat(store._files[0].fd)
+        about = os.fstat(store.space.files[0].fd)
         assert stat.S_IMODE(about.st_mode) == 0o600 and about.st_nlink == 0 and about.st_uid == os.geteuid()
         churn(store, 2, largest=MIB // 4)
         store.close()

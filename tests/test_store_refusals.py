@@ -65,7 +65,7 @@ def test_a_file_system_that_cannot_reserve_grows_all_the_same(
     store = Store(root, 512 * MIB)
     assert [said for said in store.fallbacks if "cannot reserve space" in said]
     extents = [store.reserve(100 * MIB, f"t{number}") for number in range(3)]
-    assert store._files[0].allocated_bytes >= 300 * MIB == sum(extent.size_bytes for extent in extents)
+    assert store.space.files[0].allocated_bytes >= 300 * MIB == sum(extent.size_bytes for extent in extents)
     store.close()
 
 
@@ -88,7 +88,7 @@ def test_a_file_is_closed_once_and_on_request_without_a_call_that_may_hang(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(root, MIB)
-    (file,) = store._files
+    (file,) = store.space.files
     cut: list[int] = []
     monkeypatch.setattr(os, "ftruncate", lambda fd, size: cut.append(fd))
     fd = file.fd

@@ -18,7 +18,8 @@ from store_rig import MIB, Memory, churn
 from teraio import _native
 from teraio.errors import StoreError, StoreFullError
 from teraio.runtime.store import files
-from teraio.runtime.store.store import Extent, Store
+from teraio.runtime.store.space import Extent
+from teraio.runtime.store.store import Store
 
 
 def test_too_large_a_store_is_refused_before_it_is_made(root: Path) -> None:
@@ -87,13 +88,13 @@ def test_a_failed_allocation_is_given_back(root: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(files, "_fallocate", half)
     store = Store(root, 64 * MIB)
     kept = store.reserve(3 * MIB, "kept")
-    fd = store._files[0].fd
+    fd = store.space.files[0].fd
     before = (os.fstat(fd).st_size, os.fstat(fd).st_blocks)
     with pytest.raises(StoreFullError, match=r"'big'.*cannot grow") as got:
         store.reserve(32 * MIB, "big")
     assert got.value.errno == errno.ENOSPC and got.value.tensor == "big"
     about = os.fstat(fd)
-    assert about.st_size == store._files[0].allocated_bytes
+    assert about.st_size == store.space.files[0].allocated_bytes
     assert about.st_blocks * 512 <= 4 * MIB + 65536 and about.st_size >= before[0]
     memory = Memory(3 * MIB, seed=1)
     store.write(kept, memory.address, "kept").wait()
@@ -128,7 +129,7 @@ def test_when_one_disk_cannot_grow_the_others_take_its_part(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store([root, root], 256 * MIB)
-    full = store._files[0].fd
+    full = store.space.files[0].fd
     really = files._fallocate
     monkeypatch.setattr(files, "_fallocate", lambda fd, *a: errno.ENOSPC if fd == full else really(fd, *a))
     extent = store.reserve(200 * MIB, "t")
@@ -232,7 +233,7 @@ def test_a_disk_that_somebody_else_fills_is_a_full_store(small_disk: Path) -> No
     hog = small_disk / "hog"
     with hog.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, max(free(small_disk) - 2 * MIB, MIB))
-    have = store._files[0].allocated_bytes
+    have = store.space.files[0].allocated_bytes
     if have < store.capacity_bytes - 8 * MIB:
         with pytest.raises(StoreFullError, match="cannot grow"):
             store.reserve(have + 6 * MIB, "t")

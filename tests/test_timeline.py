@@ -206,7 +206,7 @@ def test_who_asks_for_none_pays_for_none() -> None:
         pass
     running = engine.ENGINE
     assert running is not None and running.mover.recorder is None
-    assert "visit" not in vars(running) and not running.mover.store.keeps_times
+    assert "visit" not in vars(running) and not running.mover.store.space.keeps_times
     assert session.SESSION is not None and session.SESSION.recording is None
 
 

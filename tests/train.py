@@ -47,7 +47,7 @@ BATCH, LENGTH = 24, 96
 # Each of these bugs must change the numbers, or end in an error.
 PLANTS: dict[str, list[Any]] = {
     # kernels run before the bytes are there
-    "drop_the_wait": [patch.object(ticket.Ticket, "wait", lambda self: None)],
+    "drop_the_wait": [patch.object(ticket.StoreTicket, "wait", lambda self: None)],
     # dirty tensors are taken for clean: an old copy, or none, comes back
     "skip_the_write": [patch.object(Store, "write", lambda self, *rest, **named: unnoted.Done())],
     # what the optimizer wrote is taken for clean: the copy of before comes back

@@ -51,12 +51,12 @@ class Gradients:
         residency: Residency,
         user: UserCode,
         adopt: Callable[[Record, torch.Tensor], Record | None],
-        turn: EngineLock,
+        lock: EngineLock,
     ) -> None:
         self.residency = residency
         self.user = user
         self.adopt = adopt
-        self.turn = turn
+        self.lock = lock
         self.forwards: list[Forward] = []
         self.leaves: list[Any] = []  # of the backward that runs: what each edge of its node leads to
         self.made: dict[int, Record] = {}  # by it, and free to leave
@@ -118,7 +118,7 @@ class Gradients:
                 record = self.made.get(tensor.untyped_storage()._cdata)
                 if record is not None:
                     self.residency.reachable[record.key] = record
-                    self.user.faces.add(tensor, record)
+                    self.user.known_tensors.add(tensor, record)
         node = torch._C._current_autograd_node()
         if node is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
             number = node._sequence_nr()
@@ -144,7 +144,7 @@ class Gradients:
         return None if weight.key in self.shared.get(self.backward, ()) else weight
 
     def _weight(self, tensor: Any) -> Record | None:
-        record = self.user.faces.records.get(id(tensor))
+        record = self.user.known_tensors.records.get(id(tensor))
         return record if record is not None and record.kind == "weight" else None
 
     def _open(self, forward: Forward) -> bool:
@@ -177,7 +177,7 @@ class Gradients:
             before = len(self.residency.records)
             record = self.adopt(weight, gradient)
             if record is not None and len(self.residency.records) > before:
-                self.user.outside.took(record.size_bytes)
+                self.user.eager_memory.took(record.size_bytes)
 
 
 def packing() -> str:
@@ -204,7 +204,7 @@ def _hook(tensor: torch.Tensor) -> None:
 
     def after(owner: torch.Tensor) -> None:
         if ACTIVE:
-            with ACTIVE[0].turn:
+            with ACTIVE[0].lock:
                 ACTIVE[0].after(owner)
 
     handle = tensor.register_post_accumulate_grad_hook(after)

@@ -35,15 +35,15 @@ log = logging.getLogger("teraio")
 
 class UserCode:
     def __init__(
-        self, residency: Residency, mover: Mover, device: Device, tracker: StepTracker, turn: EngineLock
+        self, residency: Residency, mover: Mover, device: Device, tracker: StepTracker, lock: EngineLock
     ) -> None:
         self.residency = residency
         self.mover = mover
-        self.turn = turn
+        self.lock = lock
         self.observer = device.observer
-        self.faces = KnownTensors()
-        self.outside = EagerMemory(residency, device, tracker, self.overrun, self.stays)
-        self.ahead = Prefetch(residency, mover, tracker, self.stays)
+        self.known_tensors = KnownTensors()
+        self.eager_memory = EagerMemory(residency, device, tracker, self.overrun, self.stays)
+        self.prefetch = Prefetch(residency, mover, tracker, self.stays)
         self.weights_stay = False  # something reads them that nobody sees: whenever user code runs
         self.saved_stays = False  # and what forwards saved
         self.before_fetch: Callable[[], None] = lambda: None  # what runs may have to know of it
@@ -72,11 +72,13 @@ class UserCode:
     def make_ready(self, staying: Sequence[Record], live_bytes: int, tick: int | None) -> None:
         """At the last slot of a program: brings what stays, and makes room for what user code will take
         beside it."""
-        self.residency.going.end_until(lambda: False, by_plan=True)  # what comes next asks for no room
+        self.residency.pending_evictions.end_until(
+            lambda: False, by_plan=True
+        )  # what comes next asks for no room
         if staying:
             self.bring(staying, live_bytes, "what it holds of")
             written_unseen(staying)
-        self.outside.room(live_bytes, tick)
+        self.eager_memory.room(live_bytes, tick)
 
     def keep_weights(self, why: str, saved: bool = False) -> None:
         """From now on all weights are resident whenever user code runs; what forwards saved, too, if that is
@@ -102,7 +104,7 @@ class UserCode:
         if self.refuses is not None:
             self.refuses("a program of teraio's", None)
         if self.observer is not None:
-            with self.turn:
+            with self.lock:
                 self.take_touches()
             self.observer.program(1)
 
@@ -115,8 +117,8 @@ class UserCode:
         self.residency.serial += 1
         if self.observer is not None:
             self.observer.rearm()
-        self.outside.begins()
-        self.ahead.go_on()
+        self.eager_memory.begins()
+        self.prefetch.go_on()
 
     # ---- reads
 
@@ -124,10 +126,10 @@ class UserCode:
         """Make these storages resident for who is about to read them, in any thread."""
         if self.refuses is not None:
             self.refuses(place, [record.name for record in self.residency.known(keys)])
-        if self.turn.is_ours:
+        if self.lock.is_ours:
             self.serve_amid(keys, place)
             return
-        with self.turn:
+        with self.lock:
             self.before_fetch()
             self.serve(keys, place)
 
@@ -163,7 +165,7 @@ class UserCode:
         """Note in which order user code has touched tensors since this was last asked."""
         if self.observer is not None:
             for record in self.residency.known(self.observer.touched()):
-                self.ahead.touched(record)
+                self.prefetch.touched(record)
 
     def bring(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
         """For user code: makes these resident, over the budget if it must be."""
@@ -171,15 +173,15 @@ class UserCode:
         with pinned(records):
             if any(record.state in {State.AWAY, State.ARRIVING} for record in records):
                 self._fetch(records, live_bytes, place)
-            self.ahead.go_on()
+            self.prefetch.go_on()
 
     def _fetch(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
         residency = self.residency
         self.mover.counts.touches += 1
         missing = sum(record.size_bytes for record in records if record.state is State.AWAY)
         try:
-            to_come = self.outside.to_come()
-            short, _ = residency.free(missing + live_bytes + to_come, self.ahead.now(), self.stays)
+            to_come = self.eager_memory.to_come()
+            short, _ = residency.free(missing + live_bytes + to_come, self.prefetch.now(), self.stays)
             short -= to_come
             if short > 0:
                 self.overrun(short, f"{place} {records[0].name}")
@@ -196,7 +198,7 @@ class UserCode:
     def holding(self, records: Sequence[Record], place: str) -> Iterator[None]:
         """These are in memory as long as the block runs."""
         with ExitStack() as held:
-            with self.turn:
+            with self.lock:
                 self.bring(records, 0, place)
                 held.enter_context(pinned(records))
             yield
@@ -247,7 +249,7 @@ class UserCode:
         """To an optimizer's update: they are resident, and what it does with them is no touch of user code's,
         until they are taken back."""
         self.take_back()
-        self.faces.lend(tensors)
+        self.known_tensors.lend(tensors)
         self.lends = True
         if self.observer is not None:
             self.observer.program(1)
@@ -256,7 +258,7 @@ class UserCode:
         if self.lends and self.observer is not None:
             self.observer.program(-1)
         self.lends = False
-        self.faces.take_back()
+        self.known_tensors.take_back()
 
     def overrun(self, short: int, place: str, who: str = "user code") -> None:
         if self.residency.elastic:

@@ -58,23 +58,23 @@ class Engine:
         host: Host | None = None,
     ) -> None:
         self.mover = Mover(store, device, host)
-        self.pace = StepMeter(self.mover)
+        self.meter = StepMeter(self.mover)
         self.residency = Residency(self.mover, budget_bytes, reserve_bytes)
         self.on_step = on_step
         self.at_rest: Callable[[], None] = lambda: None  # called where no compiled program runs
-        self.tracker = StepTracker(self.pace.begins, device)
-        self.turn = EngineLock()
-        self.user = UserCode(self.residency, self.mover, device, self.tracker, self.turn)
-        self.faces = self.user.faces
+        self.tracker = StepTracker(self.meter.begins, device)
+        self.lock = EngineLock()
+        self.user = UserCode(self.residency, self.mover, device, self.tracker, self.lock)
+        self.known_tensors = self.user.known_tensors
         self.pid = os.getpid()
-        self.registry = Registry(self.residency, self.tracker, self.user, self.turn, keep)
+        self.registry = Registry(self.residency, self.tracker, self.user, self.lock, keep)
         self.gradients = self.registry.gradients
-        self.stuck = self.registry.stuck
-        self.unseen = KernelWorkspace(self.residency, device, self.user.overrun)
+        self.unresizable = self.registry.unresizable
+        self.kernel_workspace = KernelWorkspace(self.residency, device, self.user.overrun)
         self.follower = PlanFollower(self.residency, self.mover)
         self.optimizers: set[int] = set()  # numbers of those that have stepped in this step
-        self.calm = QuietCall(self.residency, self.tracker, self.registry.register)
-        self.user.before_fetch = self.calm.ends
+        self.quiet_call = QuietCall(self.residency, self.tracker, self.registry.register)
+        self.user.before_fetch = self.quiet_call.ends
         if device.observer is not None:
             device.observer.owner = self.user
 
@@ -82,11 +82,11 @@ class Engine:
 
     def visit(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int | None) -> None:
         """Most slots have nothing to do, and must not take longer than it takes to see that."""
-        if self.calm.program is not None:
-            if self.calm.program is program and 0 < index < program.last:
-                self.calm.passes(index, tensors)
+        if self.quiet_call.program is not None:
+            if self.quiet_call.program is program and 0 < index < program.last:
+                self.quiet_call.passes(index, tensors)
                 return
-            self.calm.ends()
+            self.quiet_call.ends()
         stop = program.stops[index]
         live_bytes = program.live_bytes(index, live_bytes)
         residency, mover, tracker, bound = self.residency, self.mover, self.tracker, program.bound
@@ -95,7 +95,7 @@ class Engine:
         if tracker.running is not None or not 0 < index < program.last:
             self._attend(program, index, tensors, live_bytes)
             if index == 0 and program.schedule.kind != "optimizer":
-                self.calm.begins(program)
+                self.quiet_call.begins(program)
             return
         for position, buffer in stop.made:
             bound[buffer] = self.registry.register(program, buffer, tensors[position])
@@ -131,7 +131,7 @@ class Engine:
             residency.refuse_torn()
         own = program.schedule.kind != "optimizer"  # whose records are bound when its call begins
         if index and own:
-            tracker.takes(index - 1, self.unseen.arrives(program, index - 1))
+            tracker.takes(index - 1, self.kernel_workspace.arrives(program, index - 1))
         if index == 0 and own:
             self._enter(program, tensors)
         bound = program.bound
@@ -139,7 +139,7 @@ class Engine:
             for position, buffer in stop.made:
                 bound[buffer] = self.registry.register(program, buffer, tensors[position])
         if index == 0 and own:
-            self.user.outside.keeps()  # what eager code made and hands over is in the ledger by now
+            self.user.eager_memory.keeps()  # what eager code made and hands over is in the ledger by now
             self._meet(program)
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
         last = index == program.last
@@ -148,7 +148,9 @@ class Engine:
         yield needed + staying, tick
         told_bytes = live_bytes - program.unseen_bytes[index]
         residency.ensure(needed, told_bytes, stop.kernel, tick)
-        live_bytes -= self.unseen.room(program, index, live_bytes, tick, tracker.running is not None)
+        live_bytes -= self.kernel_workspace.room(
+            program, index, live_bytes, tick, tracker.running is not None
+        )
         residency.mark_written(bound, stop.written)
         for buffer in stop.returned:
             if (returned := bound[buffer]) is not None and returned.kind != "weight":
@@ -160,11 +162,11 @@ class Engine:
         if tracker.running is not None:
             unmovable = live_bytes + residency.fixed_bytes + residency.reserve_bytes
             if own and index < program.last:
-                self.unseen.leaves(program, index, told_bytes)
+                self.kernel_workspace.leaves(program, index, told_bytes)
             tracker.visited(index, began, self.mover.device.moment(), unmovable)
 
     def _enter(self, program: Program, tensors: Sequence[Any]) -> None:
-        self.user.outside.ends()
+        self.user.eager_memory.ends()
         mark = next((id(t) for t in tensors if isinstance(t, torch.nn.Parameter)), None)
         if self.tracker.is_over(program, mark):
             self.end_step()
@@ -172,7 +174,7 @@ class Engine:
             self.tracker.drop()
             self.registry.forget_names()
             self.user.end_step()
-        self.stuck.look()
+        self.unresizable.look()
         self.tracker.enter(program, mark)  # before `bound` is cleared: the call before may be of this program
         self.expect()
         program.bound = [None] * len(program.schedule.buffers)
@@ -187,7 +189,7 @@ class Engine:
     def _meet(self, program: Program) -> None:
         """Its arguments are known."""
         if self.tracker.running is not None:
-            self.unseen.begins(step=self.tracker.number == 0)
+            self.kernel_workspace.begins(step=self.tracker.number == 0)
         if not program.checked:
             program.checked = True
             self._check_floor(program)
@@ -207,9 +209,9 @@ class Engine:
 
     def optimizer_stepped(self) -> None:
         """The step is over, unless another optimizer steps now."""
-        for record in self.stuck.retry():  # now: no program holds them
+        for record in self.unresizable.retry():  # now: no program holds them
             self.registry.describe(record)
-        self.tracker.stepped = self.pace.ends(self.residency.reserve_bytes)
+        self.tracker.stepped = self.meter.ends(self.residency.reserve_bytes)
         self.user.hand_over()
         self.at_rest()
 
@@ -225,16 +227,16 @@ class Engine:
         """The step is over: what was measured becomes the next step's expectation."""
         self.optimizers.clear()
         self.residency.serial += 1
-        self.residency.going.end_done()
+        self.residency.pending_evictions.end_done()
         self.residency.failed.clear()
         self.residency.bury()
         self.registry.end_step()
         if self.tracker.programs and self.tracker.stepped is None:  # inference
-            self.tracker.stepped = self.pace.ends(self.residency.reserve_bytes)
+            self.tracker.stepped = self.meter.ends(self.residency.reserve_bytes)
         if (recorder := self.mover.recorder) is not None:
             expected = self.tracker.expected
             recorder.end_step(
-                self.pace.ended_ns or time.perf_counter_ns(),
+                self.meter.ended_ns or time.perf_counter_ns(),
                 self.tracker.training,
                 expected.settled or bool(expected.table),
             )
@@ -273,8 +275,8 @@ class Engine:
     def abandon(self) -> None:
         """A program ended with an exception, anywhere in it: user code runs next."""
         self.tracker.abandon()
-        self.calm.abandon()
-        self.unseen.ends()
+        self.quiet_call.abandon()
+        self.kernel_workspace.ends()
         if self.mover.recorder is not None:
             self.mover.recorder.abandoned()
         self.user.take_back()
@@ -286,7 +288,7 @@ class Engine:
         """Another budget, None for the smallest that the kernels let it be; what is too much leaves now.
         BudgetError if what is known to be needed at once does not fit. Plans for another budget are hints."""
         residency = self.residency
-        with self.turn:
+        with self.lock:
             before, elastic = residency.budget_bytes, residency.elastic
             residency.elastic = budget_bytes is None
             residency.budget_bytes = residency.reserve_bytes if budget_bytes is None else budget_bytes
@@ -303,11 +305,11 @@ class Engine:
     def record(self, recorder: Recorder) -> None:
         """From now on it is told what happens. Engines without one have no trace of it in their slots."""
         self.mover.recorder = recorder
-        self.mover.store.keeps_times = True
+        self.mover.store.space.keeps_times = True
         self.visit = recorder.around(self.visit)  # type: ignore[assignment, method-assign]
 
     def stats(self) -> Stats:
-        found = self.pace.stats(
+        found = self.meter.stats(
             self.tracker.expected, self.residency.budget_bytes, self.residency.reserve_bytes
         )
         found["resident_bytes"] -= self.residency.unburied_bytes()
@@ -320,7 +322,7 @@ class Engine:
 
     def shut_down(self) -> None:
         """Everything that is away comes back, budget or not, and the store is given up."""
-        with self.turn:
+        with self.lock:
             if self.tracker.stepped is not None:
                 self.end_step()
             bring_all_back(self.residency, self.user.stays)
@@ -357,7 +359,7 @@ def program(text: str) -> Callable[..., None]:
         if ENGINE is not None:
             if SIGNALS.struck:
                 SIGNALS.ends_backward()
-            with ENGINE.turn:
+            with ENGINE.lock:
                 ENGINE.visit(loaded, index, tensors, live_bytes)
 
     return slot
@@ -376,13 +378,13 @@ def guarded(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
             result = run(arguments)
         except BaseException:
             if ENGINE is not None:
-                with ENGINE.turn:
+                with ENGINE.lock:
                     ENGINE.abandon()
             raise
         finally:
             engine.user.program_ended()
         if ENGINE is not None:
-            with ENGINE.turn:
+            with ENGINE.lock:
                 ENGINE.returned(result)
         return result
 

@@ -30,18 +30,18 @@ class Registry:
         residency: Residency,
         tracker: StepTracker,
         user: UserCode,
-        turn: EngineLock,
+        lock: EngineLock,
         keep: Sequence[str] = (),
     ) -> None:
         self.residency = residency
         self.tracker = tracker
         self.user = user
-        self.faces = user.faces
+        self.known_tensors = user.known_tensors
         self.keep = keep  # name globs of tensors that never move
         self.found: set[str] = set()  # of these
         self.blind = False  # nobody sees who reads: what user code can reach never moves
-        self.stuck = Unresizable(residency, self.kept)
-        self.gradients = Gradients(residency, user, self.adopt_gradient, turn)
+        self.unresizable = Unresizable(residency, self.kept)
+        self.gradients = Gradients(residency, user, self.adopt_gradient, lock)
         self.described: dict[str, TensorFacts] = {}  # all tensors of this step that move, dead ones too
 
     def kept(self, name: str) -> bool:
@@ -73,7 +73,7 @@ class Registry:
         elif about.role == "argument" and self._takes_up(record):
             self.describe(record)
         if weight and record.kind == "weight":
-            self.faces.add(tensor, record)
+            self.known_tensors.add(tensor, record)
             if not self.kept(record.name):
                 self.gradients.watch(tensor)
         return record
@@ -89,7 +89,7 @@ class Registry:
         if label and record.evictable:
             self.residency.reachable[record.key] = record
         elif label and wanted:
-            self.stuck.add(record)
+            self.unresizable.add(record)
         elif label and self.kept(name):
             record.because = BLIND if self.blind else "the option 'keep' names it"
         elif about.role == "result" and kind == "activation":
@@ -111,7 +111,7 @@ class Registry:
         if record.kind == "outside" and not record.evictable:
             self.residency.rename(record, name)
             self.residency.unsettle(record)
-        self.faces.add(tensor, record)
+        self.known_tensors.add(tensor, record)
         return record
 
     def take_in_eager(self, tensor: torch.Tensor, name: str) -> None:
@@ -139,7 +139,7 @@ class Registry:
             self.residency.unsettle(record)
             self.describe(record)
         else:
-            self.stuck.add(record)
+            self.unresizable.add(record)
 
     def _new(self, storage: torch.UntypedStorage, name: str, kind: str, wanted: bool) -> Record:
         record = self.residency.add(storage, name, kind, wanted and movable(storage))
@@ -186,7 +186,7 @@ class Registry:
         if record.name != name:
             self.residency.rename(record, name)
         self.residency.unsettle(record)
-        self.faces.add(gradient, record)
+        self.known_tensors.add(gradient, record)
         self.describe(record)
         return record
 
@@ -208,7 +208,7 @@ class Registry:
         wanted = type(tensor) is torch.Tensor and not self.kept(name)
         record = self._new(storage, name, "state", wanted)
         if record.evictable:
-            self.faces.add(tensor, record)
+            self.known_tensors.add(tensor, record)
             self.residency.reachable[record.key] = record
         return record
 
@@ -222,10 +222,10 @@ class Registry:
             and (storage := tensor.untyped_storage())._cdata not in self.residency.records
             and storage.nbytes() >= SMALLEST_BYTES
             and not movable(storage)
-            and name not in self.stuck.refused
+            and name not in self.unresizable.refused
         ]
         if foreign:
-            self.stuck.adopt(foreign)
+            self.unresizable.adopt(foreign)
 
     def count(self, tensor: torch.Tensor, name: str, kind: str) -> Record | None:
         """Registers a tensor that is never moved, so that the ledger knows its bytes; one that is known stays

@@ -22,12 +22,12 @@ class EngineLock(type(RLock())):  # type: ignore[misc]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def in_turn(method: Method) -> Method:
-    """Have this method of what has an `engine` wait for its turn."""
+def with_the_lock(method: Method) -> Method:
+    """Have this method of an object with an `engine` take the engine's lock."""
 
     @functools.wraps(method)
     def waits(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.turn:
+        with self.engine.lock:
             return method(self, *args, **kwargs)
 
     return cast(Method, waits)

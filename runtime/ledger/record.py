@@ -16,7 +16,7 @@ import torch
 
 from ..device.pending_transfer import Pending
 from ..store.source_files import FileCopy
-from ..store.store import Extent
+from ..store.space import Extent
 
 
 def _storage_counts() -> tuple[int, int]:

@@ -61,8 +61,10 @@ class Residency:
         self.by_name: dict[str, Record] = {}
         self.mortal: dict[int, Record] = {}  # of those, what does not live from step to step
         self.reachable: dict[int, Record] = {}  # what can move, and user code may touch
-        self.going = PendingEvictions(self.in_use, lambda record: self._evict_part(record, begin=False))
-        self.scarce = DeviceShortage(mover, self._evict_all)
+        self.pending_evictions = PendingEvictions(
+            self.in_use, lambda record: self._evict_part(record, begin=False)
+        )
+        self.shortage = DeviceShortage(mover, self._evict_all)
         self.serial = 1  # of the slot: a record with `used_at` equal to it is in use
         self.fixed_bytes = 0  # of records that never move
         self.uses: dict[str, list[float]] = {}  # name -> ticks of the expected step, ascending
@@ -170,7 +172,7 @@ class Residency:
         for record in needed:
             if record.state is State.AWAY:
                 self.mover.counts.misses += 1
-                self.scarce.begin_fetch(record, stays, demand=True)
+                self.shortage.begin_fetch(record, stays, demand=True)
         for record in needed:
             if record.state is State.ARRIVING:
                 self.mover.end_fetch(record)
@@ -195,17 +197,17 @@ class Residency:
         have a copy. Of others one is begun, and the room is there at a later slot."""
         if self.fits(extra_bytes):
             return True
-        if self.short_bytes(extra_bytes) <= self.going.planned_bytes:
-            self.going.end_until(lambda: self.short_bytes(extra_bytes) <= 0, by_plan=True)
-        short = self.short_bytes(extra_bytes) - self.going.size_bytes
+        if self.short_bytes(extra_bytes) <= self.pending_evictions.planned_bytes:
+            self.pending_evictions.end_until(lambda: self.short_bytes(extra_bytes) <= 0, by_plan=True)
+        short = self.short_bytes(extra_bytes) - self.pending_evictions.size_bytes
         for record in sorted(self._spent(tick), key=lambda r: not self.mover.is_clean(r)):
             if short <= 0:
                 break
             self._evict_part(record, begin=True)
             if record.state is State.LEAVING:
                 short -= record.size_bytes
-                self.going.add(record)
-        self.going.end_done()
+                self.pending_evictions.add(record)
+        self.pending_evictions.end_done()
         return self.fits(extra_bytes)
 
     def _spent(self, tick: int | None) -> list[Record]:
@@ -230,7 +232,7 @@ class Residency:
         if self.fits(extra_bytes):
             return 0, None
         self.refused.clear()
-        failure = self.going.end_until(lambda: self.short_bytes(extra_bytes) <= 0)
+        failure = self.pending_evictions.end_until(lambda: self.short_bytes(extra_bytes) <= 0)
         while (short := self.short_bytes(extra_bytes)) > 0:
             victims = self.victims(short, tick, stays)
             if not victims and not self.last_resort():
@@ -289,7 +291,7 @@ class Residency:
             self.settle(record)
             self.immovable(record)
         else:
-            self.going.forget(record)
+            self.pending_evictions.forget(record)
             self.mover.begin_evict(record, tier)
 
     def keep_failed(self, record: Record, error: StoreError) -> StoreError:

@@ -30,7 +30,7 @@ from ..device.device import same
 from ..eager.tensor_lists import tensors_in
 from ..engine.engine import Engine
 from ..ledger.adoption import EXCHANGES, Candidate, give_own_bytes, movable
-from ..ledger.engine_lock import in_turn
+from ..ledger.engine_lock import with_the_lock
 
 # Hugging Face's loader reads ahead in threads, as far as they get, and has a switch of its own against it.
 ONE_AT_A_TIME = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
@@ -56,7 +56,7 @@ class Construction:
             self.take(name, tensor)
             self.given.append((name, ref(tensor)))
 
-    @in_turn
+    @with_the_lock
     def take(self, name: str, tensor: torch.Tensor) -> None:
         self.engine.residency.serial += 1
         if _is_on(self.device, tensor):
@@ -75,7 +75,7 @@ class Construction:
             self.make_room(storage.nbytes(), name)
             give_own_bytes(Candidate(name, storage, [tensor]))
 
-    @in_turn
+    @with_the_lock
     def make_room(self, size_bytes: int, place: str) -> None:
         """So many bytes more fit when this returns, as far as that can be."""
         residency, user = self.engine.residency, self.engine.user
@@ -90,7 +90,7 @@ class Construction:
 
     def _look_again(self) -> None:
         """`module.half()`, lazy modules: the same parameter has got other bytes."""
-        records = self.engine.faces.records
+        records = self.engine.known_tensors.records
         given, self.given = self.given, []  # taking one in may lead back here
         for name, known in given:
             tensor = known()
@@ -100,7 +100,7 @@ class Construction:
                 if record is None or record.dead():
                     self.take(name, tensor)
 
-    @in_turn
+    @with_the_lock
     def appeared(self, tensor: torch.Tensor) -> None:
         """It counts until it is gone, or until a module is given it."""
         self.count += 1

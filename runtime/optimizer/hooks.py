@@ -87,8 +87,8 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if engine is None or TRYING or is_stand_in(optimizer):
         return None
     _CALLS.clear()  # one that an exception ended
-    with engine.turn:
-        engine.user.outside.ends()  # what the trial takes is not the user's
+    with engine.lock:
+        engine.user.eager_memory.ends()  # what the trial takes is not the user's
     about = _known(optimizer)
     _refuse_whole(optimizer, about)
     closure = any(given is not None for given in (*args[1:], kwargs.get("closure")))

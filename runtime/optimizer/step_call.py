@@ -16,7 +16,7 @@ from teraio.schedule import READ, WRITE, Buffer, Schedule, Slot
 
 from ..eager.signals import SIGNALS, runs
 from ..engine.engine import Engine
-from ..ledger.engine_lock import in_turn
+from ..ledger.engine_lock import with_the_lock
 from ..ledger.record import Record
 from ..ledger.residency import Need
 from ..step.program import Program
@@ -100,17 +100,17 @@ class OptimizerCall:
             self.host = None
         self.begin([[Bucket({**(groups[0] if groups else {}), "foreach": True}, parameters)]])
         self.open(0)
-        self.engine.user.outside.begins()
+        self.engine.user.eager_memory.begins()
 
     # ---- one call of the step
 
-    @in_turn
+    @with_the_lock
     def begin(self, ways: Iterable[list[Bucket]]) -> None:
         """Cut into buckets in the first of these ways that fits."""
         engine = self.engine
-        engine.user.outside.ends()
+        engine.user.eager_memory.ends()
         engine.end_step_of_eager(self.about.number)
-        engine.stuck.look()
+        engine.unresizable.look()
         self._take_in_eager()
         need: Need | None = None
         for buckets in ways:
@@ -135,7 +135,7 @@ class OptimizerCall:
         count = sum(len(group["params"]) for group in groups)
         if count == self.about.met:
             return
-        registry, records = self.engine.registry, self.engine.faces.records
+        registry, records = self.engine.registry, self.engine.known_tensors.records
         named = {
             f"optimizer {self.about.number}.{place}.{at}": parameter
             for place, group in enumerate(groups)
@@ -201,7 +201,7 @@ class OptimizerCall:
                 return need
         return None
 
-    @in_turn
+    @with_the_lock
     def open(self, at: int) -> None:
         """All of the bucket is here and plain; the one before may leave."""
         self.close()
@@ -241,7 +241,7 @@ class OptimizerCall:
                 f"after teraio.reset()"
             ) from error
 
-    @in_turn
+    @with_the_lock
     def close(self) -> None:
         """The bucket has been stepped: the states that were made for it are known from here on."""
         if self.current is None:
@@ -254,7 +254,7 @@ class OptimizerCall:
             for tensor, name in self._states(parameter, base)
             if id(tensor) not in known
         ]
-        self.engine.faces.notice_other_bytes([tensor for tensor, _ in self.members[at]])
+        self.engine.known_tensors.notice_other_bytes([tensor for tensor, _ in self.members[at]])
         self.engine.user.take_back()
 
     @property
@@ -264,7 +264,7 @@ class OptimizerCall:
             return False
         return runs(step_code(self.optimizer), inspect.currentframe())
 
-    @in_turn
+    @with_the_lock
     def end(self) -> None:
         self.close()
         if self.program is not None:
@@ -304,7 +304,7 @@ class OptimizerCall:
         no program knows them."""
         for place, parameter in enumerate(bucket.parameters):
             if parameter.grad is not None or self.closure:
-                record = self.engine.faces.records.get(id(parameter))
+                record = self.engine.known_tensors.records.get(id(parameter))
                 record = record or self.engine.residency.records.get(parameter.untyped_storage()._cdata)
                 yield (
                     parameter,

@@ -42,11 +42,11 @@ def beginning(function: Function) -> Function:
         engine = _engine.here()
         if engine is None or engine.user.observer is None:
             return function(graph, *args, **kwargs)
-        with engine.turn:
+        with engine.lock:
             for record in list(engine.residency.records.values()):
                 engine.mover.end_move(record)  # what is captured may not wait for a copy that is not
         result = function(graph, *args, **kwargs)
-        with engine.turn:
+        with engine.lock:
             engine.user.take_touches()
             engine.user.refuses = _refuses
         return result
@@ -66,7 +66,7 @@ def ending(function: Function) -> Function:
         finally:
             if engine is not None and engine.user.refuses is _refuses:
                 engine.user.refuses = None
-                with engine.turn:
+                with engine.lock:
                     _stay(engine.user)
 
     return ends

@@ -122,7 +122,7 @@ def _taking(function: Function, name: str) -> Function:
         engine = _engine.here()
         record = None if engine is None else engine.residency.records.get(_key(value))
         moves = record is not None and (record.evictable or record.handed_out)
-        if engine is None or record is None or not moves or engine.turn.is_ours or saving():
+        if engine is None or record is None or not moves or engine.lock.is_ours or saving():
             return function(value, *args, **kwargs)
         assert engine.user.observer is not None
         with engine.user.holding([record], name):

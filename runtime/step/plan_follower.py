@@ -57,7 +57,7 @@ class PlanFollower:
 
     def catch_up(self, here: SlotPosition) -> None:
         """In the plan's order, as many as there is room for. What is here, or gone, is not late any more."""
-        self.residency.going.end_done()
+        self.residency.pending_evictions.end_done()
         late = here.expected.late
         for name in list(late):
             record = self.residency.by_name.get(name)
@@ -71,12 +71,12 @@ class PlanFollower:
 
     def _fetches(self, record: Record, here: SlotPosition) -> bool:
         room = self.residency.makes_way(record.size_bytes + here.live_bytes, here.tick)
-        return room and self.residency.scarce.tries_to_fetch(record)
+        return room and self.residency.shortage.tries_to_fetch(record)
 
     def _move(self, what: int, record: Record, tier: str | None, here: SlotPosition) -> bool:
         if what == FETCH:
             if record.state is not State.AWAY:
-                return self.residency.going.stays(record)
+                return self.residency.pending_evictions.stays(record)
             return self._fetches(record, here)
         if (
             not record.evictable
@@ -89,10 +89,10 @@ class PlanFollower:
             if record.state is State.DEVICE:
                 self.residency.begin_evict(record, tier)
             if what == FREE and record.state is State.LEAVING:
-                if self.residency.going.is_done(record):
+                if self.residency.pending_evictions.is_done(record):
                     self.mover.end_evict(record)
                 else:
-                    self.residency.going.add(record, by_plan=True)
+                    self.residency.pending_evictions.add(record, by_plan=True)
         except StoreError as error:
             self.residency.keep_failed(record, error)
             return False

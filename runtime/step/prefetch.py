@@ -74,7 +74,7 @@ class Prefetch:
         order = self._order()
         if self.at >= len(order) or self.tracker.running is not None:
             return
-        self.residency.going.end_done()
+        self.residency.pending_evictions.end_done()
         besides = self.tracker.expected.outside.get(self.call, 0)
         limit_bytes, on_their_way, short = self.limit_bytes, 0, 0
         for name in order[self.at : self.at + LOST_AFTER]:
@@ -95,7 +95,7 @@ class Prefetch:
 
     def _fetch(self, record: Record) -> bool:
         try:
-            begun = self.residency.scarce.tries_to_fetch(record)
+            begun = self.residency.shortage.tries_to_fetch(record)
         except StoreError:  # said when it is needed
             return False
         self.mover.counts.ahead += begun
@@ -103,13 +103,13 @@ class Prefetch:
 
     def _make_room(self, wanted_bytes: int) -> None:
         """Starts writes of what is used later than that which is to come."""
-        short = self.residency.short_bytes(wanted_bytes) - self.residency.going.size_bytes
+        short = self.residency.short_bytes(wanted_bytes) - self.residency.pending_evictions.size_bytes
         if short <= 0:
             return
         expected, ahead = self.tracker.expected, self.at + LOST_AFTER
         now = expected.touch_tick(self.call, self.at - 1)
         horizon = expected.touch_tick(self.call, min(ahead, len(expected.touched[self.call])))
-        counted = self.residency.going.records
+        counted = self.residency.pending_evictions.records
         for record in self.residency.victims(short, now, lambda r: self.stays(r) or r.key in counted):
             later = self.residency.next_use(record, now) > (1, horizon)
             if record.state is not State.DEVICE or not later:
@@ -119,4 +119,4 @@ class Prefetch:
             except StoreError as error:
                 self.residency.keep_failed(record, error)
             if record.state is State.LEAVING:
-                self.residency.going.add(record)
+                self.residency.pending_evictions.add(record)

@@ -13,16 +13,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from teraio import _native
-from teraio.errors import StoreError, StoreFullError
-from teraio.units import fmt_bytes
+from teraio.errors import StoreError
 
 from . import stale_directories
 from .directories import (
@@ -33,17 +29,14 @@ from .directories import (
     free_bytes_in,
     open_place,
 )
-from .extents import Extents, Piece, rounded
-from .files import StoreFile, reach
+from .extents import Extents, rounded
+from .files import StoreFile
 from .slabs import HUGE_PAGE, LANES, DeviceSide, make_slabs
-from .ticket import Extent, Orphan, StoreTicket
+from .space import Extent, Space
+from .ticket import StoreTicket
 from .write_rate import WriteRate
 
-__all__ = ["Extent", "Store", "StoreTicket"]
-
 log = logging.getLogger("teraio")
-
-CLOSE_S = 4.0  # the interpreter's exit may take 5 s in all
 
 OnFallback = Literal["warn", "error"]
 Directories = Path | str | Sequence[Path | str] | None
@@ -76,26 +69,20 @@ class Store:
         write_per_day_bytes: int | None = None,
     ) -> None:
         self.fallbacks: list[str] = []
-        self.keeps_times = False  # tickets say when their transfers ran
         self.checksums = checksums
         self._on_fallback = on_fallback
-        self._pid = os.getpid()
         self.allowance = WriteRate(write_per_day_bytes) if write_per_day_bytes else None
-        self._lock = threading.RLock()
-        self._orphans: deque[Orphan] = deque()
         self._tags = 0
         self._files: list[StoreFile] = []
         try:
             room, limit = self._open(_paths(directories), size_bytes, accept, parents=directories is None)
-            self.extents = Extents(room, bandwidths, limit)
             self._slabs = make_slabs(device, memory_bytes, len(self._files), self._fall_back)
-            self._transfers = self._start(wrap, checksums, deadline_s, device.copier if device else None)
+            transfers = self._start(wrap, checksums, deadline_s, device.copier if device else None)
         except BaseException:
             for file in self._files:
                 file.close()
             raise
-        self._shut = weakref.finalize(self, _shut, self._transfers, self._files, self._pid)
-        _STORES.add(self)
+        self.space = Space(self._files, Extents(room, bandwidths, limit), transfers, self._inherited)
 
     @classmethod
     def open(cls, directories: Directories = None, size_bytes: Size = None, **settings: Any) -> Store:
@@ -172,75 +159,21 @@ class Store:
     def reserve(self, size_bytes: int, name: str) -> Extent:
         """Room for a tensor. StoreFullError says what it needs and what there is."""
         assert size_bytes > 0, name
-        self._check_open()
-        with self._lock:
-            self._reap()
+        self.space.check_open()
+        with self.space.lock:
+            self.space.reap()
             self._tags += 1
-            return Extent(size_bytes, name, self._tags, self._take(size_bytes, name))
+            return Extent(size_bytes, name, self._tags, self.space.take(size_bytes, name))
 
     def release(self, extent: Extent) -> None:
         """The room is free again, once no transfer is under way in it."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.space.pid:
             return
-        with self._lock:
+        with self.space.lock:
             assert not extent.released, extent.name
             extent.released = True
-            self._reap()
-            self._give_back(extent)
-
-    def _take(self, size_bytes: int, name: str) -> tuple[Piece, ...]:
-        """Pieces in files that are large enough. A file that cannot grow now is left out for this once."""
-        limits = [space.limit_bytes for space in self.extents.files]
-        refused: StoreError | None = None
-        try:
-            for _ in range(len(limits) + 1):
-                pieces = self.extents.take(size_bytes)
-                if pieces is None:
-                    break
-                refused = self._grow(pieces)
-                if refused is None:
-                    return pieces
-        finally:
-            for space, limit in zip(self.extents.files, limits):
-                space.limit(limit)
-        raise self._full(size_bytes, name, refused)
-
-    def _grow(self, pieces: Sequence[Piece]) -> StoreError | None:
-        for file, space in zip(self._files, self.extents.files):
-            if space.end <= file.allocated_bytes:
-                continue
-            try:
-                file.grow(space.end)
-            except StoreError as error:
-                self.extents.give(pieces, keep_whole=False)
-                space.limit(file.allocated_bytes)
-                return error
-        return None
-
-    def _full(self, size_bytes: int, name: str, refused: StoreError | None) -> StoreError:
-        where = ", ".join(file.path for file in self._files)
-        need, free, capacity = rounded(size_bytes), self.free_bytes, self.capacity_bytes
-        if refused is not None:
-            return type(refused)(
-                f"no room for tensor '{name}' of {fmt_bytes(size_bytes)}: {refused}",
-                errno=refused.errno,
-                tensor=name,
-                path=refused.path,
-            )
-        return StoreFullError(
-            f"no room for tensor '{name}': it needs {fmt_bytes(need, up=True)}, {fmt_bytes(free)} of "
-            f"{fmt_bytes(capacity)} are free in {where}. Give a larger store_size, another directory in "
-            f"store, or more memory",
-            tensor=name,
-            path=where,
-        )
-
-    def _give_back(self, extent: Extent) -> None:
-        if extent.pending or not extent.pieces:
-            return
-        pieces, extent.pieces = extent.pieces, ()
-        self._transfers.forget(pieces)
-        self.extents.give(pieces)
+            self.space.reap()
+            self.space.give_back(extent)
 
     # ---- transfers
 
@@ -249,54 +182,28 @@ class Store:
     ) -> StoreTicket:
         """Memory to the extent, once the device's `event` has come. The bytes must stay as they are until the
         ticket is finished."""
-        self._check_open()
+        self.space.check_open()
         if self.allowance is not None:
             self.allowance.before(extent.size_bytes)
-        with self._lock:
-            self._reap()
+        with self.space.lock:
+            self.space.reap()
             assert not extent.released and not extent.pending, (
                 f"{name}: a transfer of this extent is still under way"
             )
             if not extent.pieces:  # its place was lost to a drive that hung
-                extent.pieces = self._take(extent.size_bytes, name)
-            return StoreTicket(self, "write", extent, address, name, demand, event)
+                extent.pieces = self.space.take(extent.size_bytes, name)
+            return StoreTicket(self.space, "write", extent, address, name, demand, event)
 
     def read(
         self, extent: Extent, address: int, name: str, demand: bool = False, event: int = 0
     ) -> StoreTicket:
         """The extent to memory, which holds anything until the ticket is done. A demand overtakes
         prefetches."""
-        self._check_open()
-        with self._lock:
-            self._reap()
+        self.space.check_open()
+        with self.space.lock:
+            self.space.reap()
             assert not extent.released and extent.writing is None, f"{name}: it is still being written"
-            return StoreTicket(self, "read", extent, address, name, demand, event)
-
-    def _reap(self) -> None:
-        """Settles transfers whose tickets nobody holds any more."""
-        for _ in range(len(self._orphans)):
-            orphan = self._orphans.popleft()
-            if self._transfers.state(orphan.number) == "active":
-                self._orphans.append(orphan)
-            else:
-                orphan.settle(self)
-
-    def _bury_lost(self) -> None:
-        """Writes that never came back may still come: their blocks are never used again."""
-        self.extents.bury(self._transfers.lost())
-
-    def _check_pid(self) -> None:
-        if os.getpid() != self._pid:
-            raise StoreError(
-                f"this store belongs to process {self._pid}; in its fork {os.getpid()} nothing of it can "
-                f"be reached. Use the model in the parent only, or start workers with 'spawn'",
-                path=self._files[0].path,
-            )
-
-    def _check_open(self) -> None:
-        self._check_pid()
-        if not self._shut.alive:
-            raise StoreError("the store is closed", path=self._files[0].path)
+            return StoreTicket(self.space, "read", extent, address, name, demand, event)
 
     # ---- for the outside
 
@@ -307,11 +214,11 @@ class Store:
     @property
     def capacity_bytes(self) -> int:
         """How much it may hold, less what drives have spoilt."""
-        return self.extents.capacity_bytes - self.extents.dead_bytes
+        return self.space.capacity_bytes
 
     @property
     def free_bytes(self) -> int:
-        return self.extents.free_bytes
+        return self.space.extents.free_bytes
 
     @property
     def slab_bytes_total(self) -> int:
@@ -325,19 +232,21 @@ class Store:
 
     @property
     def direct(self) -> bool:
-        return all(file.direct for file in self._files) and self._transfers.stats()["buffered_files"] == 0
+        return (
+            all(file.direct for file in self._files) and self.space.transfers.stats()["buffered_files"] == 0
+        )
 
     @property
     def written_bytes(self) -> int:
-        return int(self._transfers.stats()["bytes_written"])
+        return int(self.space.transfers.stats()["bytes_written"])
 
     @property
     def read_bytes(self) -> int:
-        return int(self._transfers.stats()["bytes_read"])
+        return int(self.space.transfers.stats()["bytes_read"])
 
     def close(self) -> None:
         """Finishes what runs, joins the threads, gives the disks back. May be repeated; waits at most 5 s."""
-        self._shut()
+        self.space.shut()
 
 
 def _paths(directories: Directories) -> list[Path]:
@@ -347,20 +256,6 @@ def _paths(directories: Directories) -> list[Path]:
         return [Path(directories)]
     assert directories, "give at least one directory"
     return [Path(directory) for directory in directories]
-
-
-# ---- the end, and forks
-
-_STORES: weakref.WeakSet[Store] = weakref.WeakSet()
-
-
-def _shut(transfers: _native.Transfers, files: Sequence[StoreFile], pid: int) -> None:
-    if os.getpid() != pid:
-        return
-    reach("closing")
-    joined = transfers.close(CLOSE_S)
-    for file in files:
-        file.close(give_back=joined)
 
 
 def _same_files(files: Sequence[StoreFile]) -> list[int]:
@@ -375,16 +270,3 @@ def _same_files(files: Sequence[StoreFile]) -> list[int]:
         if (about.st_dev, about.st_ino) in wanted:
             found.append(number)
     return found
-
-
-def _leave_to_parent() -> None:
-    """In the child of a fork: let go of the files, or their blocks would outlive a parent that is killed."""
-    for store in list(_STORES):
-        if store._shut.alive:
-            for number in store._inherited:
-                with contextlib.suppress(OSError):
-                    os.close(number)
-        store._shut.detach()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)

@@ -12,53 +12,14 @@ Whatever happens: once a ticket is finished, nothing reads or writes the tensor'
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from teraio import _native
 from teraio.errors import StoreError, StoreWriteError, TransferTimeoutError
 
-from . import files
 from .extents import Piece
-
-if TYPE_CHECKING:
-    from .store import Store
-
-
-class Extent:
-    """A place in the store, as large as the tensor that owns it. Where that is may change with a write."""
-
-    __slots__ = ("generation", "name", "pending", "pieces", "released", "size_bytes", "tag", "writing")
-
-    def __init__(self, size_bytes: int, name: str, tag: int, pieces: tuple[Piece, ...]) -> None:
-        self.size_bytes = size_bytes
-        self.name = name
-        self.tag = tag  # no two extents of a store ever share one
-        self.generation = 0  # one more for each write
-        self.pieces = pieces  # empty: lost to a drive that hung; the next write finds another place
-        self.pending: set[int] = set()  # transfers under way in it
-        self.writing: int | None = None  # the one of them that writes
-        self.released = False
-
-
-class Orphan:
-    """A transfer whose ticket was dropped: finished by the store, without a second try."""
-
-    __slots__ = ("extent", "number")
-
-    def __init__(self, number: int, extent: Extent) -> None:
-        self.number = number
-        self.extent = extent
-
-    def settle(self, store: Store) -> None:
-        try:
-            store._transfers.wait(self.number)
-        except TransferTimeoutError:
-            if self.extent.writing == self.number:
-                _move_out(store, self.extent)
-        except StoreError:
-            pass  # nobody asks
-        _leave(store, self.extent, self.number)
-
+from .files import reach
+from .space import Extent, Space
 
 FirstTry = tuple[StoreWriteError, tuple[Piece, ...]]  # what went wrong, and where
 
@@ -77,13 +38,13 @@ class StoreTicket:
         "_name",
         "_number",
         "_op",
-        "_store",
+        "_space",
         "times",
     )
 
     def __init__(
         self,
-        store: Store,
+        space: Space,
         op: Literal["write", "read"],
         extent: Extent,
         address: int,
@@ -92,7 +53,7 @@ class StoreTicket:
         event: int,
     ) -> None:
         self._finished = True  # until something is under way
-        self._store = store
+        self._space = space
         self._op = op
         self._extent = extent
         self._address = address
@@ -110,12 +71,12 @@ class StoreTicket:
             raise
 
     def _submit(self) -> None:
-        extent, transfers = self._extent, self._store._transfers
+        extent, transfers = self._extent, self._space.transfers
         if not extent.pieces:
             raise StoreError(
                 f"tensor '{self._name}' has no bytes in the store: its last write failed",
                 tensor=self._name,
-                path=self._store._files[0].path,
+                path=self._space.path,
             )
         if self._op == "write":
             extent.generation += 1
@@ -132,9 +93,9 @@ class StoreTicket:
             )
         except _native.QueueFull as full:
             raise StoreError(
-                f"tensor '{self._name}': {full}", tensor=self._name, path=self._store._files[0].path
+                f"tensor '{self._name}': {full}", tensor=self._name, path=self._space.path
             ) from None
-        files.reach("submitted")
+        reach("submitted")
         self._finished = False
         extent.pending.add(self._number)
         if self._op == "write":
@@ -142,17 +103,17 @@ class StoreTicket:
 
     def done(self) -> bool:
         """Finished, well or badly; `wait` says which and then does not block."""
-        self._store._check_pid()
-        with self._store._lock:
+        self._space.check_pid()
+        with self._space.lock:
             if self._finished:
                 return True
-            return self._store._transfers.state(self._number) != "active" and self._settle()
+            return self._space.transfers.state(self._number) != "active" and self._settle()
 
     def wait(self) -> None:
         """Returns when the bytes have arrived. Raises the StoreError of what failed, or KeyboardInterrupt;
         the transfer is over then as well."""
         try:
-            self._store._check_pid()
+            self._space.check_pid()
             while not self._finished:
                 self._wait_once()
         except BaseException:  # Ctrl-C, anywhere in there
@@ -164,27 +125,27 @@ class StoreTicket:
     def _wait_once(self) -> None:
         number = self._number
         try:
-            self._store._transfers.wait(number, self._name, keep=True)
+            self._space.transfers.wait(number, self._name, keep=True)
         except StoreError:
             pass  # met again in _settle
         except ValueError:
-            with self._store._lock:  # another thread that waits has settled it
+            with self._space.lock:  # another thread that waits has settled it
                 assert self._finished or self._number != number
         self._settle()
 
     def promote(self) -> bool:
         """Somebody needs it now: it overtakes prefetches. False: it was a demand already, or is under way."""
         self._demand = True
-        return not self._finished and self._store._transfers.promote(self._number)
+        return not self._finished and self._space.transfers.promote(self._number)
 
     def cancel(self) -> bool:
         """Gives the transfer up. True: its bytes have not arrived and `wait` raises. False: it was
         finished."""
         if self._finished:
             return False
-        self._store._check_pid()
+        self._space.check_pid()
         interrupt: KeyboardInterrupt | None = None
-        transfers = self._store._transfers
+        transfers = self._space.transfers
         while not self._finished and self._give_up():
             try:
                 transfers.wait(self._number, self._name, keep=True)
@@ -199,13 +160,13 @@ class StoreTicket:
 
     def _give_up(self) -> bool:
         """Drops what is queued; whether something of it still runs."""
-        with self._store._lock:
+        with self._space.lock:
             try:
-                self._store._transfers.cancel(self._number)
-                return self._store._transfers.state(self._number) == "active"
+                self._space.transfers.cancel(self._number)
+                return self._space.transfers.state(self._number) == "active"
             except ValueError:  # released already: Ctrl-C came while its result was taken
                 self._failure = self._failure or self._given_up()
-                _leave(self._store, self._extent, self._number)
+                self._space.leave(self._extent, self._number)
                 self._finished = True
                 return False
 
@@ -213,20 +174,20 @@ class StoreTicket:
         return StoreError(
             f"the {self._op} of tensor '{self._name}' was given up",
             tensor=self._name,
-            path=self._store._files[0].path,
+            path=self._space.path,
         )
 
     def _settle(self, again: bool = True) -> bool:
         """Takes the result of a transfer that has ended. False: it was submitted once more."""
-        store = self._store
-        with store._lock:
+        space = self._space
+        with space.lock:
             if self._finished:
                 return True
             failure: StoreError | None = None
-            if store.keeps_times:
-                self.times = store._transfers.times(self._number)
+            if space.keeps_times:
+                self.times = space.transfers.times(self._number)
             try:
-                if not store._transfers.wait(self._number, self._name):
+                if not space.transfers.wait(self._number, self._name):
                     failure = self._given_up()
             except StoreError as error:
                 failure = error
@@ -235,11 +196,13 @@ class StoreTicket:
             # Ctrl-C may come between any two lines: `_finished` is last, doing the rest twice does no harm.
             self._failure = failure
             if self._first is not None:
-                first, self._first = self._first, None
-                _leave_first(store, first, failure is None)
+                (refused, pieces), self._first = self._first, None
+                if failure is None:  # else the whole drive fails, and no block is to blame
+                    space.bury_block(refused)
+                space.give(pieces)
             if isinstance(failure, TransferTimeoutError) and self._op == "write":
-                _move_out(store, self._extent)
-            _leave(store, self._extent, self._number)
+                space.move_out(self._extent)
+            space.leave(self._extent, self._number)
             self._finished = True
             return True
 
@@ -247,11 +210,11 @@ class StoreTicket:
         """A block that cannot be written is no reason to give up: once, the tensor goes to another extent."""
         if not isinstance(failure, StoreWriteError) or failure.errno != errno.EIO or self._first is not None:
             return False
-        store, extent = self._store, self._extent
-        if extent.released or not store._shut.alive:
+        space, extent = self._space, self._extent
+        if extent.released or not space.is_open:
             return False
         try:
-            elsewhere = store._take(extent.size_bytes, self._name)
+            elsewhere = space.take(extent.size_bytes, self._name)
         except StoreError:
             return False
         extent.pending.discard(self._number)
@@ -265,32 +228,4 @@ class StoreTicket:
 
     def __del__(self) -> None:
         if not self._finished:
-            self._store._orphans.append(Orphan(self._number, self._extent))
-
-
-def _leave_first(store: Store, first: FirstTry, elsewhere_works: bool) -> None:
-    """What could not be written is not used again, unless the whole drive fails: no place is to blame."""
-    failure, pieces = first
-    if elsewhere_works:
-        bad: Any = failure  # the engine adds where it happened
-        store.extents.bury([(bad.file, bad.offset, bad.bytes)])
-    store._transfers.forget(pieces)
-    store.extents.give(pieces)
-
-
-def _move_out(store: Store, extent: Extent) -> None:
-    """A write may still come, at any time: the extent's place is given up, and given back but for that."""
-    store._bury_lost()
-    pieces, extent.pieces = extent.pieces, ()
-    store._transfers.forget(pieces)
-    store.extents.give(pieces)
-
-
-def _leave(store: Store, extent: Extent, number: int) -> None:
-    """The transfer is over; the extent goes if it was only waiting for that."""
-    store._bury_lost()
-    extent.pending.discard(number)
-    if extent.writing == number:
-        extent.writing = None
-    if extent.released:
-        store._give_back(extent)
+            self._space.dropped.append((self._number, self._extent))

@@ -69,8 +69,8 @@ def main() -> int:
     figures.append(("descriptors-grown", ends[-1][1] - ends[0][1], 0))
     figures.append(("threads-grown", ends[-1][2] - ends[0][2], 0))
     figures.append(("bytes-not-free", store.capacity_bytes - store.free_bytes, 0))
-    figures.append(("file-bytes", store._files[0].allocated_bytes, 2 * max(64 * MIB, LIVE * LARGEST)))
-    figures.append(("blocks-remembered", int(store._transfers.stats()["blocks"]), 0))
+    figures.append(("file-bytes", store.space.files[0].allocated_bytes, 2 * max(64 * MIB, LIVE * LARGEST)))
+    figures.append(("blocks-remembered", int(store.space.transfers.stats()["blocks"]), 0))
     store.close()
     del store
     base = resident_kib()
