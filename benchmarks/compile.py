@@ -31,7 +31,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from torch._dynamo.utils import counters
 
-    from teraio.demo_model import Llama, Shape
+    from teraio.cli.demo_model import Llama, Shape
 
     torch.manual_seed(0)
     model = Llama(Shape(layers=args.layers))

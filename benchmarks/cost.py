@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 import teraio
-from teraio.demo_model import Llama, Shape
+from teraio.cli.demo_model import Llama, Shape
 from teraio.runtime.engine import engine
 
 STEP_TARGET = 1.02

@@ -11,9 +11,9 @@ from time import monotonic_ns, process_time, process_time_ns
 from typing import Any
 
 import teraio._native
-from teraio.passes import planner
-from teraio.passes.planner import certificate
-from teraio.passes.planner.rows import Rows
+from teraio.passes.planner import planners
+from teraio.passes.planner.bound import certificate
+from teraio.passes.planner.bound.rows import Rows
 
 _Search = teraio._native.Search
 BUSY = 5.0  # how much longer than its CPU time a solver may take, whose own limit is by the steady clock
@@ -41,9 +41,9 @@ def use() -> None:
     """For this process, until it ends."""
     clocks = {"monotonic": process_time, "monotonic_ns": process_time_ns}
     for name, module in sys.modules.items():
-        if name.startswith(planner.__name__):
+        if name.startswith(planners.__name__):
             for clock, ours in clocks.items():
                 if hasattr(module, clock):
                     setattr(module, clock, ours)
-    sys.modules[f"{planner.__name__}.bound"].solve = solve  # type: ignore[attr-defined]
+    sys.modules[f"{planners.__name__}.bound"].solve = solve  # type: ignore[attr-defined]
     teraio._native.Search = Search  # type: ignore[misc, assignment]

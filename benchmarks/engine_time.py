@@ -27,7 +27,7 @@ from race.models import subject_of
 from race.trainee import Trainee
 
 import teraio
-from teraio import session
+from teraio.session import session
 
 ENGINE = ("runtime", "passes", "teraio")  # folders
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -35,17 +35,18 @@ import torch
 from torch import library, nn
 
 import teraio
-from teraio import _native, session
-from teraio.check import check
-from teraio.machine import Link, Machine, Tier
+from teraio import _native
+from teraio.formats.machine import Link, Machine, Tier
+from teraio.formats.plan import Evict, Fetch, Plan
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Profile
 from teraio.options import Options
-from teraio.passes import planner
-from teraio.plan import Evict, Fetch, Plan
-from teraio.profile import Profile
+from teraio.passes.planner import planners
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.pending_evictions import PendingEvictions
 from teraio.runtime.ledger.record import Record
 from teraio.runtime.store.store import Store
+from teraio.session import session
 
 WRITES_SHARE = 0.3  # of the transfer time; the forward, in which writes hide, is a third of the step
 PLANNED_TARGET, FORCED_TARGET = 1.15, 1.6
@@ -214,7 +215,7 @@ def at_once() -> Iterator[None]:
 def budget_of(profile: Profile, part: float) -> int:
     """So far from the smallest budget to the one in which everything fits."""
     most = check(Plan("", "none", 2**62), profile).peak_bytes
-    least = planner.smallest_budget(profile)
+    least = planners.smallest_budget(profile)
     return int(least + part * (most - least))
 
 
@@ -243,7 +244,7 @@ def throttled_plan(bench: Bench, profile: Profile, budget: int, transfer_s: floa
     delays = [chunk / rate for rate in rates]
     for _ in range(3):
         here = machine(*rates)
-        plan = planner.plan(profile, here, budget)
+        plan = planners.plan(profile, here, budget)
         bench.throttle(*delays)
         with at_once():
             _, did = bench.run(forced(plan), steps=2)
@@ -253,7 +254,7 @@ def throttled_plan(bench: Bench, profile: Profile, budget: int, transfer_s: floa
         rates = (counts[0] / wanted[0], counts[1] / wanted[1])
     bench.throttle(*delays)
     here = machine(*rates)
-    return planner.plan(profile, here, budget), here
+    return planners.plan(profile, here, budget), here
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -266,7 +267,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for attempt in range(1, args.attempts + 1):
         compute_s = statistics.median(bench.compute() for _ in range(3))
         plan, here = throttled_plan(bench, profile, budget, args.transfer * compute_s)
-        predicted = planner.simulate(plan, profile, here)
+        predicted = planners.simulate(plan, profile, here)
         result = {
             "benchmark": "overlap",
             "attempt": attempt,

@@ -31,13 +31,13 @@ import torch
 from torch._dynamo.utils import counters
 
 import teraio
-from teraio import session
-from teraio.demo_model import Llama, Shape
+from teraio.cli.demo_model import Llama, Shape
+from teraio.formats.plan import Plan
+from teraio.formats.profile import Profile
 from teraio.options import Options
-from teraio.passes import planner
-from teraio.plan import Plan
-from teraio.profile import Profile
+from teraio.passes.planner import planners
 from teraio.runtime.device import limits
+from teraio.session import session
 
 PARTS = (1.0, 0.8, 0.6, 0.5)
 WARMUP = 2
@@ -120,8 +120,8 @@ class Bench:
         assert plan is not None, "no plan was made"
         rows = [self.row("measured", budget, plan, self.steps(self.ours, self.args.steps), before)]
         profile = Profile.read(path)
-        less = (budget + planner.smallest_budget(profile)) // 2
-        again = planner.plan(profile, running.planning.machine, less)
+        less = (budget + planners.smallest_budget(profile)) // 2
+        again = planners.plan(profile, running.planning.machine, less)
         running.engine.install(again)
         self.steps(self.ours, 1)  # what the plan before had moved comes back to where this one wants it
         rows.append(self.row("planned anew", less, again, self.steps(self.ours, self.args.steps), before))

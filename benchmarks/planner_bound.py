@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import toys
 
-from teraio.machine import Machine
-from teraio.passes.planner import plan
-from teraio.passes.planner.bound import lower_bound
-from teraio.passes.planner.problem import build
-from teraio.profile import Profile
+from teraio.formats.machine import Machine
+from teraio.formats.profile import Profile
+from teraio.passes.planner.bound.bound import lower_bound
+from teraio.passes.planner.planners import plan
+from teraio.passes.planner.problem.problem import build
 
 
 def row(

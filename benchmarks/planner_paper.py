@@ -4,10 +4,10 @@
 
 All that is taken for granted is in planner_paper.toml, and what of it is the paper's. `table`: for each model
 without a host tier (`ssd`) and with one (`mixed`), planned by `auto` and by the paper's own greedy as
-passes/planner/teraio_paper.py has it; and with each band of bandwidth and FLOP rate. `wrong`: plans made for
-kernel times that are off by up to a share, simulated with the true ones: what that costs. `wrong-h100`: the
-same for Llama-3.1-8B, batch 16, in 80 GB on h100-8ssd-nohost. This is not a measurement of any system:
-kernel times are by roofline, and nothing of the paper's runs was run.
+passes/planner/published/teraio_paper.py has it; and with each band of bandwidth and FLOP rate. `wrong`: plans
+made for kernel times that are off by up to a share, simulated with the true ones: what that costs.
+`wrong-h100`: the same for Llama-3.1-8B, batch 16, in 80 GB on h100-8ssd-nohost. This is not a measurement of
+any system: kernel times are by roofline, and nothing of the paper's runs was run.
 
 Rows that FILE has are not made again. Ends with a table in Markdown.
 """
@@ -25,13 +25,14 @@ from typing import Any
 import cpu_clock
 from kept_rows import KeptRows
 
-from teraio.check import check
 from teraio.errors import PlanError
-from teraio.machine import Link, Machine, Tier
-from teraio.passes import planner, synth
+from teraio.formats.machine import Link, Machine, Tier
+from teraio.formats.plan import Plan
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Profile
+from teraio.passes.planner import planners
+from teraio.passes.synth import profiles
 from teraio.passes.synth.models import Decoder
-from teraio.plan import Plan
-from teraio.profile import Profile
 
 GIVEN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 PAPER, OURS = GIVEN["from_the_paper"], GIVEN["ours"]
@@ -51,16 +52,16 @@ KEY = ("part", "model", "tiers", "ssd_bytes_per_s", "flops_per_s", "planner", "s
 def profile_of(name: str, flops_per_s: int) -> Profile:
     """A stage's step."""
     model = GIVEN["models"][name]
-    synth.MODELS.setdefault("granite-8b-code", GRANITE)
-    request = synth.Request(
+    profiles.MODELS.setdefault("granite-8b-code", GRANITE)
+    request = profiles.Request(
         batch=PAPER["batch"] // model["micro_batches"],
         sequence=model["sequence"],
         micro_batches=model["micro_batches"],
         layers=model["layers"],
         precision=PAPER["precision"],
-        rates=synth.Rates(flops_per_s, OURS["memory_bytes_per_s"]),
+        rates=profiles.Rates(flops_per_s, OURS["memory_bytes_per_s"]),
     )
-    return synth.synth(model["decoder"], request)
+    return profiles.synth(model["decoder"], request)
 
 
 def machine_of(name: str, tiers: str, ssd_bytes_per_s: int) -> Machine:
@@ -81,17 +82,17 @@ def machine_of(name: str, tiers: str, ssd_bytes_per_s: int) -> Machine:
 def took_ns(plan: Plan, profile: Profile, machine: Machine) -> int:
     verdict = check(plan, profile, machine)
     assert verdict.feasible, verdict.problems[0]
-    return planner.predicted_ns(plan, profile, machine)
+    return planners.predicted_ns(plan, profile, machine)
 
 
 def planned(profile: Profile, machine: Machine, name: str, limit_s: float) -> dict[str, Any]:
     began, began_cpu = time.monotonic(), time.process_time()
     try:
         if name == "auto":
-            plan = planner.plan(profile, machine, PAPER["device_bytes"], time_limit_s=limit_s)
+            plan = planners.plan(profile, machine, PAPER["device_bytes"], time_limit_s=limit_s)
         else:
-            problem = planner.build(profile, machine)
-            make = planner.PLANNERS[name]
+            problem = planners.build(profile, machine)
+            make = planners.PLANNERS[name]
             plan = make(problem, machine, PAPER["device_bytes"], bound_ns=0, seed=0, time_limit_s=3600.0)
     except PlanError as error:
         return {"refused": str(error)}
@@ -117,7 +118,7 @@ def perturbed(profile: Profile, seed: int) -> Profile:
 def misled(profile: Profile, machine: Machine, budget: int, seed: int, limit_s: float) -> dict[str, Any]:
     """The step of a plan for wrong times, with the true ones."""
     wrong = perturbed(profile, seed) if seed >= 0 else profile
-    plan = planner.plan(wrong, machine, budget, time_limit_s=limit_s)
+    plan = planners.plan(wrong, machine, budget, time_limit_s=limit_s)
     step = took_ns(plan, profile, machine)
     return {
         "step_ns": step,

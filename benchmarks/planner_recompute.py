@@ -21,10 +21,10 @@ import cpu_clock
 from planner_table import written
 from race.result import write
 
-from teraio.machine import Machine
-from teraio.passes import planner
-from teraio.profile import Profile
-from teraio.recompute import as_planned
+from teraio.formats.machine import Machine
+from teraio.formats.profile import Profile
+from teraio.formats.recompute import as_planned
+from teraio.passes.planner import planners
 
 PROFILES = Path(__file__).resolve().parent.parent / "profiles"
 CASES = (
@@ -44,7 +44,7 @@ def machine_of(drives: int) -> Machine:
 
 def planned(profile: Profile, machine: Machine, budget: int, again: bool, seconds: float) -> dict[str, Any]:
     began, began_cpu = time.monotonic(), time.process_time()
-    plan = planner.plan(profile, machine, budget, time_limit_s=seconds, recompute=again)
+    plan = planners.plan(profile, machine, budget, time_limit_s=seconds, recompute=again)
     told = plan.predicted
     return {
         "step_ms": told.step_ns // 10**6,

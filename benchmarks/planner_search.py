@@ -25,14 +25,15 @@ from typing import Any
 
 import cpu_clock
 
-from teraio.check import check
-from teraio.machine import Machine
-from teraio.passes.planner import build, events
-from teraio.passes.planner.greedy import portfolio
-from teraio.passes.planner.search import STARTS, improve
-from teraio.passes.planner.simulate import step_ns
-from teraio.plan import Plan
-from teraio.profile import Profile
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Plan
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Profile
+from teraio.passes.planner.greedy.greedy import portfolio
+from teraio.passes.planner.planners import build
+from teraio.passes.planner.search.search import STARTS, improve
+from teraio.passes.planner.simulate import event_simulation
+from teraio.passes.planner.simulate.simulate import step_ns
 
 PROFILES = Path(__file__).resolve().parents[1] / "profiles"
 JITTER_STEPS = 8
@@ -84,7 +85,9 @@ def row(profile: Profile, machine: Machine, budget_bytes: int, seconds: float, r
     )
     search_s = time.process_time() - begun
     assert check(made, profile, machine).feasible
-    greedy_ns, search_ns = (events.run(plan, profile, machine).step_ns for plan in (plans[0][0], made))
+    greedy_ns, search_ns = (
+        event_simulation.run(plan, profile, machine).step_ns for plan in (plans[0][0], made)
+    )
     looking_s = told[-1][0] - told[0][0] if len(told) > 1 else 0.0
     return {
         "profile": profile.name,
@@ -97,7 +100,7 @@ def row(profile: Profile, machine: Machine, budget_bytes: int, seconds: float, r
         "gain": round(1 - search_ns / greedy_ns, 4),
         "evaluations_per_s": round((told[-1][1] - told[0][1]) / looking_s) if looking_s else 0,
         "recurrence_off_by": round(step_ns(made, profile, machine) / search_ns - 1, 4)
-        if events.shares(machine)
+        if event_simulation.shares(machine)
         else 0,
         "jitter": {
             f"{share:.0%}{' by_step' if by_step else ''}": jitter(
@@ -113,9 +116,11 @@ def jitter(
     plan: Plan, profile: Profile, machine: Machine, share: float, by_step: bool, runs: int
 ) -> dict[str, float]:
     """How much longer steps take; PlanError if the budget is ever exceeded."""
-    plain_ns = events.run(plan, profile, machine).step_ns
+    plain_ns = event_simulation.run(plan, profile, machine).step_ns
     took = [
-        events.run(plan, profile, machine, jitter=events.Jitter(share, seed, by_step), steps=JITTER_STEPS)
+        event_simulation.run(
+            plan, profile, machine, jitter=event_simulation.Jitter(share, seed, by_step), steps=JITTER_STEPS
+        )
         for seed in range(runs)
     ]
     single = [ns / plain_ns - 1 for outcome in took for ns in outcome.took_ns[2:]]

@@ -24,12 +24,12 @@ from typing import Any
 import cpu_clock
 from kept_rows import KeptRows
 
-from teraio.check import check
 from teraio.errors import PlanError
-from teraio.machine import Machine
-from teraio.passes import planner
-from teraio.plan import Evict, Plan
-from teraio.profile import Profile
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Evict, Plan
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Profile
+from teraio.passes.planner import planners
 
 PROFILES = Path(__file__).resolve().parents[1] / "profiles"
 PUBLISHED = ("zero-infinity", "g10", "teraio-paper", "10cache")
@@ -53,11 +53,11 @@ def planned(profile: Profile, machine: Machine, budget: int, name: str, limit_s:
     bound: dict[str, int] = {}
     try:
         if name in PUBLISHED:
-            problem = planner.build(profile, machine)
-            make = planner.PLANNERS[name]
+            problem = planners.build(profile, machine)
+            make = planners.PLANNERS[name]
             plan = make(problem, machine, budget, bound_ns=0, seed=0, time_limit_s=UNLIMITED_S)
         else:
-            plan = planner.plan(profile, machine, budget, planner=name, time_limit_s=limit_s)
+            plan = planners.plan(profile, machine, budget, planner=name, time_limit_s=limit_s)
             bound = {"bound_ns": plan.predicted.bound_ns}
     except PlanError as error:
         return {"refused": str(error)}
@@ -67,7 +67,7 @@ def planned(profile: Profile, machine: Machine, budget: int, name: str, limit_s:
     }
     verdict = check(plan, profile, machine)
     assert verdict.feasible, verdict.problems[0]
-    step = {"step_ns": planner.predicted_ns(plan, profile, machine), "moves": len(plan.moves)}
+    step = {"step_ns": planners.predicted_ns(plan, profile, machine), "moves": len(plan.moves)}
     return {**step, **bound, **written(plan, profile), **took}
 
 

@@ -26,11 +26,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from teraio import report
-from teraio.machine import Machine
-from teraio.passes import planner
-from teraio.passes.synth import Request, synth
-from teraio.timeline import Span, Timeline
+from teraio.cli.report import content, html_page
+from teraio.formats.machine import Machine
+from teraio.formats.timeline import Span, Timeline
+from teraio.passes.planner import planners
+from teraio.passes.synth.profiles import Request, synth
 
 HERE = Path(__file__).resolve().parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -67,11 +67,11 @@ def made(path: Path) -> dict[str, Any]:
     """A page of more than 10,000 kernels."""
     profile = synth("llama-3.1-8b", Request(batch=2, micro_batches=9))
     machine = Machine.read(HERE.parent / "profiles/machines/h100-4ssd.machine.json")
-    plan = planner.plan(profile, machine, 40 * 2**30, planner="greedy", fingerprint="")
-    said = planner.simulate(plan, profile, machine)
-    sources = report.Sources(disturbed(said), "made-up.timeline.json", profile, plan, machine, said)
+    plan = planners.plan(profile, machine, 40 * 2**30, planner="greedy", fingerprint="")
+    said = planners.simulate(plan, profile, machine)
+    sources = content.Sources(disturbed(said), "made-up.timeline.json", profile, plan, machine, said)
     began = time.perf_counter()
-    text = report.page(report.content(sources))
+    text = html_page.page(content.content(sources))
     took = time.perf_counter() - began
     path.write_text(text)
     return {"kernels": len(profile.kernels), "tensors": len(profile.tensors), "made_s": round(took, 2)}

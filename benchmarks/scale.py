@@ -23,13 +23,13 @@ import cpu_clock
 from race.result import RESULTS, Table, write
 
 from teraio.errors import TeraioError
-from teraio.machine import Link, Machine, Tier
-from teraio.passes import planner
-from teraio.passes.synth import MODELS, Request, synth
+from teraio.formats.machine import Link, Machine, Tier
+from teraio.formats.plan import moved_bytes
+from teraio.formats.profile import Profile
+from teraio.formats.recompute import as_planned
+from teraio.passes.planner import planners
 from teraio.passes.synth.models import Decoder
-from teraio.plan import moved_bytes
-from teraio.profile import Profile
-from teraio.recompute import as_planned
+from teraio.passes.synth.profiles import MODELS, Request, synth
 
 GB = 10**9
 REDUCED = re.compile(r"\.(wo|down|wq\.dgrad|gate\.dgrad)$")  # after these a block's part is summed
@@ -118,7 +118,7 @@ def row_of(case: Case, plan_time: float) -> dict[str, Any]:
     profile = part_of(synth(case.model, asked), case, decoder.hidden)
     machine, budget = machine_of(case), int(ASSUMED.device_bytes * ASSUMED.of_device)
     began = time.process_time()
-    made = planner.plan(profile, machine, budget, time_limit_s=plan_time, recompute=case.recompute)
+    made = planners.plan(profile, machine, budget, time_limit_s=plan_time, recompute=case.recompute)
     planned_s = time.process_time() - began
     plan, step = as_planned(made, profile)
     written, read = (sum(moved_bytes(plan, step, "ssd", evict=evict).values()) for evict in (True, False))

@@ -18,7 +18,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from teraio import cli
+from teraio.cli import main as cli
 
 FOLDER = Path(__file__).resolve().parent.parent / "profiles"
 

@@ -37,8 +37,7 @@ import counting_allocator
 import torch
 
 import teraio
-from teraio import session
-from teraio.demo_model import Llama, Shape
+from teraio.cli.demo_model import Llama, Shape
 from teraio.errors import BudgetError
 from teraio.options import Options
 from teraio.runtime.device import limits
@@ -46,6 +45,7 @@ from teraio.runtime.eager import user_code
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.record import State
 from teraio.runtime.optimizer import step_call
+from teraio.session import session
 from teraio.units import parse_bytes
 
 PARTS = (0.5, 0.3)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import teraio
-from teraio.demo_model import Llama, Shape
+from teraio.cli.demo_model import Llama, Shape
 
 SHOWN = (
     "step_ns",

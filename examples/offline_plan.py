@@ -20,7 +20,7 @@ import torch
 from side_by_side import arguments, equal, mib, sizes, table
 
 import teraio
-from teraio.demo_model import Llama, Shape
+from teraio.cli.demo_model import Llama, Shape
 
 
 def losses(args: argparse.Namespace, **options: str) -> Iterator[float]:

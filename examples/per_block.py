@@ -15,7 +15,7 @@ import torch
 from side_by_side import arguments, equal, mib, plainly, size_bytes, sizes, table
 
 import teraio
-from teraio.demo_model import Llama, Shape
+from teraio.cli.demo_model import Llama, Shape
 
 
 def made(args: argparse.Namespace) -> Llama:

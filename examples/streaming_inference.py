@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import teraio
-from teraio.demo_model import Llama, Shape
+from teraio.cli.demo_model import Llama, Shape
 
 
 class Generator(Llama):

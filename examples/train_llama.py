@@ -11,7 +11,7 @@ import time
 import torch
 
 import teraio
-from teraio.demo_model import Llama, Shape
+from teraio.cli.demo_model import Llama, Shape
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from teraio.schedule import MADE, READ, WRITE, ProgramKind, Schedule
+from teraio.formats.schedule import MADE, READ, WRITE, ProgramKind, Schedule
 
 DEADLINE_S = 600  # Inductor's C++ compilations take half a minute on a slow machine
 FEWEST_KERNELS = 3  # with all fusion there is, each of the two programs has four or more
@@ -211,18 +211,18 @@ def _compiled(inner: str, device: str) -> Callable[..., Any]:
     made: Callable[..., Any]
     with functorch_config.patch(enable_autograd_cache=False):
         if inner == "eager":
-            from . import fx
+            from .fx import program as fx
 
             made = fx.compiler(_insert_slots)(graph(), inputs(device))
         else:
-            from . import inductor
+            from .inductor import codegen
 
-            made = inductor.compile_program(graph(), inputs(device), _refuse, registry=__name__)
+            made = codegen.compile_program(graph(), inputs(device), _refuse, registry=__name__)
     return made
 
 
 def _insert_slots(gm: torch.fx.GraphModule, kind: ProgramKind) -> None:
-    from . import fx
+    from .fx import program as fx
 
     schedule, connect = fx.insert_slots(gm, kind)
     calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]

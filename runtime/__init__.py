@@ -14,5 +14,5 @@ Packages, from the floor up. Each imports only what stands before it; tests/repo
     patches           functions of torch that are wrapped by name
     model             models constructed, loaded, saved and kept resident within the budget
 
-Passes never import the runtime, nor the runtime passes. A plan comes as data (teraio.plan).
+Passes never import the runtime, nor the runtime passes. A plan comes as data (teraio.formats.plan).
 """

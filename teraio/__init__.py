@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from teraio.estimating import estimate
+    from teraio.estimating.estimate import estimate
     from teraio.models import init, load
     from teraio.runtime.model.resident import resident
     from teraio.runtime.model.save import save
     from teraio.runtime.optimizer.hooks import wrap
     from teraio.runtime.step.stats import Stats
-    from teraio.session import reset, set_memory, stats
+    from teraio.session.session import reset, set_memory, stats
 
 __version__ = "0.1.0"
 
@@ -32,13 +32,13 @@ __all__ = [
 
 _WHERE = {
     "Stats": "runtime.step.stats",
-    "estimate": "estimating",
+    "estimate": "estimating.estimate",
     "init": "models",
     "load": "models",
     "wrap": "runtime.optimizer.hooks",
-    "reset": "session",
-    "set_memory": "session",
-    "stats": "session",
+    "reset": "session.session",
+    "set_memory": "session.session",
+    "stats": "session.session",
     "resident": "runtime.model.resident",
     "save": "runtime.model.save",
 }

@@ -2,6 +2,6 @@
 
 import sys
 
-from teraio.cli import main
+from teraio.cli.main import main
 
 sys.exit(main())

@@ -21,16 +21,16 @@ from torch._dynamo import eval_frame
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 from torch.utils._pytree import tree_leaves
 
-from teraio import session, unreached, versions
 from teraio.errors import TeraioError, UnsupportedError
+from teraio.formats.schedule import ProgramKind
 from teraio.options import Options, disabled
 from teraio.passes import selftest
 from teraio.progress import stage
-from teraio.remade import compiled_function
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.adoption import foreign_weight, weights_of_compiled_modules
-from teraio.schedule import ProgramKind
-from teraio.session import (
+from teraio.session import session, torch_versions, uncompiled_models
+from teraio.session.recomputation import compiled_function
+from teraio.session.session import (
     all_made_again,
     count_as_ours,
     graph_of_ours,
@@ -67,13 +67,17 @@ def _compile(
     hear_of_resets()
     on = _device_of(gm, example_inputs)
     if not disabled():
-        inner = versions.check(inner, torch.__version__, str(on), selftest.run_apart, parsed.on_fallback)
+        inner = torch_versions.check(
+            inner, torch.__version__, str(on), selftest.run_apart, parsed.on_fallback
+        )
     # Imported after the check: in a torch that is not known, this may fail. Inductor's is its own matter.
-    from teraio.passes import aot, fx
+    from teraio.passes.capture import aot
+    from teraio.passes.fx import program as fx
 
     settings: dict[str, Any] = {}
     if inner != "eager":
-        from teraio.passes import inductor, inductor_options, inductor_partition
+        from teraio.passes.inductor import codegen, partition
+        from teraio.passes.inductor import options as inductor_options
 
         settings = inductor_options.settings(parsed.mode, dict(parsed.inductor))
     elif parsed.inner != "eager" and (parsed.mode or parsed.inductor):
@@ -82,10 +86,10 @@ def _compile(
     if disabled():
         if inner == "eager":
             return fx.compiler(lambda graph, kind: None)(gm, example_inputs)
-        return inductor.compile_program(gm, example_inputs, notice=None, settings=settings)
+        return codegen.compile_program(gm, example_inputs, notice=None, settings=settings)
     if inner != "eager":
         inductor_options.refuse_unfit(settings, parsed.mode)
-        inductor_partition.refuse_other(parsed.recompute == "auto")
+        partition.refuse_other(parsed.recompute == "auto")
     start(parsed, on)
     count_as_ours()
     engine.PROGRAMS.clear()  # of a compilation that failed
@@ -96,7 +100,7 @@ def _compile(
             slotted = fx.compiler(lambda g, kind: _slot_eager(g, kind, labels), engine.guarded, made_again)
             return _telling(slotted(gm, example_inputs))
     with stage(f"compiling {compiled_function()}", say=log.info):
-        compiled = inductor.compile_program(
+        compiled = codegen.compile_program(
             gm,
             example_inputs,
             log.warning,
@@ -195,7 +199,7 @@ def _adopt(labels: tuple[str, ...], inputs: list[Any]) -> None:
 
 
 def _slot_eager(graph: torch.fx.GraphModule, kind: ProgramKind, labels: tuple[str, ...]) -> None:
-    from teraio.passes import fx
+    from teraio.passes.fx import program as fx
 
     schedule, connect = fx.insert_slots(graph, kind)
     connect(engine.program(schedule.text))
@@ -214,8 +218,8 @@ def _label(labels: tuple[str, ...]) -> int:
 
 
 # `torch.compile` imports this module when it is called, which is before Dynamo traces the model.
-if versions.tested(torch.__version__):
-    unreached.install(
+if torch_versions.tested(torch.__version__):
+    uncompiled_models.install(
         backend
     )  # its hook runs before the runtime's: it may open the engine that those ask for
     patch_torch()

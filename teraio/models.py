@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from teraio import session
 from teraio.backend import hear_of_resets
 from teraio.errors import OptionError
 from teraio.options import disabled
@@ -17,6 +16,7 @@ from teraio.runtime.engine import engine
 from teraio.runtime.model import save
 from teraio.runtime.model.init import models
 from teraio.runtime.model.load import fill
+from teraio.session import session
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 from teraio.errors import OptionError
-from teraio.records import nearest
+from teraio.formats.fields import nearest
 from teraio.units import DURATIONS, SIZES, parse_bytes, parse_ns, shown
 
 PLANNERS = ("auto", "none", "greedy", "search", "ilp", "zero-infinity", "g10", "teraio-paper", "10cache")

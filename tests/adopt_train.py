@@ -23,12 +23,12 @@ import torch
 from adopt_cases import path
 
 import teraio
-from teraio import session
-from teraio.demo_model import Llama, Shape
+from teraio.cli.demo_model import Llama, Shape
 from teraio.options import Options
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger import adoption
 from teraio.runtime.ledger.mover import Mover
+from teraio.session import session
 
 SHAPE = Shape(vocabulary=512, hidden=128, intermediate=352, layers=3, heads=2, key_heads=1)
 HELD = "layers.1.up_proj.weight"  # of the source "held": numpy keeps its bytes

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from teraio.check import check
-from teraio.machine import Machine
-from teraio.passes.planner.choose import Choice
-from teraio.passes.planner.greedy import as_plan
-from teraio.passes.planner.problem import Gap, Problem, Route, transfer_ns
-from teraio.passes.planner.simulate import step_ns
-from teraio.passes.planner.timing import Absence
-from teraio.plan import Plan
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Plan
+from teraio.formats.plan_check import check
+from teraio.passes.planner.greedy.choose import Choice
+from teraio.passes.planner.greedy.greedy import as_plan
+from teraio.passes.planner.greedy.timing import Absence
+from teraio.passes.planner.problem.problem import Gap, Problem, Route, transfer_ns
+from teraio.passes.planner.simulate.simulate import step_ns
 
 
 def absences(index: int, gap: Gap, route: Route) -> Iterator[Absence]:

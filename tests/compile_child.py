@@ -28,8 +28,9 @@ from torch._inductor.graph import GraphLowering
 from train import digest
 
 import teraio
-from teraio.demo_model import Llama, Shape
-from teraio.passes import inductor, inductor_options
+from teraio.cli.demo_model import Llama, Shape
+from teraio.passes.inductor import codegen
+from teraio.passes.inductor import options as inductor_options
 from teraio.runtime.engine import engine
 
 SHAPE = Shape(vocabulary=256, hidden=128, intermediate=352, layers=2, heads=2, key_heads=1)
@@ -81,7 +82,7 @@ def train(asked: dict[str, Any], counting: counting_allocator.Counting) -> dict[
     losses, peaks = [], []
     counts: list[dict[str, Any]] = [{}]
     generator = torch.Generator().manual_seed(1)
-    with sources() as printed, patch.object(inductor, "VERSION", asked.get("version", inductor.VERSION)):
+    with sources() as printed, patch.object(codegen, "VERSION", asked.get("version", codegen.VERSION)):
         for _ in range(STEPS):
             tokens = torch.randint(0, SHAPE.vocabulary, (BATCH, LENGTH + 1), generator=generator)
             counting.reset_peak()

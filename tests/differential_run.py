@@ -36,18 +36,19 @@ from generated_plans import (
 )
 
 import teraio
-from teraio import _native, session
+from teraio import _native
 from teraio.errors import TeraioError
+from teraio.formats.plan import Plan
+from teraio.formats.profile import Profile
+from teraio.formats.schedule import Step
 from teraio.options import Options
-from teraio.passes.lifetimes import profile_of
-from teraio.plan import Plan
-from teraio.profile import Profile
+from teraio.passes.slots.lifetimes import profile_of
 from teraio.runtime.device.cpu import CpuDevice
 from teraio.runtime.device.pending_transfer import Pending
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.record import State
 from teraio.runtime.store.store import Store
-from teraio.schedule import Step
+from teraio.session import session
 
 Call = Callable[..., Any]
 

@@ -22,16 +22,17 @@ import torch
 from engine_device import CELL, DiskWorld, EngineDevice, FakeHost, StreamStore, native_store
 
 from teraio.errors import BudgetError, PlanError
-from teraio.machine import Link, Machine, Tier
-from teraio.passes import lifetimes, planner
-from teraio.passes.events import Event, Forget, Launch, Make, Signature
-from teraio.passes.slots import SlotPlace, lay_slots
-from teraio.plan import Evict, Fetch, Move, Plan
-from teraio.profile import Profile
+from teraio.formats.machine import Link, Machine, Tier
+from teraio.formats.plan import Evict, Fetch, Move, Plan
+from teraio.formats.profile import Profile
+from teraio.formats.schedule import Step
+from teraio.passes.planner import planners
+from teraio.passes.slots import lifetimes
+from teraio.passes.slots.events import Event, Forget, Launch, Make, Signature
+from teraio.passes.slots.layout import SlotPlace, lay_slots
 from teraio.runtime.engine.engine import Engine, Program
 from teraio.runtime.optimizer.step_call import OptimizerCall
 from teraio.runtime.optimizer.strategy import Strategy
-from teraio.schedule import Step
 
 STEPS = 3
 LINKS = tuple(Link(*ends, 10**9) for tier in ("ssd", "host") for ends in (("device", tier), (tier, "device")))
@@ -371,7 +372,7 @@ class Run:
     def _planned(self, profile: Profile) -> Plan:
         tiers = Tier("device", self.budget * CELL), Tier("ssd", 2**40), Tier("host", self.host_cells * CELL)
         machine = Machine("fake", tiers, LINKS)
-        return planner.plan(profile, machine, self.budget * CELL, time_limit_s=0.005)
+        return planners.plan(profile, machine, self.budget * CELL, time_limit_s=0.005)
 
 
 def run(seed: int, folder: Path, kind: type[EngineDevice] = EngineDevice) -> tuple[list[str], Run]:

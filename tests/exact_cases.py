@@ -8,8 +8,8 @@ from dataclasses import replace
 import brute
 import toys
 
-from teraio.machine import Machine
-from teraio.passes.planner.problem import Problem, build
+from teraio.formats.machine import Machine
+from teraio.passes.planner.problem.problem import Problem, build
 
 ROOM = 10**6
 MOST_GAPS = 6  # up to which the exact planner claims to be exact

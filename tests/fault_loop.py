@@ -26,9 +26,10 @@ import torch
 from optimizer_train import Chain
 
 import teraio
-from teraio import _native, session
+from teraio import _native
 from teraio.errors import TeraioError
 from teraio.runtime.store.store import Store
+from teraio.session import session
 
 WIDTH, LAYERS, ROWS, STEPS = 96, 6, 64, 4
 # Reserve and slabs take 4 MiB of it. Weights, gradients and states are 0.9 MiB.

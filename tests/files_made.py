@@ -6,10 +6,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from teraio.machine import Link, Machine, Tier
-from teraio.plan import Evict, Fetch, Home, Plan, Predicted
-from teraio.profile import Kernel, Profile, Tensor
-from teraio.timeline import Counter, Span, Stall, Timeline
+from teraio.formats.machine import Link, Machine, Tier
+from teraio.formats.plan import Evict, Fetch, Home, Plan, Predicted
+from teraio.formats.profile import Kernel, Profile, Tensor
+from teraio.formats.timeline import Counter, Span, Stall, Timeline
 from teraio.units import LIMIT
 
 Data = Profile | Machine | Plan | Timeline

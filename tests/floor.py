@@ -19,7 +19,7 @@ import torch
 from torch._guards import TracingContext
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from teraio.passes import fx
+from teraio.passes.fx import program as fx
 
 ENGINES_OWN_BYTES = 4 * 2**20
 

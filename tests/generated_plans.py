@@ -1,4 +1,4 @@
-"""Random valid plans: which gaps move, and when, is drawn; `teraio.check` has the last word.
+"""Random valid plans: which gaps move, and when, is drawn; `teraio.formats.plan_check` has the last word.
 
     tick    start      out ...... free ........ trigger ...... ready    end
     kernel  [last use]  | write    | bytes gone   | read        | there  [next use]
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from random import Random
 
-from teraio.check import check
-from teraio.plan import Evict, Fetch, Home, Move, Plan
-from teraio.profile import Profile, Tensor
+from teraio.formats.plan import Evict, Fetch, Home, Move, Plan
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Profile, Tensor
 
 TIER = "ssd"
 

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 import teraio
-from teraio import session
 from teraio.options import Options
 from teraio.runtime.device import rss
 from teraio.runtime.store.directories import default_directories
+from teraio.session import session
 
 WIDTH, LAYERS = 64, 8
 BATCHES = (1024, 2048, 1536)  # rows: 256 to 512 KiB per activation

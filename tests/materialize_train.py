@@ -15,16 +15,18 @@ import torch
 from torch.fx import GraphModule
 
 import teraio
-from teraio import backend, planning
-from teraio.acts import Act, acts
+from teraio import backend
 from teraio.errors import StoreReadError
-from teraio.machine import Link, Machine, Tier
-from teraio.passes import fx, materialize
-from teraio.plan import Evict, Fetch, Plan
-from teraio.profile import Profile
+from teraio.formats.machine import Link, Machine, Tier
+from teraio.formats.moves_by_kernel import Act, acts
+from teraio.formats.plan import Evict, Fetch, Plan
+from teraio.formats.profile import Profile
+from teraio.passes.fx import materialize
+from teraio.passes.fx import program as fx
 from teraio.runtime.engine import engine, explicit_moves
 from teraio.runtime.ledger.mover import Mover
 from teraio.runtime.step.program import Program
+from teraio.session import planning
 
 ROWS, WIDTH, LAYERS, MEMORY = 512, 256, 5, "6700KiB"  # of it 4 MiB in reserve; a kernel needs 2.3
 KERNEL_NS = 300_000  # the same in every run, so that the plan is; a layer's activation leaves in half of it

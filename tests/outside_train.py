@@ -21,11 +21,11 @@ import counting_allocator
 import torch
 
 import teraio
-from teraio import session
-from teraio.demo_model import Llama, Shape
+from teraio.cli.demo_model import Llama, Shape
 from teraio.errors import TeraioError
 from teraio.options import Options
 from teraio.runtime.engine import engine
+from teraio.session import session
 
 SHAPE = Shape(vocabulary=2048, hidden=128, intermediate=352, layers=4, heads=2, key_heads=1)
 BATCH, LENGTH = 16, 96

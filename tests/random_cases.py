@@ -18,9 +18,9 @@ from random import Random
 
 import toys
 
-from teraio.machine import Link, Machine, Tier
-from teraio.passes.planner import build
-from teraio.profile import Profile, Tensor
+from teraio.formats.machine import Link, Machine, Tier
+from teraio.formats.profile import Profile, Tensor
+from teraio.passes.planner.planners import build
 
 ROOM = 10**12
 FAMILIES = ("random", "training", "still", "crumbs", "peaks", "late", "equals", "cramped")

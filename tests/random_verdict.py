@@ -7,12 +7,13 @@ from statistics import mean
 
 from random_cases import Case
 
-from teraio.check import check
 from teraio.errors import PlanError
-from teraio.passes.planner import build, events, plan
-from teraio.passes.planner.certificate import solve
-from teraio.passes.planner.relaxation import relax
-from teraio.plan import Plan
+from teraio.formats.plan import Plan
+from teraio.formats.plan_check import check
+from teraio.passes.planner.bound.certificate import solve
+from teraio.passes.planner.bound.relaxation import relax
+from teraio.passes.planner.planners import build, plan
+from teraio.passes.planner.simulate import event_simulation
 
 PUBLISHED = ("zero-infinity", "g10", "teraio-paper", "10cache")
 SHARES = (0.1, 0.2)
@@ -50,7 +51,7 @@ def judge(case: Case, limit_s: float, seeds: int) -> Verdict:
     if not checked.feasible or checked.peak_bytes > budget:
         verdict.wrong.append(f"the check refuses it: {checked}")
     verdict.step_ns, verdict.bound_ns = made.predicted.step_ns, made.predicted.bound_ns
-    if events.run(made, profile, machine).step_ns != made.predicted.step_ns:
+    if event_simulation.run(made, profile, machine).step_ns != made.predicted.step_ns:
         verdict.wrong.append("two simulators disagree")
     if verdict.bound_ns > verdict.step_ns:
         verdict.wrong.append("the bound is above the plan")
@@ -87,15 +88,19 @@ def _beside_published(case: Case, verdict: Verdict, limit_s: float) -> None:
 def _shaken(case: Case, made: Plan, verdict: Verdict, seeds: int) -> None:
     if not verdict.step_ns:
         return
-    still = events.run(made, case.profile, case.machine, jitter=events.Jitter(0.0), steps=JITTER_STEPS)
+    still = event_simulation.run(
+        made, case.profile, case.machine, jitter=event_simulation.Jitter(0.0), steps=JITTER_STEPS
+    )
     plain_ns = mean(still.took_ns[SETTLING:])
     for share in SHARES:
         for by_step in (False, True):
             took: list[int] = []
             for seed in range(seeds):
-                jitter = events.Jitter(share, seed, by_step)
+                jitter = event_simulation.Jitter(share, seed, by_step)
                 try:
-                    run = events.run(made, case.profile, case.machine, jitter=jitter, steps=JITTER_STEPS)
+                    run = event_simulation.run(
+                        made, case.profile, case.machine, jitter=jitter, steps=JITTER_STEPS
+                    )
                 except PlanError as error:
                     verdict.wrong.append(f"jitter of {share:.0%}: {error}")
                     return

@@ -28,9 +28,10 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import teraio
-from teraio import cli, earlier, session
-from teraio.plan import Plan
+from teraio.cli import main as cli
+from teraio.formats.plan import Plan
 from teraio.runtime.step import eager_memory
+from teraio.session import plan_reuse, session
 
 SLOW_BYTES_PER_S = 10**6  # a kernel that runs again is hundreds of times as fast
 WIDTH = 192
@@ -131,14 +132,14 @@ def main(asked_for: str, folder: str) -> None:
     steady.plans(SLOW_BYTES_PER_S)
     plans: dict[str, str] = {}
     done: dict[str, Any] = {}
-    keep = earlier.Earlier.keep
+    keep = plan_reuse.Earlier.keep
     for asked in json.loads(asked_for):
 
-        def kept(self: earlier.Earlier, plan: Plan, name: str = asked["name"]) -> None:
+        def kept(self: plan_reuse.Earlier, plan: Plan, name: str = asked["name"]) -> None:
             plans[name] = plan.dumps()
             keep(self, plan)
 
-        earlier.Earlier.keep = kept  # type: ignore[method-assign]
+        plan_reuse.Earlier.keep = kept  # type: ignore[method-assign]
         done[asked["name"]] = run(asked, plans, counting, folder)
         done[asked["name"]]["kept"] = json.loads(plans.get(asked["name"], "{}"))
     print(json.dumps(done))

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from teraio.passes.events import Alias, Event, Forget, Launch, Make, Signature
-from teraio.passes.slots import SlotPlace, lay_slots
-from teraio.schedule import MADE, READ, WRITE, Schedule
+from teraio.formats.schedule import MADE, READ, WRITE, Schedule
+from teraio.passes.slots.events import Alias, Event, Forget, Launch, Make, Signature
+from teraio.passes.slots.layout import SlotPlace, lay_slots
 
 
 def launch(at: int, kernel: str, reads: str = "", writes: str = "") -> Launch:

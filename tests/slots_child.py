@@ -21,8 +21,9 @@ import slots_models
 import torch
 import torch._functorch.config as functorch_config
 
-from teraio.passes import fx, inductor
-from teraio.schedule import MADE, READ, WRITE, Schedule
+from teraio.formats.schedule import MADE, READ, WRITE, Schedule
+from teraio.passes.fx import program as fx
+from teraio.passes.inductor import codegen
 
 sys.modules["slots_child"] = sys.modules[__name__]  # where the generated programs look for `program`
 
@@ -138,7 +139,7 @@ def backend(inner: str, slotted: bool, settings: dict[str, Any] | None = None) -
             if inner == "eager":
                 return fx.compiler(transform)(gm, inputs)
             notice = WATCH[-1].notices.append if slotted else None
-            return inductor.compile_program(gm, inputs, notice, registry="slots_child", settings=settings)
+            return codegen.compile_program(gm, inputs, notice, registry="slots_child", settings=settings)
 
     return compile_graph
 

@@ -12,17 +12,17 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from teraio import earlier, tiers
 from teraio.errors import StoreError
-from teraio.passes import lifetimes
+from teraio.formats.schedule import Step
+from teraio.passes.slots import lifetimes
 from teraio.runtime.device.link_rates import LinkRates
 from teraio.runtime.device.pending_transfer import Pending
-from teraio.schedule import Step
+from teraio.session import plan_reuse, tiers
 
 KERNEL_NS = 10**6
 RATE = 10**9  # bytes per s
 LATENCY_NS = 10**5
-REPLACED = ((lifetimes, "_durations"), (tiers, "_link"), (earlier, "DRIFT_PERCENT"), (Pending, "done"))
+REPLACED = ((lifetimes, "_durations"), (tiers, "_link"), (plan_reuse, "DRIFT_PERCENT"), (Pending, "done"))
 
 
 def _durations(step: Step) -> list[int]:
@@ -44,7 +44,7 @@ def plans(rate: int = RATE) -> None:
     lifetimes._durations = _durations
     tiers._link = link
     Pending.done = _done  # type: ignore[method-assign]
-    earlier.DRIFT_PERCENT = 10**9  # none is planned again because it took another time
+    plan_reuse.DRIFT_PERCENT = 10**9  # none is planned again because it took another time
 
 
 @contextlib.contextmanager

@@ -15,14 +15,15 @@ import pytest
 import toys
 import tree
 
-from teraio.check import check
 from teraio.errors import PlanError
-from teraio.machine import Link, Machine
-from teraio.passes.planner import bound, certificate, plan, relaxation
-from teraio.passes.planner.bound import first_checks, lower_bound, lower_bound_ns
-from teraio.passes.planner.problem import Problem, build
-from teraio.passes.planner.simulate import step_ns
-from teraio.profile import Profile
+from teraio.formats.machine import Link, Machine
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Profile
+from teraio.passes.planner.bound import bound, certificate, relaxation
+from teraio.passes.planner.bound.bound import first_checks, lower_bound, lower_bound_ns
+from teraio.passes.planner.planners import plan
+from teraio.passes.planner.problem.problem import Problem, build
+from teraio.passes.planner.simulate.simulate import step_ns
 
 ROOM = 10**6
 MACHINES = (
@@ -354,7 +355,7 @@ def test_a_solver_that_fails_leaves_the_simple_bound(monkeypatch: pytest.MonkeyP
 
 def test_a_step_that_fits_loads_no_solver() -> None:
     code = (
-        "import sys, toys; from teraio.passes.planner import plan\n"
+        "import sys, toys; from teraio.passes.planner.planners import plan\n"
         "plan(toys.diamond(), toys.machine(device=16), {budget}); print('ortools' in sys.modules)"
     )
     for budget, expected in ((10, "False"), (8, "True")):

@@ -19,14 +19,14 @@ import torch
 import tree
 from children import forked
 
-from teraio import cli
-from teraio.cache import ENTRIES_MAX, SUFFIX, PlanCache, directory, fingerprint_of, key_of
-from teraio.earlier import Earlier
+from teraio.cli import main
+from teraio.formats.plan import Evict, Fetch, Plan, Predicted
+from teraio.formats.plan_cache import ENTRIES_MAX, SUFFIX, PlanCache, directory, fingerprint_of, key_of
+from teraio.formats.profile import Kernel, Profile, Tensor
+from teraio.formats.schedule import READ, Buffer, Call, Schedule, Slot, Step
 from teraio.options import Options
-from teraio.passes import lifetimes
-from teraio.plan import Evict, Fetch, Plan, Predicted
-from teraio.profile import Kernel, Profile, Tensor
-from teraio.schedule import READ, Buffer, Call, Schedule, Slot, Step
+from teraio.passes.slots import lifetimes
+from teraio.session.plan_reuse import Earlier
 
 LOOKS = 500
 PLAN = Plan("f" * 32, "auto", 100, (), (Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 6, 9)))
@@ -142,14 +142,14 @@ def test_the_command_lists_and_clears(folder: Path, capsys: pytest.CaptureFixtur
     kept = PlanCache(folder)
     kept.keep("k", replace(PLAN, budget_bytes=2**30, predicted=Predicted(1_500_000_000)))
     (folder / "notes.txt").write_text("mine")
-    assert cli.main(["cache", "list"]) == 0
+    assert main.main(["cache", "list"]) == 0
     told = capsys.readouterr().out
     assert "1 plan kept" in told and "1 GiB" in told and "1.5 s per step" in told
-    assert cli.main(["cache", "clear"]) == 0
+    assert main.main(["cache", "clear"]) == 0
     assert "1 plan cleared" in capsys.readouterr().out
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
     os.environ["TERAIO_CACHE_DIR"] = "off"  # undone by the fixture
-    assert cli.main(["cache", "list"]) == 2
+    assert main.main(["cache", "list"]) == 2
 
 
 # ---- what is done with a plan that is found

@@ -13,12 +13,12 @@ from engine_run import Compiled, Run, with_forgets
 from torch import nn
 
 import teraio
-from teraio import earlier
 from teraio.errors import BudgetError
-from teraio.passes.events import Signature
+from teraio.passes.slots.events import Signature
 from teraio.runtime.engine import engine
 from teraio.runtime.step.program import Program
 from teraio.runtime.step.quiet_call import QuietCall
+from teraio.session import plan_reuse
 
 WIDTH, LAYERS, BATCH = 128, 6, 512
 ROOM, LITTLE = 2**24, 6 * 2**20  # 3 MiB of activations, 1.6 of the model and what belongs to it; 4 of reserve
@@ -26,7 +26,7 @@ ROOM, LITTLE = 2**24, 6 * 2**20  # 3 MiB of activations, 1.6 of the model and wh
 
 @pytest.fixture(autouse=True)
 def no_drift(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(earlier, "DRIFT_PERCENT", 10**9)
+    monkeypatch.setattr(plan_reuse, "DRIFT_PERCENT", 10**9)
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import cpu_limit
 import pytest
 import toys
 
-from teraio.check import check
-from teraio.passes.planner import plan, smallest_budget
-from teraio.plan import Evict, Fetch, Home, Plan
-from teraio.profile import Kernel, Profile, Tensor
+from teraio.formats.plan import Evict, Fetch, Home, Plan
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Kernel, Profile, Tensor
+from teraio.passes.planner.planners import plan, smallest_budget
 
 MACHINE = toys.machine(device=1_000)
 

@@ -12,7 +12,7 @@ from ram_device import RamDevice
 from torch import nn
 
 import teraio
-from teraio.profile import Profile
+from teraio.formats.profile import Profile
 from teraio.runtime.device import choose
 
 MS = 10**6

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import toys
 
-from teraio import cli
-from teraio.check import check
+from teraio.cli import main
 from teraio.errors import PlanError
-from teraio.machine import Machine
-from teraio.passes import planner
-from teraio.plan import Evict, Fetch, Plan
-from teraio.profile import Profile
-from teraio.timeline import Timeline
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Evict, Fetch, Plan
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Profile
+from teraio.formats.timeline import Timeline
+from teraio.passes.planner import planners
 
 ROOT = Path(__file__).resolve().parent.parent
 DIAMOND_PLAN = Plan("", "hand", 8, (), (Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 6, 9)))
@@ -39,7 +39,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def out(capsys: pytest.CaptureFixture[str]) -> Any:
     def run(*arguments: str, code: int = 0) -> str:
-        assert cli.main(arguments) == code
+        assert main.main(arguments) == code
         said = capsys.readouterr()
         if code:
             assert said.err.startswith("teraio: ") and said.err.count("\n") == 1, said.err
@@ -67,7 +67,7 @@ def test_plan_prints_the_figures_of_the_plan(files: dict[str, str], out: Any) ->
 
 def test_no_plan_is_told_in_json_too(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     where = ("--machine", files["machine"], "--memory", "5B", "--json")
-    assert cli.main(["plan", files["profile"], *where]) == 1
+    assert main.main(["plan", files["profile"], *where]) == 1
     said = capsys.readouterr()
     made = json.loads(said.out)
     assert (made["feasible"], made["memory_bytes"], made["smallest_bytes"]) == (False, 5, 6)
@@ -102,9 +102,9 @@ def test_all_planners_stand_side_by_side_and_the_fastest_is_written(
     def never(problem: Any, machine: Any, budget_bytes: int, **rest: Any) -> Plan:
         raise PlanError("7 bytes over budget")
 
-    known = {name: planner.PLANNERS[name] for name in ("auto", "greedy", "none")}
+    known = {name: planners.PLANNERS[name] for name in ("auto", "greedy", "none")}
     table = {**known, "slow": slow, "never": never}
-    monkeypatch.setattr(planner, "PLANNERS", table)
+    monkeypatch.setattr(planners, "PLANNERS", table)
     arguments = ("plan", files["profile"], "--machine", files["machine"], "--planner", "all")
     made = json.loads(out(*arguments, "--json", "-o", files["out"]))
     rows = {row["planner"]: row for row in made["planners"]}
@@ -166,7 +166,7 @@ def test_the_bound_of_a_step_is_one_number(files: dict[str, str], out: Any) -> N
     made = json.loads(
         out("plan", *where, "--memory", str(budget), "-o", files["plan"], "--timeline", line, "--json")
     )
-    assert made["bound_ns"] > planner.lower_bound_ns(planner.build(profile, machine), budget)
+    assert made["bound_ns"] > planners.lower_bound_ns(planners.build(profile, machine), budget)
     for by in ("bound", "plan"):
         told = json.loads(out("explain", files["plan"], *where, "--what-if", by, "--json"))
         assert told["what_if"][0]["change"] == "planned again"
@@ -197,7 +197,7 @@ def test_fit_finds_the_smallest_budget_that_is_fast_enough(files: dict[str, str]
     made = json.loads(out(*arguments, "--within", "1.2", "--json"))
     assert made["smallest_bytes"] == 6
     for fit in made["fits"]:
-        again = planner.plan(toys.diamond(), toys.machine(device=100), fit["memory_bytes"])
+        again = planners.plan(toys.diamond(), toys.machine(device=100), fit["memory_bytes"])
         assert fit["step_ns"] == again.predicted.step_ns
     enough = [fit["memory_bytes"] for fit in made["fits"] if fit["step_ns"] <= 12_000]
     assert made["within_bytes"] == min(enough) <= 8
@@ -266,7 +266,7 @@ def test_whatever_the_readers_take_is_answered_without_a_traceback(
         machine.write(files["machine"])
         where = ("--machine", files["machine"])
         if machine.tiers[0].capacity_bytes > 1000:
-            assert cli.main(["plan", files["profile"], *where, "-o", files["plan"]]) == 0
+            assert main.main(["plan", files["profile"], *where, "-o", files["plan"]]) == 0
         for command in (
             ("plan", files["profile"], *where, "--planner", "all", "--memory", "min"),
             ("simulate", files["plan"], files["profile"], *where),
@@ -275,7 +275,7 @@ def test_whatever_the_readers_take_is_answered_without_a_traceback(
             ("profile", "show", files["profile"]),
             ("fit", files["profile"], files["profile"], *where),
         ):
-            codes.add(code := cli.main(command))
+            codes.add(code := main.main(command))
             said = capsys.readouterr()
             assert code in (0, 1) and (said.out or said.err), command
     assert codes == {0, 1}
@@ -287,13 +287,13 @@ def test_commands_in_the_docs_are_commands() -> None:
     lines = re.findall(r"^(?:\$ )?teraio (.*?)(?:  +#.*)?$", blocks, re.MULTILINE)
     assert len(lines) >= 8
     for line in lines:
-        assert callable(cli._parser().parse_args(shlex.split(line)).run), line
+        assert callable(main._parser().parse_args(shlex.split(line)).run), line
 
 
-@pytest.mark.parametrize("command", [name for name, _, _ in cli.COMMANDS])
+@pytest.mark.parametrize("command", [name for name, _, _ in main.COMMANDS])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main([command, "--help"])
+        main.main([command, "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert f"usage: teraio {command}" in text

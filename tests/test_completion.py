@@ -7,13 +7,13 @@ import subprocess
 
 import pytest
 
-from teraio import cli
-from teraio.commands import completion
+from teraio.cli import main
+from teraio.cli.commands import completion
 
 
 @pytest.fixture
 def script(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> str:
-    assert cli.main(["completion", request.param]) == 0
+    assert main.main(["completion", request.param]) == 0
     return capsys.readouterr().out
 
 
@@ -41,7 +41,7 @@ def test_bash_completes_commands_flags_and_words(script: str, typed: list[str], 
 
 @pytest.mark.parametrize("script", ["bash", "zsh", "fish"], indirect=True)
 def test_every_command_and_flag_is_in_every_script(script: str) -> None:
-    for level in completion.levels(cli._parser()):
+    for level in completion.levels(main._parser()):
         for name in (*(name for name, _ in level.commands), *level.words):
             assert name in script
         for flag in level.flags:

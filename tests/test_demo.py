@@ -12,8 +12,9 @@ import pytest
 import tree
 from children import ended
 
-from teraio import cli, progress
-from teraio import demo as demo_command
+from teraio import progress
+from teraio.cli import demo as demo_command
+from teraio.cli import main
 
 TINY = ("--inner", "eager", "--layers", "2", "--batch", "2", "--length", "96", "--steps", "1")
 
@@ -55,7 +56,7 @@ def test_numbers_that_make_no_sense_are_refused(
     arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as refused:
-        cli.main(["demo", *arguments])
+        main.main(["demo", *arguments])
     assert refused.value.code == 2
     assert words in capsys.readouterr().err
 
@@ -64,8 +65,8 @@ def test_losses_that_differ_are_said_and_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = iter([run_of([2.0, 1.5]), run_of([2.0, 1.25])])
-    monkeypatch.setattr("teraio.demo._run", lambda args, budget: next(runs))
-    assert cli.main(["demo", "--json"]) == 1
+    monkeypatch.setattr("teraio.cli.demo._run", lambda args, budget: next(runs))
+    assert main.main(["demo", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["equal"] is False
 
 
@@ -86,7 +87,7 @@ def test_a_budget_above_all_that_was_used_is_not_in_the_picture() -> None:
 
 
 def test_the_steps_of_a_run_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = cli._parser().parse_args(["demo", "--steps", "1"])
+    args = main._parser().parse_args(["demo", "--steps", "1"])
     said: list[str] = []
 
     def lines() -> Iterator[str]:

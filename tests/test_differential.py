@@ -17,7 +17,7 @@ from generated_blocks import BLOCKS
 from generated_models import MANNERS, OPTIMIZERS, STYLES, make
 from generated_plans import gaps, moved_share, random_plan, resident_bytes, working_set_bytes
 
-from teraio.check import check
+from teraio.formats.plan_check import check
 
 # A sample that holds every block, style, manner and optimizer. tests/long/differential.py runs all of NAMED.
 # In the last, a checkpoint between two runs once kept all gradients of the next backward in memory.

@@ -17,13 +17,14 @@ import tree
 from children import ended
 
 import teraio
-from teraio import cli, errors
-from teraio.commands import options as options_page
-from teraio.machine import Machine
+from teraio import errors
+from teraio.cli import main
+from teraio.cli.commands import options as options_page
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Plan
+from teraio.formats.profile import Profile
+from teraio.formats.timeline import Timeline
 from teraio.options import VARIABLES, Options, env_name
-from teraio.plan import Plan
-from teraio.profile import Profile
-from teraio.timeline import Timeline
 
 DOCS = [tree.ROOT / "README.md", *sorted((tree.ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -249,7 +250,7 @@ def test_every_page_is_on_the_map() -> None:
 
 def test_the_page_of_options_is_what_the_code_says() -> None:
     """Made by `teraio options > docs/options.md`."""
-    assert (tree.ROOT / "docs" / "options.md").read_text() == options_page.as_markdown(cli._parser())
+    assert (tree.ROOT / "docs" / "options.md").read_text() == options_page.as_markdown(main._parser())
     names = list(options_page.public_names())
     assert len(names) == len(teraio.__all__) and all(options_page.public_names().values())
     assert all(one.lower() <= other.lower() for one, other in pairwise(name.split("(")[0] for name in names))

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from teraio import _native, doctor, findings
+from teraio import _native
+from teraio.cli import doctor, doctor_findings
+from teraio.cli.doctor_findings import Finding, Verdict
 from teraio.errors import StoreError
-from teraio.findings import Finding, Verdict
-from teraio.machine import Machine
+from teraio.formats.machine import Machine
 from teraio.runtime.device import cuda, limits
 from teraio.runtime.device.cpu import CpuDevice
 from teraio.runtime.device.device import Scratch
@@ -239,42 +240,50 @@ def test_a_shared_bandwidth_is_in_the_machine_file() -> None:
 @pytest.mark.parametrize(
     ("finding", "verdict", "word"),
     [
-        (findings.torch_version("2.13.0+cpu", "torch<2.14,>=2.11"), Verdict.PASS, "tested"),
-        (findings.torch_version("2.14.1", "torch<2.14,>=2.11"), Verdict.WARN, "not tested"),
-        (findings.torch_version("2.10.0", "torch<2.14,>=2.11"), Verdict.WARN, "not tested"),
-        (findings.torch_version("", "torch>=2.11"), Verdict.FAIL, "not installed"),
-        (findings.compiler(None), Verdict.WARN, "no C++ compiler"),
-        (findings.huge_pages("always madvise [never]"), Verdict.WARN, "never"),
-        (findings.huge_pages("always [madvise] never"), Verdict.PASS, "madvise"),
-        (findings.huge_pages(""), Verdict.WARN, "none"),
-        (findings.slab_pages(4096, "[madvise]"), Verdict.WARN, "4 KiB"),
-        (findings.slab_pages(2 * MIB, "[madvise]"), Verdict.PASS, "2 MiB"),
-        (findings.freed_bytes(100 * MIB, 50 * MIB, "/usr/lib/libjemalloc.so"), Verdict.WARN, "50 MiB"),
-        (findings.freed_bytes(100 * MIB, 0, ""), Verdict.PASS, "at once"),
-        (findings.locked_memory(65536, False, ""), Verdict.PASS, "nothing is pinned"),
-        (findings.locked_memory(65536, True, "error 2"), Verdict.WARN, "error 2"),
-        (findings.file_system("overlayfs", "/tmp"), Verdict.WARN, "overlayfs"),
-        (findings.room(100 * MIB), Verdict.FAIL, "100 MiB"),
-        (findings.room(2**33), Verdict.WARN, "8 GiB"),
-        (findings.direct_io(False), Verdict.WARN, "page cache"),
-        (findings.store_rate(10**8, 10**8, 10**8), Verdict.WARN, "100 MB/s"),
-        (findings.store_rate(10**10, 10**10, 2 * 10**9), Verdict.WARN, "2.00 s of CPU"),
+        (doctor_findings.torch_version("2.13.0+cpu", "torch<2.14,>=2.11"), Verdict.PASS, "tested"),
+        (doctor_findings.torch_version("2.14.1", "torch<2.14,>=2.11"), Verdict.WARN, "not tested"),
+        (doctor_findings.torch_version("2.10.0", "torch<2.14,>=2.11"), Verdict.WARN, "not tested"),
+        (doctor_findings.torch_version("", "torch>=2.11"), Verdict.FAIL, "not installed"),
+        (doctor_findings.compiler(None), Verdict.WARN, "no C++ compiler"),
+        (doctor_findings.huge_pages("always madvise [never]"), Verdict.WARN, "never"),
+        (doctor_findings.huge_pages("always [madvise] never"), Verdict.PASS, "madvise"),
+        (doctor_findings.huge_pages(""), Verdict.WARN, "none"),
+        (doctor_findings.slab_pages(4096, "[madvise]"), Verdict.WARN, "4 KiB"),
+        (doctor_findings.slab_pages(2 * MIB, "[madvise]"), Verdict.PASS, "2 MiB"),
+        (doctor_findings.freed_bytes(100 * MIB, 50 * MIB, "/usr/lib/libjemalloc.so"), Verdict.WARN, "50 MiB"),
+        (doctor_findings.freed_bytes(100 * MIB, 0, ""), Verdict.PASS, "at once"),
+        (doctor_findings.locked_memory(65536, False, ""), Verdict.PASS, "nothing is pinned"),
+        (doctor_findings.locked_memory(65536, True, "error 2"), Verdict.WARN, "error 2"),
+        (doctor_findings.file_system("overlayfs", "/tmp"), Verdict.WARN, "overlayfs"),
+        (doctor_findings.room(100 * MIB), Verdict.FAIL, "100 MiB"),
+        (doctor_findings.room(2**33), Verdict.WARN, "8 GiB"),
+        (doctor_findings.direct_io(False), Verdict.WARN, "page cache"),
+        (doctor_findings.store_rate(10**8, 10**8, 10**8), Verdict.WARN, "100 MB/s"),
+        (doctor_findings.store_rate(10**10, 10**10, 2 * 10**9), Verdict.WARN, "2.00 s of CPU"),
         (
-            findings.memory(2**34, 2**35, 2**33, 2**32, "/sys/fs/cgroup/a", 2**33 - 1),
+            doctor_findings.memory(2**34, 2**35, 2**33, 2**32, "/sys/fs/cgroup/a", 2**33 - 1),
             Verdict.WARN,
             "/sys/fs/cgroup/a",
         ),
-        (findings.memory(2**34, 2**35, None, 0, "", 2**33), Verdict.PASS, "no control group"),
-        (findings.drive_wear("nvme0n1", 3, 100, 10, 45 * 10**12, 0, 0), Verdict.PASS, "3 % of its rated"),
-        (findings.drive_wear("nvme0n1", 80, 100, 10, 10**15, 0, 0), Verdict.WARN, "80 % of its rated"),
-        (findings.drive_wear("nvme0n1", 3, 10, 10, 10**12, 0, 0), Verdict.WARN, "10 % of its spare"),
-        (findings.drive_wear("nvme0n1", 3, 100, 10, 10**12, 2, 0), Verdict.WARN, "2 media errors"),
-        (findings.drive_wear("nvme0n1", 3, 100, 10, 10**12, 0, 0b1010), Verdict.WARN, "too hot; read-only"),
-        (findings.drive_unasked("vda is no NVMe drive"), Verdict.PASS, "not known: vda"),
-        (findings.gpu(("H100",), "torch is built without CUDA"), Verdict.WARN, "H100, but"),
-        (findings.gpu((), "torch is built without CUDA"), Verdict.PASS, "none"),
-        (findings.gpu(("H100",), None), Verdict.PASS, "H100"),
-        (findings.direct_storage(True, "the file is in compat mode"), Verdict.PASS, "compat"),
+        (doctor_findings.memory(2**34, 2**35, None, 0, "", 2**33), Verdict.PASS, "no control group"),
+        (
+            doctor_findings.drive_wear("nvme0n1", 3, 100, 10, 45 * 10**12, 0, 0),
+            Verdict.PASS,
+            "3 % of its rated",
+        ),
+        (doctor_findings.drive_wear("nvme0n1", 80, 100, 10, 10**15, 0, 0), Verdict.WARN, "80 % of its rated"),
+        (doctor_findings.drive_wear("nvme0n1", 3, 10, 10, 10**12, 0, 0), Verdict.WARN, "10 % of its spare"),
+        (doctor_findings.drive_wear("nvme0n1", 3, 100, 10, 10**12, 2, 0), Verdict.WARN, "2 media errors"),
+        (
+            doctor_findings.drive_wear("nvme0n1", 3, 100, 10, 10**12, 0, 0b1010),
+            Verdict.WARN,
+            "too hot; read-only",
+        ),
+        (doctor_findings.drive_unasked("vda is no NVMe drive"), Verdict.PASS, "not known: vda"),
+        (doctor_findings.gpu(("H100",), "torch is built without CUDA"), Verdict.WARN, "H100, but"),
+        (doctor_findings.gpu((), "torch is built without CUDA"), Verdict.PASS, "none"),
+        (doctor_findings.gpu(("H100",), None), Verdict.PASS, "H100"),
+        (doctor_findings.direct_storage(True, "the file is in compat mode"), Verdict.PASS, "compat"),
     ],
     ids=lambda value: value.name if isinstance(value, Finding) else None,
 )

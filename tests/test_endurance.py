@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import toys
 
-from teraio.check import check
-from teraio.passes.planner import plan
+from teraio.formats.plan import Evict, Fetch, Plan, Predicted
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Profile
 from teraio.passes.planner.endurance import DAY_NS, written_bytes
-from teraio.plan import Evict, Fetch, Plan, Predicted
-from teraio.profile import Profile
+from teraio.passes.planner.planners import plan
 from teraio.runtime.store.store import Store
 from teraio.runtime.store.write_rate import DAY_S, WriteRate
 

@@ -17,17 +17,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import teraio
-from teraio import cli, shipped
-from teraio.cache import fingerprint_of
-from teraio.demo_model import Llama, Shape
+from teraio.cli import main
+from teraio.cli.demo_model import Llama, Shape
 from teraio.errors import FileFormatError, OptionError, TeraioError, UnsupportedError
-from teraio.estimating import Estimate, machines
-from teraio.passes import costs
-from teraio.passes.planner import build
-from teraio.passes.synth import Rates
-from teraio.profile import Profile
+from teraio.estimating import machines
+from teraio.estimating.estimate import Estimate
+from teraio.formats import shipped_files
+from teraio.formats.plan_cache import fingerprint_of
+from teraio.formats.profile import Profile
+from teraio.passes.planner.planners import build
+from teraio.passes.synth import operator_costs
+from teraio.passes.synth.profiles import Rates
 from teraio.runtime.device import choose, rss
-from teraio.session import RESERVE_BYTES
+from teraio.session.session import RESERVE_BYTES
 
 MIB = 2**20
 LARGE = torch.empty(0)  # stands for what takes no bytes
@@ -159,9 +161,9 @@ def test_the_other_commands_go_on_from_its_profile(
 ) -> None:
     found = Case("perceptron").estimate()
     found.profile.write(tmp_path / "run.profile.json")
-    machine = str(shipped.MACHINES.file(H100))
+    machine = str(shipped_files.MACHINES.file(H100))
     told = ["--machine", machine, "--memory", "20MiB", "--planner", "greedy", "--json"]
-    assert cli.main(["plan", str(tmp_path / "run.profile.json"), *told]) == 0
+    assert main.main(["plan", str(tmp_path / "run.profile.json"), *told]) == 0
     made = json.loads(capsys.readouterr().out)
     assert (made["step_ns"], made["compute_ns"]) == (found.step_ns, found.compute_ns)
 
@@ -273,32 +275,34 @@ def test_this_machine_is_measured() -> None:
 
 
 def test_each_machine_that_comes_along_is_known() -> None:
-    assert len(shipped.MACHINES.names()) == 8
-    for name in shipped.MACHINES.names():
+    assert len(shipped_files.MACHINES.names()) == 8
+    for name in shipped_files.MACHINES.names():
         basis = machines.basis_of(name, torch.device("cpu"))
         assert basis.machine.name == name and basis.compute.startswith("times by "), name
         assert basis.speeds.half.flop_per_s > basis.speeds.full.flop_per_s
 
 
 def test_kernels_take_what_their_shapes_say() -> None:
-    speeds = costs.Speeds(Rates(8 * 10**12, 10**12, 0), Rates(10**12, 10**12, 0))
+    speeds = operator_costs.Speeds(Rates(8 * 10**12, 10**12, 0), Rates(10**12, 10**12, 0))
     aten = torch.ops.aten
     with FakeTensorMode():
         x, w, table = torch.empty(64, 128), torch.empty(128, 32), torch.empty(1000, 32)
-        product = costs.of_call(aten.mm.default, (x, w), {}, x @ w)
-        assert product == costs.Cost(2 * 64 * 128 * 32, 4 * (64 * 128 + 128 * 32 + 64 * 32))
+        product = operator_costs.of_call(aten.mm.default, (x, w), {}, x @ w)
+        assert product == operator_costs.Cost(2 * 64 * 128 * 32, 4 * (64 * 128 + 128 * 32 + 64 * 32))
         assert speeds.duration_ns(product) == -(-product.flop // 1000)
-        half = costs.of_call(aten.mm.default, (x.half(), w.half()), {}, (x @ w).half())
+        half = operator_costs.of_call(aten.mm.default, (x.half(), w.half()), {}, (x @ w).half())
         assert half.half and half.flop == product.flop and 2 * half.moved_bytes == product.moved_bytes
-        assert costs.of_call(aten.t.default, (x,), {}, x.t()) == costs.NOTHING
-        assert speeds.duration_ns(costs.NOTHING) == 0
-        assert costs.of_call(aten.add_.Tensor, (x, x), {}, x).moved_bytes == 3 * x.nbytes
+        assert operator_costs.of_call(aten.t.default, (x,), {}, x.t()) == operator_costs.NOTHING
+        assert speeds.duration_ns(operator_costs.NOTHING) == 0
+        assert operator_costs.of_call(aten.add_.Tensor, (x, x), {}, x).moved_bytes == 3 * x.nbytes
         ids = torch.zeros(10, dtype=torch.long)
-        looked_up = costs.of_call(aten.embedding.default, (table, ids), {}, table[ids])
+        looked_up = operator_costs.of_call(aten.embedding.default, (table, ids), {}, table[ids])
         assert looked_up.moved_bytes == 2 * 10 * 32 * 4 + 80
         q = torch.empty(2, 4, 64, 32)
         attention = aten._scaled_dot_product_flash_attention_for_cpu.default
-        assert costs.of_call(attention, (q, q, q), {}, (q + 0, q + 0)).flop == 4 * 2 * 4 * 64 * 64 * 32
+        assert (
+            operator_costs.of_call(attention, (q, q, q), {}, (q + 0, q + 0)).flop == 4 * 2 * 4 * 64 * 64 * 32
+        )
 
 
 class Branch(nn.Linear):
@@ -353,7 +357,7 @@ def test_what_cannot_be_is_refused_by_name(
 
 
 def test_a_machine_may_be_given_as_it_is() -> None:
-    known = shipped.machine(H100)
+    known = shipped_files.machine(H100)
     slower = replace(known, tiers=tuple(t for t in known.tiers if t.name != "host"))
     links = tuple(link for link in known.links if "host" not in (link.source, link.target))
     case = Case("perceptron")

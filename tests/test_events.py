@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import toys
 
-from teraio import _native, cli
-from teraio.check import check
+from teraio import _native
+from teraio.cli import main
 from teraio.errors import PlanError
-from teraio.machine import Link, Machine, Tier
-from teraio.passes.planner import events, plan, smallest_budget
-from teraio.passes.planner.simulate import entered_ns, lanes, step_ns, transfers
-from teraio.plan import Evict, Fetch, Home, Move, Plan
-from teraio.profile import Profile
+from teraio.formats.machine import Link, Machine, Tier
+from teraio.formats.plan import Evict, Fetch, Home, Move, Plan
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Profile
+from teraio.passes.planner.planners import plan, smallest_budget
+from teraio.passes.planner.simulate import event_simulation
+from teraio.passes.planner.simulate.simulate import entered_ns, lanes, step_ns, transfers
 from teraio.units import fmt_ns
 
 US = toys.US
@@ -60,7 +62,7 @@ def hand(*moves: Move, homes: tuple[Home, ...] = ()) -> Plan:
 def test_events_are_what_arithmetic_says() -> None:
     # a (4 bytes) leaves 1..5 us and is waited for at tick 4: 1 us. Back 7..11, needed at 10: 1 us. 12 in all.
     moves = (Evict("a", "ssd", free=4, trigger=1), Fetch("a", "ssd", trigger=6, ready=9))
-    assert events.run(hand(*moves), toys.diamond(), toys.machine()) == events.Outcome(
+    assert event_simulation.run(hand(*moves), toys.diamond(), toys.machine()) == event_simulation.Outcome(
         12 * US, (12 * US,), peak_bytes=6
     )
 
@@ -91,8 +93,8 @@ def test_links_that_share_divide_their_bandwidth() -> None:
     assert check(made, profile, sharing(1)).feasible
     free, half = sharing(2 * toys.BYTE_PER_US), sharing(toys.BYTE_PER_US)
     # Kernel 9 waits 1 us for a, which comes back 10..12 us.
-    assert events.run(made, profile, free).step_ns == step_ns(made, profile, free) == 13 * US
-    assert events.run(made, profile, half).step_ns == 15 * US
+    assert event_simulation.run(made, profile, free).step_ns == step_ns(made, profile, free) == 13 * US
+    assert event_simulation.run(made, profile, half).step_ns == 15 * US
     assert step_ns(made, profile, half) == 13 * US  # optimistic, and said so
 
 
@@ -100,7 +102,11 @@ def test_a_plan_is_predicted_by_events_where_links_share() -> None:
     profile, slow = toys.training_profile(), sharing(toys.BYTE_PER_US)
     slow = replace(slow, tiers=(Tier("device", 10_000), Tier("ssd", 10_000)))
     made = plan(profile, slow, 1_500, planner="greedy")
-    assert made.predicted.step_ns == events.run(made, profile, slow).step_ns > step_ns(made, profile, slow)
+    assert (
+        made.predicted.step_ns
+        == event_simulation.run(made, profile, slow).step_ns
+        > step_ns(made, profile, slow)
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,14 +122,14 @@ def test_a_plan_is_predicted_by_events_where_links_share() -> None:
 def test_a_plan_that_breaks_its_promise_is_caught_when_it_runs(broken: Plan, said: str) -> None:
     assert not check(broken, toys.diamond(), toys.machine()).feasible
     with pytest.raises(PlanError, match=said):
-        events.run(broken, toys.diamond(), toys.machine())
+        event_simulation.run(broken, toys.diamond(), toys.machine())
 
 
 def test_a_tensor_is_not_written_while_it_leaves() -> None:
     profile = toys.profile([toys.weight("w", 4, (1,), (4,))], 10)
     torn = hand(Evict("w", "ssd", 5, 2), Fetch("w", "ssd", 6, 11))
     with pytest.raises(PlanError, match=r"kernel 'k4' \(tick 4\) writes 'w' while it is leaving"):
-        events.run(torn, profile, toys.machine())
+        event_simulation.run(torn, profile, toys.machine())
 
 
 # ---- many instances ----
@@ -132,7 +138,7 @@ def test_a_tensor_is_not_written_while_it_leaves() -> None:
 def test_the_recurrence_the_native_one_and_the_events_agree_to_the_nanosecond() -> None:
     moves = crossing = drops = several = 0
     for seed, made, profile, machine in instances():
-        judged = events.run(made, profile, machine)
+        judged = event_simulation.run(made, profile, machine)
         assert step_ns(made, profile, machine) == judged.step_ns, seed
         assert entered_ns(made, profile, machine)[1] == judged.step_ns, seed
         assert judged.peak_bytes <= made.budget_bytes
@@ -154,7 +160,7 @@ def test_where_links_share_the_native_one_agrees_with_events() -> None:
         rate = alone.links[0].bandwidth_bytes_per_s
         shared = (("bus", rate * (5 + seed % 7) // 8), ("other", rate + seed))
         machine = replace(alone, links=tuple(links), shared=shared)
-        judged = events.run(made, profile, machine)
+        judged = event_simulation.run(made, profile, machine)
         assert entered_ns(made, profile, machine)[1] == judged.step_ns, seed
         slower += judged.step_ns > step_ns(made, profile, machine)
         several += len(set(judged.took_ns)) > 1
@@ -170,13 +176,13 @@ def test_a_tensor_of_no_size_waits_for_its_turn() -> None:
     assert check(made, profile, toys.machine()).feasible
     assert step_ns(made, profile, toys.machine()) == 12 * US
     assert entered_ns(made, profile, toys.machine())[1] == 12 * US
-    assert events.run(made, profile, toys.machine()).step_ns == 12 * US
+    assert event_simulation.run(made, profile, toys.machine()).step_ns == 12 * US
     assert entered_ns(made, profile, sharing(toys.BYTE_PER_US))[1] == 12 * US
 
 
 def test_they_repeat_after_the_same_number_of_steps() -> None:
     for seed, made, profile, machine in instances(40):
-        judged = events.run(made, profile, machine)
+        judged = event_simulation.run(made, profile, machine)
         durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
         rows = np.array(transfers(made, profile, machine), np.int64).reshape(-1, 6)
         period, steps, entered = _native.settle(durations, *lanes(machine), rows)
@@ -213,7 +219,7 @@ def test_a_planted_bug_is_seen(plant: object) -> None:
         ticks = len(profile.kernels)
         wrong = np.array([row for row in plant(rows) if max(row[3:5]) < ticks], np.int64).reshape(-1, 6)
         durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
-        judged = events.run(made, profile, machine).step_ns
+        judged = event_simulation.run(made, profile, machine).step_ns
         seen += _native.settle(durations, *lanes(machine), wrong)[0] != judged
     assert seen > 3
 
@@ -223,9 +229,9 @@ def test_jitter_costs_time_and_never_memory() -> None:
     for share, by_step in ((0.1, False), (0.2, False), (0.2, True)):
         costs = []
         for seed, made, profile, machine in instances(60):
-            plain = events.run(made, profile, machine).step_ns
-            jitter = events.Jitter(share, seed, by_step)
-            shaken = events.run(made, profile, machine, jitter=jitter, steps=6)
+            plain = event_simulation.run(made, profile, machine).step_ns
+            jitter = event_simulation.Jitter(share, seed, by_step)
+            shaken = event_simulation.run(made, profile, machine, jitter=jitter, steps=6)
             assert shaken.peak_bytes <= made.budget_bytes
             costs.append(shaken.step_ns / plain if plain else 1.0)
         assert max(costs) <= 1 + share + 0.01
@@ -235,7 +241,8 @@ def test_jitter_costs_time_and_never_memory() -> None:
 def test_the_same_seed_shakes_the_same_way() -> None:
     _, made, profile, machine = next(case for case in instances(20) if len(case[1].moves) > 4)
     outcomes = {
-        events.run(made, profile, machine, jitter=events.Jitter(0.2, seed), steps=6) for seed in (1, 1, 2)
+        event_simulation.run(made, profile, machine, jitter=event_simulation.Jitter(0.2, seed), steps=6)
+        for seed in (1, 1, 2)
     }
     assert len(outcomes) == 2
 
@@ -303,7 +310,7 @@ def test_times_that_overflow_are_an_error_and_predicted_all_the_same() -> None:
     tensors = [replace(t, size_bytes=t.size_bytes << 40) for t in toys.diamond().tensors]
     profile = toys.profile(tensors, 10)
     made = plan(profile, crawling, 8 << 40, planner="greedy")
-    assert made.predicted.step_ns == events.run(made, profile, crawling).step_ns > 2**62
+    assert made.predicted.step_ns == event_simulation.run(made, profile, crawling).step_ns > 2**62
 
 
 def test_simulate_says_what_both_predict_where_links_share(
@@ -318,7 +325,7 @@ def test_simulate_says_what_both_predict_where_links_share(
     for machine in (slow, replace(slow, shared=(("bus", 2 * toys.BYTE_PER_US),))):
         machine.write(tmp_path / "machine.json")
         files = [str(tmp_path / name) for name in ("plan.json", "profile.json")]
-        assert cli.main(["simulate", *files, "--machine", str(tmp_path / "machine.json")]) == 0
+        assert main.main(["simulate", *files, "--machine", str(tmp_path / "machine.json")]) == 0
         said.append(capsys.readouterr().out)
     alone = fmt_ns(step_ns(made, profile, slow))
     assert fmt_ns(made.predicted.step_ns) in said[0] and alone in said[0] and "share" in said[0]

@@ -15,10 +15,10 @@ from files_made import Data, everything
 from hypothesis import HealthCheck, given, settings
 
 from teraio.errors import FileFormatError
-from teraio.machine import Link, Machine, Tier
-from teraio.plan import Evict, Fetch, Home, Plan
-from teraio.profile import Kernel, Profile, Tensor
-from teraio.timeline import Span, Timeline
+from teraio.formats.machine import Link, Machine, Tier
+from teraio.formats.plan import Evict, Fetch, Home, Plan
+from teraio.formats.profile import Kernel, Profile, Tensor
+from teraio.formats.timeline import Span, Timeline
 
 PLAN = Plan(
     "f00",
@@ -183,12 +183,12 @@ def test_a_broken_rule_is_named_before_anything_is_written(
 @pytest.mark.parametrize(("value", "change", "words"), BROKEN, ids=[words for _, _, words in BROKEN])
 def test_reading_knows_every_rule_that_writing_knows(value: Data, change: dict[str, Any], words: str) -> None:
     """The same broken value, forced into a file."""
-    from teraio import machine, plan, profile, records, timeline
+    from teraio.formats import fields, machine, plan, profile, timeline
 
-    forms: dict[type, records.Format] = {
+    forms: dict[type, fields.Format] = {
         Plan: plan.FORMAT, Profile: profile.FORMAT, Machine: machine.FORMAT, Timeline: timeline.FORMAT
     }  # fmt: skip
-    text = records.encode(forms[type(value)], dataclasses.replace(value, **change))
+    text = fields.encode(forms[type(value)], dataclasses.replace(value, **change))
     if "tuple" in words:  # a list is what a file has
         return
     with pytest.raises(FileFormatError):
@@ -207,7 +207,7 @@ def test_uses_of_a_tensor_and_of_all_have_a_most(monkeypatch: pytest.MonkeyPatch
     often = tensor(reads=tuple(range(1, 2**16 + 1)), writes=(0,))
     with pytest.raises(FileFormatError, match=r"tensors\[0\]: has 65537 uses; at most 65536 are taken"):
         dataclasses.replace(busy, tensors=(often,)).dumps()
-    monkeypatch.setattr("teraio.profile.USES_MAX", 3)
+    monkeypatch.setattr("teraio.formats.profile.USES_MAX", 3)
     two = (tensor(name="a", reads=(1,), writes=(0,)), tensor(name="b", reads=(1,), writes=(0,)))
     with pytest.raises(FileFormatError, match=r"tensors\[1\]: brings the uses to 4; at most 3 are taken"):
         dataclasses.replace(PROFILE, tensors=two).dumps()

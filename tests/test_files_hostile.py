@@ -15,11 +15,11 @@ import cpu_limit
 import pytest
 
 from teraio.errors import FileFormatError
-from teraio.faults import ONCE
-from teraio.machine import Machine
-from teraio.plan import Evict, Plan
-from teraio.profile import Profile
-from teraio.timeline import Timeline
+from teraio.formats.json_errors import ONCE
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Evict, Plan
+from teraio.formats.profile import Profile
+from teraio.formats.timeline import Timeline
 
 sys.path.insert(0, str(Path(__file__).parent / "long"))
 import fuzz_files

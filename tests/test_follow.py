@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from teraio.errors import StoreError
-from teraio.plan import Evict, Fetch, Plan
+from teraio.formats.plan import Evict, Fetch, Plan
 from teraio.runtime.ledger.device_shortage import DeviceShortage
 from teraio.runtime.ledger.mover import Mover
 from teraio.runtime.ledger.pending_evictions import PendingEvictions

@@ -18,9 +18,9 @@ from torch.fx import GraphModule
 from torch.utils._sympy import functions
 
 import teraio
-from teraio.passes import fx
-from teraio.passes.fx_symbols import Symbols
-from teraio.schedule import Schedule
+from teraio.formats.schedule import Schedule
+from teraio.passes.fx import program
+from teraio.passes.fx.symbols import Symbols
 
 HERE = Path(__file__).parent
 
@@ -80,12 +80,12 @@ def slotted(model: torch.nn.Module, batch: torch.Tensor) -> list[tuple[GraphModu
     graphs: list[tuple[GraphModule, Schedule]] = []
 
     def transform(gm: GraphModule, kind: Any) -> None:
-        schedule, connect = fx.insert_slots(gm, kind)
+        schedule, connect = program.insert_slots(gm, kind)
         connect(lambda index, tensors, live=None: None)
         graphs.append((gm, schedule))
 
     torch._dynamo.reset()
-    torch.compile(model, backend=fx.compiler(transform), dynamic=True)(batch).backward()
+    torch.compile(model, backend=program.compiler(transform), dynamic=True)(batch).backward()
     return graphs
 
 
@@ -144,7 +144,7 @@ def test_a_view_has_the_bytes_of_its_source_whatever_its_fake_tensor_says(view: 
     used = graph.call_function(aten.neg.default, (seen,))
     used.meta["val"] = torch.empty(8)
     graph.output((used,))
-    schedule, _ = fx.insert_slots(GraphModule(torch.nn.Module(), graph), "inference")
+    schedule, _ = program.insert_slots(GraphModule(torch.nn.Module(), graph), "inference")
     last = next(slot for slot in schedule.slots if slot.kernel == used.name)
     assert [schedule.buffers[buffer].name for buffer in last.buffers] == ["source"]
     assert not any(slot.live_bytes for slot in schedule.slots[:-2]), "a view takes no bytes"
@@ -158,7 +158,7 @@ def test_a_view_of_a_constant_is_no_ones() -> None:
     for node in (constant, seen):
         node.meta["val"] = torch.empty(8)
     graph.output((seen,))
-    schedule, _ = fx.insert_slots(GraphModule(root, graph), "inference")
+    schedule, _ = program.insert_slots(GraphModule(root, graph), "inference")
     assert all("constant" not in buffer.name for buffer in schedule.buffers)
 
 

@@ -18,7 +18,6 @@ from ram_device import Late, Ram, RamDevice
 from torch import nn
 
 import teraio
-from teraio import host_choice, session, tiers
 from teraio.errors import TeraioError, UnsupportedError
 from teraio.options import Options
 from teraio.runtime.device import choose, cpu
@@ -28,6 +27,7 @@ from teraio.runtime.ledger.mover import Mover
 from teraio.runtime.ledger.record import HOST, Record, State
 from teraio.runtime.optimizer import host_step
 from teraio.runtime.store.store import Store
+from teraio.session import host_choice, session, tiers
 
 
 @pytest.fixture(autouse=True)

@@ -17,15 +17,15 @@ from ram_device import Arrived, Ram, RamDevice
 from torch import nn
 
 import teraio
-from teraio import session, tiers
 from teraio.errors import UnsupportedError
+from teraio.formats.plan import Fetch, Plan
 from teraio.options import Options
-from teraio.plan import Fetch, Plan
 from teraio.runtime.device import choose, cpu
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.mover import Mover
 from teraio.runtime.ledger.record import Record
 from teraio.runtime.store.store import Store
+from teraio.session import session, tiers
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
 MIB = 2**20  # 16 of activations, 2 of weights, 2 of gradients, 4 of states; 4 of reserve

@@ -15,18 +15,19 @@ import pytest
 import toys
 from store_rig import in_child
 
-from teraio.check import check
-from teraio.machine import Machine
-from teraio.passes.planner import exact, plan
-from teraio.passes.planner.choose import Choice
-from teraio.passes.planner.greedy import as_plan
-from teraio.passes.planner.problem import Problem, build
-from teraio.passes.planner.windows import Chosen, Free, State, Window
-from teraio.plan import Plan
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Plan
+from teraio.formats.plan_check import check
+from teraio.passes.planner.exact import integer_program
+from teraio.passes.planner.exact.windows import Chosen, Free, State, Window
+from teraio.passes.planner.greedy.choose import Choice
+from teraio.passes.planner.greedy.greedy import as_plan
+from teraio.passes.planner.planners import plan
+from teraio.passes.planner.problem.problem import Problem, build
 
 # Seeds of small steps on which greedy is not the best; 599 and 943 use two tiers, 1533 drops what it wrote.
 BEATEN = (263, 311, 576, 599, 727, 911, 943, 1223, 1533, 1721, 1783, 2240)
-ILP = importlib.import_module("teraio.passes.planner.ilp")  # by name it is the planner, not the module
+ILP = importlib.import_module("teraio.passes.planner.exact.ilp")  # by name it is the planner, not the module
 SLOW = toys.machine(device=10**6, ssd=10**6, rate=toys.BYTE_PER_US // 8)
 
 
@@ -59,25 +60,34 @@ def test_small_steps_are_planned_as_well_as_by_trying_everything(solved: Solved)
 def test_a_wrong_program_is_worse_than_trying_everything(
     plant: str, solved: Solved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_before, real_around, real_writes = exact._Program._before, ILP._around, exact._Program._writes
+    real_before, real_around, real_writes = (
+        integer_program._Program._before,
+        ILP._around,
+        integer_program._Program._writes,
+    )
 
-    def before(self: exact._Program, one: exact._Transfer, two: exact._Transfer, given: list[object]) -> None:
+    def before(
+        self: integer_program._Program,
+        one: integer_program._Transfer,
+        two: integer_program._Transfer,
+        given: list[object],
+    ) -> None:
         real_before(self, replace(one, duration=2 * one.duration), two, given)
 
     def around(problem: Problem, made: Plan, below_ns: int) -> Window:
         window: Window = real_around(problem, made, below_ns)
         return replace(window, need_bytes=tuple(need + 1 for need in window.need_bytes))
 
-    def writes(self: exact._Program, free: Free, away: object) -> object:
+    def writes(self: integer_program._Program, free: Free, away: object) -> object:
         always = replace(free, writes=True) if free.writes is None else free
         return real_writes(self, always, away)
 
     if plant == "a longer lane":
-        monkeypatch.setattr(exact._Program, "_before", before)
+        monkeypatch.setattr(integer_program._Program, "_before", before)
     elif plant == "a smaller budget":
         monkeypatch.setattr(ILP, "_around", around)
     else:
-        monkeypatch.setattr(exact._Program, "_writes", writes)
+        monkeypatch.setattr(integer_program._Program, "_writes", writes)
     worse = 0
     for _, problem, machine, budget, best_ns in solved[: len(BEATEN)]:
         made = plan(problem.profile, machine, budget, planner="ilp")

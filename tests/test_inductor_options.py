@@ -19,10 +19,13 @@ from torch._inductor.codegen import common, wrapper
 from torch._inductor.virtualized import V
 
 import teraio
-from teraio import backend, session
+from teraio import backend
 from teraio.errors import OptionError, UnsupportedError
-from teraio.passes import inductor, inductor_options, selftest
-from teraio.passes.inductor_options import UNFIT, Unfit, settings
+from teraio.passes import selftest
+from teraio.passes.inductor import codegen as inductor
+from teraio.passes.inductor import options as inductor_options
+from teraio.passes.inductor.options import UNFIT, Unfit, settings
+from teraio.session import session
 
 SMALL = {"memory": "1GiB"}
 
@@ -159,7 +162,7 @@ def test_a_mode_with_cuda_graphs_is_refused_and_the_others_are_not(mode: str) ->
 LOOK = """
 from torch._inductor import config
 from teraio.errors import UnsupportedError
-from teraio.passes.inductor_options import UNFIT, refuse_unfit
+from teraio.passes.inductor.options import UNFIT, refuse_unfit
 for one in UNFIT:
     if one.variable:
         with config.patch({other.name: False for other in UNFIT if other is not one}):

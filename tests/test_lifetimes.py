@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from teraio.check import check
-from teraio.passes.events import Event, Launch, Make, Signature
-from teraio.passes.lifetimes import profile_of
-from teraio.passes.planner import smallest_budget
-from teraio.passes.slots import lay_slots
-from teraio.plan import Plan
-from teraio.planning import as_far_as_it_fits
-from teraio.schedule import MADE, READ, Buffer, Call, Schedule, Slot, Step
+from teraio.formats.plan import Plan
+from teraio.formats.plan_check import check
+from teraio.formats.schedule import MADE, READ, Buffer, Call, Schedule, Slot, Step
+from teraio.passes.planner.planners import smallest_budget
+from teraio.passes.slots.events import Event, Launch, Make, Signature
+from teraio.passes.slots.layout import lay_slots
+from teraio.passes.slots.lifetimes import profile_of
+from teraio.session.planning import as_far_as_it_fits
 
 
 def test_a_saved_output_counts_once_at_the_kernel_that_makes_it() -> None:

@@ -17,10 +17,10 @@ from torch import nn
 
 import teraio
 from teraio.errors import CheckpointError, FileFormatError
+from teraio.formats.safetensors import read_header
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.record import Record, State
 from teraio.runtime.store import source_files
-from teraio.safetensors import read_header
 
 MEMORY = 6 << 20  # 4 MiB of it in reserve
 OPTIONS: dict[str, Any] = {"memory": str(MEMORY), "inner": "eager", "planner": "none"}

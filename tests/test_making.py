@@ -15,13 +15,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import teraio
-from teraio import session
 from teraio.errors import OptionError, UnsupportedError
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger import adoption
 from teraio.runtime.ledger.record import State
 from teraio.runtime.model import init
 from teraio.runtime.model.init import Construction
+from teraio.session import session
 
 MEMORY = 6 << 20  # 4 MiB of it in reserve
 OPTIONS: dict[str, Any] = {"memory": str(MEMORY), "inner": "eager", "planner": "none"}

@@ -35,11 +35,12 @@ from materialize_train import (
 )
 from torch.fx import GraphModule
 
-from teraio import cli
-from teraio.acts import acts
-from teraio.commands import graph as listing
-from teraio.passes import fx, materialize
-from teraio.plan import Evict, Fetch, Plan
+from teraio.cli import main
+from teraio.cli.commands import step_listing as listing
+from teraio.formats.moves_by_kernel import acts
+from teraio.formats.plan import Evict, Fetch, Plan
+from teraio.passes.fx import materialize
+from teraio.passes.fx import program as fx
 from teraio.runtime.step.plan_table import EVICT, FETCH, FREE, table_of
 from teraio.runtime.step.program import Program
 
@@ -169,7 +170,7 @@ def test_explain_prints_a_listing_and_the_same_as_json(
     Plan("", "hand", 8, (), moves).write(tmp_path / "plan.json")
     files = [str(tmp_path / "plan.json"), str(tmp_path / "profile.json")]
     command = ["explain", *files, "--machine", str(tmp_path / "machine.json"), "--graph"]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "call 0, ticks 0 to 9, 4 lines of the plan",
         "   0  k0  [writes a]",
@@ -187,7 +188,7 @@ def test_explain_prints_a_listing_and_the_same_as_json(
         "        wait a (fetch)",
         "   9  k9  [reads a]",
     ]
-    assert cli.main([*command, "--json"]) == 0
+    assert main.main([*command, "--json"]) == 0
     (call,) = json.loads(capsys.readouterr().out)["calls"]
     assert [line["tick"] for line in call["lines"] if line["before"]] == [1, 4, 6, 9]
     assert call["lines"][9]["before"] == [{"verb": "wait", "tensor": "a", "of": "fetch"}]

@@ -19,15 +19,17 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import teraio
-from teraio import backend, cli, errors, session, tiers
+from teraio import backend, errors
+from teraio.cli import main
 from teraio.errors import OptionError, StoreError, TeraioError, UnsupportedError
-from teraio.notices import described, more_than_there_is, unknown_environment, without_match
+from teraio.formats.schedule import Call, Schedule, Slot, Step
 from teraio.options import Options
-from teraio.passes import aot
+from teraio.passes.capture import aot
 from teraio.runtime.device import choose, cpu, device, limits
 from teraio.runtime.device.link_rates import LinkRates
 from teraio.runtime.step.tracker import EXPECTATIONS_MAX
-from teraio.schedule import Call, Schedule, Slot, Step
+from teraio.session import session, tiers
+from teraio.session.notices import described, more_than_there_is, unknown_environment, without_match
 from teraio.units import fmt_bytes, fmt_count
 
 WIDTH = 64
@@ -181,7 +183,7 @@ def test_planning_offline_says_it_too(tmp_path: Path, capsys: pytest.CaptureFixt
     profile, machine = str(tmp_path / "run.profile.json"), str(tmp_path / "here.machine.json")
     toys.training_profile().write(profile)
     toys.machine(device=10**6).write(machine)
-    assert cli.main(["plan", profile, "--machine", machine, "--keep", "w1", "--keep", "wx*"]) == 0
+    assert main.main(["plan", profile, "--machine", machine, "--keep", "w1", "--keep", "wx*"]) == 0
     said = capsys.readouterr().err
     assert "'wx*' matches none of the" in said
     assert "'w1'" not in said

@@ -16,10 +16,10 @@ from children import forked
 from kept_train import ROWS, SAVED, WIDTH
 from outside_train import BATCH, LENGTH, SHAPE
 
+from teraio.formats.schedule import Schedule
 from teraio.runtime.ledger.record import State
 from teraio.runtime.step.eager_memory import NOISE_BYTES, EagerMemory
 from teraio.runtime.step.program import Program
-from teraio.schedule import Schedule
 
 LOGITS = 4 * BATCH * LENGTH * SHAPE.vocabulary
 LAST_FORWARD = str(SHAPE.layers - 1)  # call: the loss comes after it

@@ -9,15 +9,15 @@ import cpu_limit
 import pytest
 import toys
 
-from teraio.check import check
 from teraio.errors import OptionError, PlanError
-from teraio.machine import Machine
-from teraio.passes.planner import PLANNERS, plan, simulate, smallest_budget
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Evict, Fetch, Home, Plan
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Profile
+from teraio.formats.timeline import Stall, Timeline
 from teraio.passes.planner.auto import auto
-from teraio.passes.planner.simulate import device_bytes, step_ns
-from teraio.plan import Evict, Fetch, Home, Plan
-from teraio.profile import Profile
-from teraio.timeline import Stall, Timeline
+from teraio.passes.planner.planners import PLANNERS, plan, smallest_budget
+from teraio.passes.planner.simulate.simulate import device_bytes, simulate, step_ns
 
 MACHINE = toys.machine()
 ROOMY = toys.machine(device=10**12, ssd=10**12, rate=10**9, latency_ns=100)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from teraio.formats.schedule import MADE, READ, RETURNED, WRITE, Buffer, ProgramKind, Schedule, Slot
 from teraio.runtime.ledger.record import Record
 from teraio.runtime.step.program import Program
-from teraio.schedule import MADE, READ, RETURNED, WRITE, Buffer, ProgramKind, Schedule, Slot
 
 KIB = 1024
 LOGITS, WEIGHT, GRAD = 0, 1, 2

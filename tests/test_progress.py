@@ -12,9 +12,10 @@ from collections.abc import Callable
 import pytest
 import toys
 
-from teraio import cli, progress
-from teraio.passes import planner
-from teraio.passes.planner import told
+from teraio import progress
+from teraio.cli import main
+from teraio.passes.planner import planners
+from teraio.passes.planner.problem import progress_lines
 from teraio.progress import stage, tell
 
 
@@ -152,12 +153,12 @@ def test_planning_tells_who_plans_and_how_good_it_is(
         progress._LINE.stages[-1].told = text
         said.add(": ".join(each.text() for each in progress._LINE.stages))
 
-    monkeypatch.setattr(told, "tell", heard)
-    known = {name: planner.PLANNERS[name] for name in ("greedy", "auto")}
-    monkeypatch.setattr(planner, "PLANNERS", known)
+    monkeypatch.setattr(progress_lines, "tell", heard)
+    known = {name: planners.PLANNERS[name] for name in ("greedy", "auto")}
+    monkeypatch.setattr(planners, "PLANNERS", known)
     arguments = [profile, "--machine", machine, "--memory", "1500B", "--plan-time", "2s"]
     for command in (["plan", *arguments, "--planner", "all"], ["fit", *arguments, "--planner", "greedy"]):
-        assert cli.main(command) == 0
+        assert main.main(command) == 0
     together = "\n".join(sorted(said))
     for words in (
         "teraio plan: planner 2 of 2: planning by auto: greedy, best so far ",

@@ -9,12 +9,12 @@ import random_cases
 import random_verdict
 import toys
 
-from teraio.check import check
 from teraio.errors import PlanError
-from teraio.passes import synth
-from teraio.passes.planner import plan, smallest_budget
-from teraio.plan import Evict, Fetch, Home, Plan
-from teraio.profile import Profile
+from teraio.formats.plan import Evict, Fetch, Home, Plan
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Profile
+from teraio.passes.planner.planners import plan, smallest_budget
+from teraio.passes.synth import profiles
 
 PUBLISHED = ("zero-infinity", "g10", "teraio-paper", "10cache")
 FAST = toys.machine(device=10_000, ssd=10_000, rate=2 * toys.BYTE_PER_US)
@@ -130,7 +130,7 @@ def test_the_paper_writes_what_has_not_changed_and_keeps_its_time_limit() -> Non
 
 
 def llama() -> Profile:
-    return synth.synth("llama-3.1-8b", synth.Request(layers=4, checkpoint=True))
+    return profiles.synth("llama-3.1-8b", profiles.Request(layers=4, checkpoint=True))
 
 
 def test_zero_infinity_streams_states_and_weights_and_no_activations() -> None:
@@ -187,7 +187,7 @@ def test_10cache_fills_the_cpu_before_the_drives() -> None:
 
 
 def test_ours_is_at_least_as_fast_as_each_of_them() -> None:
-    profile = synth.synth("llama-3.1-8b", synth.Request(layers=4, batch=2, checkpoint=True))
+    profile = profiles.synth("llama-3.1-8b", profiles.Request(layers=4, batch=2, checkpoint=True))
     machine = toys.machine(device=10**12, ssd=10**12, rate=10**10, host=10 * 2**30)
     ours = plan(profile, machine, 30 * 2**30).predicted.step_ns
     theirs = []

@@ -13,20 +13,20 @@ from time import monotonic
 import pytest
 import toys
 
-from teraio import cli
-from teraio.check import check
+from teraio.cli import main
 from teraio.errors import PlanError
-from teraio.passes import planner
-from teraio.passes.planner import again as again_rows
-from teraio.passes.planner import events, joint
-from teraio.passes.planner.again import Again
-from teraio.passes.planner.bound import lower_bound
-from teraio.passes.planner.problem import Problem
-from teraio.passes.synth import Request, synth
+from teraio.formats.plan import Evict, Fetch, Plan
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Kernel, Profile, Tensor
+from teraio.formats.recompute import as_planned, cuts, recomputed, replayed
+from teraio.passes.planner import joint_recompute, planners
+from teraio.passes.planner.bound import recompute_terms as again_rows
+from teraio.passes.planner.bound.bound import lower_bound
+from teraio.passes.planner.bound.recompute_terms import Again
+from teraio.passes.planner.problem.problem import Problem
+from teraio.passes.planner.simulate import event_simulation
+from teraio.passes.synth.profiles import Request, synth
 from teraio.passes.synth.roofline import Rates, Recorder
-from teraio.plan import Evict, Fetch, Plan
-from teraio.profile import Kernel, Profile, Tensor
-from teraio.recompute import as_planned, cuts, recomputed, replayed
 
 
 @cache
@@ -206,16 +206,16 @@ def test_two_simulators_agree_on_a_step_with_recompute() -> None:
         profile = network(seed)
         for names in subsets(profile, seed, 1):
             step = recomputed(profile, names)
-            budget = max(planner.smallest_budget(step), 30)
-            plan = planner.plan(step, machine, budget, planner="greedy", time_limit_s=5.0)
-            assert events.run(plan, step, machine).step_ns == plan.predicted.step_ns
+            budget = max(planners.smallest_budget(step), 30)
+            plan = planners.plan(step, machine, budget, planner="greedy", time_limit_s=5.0)
+            assert event_simulation.run(plan, step, machine).step_ns == plan.predicted.step_ns
 
 
 def shortfall(seed: int, candidates_of: Callable[[Problem], tuple[Again, ...]]) -> int:
     """By how much the bound is above the best of some plans for some sets; 0 or less if it is true."""
     profile, machine = network(seed), toys.machine(device=10**9, rate=toys.BYTE_PER_US // 4)
-    problem = planner.build(profile, machine)
-    budget = (int(problem.live.max()) + planner.smallest_budget(profile)) // 2
+    problem = planners.build(profile, machine)
+    budget = (int(problem.live.max()) + planners.smallest_budget(profile)) // 2
     candidates = candidates_of(problem)
     bound = lower_bound(problem, machine, budget, time_limit_s=10.0, again=candidates)
     names = [profile.tensors[each.tensor].name for each in candidates]
@@ -223,8 +223,8 @@ def shortfall(seed: int, candidates_of: Callable[[Problem], tuple[Again, ...]]) 
     steps = []
     for chosen in Random(seed).sample(sets, min(len(sets), 12)):
         step = recomputed(profile, chosen)
-        if planner.smallest_budget(step) <= budget:
-            plan = planner.plan(step, machine, budget, planner="greedy", time_limit_s=5.0)
+        if planners.smallest_budget(step) <= budget:
+            plan = planners.plan(step, machine, budget, planner="greedy", time_limit_s=5.0)
             steps.append(plan.predicted.step_ns)
     return bound.step_ns - min(steps) if steps else 0
 
@@ -246,8 +246,8 @@ def test_a_bound_that_counts_too_many_kernels_is_beaten() -> None:
 def test_making_again_beats_a_slow_link_and_the_plan_says_what() -> None:
     """An activation of 6 bytes goes over a link of 1 byte per us, or is made again in 1 us."""
     machine = toys.machine(device=12)
-    fixed = planner.plan(two_layers(), machine, 12, time_limit_s=5.0)
-    made = planner.plan(two_layers(), machine, 12, time_limit_s=5.0, recompute=True)
+    fixed = planners.plan(two_layers(), machine, 12, time_limit_s=5.0)
+    made = planners.plan(two_layers(), machine, 12, time_limit_s=5.0, recompute=True)
     assert fixed.recompute == () and "b" in made.recompute
     assert made.predicted.bound_ns <= made.predicted.step_ns < fixed.predicted.step_ns
     assert check(made, two_layers(), machine).feasible
@@ -256,7 +256,7 @@ def test_making_again_beats_a_slow_link_and_the_plan_says_what() -> None:
 
 
 def test_nothing_is_made_again_where_everything_fits() -> None:
-    made = planner.plan(two_layers(), toys.machine(device=100), 100, recompute=True)
+    made = planners.plan(two_layers(), toys.machine(device=100), 100, recompute=True)
     assert made.recompute == () and made.predicted.step_ns == 6 * toys.US
 
 
@@ -265,8 +265,8 @@ def test_a_set_whose_kernels_do_not_fit_is_not_chosen() -> None:
     kernels = list(two_layers().kernels)
     kernels[1] = replace(kernels[1], workspace_bytes=9)
     step = replace(two_layers(), kernels=tuple(kernels))
-    assert joint._that_fit(step, ("b",), 18) == ()
-    assert joint._that_fit(step, ("b",), 19) == ("b",)
+    assert joint_recompute._that_fit(step, ("b",), 18) == ()
+    assert joint_recompute._that_fit(step, ("b",), 19) == ("b",)
 
 
 def test_of_a_set_that_does_not_fit_as_much_is_made_again_as_does() -> None:
@@ -274,11 +274,11 @@ def test_of_a_set_that_does_not_fit_as_much_is_made_again_as_does() -> None:
     parts = set()
     for seed in range(12):
         for names in filter(None, subsets(network(seed), seed, 4)):
-            most = int(planner.build(recomputed(network(seed), names)).floor.max())
-            assert joint._that_fit(network(seed), names, most) == names
-            fit = joint._that_fit(network(seed), names, most - 1)
+            most = int(planners.build(recomputed(network(seed), names)).floor.max())
+            assert joint_recompute._that_fit(network(seed), names, most) == names
+            fit = joint_recompute._that_fit(network(seed), names, most - 1)
             assert set(fit) < set(names)
-            assert not fit or planner.build(recomputed(network(seed), fit)).floor.max() < most
+            assert not fit or planners.build(recomputed(network(seed), fit)).floor.max() < most
             parts.add(bool(fit))
     assert True in parts
 
@@ -292,9 +292,9 @@ def test_what_is_alike_but_for_a_number_is_made_again_with_most_of_it() -> None:
         "layers.2.add2.out",
         "layers.0.mul",
     ]
-    added = set(joint._with_alike(taken, names)) - set(taken)
+    added = set(joint_recompute._with_alike(taken, names)) - set(taken)
     assert added == {"layers.2.add1.out"}
-    assert joint._with_alike([], names) == ()
+    assert joint_recompute._with_alike([], names) == ()
 
 
 def test_of_sets_that_are_as_fast_the_one_with_the_lowest_bound_is_chosen() -> None:
@@ -302,9 +302,9 @@ def test_of_sets_that_are_as_fast_the_one_with_the_lowest_bound_is_chosen() -> N
     machine = toys.machine(device=12)
     sets: list[tuple[str, ...]] = [(), ("b",)]
     for given in (sets, sets[::-1]):
-        steps = {names: planner.build(recomputed(two_layers(), names), machine) for names in given}
-        assert joint._lowest(steps, machine, 12, monotonic() + 60) == ("b",)
-        assert joint._lowest(steps, machine, 12, 0.0) == given[0]
+        steps = {names: planners.build(recomputed(two_layers(), names), machine) for names in given}
+        assert joint_recompute._lowest(steps, machine, 12, monotonic() + 60) == ("b",)
+        assert joint_recompute._lowest(steps, machine, 12, 0.0) == given[0]
 
 
 def test_the_command_prints_what_is_made_again_and_explains_the_plan(
@@ -315,14 +315,14 @@ def test_the_command_prints_what_is_made_again_and_explains_the_plan(
     toys.machine(device=12).write(machine)
     common = [profile, "--machine", machine]
     asked = ["--memory", "12", "--recompute", "auto", "--plan-time", "2s", "-o", plan, "--json"]
-    assert cli.main(["plan", *common, *asked]) == 0
+    assert main.main(["plan", *common, *asked]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["again"] >= 1 and told["again_ns"] >= toys.US and told["feasible"]
-    assert cli.main(["simulate", plan, *common]) == 0
-    assert cli.main(["explain", plan, *common, "--what-if", "off"]) == 0
+    assert main.main(["simulate", plan, *common]) == 0
+    assert main.main(["explain", plan, *common, "--what-if", "off"]) == 0
     capsys.readouterr()
     for by in ("bound", "plan"):  # of the same question: what may be made again still may
-        assert cli.main(["explain", plan, *common, "--what-if", by, "--plan-time", "2s", "--json"]) == 0
+        assert main.main(["explain", plan, *common, "--what-if", by, "--plan-time", "2s", "--json"]) == 0
         again = json.loads(capsys.readouterr().out)["what_if"][0]
         assert again["bound_ns"] == told["bound_ns"]
         assert again["step_ns"] in (None, told["step_ns"])

@@ -18,13 +18,13 @@ from children import forked
 from functorch.compile import aot_function, min_cut_rematerialization_partition, nop
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from teraio import session
 from teraio.errors import UnsupportedError
+from teraio.formats.plan import Plan, Remade
+from teraio.formats.schedule import Buffer, Call, Schedule, Slot, Step
 from teraio.options import Options
-from teraio.passes import partition
-from teraio.plan import Plan, Remade
-from teraio.remade import Remaking
-from teraio.schedule import Buffer, Call, Schedule, Slot, Step
+from teraio.passes.capture import recompute_cut
+from teraio.session import session
+from teraio.session.recomputation import Remaking
 
 HERE = Path(__file__).parent
 BUDGETS = {"mlp": 11_000_000, "attention": 19_500_000, "checkpoint": 11_000_000}  # the second has dropout
@@ -122,8 +122,8 @@ def cut(
     function: Callable[..., torch.Tensor],
     *inputs: torch.Tensor,
     again: tuple[str, ...] = (),
-    needs: partition.Needs = lambda backward: 0,
-) -> tuple[partition.Partition, torch.fx.GraphModule, torch.fx.GraphModule]:
+    needs: recompute_cut.Needs = lambda backward: 0,
+) -> tuple[recompute_cut.Partition, torch.fx.GraphModule, torch.fx.GraphModule]:
     """The cut of a function's joint graph: what is known of it, forward and backward."""
     seen: list[torch.fx.GraphModule] = []
 
@@ -132,11 +132,11 @@ def cut(
         return nop(gm, example_inputs)
 
     least = min_cut_rematerialization_partition
-    partitioner = functools.partial(partition.cut_as_asked, least, lambda graph: (again, 0), needs)
+    partitioner = functools.partial(recompute_cut.cut_as_asked, least, lambda graph: (again, 0), needs)
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     compiled = aot_function(function, fw_compiler=look, bw_compiler=look, partition_fn=partitioner)
     compiled(*leaves).sum().backward()
-    found = partition.of(seen[0])
+    found = recompute_cut.of(seen[0])
     assert found is not None
     return found, seen[0], seen[1]
 
@@ -160,7 +160,7 @@ def test_what_is_asked_for_is_made_again_and_the_rest_stays_saved() -> None:
     assert again.graph == about.graph
     assert "tanh" not in again.nodes and "tanh_1" in again.nodes
     assert targets(backward).count("aten.tanh.default") == 1
-    assert not partition.of(backward) and forward
+    assert not recompute_cut.of(backward) and forward
 
 
 def test_what_does_not_fit_is_saved() -> None:
@@ -202,7 +202,7 @@ def test_random_numbers_are_not_made_again() -> None:
 
 
 def test_a_planted_random_operator_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "_repeatable", lambda node, wanted: True)
+    monkeypatch.setattr(recompute_cut, "_repeatable", lambda node, wanted: True)
     about, forward, _ = cut(noisy, SQUARE, SQUARE)
     assert masks(forward) & about.possible
 
@@ -216,7 +216,7 @@ def test_what_reads_an_argument_that_the_graph_writes_is_not_made_again(writes: 
         graph.call_function(aten.copy_.default, (running, made))
     for node in graph.nodes:
         node.meta["val"] = SQUARE
-    chain = partition._chain(made, set(), partition._written(graph))
+    chain = recompute_cut._chain(made, set(), recompute_cut._written(graph))
     assert (chain is None) == writes
 
 
@@ -234,18 +234,18 @@ def test_the_users_own_choice_stays() -> None:
         made: torch.Tensor = checkpoint(chain, x, w, use_reentrant=False, context_fn=contexts)
         return made.sigmoid() @ w
 
-    compiled: list[partition.Partition] = []
+    compiled: list[recompute_cut.Partition] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        from teraio.passes import fx
+        from teraio.passes.fx import program
 
         def look(graph: torch.fx.GraphModule, kind: str) -> None:
             if kind == "forward":
-                found = partition.of(graph)
+                found = recompute_cut.of(graph)
                 assert found is not None
                 compiled.append(found)
 
-        return fx.compiler(look)(gm, inputs)
+        return program.compiler(look)(gm, inputs)
 
     leaves = [torch.ones(8, 8, requires_grad=True) for _ in range(2)]
     torch.compile(model, backend=backend)(*leaves).sum().backward()
@@ -290,7 +290,7 @@ def test_the_key_of_caches_has_all_that_is_made_again() -> None:
 
 
 def test_another_partitioner_is_not_replaced() -> None:
-    from teraio.passes import inductor_partition
+    from teraio.passes.inductor import partition as inductor_partition
 
     session._refuse(Options.parse({"recompute": "auto"}, {}), "cpu")
     with inductor_partition.config.patch({inductor_partition.SETTING: object()}):

@@ -17,12 +17,12 @@ import pytest
 import toys
 from hypothesis import Phase, given, settings
 
-from teraio import cli, report
-from teraio.passes.planner import simulate
-from teraio.plan import Evict, Fetch, Plan, Predicted
-from teraio.profile import Kernel, Profile, Tensor
-from teraio.report import shape, terminal
-from teraio.timeline import Counter, Span, Stall, Timeline
+from teraio.cli import main
+from teraio.cli.report import chrome_trace, content, html_page, picture_data, terminal_text
+from teraio.formats.plan import Evict, Fetch, Plan, Predicted
+from teraio.formats.profile import Kernel, Profile, Tensor
+from teraio.formats.timeline import Counter, Span, Stall, Timeline
+from teraio.passes.planner.simulate.simulate import simulate
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{title}}&lt;"
 PLAN = Plan(
@@ -76,7 +76,7 @@ def measured() -> Timeline:
 
 
 def made(line: Timeline, **more: Any) -> Page:
-    return Page(report.page(report.content(report.Sources(line, "run.timeline.json", **more))))
+    return Page(html_page.page(content.content(content.Sources(line, "run.timeline.json", **more))))
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_its_numbers_are_those_of_the_timeline(page: Page) -> None:
     assert (got["step"], got["budget"], got["measured"]) == (12_000, 8, True)
     names = got["names"]
     assert [names[name] for name in got["kernels"]["name"]] == [f"k{i}" for i in range(10)]
-    assert got["kernels"]["start"] == [span.start_ns for span in shape.kernels(line)]
+    assert got["kernels"]["start"] == [span.start_ns for span in picture_data.kernels(line)]
     assert [names[name] for name in got["moves"]["tensor"]] == ["a", "a"]
     assert got["moves"]["bytes"] == [4, 4]
     assert [lane["track"] for lane in got["lanes"]] == ["evict:ssd", "fetch:ssd"]
@@ -168,9 +168,9 @@ def test_names_in_files_are_text_and_nothing_else() -> None:
     profile = Profile(
         HOSTILE, 0, (Kernel(HOSTILE, 0, 1_000),), (Tensor(HOSTILE, "weight", 4, True, (0,), ()),)
     )
-    sources = report.Sources(line, HOSTILE, profile)
+    sources = content.Sources(line, HOSTILE, profile)
     plain = made(measured(), profile=toys.diamond())
-    page = Page(report.page(report.content(sources)))
+    page = Page(html_page.page(content.content(sources)))
     assert [tag for tag, _ in page.elements if tag == "script"] == ["script"] * 2
     assert {tag for tag, _ in page.elements} <= {tag for tag, _ in plain.elements} | {"button"}
     assert page.inside["script"][-1] == plain.inside["script"][-1]
@@ -179,16 +179,16 @@ def test_names_in_files_are_text_and_nothing_else() -> None:
     assert (
         HOSTILE in page.inside["title"][0] and HOSTILE in page.inside["caption"][0] + page.inside["table"][-2]
     )
-    shown = report.text(report.content(sources))
+    shown = terminal_text.text(content.content(sources))
     assert "\x1b" not in shown and all(c == "\n" or c.isprintable() for c in shown)
 
 
 def test_a_forgotten_escape_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teraio.report.onepage.UNSAFE", {})
+    monkeypatch.setattr("teraio.cli.report.html_page.UNSAFE", {})
     with pytest.raises(AssertionError):
         test_names_in_files_are_text_and_nothing_else()
     monkeypatch.undo()
-    monkeypatch.setattr("teraio.report.onepage.escape", lambda text, quote=True: text)
+    monkeypatch.setattr("teraio.cli.report.html_page.escape", lambda text, quote=True: text)
     with pytest.raises(AssertionError):
         test_names_in_files_are_text_and_nothing_else()
 
@@ -197,18 +197,18 @@ def test_a_forgotten_escape_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(line=files_made.timelines, other=files_made.timelines, plan=files_made.plans)
 def test_any_timeline_that_a_reader_takes_has_a_report(line: Timeline, other: Timeline, plan: Plan) -> None:
-    told = report.content(report.Sources(line, "any", toys.diamond(), plan, None, other))
-    page = Page(report.page(told))
-    assert page.numbers()["step"] == shape.step_ns(line)
-    assert all(row == "\n" or row.isprintable() for row in report.text(told))
-    assert json.loads(report.trace(line))["otherData"]["kind"] == line.kind
+    told = content.content(content.Sources(line, "any", toys.diamond(), plan, None, other))
+    page = Page(html_page.page(told))
+    assert page.numbers()["step"] == picture_data.step_ns(line)
+    assert all(row == "\n" or row.isprintable() for row in terminal_text.text(told))
+    assert json.loads(chrome_trace.trace(line))["otherData"]["kind"] == line.kind
 
 
 def test_a_step_of_nothing_has_a_page_too() -> None:
     page = made(Timeline("predicted"))
     assert "Compute waits for nothing." in page.inside["body"][0]
-    assert report.text(report.content(report.Sources(Timeline("predicted"), "t"))).count("\n") > 2
-    assert json.loads(report.trace(Timeline("measured")))["traceEvents"]
+    assert terminal_text.text(content.content(content.Sources(Timeline("predicted"), "t"))).count("\n") > 2
+    assert json.loads(chrome_trace.trace(Timeline("measured")))["traceEvents"]
 
 
 # ---- what pictures need
@@ -218,7 +218,7 @@ def test_in_a_row_nothing_overlaps() -> None:
     spans = [
         Span("fetch:ssd", "", start, end) for start, end in [(0, 5), (1, 2), (2, 9), (5, 6), (5, 5), (9, 9)]
     ]
-    rows = shape.rows(spans)
+    rows = picture_data.rows(spans)
     assert rows == [0, 1, 1, 0, 0, 1] or max(rows) == 1
     for row in set(rows):
         of = sorted((s.start_ns, s.end_ns) for s, r in zip(spans, rows) if r == row)
@@ -229,26 +229,26 @@ def test_a_wait_ends_where_its_kernel_begins_or_lies_in_your_own_code() -> None:
     kernels = (Span("compute", "a", 0, 10), Span("compute", "b", 40, 50), Span("compute", "exit", 50, 90))
     stalls = (Stall(1, "x", 20, "miss"), Stall(1, "y", 10, "miss"), Stall(2, "z", 15, "miss"))
     line = Timeline("measured", kernels, (), stalls)
-    assert [(w.start_ns, w.end_ns) for w in shape.waits(line)] == [(10, 30), (30, 40), (75, 90)]
+    assert [(w.start_ns, w.end_ns) for w in picture_data.waits(line)] == [(10, 30), (30, 40), (75, 90)]
 
 
 def test_a_budget_on_the_edge_of_two_rows_is_drawn_once() -> None:
     counters = (Counter("device", "weight", 0, 0), Counter("device", "weight", 99, 28))
     line = Timeline("measured", (), counters, (), budget_bytes=14, step_ns=100)
-    picture = terminal.picture(report.content(report.Sources(line, "t")), height=14)
+    picture = terminal_text.picture(content.content(content.Sources(line, "t")), height=14)
     assert [row.split()[0] for row in picture.splitlines() if "|=" in row] == ["14"]
 
 
 def test_shares_of_slices_are_exact() -> None:
     spans = [Span("", "", 0, 10), Span("", "", 5, 20), Span("", "", 30, 35)]
-    assert shape.busy_ns(spans) == 25
-    assert shape.shares(spans, [0, 10, 20, 30, 40]) == [1.0, 1.0, 0.0, 0.5]
+    assert picture_data.busy_ns(spans) == 25
+    assert picture_data.shares(spans, [0, 10, 20, 30, 40]) == [1.0, 1.0, 0.0, 0.5]
 
 
 def test_no_peak_is_lost_between_two_slices() -> None:
     counters = [Counter("device", "weight", at, size) for at, size in [(0, 1), (5, 9), (6, 2), (25, 3)]]
-    held = shape.memory(Timeline("measured", (), tuple(counters)))
-    assert shape.most_per_slice(held, [0, 10, 20, 30]) == [(9,), (2,), (3,)]
+    held = picture_data.memory(Timeline("measured", (), tuple(counters)))
+    assert picture_data.most_per_slice(held, [0, 10, 20, 30]) == [(9,), (2,), (3,)]
 
 
 # ---- the trace
@@ -257,7 +257,7 @@ def test_no_peak_is_lost_between_two_slices() -> None:
 def test_a_trace_has_a_track_per_lane_in_which_nothing_overlaps() -> None:
     spans = (*measured().spans, Span("fetch:ssd", "b", 0, 12_000, 6, "b"))
     line = replace(measured(), spans=spans)
-    told = json.loads(report.trace(line))
+    told = json.loads(chrome_trace.trace(line))
     events = told["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert list(tracks.values()) == [
@@ -289,20 +289,20 @@ def test_the_command_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.Ca
     PLAN.write(paths["plan"])
     page = str(tmp_path / "page.html")
     more = ("--profile", paths["profile"], "--plan", paths["plan"], "--machine", paths["machine"])
-    assert cli.main(["report", paths["line"], *more, "-o", page, "--trace", paths["trace"]]) == 0
+    assert main.main(["report", paths["line"], *more, "-o", page, "--trace", paths["trace"]]) == 0
     assert capsys.readouterr().out.startswith(f"{page}: toy: one measured step")
     found = Page(Path(page).read_text())
     assert {"compared", "what-if"} <= set(found.ids())
     assert "64 GiB more host memory" in found.inside["body"][0]
     assert json.loads(Path(paths["trace"]).read_text())["displayTimeUnit"] == "ms"
-    assert cli.main(["report", paths["line"]]) == 0
+    assert main.main(["report", paths["line"]]) == 0
     text = capsys.readouterr().out
     assert "A step of 12 µs" in text and "= budget" in text and "late read" in text
     assert max(len(row) for row in text.splitlines() if "|" in row) < 100
-    assert cli.main(["report", paths["line"], *more, "--what-if", "off", "--json"]) == 0
+    assert main.main(["report", paths["line"], *more, "--what-if", "off", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["numbers"]["stall_ns"] == 2_000 and told["numbers"]["fetch_ssd_bytes"] == 4
     assert told["tables"]["compared"]["rows"][0] == ["step", "12 µs", "12 µs", "+0.0%"]
-    assert cli.main(["report", paths["plan"]]) == 2
+    assert main.main(["report", paths["plan"]]) == 2
     assert '"teraio-plan"; expected "teraio-timeline"' in capsys.readouterr().err
-    assert cli.main(["report", paths["line"], "-o", str(tmp_path / "nowhere" / "page.html")]) == 2
+    assert main.main(["report", paths["line"], "-o", str(tmp_path / "nowhere" / "page.html")]) == 2

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import toys
 
-from teraio import report
-from teraio.plan import Evict, Fetch, Plan
-from teraio.profile import Kernel, Profile, Tensor
-from teraio.report import onepage
-from teraio.timeline import Span, Stall, Timeline
+from teraio.cli.report import content, html_page
+from teraio.formats.plan import Evict, Fetch, Plan
+from teraio.formats.profile import Kernel, Profile, Tensor
+from teraio.formats.timeline import Span, Stall, Timeline
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
 
@@ -24,10 +23,10 @@ MOMENT = f"{UP}.exp_avg_sq"
 NAMES = (UP, f"{UP}.exp_avg", MOMENT, f"{UP}.grad", "layers.17.mlp.up_proj.weight.exp_avg_sq", "0.mul_2")
 
 
-def ask(sources: report.Sources, expression: str) -> Any:
+def ask(sources: content.Sources, expression: str) -> Any:
     """What this expression is in the page, which is given as JSON."""
-    numbers = json.dumps(onepage._numbers(sources))
-    folder = files("teraio.report") / "assets"
+    numbers = json.dumps(html_page._numbers(sources))
+    folder = files("teraio.cli.report") / "assets"
     script = "\n".join((folder / name).read_text() for name in ("format.js", "model.js", "answer.js"))
     page = f"const document = {{ getElementById: () => ({{ textContent: {json.dumps(numbers)} }}) }};"
     told = f"{page}\n{script}\nconsole.log(JSON.stringify({expression}));"
@@ -36,7 +35,7 @@ def ask(sources: report.Sources, expression: str) -> Any:
     return json.loads(ran.stdout)
 
 
-def sources() -> report.Sources:
+def sources() -> content.Sources:
     """Ten kernels of 1 us; the moment is away until 6 us, used at 8, leaves at 9. A miss is waited for."""
     kernels = [Span("compute", f"k{tick}", tick * 1_000, tick * 1_000 + 1_000) for tick in range(10)]
     moves = [
@@ -57,7 +56,7 @@ def sources() -> report.Sources:
         Tensor("0.mul_2", "activation", 8, False, (6,), (1,)),
     )
     profile = Profile("toy", 10_000, tuple(Kernel(f"k{i}", 0, 1_000) for i in range(10)), tensors)
-    return report.Sources(line, "t", profile)
+    return content.Sources(line, "t", profile)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ def test_a_predicted_step_knows_drops_from_its_plan() -> None:
     kernels = tuple(Span("compute", f"k{tick}", tick * 1_000, tick * 1_000 + 1_000) for tick in range(10))
     moves = (Evict("a", "ssd", 4), Fetch("a", "ssd", 6, 9))
     line = Timeline("predicted", (*kernels, Span("fetch:ssd", "a", 6_000, 8_000, 4, "a")))
-    given = report.Sources(line, "t", toys.diamond(), Plan("", "hand", 8, (), moves))
+    given = content.Sources(line, "t", toys.diamond(), Plan("", "hand", 8, (), moves))
     assert ask(given, 'placesOf(names.indexOf("a")).map((place) => place.where)') == [
         "device",
         "away",

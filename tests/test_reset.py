@@ -12,9 +12,9 @@ from torch import nn
 from torch._dynamo.exc import InternalTorchDynamoError
 
 import teraio
-from teraio import session
 from teraio.errors import BudgetError
 from teraio.runtime.engine import engine
+from teraio.session import session
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
 # 16 MiB of activations, 2 of weights, 2 of gradients; 4 of reserve.

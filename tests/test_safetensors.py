@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from teraio.errors import FileFormatError, TeraioError
-from teraio.safetensors import HEADER_BYTES_MAX, read_header, read_index
+from teraio.formats.safetensors import HEADER_BYTES_MAX, read_header, read_index
 
 
 def header(text: str | bytes, data: int = 8, length: int | None = None) -> bytes:

@@ -13,15 +13,16 @@ import pytest
 import toys
 
 from teraio import _native
-from teraio.check import check
 from teraio.errors import PlanError
-from teraio.machine import Machine
-from teraio.passes.planner import build, events, plan, smallest_budget
-from teraio.passes.planner.index import Position, index_of, plan_of, position_of
-from teraio.passes.planner.search import improve
-from teraio.passes.planner.simulate import step_ns
-from teraio.plan import Evict, Fetch, Home, Plan
-from teraio.profile import Profile
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Evict, Fetch, Home, Plan
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Profile
+from teraio.passes.planner.planners import build, plan, smallest_budget
+from teraio.passes.planner.search.plan_index import Position, index_of, plan_of, position_of
+from teraio.passes.planner.search.search import improve
+from teraio.passes.planner.simulate import event_simulation
+from teraio.passes.planner.simulate.simulate import step_ns
 
 MACHINES = (
     toys.machine(device=10_000, ssd=10_000),
@@ -57,7 +58,7 @@ def test_a_search_keeps_every_promise_and_is_never_worse_than_its_start() -> Non
         assert verdict.peak_bytes <= start.budget_bytes == made.budget_bytes
         took_ns = step_ns(made, profile, machine)
         assert took_ns <= step_ns(start, profile, machine), seed
-        judged = events.run(made, profile, machine)
+        judged = event_simulation.run(made, profile, machine)
         assert (judged.step_ns, judged.peak_bytes <= start.budget_bytes) == (took_ns, True), seed
         improved += took_ns < step_ns(start, profile, machine)
         uses = {tensor.name: {*tensor.reads, *tensor.writes} for tensor in profile.tensors}
@@ -92,7 +93,7 @@ def test_where_links_share_a_better_plan_is_better_by_events_too() -> None:
         floor = smallest_budget(profile)
         start = plan(profile, machine, floor, planner="greedy")
         made = better(start, profile, machine, rounds=200)
-        judged = [events.run(each, profile, machine).step_ns for each in (made, start)]
+        judged = [event_simulation.run(each, profile, machine).step_ns for each in (made, start)]
         assert judged[0] <= judged[1], seed
         improved += judged[0] < judged[1]
     assert improved > 5

@@ -10,10 +10,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import teraio
-from teraio import earlier
 from teraio.errors import BudgetError, OptionError
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.residency import Need
+from teraio.session import plan_reuse
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
 MIB = 2**20  # 16 of activations, 2 of weights, 2 of gradients, 4 of states; 4 of reserve
@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"inner": "eager", "memory": 20 * MIB, "warmup": 1, "p
 
 @pytest.fixture(autouse=True)
 def no_drift(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(earlier, "DRIFT_PERCENT", 10**9)  # on a busy machine a step would be planned again
+    monkeypatch.setattr(plan_reuse, "DRIFT_PERCENT", 10**9)  # on a busy machine a step would be planned again
 
 
 class Chain(nn.Module):

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import toys
 
-from teraio import cli, shipped
-from teraio.plan import Plan
-from teraio.profile import Profile
+from teraio.cli import main
+from teraio.formats import shipped_files
+from teraio.formats.plan import Plan
+from teraio.formats.profile import Profile
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ran(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    assert cli.main(words) == code, capsys.readouterr()
+    assert main.main(words) == code, capsys.readouterr()
     said = capsys.readouterr()
     return said.err if code else said.out
 
@@ -46,9 +47,9 @@ def test_a_file_of_that_name_goes_first_and_a_folder_does_not(
     toys.diamond().write(empty / "gpt2")
     (empty / "h100-4ssd").mkdir()
     (empty / "gpt2-b16").mkdir()
-    assert shipped.machine("rtx4090-1ssd") == toys.machine()
-    assert shipped.machine("h100-4ssd").name == "h100-4ssd"
-    assert shipped.profile("gpt2-b16").name.startswith("gpt2-s1024")
+    assert shipped_files.machine("rtx4090-1ssd") == toys.machine()
+    assert shipped_files.machine("h100-4ssd").name == "h100-4ssd"
+    assert shipped_files.profile("gpt2-b16").name.startswith("gpt2-s1024")
     made = json.loads(ran(capsys, "plan", "gpt2", "--machine", "rtx4090-1ssd", "--json"))
     assert made["compute_ns"] == toys.diamond().compute_ns
 
@@ -58,7 +59,7 @@ def test_a_model_stands_for_one_sequence_on_the_machines_accelerator(
 ) -> None:
     took = {}
     for machine in ("h100-4ssd", "rtx4090-1ssd"):
-        assert cli.main(["plan", "gpt2", "--machine", machine, "--planner", "none", "--json"]) == 0
+        assert main.main(["plan", "gpt2", "--machine", machine, "--planner", "none", "--json"]) == 0
         said = capsys.readouterr()
         took[machine] = json.loads(said.out)["compute_ns"]
         assert "gpt2 is a model: planned is a step of one sequence, gpt2-s1024-b1" in said.err
@@ -110,7 +111,7 @@ def test_what_is_mistyped_is_told_with_what_was_meant(
     words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as refused:
-        cli.main(words)
+        main.main(words)
     assert refused.value.code == 2
     assert told in capsys.readouterr().err
 
@@ -123,15 +124,17 @@ def test_flags_may_still_be_cut_short_and_a_dash_ends_them(
     assert json.loads(ran(capsys, "plan", "--mach", "machine.json", "--js", "--", "--odd"))["feasible"]
 
 
-@pytest.mark.parametrize("shelf", [shipped.PROFILES, shipped.MACHINES], ids=["profile", "machine"])
-def test_what_comes_along_is_listed(shelf: shipped.Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "shelf", [shipped_files.PROFILES, shipped_files.MACHINES], ids=["profile", "machine"]
+)
+def test_what_comes_along_is_listed(shelf: shipped_files.Shelf, capsys: pytest.CaptureFixture[str]) -> None:
     text = ran(capsys, shelf.kind, "list")
     told: dict[str, Any] = json.loads(ran(capsys, shelf.kind, "list", "--json"))
-    about = shipped.ABOUT_PROFILES if shelf is shipped.PROFILES else shipped.ABOUT_MACHINES
+    about = shipped_files.ABOUT_PROFILES if shelf is shipped_files.PROFILES else shipped_files.ABOUT_MACHINES
     assert [row["name"] for row in told[f"{shelf.kind}s"]] == shelf.names() == sorted(about)
     for row in told[f"{shelf.kind}s"]:
         assert Path(row["path"]).is_file() and f"  {row['name']}  " in text and row["what"] in text
-    if shelf is shipped.PROFILES:
+    if shelf is shipped_files.PROFILES:
         assert {"name": "gpt2", "parameters": 124_439_808} in told["models"] and "  gpt2  " in text
 
 

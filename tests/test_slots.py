@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from slots_checker import check, launch, lay, signature
 
-from teraio.passes import slots
-from teraio.passes.events import Alias, Event, Forget, Make, Signature
-from teraio.passes.slots import SlotPlace, own_bytes, whole_program
+from teraio.formats.schedule import MADE, READ, RETURNED, WRITE, Schedule
+from teraio.passes.slots import layout as slots
+from teraio.passes.slots.events import Alias, Event, Forget, Make, Signature
+from teraio.passes.slots.layout import SlotPlace, own_bytes, whole_program
 from teraio.runtime.step.program import Program
-from teraio.schedule import MADE, READ, RETURNED, WRITE, Schedule
 
 # ---- by hand
 

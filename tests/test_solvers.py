@@ -9,12 +9,13 @@ from collections.abc import Iterator
 import pytest
 import toys
 
-from teraio.check import check
 from teraio.errors import PlanError
-from teraio.passes import planner
-from teraio.passes.planner import packing, solvers
-from teraio.passes.planner.bound import lower_bound_ns
-from teraio.passes.planner.problem import build
+from teraio.formats.plan_check import check
+from teraio.passes.planner import planners
+from teraio.passes.planner.bound.bound import lower_bound_ns
+from teraio.passes.planner.greedy import packing
+from teraio.passes.planner.problem import solvers
+from teraio.passes.planner.problem.problem import build
 
 
 @pytest.fixture
@@ -31,8 +32,8 @@ def test_every_planner_works_without_them(
 ) -> None:
     profile, machine = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
     caplog.set_level(logging.WARNING, "teraio")
-    made = planner.plan(profile, machine, 1_500, planner=name, time_limit_s=1.0)
-    again = planner.plan(profile, machine, 1_500, planner=name, time_limit_s=1.0)
+    made = planners.plan(profile, machine, 1_500, planner=name, time_limit_s=1.0)
+    again = planners.plan(profile, machine, 1_500, planner=name, time_limit_s=1.0)
     assert made.budget_bytes == again.budget_bytes == 1_500
     assert name == "none" or check(made, profile, machine).problems == ()
     assert made.predicted.bound_ns == lower_bound_ns(build(profile, machine), 1_500)
@@ -51,5 +52,5 @@ def test_full_tiers_say_that_a_solver_might_find_room(_without: None) -> None:
 def test_with_them_the_bound_is_a_better_one() -> None:
     profile, machine = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
     assert solvers.there()
-    made = planner.plan(profile, machine, 1_500, planner="greedy", time_limit_s=1.0)
+    made = planners.plan(profile, machine, 1_500, planner="greedy", time_limit_s=1.0)
     assert made.predicted.bound_ns > lower_bound_ns(build(profile, machine), 1_500)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from teraio.formats.schedule import ProgramKind, Schedule, Slot
 from teraio.runtime.engine import engine
 from teraio.runtime.step.tracker import EXPECTATIONS_MAX, StepTracker
-from teraio.schedule import ProgramKind, Schedule, Slot
 
 
 def program(name: str, slots: int = 3, kind: ProgramKind = "forward") -> Any:

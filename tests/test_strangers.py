@@ -24,11 +24,11 @@ from torch import nn
 from torch.nn.utils import prune
 
 import teraio
-from teraio import report
+from teraio.cli.report import content, terminal_text
 from teraio.errors import BudgetError, UnsupportedError
+from teraio.formats.timeline import Timeline
 from teraio.runtime.ledger.record import Record
 from teraio.runtime.ledger.resident_reasons import largest
-from teraio.timeline import Timeline
 
 WIDTH, STEPS = 256, 4
 CHILD = Path(__file__).with_name("first_compile_child.py")
@@ -296,7 +296,7 @@ def test_an_overrun_is_told_beside_the_peak(tmp_path: Path) -> None:
     teraio.reset()
     line = Timeline.read(timeline)
     assert line.overrun_bytes >= 16 << 20
-    told = report.text(report.content(report.Sources(line, "run")))
+    told = terminal_text.text(content.content(content.Sources(line, "run")))
     assert re.search(r"got [\d.]+ MiB beyond the budget", told), told
 
 

@@ -12,20 +12,22 @@ from pathlib import Path
 import pytest
 import tree
 
-from teraio import cli, shipped
-from teraio.machine import Machine
-from teraio.passes import planner, synth
+from teraio.cli import main
+from teraio.formats import shipped_files
+from teraio.formats.machine import Machine
+from teraio.formats.profile import Profile, Tensor
+from teraio.passes.planner import planners
+from teraio.passes.synth import profiles
 from teraio.passes.synth.models import Decoder
-from teraio.profile import Profile, Tensor
 
 FOLDER = tree.ROOT / "profiles"
 TOY = Decoder(vocabulary=10, hidden=4, layers=3, heads=2, kv_heads=1, head_size=2, ffn=8, default_sequence=6)
-FREE = synth.Rates(10**9, 10**18, 0)  # 1 operation per nanosecond; kernels without a product take 1 ns
+FREE = profiles.Rates(10**9, 10**18, 0)  # 1 operation per nanosecond; kernels without a product take 1 ns
 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(synth.MODELS, "toy", (TOY, 0))
+    monkeypatch.setitem(profiles.MODELS, "toy", (TOY, 0))
     return "toy"
 
 
@@ -44,12 +46,12 @@ def commands() -> dict[str, list[str]]:
     return {command[-1]: command for command in commands}
 
 
-@pytest.mark.parametrize("model", synth.MODELS)
+@pytest.mark.parametrize("model", profiles.MODELS)
 def test_parameters_are_those_of_the_published_model(model: str) -> None:
-    profile = synth.synth(model)
-    assert synth.parameters(profile) == synth.MODELS[model][1]
+    profile = profiles.synth(model)
+    assert profiles.parameters(profile) == profiles.MODELS[model][1]
     states = sum(t.size_bytes for t in profile.tensors if t.kind == "state")
-    assert states == 12 * synth.MODELS[model][1]  # fp32 master copy and two moments
+    assert states == 12 * profiles.MODELS[model][1]  # fp32 master copy and two moments
     profile.validate()
 
 
@@ -57,18 +59,18 @@ def test_products_are_six_operations_per_parameter_and_token(toy: str) -> None:
     # Per layer wq 16, wk and wv 8 each, wo 16, three of 32 in the MLP: 144; the head 40. Two operations per
     # weight and token forward, four backward. Attention: 2 sequences, 4 * 6 * 6 * 4 / 2 = 288 each per
     # layer forward, and 2.5 times as much backward. All the rest computes nothing.
-    profile = synth.synth(toy, synth.Request(batch=2, loss_chunks=3, rates=FREE))
+    profile = profiles.synth(toy, profiles.Request(batch=2, loss_chunks=3, rates=FREE))
     products = 6 * (3 * 144 + 40) * 12
     attention = 3 * 2 * 288 * 7 // 2
     assert products_ns(profile) == products + attention
-    again = synth.synth(toy, synth.Request(batch=2, loss_chunks=3, rates=FREE, checkpoint=True))
+    again = profiles.synth(toy, profiles.Request(batch=2, loss_chunks=3, rates=FREE, checkpoint=True))
     once_more = 3 * (2 * 144 * 12 + 2 * 288)  # the layers' forward
     assert products_ns(again) == products_ns(profile) + once_more
 
 
 def test_a_kernel_takes_the_larger_of_compute_and_memory(toy: str) -> None:
-    rates = synth.Rates(10**9, 10**9, 7)
-    kernels = {k.name: k for k in synth.synth(toy, synth.Request(loss_chunks=1, rates=rates)).kernels}
+    rates = profiles.Rates(10**9, 10**9, 7)
+    kernels = {k.name: k for k in profiles.synth(toy, profiles.Request(loss_chunks=1, rates=rates)).kernels}
     # 6 tokens of 4 numbers in and out, 16 weights, 2 bytes each: 48 + 48 + 32; 2 * 6 * 16 operations.
     assert kernels["layers.0.wq"].duration_ns == 7 + max(128, 192)
     assert kernels["layers.0.add1"].duration_ns == 7 + 3 * 48
@@ -87,16 +89,16 @@ def saved_bytes(profile: Profile) -> int:
 def test_what_a_layer_saves_is_what_its_backward_reads(toy: str) -> None:
     # Numbers per token: x, norm1, q, attention, add1 and norm2 of 4, k and v of 2, gate, up and swiglu of 8,
     # all of 2 bytes; 4 fp32 statistics, of two norms and of attention per head. The last x and its statistic.
-    request = synth.Request(loss_chunks=1)
+    request = profiles.Request(loss_chunks=1)
     layer = 6 * (2 * (6 * 4 + 2 * 2 + 3 * 8) + 4 * 4)
     head = 6 * (2 * 4 + 4) + 2 * 6 * 4  # and its gradient, which the loss makes in the forward
-    assert saved_bytes(synth.synth(toy, request)) == 3 * layer + head
-    checkpointed = synth.synth(toy, synth.Request(loss_chunks=1, checkpoint=True))
+    assert saved_bytes(profiles.synth(toy, request)) == 3 * layer + head
+    checkpointed = profiles.synth(toy, profiles.Request(loss_chunks=1, checkpoint=True))
     assert saved_bytes(checkpointed) == 3 * 6 * 2 * 4 + head  # each layer's input
 
 
 def test_gradients_are_added_up_over_micro_batches(toy: str) -> None:
-    profile = synth.synth(toy, synth.Request(micro_batches=3, loss_chunks=1, clip=True))
+    profile = profiles.synth(toy, profiles.Request(micro_batches=3, loss_chunks=1, clip=True))
     grad = by_name(profile)["layers.1.wq.grad"]
     calls = [kernel.call for kernel in profile.kernels]
     assert [calls[tick] for tick in grad.writes] == [1, 3, 5, 6]  # three backwards, and the clipping
@@ -108,7 +110,7 @@ def test_gradients_are_added_up_over_micro_batches(toy: str) -> None:
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "vit-b-16"])
 def test_what_is_run_again_finds_its_inputs(model: str) -> None:
     """What a chain reads is a weight, an input, made by it before, or alive as long as its tensor."""
-    profile = synth.synth(model, synth.Request(batch=4, layers=2))
+    profile = profiles.synth(model, profiles.Request(batch=4, layers=2))
     reads: dict[int, list[Tensor]] = {}
     for tensor in profile.tensors:
         for tick in tensor.reads:
@@ -125,7 +127,7 @@ def test_what_is_run_again_finds_its_inputs(model: str) -> None:
 
 
 def test_experts_are_read_once_per_micro_batch_and_product() -> None:
-    profile = synth.synth("qwen3-30b-a3b", synth.Request(layers=1))
+    profile = profiles.synth("qwen3-30b-a3b", profiles.Request(layers=1))
     experts = by_name(profile)["layers.0.experts.gate_up"]
     assert experts.size_bytes == 2 * 128 * 2048 * 2 * 768
     assert len(experts.reads) == 2 and len(experts.writes) == 1  # forward, its input's gradient; AdamW
@@ -138,9 +140,9 @@ def test_shipped_profiles_are_what_their_commands_make(
     made = {path.name for path in FOLDER.glob("*.profile.json.gz")}
     assert made - set(made_by) == {"llama-cpu-160MiB.profile.json.gz"}  # measured
     for name, command in made_by.items():
-        assert cli.main([*command[:-1], str(tmp_path / name), "--json"]) == 0
+        assert main.main([*command[:-1], str(tmp_path / name), "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
-        about = shipped.ABOUT_PROFILES[name.removesuffix(shipped.PROFILES.suffix)]
+        about = shipped_files.ABOUT_PROFILES[name.removesuffix(shipped_files.PROFILES.suffix)]
         assert asdict(about).items() - told.items() == {("what", about.what)}
         # Packers differ between machines; what they pack does not.
         packed = (FOLDER / name).read_bytes()
@@ -150,20 +152,20 @@ def test_shipped_profiles_are_what_their_commands_make(
 
 def test_the_same_request_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        assert cli.main(["profile", "synth", "gpt2", "-o", str(tmp_path / f"{name}.json.gz")]) == 0
+        assert main.main(["profile", "synth", "gpt2", "-o", str(tmp_path / f"{name}.json.gz")]) == 0
     assert (tmp_path / "one.json.gz").read_bytes() == (tmp_path / "two.json.gz").read_bytes()
 
 
 def test_every_shipped_file_is_read_and_named_in_the_readme() -> None:
     readme = (FOLDER / "README.md").read_text()
-    assert set(shipped.ABOUT_MACHINES) == set(shipped.MACHINES.names())
+    assert set(shipped_files.ABOUT_MACHINES) == set(shipped_files.MACHINES.names())
     for path in (FOLDER / "machines").iterdir():
         assert Machine.read(path).name == path.name.removesuffix(".machine.json")
         assert f"`{Machine.read(path).name}`" in readme
     measured = Profile.read(FOLDER / "llama-cpu-160MiB.profile.json.gz")
-    about = shipped.ABOUT_PROFILES["llama-cpu-160MiB"]
-    assert planner.smallest_budget(measured) == about.smallest_bytes
-    assert (measured.compute_ns, int(planner.build(measured).live.max())) == (
+    about = shipped_files.ABOUT_PROFILES["llama-cpu-160MiB"]
+    assert planners.smallest_budget(measured) == about.smallest_bytes
+    assert (measured.compute_ns, int(planners.build(measured).live.max())) == (
         about.compute_ns,
         about.peak_bytes,
     )
@@ -187,7 +189,7 @@ def test_every_shipped_file_is_read_and_named_in_the_readme() -> None:
 def test_a_request_that_makes_no_sense_is_one_line(
     arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["profile", "synth", *arguments, "-o", str(tmp_path / "x.json")]) == 2
+    assert main.main(["profile", "synth", *arguments, "-o", str(tmp_path / "x.json")]) == 2
     error = capsys.readouterr().err
     assert told.lower() in error.lower() and error.count("\n") == 1
     assert not (tmp_path / "x.json").exists()

@@ -20,16 +20,17 @@ import toys
 from torch import nn
 
 import teraio
-from teraio import cli, session
+from teraio.cli import main
 from teraio.errors import BudgetError, OptionError
-from teraio.plan import Plan
-from teraio.planning import Planning
-from teraio.profile import Profile
+from teraio.formats.plan import Plan
+from teraio.formats.profile import Profile
+from teraio.formats.schedule import Step
+from teraio.formats.timeline import Stall, Timeline
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.record import State
 from teraio.runtime.ledger.recorder import Happened, RecordedMove, Recorder
-from teraio.schedule import Step
-from teraio.timeline import Stall, Timeline
+from teraio.session import session
+from teraio.session.planning import Planning
 
 WIDTH = 512  # a weight is 1 MiB
 LAYERS = 6
@@ -245,8 +246,8 @@ def test_the_commands_that_predict_write_one_of_the_same_type(tmp_path: Path) ->
     toys.diamond().write(paths["profile"])
     toys.machine().write(paths["machine"])
     where = (paths["profile"], "--machine", paths["machine"])
-    assert cli.main(["plan", *where, "-o", paths["plan"], "--timeline", paths["one"]]) == 0
-    assert cli.main(["simulate", paths["plan"], *where, "--timeline", paths["other"]]) == 0
+    assert main.main(["plan", *where, "-o", paths["plan"], "--timeline", paths["one"]]) == 0
+    assert main.main(["simulate", paths["plan"], *where, "--timeline", paths["other"]]) == 0
     line = Timeline.read(paths["one"])
     assert line == Timeline.read(paths["other"])
     assert (line.kind, line.budget_bytes, line.step_ns) == ("predicted", 8, 12_000)

@@ -11,9 +11,9 @@ import pytest
 from children import forked, one_by_one
 from for_now import folder_for_now
 
-from teraio import cli
-from teraio.machine import Link, Machine, Tier
-from teraio.plan import Plan
+from teraio.cli import main
+from teraio.formats.machine import Link, Machine, Tier
+from teraio.formats.plan import Plan
 
 HERE = Path(__file__).parent
 PLAIN = {"name": "plain"}
@@ -96,7 +96,7 @@ def offline_plan() -> str:
     assert not failed, failed
     links = (Link("device", "ssd", 10**9), Link("ssd", "device", 10**9))
     Machine("toy", (Tier("device", 2**40), Tier("ssd", 2**40)), links).write(machine)
-    assert cli.main(["plan", profile, "--machine", machine, "--memory", str(budget), "-o", plan]) == 0
+    assert main.main(["plan", profile, "--machine", machine, "--memory", str(budget), "-o", plan]) == 0
     return plan
 
 

@@ -16,11 +16,11 @@ from ram_device import RamDevice
 from torch import nn
 
 import teraio
-from teraio import session
 from teraio.errors import BudgetError
 from teraio.runtime.device import choose
 from teraio.runtime.ledger.residency import Residency
 from teraio.runtime.step.kernel_workspace import NOISE_BYTES, KernelWorkspace, steady
+from teraio.session import session
 
 MIB = 2**20
 WIDTH, LAYERS, BATCH, STEPS = 256, 6, 4096, 4

@@ -19,12 +19,13 @@ import torch
 import tree
 from children import ended
 
-from teraio import versions
 from teraio.errors import UnsupportedError
-from teraio.passes import fx, selftest
-from teraio.passes.slots import SlotPlace
+from teraio.formats.schedule import READ, WRITE, Schedule
+from teraio.passes import selftest
+from teraio.passes.fx import program
+from teraio.passes.slots.layout import SlotPlace
 from teraio.runtime.engine import engine
-from teraio.schedule import READ, WRITE, Schedule
+from teraio.session import torch_versions
 
 UNKNOWN = "2.99.0"
 
@@ -44,8 +45,8 @@ class SelfTest:
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test is a process that has said and tried nothing yet."""
-    monkeypatch.setattr(versions, "VERDICTS", {})
-    monkeypatch.setattr(versions, "SAID", set())
+    monkeypatch.setattr(torch_versions, "VERDICTS", {})
+    monkeypatch.setattr(torch_versions, "SAID", set())
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -58,14 +59,14 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_tested_version_is_taken_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     for version in ("2.13.0+cpu", "2.13.1", "2.15.0", "2.11.0+cu130"):
         nothing = SelfTest(inductor="asked", eager="asked")
-        assert versions.check("inductor", version, "cpu", nothing) == "inductor"
+        assert torch_versions.check("inductor", version, "cpu", nothing) == "inductor"
         assert not nothing.asked
     assert not warnings(caplog)
 
 
 def test_the_tests_ran_with_this_version_and_the_metadata_claims_no_other() -> None:
-    assert versions.tested(torch.__version__)
-    first, last = versions.TESTED[0], versions.TESTED[-1].split(".")
+    assert torch_versions.tested(torch.__version__)
+    first, last = torch_versions.TESTED[0], torch_versions.TESTED[-1].split(".")
     project = tomllib.loads((tree.ROOT / "pyproject.toml").read_text())["project"]
     assert f"torch>={first},<{last[0]}.{int(last[1]) + 1}" in project["dependencies"]
 
@@ -74,25 +75,25 @@ def test_the_tests_ran_with_this_version_and_the_metadata_claims_no_other() -> N
 def test_any_other_is_warned_of_once_and_tried_once(version: str, caplog: pytest.LogCaptureFixture) -> None:
     passing = SelfTest()
     for _ in range(3):
-        assert versions.check("inductor", version, "cpu", passing) == "inductor"
-    assert versions.check("eager", version, "cpu", passing) == "eager"
+        assert torch_versions.check("inductor", version, "cpu", passing) == "inductor"
+    assert torch_versions.check("eager", version, "cpu", passing) == "eager"
     assert passing.asked == ["inductor", "eager"]
     (warning,) = warnings(caplog)
     assert f"not tested with torch {version} " in warning
-    assert ", ".join(versions.TESTED) in warning
+    assert ", ".join(torch_versions.TESTED) in warning
 
 
 def test_each_kind_of_device_is_tried() -> None:
     passing = SelfTest()
     for device in ("cpu", "cuda", "cpu", "cuda"):
-        versions.check("eager", UNKNOWN, device, passing)
+        torch_versions.check("eager", UNKNOWN, device, passing)
     assert passing.asked == ["eager", "eager"]
 
 
 def test_where_inductor_fails_eager_is_used_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     failing = SelfTest(inductor="slot 3 came where slot 2 was due")
     for _ in range(2):
-        assert versions.check("inductor", UNKNOWN, "cpu", failing) == "eager"
+        assert torch_versions.check("inductor", UNKNOWN, "cpu", failing) == "eager"
     assert failing.asked == ["inductor", "eager"]
     _, said = warnings(caplog)
     for part in (
@@ -109,7 +110,7 @@ def test_a_fallback_that_is_not_wanted_is_an_error() -> None:
     failing = SelfTest(inductor="no such line")
     for _ in range(2):
         with pytest.raises(UnsupportedError) as error:
-            versions.check("inductor", UNKNOWN, "cpu", failing, "error")
+            torch_versions.check("inductor", UNKNOWN, "cpu", failing, "error")
         for part in (f"torch {UNKNOWN}", "no such line", "Install torch 2.", "or inner='eager'"):
             assert part in str(error.value)
     assert failing.asked == ["inductor"]
@@ -118,11 +119,11 @@ def test_a_fallback_that_is_not_wanted_is_an_error() -> None:
 def test_where_both_fail_the_version_is_refused() -> None:
     failing = SelfTest(inductor="no such line", eager="no such graph")
     with pytest.raises(UnsupportedError) as error:
-        versions.check("inductor", UNKNOWN, "cpu", failing)
+        torch_versions.check("inductor", UNKNOWN, "cpu", failing)
     for part in (f"torch {UNKNOWN}", "no such line", "no such graph", "Install torch 2."):
         assert part in str(error.value)
     with pytest.raises(UnsupportedError, match="no such graph"):
-        versions.check("eager", UNKNOWN, "cpu", failing)
+        torch_versions.check("eager", UNKNOWN, "cpu", failing)
 
 
 # ---- the self-test itself
@@ -240,7 +241,7 @@ def test_it_finds_a_planted_bug_at_any_kernel(
             return wrong if changed else (schedule, places)
 
         with monkeypatch.context() as patch:
-            planted(fx, plant, patch)
+            planted(program, plant, patch)
             found[at] = selftest.run("eager") or found[at]
         at += 1 if kind == "forward" else 3
     print(found)
@@ -250,7 +251,7 @@ def test_it_finds_a_planted_bug_at_any_kernel(
 
 
 def test_it_finds_a_dropped_slot_in_inductors_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from teraio.passes import inductor
+    from teraio.passes.inductor import codegen as inductor
 
     monkeypatch.setattr(inductor, "VERSION", "planted")  # or the cache has a program without the bug
     found = []

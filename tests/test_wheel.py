@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 import tree
 
-from teraio import _native, shipped
-from teraio.report import onepage
+from teraio import _native
+from teraio.cli.report import html_page
+from teraio.formats import shipped_files
 
 MODULES = sorted(tree.package())
 
@@ -95,10 +96,10 @@ def test_the_wheel_has_every_module(built: Built) -> None:
     }
     assert set(MODULES) - files == set()
     # What a report's page is made of is no module, nor what is compiled where it runs.
-    assets = {f"teraio/report/assets/{name}" for name in ("page.html", "page.css", *onepage.SCRIPTS)}
+    assets = {f"teraio/report/assets/{name}" for name in ("page.html", "page.css", *html_page.SCRIPTS)}
     assets.add("teraio/runtime/torch_extension/allocator.cpp")
     along = {f"teraio/{path}" for path in tree.files(".json", ".gz") if path.parts[0] == "profiles"}
-    assert len(along) == len(shipped.ABOUT_PROFILES) + len(shipped.ABOUT_MACHINES)
+    assert len(along) == len(shipped_files.ABOUT_PROFILES) + len(shipped_files.ABOUT_MACHINES)
     assert (assets | along) - set(built.wheel_names) == set()
     assert along - set(built.sdist_names) == set()
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from random import Random
 
-from teraio.machine import Link, Machine, Tier
-from teraio.profile import Kernel, Kind, Profile, Tensor
+from teraio.formats.machine import Link, Machine, Tier
+from teraio.formats.profile import Kernel, Kind, Profile, Tensor
 
 US = 1_000  # nanoseconds
 BYTE_PER_US = 1_000_000  # bytes per second

@@ -30,15 +30,16 @@ import torch
 import unnoted
 
 import teraio
-from teraio import _native, session
-from teraio.demo_model import Llama, Shape
+from teraio import _native
+from teraio.cli.demo_model import Llama, Shape
 from teraio.errors import StoreError
+from teraio.formats.plan import Evict, Fetch, Plan
 from teraio.options import Options
-from teraio.plan import Evict, Fetch, Plan
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger import residency
 from teraio.runtime.store import ticket
 from teraio.runtime.store.store import Store
+from teraio.session import session
 
 SHAPE = Shape(vocabulary=512, hidden=128, intermediate=352, layers=3, heads=2, key_heads=1)
 BATCH, LENGTH = 24, 96

@@ -37,7 +37,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def module_name(path: Path) -> str:
-    """`passes/planner/greedy.py` -> `teraio.passes.planner.greedy`: what the rest of the tree calls it."""
+    """`passes/planner/auto.py` -> `teraio.passes.planner.auto`: what the rest of the tree calls it."""
     parts = path.with_suffix("").parts
     parts = parts if parts[0] == "teraio" else ("teraio", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

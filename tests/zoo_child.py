@@ -24,10 +24,10 @@ import zoo_models
 from floor import ENGINES_OWN_BYTES, Floor
 
 import teraio
-from teraio import session
 from teraio.errors import BudgetError
 from teraio.options import Options
 from teraio.runtime.engine import engine
+from teraio.session import session
 from teraio.units import parse_bytes
 
 PROBES_MAX = 30

@@ -132,7 +132,7 @@ def trip(device: Any, write: Any, read: Callable[[], Any]) -> Figures:
 
 def doctor() -> Figures:
     """As a user calls it. Warnings are found, not failures."""
-    cli = importlib.import_module("teraio.cli")
+    cli = importlib.import_module("teraio.cli.main")
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:

@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import teraio
-from teraio import session
-from teraio.demo_model import Llama, Shape
+from teraio.cli.demo_model import Llama, Shape
+from teraio.session import session
 
 PLANNED_MOST = 12  # steps until a plan is there; then those that count
 END_S = 6.0  # before the deadline: what is found must be written, and the process ended

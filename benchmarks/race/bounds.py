@@ -10,14 +10,14 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from teraio import session
-from teraio.machine import Machine
-from teraio.passes import planner
-from teraio.passes.planner.bound import lower_bound
-from teraio.planning import PAYS_BACK_STEPS, as_far_as_it_fits
-from teraio.profile import Profile
+from teraio.formats.machine import Machine
+from teraio.formats.profile import Profile
+from teraio.passes.planner import planners
+from teraio.passes.planner.bound.bound import lower_bound
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.recorder import Recorder
+from teraio.session import session
+from teraio.session.planning import PAYS_BACK_STEPS, as_far_as_it_fits
 
 WATCHED = 5  # steps
 BOUND_S = 10.0  # for the linear program
@@ -30,7 +30,7 @@ def bounds(step: Callable[[], Any]) -> dict[str, Any]:
     machine, budget = here.planning.machine, here.engine.residency.budget_bytes
     loaded, shares = while_planned(profile, step)
     began = time.perf_counter()
-    planner.plan(profile, machine, budget, time_limit_s=here.options.plan_time / 1e9, steps=PAYS_BACK_STEPS)
+    planners.plan(profile, machine, budget, time_limit_s=here.options.plan_time / 1e9, steps=PAYS_BACK_STEPS)
     plan_s = time.perf_counter() - began
     predicted = here.engine.tracker.expected.predicted
     return {
@@ -50,7 +50,7 @@ def bounds(step: Callable[[], Any]) -> dict[str, Any]:
 
 def bound_of(profile: Profile, machine: Machine, budget: int) -> int:
     fitting = as_far_as_it_fits(profile, budget)
-    problem = planner.build(fitting, machine)
+    problem = planners.build(fitting, machine)
     return lower_bound(problem, machine, budget, time_limit_s=BOUND_S).step_ns
 
 

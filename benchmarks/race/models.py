@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from teraio.demo_model import Llama, Shape
+from teraio.cli.demo_model import Llama, Shape
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -72,7 +72,7 @@ class Trainee:
 
     def facts(self) -> dict[str, Any]:
         found = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-        if "teraio.session" in sys.modules:
+        if "teraio.session.session" in sys.modules:
             from race.bounds import bounds
 
             found.update(bounds(self.step))

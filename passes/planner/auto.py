@@ -15,17 +15,18 @@ from itertools import islice
 from time import monotonic
 
 from teraio.errors import PlanError
-from teraio.machine import Machine
-from teraio.plan import Plan
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Plan
 
-from . import ilp, search
-from .g10 import g10
-from .greedy import portfolio
-from .problem import Problem
-from .simulate import entered_ns
-from .tencache import tencache
-from .teraio_paper import teraio_paper
-from .zero_infinity import zero_infinity
+from .exact import ilp
+from .greedy.greedy import portfolio
+from .problem.problem import Problem
+from .published.g10 import g10
+from .published.tencache import tencache
+from .published.teraio_paper import teraio_paper
+from .published.zero_infinity import zero_infinity
+from .search import search
+from .simulate.simulate import entered_ns
 
 CLOSE = 1.001  # of the bound: not worth more time
 FIRST = 4

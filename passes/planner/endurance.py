@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import isqrt
 
-from teraio.machine import Machine
-from teraio.plan import Plan, moved_bytes
-from teraio.profile import Profile
-from teraio.recompute import as_planned
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Plan, moved_bytes
+from teraio.formats.profile import Profile
+from teraio.formats.recompute import as_planned
 
 DAY_NS = 86_400 * 10**9
 FIRST_SHARE = 0.5  # of the time; if it keeps to the cap it is the only one

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from teraio.profile import Kernel, Kind, Profile, Tensor
+from teraio.formats.profile import Kernel, Kind, Profile, Tensor
 
 # Of a H100 SXM, what large kernels reach: 400 of 989 dense bf16 TFLOP/s (40 %, what large trainings report
 # for whole steps), 80 % of 3.3 TB/s, and 4 us from one launch to the next.

@@ -20,7 +20,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import _get_sequence_nr
 
-from teraio.schedule import Buffer
+from teraio.formats.schedule import Buffer
 
 from ..ledger.engine_lock import EngineLock
 from ..ledger.record import Record

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from teraio.errors import TeraioError
-from teraio.plan import Plan
-from teraio.schedule import Schedule, Step
+from teraio.formats.plan import Plan
+from teraio.formats.schedule import Schedule, Step
 
 from ..device.device import Device, Host
 from ..eager import gradients as _gradients

@@ -1,5 +1,5 @@
-"""Slots of a program whose graph has the plan's moves in it (passes/materialize.py): each part of a slot, and
-each move, is a call of its own. The table is not asked for any of its ticks.
+"""Slots of a program whose graph has the plan's moves in it (passes/fx/materialize.py): each part of a slot,
+and each move, is a call of its own. The table is not asked for any of its ticks.
 """
 
 from __future__ import annotations

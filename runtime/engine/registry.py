@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from teraio.schedule import Buffer
+from teraio.formats.schedule import Buffer
 
 from ..eager.gradients import Gradients
 from ..eager.user_code import UserCode

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from teraio.timeline import ENTRIES_MAX, Counter, Span, Stall, Timeline
+from teraio.formats.timeline import ENTRIES_MAX, Counter, Span, Stall, Timeline
 
 from .record import Record, State
 

@@ -19,7 +19,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from teraio.errors import CheckpointError
-from teraio.safetensors import Entry, read_header, read_index
+from teraio.formats.safetensors import Entry, read_header, read_index
 
 from ..engine.engine import Engine
 from ..ledger.record import Record

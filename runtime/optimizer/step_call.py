@@ -12,7 +12,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from teraio.errors import TeraioError, TornStepError
-from teraio.schedule import READ, WRITE, Buffer, Schedule, Slot
+from teraio.formats.schedule import READ, WRITE, Buffer, Schedule, Slot
 
 from ..eager.signals import SIGNALS, runs
 from ..engine.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from teraio.schedule import Schedule
+from teraio.formats.schedule import Schedule
 
 from ..step.program import Program
 from . import trial

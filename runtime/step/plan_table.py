@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from teraio.plan import Evict, Fetch, Plan
+from teraio.formats.plan import Evict, Fetch, Plan
 
 EVICT, FREE, FETCH = 0, 1, 2
 

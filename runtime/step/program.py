@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from teraio.schedule import MADE, READ, RETURNED, WRITE, Buffer, Schedule
+from teraio.formats.schedule import MADE, READ, RETURNED, WRITE, Buffer, Schedule
 
 from ..ledger.record import Record
 

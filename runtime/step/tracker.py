@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
-from teraio.plan import Evict, Plan, Predicted
-from teraio.schedule import Call, Step
+from teraio.formats.plan import Evict, Plan, Predicted
+from teraio.formats.schedule import Call, Step
 
 from ..device.clock import Clock, HostClock
 from ..ledger.record import HOST

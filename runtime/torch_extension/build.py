@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from teraio.cache import built_folder, untrusted
+from teraio.formats.plan_cache import built_folder, untrusted
 
 COMPILERS = ("g++", "clang++", "c++")
 BUILD_S = 120  # a compiler that takes longer than this is stuck

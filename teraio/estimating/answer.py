@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import get_args
 
-from teraio.machine import Machine
-from teraio.plan import Plan, moved_bytes
-from teraio.profile import Kind, Profile
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Plan, moved_bytes
+from teraio.formats.profile import Kind, Profile
 from teraio.text_table import table
 from teraio.units import fmt_bytes, fmt_count, fmt_ns
 

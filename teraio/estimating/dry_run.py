@@ -23,13 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from teraio.errors import OptionError, UnsupportedError
-from teraio.passes import aot, costs, fx
+from teraio.formats.schedule import Call, ProgramKind, Schedule, Step
+from teraio.passes.capture import aot
+from teraio.passes.fx import program
+from teraio.passes.synth import operator_costs
 from teraio.runtime.ledger.adoption import SMALLEST_BYTES
 from teraio.runtime.step.program import Program
-from teraio.schedule import Call, ProgramKind, Schedule, Step
-from teraio.session import count_as_ours
+from teraio.session.session import count_as_ours
 
-from .why import INSTEAD, place
+from .torch_errors import INSTEAD, place
 
 
 @dataclass
@@ -134,11 +136,13 @@ class Ledger:
 class Slotted:
     """A program of the model: its schedule, and what its kernels cost by slot."""
 
-    def __init__(self, ledger: Ledger, speeds: costs.Speeds, graph: torch.fx.GraphModule, kind: ProgramKind):
+    def __init__(
+        self, ledger: Ledger, speeds: operator_costs.Speeds, graph: torch.fx.GraphModule, kind: ProgramKind
+    ):
         self.ledger = ledger
         self.running: Running | None = None
-        by_node = dict(costs.of_nodes(graph))
-        schedule, connect = fx.insert_slots(graph, kind)
+        by_node = dict(operator_costs.of_nodes(graph))
+        schedule, connect = program.insert_slots(graph, kind)
         self.program = Program(schedule)
         self.cost_ns = [0] * len(schedule.slots)
         at = -1
@@ -184,7 +188,7 @@ NUMBERS = {torch.bool: False, torch.float64: 1.0, torch.float32: 1.0, torch.floa
 class Counted(TorchDispatchMode):
     """What code outside of programs takes: its time, and the most bytes of it that are alive at once."""
 
-    def __init__(self, speeds: costs.Speeds) -> None:
+    def __init__(self, speeds: operator_costs.Speeds) -> None:
         super().__init__()
         self.speeds = speeds
         self.ns = 0
@@ -198,10 +202,10 @@ class Counted(TorchDispatchMode):
             if func is torch.ops.aten._local_scalar_dense.default:
                 return NUMBERS.get(args[0].dtype, 1)
             raise
-        cost = costs.of_call(func, args, kwargs or {}, result)
+        cost = operator_costs.of_call(func, args, kwargs or {}, result)
         self.ns += self.speeds.duration_ns(cost)
-        given = {t.untyped_storage()._cdata for t in costs.tensors((args, kwargs))}
-        for tensor in costs.tensors(result):
+        given = {t.untyped_storage()._cdata for t in operator_costs.tensors((args, kwargs))}
+        for tensor in operator_costs.tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in given:
                 self.alive[storage._cdata] = StorageWeakRef(storage), int(storage.nbytes())
@@ -236,7 +240,7 @@ def _refuse_unknown_sizes(gm: torch.fx.GraphModule) -> None:
 
 
 def captured(
-    model: torch.nn.Module, ledger: Ledger, speeds: costs.Speeds
+    model: torch.nn.Module, ledger: Ledger, speeds: operator_costs.Speeds
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     """The model, compiled so that its programs write themselves into the ledger when they run."""
 
@@ -253,7 +257,7 @@ def captured(
         # The backward is compiled here, and not in the middle of autograd, where all tensors that are made
         # are fake: constants of the graph are copied.
         with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
-            return fx.compiler(slot)(gm, inputs)
+            return program.compiler(slot)(gm, inputs)
 
     compiled = torch.compile(own_code(), backend=backend, fullgraph=True, dynamic=False)
 
@@ -271,7 +275,7 @@ def forward_and_backward(
     batch: tuple[tuple[Any, ...], dict[str, Any]],
     loss: Callable[[Any], Any] | None,
     ledger: Ledger,
-    speeds: costs.Speeds,
+    speeds: operator_costs.Speeds,
 ) -> str:
     """Into the ledger, and the parameters get gradients. Returns what was taken for the loss."""
     output = captured(model, ledger, speeds)(*batch)
@@ -301,13 +305,13 @@ def own_loss(output: Any) -> tuple[torch.Tensor | None, str]:
 
 
 def _sum(output: Any) -> torch.Tensor:
-    return sum(tensor.sum() for tensor in costs.tensors(output) if tensor.requires_grad)  # type: ignore[return-value]
+    return sum(tensor.sum() for tensor in operator_costs.tensors(output) if tensor.requires_grad)  # type: ignore[return-value]
 
 
 def _through(output: Any, loss: Callable[[Any], Any], ledger: Ledger, counted: Counted) -> None:
     """Backward from a loss that the loop computes from what the model returned: that is no program, so its
     time and the most it holds are those of the call that ended."""
-    ends = {id(t): t for t in costs.tensors(output) if t.requires_grad}
+    ends = {id(t): t for t in operator_costs.tensors(output) if t.requires_grad}
     if not ends:
         raise UnsupportedError("estimate: nothing that the model returns requires a gradient")
     cut = {key: tensor.detach().requires_grad_() for key, tensor in ends.items()}

@@ -19,17 +19,17 @@ from pathlib import Path
 
 import torch
 
-from teraio import shipped
 from teraio.errors import OptionError, UnsupportedError
-from teraio.machine import Machine
-from teraio.measured_machine import machine_of
+from teraio.formats import shipped_files
+from teraio.formats.machine import Machine
 from teraio.options import Options
-from teraio.passes import synth
-from teraio.passes.costs import Speeds
-from teraio.passes.synth import Rates
+from teraio.passes.synth import profiles
+from teraio.passes.synth.operator_costs import Speeds
+from teraio.passes.synth.profiles import Rates
 from teraio.runtime.device import choose
 from teraio.runtime.store.directories import default_directories, free_bytes_in, open_place
-from teraio.tiers import drives
+from teraio.session.measured_machine import machine_of
+from teraio.session.tiers import drives
 from teraio.units import fmt_rate
 
 GIGA = 10**9
@@ -61,15 +61,15 @@ def basis_of(asked: str | os.PathLike[str] | Machine | None, on: torch.device) -
     if isinstance(asked, Machine):
         machine, origin = asked, "given"
     else:
-        path = shipped.path(asked, shipped.MACHINES)
+        path = shipped_files.path(asked, shipped_files.MACHINES)
         machine = Machine.read(path)
-        built_in = path == str(shipped.MACHINES.file(machine.name))
+        built_in = path == str(shipped_files.MACHINES.file(machine.name))
         origin = "from data sheets, not measured" if built_in else f"from {path}"
     capacity = next(tier.capacity_bytes for tier in machine.tiers if tier.name == "device")
-    if known := synth.known(machine.name):
+    if known := profiles.known(machine.name):
         return Basis(
             machine,
-            Speeds(*synth.ACCELERATORS[known]),
+            Speeds(*profiles.ACCELERATORS[known]),
             capacity,
             origin,
             f"times by {known}'s data sheet",
@@ -79,7 +79,7 @@ def basis_of(asked: str | os.PathLike[str] | Machine | None, on: torch.device) -
     if on.type != "cpu":
         raise OptionError(
             f"estimate: machine {machine.name!r} does not say what computes on {on.type}; its name must "
-            f"begin with one of {', '.join(synth.ACCELERATORS)}"
+            f"begin with one of {', '.join(profiles.ACCELERATORS)}"
         )
     speeds, compute = _processor()
     return Basis(machine, speeds, capacity, origin, compute, 1, on)
@@ -89,7 +89,7 @@ def _here(on: torch.device) -> Basis:
     if on.type != "cpu":
         raise UnsupportedError(
             f"estimate: the model is on {on.type}, which is not measured here; name the machine: "
-            f"machine={shipped.MACHINES.names()[0]!r}, or a file by `teraio doctor -o`"
+            f"machine={shipped_files.MACHINES.names()[0]!r}, or a file by `teraio doctor -o`"
         )
     options, used = Options.parse(), choose.current("cpu")
     directories = [Path(path) for path in options.store] or list(default_directories())

@@ -7,22 +7,22 @@ from collections.abc import Iterator
 import torch
 
 from teraio.errors import UnsupportedError
-from teraio.passes import costs
+from teraio.formats.schedule import READ, WRITE
+from teraio.passes.synth import operator_costs
 from teraio.runtime.optimizer import trial
 from teraio.runtime.optimizer.buckets import Bucket, buckets_of, stand_in, tensors_of
 from teraio.runtime.optimizer.slices import in_slices
 from teraio.runtime.optimizer.step_call import own_bytes, schedule_of
-from teraio.schedule import READ, WRITE
 
 from .dry_run import Counted, Ledger, Record
-from .why import reason
+from .torch_errors import reason
 
 
 def step(
     ledger: Ledger,
     optimizer: torch.optim.Optimizer,
     limit_bytes: int,
-    speeds: costs.Speeds,
+    speeds: operator_costs.Speeds,
     by_rows: bool = False,
 ) -> str:
     """Into the ledger, in buckets of so many bytes of parameters, larger ones in slices, if that is asked for

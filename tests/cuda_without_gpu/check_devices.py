@@ -8,9 +8,9 @@ import torch
 from stack import SIDE, Model
 
 import teraio
-from teraio import session
 from teraio.backend import backend
 from teraio.errors import UnsupportedError
+from teraio.session import session
 
 VARIABLES = {"STANDIN_DEVICES": "2"}
 OPTIONS: dict[str, Any] = {"memory": "5MiB", "host_memory": "64MiB", "inner": "eager", "planner": "greedy"}

@@ -9,13 +9,13 @@ from typing import Any
 
 import standin  # noqa: F401
 
-from teraio import cli
+from teraio.cli import main
 
 
 def check_links_of_the_gpu_are_told() -> dict[str, Any]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        code = cli.main(["doctor", "--json", "--seconds", "0.3"])
+        code = main.main(["doctor", "--json", "--seconds", "0.3"])
     report = json.loads(said.getvalue())
     assert code in (0, 1), report
     verdicts = {finding["name"]: finding["verdict"] for finding in report["findings"]}

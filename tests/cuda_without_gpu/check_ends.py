@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import teraio
-from teraio import session
 from teraio.backend import backend
+from teraio.session import session
 
 SIDE, LAYERS = 256, 6
 OPTIONS: dict[str, Any] = {"memory": "6MiB", "host_memory": "64MiB", "inner": "eager", "planner": "greedy"}

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import teraio
-from teraio import session, tiers
 from teraio.runtime.device.cuda_memory import CudaMemory
+from teraio.session import session, tiers
 
 MIB = 2**20
 WIDTH, LAYERS, BATCH, STEPS = 512, 8, 2048, 6

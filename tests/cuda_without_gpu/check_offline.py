@@ -15,7 +15,7 @@ from typing import Any
 
 from small_llama import Training, plain
 
-from teraio import cli
+from teraio.cli import main
 
 STEPS = 10
 
@@ -43,12 +43,12 @@ def check_a_profile_is_planned_offline_and_replayed() -> dict[str, Any]:
         options = {"memory": budget(), "host_memory": "512MiB"}
         measured = run({**options, "profile": files["profile"], "timeline": files["timeline"]})
         assert "planned" in measured["phases"], measured["phases"]
-        assert cli.main(["doctor", "--seconds", "0.2", "-o", machine]) in (0, 1)
+        assert main.main(["doctor", "--seconds", "0.2", "-o", machine]) in (0, 1)
         memory = ["--memory", str(options["memory"])]
         plan = ["plan", files["profile"], "--machine", machine, *memory, "-o", files["plan"]]
-        assert cli.main(plan) == 0
-        assert cli.main(["explain", files["plan"], files["profile"], "--machine", machine]) == 0
-        assert cli.main(["report", files["timeline"], "--profile", files["profile"], "-o", str(page)]) == 0
+        assert main.main(plan) == 0
+        assert main.main(["explain", files["plan"], files["profile"], "--machine", machine]) == 0
+        assert main.main(["report", files["timeline"], "--profile", files["profile"], "-o", str(page)]) == 0
         assert page.stat().st_size > 10_000
         replayed = run({**options, "plan": files["plan"]})
         assert set(replayed["phases"][1:]) == {"planned"}, replayed["phases"]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import teraio
-from teraio.demo_model import Llama, Shape
+from teraio.cli.demo_model import Llama, Shape
 
 SHAPE = {"vocabulary": 512, "hidden": 256, "intermediate": 704, "layers": 8}
 STEPS = 10

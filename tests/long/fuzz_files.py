@@ -30,10 +30,10 @@ from typing import Any
 from says import at_most, exactly
 
 from teraio.errors import FileFormatError
-from teraio.machine import Link, Machine, Tier
-from teraio.plan import Evict, Fetch, Home, Plan
-from teraio.profile import Kernel, Profile, Tensor
-from teraio.timeline import Counter, Span, Stall, Timeline
+from teraio.formats.machine import Link, Machine, Tier
+from teraio.formats.plan import Evict, Fetch, Home, Plan
+from teraio.formats.profile import Kernel, Profile, Tensor
+from teraio.formats.timeline import Counter, Span, Stall, Timeline
 
 Data = Profile | Machine | Plan | Timeline
 SECONDS_MAX = 1.0

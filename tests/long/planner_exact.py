@@ -22,7 +22,7 @@ import brute
 import exact_cases
 from says import at_least, exactly
 
-from teraio.passes.planner import plan
+from teraio.passes.planner.planners import plan
 
 CLOSE = 1.02  # of the best plan
 SHARE = 95.0  # per cent of all steps on which the default planner is that close

@@ -1,0 +1,290 @@
+"""Slots in an AOTAutograd FX graph that is executed in order: the inner program `eager`.
+
+The graph itself carries its slots as nodes and prints them. A view counts as a use: on an emptied storage it
+raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.graph import _BoxedCodeGen
+
+from teraio.formats.schedule import ProgramKind, Schedule
+
+from ..capture import aot, recompute_cut
+from ..slots import library_workspace, symbolic_sizes
+from ..slots.events import Alias, Event, Forget, Launch, Make, Signature
+from ..slots.layout import lay_slots, own_bytes
+from .symbols import Symbols
+
+SlotFunction = Callable[..., None]
+
+UNTOLD_VIEWS = {torch.ops.aten._unsafe_view.default}  # their schemas tell of no alias
+
+
+def has_bytes(value: object) -> bool:
+    """Tell whether this is a tensor with a storage: a sparse gradient is made of two others and has none."""
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
+def is_tensor(node: object) -> bool:
+    return isinstance(node, torch.fx.Node) and has_bytes(node.meta.get("val"))
+
+
+def storage_key(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def storage_size(value: torch.Tensor) -> tuple[int, Any]:
+    """Bytes of a fake tensor's storage (a hint where the size is symbolic) and the expression for them, None
+    where it is static."""
+    return _sized(value.untyped_storage().nbytes())
+
+
+def dense_size(value: torch.Tensor) -> tuple[int, Any]:
+    """Return the bytes of a copy of a fake tensor, as `storage_size` does. A view's storage may be larger,
+    and its size may depend on symbols that the graph is not given."""
+    return _sized(value.numel() * value.dtype.itemsize)
+
+
+def _sized(size: int | torch.SymInt) -> tuple[int, Any]:
+    if isinstance(size, int):
+        return size, None
+    return symbolic_sizes.hint(size.node.expr, size.node.shape_env, 0), size.node.expr
+
+
+def elements(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a node's value, however nested, each with its name: `split.1.0` is no variable's."""
+    if isinstance(value, torch.Tensor):
+        if has_bytes(value):
+            yield name, value
+    elif isinstance(value, tuple | list):
+        for position, part in enumerate(value):
+            yield from elements(f"{name}.{position}", part)
+
+
+def value_of(node: torch.fx.Node) -> Any:
+    """What a node makes, in fake tensors; some operators leave that to what is taken out of their result."""
+    value = node.meta.get("val")
+    taken = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    if value is None and taken:
+        return [value_of(taken[n]) if n in taken else None for n in range(max(map(int, taken)) + 1)]  # type: ignore[arg-type]
+    return value
+
+
+class Reader:
+    """Writes the nodes of a graph down as events. Which storage a node's value has is what its operator
+    and its fake tensor say."""
+
+    def __init__(self, gm: torch.fx.GraphModule) -> None:
+        self.gm = gm
+        self.nodes = list(gm.graph.nodes)
+        self.symbols = Symbols()
+        self.owner: dict[int, str] = {}  # fake storage -> the name under which it appeared
+        self.dies: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+        last_user = {used: node for node in self.nodes for used in (*node.all_input_nodes, node)}
+        for used, node in last_user.items():
+            if node.op != "placeholder":
+                self.dies.setdefault(node, []).append(used)
+
+    def events(self) -> Iterator[Event]:
+        for at, node in enumerate(self.nodes):
+            self.symbols.see(at, node)
+            if node.op == "placeholder" and is_tensor(node):
+                self.owner.setdefault(storage_key(node.meta["val"]), node.name)
+            elif node.op not in {"placeholder", "output", "get_attr"}:
+                yield from self.call(at, node)
+            if node.op != "output":
+                for dead in self.dies.get(node, ()):
+                    yield from (Forget(at, name) for name, _ in elements(dead.name, value_of(dead)))
+
+    def call(self, at: int, node: torch.fx.Node) -> Iterator[Event]:
+        value = value_of(node)
+        if node.target is operator.getitem:
+            yield from self.take(at, node, value)
+            return
+        aliases: list[Alias] = []
+        made: list[Make] = []
+        source = viewed(node)
+        for name, result in elements(node.name, value):
+            key = storage_key(result)
+            if source is not None and (whole := storage_key(source.meta["val"])) in self.owner:  # no constant
+                self.owner.setdefault(key, self.owner[whole])
+            if key in self.owner:
+                aliases.append(Alias(at, name, self.owner[key]))
+            else:
+                self.owner[key] = name
+                made.append(Make(at, name, *storage_size(result)))
+        yield from made
+        own = self.own(at, node, made)
+        if own is not None:
+            yield own
+        reads = frozenset(n.name for n in node.all_input_nodes if is_tensor(n))
+        yield Launch(at, node.name, reads, frozenset(m.name for m in made) | mutated(node))
+        if own is not None:
+            yield Forget(at, own.name)
+        yield from aliases
+
+    def take(self, at: int, node: torch.fx.Node, value: Any) -> Iterator[Alias]:
+        """Out of a tuple, by its place in it: some operators' results have other fake storages there."""
+        source: Any = node.args[0]
+        for name, result in elements(node.name, value):
+            element = f"{source.name}.{node.args[1]}{name.removeprefix(node.name)}"
+            self.owner.setdefault(storage_key(result), name)
+            yield Alias(at, name, element)
+
+    def own(self, at: int, node: torch.fx.Node, made: list[Make]) -> Make | None:
+        """What a kernel takes besides its results: its workspace, or what the largest of the bodies takes
+        that an operator runs (`cond`, `scan`)."""
+        bodies = [getattr(self.gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+        loops = any(word in str(node.target) for word in ("while", "scan"))
+        sums: list[Make] = []
+        for body in bodies:
+            if isinstance(body, torch.fx.GraphModule):
+                reader = Reader(body)
+                events = list(reader.events())
+                outputs: Any = body.graph.output_node().args[0]
+                parts = outputs if isinstance(outputs, tuple | list) else [outputs]
+                kept = {reader.owner[storage_key(n.meta["val"])] for n in parts if is_tensor(n)}
+                sums += own_bytes(events, () if loops else kept)
+        largest = symbolic_sizes.largest(sums, f"{node.name}.own")
+        if loops:  # what the last round made is alive in the next one, and stacked in the end
+            largest = symbolic_sizes.total([largest, *made, *made], largest.name)
+        for copied in library_workspace.copies(node):
+            sums.append(
+                symbolic_sizes.total([Make(at, "", *dense_size(tensor)) for tensor in copied], largest.name)
+            )
+            largest = symbolic_sizes.largest(sums, largest.name)
+        return Make(at, largest.name, largest.size_bytes, largest.size) if sums else None
+
+
+def viewed(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Whose bytes a node's value has, if its operator says so: a fake tensor that was made of a saved one may
+    have a storage of its own (`detach` in the backward of logcumsumexp)."""
+    if node.target in UNTOLD_VIEWS or getattr(node.target, "is_view", False):
+        source = node.args[0] if node.args else None
+        return source if isinstance(source, torch.fx.Node) and is_tensor(source) else None
+    return None
+
+
+def mutated(node: torch.fx.Node) -> frozenset[str]:
+    """Arguments that the operator's schema says it writes."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return frozenset()
+    written: set[str] = set()
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value: Any = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            parts = value if isinstance(value, (tuple, list)) else [value]
+            written.update(part.name for part in parts if is_tensor(part))
+    return frozenset(written)
+
+
+def read_signature(gm: torch.fx.GraphModule, kind: ProgramKind) -> Signature:
+    graph = gm.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    returned: Any = graph.output_node().args[0]
+    outputs = [node.name if is_tensor(node) else None for node in returned]
+    held = aot.held_arguments(kind)
+    cut = recompute_cut.of(gm) if kind == "forward" else None
+    return Signature(
+        kind=kind,
+        graph=cut.graph if cut else "",
+        nodes=cut.nodes if cut else (),
+        possible=cut.possible if cut else frozenset(),
+        arguments=tuple((n.name, storage_size(n.meta["val"])[0]) for n in placeholders if is_tensor(n)),
+        outputs=tuple(outputs),
+        saved=frozenset(range(aot.outputs_to_caller(kind, len(outputs)), len(outputs))),
+        held=frozenset(placeholders[index].name for index in held if index < len(placeholders)),
+        gradients=aot.gradients(kind, len(outputs)),
+    )
+
+
+def insert_slots(
+    gm: torch.fx.GraphModule, kind: ProgramKind
+) -> tuple[Schedule, Callable[[SlotFunction], None]]:
+    """Puts slot nodes into the graph. Returns the schedule and a function that says whom the slots call."""
+    graph = gm.graph
+    nodes = list(graph.nodes)
+    by_name = {node.name: node for node in nodes}
+    reader = Reader(gm)
+    events = list(reader.events())
+    schedule, places = lay_slots(read_signature(gm, kind), events, len(nodes) - 1)
+    first = next(position for position, node in enumerate(nodes) if node.op != "placeholder")
+    target: list[SlotFunction] = []
+
+    def teraio_slot(index: int, tensors: Sequence[torch.Tensor], live_bytes: int | None = None) -> None:
+        target[0](index, tensors, live_bytes)
+
+    teraio_slot.__module__ = "teraio"
+    for index, place in enumerate(places):
+        at = max(first, place.at)
+        with graph.inserting_before(nodes[at]):
+            tensors = tuple(by_name[name] for name in place.names)
+            live = reader.symbols.code(graph, place.live, at)
+            graph.call_function(teraio_slot, (index, tensors) if live is None else (index, tensors, live))
+    return schedule, target.append
+
+
+def needed_bytes(backward: torch.fx.GraphModule) -> int:
+    """The most that a kernel of it needs: what it touches, and what the program holds meanwhile."""
+    events = list(Reader(backward).events())
+    schedule, _ = lay_slots(read_signature(backward, "backward"), events, len(backward.graph.nodes) - 1)
+    touched = (
+        sum(schedule.buffers[b].size_bytes for b, flags in zip(slot.buffers, slot.flags) if flags)
+        for slot in schedule.slots[1:-1]
+    )
+    return max((size + slot.live_bytes for size, slot in zip(touched, schedule.slots[1:-1])), default=0)
+
+
+class Boxed:
+    """A program that takes its arguments in one list and clears it: whoever holds a tensor keeps its bytes
+    alive."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+        self._boxed_call = True  # on the instance: AOTAutograd's wrapper loses a class attribute
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        return self.run(arguments)
+
+
+def boxed(gm: torch.fx.GraphModule) -> Boxed:
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    return Boxed(gm.forward)
+
+
+def compiler(
+    transform: Callable[[torch.fx.GraphModule, ProgramKind], None],
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
+    again: recompute_cut.Asked = lambda graph: ((), 0),
+) -> Callable[..., Any]:
+    """A Dynamo backend that runs AOTAutograd's graphs in order after `transform` has changed each of them;
+    `around` wraps their calls; `again`: what is made again instead of saved."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    def compile_as(kind: ProgramKind) -> Callable[..., Boxed]:
+        def compile_graph(gm: torch.fx.GraphModule, example_inputs: Any) -> Boxed:
+            transform(gm, kind)
+            program = boxed(gm)
+            program.run = around(program.run)
+            return program
+
+        return compile_graph
+
+    return aot_autograd(
+        fw_compiler=compile_as("forward"),
+        bw_compiler=compile_as("backward"),
+        inference_compiler=compile_as("inference"),
+        partition_fn=functools.partial(
+            recompute_cut.cut_as_asked, min_cut_rematerialization_partition, again, needed_bytes
+        ),
+    )

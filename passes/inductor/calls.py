@@ -1,0 +1,197 @@
+"""Branches, loops and calls of subprograms among Inductor's wrapper lines: each is one kernel.
+
+    buf3 = [None] * 1           the region begins
+    if buf1.item():
+        true_graph_0_args = […]
+        buf3 = true_graph_0(…)  its reads and writes are those of all of its lines,
+    else:                       its bytes those of the largest body
+        …
+    buf4 = buf3[0]              an element is unpacked
+
+No slot stands inside: bodies print functions of their own, which take what they need as arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+from torch._inductor import ir
+from torch._inductor.virtualized import V
+
+from ..slots import symbolic_sizes
+from ..slots.events import Alias, Event, Forget, Launch, Make
+from ..slots.layout import own_bytes
+from .lines import (
+    CARRIES_NOTHING,
+    Reader,
+    Symbols,
+    UnknownLine,
+    element,
+    flat,
+    identifiers,
+    is_comment,
+    storage_size,
+)
+
+FREES = {"FreeIfNotReusedLine", "FreeLine"}
+
+
+@dataclass(frozen=True)
+class Subprogram:
+    """A branch or loop body as its caller sees it."""
+
+    own: Make  # what it takes beside its arguments and outputs
+    returns: tuple[
+        Make | int | None, ...
+    ]  # per output: its storage, or the argument that it is, or no tensor
+    writes: bool  # to its arguments
+
+
+class Program(Reader):
+    """A program's lines as events. `subprograms`: those that were read before, by name."""
+
+    def __init__(self, lines: list[Any], outputs: set[str], subprograms: dict[str, Subprogram]) -> None:
+        super().__init__(lines, outputs)
+        self.subprograms = subprograms
+
+    def events(self, unknown: Callable[[str], None] | None = None) -> Iterator[Event]:
+        """With `unknown`, lines of unknown type are told to it and left out."""
+        at = 0
+        while at < len(self.lines):
+            region = self.region(at)
+            try:
+                found = list(self.call(at, region) if region else self.line(at, self.lines[at]))
+            except UnknownLine as line:
+                if unknown is None:
+                    raise
+                unknown(str(line))
+                found = []
+            for event in found:
+                match event:
+                    case Make(_, name):
+                        self.known.add(name)
+                    case Alias(_, new):
+                        self.known.add(new)
+            yield from found
+            at = region or at + 1
+
+    def region(self, at: int) -> int | None:
+        """Where the lines of a subprogram's call end that begin here: `buf1 = [None] * 2`, … `if …:` …"""
+        begin = re.fullmatch(r"(\w+) = \[None\] \* \d+", str(self.lines[at]).strip())
+        if not isinstance(self.lines[at], str) or not begin:
+            return None
+        mine = re.compile(
+            rf"(if|while) .*:|else:|\s*should_loop = .*|{begin[1]}(\[|\.extend|_).*|\w+_args = \[.*"
+            rf"|\(?({begin[1]}|[^=]*,)\)? = \w+\(\w+_args\)"
+        )
+        depth, end = 0, at + 1
+        for position in range(at + 1, len(self.lines)):
+            line = self.lines[position]
+            kind = type(line).__name__
+            depth += (kind == "EnterSubgraphLine") - (kind == "ExitSubgraphLine")
+            if kind == "ExitSubgraphLine" or (isinstance(line, str) and mine.fullmatch(line)):
+                end = position + 1
+            elif depth == 0 and not (kind in CARRIES_NOTHING or kind in FREES or is_comment(line)):
+                break
+        return end
+
+    def call(self, at: int, end: int) -> Iterator[Event]:
+        name = str(self.lines[at]).partition(" = ")[0]
+        node: Any = V.graph.name_to_buffer[name]
+        graphs = [
+            graph.graph.name
+            for graph in vars(node).values()
+            if isinstance(graph, ir.Subgraph) and graph.graph
+        ]
+        subprograms = [self.subprograms[graph] for graph in graphs]
+        if not subprograms:
+            raise UnknownLine(f"{type(node).__name__} without a body")
+        reads: set[str] = set()
+        for value in (*node.inputs, getattr(node, "predicate", None)):
+            if hasattr(value, "codegen_reference"):
+                reads |= identifiers(value.codegen_reference())
+        for line in self.lines[at:end]:
+            if isinstance(line, str) and not is_comment(line):
+                reads |= identifiers(line)
+        reads &= self.known
+        made = list(self.returned(at, name, node, subprograms))
+        yield from made
+        yield self.own(at, name, node, subprograms)
+        writes = set(node.get_mutation_names()) | {event.name for event in made if isinstance(event, Make)}
+        if any(subprogram.writes for subprogram in subprograms):
+            writes |= reads
+        yield Launch(at, name, frozenset(reads), frozenset(writes))
+        yield Forget(end - 1, f"{name}.own")
+        yield from self.freed_inside(at, end)
+
+    def returned(
+        self, at: int, name: str, node: Any, subprograms: list[Subprogram]
+    ) -> Iterator[Make | Alias]:
+        """A result's storage is as large as it is in any branch."""
+        self.elements[name] = []
+        operands = [value.get_name() for value in node.inputs if hasattr(value, "get_name")]
+        for position, result in enumerate(flat(node.outputs)):
+            part = element(name, result.indices)
+            self.elements[name].append(part)
+            storages = [s.returns[position] for s in subprograms if position < len(s.returns)]
+            shared = [operands[s] for s in storages if isinstance(s, int) and s < len(operands)]
+            if shared:
+                yield Alias(at, part, shared[0])
+            else:
+                inside = [s for s in storages if isinstance(s, Make)]
+                made = symbolic_sizes.largest([Make(at, part, *storage_size(result)), *inside], part)
+                yield Make(at, part, made.size_bytes, made.size)
+
+    def own(self, at: int, name: str, node: Any, subprograms: list[Subprogram]) -> Make:
+        """What the largest of them takes; a loop also holds what its last round made."""
+        makes = [subprogram.own for subprogram in subprograms]
+        made = symbolic_sizes.largest(makes, f"{name}.own")
+        if type(node).__name__ == "WhileLoop":
+            held = [Make(at, "", *storage_size(result)) for result in flat(node.outputs)]
+            made = symbolic_sizes.total([made, *held], made.name)
+        return Make(at, made.name, made.size_bytes, made.size)
+
+    def freed_inside(self, at: int, end: int) -> Iterator[Event]:
+        """What one branch frees, the other keeps until the program returns: it has no name any more, and is
+        there."""
+        depth = 0
+        for line in self.lines[at:end]:
+            kind = type(line).__name__
+            depth += (kind == "EnterSubgraphLine") - (kind == "ExitSubgraphLine")
+            if kind in FREES:
+                if depth and not getattr(line, "is_reused", False):
+                    yield Alias(end - 1, f"{line.node.get_name()}.kept", line.node.get_name())
+                yield from self.free(end - 1, line)
+
+
+def subprogram(
+    lines: list[Any], subprograms: dict[str, Subprogram], unknown: Callable[[str], None]
+) -> Subprogram:
+    """Reads a branch or body while its graph is the current one."""
+    graph = V.graph
+    reader = Program(lines, set(graph.get_output_names()), subprograms)
+    events = list(reader.events(unknown))
+    root: dict[str, Make | int] = {name: n for n, name in enumerate(graph.graph_inputs)}
+    for event in events:
+        if isinstance(event, Make):
+            root[event.name] = event
+        elif isinstance(event, Alias) and event.old in root:
+            root[event.new] = root[event.old]
+    constants = (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)
+    outputs = [None if isinstance(out, constants) else out.get_name() for out in graph.graph_outputs]
+    returns = tuple(root.get(name) if name else None for name in outputs)
+    kept = {made.name for made in returns if isinstance(made, Make)}
+    sums = [
+        Make(made.at, made.name, made.size_bytes, _everywhere(made.size, reader.symbols))
+        for made in own_bytes(events, kept)
+    ]
+    return Subprogram(symbolic_sizes.largest(sums, ""), returns, bool(graph.mutated_inputs))
+
+
+def _everywhere(size: Any, symbols: Symbols) -> Any:
+    """Symbols that are bound inside mean nothing outside."""
+    return None if size is None else sympy.sympify(symbols.bounded(size, -1))

@@ -1,0 +1,347 @@
+"""Slots in Inductor's wrapper IR: the typed lines it is about to print, after scheduling, fusion and buffer
+reuse.
+
+This file and its siblings `inductor_*.py` are the only ones that know Inductor's internals. Lines are written
+down as events (`layout.py` decides where slots stand) and each slot becomes one more line. Kernels stay the
+same, name for name.
+
+The schedule is printed into the program as a literal, so that it travels through Inductor's cache. The pass's
+`uuid` is part of the cache key: without it a program that was cached without slots comes back, silently and
+over budget. What Inductor is asked for on top of that is checked in options.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.utils import count_calls
+from torch._inductor import config, ir
+from torch._inductor.codegen import common, wrapper
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.virtualized import V
+
+from teraio.errors import UnsupportedError
+from teraio.formats import schedule as schedules
+from teraio.formats.schedule import ProgramKind, Schedule
+from teraio.progress import stage
+from teraio.units import fmt_bytes, fmt_count
+
+from ..capture import aot, recompute_cut
+from ..slots import events, layout, recompute_chains, symbolic_sizes
+from ..slots.events import Make, Signature
+from ..slots.layout import SlotPlace, lay_slots, own_bytes, whole_program
+from . import calls, lines, partition
+from .calls import Program, Subprogram, subprogram
+from .lines import UnknownLine, UserStreams, storage_size
+from .options import refuse_unfit
+
+log = logging.getLogger("teraio")
+
+
+def _version() -> str:
+    """Of everything that decides what is printed into a program: the bytes of these files."""
+    modules = (recompute_chains, aot, events, calls, lines, recompute_cut, symbolic_sizes, layout, schedules)
+    files = [__file__, *(module.__file__ for module in modules)]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(Path(str(file)).read_bytes())
+    return f"teraio-slots-4 {digest.hexdigest()[:32]}"
+
+
+# Part of Inductor's cache key. Raise the number if what a slot line calls takes other arguments.
+VERSION = _version()
+
+SLOT = "_teraio_slot"
+REGISTRY = "teraio.runtime.engine.engine"  # whose `program` a compiled program calls when it is loaded
+
+
+@dataclasses.dataclass
+class SlotLine(wrapper.WrapperLine):
+    wrapper: Any
+    index: int
+    names: tuple[str, ...]
+    live: Any  # bytes; an expression of the graph's symbols is printed, and evaluated at run time
+
+    def codegen(self, code: Any) -> None:
+        tensors = "".join(f"{name}, " for name in self.names)
+        live = "" if isinstance(self.live, int) else f", {self.wrapper.codegen_python_sizevar(self.live)}"
+        code.writeline(f"{SLOT}({self.index}, ({tensors}){live})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """The graph that is being compiled now, for the wrapper that Inductor makes deep inside."""
+
+    kind: ProgramKind
+    to_caller: int
+    held: frozenset[int]
+    notice: Callable[[str], None]
+    registry: str
+    guard: bool  # whether calls of the program go through the registry's `guarded`
+    cut: recompute_cut.Partition | None = None
+    subprograms: dict[str, Subprogram] = dataclasses.field(default_factory=dict)
+
+
+COMPILING: list[Compilation] = []
+ONE_AT_A_TIME = threading.RLock()  # backwards are compiled in the threads that run them first
+
+
+class SlottedWrapper(wrapper.PythonWrapperCodegen):
+    """Inductor's wrapper with slots: one pass more over its lines, one literal more in its source."""
+
+    schedule: Schedule
+
+    @staticmethod
+    def create(
+        is_subgraph: bool, subgraph_name: Any, parent_wrapper: Any, partition_signatures: Any = None
+    ) -> Any:
+        if is_subgraph:
+            return SubprogramWrapper(subgraph_name, parent_wrapper, partition_signatures)
+        if V.graph.name:  # not the program, but a variant of a part of it that is only timed while tuning
+            return wrapper.PythonWrapperCodegen()
+        return SlottedWrapper()
+
+    def run_wrapper_ir_passes(self, is_inference: bool) -> None:
+        super().run_wrapper_ir_passes(is_inference)
+        compilation = COMPILING[-1]
+        signature = read_signature(compilation)
+        program = Program(self.lines, set(V.graph.get_output_names()), compilation.subprograms)
+        try:
+            try:
+                self.schedule, places = lay_slots(signature, list(program.events()), len(self.lines))
+            except UnknownLine as line:
+                self.schedule, places = run_whole(signature, program, str(line), compilation.notice)
+        except UserStreams:
+            raise UnsupportedError(
+                "the model puts kernels on streams of its own: teraio moves memory in the order of one "
+                "stream. Leave torch.cuda.stream(...) out of the compiled model"
+            ) from None
+        bounded = [dataclasses.replace(p, live=program.symbols.bounded(p.live, p.at)) for p in places]
+        self.lines = merge(self, bounded)
+
+    def generate_before_suffix(self, result: Any) -> None:
+        super().generate_before_suffix(result)
+        result.writeline(f"{SLOT} = _teraio_program({self.schedule.text!r})")
+
+    def generate_end(self, result: Any) -> None:
+        super().generate_end(result)
+        if COMPILING[-1].guard:
+            result.writeline("call = _teraio_guarded(call)")
+
+    def write_header(self) -> None:
+        super().write_header()
+        guarded = ", guarded as _teraio_guarded" if COMPILING[-1].guard else ""
+        self.imports.splice(f"from {COMPILING[-1].registry} import program as _teraio_program{guarded}")
+
+
+class SubprogramWrapper(wrapper.SubgraphPythonWrapperCodegen):
+    """A branch or body: no slots, but its caller's slot knows what it takes."""
+
+    def run_wrapper_ir_passes(self, is_inference: bool) -> None:
+        super().run_wrapper_ir_passes(is_inference)
+        compilation = COMPILING[-1]
+        compilation.subprograms[V.graph.name] = subprogram(
+            self.lines,
+            compilation.subprograms,
+            lambda line: compilation.notice(
+                f"teraio: a branch or body has a wrapper line {line} that teraio cannot read: the memory "
+                f"that it takes is not counted"
+            ),
+        )
+
+
+def run_whole(
+    signature: Signature, program: Program, line: str, notice: Callable[[str], None]
+) -> tuple[Schedule, list[SlotPlace]]:
+    """Something in the program cannot be read: no slot could be trusted but the first and the last."""
+    made = list(program.events(unknown=lambda line: None))
+    own = symbolic_sizes.largest(own_bytes(made), "program")
+    arguments = sum(size_bytes for _, size_bytes in signature.arguments)
+    notice(
+        f"teraio: a {signature.kind} program has a wrapper line {line} that teraio cannot read, so it runs "
+        f"whole: all of its arguments ({fmt_bytes(arguments)}) and what it makes (about "
+        f"{fmt_bytes(own.size_bytes)}) are in memory at once, and none of it moves while it runs"
+    )
+    sized = {event.name: event.size_bytes for event in made if isinstance(event, Make)}
+    outputs = [(name, sized.get(name, 0)) for name in signature.outputs if name]
+    return whole_program(signature, "program", own, len(program.lines), outputs)
+
+
+def merge(wrapped: SlottedWrapper, places: list[SlotPlace]) -> list[Any]:
+    by_position: dict[int, list[SlotLine]] = {}
+    for index, place in enumerate(places):
+        by_position.setdefault(place.at, []).append(SlotLine(wrapped, index, place.names, place.live))
+    merged: list[Any] = []
+    for position in range(len(wrapped.lines) + 1):
+        merged += by_position.get(position, ())
+        merged += wrapped.lines[position : position + 1]
+    return merged
+
+
+def read_signature(compilation: Compilation) -> Signature:
+    graph = V.graph
+    tensors = (ir.TensorBox, ir.StorageBox, ir.Buffer)
+    names = list(graph.graph_inputs)
+    constants = (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)
+    outputs = [None if isinstance(output, constants) else output.get_name() for output in graph.graph_outputs]
+    cut = compilation.cut
+    return Signature(
+        kind=compilation.kind,
+        graph=cut.graph if cut else "",
+        nodes=cut.nodes if cut and len(cut.nodes) == len(outputs) else (),
+        possible=cut.possible if cut else frozenset(),
+        arguments=tuple(
+            (n, storage_size(v)[0]) for n, v in graph.graph_inputs.items() if isinstance(v, tensors)
+        ),
+        outputs=tuple(outputs),
+        saved=frozenset(range(compilation.to_caller, len(outputs))),
+        held=frozenset(names[index] for index in compilation.held if index < len(names)),
+        gradients=aot.gradients(compilation.kind, len(outputs)),
+    )
+
+
+class SlotsInCacheKey(CustomGraphPass):
+    """Does nothing to the graph; its `uuid` keeps programs with other slots, or none, out of the caches: of
+    whole models (AOTAutograd's) and of single graphs (Inductor's).
+
+    A pass that the user put in the same place still runs, and its own uuid counts.
+    """
+
+    def __init__(self, inner: Any, about: str) -> None:
+        self.inner = inner
+        self.version = f"{VERSION} {about}"
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        if self.inner is not None:
+            self.inner(graph)
+
+    def uuid(self) -> Any:
+        if self.inner is None:
+            return self.version
+        inner = self.inner.uuid() if hasattr(self.inner, "uuid") else None
+        return None if inner is None else f"{self.version}+{inner}"
+
+
+@contextmanager
+def slotted_codegen(compilation: Compilation) -> Iterator[None]:
+    common.init_backend_registration()
+    saved = dict(common.device_codegens)
+    for device in ("cpu", "cuda"):
+        if device in saved:
+            codegen = dataclasses.replace(saved[device], wrapper_codegen=SlottedWrapper)
+            common.device_codegens[device] = codegen
+    COMPILING.append(compilation)
+    try:
+        # Two models may have the same forward graph, and one of them returns to the user what the other
+        # saves for its backward: the graph alone is not the key.
+        about = f"{compilation.kind} returns {compilation.to_caller} holds {sorted(compilation.held)}"
+        if cut := compilation.cut:
+            about += f" of {cut.graph}"
+        key = SlotsInCacheKey(config.post_grad_custom_post_pass, about)
+        with config.patch(post_grad_custom_post_pass=key):
+            yield
+    finally:
+        COMPILING.pop()
+        common.device_codegens.update(saved)
+
+
+def compile_program(
+    gm: torch.fx.GraphModule,
+    example_inputs: Any,
+    notice: Callable[[str], None] | None,
+    loaded: Callable[[], int] = lambda: 1,
+    guard: bool = False,
+    registry: str = REGISTRY,
+    settings: Mapping[str, Any] | None = None,
+    again: tuple[recompute_cut.Asked | None, str] = (None, ""),
+) -> Any:
+    """A captured graph through Inductor, with slots; plainly if nobody takes notices. `again`: what is made
+    again instead of saved, and all that may be, in a stable form.
+
+    The backward is compiled lazily, at its first run: slots are set up per graph, not around the whole, and
+    Inductor does the same with `settings`, its own that are asked for. `loaded` says how many programs have
+    reported since it was last asked. All that a program needs is printed into it, the `guard` of its calls
+    too: from AOTAutograd's cache both programs come back without any of this being run.
+    """
+    patches = dict(settings or {})
+    if notice is None:
+        plain: Any = compile_fx(gm, example_inputs, config_patches=patches)
+        return plain
+    about = f"{registry} guard {guard}"
+    patches["post_grad_custom_post_pass"] = SlotsInCacheKey(config.post_grad_custom_post_pass, about)
+    patches |= partition.patch(*again, VERSION)
+    asked = 0
+
+    def inner_compile(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        empty = count_calls(graph.graph) == 0  # asked before: compiling changes the graph
+        compiled = _compile_inner(graph, inputs, notice, registry, guard, **kwargs)
+        if not empty:  # with no kernel there is no program: Inductor returns the graph itself
+            _require_slots(compiled, loaded())
+        return compiled
+
+    slotted: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+    if not asked and not loaded():
+        raise UnsupportedError(
+            "Inductor has compiled a model without asking teraio for any of its graphs: it would run without "
+            "slots, whatever the budget. Is something set that replaces Inductor's compiler (TORCH_BISECT_*, "
+            "a cache of compiled models)? Leave it out, or compile without teraio"
+        )
+    return slotted
+
+
+def _require_slots(compiled: Any, reported: int) -> None:
+    """A program without a slot would run over budget in silence."""
+    source = getattr(compiled, "source_code", None) or ""
+    if f"{SLOT}(0, " not in source:
+        raise UnsupportedError(
+            f"Inductor has returned a program without teraio's slots ({type(compiled).__name__}, "
+            f"{len(source)} characters of source): it would run over the budget unseen. It is made for a "
+            f"device other than CPU and CUDA, or something replaces Inductor's wrapper. Compile without "
+            f"teraio, or with inner='eager'"
+        )
+    if not reported:
+        raise UnsupportedError(
+            "a compiled program did not report to teraio when it was loaded, so its slots would do nothing: "
+            "it came from a cache that hands back what was loaded before. Set "
+            "torch._inductor.config.force_disable_caches = True"
+        )
+
+
+def _compile_inner(
+    gm: torch.fx.GraphModule,
+    example_inputs: Any,
+    notice: Callable[[str], None],
+    registry: str,
+    guard: bool,
+    **kwargs: Any,
+) -> Any:
+    """Inductor's `compile_fx_inner` with slots. The backward is compiled lazily: everything is set up per
+    graph."""
+    kind: ProgramKind = "forward"
+    if kwargs.get("is_backward"):
+        kind = "backward"
+    elif kwargs.get("is_inference"):
+        kind = "inference"
+    returned: Any = gm.graph.output_node().args[0]
+    to_caller, held = aot.outputs_to_caller(kind, len(returned)), aot.held_arguments(kind)
+    cut = recompute_cut.of(gm) if kind == "forward" else None
+    compilation = Compilation(kind, to_caller, held, notice, registry, guard, cut)
+    with ONE_AT_A_TIME:
+        # Once more: since the forward was compiled a setting may have changed, or the model asks for CUDA
+        # graphs by itself (torch.compiler.override_cudagraphs), which reaches us as an argument.
+        graphs = kwargs.get("cudagraphs")
+        refuse_unfit({"triton.cudagraphs": True} if graphs is not None and graphs.value else {})
+        what = f"compiling the {kind} program of {fmt_count(count_calls(gm.graph), 'operator')} with Inductor"
+        with stage(what, say=log.info), slotted_codegen(compilation):
+            return compile_fx_inner(gm, example_inputs, **kwargs)

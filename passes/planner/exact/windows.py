@@ -1,0 +1,273 @@
+"""Windows of a plan in which something may change. In: a plan, simulated. Out: what is free in them.
+
+A window is a range of ticks within the step. Every transfer that is issued or waited for in it is part of it;
+of a gap, an edge in the window may move within it, and the other stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Evict, Fetch, Move, Plan
+
+from ..greedy.timing import Absence, Clock
+from ..problem.problem import Ledger, Problem, Route
+from ..simulate.simulate import simulate
+
+WIDTHS = (24, 8, 48, 96)  # ticks, tried in turn
+MOST_FREE = 60  # gaps; with 100 a program took 2 to 10 s and found nothing
+MOST_NEW = 10  # gaps among them that are not away yet, the largest
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """A gap in the window. `frees` and `triggers`: ticks to choose from, rising, unrolled like the gap.
+
+    `must`: it is away whatever else is chosen. `writes`: whether it writes when it is away, None if that is
+    to follow from the gaps of its version, which come by age. Within a step: if its write or read was issued
+    before the window, `written_ns` and `read_ns` are when they end, from the start of the window; if one is
+    waited for after it, `write_late_ns` and `read_late_ns` are how long after its end that may be.
+    """
+
+    index: int
+    frees: tuple[int, ...]
+    triggers: tuple[int, ...]
+    routes: tuple[Route, ...]
+    must: bool = False
+    writes: bool | None = None
+    written_ns: int = 0
+    read_ns: int = 0
+    write_late_ns: int = 0
+    read_late_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """`need_bytes`, by tick: what these gaps must have away. `below_ns`: only shorter windows are wanted.
+
+    `busy_ns` and `late_ns`, by (route, whether it is out): for how long the lane serves what was issued
+    before the window, and how long after it it may still serve. `room_bytes`: what tiers can hold of these.
+    """
+
+    around: bool
+    first: int
+    end: int
+    free: tuple[Free, ...]
+    need_bytes: tuple[int, ...]
+    below_ns: int
+    busy_ns: dict[tuple[Route, bool], int] = field(default_factory=dict)
+    late_ns: dict[tuple[Route, bool], int] = field(default_factory=dict)
+    room_bytes: dict[Route, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the program says of a gap; `route` is None if it stays on the device."""
+
+    index: int
+    route: Route | None
+    free: int
+    trigger: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """When a transfer ran, from the start of the step in which it was issued."""
+
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A plan, taken apart: absences, when ticks are entered, when transfers run (by gap), where it waits.
+
+    `away`: how many gaps of each version are away. `runs`: every transfer by lane, with its tick.
+    """
+
+    problem: Problem
+    plan: Plan
+    absences: tuple[Absence, ...]
+    clock: Clock
+    writes: dict[int, Ran]
+    reads: dict[int, Ran]
+    stalls_ns: dict[int, int]  # by tick
+    away: dict[tuple[int, int | None], int]
+    runs: dict[tuple[Route, bool], list[tuple[int, Ran]]]
+
+    @classmethod
+    def of(cls, problem: Problem, machine: Machine, plan: Plan) -> State:
+        line, ticks = simulate(plan, problem.profile, machine), len(problem.live)
+        entered = [0, *(span.end_ns for span in line.spans if span.track == "compute")]
+        period_ns = entered.pop()
+        ran = [Ran(span.start_ns, span.end_ns) for span in line.spans if span.track != "compute"]
+        issued = [(m.trigger % ticks, isinstance(m, Fetch), m) for m in plan.moves if m.trigger is not None]
+        issued.sort(key=lambda entry: entry[:2])
+        by_move = dict(zip((move for _, _, move in issued), ran, strict=True))
+        waits: dict[int, int] = defaultdict(int)
+        for stall in line.stalls:
+            waits[stall.tick] += stall.ns
+        absences, writes, reads = _taken_apart(problem, plan, by_move)
+        away: dict[tuple[int, int | None], int] = defaultdict(int)
+        runs: dict[tuple[Route, bool], list[tuple[int, Ran]]] = defaultdict(list)
+        for absence in absences:
+            gap = problem.gaps[absence.gap]
+            away[gap.tensor, gap.version] += 1
+            runs[absence.route, False].append((absence.trigger % ticks, reads[absence.gap]))
+            if absence.gap in writes:
+                runs[absence.route, True].append(((gap.start + 1) % ticks, writes[absence.gap]))
+        return cls(problem, plan, absences, Clock(entered, period_ns), writes, reads, waits, away, runs)
+
+    def spots(self) -> list[tuple[int, int]]:
+        """Where to look: windows that end soon after a stall, the longest first."""
+        ticks, found = len(self.problem.live), []
+        for width in WIDTHS:
+            for tick in sorted(self.stalls_ns, key=lambda tick: (-self.stalls_ns[tick], tick)):
+                end = min(tick + width // 4, ticks)
+                found.append((max(end - width, 0), end))
+        return found
+
+    def window(self, first: int, end: int) -> Window | None:
+        """The window of these ticks; None if too much or nothing happens in it."""
+        view = _View(self, first, end)
+        free = [view.absent(absence) for absence in self.absences]
+        inside = [each for each in free if each is not None]
+        inside += view.present()
+        if not 0 < len(inside) <= MOST_FREE:
+            return None
+        indices = {each.index for each in inside}
+        ledger = Ledger(self.problem.live)
+        for absence in self.absences:
+            if absence.gap not in indices:
+                size = self.problem.gaps[absence.gap].size_bytes
+                ledger.add(absence.free, absence.trigger, -size)
+        homes = {home.tensor for home in self.plan.homes}
+        tensors = self.problem.profile.tensors
+        unused = sum(g.size_bytes for g in self.problem.gaps if g.unused and tensors[g.tensor].name in homes)
+        need = tuple(int(row) - unused - self.plan.budget_bytes for row in ledger.rows[first:end])
+        took_ns = self.clock.at(end) - self.clock.at(first)
+        return Window(False, first, end, tuple(inside), need, took_ns, *view.lanes())
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A plan seen from a window."""
+
+    state: State
+    first: int
+    end: int
+
+    def absent(self, absence: Absence) -> Free | None:
+        """What of an absence lies in the window; None if nothing does."""
+        problem, at = self.state.problem, self.state.clock.at
+        gap, ticks = problem.gaps[absence.gap], len(problem.live)
+        f, t, write = absence.free, absence.trigger, self.state.writes.get(absence.gap)
+        out, free, trigger, ready = (self._inside(x) for x in (gap.start + 1, f, t, gap.end))
+        if not (free or trigger or (out and write) or ready):
+            return None
+        frees = self._ticks(f, gap.start + 1, gap.end - 1 if trigger else t - 1) if free else (f,)
+        triggers = self._ticks(t, gap.start + 2 if free else f + 1, gap.end) if trigger else (t,)
+        read = self.state.reads[absence.gap]
+        written_ns = write.end_ns - self._since(gap.start + 1, f) if write and free and not out else 0
+        return Free(
+            absence.gap,
+            frees,
+            triggers,
+            (absence.route,),
+            must=not (free and trigger and self._lonely(absence.gap)),
+            writes=write is not None and (out or free),
+            written_ns=max(written_ns, 0),
+            read_ns=max(read.end_ns - self._since(t, gap.end), 0),
+            write_late_ns=at(f) - at((gap.start + 1) // ticks * ticks + self.end),
+            read_late_ns=at(gap.end) - at(t // ticks * ticks + self.end),
+        )
+
+    def present(self) -> Iterator[Free]:
+        """Gaps that lie in the window and are not away yet."""
+        problem, ticks = self.state.problem, len(self.state.problem.live)
+        away = {absence.gap for absence in self.state.absences}
+        routes = {problem.gaps[absence.gap].tensor: absence.route for absence in self.state.absences}
+        found = []
+        for index, gap in enumerate(problem.gaps):
+            inside = self.first <= gap.start + 1 and gap.end < self.end
+            if inside and index not in away and not gap.unused and self._lonely(index):
+                found.append((-gap.size_bytes, index))
+        for _, index in sorted(found)[:MOST_NEW]:
+            gap = problem.gaps[index]
+            assert gap.end < ticks, gap
+            yield Free(
+                index,
+                tuple(range(gap.start + 1, gap.end)),
+                tuple(range(gap.start + 2, gap.end + 1)),
+                (routes[gap.tensor],) if gap.tensor in routes else problem.routes[:1],
+                writes=gap.version is not None,
+            )
+
+    def lanes(self) -> tuple[dict[tuple[Route, bool], int], dict[tuple[Route, bool], int]]:
+        """For each lane, until when it is busy at the start of the window, and may be after its end."""
+        at, ticks = self.state.clock.at, len(self.state.problem.live)
+        begin_ns, end_ns, period_ns = at(self.first), at(self.end), at(ticks)
+        busy: dict[tuple[Route, bool], int] = {}
+        late: dict[tuple[Route, bool], int] = {}
+        for lane, runs in self.state.runs.items():
+            before = max(ran.end_ns - (tick >= self.first) * period_ns for tick, ran in runs)
+            served = max(ran.end_ns - (tick >= self.end) * period_ns for tick, ran in runs)
+            following = min(ran.start_ns + (tick < self.end) * period_ns for tick, ran in runs)
+            busy[lane] = max(before - begin_ns, 0)
+            late[lane] = max(served - end_ns, following - end_ns, 0)
+        return busy, late
+
+    def _since(self, issued: int, waited: int) -> int:
+        """The start of the window in which something is waited for, from that of the step it is issued in."""
+        ticks = len(self.state.problem.live)
+        return self.state.clock.at((waited // ticks - issued // ticks) * ticks + self.first)
+
+    def _inside(self, tick: int) -> bool:
+        return self.first <= tick % len(self.state.problem.live) < self.end
+
+    def _ticks(self, now: int, low: int, high: int) -> tuple[int, ...]:
+        """Where an edge may be: in the window around where it is now."""
+        lap = now - now % len(self.state.problem.live)
+        return tuple(range(max(low, lap + self.first), min(high, lap + self.end - 1) + 1))
+
+    def _lonely(self, index: int) -> bool:
+        """Whether no other gap that is away depends on who writes: then this one may come and go."""
+        gap = self.state.problem.gaps[index]
+        others = self.state.away.get((gap.tensor, gap.version), 0) - (index in self.state.reads)
+        return gap.version is None or others == 0
+
+
+def _taken_apart(
+    problem: Problem, plan: Plan, ran: dict[Move, Ran]
+) -> tuple[tuple[Absence, ...], dict[int, Ran], dict[int, Ran]]:
+    """The absences behind the moves, and when the write and the read of each gap ran."""
+    ticks, routes = len(problem.live), {route.tier: route for route in problem.routes}
+    names = {tensor.name: index for index, tensor in enumerate(problem.profile.tensors)}
+    gaps: dict[int, list[int]] = defaultdict(list)
+    for index, gap in enumerate(problem.gaps):
+        gaps[gap.tensor].append(index)
+    found: dict[int, Absence] = {}
+    writes: dict[int, Ran] = {}
+    reads: dict[int, Ran] = {}
+    for move in plan.moves:
+        if isinstance(move, Fetch):
+            index = next(
+                i for i in gaps[names[move.tensor]] if problem.gaps[i].end % ticks == move.ready % ticks
+            )
+            trigger = problem.gaps[index].end - (move.ready - move.trigger)
+            found[index] = Absence(index, routes[move.source], 0, 0, 0, trigger)
+            reads[index] = ran[move]
+    frees: dict[int, int] = {}
+    for move in plan.moves:
+        if isinstance(move, Evict):
+            for index in gaps[names[move.tensor]]:
+                gap = problem.gaps[index]
+                after = (move.free - gap.start) % ticks
+                if index in found and 0 < after < gap.end - gap.start:
+                    frees[index] = gap.start + after
+                    if move.trigger is not None:
+                        writes[index] = ran[move]
+    return tuple(replace(found[index], free=frees[index]) for index in sorted(found)), writes, reads

@@ -1,0 +1,118 @@
+"""10Cache's sliding window over size classes. In: a problem. Out: a plan of its table; activations stay.
+
+Source: 10Cache, SoCC 2025 (arXiv 2511.14124), and its code, a patch set over DeepSpeed 0.14.2:
+
+    prefetch table      section 4.1: one dry run writes down every use of every tensor in execution order
+    cache allocator     section 4.2: buffers are made once, in classes of one size each, their number in
+                        proportion to the class's share of all bytes; classes of WHOLE_CLASS tensors or fewer
+                        are kept whole; the cache is free memory / CACHE_PART
+    placement           section 4.3: the first tensors in order fill the buffers; the next ones go to the CPU,
+                        the rest to NVMe
+    window              section 4.4: when a tensor is released, the next row of the table that is not in the
+                        window takes its buffer, so a tensor is there exactly while it is among the next rows
+    activations         are not managed: they have what the cache leaves
+
+The released tensor is written before its buffer is filled. The paper's CPU copies are behind NVMe here as its
+tiers are; the optimizer computes on the device, as our profiles do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Plan
+
+from ..greedy.choose import no_room
+from ..problem.problem import Problem
+from .common import Away, clean_copies, plan_of, start
+from .g10 import ordered
+
+CACHE_PART = 2.5  # memory / 2.5 is the cache: the patch set's nvidia-smi free / 2.5
+WHOLE_CLASS = 2  # tensors: smaller classes are never divided
+MANAGED = ("weight", "grad", "state")
+CPU_FIRST = ("host", "ssd")
+
+
+def tencache(
+    problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
+) -> Plan:
+    """A fixed schedule: neither time nor `seed` change it."""
+    classes = _classes(problem)
+    total = sum(size * len(members) for size, members in classes.items())
+    cache_bytes = int(budget_bytes / CACHE_PART)
+    gaps_of: dict[int, list[int]] = defaultdict(list)
+    for index, gap in enumerate(problem.gaps):
+        gaps_of[gap.tensor].append(index)
+    aways: list[Away] = []
+    tiers, _ = start(problem)
+    for members in classes.values():
+        buffers = max(cache_bytes * len(members) // max(total, 1), _at_once(problem, members))
+        if len(members) <= WHOLE_CLASS or buffers >= len(members):
+            continue
+        table = _Table(problem, members)
+        for tensor in members:
+            for index in gaps_of[tensor]:
+                gap = problem.gaps[index]
+                trigger = table.enters(tensor, gap.end, buffers)
+                if gap.unused or trigger <= gap.start + 1:
+                    continue
+                route = next((r for r in ordered(problem, CPU_FIRST) if tiers.has_room(gap, r)), None)
+                if route is None:
+                    raise no_room(problem, budget_bytes)
+                tiers.place(gap, route)
+                aways.append(Away(index, route, gap.start + 1, min(trigger, gap.end)))
+    aways = clean_copies(problem, aways)
+    fails = "it does not manage activations, and weights and states have their buffers beside them"
+    return plan_of(problem, aways, tiers, budget_bytes, "10cache", fails)
+
+
+def _classes(problem: Problem) -> dict[int, list[int]]:
+    """Tensors by size, each class in the order of first use."""
+    classes: dict[int, list[int]] = defaultdict(list)
+    tensors = problem.profile.tensors
+    movable = {gap.tensor for gap in problem.gaps}
+    used = [i for i in movable if tensors[i].kind in MANAGED and (tensors[i].reads or tensors[i].writes)]
+    for index in sorted(used, key=lambda i: (min(*tensors[i].reads, *tensors[i].writes, 2**31, 2**31), i)):
+        classes[tensors[index].size_bytes].append(index)
+    return dict(sorted(classes.items()))
+
+
+def _at_once(problem: Problem, members: list[int]) -> int:
+    """The most that one kernel uses: with fewer buffers nothing would run."""
+    count: dict[int, int] = defaultdict(int)
+    for index in members:
+        tensor = problem.profile.tensors[index]
+        for tick in {*tensor.reads, *tensor.writes}:
+            count[tick] += 1
+    return max(count.values(), default=1)
+
+
+class _Table:
+    """The rows of one class, around the step."""
+
+    def __init__(self, problem: Problem, members: list[int]) -> None:
+        ticks = max(problem.ticks, 1)
+        rows = [
+            (tick, index)
+            for index in members
+            for tick in {*problem.profile.tensors[index].reads, *problem.profile.tensors[index].writes}
+        ]
+        self.rows = sorted((tick + lap * ticks, index) for lap in range(3) for tick, index in rows)
+        self.last_before: dict[tuple[int, int], int] = {row: at for at, row in enumerate(self.rows)}
+
+    def enters(self, tensor: int, tick: int, buffers: int) -> int:
+        """The tick after the release that lets the row at `tick` into the window: before it, as many other
+        tensors come first as there are buffers."""
+        ticks_laps = self.last_before.get((tick, tensor))
+        if ticks_laps is None:
+            return tick
+        before: set[int] = set()
+        for at in range(ticks_laps - 1, -1, -1):
+            used, other = self.rows[at]
+            if other == tensor:
+                return used + 1  # it never left
+            before.add(other)
+            if len(before) >= buffers:
+                return used + 1
+        return tick

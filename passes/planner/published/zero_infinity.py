@@ -1,0 +1,118 @@
+"""ZeRO-Infinity's layer-wise schedule on one device. In: a problem. Out: a plan that streams weights,
+gradients and optimizer states; activations stay.
+
+Source: Rajbhandari et al., SC 2021 (arXiv 2104.07857), and DeepSpeed 0.16, with the settings under which the
+TERAIO paper runs it (its appendix B) where it names them:
+
+    weights       section 5.1.1 (infinity offload engine), runtime/zero/partitioned_param_coordinator.py: a
+                  weight is fetched before the module that uses it, the next ones of the recorded trace up to
+                  PREFETCH_BUCKET elements ahead (stage3_prefetch_bucket_size), and released after it, unless
+                  it is used again within MAX_REUSE_DISTANCE elements (stage3_max_reuse_distance) and no more
+                  than MAX_LIVE elements stay (stage3_max_live_parameters)
+    small ones    stage3_param_persistence_threshold: below it they stay
+    unchanged     a release of a weight that was not updated is no write (its partition on NVMe is good)
+    gradients     section 5.2.1: leave as soon as the backward has made them
+    states        runtime/swap_tensor/pipelined_optimizer_swapper.py: one sub-group is updated while the next
+                  is read (pipeline_read) and the one before is written (pipeline_write)
+    activations   stay on the device; offloading checkpoints is an option of the model's code, not of ZeRO
+
+A sub-group is a parameter here, as our optimizer kernels are. Not modelled: partitions over devices, the
+CPU's Adam, tiling of operators.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Plan
+
+from ..greedy.choose import no_room
+from ..problem.problem import Gap, Problem
+from .common import Away, clean_copies, plan_of, start
+from .g10 import ordered
+
+PREFETCH_BUCKET = 50_000_000  # elements; DeepSpeed's default
+MAX_REUSE_DISTANCE = 1_000_000_000  # elements; DeepSpeed's default
+MAX_LIVE = 1_000_000_000  # elements; DeepSpeed's default
+PERSISTENCE_THRESHOLD = 100_000  # elements; TERAIO's appendix B, and DeepSpeed's default
+ELEMENT_BYTES = 2  # weights are in half precision
+
+NVME_FIRST = ("ssd", "host")  # offload_param.device and offload_optimizer.device: nvme
+
+
+def zero_infinity(
+    problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
+) -> Plan:
+    """A fixed schedule: neither time nor `seed` change it."""
+    (tiers, _), tensors = start(problem), problem.profile.tensors
+    trace, states = _Trace(problem), _optimizer_ticks(problem)
+    aways: list[Away] = []
+    for index, gap in enumerate(problem.gaps):
+        kind = tensors[gap.tensor].kind
+        if gap.unused or kind not in {"weight", "grad", "state"}:
+            continue
+        if kind == "weight" and (gap.size_bytes < PERSISTENCE_THRESHOLD * ELEMENT_BYTES or trace.reused(gap)):
+            continue
+        route = next((r for r in ordered(problem, NVME_FIRST) if tiers.has_room(gap, r)), None)
+        if route is None:
+            raise no_room(problem, budget_bytes)
+        tiers.place(gap, route)
+        before = _neighbour(states, gap.end, -1, problem.ticks)
+        trigger = trace.fetched_at(gap) if kind == "weight" else before
+        # The write runs beside the next sub-group's update, and its buffer is wanted by the one after that.
+        written = _neighbour(states, gap.start, 2, problem.ticks) if kind == "state" else gap.start + 1
+        trigger = min(max(trigger, gap.start + 1), gap.end)
+        aways.append(Away(index, route, min(max(written, gap.start + 1), gap.end), trigger))
+    aways = clean_copies(problem, aways)
+    fails = "its activations stay on the device, and weights stay for one module at a time"
+    return plan_of(problem, aways, tiers, budget_bytes, "zero-infinity", fails)
+
+
+class _Trace:
+    """The order in which modules use weights, around the step, in elements."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.ticks = max(problem.ticks, 1)
+        uses = sorted(
+            (tick, tensor.size_bytes // ELEMENT_BYTES)
+            for tensor in problem.profile.tensors
+            if tensor.kind == "weight"
+            for tick in {*tensor.reads, *tensor.writes}
+        )
+        self.at = [tick + lap * self.ticks for lap in range(3) for tick, _ in uses]
+        self.sums = [0]
+        for _ in range(3):
+            for _, elements in uses:
+                self.sums.append(self.sums[-1] + elements)
+
+    def between(self, first: int, end: int) -> int:
+        """Elements used in the ticks from `first` up to `end`."""
+        return self.sums[bisect_left(self.at, end)] - self.sums[bisect_left(self.at, first)]
+
+    def reused(self, gap: Gap) -> bool:
+        """Soon enough to stay: no more elements than may live are used until then."""
+        return self.between(gap.start + 1, gap.end) < min(MAX_REUSE_DISTANCE, MAX_LIVE)
+
+    def fetched_at(self, gap: Gap) -> int:
+        """When the module runs whose place in the trace is a bucket before this one: at least the one just
+        before."""
+        place = bisect_left(self.at, gap.end)
+        wanted = self.sums[place] - PREFETCH_BUCKET + gap.size_bytes // ELEMENT_BYTES
+        first = min(bisect_right(self.sums, wanted) - 1, place - 1)
+        return self.at[max(first, 0)] if place else gap.end
+
+
+def _optimizer_ticks(problem: Problem) -> list[int]:
+    """When states are updated, one sub-group after the other."""
+    return sorted({t for x in problem.profile.tensors if x.kind == "state" for t in (*x.reads, *x.writes)})
+
+
+def _neighbour(ticks_: list[int], tick: int, offset: int, ticks: int) -> int:
+    """The sub-group so many places from this one, around the end of the step."""
+    lap, inside = divmod(tick, max(ticks, 1))
+    place = bisect_left(ticks_, inside) + offset
+    if not ticks_:
+        return tick
+    more, place = divmod(place, len(ticks_))
+    return ticks_[place] + (lap + more) * ticks

@@ -1,0 +1,173 @@
+"""A plan by index, as the native search takes it. In: a problem, a plan. Out: arrays of integers, and back.
+
+Each gap is spent away once or not at all: (away, out, free, trigger), in ticks that count from the step in
+which the gap begins (csrc/absences.h has the picture). A tensor has one tier. The first absence after a
+version's write writes it, the others drop. Fetches are ready where the tensor is needed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from teraio.formats.plan import Evict, Fetch, Home, Move, Plan
+
+from ..problem.problem import DEVICE, Bytes, Gap, Problem, transfer_ns
+
+NO_ROUTE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Gaps in which a tensor can be away and come back, the ticks since the write of each, and versions."""
+
+    problem: Problem
+    gaps: tuple[Gap, ...]
+    ages: tuple[int, ...]
+    versions: tuple[int, ...]  # of a gap: a number for its tensor and version; -1 if no kernel writes it
+
+
+@dataclass(slots=True)
+class Position:
+    """What a plan decides. `homes`: tensors that live in a slow tier without any move."""
+
+    absences: list[tuple[int, int, int, int]]
+    routes: list[int]
+    homes: list[Home] = field(default_factory=list)
+
+
+def index_of(problem: Problem) -> Index:
+    gaps = tuple(gap for gap in problem.gaps if not gap.unused)
+    numbers: dict[tuple[int, int], int] = {}
+    versions = [
+        NO_ROUTE if gap.version is None else numbers.setdefault((gap.tensor, gap.version), len(numbers))
+        for gap in gaps
+    ]
+    return Index(problem, gaps, tuple(gap.age(problem.ticks) for gap in gaps), tuple(versions))
+
+
+def position_of(index: Index, plan: Plan) -> Position | None:
+    """What the plan decides, or None if it cannot be said by index: several absences in a gap, or tiers."""
+    problem, ticks = index.problem, index.problem.ticks
+    tiers = {route.tier: number for number, route in enumerate(problem.routes)}
+    moves: dict[str, list[Move]] = defaultdict(list)
+    for move in plan.moves:
+        moves[move.tensor].append(move)
+    position = Position([], [NO_ROUTE] * len(problem.profile.tensors))
+    placed = 0
+    for gap in index.gaps:
+        tensor = problem.profile.tensors[gap.tensor]
+        inside = [(at, move) for move in moves.get(tensor.name, ()) for at in _within(gap, move, ticks)]
+        evicts = [(at, move) for at, move in inside if isinstance(move, Evict)]
+        fetches = [(at, move) for at, move in inside if isinstance(move, Fetch)]
+        if not evicts and not fetches:
+            position.absences.append((0, 0, 0, 0))
+            continue
+        if len(evicts) != 1 or len(fetches) != 1:
+            return None
+        (free, evict), (trigger, fetch) = evicts[0], fetches[0]
+        if {evict.to, fetch.source} != {fetch.source} or fetch.source not in tiers or free > trigger:
+            return None
+        placed += 2
+        if free == trigger:
+            position.absences.append((0, 0, 0, 0))
+            continue
+        out = gap.start + 1 if evict.trigger is None else free - (evict.free - evict.trigger)
+        position.absences.append((1, out, free, trigger))
+        route = tiers[fetch.source]
+        if position.routes[gap.tensor] not in (NO_ROUTE, route):
+            return None
+        position.routes[gap.tensor] = route
+    moving = set(moves)
+    position.homes = [home for home in plan.homes if home.tensor not in moving and home.tier != DEVICE]
+    return position if placed == len(plan.moves) else None
+
+
+def _within(gap: Gap, move: Move, ticks: int) -> list[int]:
+    """Where the bytes go or come within the gap, as the gap counts; an eviction is over before its end."""
+    tick = (move.free if isinstance(move, Evict) else move.trigger) % ticks
+    last = gap.end - 1 if isinstance(move, Evict) else gap.end
+    return [at for at in (tick, tick + ticks) if gap.start < at <= last]
+
+
+def plan_of(index: Index, position: Position, budget_bytes: int) -> Plan:
+    """Moves in the order in which the native search has simulated them, and the homes of what is away."""
+    problem, ticks = index.problem, index.problem.ticks
+    tensors = problem.profile.tensors
+    writers: dict[int, tuple[int, int]] = {}
+    for number, absence in enumerate(position.absences):
+        version = index.versions[number]
+        if absence[0] and version >= 0:
+            writers[version] = min(writers.get(version, (ticks, 0)), (index.ages[number], number))
+    issued: list[tuple[tuple[int, int, bool, int, int], Move]] = []
+    homes = list(position.homes)
+    for number, (gap, absence) in enumerate(zip(index.gaps, position.absences)):
+        away, out, free, trigger = absence
+        if not away:
+            continue
+        name, tier = tensors[gap.tensor].name, problem.routes[position.routes[gap.tensor]].tier
+        if writers.get(index.versions[number], (0, -1))[1] == number:
+            shift = out // ticks * ticks
+            evict = Evict(name, tier, free - shift, out - shift)
+            issued.append(((out % ticks, 0, False, 0, number), evict))
+        else:
+            issued.append(((free % ticks, 0, False, 0, number), Evict(name, tier, free % ticks)))
+        shift = trigger // ticks * ticks
+        fetch = Fetch(name, tier, trigger - shift, gap.end - shift)
+        need = gap.end % ticks
+        issued.append(((fetch.trigger, 1, need < fetch.trigger, need, number), fetch))
+        if free < ticks <= gap.end:
+            homes.append(Home(name, tier))
+    issued.sort(key=lambda entry: entry[0])
+    moves = tuple(move for _, move in issued)
+    return Plan("", "search", budget_bytes, tuple(sorted(homes, key=lambda home: home.tensor)), moves)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """An index as the native search takes it; OverflowError where 64 bits do not do."""
+
+    durations_ns: Bytes
+    live_bytes: Bytes
+    gaps: Bytes
+    lives: Bytes
+    capacities_bytes: Bytes
+    held_bytes: Bytes
+    write_ns: Bytes
+    read_ns: Bytes
+
+
+def arrays_of(index: Index, homes: list[Home]) -> Arrays:
+    problem, ticks = index.problem, index.problem.ticks
+    tensors, routes = problem.profile.tensors, problem.routes
+    lives = []
+    for tensor in tensors:
+        uses = (*tensor.reads, *tensor.writes)
+        around = tensor.persistent or not uses
+        lives.append((0, ticks) if around else (min(uses), max(uses) + 1))
+    held = np.zeros((len(routes), ticks), np.int64)
+    sizes = {tensor.name: tensor.size_bytes for tensor in tensors}
+    for home in homes:
+        for number, route in enumerate(routes):
+            if route.tier == home.tier:
+                held[number] += sizes[home.tensor]
+    # `live` counts tensors that no kernel uses; those that have a home in a slow tier are not here.
+    live = problem.live - sum(sizes[home.tensor] for home in homes)
+    gaps = [
+        (gap.tensor, gap.start, gap.end, version, age, gap.size_bytes)
+        for gap, version, age in zip(index.gaps, index.versions, index.ages)
+    ]
+    writes = [transfer_ns(route.out, gap.size_bytes) for gap in index.gaps for route in routes]
+    reads = [transfer_ns(route.back, gap.size_bytes) for gap in index.gaps for route in routes]
+    return Arrays(
+        np.array([kernel.duration_ns for kernel in problem.profile.kernels], np.int64),
+        np.array(live, np.int64),
+        np.array(gaps, np.int64).reshape(-1, 6),
+        np.array(lives, np.int64).reshape(-1, 2),
+        np.array([route.capacity_bytes for route in routes], np.int64),
+        held.reshape(-1),
+        np.array(writes, np.int64),
+        np.array(reads, np.int64),
+    )

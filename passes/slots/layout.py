@@ -1,0 +1,287 @@
+"""Where slots go: an ordered program in, its schedule and the places of its slots out.
+
+Both inner programs (Inductor's wrapper lines, the FX graph) are first written down as events (events.py).
+Everything that has to be right once is decided here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from teraio.formats.schedule import MADE, READ, RETURNED, WRITE, Buffer, Role, Schedule, Slot
+
+from . import recompute_chains
+from .events import Alias, Event, Forget, Launch, Make, Signature
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlace:
+    """A slot and where it stands: before position `at`, handed the tensors that are called `names` there."""
+
+    at: int
+    names: tuple[str, ...]
+    live: Any  # bytes, or an expression of the program's symbols
+
+
+@dataclass
+class _Names:
+    """Which names are alive for which storage (root), now and at the mark: where the next slot stands."""
+
+    root: dict[str, str] = field(default_factory=dict)
+    alive: dict[str, dict[str, None]] = field(default_factory=dict)  # root -> its live names, oldest first
+    past: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of those that changed since the mark
+
+    def make(self, name: str) -> None:
+        self.past.setdefault(name, ())
+        self.root[name] = name
+        self.alive[name] = {name: None}
+
+    def alias(self, new: str, old: str) -> None:
+        root = self.root.get(old)
+        if root is not None:
+            self.past.setdefault(root, self._variables(root))
+            self.root[new] = root
+            self.alive[root][new] = None
+
+    def forget(self, name: str) -> str | None:
+        """The root that died with this name, if it did."""
+        root = self.root.get(name)
+        if root is None or name not in self.alive.get(root, {}):
+            return None
+        self.past.setdefault(root, self._variables(root))
+        del self.alive[root][name]
+        return None if self.alive[root] else root
+
+    def mark(self) -> None:
+        self.past.clear()
+
+    def at_mark(self, root: str) -> tuple[str, ...]:
+        """The variables that held it there."""
+        past = self.past.get(root)
+        return self._variables(root) if past is None else past
+
+    def _variables(self, root: str) -> tuple[str, ...]:
+        """`buf3.0`, an element of a tuple that is not unpacked yet, is none."""
+        return tuple(name for name in self.alive.get(root, ()) if name.isidentifier())
+
+
+class _Layout:
+    """Walks the events once and drops a slot before each kernel's allocations."""
+
+    def __init__(self, signature: Signature, events: Sequence[Event]) -> None:
+        self.signature = signature
+        self.names = _Names()
+        self.buffers: list[Buffer] = []
+        self.index: dict[str, int] = {}  # root -> index of its buffer
+        self.slots: list[Slot] = []
+        self.places: list[SlotPlace] = []
+        self.live: dict[str, Make] = {}  # storages that no slot has handed over yet
+        self.fresh: dict[str, None] = {}  # outputs written by a kernel, not yet handed over
+        self.results: dict[str, Make] = {}
+        self.before: int | None = None  # where the next slot stands
+        self.dying: list[str] = []  # died between a slot and its kernel: alive at the allocations
+        self.roles, self.returned, self.edges = _output_roles(signature, events)
+        self.again, self.nodes = recompute_chains.of(signature, events, self.roles)
+        for name, size_bytes in signature.arguments:
+            self.names.make(name)
+            self._register(name, "argument", size_bytes)
+
+    def _register(self, root: str, role: Role, size_bytes: int) -> int:
+        if root not in self.index:
+            self.index[root] = len(self.buffers)
+            held, edge = root in self.signature.held, self.edges.get(root, -1)
+            chain, nodes = self.again.get(root, ()), self.nodes.get(root, ())
+            self.buffers.append(Buffer(root, role, size_bytes, held, edge, chain, nodes))
+        return self.index[root]
+
+    def add(self, event: Event) -> None:
+        match event:
+            case Make():
+                self._stand_here(event.at)
+                self.names.make(event.name)
+                self.live[event.name] = event
+            case Alias(_, new, old):
+                self.names.alias(new, old)
+            case Forget(_, name):
+                dead = self.names.forget(name)
+                if dead is not None and dead not in self.roles:
+                    self.dying.append(dead)
+                    if self.before is None:
+                        self._bury()
+            case Launch():
+                self._stand_here(event.at)
+                self._launch(event)
+
+    def _stand_here(self, at: int) -> None:
+        """The next slot goes before the first allocation since the last kernel, with the names alive
+        there."""
+        if self.before is None:
+            self.before = at
+            self.names.mark()
+
+    def _bury(self) -> None:
+        for root in self.dying:
+            self.live.pop(root, None)
+        self.dying.clear()
+
+    def _launch(self, event: Launch) -> None:
+        assert self.before is not None
+        at, self.before = self.before, None
+        reads = {self.names.root[n] for n in event.reads if n in self.names.root}
+        writes = {self.names.root[n] for n in event.writes if n in self.names.root}
+        flags: dict[str, int] = {}
+        for root in list(self.fresh):  # made by the kernel before; may be read by this one
+            if self.names.at_mark(root):
+                flags[root] = MADE
+                del self.fresh[root]
+                self._hand_over(root)
+        for root in sorted(reads | writes):
+            if root in self.index:
+                assert self.names.at_mark(root), f"{event.kernel} touches {root}, which has no name before it"
+                flags[root] = flags.get(root, 0) | READ * (root in reads) | WRITE * (root in writes)
+        self._place(at, event.kernel, flags)
+        for root in sorted(writes):
+            if root in self.roles and root in self.live:
+                self.fresh[root] = None
+        self._bury()
+
+    def _hand_over(self, root: str) -> None:
+        made = self.live.pop(root)
+        self._register(root, self.roles[root], made.size_bytes)
+        if self.roles[root] == "result":
+            self.results[root] = made
+
+    def _place(self, at: int, kernel: str, flags: dict[str, int]) -> None:
+        self.slots.append(
+            Slot(
+                kernel,
+                tuple(self.index[root] for root in flags),
+                tuple(flags.values()),
+                _size_bytes(self.live),
+            )
+        )
+        live = sum(make.bytes for make in self.live.values())
+        self.places.append(SlotPlace(at, tuple(self.names.at_mark(root)[0] for root in flags), live))
+
+    def enter(self) -> None:
+        self.names.mark()
+        self._place(0, "enter", dict.fromkeys(self.index, 0))
+
+    def leave(self, at: int) -> None:
+        """Everything that leaves: user outputs are counted, saved ones become evictable.
+
+        Autograd makes a zero gradient for every output that the loss does not use, between this program and
+        its backward: as many bytes again as a forward's results have count as alive until then. What is
+        still alive here and does not leave goes first.
+        """
+        self._bury()
+        self.names.mark()
+        flags: dict[str, int] = {}
+        for root in self.roles:
+            if self.names.at_mark(root):
+                flags[root] = MADE if root in self.live else 0
+                if root in self.live:
+                    self._hand_over(root)
+        for root in self.returned:
+            if self.names.at_mark(root):
+                flags[root] = READ | RETURNED
+        if self.signature.kind == "forward":
+            self.live = max(self.live, self.results, key=_size_bytes)
+        self._place(at, "exit", flags)
+
+
+def _size_bytes(storages: dict[str, Make]) -> int:
+    return sum(made.size_bytes for made in storages.values())
+
+
+def _output_roles(
+    signature: Signature, events: Iterable[Event]
+) -> tuple[dict[str, Role], list[str], dict[str, int]]:
+    """Root of each output -> its role; the arguments that are returned: a gradient may take the memory of an
+    activation; root of each gradient that is the only output in its storage -> its edge. A storage that the
+    user sees through any output is never `saved`."""
+    root = {name: name for name, _ in signature.arguments}
+    for event in events:
+        if isinstance(event, Make):
+            root[event.name] = event.name
+        elif isinstance(event, Alias) and event.old in root:
+            root[event.new] = root[event.old]
+    arguments = {name for name, _ in signature.arguments}
+    roles: dict[str, Role] = {}
+    returned: dict[str, None] = {}
+    edges: dict[str, int] = {}
+    for position, name in enumerate(signature.outputs):
+        if name is None or name not in root:
+            continue
+        edge = signature.gradients[position] if signature.gradients else -1
+        edges[root[name]] = -1 if root[name] in edges else edge
+        role: Role = "saved" if position in signature.saved else "result"
+        if root[name] in arguments:
+            if role == "result":
+                returned[root[name]] = None
+            continue
+        if roles.setdefault(root[name], role) != role:
+            roles[root[name]] = "result"
+    return roles, list(returned), {name: edge for name, edge in edges.items() if edge >= 0}
+
+
+def lay_slots(signature: Signature, events: Sequence[Event], end: int) -> tuple[Schedule, list[SlotPlace]]:
+    """The program's schedule, and for each of its slots the place in the program (`end`: where it
+    returns)."""
+    layout = _Layout(signature, events)
+    layout.enter()
+    for event in events:
+        layout.add(event)
+    layout.leave(end)
+    symbolic = any(isinstance(event, Make) and event.size is not None for event in events)
+    edges = max(signature.gradients, default=-1) + 1
+    schedule = Schedule(
+        signature.kind, tuple(layout.buffers), tuple(layout.slots), symbolic, edges, signature.graph
+    )
+    return schedule, layout.places
+
+
+def own_bytes(events: Iterable[Event], kept: Iterable[str] = ()) -> list[Make]:
+    """What a program takes at its launches beside its arguments and those of its buffers that are `kept` (its
+    outputs): one sum per launch, of which the largest counts."""
+    names = _Names()
+    live: dict[str, Make] = {}
+    sums: list[Make] = []
+    for event in events:
+        match event:
+            case Make():
+                names.make(event.name)
+                live[event.name] = event
+            case Alias(_, new, old):
+                names.alias(new, old)
+            case Forget(_, name):
+                live.pop(names.forget(name) or "", None)
+            case Launch(at, kernel):
+                inside = [made for root, made in live.items() if root not in kept]
+                symbolic = any(made.size is not None for made in inside)
+                size_bytes = sum(made.size_bytes for made in inside)
+                sums.append(Make(at, kernel, size_bytes, sum(m.bytes for m in inside) if symbolic else None))
+    return sums
+
+
+def whole_program(
+    signature: Signature, kernel: str, own: Make, end: int, outputs: Iterable[tuple[str, int]] = ()
+) -> tuple[Schedule, list[SlotPlace]]:
+    """The schedule of a program that cannot be slotted: one kernel that needs every argument from start to
+    end, and `own` bytes. Its outputs (name, size_bytes) are counted and never moved: what they share is not
+    known."""
+    layout = _Layout(signature, ())
+    layout.enter()
+    layout.live = {own.name: own}
+    layout._place(0, kernel, dict.fromkeys(layout.index, READ | WRITE))
+    layout.live = {}
+    for name, size_bytes in dict(outputs).items():
+        if name not in layout.index:
+            layout.names.make(name)
+            layout.roles[name] = "result"
+            layout.live[name] = Make(end, name, size_bytes)
+    layout.leave(end)
+    symbolic = own.size is not None
+    return Schedule(signature.kind, tuple(layout.buffers), tuple(layout.slots), symbolic), layout.places

@@ -1,0 +1,104 @@
+"""What an operator costs: floating point operations and bytes, from the shapes of fake tensors.
+
+Operations are counted by torch's own formulas (`torch.utils.flop_counter`); bytes are those of all tensors
+that an operator reads and writes, views at their own size. Of a table that is looked up, the rows that come
+out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from .roofline import Rates
+
+aten = torch.ops.aten
+
+HALF_BYTES = 2  # per element: for what is as narrow, processors have units of their own
+
+# They read as many bytes of their first argument as they write.
+LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.slice, aten.select}
+
+# Torch has no formulas of their own for these.
+SAME_FLOP = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Of a processor: for operands of two bytes and less, and for wider ones."""
+
+    half: Rates
+    full: Rates
+
+    def duration_ns(self, cost: Cost) -> int:
+        if not cost.launches:
+            return 0
+        return (self.half if cost.half else self.full).duration_ns(cost.flop, cost.moved_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    flop: int
+    moved_bytes: int
+    half: bool = False
+    launches: bool = True  # a view launches nothing
+
+
+NOTHING = Cost(0, 0, launches=False)
+
+
+def of_call(target: Any, args: Any, kwargs: Any, result: Any) -> Cost:
+    """Of an operator that was called with these, fake tensors for tensors."""
+    given, made = list(tensors((args, kwargs))), list(tensors(result))
+    if not made or (_only_views(given, made) and not _writes(target)):
+        return NOTHING
+    packet = getattr(target, "overloadpacket", target)
+    sizes = [tensor.numel() * tensor.element_size() for tensor in given]
+    out_bytes = sum(tensor.numel() * tensor.element_size() for tensor in made)
+    if packet in LOOKUPS and sizes:
+        sizes[0] = min(sizes[0], out_bytes)
+    widest = max((t.element_size() for t in given if t.is_floating_point()), default=4)
+    return Cost(_flop(packet, args, kwargs, result), sum(sizes) + out_bytes, widest <= HALF_BYTES)
+
+
+def of_nodes(gm: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, list[Cost]]]:
+    """Each node of a graph; an operator that runs other graphs (`cond`, `scan`) costs what they do, once."""
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        bodies = [getattr(gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+        inside = [c for body in bodies if isinstance(body, torch.fx.GraphModule) for _, c in of_nodes(body)]
+        own = of_call(node.target, args, kwargs, node.meta.get("val"))
+        yield node, [cost for costs in inside for cost in costs] or [own]
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return (leaf for leaf in leaves if leaf.layout == torch.strided)
+
+
+def _only_views(given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+    storages = {tensor.untyped_storage()._cdata for tensor in given}
+    return all(tensor.untyped_storage()._cdata in storages for tensor in made)
+
+
+def _writes(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _flop(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    formula = flop_registry.get(SAME_FLOP.get(packet, packet))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

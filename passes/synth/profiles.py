@@ -1,0 +1,118 @@
+"""Profiles of models that one does not own the machine for: one training step, kernel by kernel, by roofline.
+
+    synth("llama-3.1-8b", Request(batch=4))     -> a profile
+
+Nothing here is measured. What launches, in which order, what it reads, writes and saves, is that of a fused
+implementation (flash attention, fused norms and activations, a chunked loss, one AdamW kernel per parameter);
+durations are the larger of compute and memory time (`roofline`). `models` has the models, `tape` their
+operators and what those launch in the backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from teraio.errors import OptionError
+from teraio.formats.fields import nearest
+from teraio.formats.profile import ENTRIES_MAX, Profile
+
+from .models import MODELS, Shape
+from .roofline import ACCELERATORS, Rates, Recorder, known
+from .tape import PRECISIONS, Tape, Weights
+
+__all__ = ["ACCELERATORS", "MODELS", "PRECISIONS", "Rates", "Request", "known", "parameters", "synth"]
+
+
+RATES = Rates()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked for. `batch` is of one micro-batch; 0 stands for the model's own."""
+
+    batch: int = 1
+    sequence: int = 0
+    micro_batches: int = 1
+    layers: int = 0
+    precision: str = "bf16-mixed"
+    checkpoint: bool = False
+    loss_chunks: int = 8
+    clip: bool = False
+    rates: Rates = RATES
+
+
+def synth(model: str, request: Request | None = None) -> Profile:
+    """One training step: micro-batches forward and backward, then the optimizer. OptionError names what
+    cannot be asked for."""
+    request = _checked(model, request or Request())
+    it = MODELS[model][0]
+    recorder = Recorder(request.rates)
+    weights = Weights(recorder, PRECISIONS[request.precision])
+    shape = Shape(request.batch, request.sequence, request.loss_chunks)
+    for micro in range(request.micro_batches):
+        prefix = f"m{micro}." if request.micro_batches > 1 else ""
+        tape = Tape(recorder, weights, prefix, request.checkpoint)
+        recorder.call = 2 * micro
+        recorder.forward.add(recorder.call)
+        it.forward(tape, shape, request.layers)
+        recorder.call = 2 * micro + 1
+        tape.backward()
+    recorder.call = 2 * request.micro_batches
+    if request.clip:
+        weights.clip()
+    weights.adamw()
+    return recorder.profile(_name(model, request))
+
+
+def parameters(profile: Profile, precision: str = "bf16-mixed") -> int:
+    """How many parameters the weights of a profile hold."""
+    size = PRECISIONS[precision].weight_bytes
+    return sum(tensor.size_bytes for tensor in profile.tensors if tensor.kind == "weight") // size
+
+
+def _checked(model: str, request: Request) -> Request:
+    if model not in MODELS:
+        known = f"there are {', '.join(MODELS)}"
+        raise OptionError(f"model {model!r} is unknown{nearest(model, list(MODELS))}; {known}")
+    it = MODELS[model][0]
+    if request.precision not in PRECISIONS:
+        raise OptionError(f"precision {request.precision!r} is unknown; there are {', '.join(PRECISIONS)}")
+    if it.fixed_sequence and request.sequence not in {0, it.default_sequence}:
+        raise OptionError(
+            f"{model} has a sequence of {it.default_sequence} and no other; leave --sequence out"
+        )
+    request = replace(
+        request, sequence=request.sequence or it.default_sequence, layers=request.layers or it.layers
+    )
+    if it.fixed_sequence:  # images: one small row of logits each
+        request = replace(request, loss_chunks=1)
+    limits = {
+        "batch": 2**20,
+        "sequence": 2**24,
+        "micro_batches": 2**12,
+        "layers": 2**12,
+        "loss_chunks": 2**12,
+    }
+    for name, most in limits.items():
+        if not 1 <= getattr(request, name) <= most:
+            raise OptionError(f"--{name.replace('_', '-')} is {getattr(request, name)}; give 1 to {most}")
+    if request.batch * request.sequence % request.loss_chunks:
+        tokens = request.batch * request.sequence
+        raise OptionError(f"--loss-chunks {request.loss_chunks} does not divide the {tokens} tokens evenly")
+    kernels = request.micro_batches * request.layers * 64
+    if kernels > ENTRIES_MAX:
+        raise OptionError(
+            f"{request.micro_batches} micro-batches of {request.layers} layers are about {kernels} kernels; "
+            f"a profile holds {ENTRIES_MAX}. Give fewer micro-batches: they repeat each other"
+        )
+    return request
+
+
+def _name(model: str, request: Request) -> str:
+    layers = f"-l{request.layers}" if request.layers != MODELS[model][0].layers else ""
+    micro = f"x{request.micro_batches}" if request.micro_batches > 1 else ""
+    checkpoint = "-checkpoint" if request.checkpoint else ""
+    clip = "-clip" if request.clip else ""
+    return (
+        f"{model}{layers}-s{request.sequence}-b{request.batch}{micro}-{request.precision}{checkpoint}{clip}"
+    )

@@ -1,0 +1,53 @@
+"""`teraio cache`: the plans that earlier runs left for later ones."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from teraio.errors import FileFormatError, OptionError
+from teraio.formats import plan_cache
+from teraio.formats.plan import Plan
+from teraio.units import fmt_bytes, fmt_count, fmt_ns
+
+DESCRIPTION = """\
+Each run keeps its plans, and the next run of the same step (the same kernels, tensors, options and kind of
+machine) follows them from its second step on, without measuring or planning. They are in $TERAIO_CACHE_DIR,
+or in `teraio` in the user's cache directory; TERAIO_CACHE_DIR=off turns that off."""
+
+EPILOG = """\
+examples:
+  teraio cache list
+  teraio cache clear"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument("action", choices=("list", "clear"))
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    folder = plan_cache.directory()
+    if folder is None:
+        raise OptionError("there is no plan cache: TERAIO_CACHE_DIR is off. Unset it")
+    kept = plan_cache.PlanCache(folder)
+    found = kept.clear() if args.action == "clear" else kept.entries()
+    total = sum(entry.size_bytes for entry in found)
+    if args.json:
+        paths = [str(entry.path) for entry in found]
+        print(json.dumps({"folder": str(folder), "action": args.action, "plans": paths, "bytes": total}))
+        return 0
+    done = "cleared" if args.action == "clear" else "kept"
+    print(f"{folder}: {fmt_count(len(found), 'plan')} {done}, {fmt_bytes(total)}")
+    for entry in found if args.action == "list" else ():
+        try:
+            plan = Plan.read(entry.path)
+            told = (
+                f"{fmt_bytes(plan.budget_bytes):>10}  {fmt_count(len(plan.moves), 'move'):>12}  "
+                f"{fmt_ns(plan.predicted.step_ns):>8} per step  by {plan.planner}"
+            )
+        except FileFormatError as error:
+            told = str(error)
+        print(f"  {entry.path.name.removesuffix(plan_cache.SUFFIX)}  {told}")
+    return 0

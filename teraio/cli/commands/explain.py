@@ -1,0 +1,319 @@
+"""`teraio explain`: why a step takes as long as it does, and what would make it faster.
+
+What is waited for is told twice: by tensor, whose transfer came late, and by link, which was busy with
+others. The what-if table plans the same step again on the machine with one thing more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from teraio import options
+from teraio.errors import TeraioError
+from teraio.formats.machine import Link, Machine, Tier
+from teraio.formats.plan import Plan, moved_bytes
+from teraio.formats.profile import Profile
+from teraio.formats.recompute import as_planned
+from teraio.formats.timeline import Timeline
+from teraio.progress import stage
+from teraio.text_table import table
+from teraio.units import fmt_bytes, fmt_count, fmt_ns, fmt_rate
+
+from . import step_listing
+from .plan import endurance_of
+from .plan_figures import busy, figures
+from .plan_request import Request, add_plan, add_what_if, checked_plan, read
+
+DESCRIPTION = """\
+Simulates a plan and says where its step goes: how long every link is busy, which tensors compute waits for
+and why, what moves, and what the drives bear. Then the same step is planned again: as it is, and with one
+thing more, a drive, host memory, device memory. With --graph: what the plan does, kernel by kernel."""
+
+EPILOG = """\
+Causes of waiting: `late read`, a fetch that was issued too late for the link to carry it out in time (there
+was no room for it earlier); `link busy`, a transfer that queued behind others, or a write whose room was
+needed.
+
+A drive more reads 7 and writes 5 GB/s (PCIe 4.0), as far as the bandwidth that links share allows. Host
+memory on a machine that has none is reached at the bandwidth the drives share, or 25 GB/s.
+
+examples:
+  teraio explain run.plan.json run.profile.json --machine h100-4ssd
+  teraio explain run.plan.json run.profile.json --machine h100-4ssd --graph"""
+
+MORE_HOST_BYTES = 64 * 2**30
+MORE_DEVICE_BYTES = 8 * 2**30
+DRIVE_READ, DRIVE_WRITE = 7 * 10**9, 5 * 10**9
+HOST_RATE = 25 * 10**9  # PCIe 4.0 x16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    add_plan(parser)
+    parser.add_argument("--top", type=int, default=8, metavar="N", help="tensors to list (8)")
+    add_what_if(parser)
+    parser.add_argument("--endurance", default="", metavar="X", help="what the drives are rated for: 2400TB")
+    options.add_flags(parser, ["plan_time"])
+    parser.add_argument(
+        "--graph",
+        action="store_true",
+        help="print the step instead: its kernels, and what is begun and waited for before each",
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Compute waited for this."""
+
+    name: str
+    ns: int
+    times: int
+    cause: str
+    kernel: str  # where most of it was
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To one `what if`. `step_ns` is None without a plan (`why`), or where only the bound was asked for."""
+
+    change: str
+    bound_ns: int | None
+    step_ns: int | None
+    why: str = ""
+
+
+def main(args: argparse.Namespace) -> int:
+    from teraio.passes.planner.planners import predicted_ns
+    from teraio.passes.planner.simulate.simulate import simulate, step_ns
+
+    endurance = endurance_of(args)
+    profile, machine = read(args.profile_file, args.machine)
+    made, whole = checked_plan(args.plan_file, profile, machine), profile
+    plan, profile = as_planned(made, whole)
+    if args.graph:
+        print(
+            json.dumps(step_listing.as_json(plan, profile))
+            if args.json
+            else step_listing.listing(plan, profile)
+        )
+        return 0
+    line, step = simulate(plan, profile, machine), predicted_ns(plan, profile, machine)
+    plan = replace(plan, predicted=replace(plan.predicted, step_ns=step))
+    waits = list(waited(line, profile))
+    limit_ns = options.from_flags(args).plan_time
+    answers = answered("teraio explain", made, whole, machine, args.what_if, limit_ns)
+    if args.json:
+        print(json.dumps(_as_json(line, step, profile, plan, waits[: args.top], answers)))
+        return 0
+    print(_summary(line, step, profile, plan))
+    if step != (alone := step_ns(plan, profile, machine)):
+        print(f"links share bandwidth here; if each had its own, as below, a step of {fmt_ns(alone)}")
+    print(_links(line, step, machine))
+    print(_kinds(plan, profile))
+    if waits:
+        print(_waits(waits, max(args.top, 0)))
+    wear = figures(plan, profile, machine, 0, endurance).wear()
+    if wear:
+        print(f"written to SSD: {wear.removeprefix(', ')}")
+    if answers:
+        print(_answers(answers, step))
+    return 0
+
+
+def waited(line: Timeline, profile: Profile) -> Iterator[Waited]:
+    """Per tensor and cause, the longest first."""
+    sums: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for stall in line.stalls:
+        sums.setdefault((stall.tensor, stall.cause), []).append((stall.ns, stall.tick))
+    for (name, cause), stalls in sorted(
+        sums.items(), key=lambda each: (-sum(s[0] for s in each[1]), each[0])
+    ):
+        tick = max(stalls)[1] % len(profile.kernels)
+        yield Waited(name, sum(ns for ns, _ in stalls), len(stalls), cause, profile.kernels[tick].name)
+
+
+def _summary(line: Timeline, step: int, profile: Profile, plan: Plan) -> str:
+    compute = profile.compute_ns
+    causes = {
+        cause: sum(stall.ns for stall in line.stalls if stall.cause == cause)
+        for cause in sorted({stall.cause for stall in line.stalls})
+    }
+    told = ", ".join(f"{fmt_ns(ns)} for {cause}" for cause, ns in causes.items()) or "nothing is waited for"
+    busiest = max(busy(line), key=lambda lane: lane[1], default=("", 0, 0))
+    full = busiest[1] * 20 >= step * 19
+    verdict = (
+        f"{busiest[0]} is busy all the time: no order of moves helps, only fewer bytes on it or a faster link"
+        if full
+        else "no link is busy all the time: with more room in memory, or a better plan, things move earlier"
+    )
+    return (
+        f"a step of {fmt_ns(step)}: {fmt_ns(compute)} of compute and {fmt_ns(max(step - compute, 0))} of "
+        f"waiting ({told}), {fmt_count(len(plan.moves), 'move')}"
+        + (f"\n{verdict}" if step > compute * 101 // 100 else "")
+    )
+
+
+def _links(line: Timeline, step: int, machine: Machine) -> str:
+    rows: list[tuple[str, ...]] = [("link", "busy", "of the step", "carries", "rate", "shared with")]
+    links = {
+        (f"evict:{x.target}" if x.source == "device" else f"fetch:{x.source}"): x
+        for x in machine.links
+        if "device" in (x.source, x.target)
+    }
+    for track, ns, size in busy(line):
+        link = links[track]
+        shares = [name for name, other in links.items() if other.shares == link.shares and other is not link]
+        rows.append(
+            (
+                track,
+                fmt_ns(ns),
+                f"{ns / max(step, 1):.0%}",
+                fmt_bytes(size),
+                fmt_rate(link.bandwidth_bytes_per_s),
+                ", ".join(shares) if link.shares else "-",
+            )
+        )
+    return table(rows) if len(rows) > 1 else "  nothing moves"
+
+
+def _kinds(plan: Plan, profile: Profile) -> str:
+    out, back = moved_bytes(plan, profile, "", evict=True), moved_bytes(plan, profile, "", evict=False)
+    drops = sum(getattr(move, "trigger", 0) is None for move in plan.moves)
+    rows: list[tuple[str, ...]] = [("kind", "written", "read")]
+    rows += [
+        (kind, fmt_bytes(out.get(kind, 0)), fmt_bytes(back.get(kind, 0))) for kind in sorted({*out, *back})
+    ]
+    return f"{table(rows)}\n  {fmt_count(drops, 'drop')} of clean copies, which cost no write"
+
+
+def _waits(waits: list[Waited], top: int) -> str:
+    rows: list[tuple[str, ...]] = [("waited for", "time", "times", "cause", "most before kernel")]
+    rows += [(w.name, fmt_ns(w.ns), str(w.times), w.cause, w.kernel) for w in waits[:top]]
+    left = waits[top:]
+    more = [(f"... and {len(left)} more", fmt_ns(sum(w.ns for w in left)), "", "", "")] if left else []
+    return table([*rows, *more])
+
+
+def _answers(answers: list[Answer], step: int) -> str:
+    return table(answer_rows(answers, step))
+
+
+def answer_rows(answers: list[Answer], step: int) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("what if", "step", "against now", "bound")]
+    for answer in answers:
+        gain = f"{answer.step_ns / max(step, 1) - 1:+.1%}" if answer.step_ns else "-"
+        rows.append(
+            (
+                answer.change,
+                fmt_ns(answer.step_ns) if answer.step_ns else ("no plan" if answer.why else "-"),
+                gain,
+                fmt_ns(answer.bound_ns) if answer.bound_ns is not None else "-",
+            )
+        )
+    return rows
+
+
+def answered(
+    command: str, plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int
+) -> list[Answer]:
+    """Asks everything, unless it is `off`; says how far it is."""
+    if by == "off":
+        return []
+    with stage(command):
+        return list(what_if(plan, profile, machine, by, limit_ns))
+
+
+def what_if(plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int) -> Iterator[Answer]:
+    """Answers for the step as it is, and with one thing more. `by`: plan again, or find the bound only. The
+    plan is as it was read: one that makes tensors again is asked about with all that can be made again."""
+    from teraio.passes.planner import planners
+
+    recompute, limit_s = bool(plan.recompute), limit_ns / 1e9
+    for change, other, budget in _changes(machine, plan.budget_bytes):
+        try:
+            with stage(f"what if: {change}"):
+                if by == "bound":
+                    bound = planners.bound_ns(
+                        profile, other, budget, time_limit_s=limit_s, recompute=recompute
+                    )
+                    answer = Answer(change, bound, None)
+                else:
+                    asked = Request(profile, other, budget, 0, "auto", limit_ns, recompute=recompute)
+                    made, _ = asked.made()
+                    answer = Answer(change, made.predicted.bound_ns, made.predicted.step_ns)
+        except TeraioError as error:
+            answer = Answer(change, None, None, str(error))
+        yield answer
+
+
+def _changes(machine: Machine, budget: int) -> Iterator[tuple[str, Machine, int]]:
+    """(what changes, the machine then, the budget then)"""
+    yield "planned again", machine, budget
+    if any(tier.name == "ssd" for tier in machine.tiers):
+        yield "1 drive more", _one_drive_more(machine), budget
+    yield f"{fmt_bytes(MORE_HOST_BYTES)} more host memory", _more_host(machine), budget
+    tiers = tuple(
+        replace(t, capacity_bytes=t.capacity_bytes + MORE_DEVICE_BYTES) if t.name == "device" else t
+        for t in machine.tiers
+    )
+    more = f"{fmt_bytes(MORE_DEVICE_BYTES)} more device memory"
+    yield more, replace(machine, tiers=tiers), budget + MORE_DEVICE_BYTES
+
+
+def _one_drive_more(machine: Machine) -> Machine:
+    shared = dict(machine.shared)
+
+    def faster(link: Link) -> Link:
+        if "ssd" not in (link.source, link.target):
+            return link
+        rate = link.bandwidth_bytes_per_s + (DRIVE_READ if link.source == "ssd" else DRIVE_WRITE)
+        most = shared.get(link.shares, rate) if link.shares else rate
+        return replace(link, bandwidth_bytes_per_s=max(min(rate, most), link.bandwidth_bytes_per_s))
+
+    return replace(machine, links=tuple(map(faster, machine.links)))
+
+
+def _more_host(machine: Machine) -> Machine:
+    if any(tier.name == "host" for tier in machine.tiers):
+        tiers = tuple(
+            replace(t, capacity_bytes=t.capacity_bytes + MORE_HOST_BYTES) if t.name == "host" else t
+            for t in machine.tiers
+        )
+        return replace(machine, tiers=tiers)
+    of = {(link.source, link.target): link.shares for link in machine.links}
+    shared = dict(machine.shared)
+
+    def link(source: str, target: str, like: tuple[str, str]) -> Link:
+        shares = of.get(like)
+        return Link(source, target, shared[shares] if shares else HOST_RATE, 10_000, shares)
+
+    links = (
+        link("device", "host", ("device", "ssd")),
+        link("host", "device", ("ssd", "device")),
+    )
+    host = Tier("host", MORE_HOST_BYTES)
+    return replace(machine, tiers=(*machine.tiers, host), links=(*machine.links, *links))
+
+
+def _as_json(
+    line: Timeline, step: int, profile: Profile, plan: Plan, waits: list[Waited], answers: list[Answer]
+) -> dict[str, object]:
+    return {
+        "step_ns": step,
+        "compute_ns": profile.compute_ns,
+        "stall_ns": sum(stall.ns for stall in line.stalls),
+        "links": {track: {"busy_ns": ns, "bytes": size} for track, ns, size in busy(line)},
+        "written_bytes": moved_bytes(plan, profile, "", evict=True),
+        "read_bytes": moved_bytes(plan, profile, "", evict=False),
+        "waits": [
+            {"tensor": w.name, "ns": w.ns, "times": w.times, "cause": w.cause, "kernel": w.kernel}
+            for w in waits
+        ],
+        "what_if": [
+            {"change": a.change, "bound_ns": a.bound_ns, "step_ns": a.step_ns, "why": a.why} for a in answers
+        ],
+    }

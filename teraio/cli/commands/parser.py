@@ -1,0 +1,40 @@
+"""The parser of our command lines: what is mistyped is told with what was probably meant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from teraio.formats.fields import nearest
+from teraio.units import shown
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, whose errors name the nearest command, flag or word. Parsers of commands are such, too."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else list(args)
+        self._refuse_unknown_flags(words)
+        return super().parse_known_args(words, namespace)
+
+    def _refuse_unknown_flags(self, words: Sequence[str]) -> None:
+        """Before argparse misses what was mistyped: `--machin` is one, `--mahcine` is not."""
+        above = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
+        known = list(self._option_string_actions)
+        for word in words:
+            if word == "--" or (above and not word.startswith("-")):
+                return
+            name = word.partition("=")[0]
+            if not name.startswith("--") or " " in word or any(flag.startswith(name) for flag in known):
+                continue
+            self.error(f"there is no flag {shown(name)}{nearest(name, known)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        names = [str(choice) for choice in action.choices]
+        raise argparse.ArgumentError(
+            action, f"'{shown(value)}' is unknown{nearest(value, names)}; there are {', '.join(names)}"
+        )

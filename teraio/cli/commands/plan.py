@@ -1,0 +1,152 @@
+"""`teraio plan`: a plan from a profile, for a machine one may not own; or all planners side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+
+from teraio import options
+from teraio.errors import OptionError, PlanError, TeraioError
+from teraio.formats.plan import Plan
+from teraio.progress import stage
+from teraio.text_table import table
+from teraio.units import fmt_bytes, fmt_ns, parse_bytes
+
+from .plan_figures import Figures, figures
+from .plan_request import PROFILE, Request, request
+from .plan_request import add_arguments as add_common
+
+DESCRIPTION = """\
+Makes a plan: which tensors leave device memory when, where to, and when they come back. The plan is checked
+by code that did not make it, its step is predicted by simulation, and a lower bound says how far it is from
+the best possible for this profile: this order of kernels, these kernel times, these links."""
+
+EPILOG = """\
+--planner all runs every planner, prints one line for each and marks the fastest plan, which -o writes.
+
+The life of the drives is what they are rated for (--endurance, TBW on the data sheet, of all drives together;
+by default 600 times the tier's capacity) over what a day of such steps writes. With --max-write-per-day plans
+write less where that helps, and a step takes as long as its writes may.
+
+examples:
+  teraio plan run.profile.json --machine h100-4ssd --memory 40GiB -o run.plan.json
+  teraio plan run.profile.json --machine h100-4ssd --timeline run.predicted.json
+  teraio plan run.profile.json --machine h100-4ssd --memory min --planner all
+  teraio plan run.profile.json --machine here.machine.json --endurance 2400TB --json
+
+exit codes: 0 a plan was made, 1 there is none (the line says what would do), 2 bad input"""
+
+PLANNERS = f"who plans: {', '.join(options.PLANNERS)}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
+    add_common(parser, "memory", "plan_time", "keep", "recompute", "max_write_per_day")
+    parser.add_argument("--planner", default=None, metavar="X", help=f"{PLANNERS}, or all: side by side")
+    parser.add_argument("--endurance", default="", metavar="X", help="what the drives are rated for: 2400TB")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to this file")
+    parser.add_argument("--timeline", metavar="FILE", help="write its predicted timeline to this file")
+
+
+def main(args: argparse.Namespace) -> int:
+    everyone = args.planner == "all"
+    args.planner = None if everyone else args.planner
+    endurance, asked = endurance_of(args), request(args, args.profile_file)
+    if everyone:
+        return _compare(args, asked, endurance)
+    try:
+        plan, plan_ns = asked.made()
+    except PlanError as error:
+        if args.json:
+            told = {
+                "feasible": False,
+                "memory_bytes": asked.budget_bytes,
+                "smallest_bytes": asked.floor_bytes,
+            }
+            print(json.dumps({**told, "planner": asked.planner, "why": str(error)}))
+        raise
+    made = figures(plan, asked.profile, asked.machine, plan_ns, endurance)
+    _write(args, plan, asked)
+    print(json.dumps(asdict(made)) if args.json else made.line())
+    return 0
+
+
+def endurance_of(args: argparse.Namespace) -> int:
+    try:
+        return parse_bytes(args.endurance) if args.endurance else 0
+    except ValueError as error:
+        raise OptionError(f"--endurance: {error}") from None
+
+
+def _compare(args: argparse.Namespace, asked: Request, endurance: int) -> int:
+    """Every planner once; one that is another's name is left out."""
+    from teraio.passes.planner.planners import PLANNERS
+
+    distinct = {make: name for name, make in PLANNERS.items()}  # the last name of each
+    plans: dict[str, Plan] = {}
+    rows: dict[str, Figures] = {}
+    refused: dict[str, str] = {}
+    with stage("teraio plan"):
+        for number, name in enumerate(distinct.values(), 1):
+            try:
+                with stage(f"planner {number} of {len(distinct)}"):
+                    plan, plan_ns = replace(asked, planner=name).made()
+            except TeraioError as error:
+                refused[name] = str(error)
+                continue
+            plans[name] = plan
+            rows[name] = figures(plan, asked.profile, asked.machine, plan_ns, endurance)
+    # Bounds are of the problem, not of the plan: the best of them holds for all.
+    bound_ns = max((made.bound_ns for made in rows.values()), default=0)
+    rows = {name: replace(made, bound_ns=bound_ns) for name, made in rows.items()}
+    predicted = [name for name, made in rows.items() if made.step_ns]
+    best = min(predicted, key=lambda name: (rows[name].step_ns, rows[name].ssd_write_bytes), default="")
+    if args.json:
+        told = [asdict(made) for made in rows.values()]
+        print(json.dumps({"best": best, "bound_ns": bound_ns, "planners": told, "refused": refused}))
+    else:
+        print(_comparison(asked, rows, refused, best))
+    if not best:
+        return 1
+    _write(args, plans[best], asked)
+    return 0
+
+
+def _write(args: argparse.Namespace, plan: Plan, asked: Request) -> None:
+    from teraio.passes.planner.simulate.simulate import simulate
+
+    if args.output:
+        plan.write(args.output)
+    if args.timeline:
+        simulate(plan, asked.profile, asked.machine).write(args.timeline)
+
+
+def _comparison(asked: Request, rows: dict[str, Figures], refused: dict[str, str], best: str) -> str:
+    head = ("planner", "step", "above bound", "peak", "SSD writes", "SSD reads", "drives last", "planning")
+    lines: list[tuple[str, ...]] = [head]
+    for name, made in sorted(rows.items(), key=lambda row: (row[1].step_ns or 2**62, row[0])):
+        if not made.step_ns:
+            lines.append((f"  {name}", "on demand", *["-"] * 5, fmt_ns(made.plan_ns)))
+            continue
+        lines.append(
+            (
+                f"{'*' if name == best else ' '} {name}",
+                fmt_ns(made.step_ns),
+                f"{made.step_ns / max(made.bound_ns, 1) - 1:.1%}",
+                fmt_bytes(made.peak_bytes),
+                fmt_bytes(made.ssd_write_bytes),
+                fmt_bytes(made.ssd_read_bytes),
+                made.life(),
+                fmt_ns(made.plan_ns),
+            )
+        )
+    compute_ns = asked.profile.compute_ns
+    bound_ns = max((made.bound_ns for made in rows.values()), default=0)
+    title = (
+        f"{asked.profile.name} on {asked.machine.name} within {fmt_bytes(asked.budget_bytes)}: compute alone "
+        f"{fmt_ns(compute_ns)}, no plan for this profile takes less than {fmt_ns(bound_ns)}"
+    )
+    no_plan = [f"    {name}: no plan: {why}" for name, why in sorted(refused.items())]
+    return "\n".join([title, table(lines), *no_plan])

@@ -1,0 +1,119 @@
+"""What a plan comes to, in numbers: the step, the bound, bytes on every link, what is left of the drives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Plan, moved_bytes
+from teraio.formats.profile import Profile
+from teraio.formats.recompute import as_planned
+from teraio.formats.timeline import Timeline
+from teraio.units import fmt_bytes, fmt_count, fmt_ns
+
+DAY_NS = 86_400 * 10**9
+# Drives for consumers are rated for 600 times their capacity (1200 TB for one of 2 TB), data center drives
+# for 1800 (one write of everything per day, five years long). Unless --endurance says otherwise: the lower.
+ENDURANCE_WRITES = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one plan. Days are 0 where nothing is written or no drive is known."""
+
+    step_ns: int
+    compute_ns: int
+    bound_ns: int
+    peak_bytes: int
+    memory_bytes: int
+    plan_ns: int
+    planner: str
+    ssd_write_bytes: int
+    ssd_read_bytes: int
+    ssd_write_bytes_per_day: int
+    ssd_endurance_bytes: int
+    ssd_life_days: int
+    moves: int
+    feasible: bool = True
+    again: int = 0  # tensors that are made again
+    again_ns: int = 0  # what that takes of `compute_ns`
+
+    def line(self) -> str:
+        """One sentence for people. A plan without a predicted step moves on demand."""
+        moves = fmt_count(self.moves, "move")
+        bound = f"the bound {fmt_ns(self.bound_ns)} for this profile{' with recompute' if self.again else ''}"
+        compute = f"compute alone {fmt_ns(self.compute_ns)}{self.made_again()}"
+        if not self.step_ns:
+            return f"{moves} by {self.planner}: everything on demand, nothing is predicted; {bound}"
+        return (
+            f"{moves} by {self.planner} in {fmt_ns(self.plan_ns)}: a step of {fmt_ns(self.step_ns)}, "
+            f"{self.step_ns / max(self.bound_ns, 1) - 1:.1%} above {bound} "
+            f"({compute}); peak {fmt_bytes(self.peak_bytes)} "
+            f"of {fmt_bytes(self.memory_bytes)}; {fmt_bytes(self.ssd_write_bytes)} written to SSD per step"
+            f"{self.wear()}"
+        )
+
+    def made_again(self) -> str:
+        """What of the step's compute goes into kernels that run again."""
+        if not self.again:
+            return ""
+        return f", {fmt_ns(self.again_ns)} of it to make {fmt_count(self.again, 'tensor')} again"
+
+    def wear(self) -> str:
+        """What a day of such steps writes, and for how long the drives are rated for that."""
+        if not self.ssd_write_bytes_per_day:
+            return ""
+        per_day = f", {self.ssd_write_bytes_per_day / 1e12:.1f} TB per day"
+        if not self.ssd_endurance_bytes:
+            return per_day
+        rated = f"{self.ssd_endurance_bytes / 1e12:,.0f} TB they are rated for"
+        return f"{per_day}: {self.life()} until the drives have written the {rated}"
+
+    def life(self) -> str:
+        """Of the drives, if a day is full of such steps."""
+        if not self.ssd_write_bytes_per_day or not self.ssd_endurance_bytes:
+            return "-"
+        if self.ssd_life_days >= 2:
+            return fmt_days(self.ssd_life_days)
+        hours = 24 * self.ssd_endurance_bytes // self.ssd_write_bytes_per_day
+        return fmt_count(hours, "hour") if hours else "under an hour"
+
+
+def figures(plan: Plan, profile: Profile, machine: Machine, plan_ns: int, endurance_bytes: int) -> Figures:
+    """`endurance_bytes` 0: what drives of the machine's capacity are usually rated for."""
+    again, first_ns = len(plan.recompute), profile.compute_ns
+    plan, profile = as_planned(plan, profile)
+    write = sum(moved_bytes(plan, profile, "ssd", evict=True).values())
+    step = plan.predicted.step_ns
+    per_day = write * DAY_NS // step if step else 0
+    capacity = sum(tier.capacity_bytes for tier in machine.tiers if tier.name.startswith("ssd"))
+    endurance = endurance_bytes or ENDURANCE_WRITES * capacity
+    return Figures(
+        step,
+        profile.compute_ns,
+        plan.predicted.bound_ns,
+        plan.predicted.peak_bytes,
+        plan.budget_bytes,
+        plan_ns,
+        plan.planner,
+        write,
+        sum(moved_bytes(plan, profile, "ssd", evict=False).values()),
+        per_day,
+        endurance,
+        endurance // per_day if per_day else 0,
+        len(plan.moves),
+        again=again,
+        again_ns=profile.compute_ns - first_ns,
+    )
+
+
+def busy(line: Timeline) -> Iterator[tuple[str, int, int]]:
+    """(track, ns, bytes) per lane of one step."""
+    for track in sorted({span.track for span in line.spans} - {"compute"}):
+        spans = [span for span in line.spans if span.track == track]
+        yield track, sum(s.end_ns - s.start_ns for s in spans), sum(s.bytes for s in spans)
+
+
+def fmt_days(days: int) -> str:
+    return f"{days / 365:.1f} years" if days >= 730 else fmt_count(days, "day")

@@ -1,0 +1,155 @@
+"""What the planning commands have in common: which profile, machine, budget and planner were asked for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from teraio import options
+from teraio.errors import PlanError
+from teraio.formats import shipped_files
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Plan
+from teraio.formats.plan_cache import fingerprint_of
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Profile
+from teraio.progress import stage
+from teraio.session.notices import without_match
+
+PROFILE = (
+    "a profile: a file that options={'profile': 'run.profile.json'} or `teraio profile synth` writes, or a "
+    "name of `teraio profile list`"
+)
+MACHINE = "a machine: a file that `teraio doctor -o` writes, or a name of `teraio machine list`"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A planning problem, with what may be spent on it."""
+
+    profile: Profile
+    machine: Machine
+    budget_bytes: int
+    floor_bytes: int
+    planner: str
+    plan_ns: int  # the planner's time limit
+    keep: frozenset[str] = frozenset()
+    write_per_day_bytes: int = 0  # 0: as many as the plan wants
+    recompute: bool = False
+
+    def made(self) -> tuple[Plan, int]:
+        """The plan, and how long it took; PlanError if there is none."""
+        from teraio.passes.planner import planners
+
+        began = time.monotonic_ns()
+        with stage(f"planning by {self.planner}", limit_s=self.plan_ns / 1e9):
+            plan = planners.plan(
+                self.profile,
+                self.machine,
+                self.budget_bytes,
+                planner=self.planner,
+                fingerprint=fingerprint_of(self.profile),
+                time_limit_s=self.plan_ns / 1e9,
+                keep=self.keep,
+                write_per_day_bytes=self.write_per_day_bytes,
+                recompute=self.recompute,
+            )
+        return plan, time.monotonic_ns() - began
+
+
+def add_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
+    """--machine, the flags of some options, and --json."""
+    parser.add_argument("--machine", required=True, metavar="FILE", help=MACHINE)
+    options.add_flags(parser, names)
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """A plan, and the profile and the machine it is looked at with."""
+    parser.add_argument("plan_file", metavar="PLAN", help="a plan: `teraio plan -o` writes one")
+    parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
+    parser.add_argument("--machine", required=True, metavar="FILE", help=MACHINE)
+
+
+def add_what_if(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--what-if",
+        choices=("plan", "bound", "off"),
+        default="plan",
+        help="plan again (default), find only the bound that such plans have, or leave it out",
+    )
+
+
+def request(args: argparse.Namespace, path: str, planner: str = "") -> Request:
+    """From a command line with a profile at `path`. Without --memory, all of the device's."""
+    from teraio.passes.planner.planners import smallest_budget
+
+    asked = options.from_flags(args)
+    profile, machine = read(path, args.machine)
+    for line in without_match(asked.keep, [tensor.name for tensor in profile.tensors]):
+        print(f"teraio: {line}", file=sys.stderr)
+    kept = frozenset(t.name for t in profile.tensors if any(fnmatchcase(t.name, g) for g in asked.keep))
+    floor = smallest_budget(profile, kept)
+    device = capacity(machine)
+    budget = asked.memory.resolve(device, floor) if asked.memory else device
+    return Request(
+        profile,
+        machine,
+        budget,
+        floor,
+        planner or asked.planner,
+        asked.plan_time,
+        kept,
+        write_per_day_bytes=asked.max_write_per_day or 0,
+        recompute=asked.recompute == "auto",
+    )
+
+
+def read(profile: str, machine: str) -> tuple[Profile, Machine]:
+    """Reads what was named on a command line."""
+    found = shipped_files.machine(machine)
+    return read_profile(profile, found), found
+
+
+def read_profile(asked: str, machine: Machine | None = None) -> Profile:
+    """Reads a profile, or makes that of a model that is named instead: with the times of the accelerator that
+    the machine's name begins with, or else of a H100."""
+    from teraio.passes.synth import profiles
+
+    models = tuple(profiles.MODELS)
+    if asked not in models or shipped_files.is_file(asked):
+        return Profile.read(shipped_files.path(asked, shipped_files.PROFILES, models))
+    known = profiles.known(machine.name) if machine is not None else ""
+    rates = profiles.ACCELERATORS[known or "h100"][0]
+    made = profiles.synth(asked, profiles.Request(rates=rates))
+    print(
+        f"teraio: {asked} is a model: planned is a step of one sequence, {made.name}, with times by the data "
+        f"sheet of {known or 'h100'}. `teraio profile synth` makes others",
+        file=sys.stderr,
+    )
+    return made
+
+
+def capacity(machine: Machine, tier: str = "device") -> int:
+    return next((each.capacity_bytes for each in machine.tiers if each.name == tier), 0)
+
+
+def checked_plan(path: str, profile: Profile, machine: Machine) -> Plan:
+    """A plan that the check accepts for this profile on this machine; `as_planned` has its step."""
+    plan = Plan.read(path)
+    verdict = check(plan, profile, machine)
+    if not verdict.feasible:
+        other = plan.fingerprint and plan.fingerprint != fingerprint_of(profile)
+        why = "it was made for another profile; " if other else ""
+        raise PlanError(
+            f"{path} is no plan for profile {profile.name!r} on machine {machine.name!r}: {why}"
+            f"{verdict.problems[0]}. Make one: teraio plan PROFILE --machine MACHINE -o {path}"
+        )
+    return plan
+
+
+def with_budget(request: Request, budget_bytes: int) -> Request:
+    return replace(request, budget_bytes=budget_bytes)

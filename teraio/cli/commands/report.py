@@ -1,0 +1,126 @@
+"""`teraio report`: a page, lines or a trace that show what happened in a step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from teraio import options
+from teraio.cli.report import chrome_trace, content, html_page, terminal_text
+from teraio.errors import OptionError
+from teraio.formats import shipped_files
+from teraio.formats.files import write_bytes
+from teraio.formats.plan import Plan
+from teraio.formats.recompute import as_planned
+from teraio.formats.timeline import Timeline
+from teraio.units import fmt_bytes
+
+from .explain import answer_rows, answered
+from .plan_request import MACHINE, PROFILE, add_what_if, checked_plan, read_profile
+
+DESCRIPTION = """\
+Shows what happened in a step, or what is predicted to: memory over time by kind under the budget, what
+compute and every lane do when, what was waited for and why. The page is one file that needs no network; it
+answers where a tensor is, when and why.
+
+Only the timeline must be there. With --profile the report knows when tensors are used, with --plan the bound,
+with --predicted (or with profile, plan and machine, which predict it) it lays the two side by side, and with
+profile, plan and machine it says what would make the step faster."""
+
+EPILOG = """\
+Without -o, --trace or --json the report is printed, as with --text.
+
+examples:
+  teraio report run.timeline.json
+  teraio report run.timeline.json --profile run.profile.json -o report.html
+  teraio report run.timeline.json --profile run.profile.json --plan run.plan.json \\
+      --machine here.machine.json --what-if bound -o report.html
+  teraio report run.timeline.json --trace run.trace.json    # open it at ui.perfetto.dev
+
+exit codes: 0 done, 1 a plan that is none for this profile, 2 bad input"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument(
+        "timeline_file", metavar="TIMELINE", help="options={'timeline': 'run.timeline.json'} writes one"
+    )
+    parser.add_argument("--profile", dest="profile_file", metavar="FILE", help=PROFILE)
+    parser.add_argument("--plan", dest="plan_file", metavar="FILE", help="the plan that the step followed")
+    parser.add_argument("--machine", metavar="FILE", help=MACHINE)
+    parser.add_argument("--predicted", metavar="FILE", help="a timeline to compare with")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the page to this file")
+    parser.add_argument("--text", action="store_true", help="print the report")
+    parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    parser.add_argument("--top", type=int, default=8, metavar="N", help="waits to print (8)")
+    add_what_if(parser)
+    options.add_flags(parser, ["plan_time"])
+    parser.add_argument("--json", action="store_true", help="print figures and tables as one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    sources = _sources(args)
+    told = content.content(sources, _what_if(args, sources))
+    if args.output:
+        page = html_page.page(told)
+        write_bytes(args.output, page.encode())
+    if args.trace:
+        write_bytes(args.trace, chrome_trace.trace(sources.line).encode())
+    if args.json:
+        print(json.dumps(_as_json(told)))
+    elif args.text or not (args.output or args.trace):
+        print(terminal_text.text(told, max(args.top, 0)))
+    elif args.output:
+        print(f"{args.output}: {told.title}, {fmt_bytes(len(page.encode()))}")
+    return 0
+
+
+def _sources(args: argparse.Namespace) -> content.Sources:
+    from teraio.passes.planner.simulate.simulate import simulate
+
+    line = Timeline.read(args.timeline_file)
+    machine = shipped_files.machine(args.machine) if args.machine else None
+    profile = read_profile(args.profile_file, machine) if args.profile_file else None
+    predicted = Timeline.read(args.predicted) if args.predicted else None
+    plan: Plan | None = None
+    if args.plan_file and profile is not None and machine is not None:
+        plan, step = as_planned(checked_plan(args.plan_file, profile, machine), profile)
+        if predicted is None and line.kind == "measured":
+            predicted = simulate(plan, step, machine)
+    elif args.plan_file:
+        plan = Plan.read(args.plan_file)
+    return content.Sources(line, Path(args.timeline_file).name, profile, plan, machine, predicted)
+
+
+def _what_if(args: argparse.Namespace, sources: content.Sources) -> content.Table | None:
+    from teraio.passes.planner.planners import predicted_ns
+
+    plan, profile, machine = sources.plan, sources.profile, sources.machine
+    limit_ns = options.from_flags(args).plan_time
+    if plan is None or profile is None or machine is None or args.what_if == "off":
+        return None
+    if not plan.budget_bytes:
+        raise OptionError(f"{args.plan_file} has no budget_bytes; make another with `teraio plan`")
+    made = Plan.read(args.plan_file)
+    answers = answered("teraio report", made, profile, machine, args.what_if, limit_ns)
+    head, *rows = answer_rows(answers, predicted_ns(*as_planned(made, profile), machine))
+    caption = "The same step planned again, as predicted: as it is, and with one thing more"
+    return content.Table(caption, tuple(head), tuple(rows))
+
+
+def _as_json(told: content.Content) -> dict[str, object]:
+    tables = {
+        name: {"head": table.head, "rows": table.rows}
+        for name in ("memory", "lanes", "slices", "waits", "compared", "drifts", "what_if")
+        if (table := getattr(told, name)) is not None
+    }
+    return {
+        "title": told.title,
+        "sentences": told.sentences,
+        "causes": told.causes,
+        "facts": [asdict(fact) for fact in told.facts],
+        "numbers": content.figures(told.sources.line),
+        "tables": tables,
+    }

@@ -1,0 +1,63 @@
+"""`teraio simulate`: the predicted step of a plan, and its timeline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from teraio.formats.recompute import as_planned
+from teraio.units import fmt_bytes, fmt_ns
+
+from .plan_figures import busy
+from .plan_request import add_plan, checked_plan, read
+
+DESCRIPTION = """\
+Predicts the step of a plan on a machine, event by event: what every link carries when, and where compute
+waits. The plan may have been made for another machine with the same tiers; what the check does not accept is
+refused.
+`teraio explain` says why a step takes as long as it does."""
+
+EPILOG = """\
+example:
+  teraio simulate run.plan.json run.profile.json --machine h100-8ssd --timeline 8ssd.json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    add_plan(parser)
+    parser.add_argument(
+        *("-o", "--output", "--timeline"), metavar="FILE", help="write the predicted timeline to this file"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    from teraio.formats.plan_check import check
+    from teraio.passes.planner.planners import predicted_ns
+    from teraio.passes.planner.simulate.simulate import simulate, step_ns
+
+    profile, machine = read(args.profile_file, args.machine)
+    plan, profile = as_planned(checked_plan(args.plan_file, profile, machine), profile)
+    line = simulate(plan, profile, machine)
+    if args.output:
+        line.write(args.output)
+    alone = step_ns(plan, profile, machine)
+    step = predicted_ns(plan, profile, machine)
+    stalled = sum(stall.ns for stall in line.stalls)
+    compute = profile.compute_ns
+    peak = check(plan, profile, machine).peak_bytes
+    if args.json:
+        lanes = {track: {"busy_ns": ns, "bytes": size} for track, ns, size in busy(line)}
+        numbers = {"step_ns": step, "compute_ns": compute, "stall_ns": stalled, "peak_bytes": peak}
+        numbers["unshared_step_ns"] = alone
+        print(json.dumps({**numbers, "links": lanes}))
+        return 0
+    lanes_said = [f"{track} {ns / max(step, 1):.0%} busy" for track, ns, _ in busy(line)]
+    print(
+        f"a step of {fmt_ns(step)}: {fmt_ns(compute)} of compute, {fmt_ns(stalled)} of waiting; "
+        f"peak {fmt_bytes(peak)} of {fmt_bytes(plan.budget_bytes)}; "
+        f"{', '.join(lanes_said) or 'nothing moves'}"
+    )
+    if step != alone:
+        print(f"links share bandwidth here; if each had its own, a step of {fmt_ns(alone)}")
+    return 0

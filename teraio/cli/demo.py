@@ -1,0 +1,279 @@
+"""`teraio demo`: trains a small Llama twice, plainly and within a third of its memory, and lays both side by
+side.
+
+Each run is a process of its own, so that its memory can be told from the outside. Tensors are counted by the
+allocator that they come from; without a compiler there is none, and what counts is the process' resident
+memory, less what it holds that is not a tensor (the interpreter, the compiler).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import Any
+
+from teraio.cli.report.picture_data import row_of
+from teraio.errors import TeraioError
+from teraio.progress import stage, tell
+from teraio.units import fmt_bytes
+
+WARMUP = 5  # steps before those that count: compile, one that makes the optimizer states, three that measure
+PAUSE_S = 0.2
+WARMUP_MOST = 15  # a step that takes far longer than its plan says is measured and planned again
+
+
+DESCRIPTION = """\
+Trains a small Llama with AdamW twice, each time in a process of its own: plainly, and within a part of the
+memory that this took. Prints both side by side, with a picture of memory over one step, and whether the
+losses are the same bit for bit. Takes about a minute on two cores; `--inner eager` half of that."""
+
+EPILOG = """\
+examples:
+  teraio demo
+  teraio demo --part 0.3 --inner eager
+  teraio demo --layers 12 --batch 4 --json
+
+exit codes: 0 losses are equal, 1 they are not or a run failed"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument("--part", type=_part, default=1 / 3, help="memory, as a part of the plain peak")
+    parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="inner program")
+    parser.add_argument("--steps", type=_count, default=5, help="measured steps")
+    parser.add_argument("--layers", type=_count, default=6, help="layers of the model")
+    parser.add_argument("--batch", type=_count, default=8, help="sequences in a batch")
+    parser.add_argument("--length", type=_count, default=256, help="tokens in a sequence")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _part(text: str) -> float:
+    try:
+        part = float(text)
+    except ValueError:
+        part = 0.0
+    if not 0 < part < 100:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no part of the plain peak: 0.5 is half of it, 1 all of it"
+        )
+    return part
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
+    return int(text)
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.child is not None:
+        print(json.dumps(_train(args)))
+        return 0
+    say = (lambda text: None) if args.json else print
+    say(
+        f"A Llama of {args.layers} layers, AdamW, batch {args.batch} x {args.length} tokens, "
+        f"{WARMUP} + {args.steps} steps, inner program {args.inner}."
+    )
+    say("1/2 plainly ...")
+    plain = _run(args, 0)
+    budget = int(plain["tensor_peak_bytes"] * args.part)
+    say(f"    {fmt_bytes(plain['tensor_peak_bytes'])}, {plain['step_s']:.2f} s per step")
+    say(f"2/2 within {fmt_bytes(budget)} ({args.part:.0%} of that) ...")
+    ours = _run(args, budget)
+    equal = all(one == other for one, other in zip(plain["losses"], ours["losses"]))
+    if args.json:
+        print(json.dumps({"plain": plain, "teraio": ours, "budget_bytes": budget, "equal": equal}))
+    else:
+        print(_table(plain, ours, budget, equal))
+        print(_picture(plain["memory"], ours["memory"], budget))
+    return 0 if equal else 1
+
+
+def _run(args: argparse.Namespace, budget: int) -> dict[str, Any]:
+    """One training run in a process of its own."""
+    command = [sys.executable, "-m", "teraio", "demo", "--child", str(budget), "--inner", args.inner]
+    for name in ("steps", "layers", "batch", "length"):
+        command += [f"--{name}", str(getattr(args, name))]
+    environment = {**os.environ, "TERAIO_DISABLE": "" if budget else "1"}
+    with tempfile.TemporaryFile("w+") as said:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=said, text=True
+        ) as run:
+            assert run.stdout is not None
+            result = _followed(run.stdout, args, "within the budget" if budget else "plainly")
+        said.seek(0)
+        if run.returncode != 0:
+            raise TeraioError(
+                f"the {'budgeted' if budget else 'plain'} run failed:\n{said.read().strip()[-2000:]}"
+            )
+    return result
+
+
+def _followed(lines: Iterable[str], args: argparse.Namespace, how: str) -> dict[str, Any]:
+    """Reads what a run prints, a line for each step and then its figures; says how far it is."""
+    told: dict[str, Any] = {}
+    steps, found = WARMUP + args.steps + 1, (json.loads(line) for line in lines if line.startswith("{"))
+    with stage("teraio demo"):
+        with stage(f"{how}, step 1 of {steps}: compiling" if args.inner == "inductor" else f"{how}, step 1"):
+            told = next(found, told)
+        with stage(how):
+            tell(f"step 2 of {steps}")
+            for told in found:
+                if "step" in told:
+                    tell(f"step {told['step'] + 1} of {max(steps, told['step'] + 1)}")
+    return told
+
+
+def _train(args: argparse.Namespace) -> dict[str, Any]:
+    """In the child: trains, and returns losses, times and memory."""
+    import torch
+
+    from teraio.cli.demo_model import Llama, Shape
+    from teraio.runtime.device import cpu, rss
+    from teraio.session import session
+
+    here = cpu.CpuDevice()
+    here.keep_within(here.capacity_bytes())  # plainly: what is freed may stay, as it does with malloc
+    # One compute thread: with two, plain differs from plain in the last bit (sums by atomics).
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Llama(Shape(layers=args.layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    budget = int(args.child)
+    options = {"inner": args.inner, **({"memory": budget} if budget else {})}
+    compiled = torch.compile(model, backend="teraio", options=options)
+    random = torch.Generator().manual_seed(1)
+    losses: list[float] = []
+    times: list[float] = []
+
+    def step() -> None:
+        tokens = torch.randint(0, model.shape.vocabulary, (args.batch, args.length + 1), generator=random)
+        began = time.perf_counter()
+        loss = compiled(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        times.append(time.perf_counter() - began)
+        print(json.dumps({"step": len(losses)}), flush=True)
+
+    while len(losses) < WARMUP or not (_settled(budget) or len(losses) > WARMUP_MOST):
+        step()
+    for _ in range(args.steps):
+        step()
+    stats = session.stats()
+    time.sleep(PAUSE_S)  # what is on its way into memory is there, for the step that memory is taken of
+    alive = stats["resident_bytes"] if budget else _alive_bytes(optimizer)
+    base = 0 if here.spares else here.used_bytes() - alive  # else it counts all that is in the process
+    here.reset_peak()
+    rss.reset_peak()
+    memory: list[int] = []
+    with _Sampler(memory, here.used_bytes):
+        step()
+    return {
+        "losses": losses,
+        "step_s": median(times[-args.steps - 1 : -1]),
+        "tensor_peak_bytes": here.peak_bytes() - base,
+        "process_peak_bytes": rss.peak_bytes(),
+        "tokens": args.batch * args.length,
+        "memory": [max(0, m - base) for m in memory],
+        "stats": stats,
+    }
+
+
+def _settled(budget: int) -> bool:
+    from teraio.session import session
+
+    return not budget or session.stats()["phase"] == "planned"
+
+
+def _alive_bytes(optimizer: Any) -> int:
+    """Bytes of weights and states between two steps, where all of them are in memory: to look is to touch."""
+    import torch
+
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors += [
+        v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)
+    ]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class _Sampler:
+    """Appends the bytes that are used to a list, every few milliseconds, while the block runs."""
+
+    def __init__(self, into: list[int], used_bytes: Callable[[], int]) -> None:
+        self.into = into
+        self.used_bytes = used_bytes
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> None:
+        self.thread.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop.set()
+        self.thread.join()
+
+    def _sample(self) -> None:
+        while not self.stop.wait(0.004):
+            self.into.append(self.used_bytes())
+
+
+def _table(plain: dict[str, Any], ours: dict[str, Any], budget: int, equal: bool) -> str:
+    stats = ours["stats"]
+    rows = [
+        ("", "plain", "teraio"),
+        ("memory allowed", "-", fmt_bytes(budget)),
+        (
+            "peak memory of tensors",
+            fmt_bytes(plain["tensor_peak_bytes"]),
+            fmt_bytes(ours["tensor_peak_bytes"]),
+        ),
+        (
+            "peak memory of the process",
+            fmt_bytes(plain["process_peak_bytes"]),
+            fmt_bytes(ours["process_peak_bytes"]),
+        ),
+        ("time per step", f"{plain['step_s']:.2f} s", f"{ours['step_s']:.2f} s"),
+        ("tokens per second", *(f"{r['tokens'] / r['step_s']:.0f}" for r in (plain, ours))),
+        ("no plan takes less than", "-", f"{stats['bound_ns'] / 1e9:.2f} s" if "bound_ns" in stats else "-"),
+        (
+            "written to / read from disk",
+            "-",
+            f"{fmt_bytes(stats['step_written_bytes'])} / {fmt_bytes(stats['step_read_bytes'])}",
+        ),
+        ("waited for the disk", "-", f"{stats['step_stall_ns'] / 1e9:.2f} s"),
+        ("fetches that no plan asked for", "-", str(stats["step_misses"])),
+        ("losses equal, bit for bit", "", "yes" if equal else "NO"),
+    ]
+    return "\n".join(f"  {name:<32}{one:>14}{other:>26}" for name, one, other in rows)
+
+
+def _picture(plain: list[int], ours: list[int], budget: int, width: int = 72, height: int = 12) -> str:
+    """Memory over one step as a text picture: plain run, ours, and the budget line."""
+    top = max([*plain, *ours, 1])
+
+    def columns(samples: list[int]) -> list[int]:
+        count = max(1, len(samples))
+        return [max(samples[i * count // width : (i + 1) * count // width + 1] or [0]) for i in range(width)]
+
+    one, other = columns(plain), columns(ours)
+    lines = []
+    for row in range(height, 0, -1):
+        level = top * (row - 0.5) / height
+        line = "".join("#" if b >= level else ":" if a >= level else " " for a, b in zip(one, other))
+        if row == row_of(budget, top, height):
+            line = "".join(c if c == "#" else "-" for c in line)
+        lines.append(f"  {fmt_bytes(int(top * row / height)):>10} |{line}")
+    lines.append(f"  {'':>10} +{'-' * width}")
+    lines.append(f"  {'':>10}  one step   : plain   # teraio   --- the budget")
+    return "\n".join(lines)

@@ -1,0 +1,320 @@
+"""`teraio doctor`: is this machine usable, how fast are its links, and what to do about what is wrong.
+
+    facts (here, and in the runtime) -> findings (doctor_findings.py) -> Report -> text, JSON, machine file
+
+Exit code 0: usable. 1: usable, with warnings. 2: not usable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from teraio.cli import doctor_findings as findings
+from teraio.cli.doctor_findings import Finding, Verdict
+from teraio.errors import StoreError
+from teraio.formats.machine import Machine
+from teraio.progress import stage, tell
+from teraio.session.measured_machine import machine_of
+from teraio.units import fmt_ns, fmt_rate
+
+if TYPE_CHECKING:
+    from teraio.runtime.device import device
+    from teraio.runtime.device.link_rates import LinkRates
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+CHURN_BYTES = 128 * 2**20
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found. `links`: one entry per pair of tiers that was measured."""
+
+    findings: tuple[Finding, ...]
+    links: tuple[LinkRates, ...]
+    machine: Machine | None
+
+    @property
+    def exit_code(self) -> int:
+        verdicts = {finding.verdict for finding in self.findings}
+        return 2 if Verdict.FAIL in verdicts else 1 if Verdict.WARN in verdicts else 0
+
+    def text(self) -> str:
+        """For a person: a line per finding with its fix below, a table of links, and the sum of it."""
+        wide = max(len(finding.name) for finding in self.findings)
+        lines = []
+        for finding in self.findings:
+            lines.append(f"{finding.verdict.value}  {finding.name:{wide}}  {finding.found}")
+            if finding.fix:
+                lines.append(f"      {'':{wide}}  fix: {finding.fix}")
+        for link in self.links:
+            lines += ["", *_link_text(link)]
+        count = sum(finding.verdict is Verdict.WARN for finding in self.findings)
+        warnings = f"usable, with {count} warning{'s' if count > 1 else ''}"
+        return "\n".join([*lines, "", ("usable", warnings, "not usable: see FAIL above")[self.exit_code]])
+
+    def json(self) -> str:
+        """For a program: one object; the verdicts are words, all figures integers."""
+        found = [{**asdict(finding), "verdict": finding.verdict.value} for finding in self.findings]
+        links = [
+            {**asdict(link), "shares": link.shares, "shared_bytes_per_s": link.shared_bytes_per_s}
+            for link in self.links
+        ]
+        return json.dumps({"exit_code": self.exit_code, "findings": found, "links": links}, sort_keys=True)
+
+
+def _link_text(link: LinkRates) -> list[str]:
+    rows = (
+        (
+            "evict",
+            f"device -> {link.tier}",
+            link.evict_bytes_per_s,
+            link.both_evict_bytes_per_s,
+            link.evict_latency_ns,
+        ),
+        (
+            "fetch",
+            f"{link.tier} -> device",
+            link.fetch_bytes_per_s,
+            link.both_fetch_bytes_per_s,
+            link.fetch_latency_ns,
+        ),
+    )
+    lines = [f"{'':6}{'link':16}{'alone':>12}{'both at once':>15}{'latency':>12}"]
+    for move, name, alone, both, latency in rows:
+        lines.append(f"{move:6}{name:16}{fmt_rate(alone):>12}{fmt_rate(both):>15}{fmt_ns(latency):>12}")
+    total = link.evict_bytes_per_s + link.fetch_bytes_per_s
+    sharing = f"{fmt_rate(link.together_bytes_per_s)} together, {fmt_rate(total)} if they did not meet"
+    lines.append(f"{'':6}the two {'share one bandwidth' if link.shares else 'do not share'}: {sharing}")
+    return lines
+
+
+def run(
+    store: Path | None = None,
+    *,
+    seconds: float = 2.0,
+    name: str = "here",
+    progress: Progress = lambda doing: None,
+) -> Report:
+    """Looks at everything. `store`: the directory to measure, by default the one that teraio would use;
+    `seconds`: per measurement, of which there are five; `name`: what the machine file calls this machine."""
+    found: list[Finding] = []
+    links: list[LinkRates] = []
+    if not _software(found, progress):
+        return Report(tuple(found), (), None)
+    used = _device(found, links, seconds, progress)
+    if used is None:
+        return Report(tuple(found), (), None)
+    _memory(found, progress)
+    ssd_bytes = _store(found, links, used, store, seconds, progress)
+    capacity = used.capacity_bytes()
+    return Report(tuple(found), tuple(links), machine_of(name, links, capacity, ssd_bytes))
+
+
+def _software(found: list[Finding], progress: Progress) -> bool:
+    """False: there is no point in going on."""
+    progress("loading torch")
+    if sys.platform != "linux":
+        found.append(findings.fail("system", platform.platform(), "teraio runs on Linux"))
+        return False
+    found.append(findings.good("system", f"Linux {platform.release()}, Python {platform.python_version()}"))
+    try:
+        from teraio import _native  # noqa: F401
+    except ImportError as error:
+        found.append(findings.fail("native engine", str(error), "pip install --force-reinstall teraio"))
+        return False
+    found.append(findings.good("native engine", "loaded"))
+    found.append(findings.torch_version(_version("torch"), _requirement("torch")))
+    found.append(
+        findings.compiler(
+            shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
+        )
+    )
+    return found[-2].verdict is not Verdict.FAIL
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _requirement(package: str) -> str:
+    """What this teraio declares: pyproject.toml is the one place that says which versions were tested."""
+    try:
+        declared = importlib.metadata.requires("teraio") or []
+    except importlib.metadata.PackageNotFoundError:
+        declared = []
+    return next((text for text in declared if text.startswith(package)), "")
+
+
+def _device(
+    found: list[Finding], links: list[LinkRates], seconds: float, progress: Progress
+) -> device.Device | None:
+    """The device that teraio would use; None if there is one that does not work."""
+    from teraio.runtime.device import choose, cuda
+    from teraio.runtime.store import link_probe
+
+    progress("looking for a GPU")
+    reason = cuda.reason_without()
+    found.append(findings.gpu(cuda.driver_devices(), reason))
+    pinned = ""
+    used = choose.current("cpu")
+    if reason is None:
+        try:
+            used = gpu = cuda.CudaDevice()
+            measured = cuda.measure_host(
+                gpu, gpu.host(cuda.LOOK_BYTES), seconds, link_probe.MEMORY_BYTES, progress
+            )
+        except RuntimeError as error:
+            fix = "see nvidia-smi: the GPU may be full or in a fault; CUDA_VISIBLE_DEVICES= trains on the CPU"
+            found[-1] = findings.fail("GPU", str(error).splitlines()[0], fix)
+            return None
+        if isinstance(measured, str):
+            pinned = measured
+        else:
+            links.append(measured)
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    known = None if limit == resource.RLIM_INFINITY else limit
+    found.append(findings.locked_memory(known, reason is None, pinned))
+    return used
+
+
+def _memory(found: list[Finding], progress: Progress) -> None:
+    from teraio.runtime.device import limits
+
+    ram = limits.read()
+    group = ram.group
+    limit, used = (group.limit_bytes, group.used_bytes) if group else (None, 0)
+    budget = ram.obtainable_bytes * 9 // 10
+    where = str(group.path) if group else ""
+    found.append(findings.memory(ram.available_bytes, ram.total_bytes, limit, used, where, budget))
+    found.append(findings.huge_pages(_thp()))
+    progress("freeing memory")
+    limits.return_freed_memory()
+    found.append(findings.freed_bytes(CHURN_BYTES, churn(CHURN_BYTES), os.environ.get("LD_PRELOAD", "")))
+
+
+def _thp() -> str:
+    return THP.read_text() if THP.exists() else ""
+
+
+def churn(total_bytes: int) -> int:
+    """Allocates tensors of mixed sizes, frees them, and returns how many bytes stayed with this process."""
+    import torch
+
+    from teraio.runtime.device import rss
+
+    torch.zeros(2**20)
+    before = rss.resident_bytes()
+    tensors: list[torch.Tensor] = []
+    while total_bytes > 0:
+        tensors.append(torch.ones(2**20 * (1 + len(tensors) % 16), dtype=torch.uint8))
+        total_bytes -= tensors[-1].nbytes
+    for tensor in tensors[::2] + tensors[1::2]:
+        tensor.untyped_storage().resize_(0)
+    return max(0, rss.resident_bytes() - before)
+
+
+def _store(
+    found: list[Finding],
+    links: list[LinkRates],
+    used: device.Device,
+    store: Path | None,
+    seconds: float,
+    progress: Progress,
+) -> int:
+    """Adds what the store's directory is like and how fast it is; returns its free bytes, 0 if unusable."""
+    from teraio.runtime.store import directories, drive_health, gds, link_probe
+
+    try:
+        path = store or directories.default_directories()[0]
+        place = directories.open_place(path, parents=store is None)
+    except StoreError as error:
+        what, _, fix = str(error).partition(". ")
+        found.append(findings.fail("store", what, fix))
+        return 0
+    try:
+        found.append(findings.file_system(place.kind, str(place.path)))
+        free = place.free_bytes()
+        found.append(findings.room(free))
+        if found[-1].verdict is Verdict.FAIL:
+            return 0
+        found += [
+            findings.drive_unasked(str(told))
+            if isinstance(told, drive_health.NoAnswer)
+            else findings.drive_wear(**asdict(told))
+            for told in drive_health.of_drives(place.path)
+        ]
+        reason = gds.reason_without(place.path)
+        found.append(findings.direct_storage(used.kind == "cuda", reason))
+        measured = link_probe.store_link(
+            place.path, seconds, min(512 * 2**20, free // 4), progress, device=used
+        )
+    except (StoreError, OSError) as error:
+        found.append(
+            findings.fail(
+                "store speed", str(error), "see the kernel's log, or name another directory with --store"
+            )
+        )
+        return 0
+    finally:
+        os.close(place.fd)
+    link = measured.link
+    found.append(findings.slab_pages(measured.page_bytes, _thp()))
+    found.append(findings.direct_io(measured.direct))
+    found.append(findings.store_rate(link.evict_bytes_per_s, link.fetch_bytes_per_s, measured.cpu_ns_per_gb))
+    links.append(link)
+    return free
+
+
+# ---- the command
+
+
+DESCRIPTION = """\
+Looks at this machine as teraio will use it: torch and compiler, memory and its limits, the file system of the
+store, the wear of its drives, huge pages, GPUDirect; and measures the links, both ways, alone and together.
+Each finding is PASS, WARN or FAIL, with the fix. It writes up to 512 MiB to the store and leaves nothing
+there."""
+
+EPILOG = """\
+examples:
+  teraio doctor
+  teraio doctor --store /mnt/nvme -o here.machine.json
+  teraio doctor --json
+
+exit codes: 0 usable, 1 usable with warnings, 2 not usable"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument(
+        "--store", type=Path, help="the directory to measure (default: the one teraio would use)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.add_argument("-o", "--output", type=Path, help="write a machine file for `teraio plan --machine`")
+    parser.add_argument("--seconds", type=float, default=2.0, help=argparse.SUPPRESS)
+
+
+def main(args: argparse.Namespace) -> int:
+    """The exit code: 0 usable, 1 warnings, 2 unusable."""
+    name = args.output.name.split(".")[0] if args.output else ""
+    with stage("teraio doctor"):
+        report = run(args.store, seconds=args.seconds, name=name or "here", progress=tell)
+    print(report.json() if args.json else report.text())
+    if args.output and report.machine and report.links:
+        report.machine.write(args.output)
+        print(f"wrote {args.output}", file=sys.stderr)
+    return report.exit_code

@@ -1,0 +1,68 @@
+"""A timeline as a Chrome trace, which Perfetto and chrome://tracing open: a track per lane, counters per
+tier.
+
+Events on one track must not overlap there, so a lane whose transfers run at the same time has several tracks.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from teraio.formats.timeline import Span, Timeline
+
+from . import picture_data
+from .labels import lane_words
+
+PID = 1
+
+
+def trace(line: Timeline) -> str:
+    """JSON text. Times are microseconds, as the format wants them, with three digits more."""
+    tracks: list[tuple[str, list[dict[str, Any]]]] = []
+    compute = [_slice(s.name, s.start_ns, s.end_ns, tick=i) for i, s in enumerate(picture_data.kernels(line))]
+    tracks.append(("compute", compute))
+    waits = [
+        _slice(f"wait: {w.stall.cause}", w.start_ns, w.end_ns, tensor=w.stall.tensor, tick=w.stall.tick)
+        for w in picture_data.waits(line)
+    ]
+    tracks.append(("waiting", waits))
+    for track, spans in picture_data.lanes(line).items():
+        rows: dict[int, list[Span]] = {}
+        for span, row in zip(spans, picture_data.rows(spans)):
+            rows.setdefault(row, []).append(span)
+        for row, of in sorted(rows.items()):
+            name = f"{track} ({lane_words(track)})" + (f" {row + 1}" if row else "")
+            tracks.append(
+                (name, [_slice(s.tensor or s.name, s.start_ns, s.end_ns, bytes=s.bytes) for s in of])
+            )
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": PID, "args": {"name": f"teraio, {line.kind} step"}}
+    ]
+    for tid, (name, slices) in enumerate(tracks, start=1):
+        events.append({"ph": "M", "name": "thread_name", "pid": PID, "tid": tid, "args": {"name": name}})
+        order = {"sort_index": tid}
+        events.append({"ph": "M", "name": "thread_sort_index", "pid": PID, "tid": tid, "args": order})
+        ordered = sorted(slices, key=lambda each: float(each["ts"]))
+        events += [{**each, "pid": PID, "tid": tid} for each in ordered]
+    events += _counters(line)
+    about = {"budget_bytes": line.budget_bytes, "step_ns": picture_data.step_ns(line), "kind": line.kind}
+    return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}, allow_nan=False)
+
+
+def _slice(name: str, start_ns: int, end_ns: int, **told: Any) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000, "args": told}
+
+
+def _counters(line: Timeline) -> list[dict[str, Any]]:
+    """Each event has all kinds of its tier: they are drawn on top of each other."""
+    now: dict[str, dict[str, int]] = {}
+    moments: dict[tuple[int, str], dict[str, int]] = {}
+    for counter in sorted(line.counters, key=lambda counter: counter.at_ns):
+        tier = now.setdefault(counter.tier, {})
+        tier[counter.kind] = counter.bytes
+        moments[counter.at_ns, counter.tier] = dict(tier)
+    return [
+        {"ph": "C", "name": f"{tier} bytes", "pid": PID, "ts": at_ns / 1000, "args": kinds}
+        for (at_ns, tier), kinds in moments.items()
+    ]

@@ -1,0 +1,157 @@
+"""What pictures need of a timeline: when compute waited, rows in which nothing overlaps, bytes over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from teraio.formats.timeline import Span, Stall, Timeline
+
+from .labels import kind_order
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A stall with its place in time."""
+
+    start_ns: int
+    end_ns: int
+    stall: Stall
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the device: at each moment of `at_ns` what each kind has from then on."""
+
+    kinds: tuple[str, ...]
+    at_ns: tuple[int, ...]
+    bytes: tuple[tuple[int, ...], ...]  # per moment, in the order of `kinds`
+
+    def totals(self) -> list[int]:
+        return [sum(row) for row in self.bytes]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.totals(), default=0)
+
+
+def kernels(line: Timeline) -> list[Span]:
+    return [span for span in line.spans if span.track == COMPUTE]
+
+
+def lanes(line: Timeline) -> dict[str, list[Span]]:
+    """Transfers by track. Drops carry nothing and are no lane."""
+    found: dict[str, list[Span]] = {}
+    for span in line.spans:
+        if span.track != COMPUTE and not span.track.startswith("drop:"):
+            found.setdefault(span.track, []).append(span)
+    return dict(sorted(found.items()))
+
+
+def step_ns(line: Timeline) -> int:
+    """Its length; a file that does not say it has it from its last kernel."""
+    return line.step_ns or max((span.end_ns for span in kernels(line)), default=0)
+
+
+def rows(spans: Sequence[Span]) -> list[int]:
+    """Per span the first row that is free when it starts: in a row nothing overlaps."""
+    ends: list[int] = []
+    found = [0] * len(spans)
+    for index in sorted(range(len(spans)), key=lambda i: (spans[i].start_ns, spans[i].end_ns)):
+        span = spans[index]
+        row = next((row for row, end in enumerate(ends) if end <= span.start_ns), len(ends))
+        ends[row:] = [span.end_ns, *ends[row + 1 :]]
+        found[index] = row
+    return found
+
+
+def waits(line: Timeline) -> list[Wait]:
+    """A stall ends where its kernel begins, if there is room before it; else user code waited, in the kernel.
+    Stalls of one tick follow each other."""
+    spans = kernels(line)
+    by_tick: dict[int, list[Stall]] = {}
+    for stall in line.stalls:
+        by_tick.setdefault(stall.tick, []).append(stall)
+    found: list[Wait] = []
+    for tick, stalls in sorted(by_tick.items()):
+        if not spans:
+            break
+        span = spans[tick % len(spans)]
+        before_ns = spans[tick - 1].end_ns if 0 < tick < len(spans) else 0
+        waited_ns = sum(stall.ns for stall in stalls)
+        at_ns = span.start_ns if 2 * (span.start_ns - before_ns) >= waited_ns else span.end_ns
+        at_ns -= waited_ns
+        for stall in stalls:
+            found.append(Wait(max(at_ns, 0), max(at_ns + stall.ns, 0), stall))
+            at_ns += stall.ns
+    return found
+
+
+def busy_ns(spans: Iterable[Span]) -> int:
+    """How long at least one of them runs."""
+    return sum(end - start for start, end in merged(spans))
+
+
+def merged(spans: Iterable[Span | Wait]) -> list[tuple[int, int]]:
+    """Intervals that do not touch, in order."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted((span.start_ns, span.end_ns) for span in spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def shares(spans: Iterable[Span | Wait], edges: Sequence[int]) -> list[float]:
+    """Which part of each slice between two edges they cover."""
+    intervals = merged(spans)
+    found, first = [], 0
+    for low, high in pairwise(edges):
+        while first < len(intervals) and intervals[first][1] <= low:
+            first += 1
+        covered, at = 0, first
+        while at < len(intervals) and intervals[at][0] < high:
+            covered += max(0, min(high, intervals[at][1]) - max(low, intervals[at][0]))
+            at += 1
+        found.append(covered / max(high - low, 1))
+    return found
+
+
+def memory(line: Timeline) -> Memory:
+    """Of the device, all kinds at each moment at which one of them changes."""
+    counters = [counter for counter in line.counters if counter.tier == "device"]
+    kinds = tuple(sorted({counter.kind for counter in counters}, key=kind_order))
+    place = {kind: index for index, kind in enumerate(kinds)}
+    now = [0] * len(kinds)
+    moments: dict[int, tuple[int, ...]] = {}
+    for counter in sorted(counters, key=lambda counter: counter.at_ns):
+        now[place[counter.kind]] = counter.bytes
+        moments[counter.at_ns] = tuple(now)
+    return Memory(kinds, tuple(moments), tuple(moments.values()))
+
+
+def row_of(size_bytes: int, top_bytes: int, height: int) -> int:
+    """Finds the row of a picture that this many bytes reach, from the bottom and from 1 on."""
+    return -(-size_bytes * height // max(top_bytes, 1))
+
+
+def most_per_slice(held: Memory, edges: Sequence[int]) -> list[tuple[int, ...]]:
+    """Per slice the bytes by kind at the moment of the slice at which they are the most in all."""
+    found: list[tuple[int, ...]] = []
+    at, now = 0, (0,) * len(held.kinds)
+    for high in edges[1:]:
+        best = now
+        while at < len(held.at_ns) and held.at_ns[at] < high:
+            now = held.bytes[at]
+            best = max(best, now, key=sum) if at else now
+            at += 1
+        found.append(best)
+    return found
+
+
+def edges(end_ns: int, slices: int) -> list[int]:
+    return [end_ns * index // slices for index in range(slices + 1)]

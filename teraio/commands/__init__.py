@@ -1,4 +1,0 @@
-"""The commands of `teraio` that plan offline, one file each: `add_arguments(parser)` and `main(arguments)`.
-
-They print for people, or one JSON object with --json, and raise what cli.py turns into one line.
-"""

@@ -1,0 +1,1 @@
+"""teraio/formats."""

@@ -1,0 +1,177 @@
+"""A profile: what was measured. Kernels in the order of the step, tensors with the ticks that touch them.
+
+A tick is an index into `kernels`. A persistent tensor lives around the end of the step; any other is born at
+its first write (kind `input`: before tick 0) and dies after its last use.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from teraio.formats import files
+from teraio.formats.fields import (
+    TICKS_END,
+    Fault,
+    Field,
+    Format,
+    Part,
+    Record,
+    boolean,
+    integer,
+    one_of,
+    text,
+    ticks,
+    unique,
+)
+from teraio.units import LIMIT
+
+ENTRIES_MAX = 2**22  # kernels, and tensors: a 70B model with 128 micro-batches has 1.5 million kernels
+USES_MAX = 2**24  # reads, writes and recompute ticks of all tensors: bounds the memory of a reader
+TENSOR_USES_MAX = 2**16  # of one tensor: its line stays below the longest entry
+
+Kind = Literal["weight", "grad", "state", "activation", "input"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch. `call` counts the runs of compiled graphs within the step."""
+
+    name: str
+    call: int
+    duration_ns: int
+    workspace_bytes: int = 0
+    p90_ns: int | None = None
+    busy_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One storage, not a view. `recompute_from` lists the ticks whose re-run makes it again."""
+
+    name: str
+    kind: Kind
+    size_bytes: int
+    persistent: bool
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    recompute_from: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    name: str
+    step_ns: int
+    kernels: tuple[Kernel, ...]
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def compute_ns(self) -> int:
+        """What the step takes if nothing is ever waited for."""
+        return sum(kernel.duration_ns for kernel in self.kernels)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Profile:
+        """From a file, plain or gzip; FileFormatError names the file, the place and the remedy."""
+        value = files.read(FORMAT, path)
+        assert isinstance(value, cls)
+        return value
+
+    @classmethod
+    def loads(cls, data: str | bytes, name: str = "<profile>") -> Profile:
+        """From the text of a file; `name` is what errors call it."""
+        value = files.loads(FORMAT, data, name)
+        assert isinstance(value, cls)
+        return value
+
+    def dumps(self) -> str:
+        """The text of a file, one entry per line. FileFormatError if it could not be read back."""
+        return files.dumps(FORMAT, self)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """To a file, whole or not at all; packed if the name ends in `.gz`."""
+        files.write(FORMAT, self, path)
+
+    def validate(self) -> None:
+        """FileFormatError for the first thing that a profile file may not hold."""
+        files.validate(FORMAT, self)
+
+
+def _law(profile: Profile) -> None:
+    """What no single field can know. Sums are bounded so that planners may add in 64 bits."""
+    unique("tensors", (tensor.name for tensor in profile.tensors), ".name")
+    _sum_below("kernels", "duration_ns", profile.compute_ns)
+    _sum_below("tensors", "size_bytes", sum(tensor.size_bytes for tensor in profile.tensors))
+    uses = 0
+    for index, tensor in enumerate(profile.tensors):
+        _check_ticks(f"tensors[{index}]", tensor, len(profile.kernels))
+        own = len(tensor.reads) + len(tensor.writes) + len(tensor.recompute_from)
+        if own > TENSOR_USES_MAX:
+            raise Fault(f"tensors[{index}]", f"has {own} uses; at most {TENSOR_USES_MAX} are taken")
+        uses += own
+        if uses > USES_MAX:
+            raise Fault(f"tensors[{index}]", f"brings the uses to {uses}; at most {USES_MAX} are taken")
+
+
+def _check_ticks(path: str, tensor: Tensor, kernels: int) -> None:
+    for key in ("reads", "writes", "recompute_from"):
+        if (ticks_ := getattr(tensor, key)) and ticks_[-1] >= kernels:
+            raise Fault(f"{path}.{key}", f"holds tick {ticks_[-1]}; there are {kernels} kernels")
+    if tensor.persistent or tensor.kind == "input":
+        return
+    if not tensor.writes:
+        raise Fault(f"{path}.writes", "is empty; only persistent tensors and inputs exist without a write")
+    if tensor.reads and tensor.reads[0] < tensor.writes[0]:
+        born = tensor.writes[0]
+        raise Fault(f"{path}.reads", f"starts at tick {tensor.reads[0]}, before the first write at {born}")
+
+
+def _sum_below(path: str, key: str, total: int) -> None:
+    if total >= LIMIT:
+        raise Fault(path, f"{key} adds up to {total}; expected less than 2**53")
+
+
+FORMAT = Format(
+    name="teraio-profile",
+    size_max_bytes=256 * 2**20,
+    build=Profile,
+    parts=(
+        Part("name", "value", check=text(0)),
+        Part("step_ns", "value", check=integer()),
+        Part(
+            "kernels",
+            "records",
+            Record(
+                Kernel,
+                (
+                    Field("name", text()),
+                    Field("call", integer(end=TICKS_END)),
+                    Field("duration_ns", integer()),
+                    Field("workspace_bytes", integer(), 0),
+                    Field("p90_ns", integer(), None),
+                    Field("busy_ns", integer(), None),
+                ),
+            ),
+            count_max=ENTRIES_MAX,
+        ),
+        Part(
+            "tensors",
+            "records",
+            Record(
+                Tensor,
+                (
+                    Field("name", text()),
+                    Field("kind", one_of(*get_args(Kind))),
+                    Field("size_bytes", integer()),
+                    Field("persistent", boolean),
+                    Field("reads", ticks),
+                    Field("writes", ticks),
+                    Field("recompute_from", ticks, ()),
+                ),
+            ),
+            count_max=ENTRIES_MAX,
+        ),
+    ),
+    law=_law,
+)

@@ -1,0 +1,198 @@
+"""Headers of safetensors files, and indexes of those that come in several, read strictly: where each tensor's
+bytes are.
+
+    8 bytes: N
+    N bytes of JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
+    the data
+
+Text comes in pieces and is matched an entry at a time, so that a hostile header costs no more memory than its
+good entries. The data must be covered exactly: no hole, no overlap, nothing behind the last tensor.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeVar
+
+from teraio.errors import FileFormatError
+from teraio.formats.fields import Fault
+from teraio.formats.json_text import RECORD, STRING, Cursor
+from teraio.units import fmt_bytes, shown
+
+HEADER_BYTES_MAX = 16 * 2**20  # about 150,000 tensors; the format itself allows 100 MB
+PIECE_BYTES = 64 * 2**10
+DIMENSIONS_MAX = 64
+METADATA = "__metadata__"
+
+# Bytes per number, of the types that torch has.
+SIZES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: its bytes are those of the file from `begin` to `end`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(descriptor: int, path: str) -> dict[str, Entry]:
+    """The tensors of an open file by their names."""
+    return _refusing(path, lambda: _header(descriptor))
+
+
+def read_index(path: str) -> dict[str, str]:
+    """Which file beside this one has which tensor."""
+    return _refusing(path, lambda: _index(path))
+
+
+def _refusing(path: str, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except Fault as fault:
+        where = f" at {fault.path}" if fault.path else ""
+        raise FileFormatError(f"{path}{where}: {fault.what}. Fetch or write the file again") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileFormatError(f"{path} cannot be read: {error}") from None
+
+
+def _header(descriptor: int) -> dict[str, Entry]:
+    file_bytes = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if file_bytes < 8 or length > file_bytes - 8:
+        raise Fault("", f"the header is said to have {length} bytes, the file has {file_bytes}")
+    if length > HEADER_BYTES_MAX:
+        raise Fault("", f"a header of {fmt_bytes(length)}; at most {fmt_bytes(HEADER_BYTES_MAX)} are read")
+    if os.pread(descriptor, 1, 8) != b"{":
+        raise Fault("", "the header does not begin with '{'")
+    cursor = Cursor(_pieces(descriptor, 8, length))
+    entries: dict[str, Entry] = {}
+    seen: set[str] = set()
+    for name in _keys(cursor, ""):
+        if name in seen:
+            raise Fault(shown(name), "the name comes twice")
+        seen.add(name)
+        record = _record(cursor, name)
+        if name != METADATA:
+            entries[name] = _entry(name, record, 8 + length, file_bytes)
+    _at_end(cursor)
+    _covered(entries, 8 + length, file_bytes)
+    return entries
+
+
+def _pieces(descriptor: int, at: int, length: int) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    end = at + length
+    while at < end:
+        piece = os.pread(descriptor, min(PIECE_BYTES, end - at), at)
+        if not piece:
+            raise Fault("", "the file ends in its header")
+        at += len(piece)
+        yield decoder.decode(piece, final=at == end)
+
+
+def _keys(cursor: Cursor, path: str) -> Iterator[str]:
+    """The keys of the object that begins here; between them the caller consumes their values."""
+    cursor.take("{", path)
+    if cursor.peek() == "}":
+        cursor.take("}", path)
+        return
+    while True:
+        name: str = json.loads(cursor.match(STRING, path, "a name"))
+        cursor.take(":", path)
+        yield name
+        if cursor.take(",}", path) == "}":
+            return
+
+
+def _record(cursor: Cursor, name: str) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise Fault(shown(name), "a key comes twice")
+        return dict(pairs)
+
+    found: dict[str, Any] = json.loads(cursor.match(RECORD, shown(name), "an object"), object_pairs_hook=once)
+    return found
+
+
+def _entry(name: str, record: dict[str, Any], base: int, file_bytes: int) -> Entry:
+    where = shown(name)
+    if record.keys() != {"dtype", "shape", "data_offsets"}:
+        raise Fault(where, f"has the keys {shown(sorted(record))}; expected dtype, shape and data_offsets")
+    dtype, shape, offsets = record["dtype"], record["shape"], record["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in SIZES:
+        raise Fault(where, f"dtype is {shown(dtype)}; torch has {', '.join(SIZES)}")
+    if not isinstance(shape, list) or len(shape) > DIMENSIONS_MAX:
+        raise Fault(where, f"shape is not a list of at most {DIMENSIONS_MAX} numbers")
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        raise Fault(where, "data_offsets are not two numbers")
+    begin, end = base + offsets[0], base + offsets[1]
+    if not base <= begin <= end <= file_bytes:
+        raise Fault(where, f"data_offsets are {offsets}; the file has {file_bytes - base} bytes of data")
+    if end - begin != prod(shape) * SIZES[dtype]:
+        raise Fault(where, f"{end - begin} bytes for {dtype} of shape {shown(shape)}")
+    return Entry(dtype, tuple(shape), begin, end)
+
+
+def _at_end(cursor: Cursor) -> None:
+    if cursor.peek():
+        raise Fault("", "text behind the end of the header")
+
+
+def _covered(entries: dict[str, Entry], base: int, file_bytes: int) -> None:
+    end = base
+    for name, entry in sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)):
+        if entry.begin != end:
+            what = "overlaps the one before it" if entry.begin < end else "begins behind a hole"
+            raise Fault(shown(name), what)
+        end = entry.end
+    if end != file_bytes:
+        raise Fault("", f"{file_bytes - end} bytes that belong to no tensor")
+
+
+def _index(path: str) -> dict[str, str]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        size_bytes = os.fstat(descriptor).st_size
+        if size_bytes > HEADER_BYTES_MAX:
+            raise Fault("", f"{fmt_bytes(size_bytes)}; at most {fmt_bytes(HEADER_BYTES_MAX)} are read")
+        cursor = Cursor(_pieces(descriptor, 0, size_bytes))
+        files: dict[str, str] | None = None
+        for key in _keys(cursor, ""):
+            if key == "weight_map" and files is None:
+                files = dict(_weight_map(cursor))
+            elif key == "metadata":
+                _record(cursor, key)
+            else:
+                raise Fault(shown(key), "expected metadata and weight_map, once each")
+        _at_end(cursor)
+    finally:
+        os.close(descriptor)
+    if files is None:
+        raise Fault("", "it has no weight_map")
+    return files
+
+
+def _weight_map(cursor: Cursor) -> Iterator[tuple[str, str]]:
+    seen: set[str] = set()
+    for name in _keys(cursor, "weight_map"):
+        file = json.loads(cursor.match(STRING, shown(name), "the name of a file"))
+        if name in seen:
+            raise Fault(shown(name), "the name comes twice")
+        if os.path.basename(file) != file or not file.endswith(".safetensors") or "\0" in file:
+            raise Fault(shown(name), f"{shown(file)} is not the name of a safetensors file beside the index")
+        seen.add(name)
+        yield name, file

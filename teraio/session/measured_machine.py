@@ -1,0 +1,35 @@
+"""The machine that teraio runs on, as a planner sees it, from links that were measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from teraio.formats.machine import Link, Machine, Tier
+from teraio.runtime.device import limits
+from teraio.runtime.device.link_rates import LinkRates
+
+
+def machine_of(
+    name: str,
+    links: Sequence[LinkRates],
+    device_bytes: int,
+    ssd_bytes: int,
+    host_bytes: int | None = None,
+) -> Machine:
+    """Return what a planner may count on: the device, and the tiers that have a measured link. `host_bytes`
+    None: all host memory that can be had."""
+    capacities = {
+        "ssd": ssd_bytes,
+        "host": limits.read().obtainable_bytes if host_bytes is None else host_bytes,
+    }
+    tiers = [Tier("device", device_bytes)]
+    tiers += [Tier(link.tier, capacities[link.tier]) for link in links]
+    directed: list[Link] = []
+    shared: list[tuple[str, int]] = []
+    for link in links:
+        shares = f"device_{link.tier}" if link.shares else None
+        if shares:
+            shared.append((shares, link.shared_bytes_per_s))
+        directed.append(Link("device", link.tier, link.evict_bytes_per_s, link.evict_latency_ns, shares))
+        directed.append(Link(link.tier, "device", link.fetch_bytes_per_s, link.fetch_latency_ns, shares))
+    return Machine(name, tuple(tiers), tuple(directed), tuple(shared))

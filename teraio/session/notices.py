@@ -1,0 +1,68 @@
+"""What someone should hear although nothing went wrong: each function returns the lines to say, or none."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from fnmatch import fnmatchcase
+
+from teraio.formats.fields import nearest
+from teraio.formats.schedule import Step
+from teraio.options import VARIABLES, Options, env_name
+from teraio.units import fmt_bytes, shown
+
+SHOWN = 3  # names that stand for all others
+
+
+def unknown_environment(environ: Mapping[str, str]) -> list[str]:
+    """Variables that look like ours and are not: a typo leaves its option at the default, unnoticed."""
+    known = [*VARIABLES, *(env_name(field.name) for field in fields(Options))]
+    return [
+        f"the environment variable {shown(name)} is no option and has no effect{nearest(name, known)}"
+        for name, value in sorted(environ.items())
+        if name.startswith("TERAIO_") and name not in known and value.strip()
+    ]
+
+
+def more_than_there_is(budget_bytes: int, capacity_bytes: int) -> list[str]:
+    """A budget that nothing keeps to: memory is full before it is."""
+    if budget_bytes <= capacity_bytes:
+        return []
+    budget, capacity = fmt_bytes(budget_bytes, up=True), fmt_bytes(capacity_bytes)
+    if budget == capacity:
+        budget, capacity = f"{budget_bytes} bytes", f"{capacity_bytes} bytes"
+    return [
+        f"memory is {budget}, but there are only {capacity} here (in the machine, or in the control group of "
+        f"this process): tensors leave too late to keep it alive. Give less, or leave memory out"
+    ]
+
+
+def without_match(globs: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Name globs of `keep` that keep nothing. Weights have the user's names, others begin with a digit."""
+    names = sorted(names, key=lambda name: (name[:1].isdigit(), name))
+    parts = sorted({part for name in names for part in name.split(".")})
+    some = ", ".join([*names[:SHOWN], *["..."] * (len(names) > SHOWN)])
+    lines = []
+    for glob in dict.fromkeys(globs):
+        if not any(fnmatchcase(name, glob) for name in names):
+            meant = nearest(max(re.split(r"[][.*?!]+", glob), key=len), parts)
+            lines.append(
+                f"option 'keep': '{shown(glob)}' matches none of the {len(names)} tensors of 4 KiB and more "
+                f"that were used{meant}; there are {some}"
+            )
+    return lines
+
+
+def names_of(step: Step) -> set[str]:
+    return {name for call in step.calls for name in call.tensors if name}
+
+
+def described(step: Step) -> str:
+    """`forward, backward, optimizer (310 MiB of activations)`: which step this is, where there are several.
+    The sizes tell batches of different shapes apart."""
+    kinds = Counter(call.schedule.kind for call in step.calls)
+    words = ", ".join(f"{count} {kind}" if count > 1 else kind for kind, count in kinds.items())
+    saved = sum(size for _, kind, size, _ in step.kinds if kind == "activation")
+    return f"{words} ({fmt_bytes(saved)} of activations)" if saved else words

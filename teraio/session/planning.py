@@ -1,0 +1,134 @@
+"""Which plan a measured step gets.
+
+a plan file           if it is for this step
+a new one             by the planner that the options name, as good as pays back
+none, for now         if tensors are made again in it: it is compiled anew first, and measured; or if the
+                      optimizer steps elsewhere from now on
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from teraio.errors import TeraioError
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Plan
+from teraio.formats.plan_cache import fingerprint_of
+from teraio.formats.profile import Profile
+from teraio.formats.schedule import Step
+from teraio.options import Options
+from teraio.passes.planner import planners
+from teraio.passes.slots import lifetimes
+from teraio.progress import stage
+from teraio.runtime.engine.engine import Engine
+from teraio.session.host_choice import HostChoice
+from teraio.session.log_lines import artifact, outlook
+from teraio.session.plan_reuse import Earlier
+from teraio.session.recomputation import Remaking
+from teraio.units import fmt_bytes, fmt_count
+
+log = logging.getLogger("teraio")
+
+PAYS_BACK_STEPS = 250  # of a training: planning takes no longer than it can save in so many
+
+
+class Planning:
+    def __init__(
+        self, options: Options, machine: Machine, engine: Engine, earlier: Earlier, remaking: Remaking
+    ) -> None:
+        self.options, self.machine, self.engine = options, machine, engine
+        self.earlier, self.remaking = earlier, remaking
+        is_open = options.optimizer_step == "auto" and options.planner != "none"
+        self.host_choice = HostChoice(engine, machine, is_open)
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.engine.residency.budget_bytes
+
+    def file_says_again(self, step: Step) -> bool:
+        """A plan file that names tensors to be made again was made for a step that does not: of this file
+        only the names count, and the step that then runs gets a plan of its own."""
+        replay = self.earlier.replay
+        if replay is None or not replay.recompute:
+            return False
+        if replay.fingerprint != fingerprint_of(lifetimes.profile_of([step], "run")):
+            return False
+        self.earlier.replay = None
+        return self.remaking.decide(step, replay.recompute)
+
+    def plan(self, profile: Profile, step: Step) -> Plan | None:
+        """The plan file if it is for this step, else a new plan; None: on demand, said why, or because the
+        step is compiled anew first."""
+        fingerprint, replay = fingerprint_of(profile), self.earlier.replay
+        if replay is not None:
+            if replay.fingerprint == fingerprint:
+                log.info("teraio: replaying %s: %s", self.options.plan, fmt_count(len(replay.moves), "move"))
+                return replay
+            log.warning(
+                "teraio: %s is a plan for another step (fingerprint %s, this one has %s): not used, tensors "
+                "are moved on demand",
+                self.options.plan,
+                replay.fingerprint,
+                fingerprint,
+            )
+            return None
+        if self.engine.residency.elastic:
+            smallest = max(self.budget_bytes, planners.smallest_budget(profile))
+            self.engine.residency.budget_bytes = smallest
+            log.info("teraio: memory is %s, the smallest for this step", fmt_bytes(smallest, up=True))
+        try:
+            plan = self._new(as_far_as_it_fits(profile, self.budget_bytes), step, fingerprint)
+        except TeraioError as error:
+            log.warning("teraio: no plan, tensors are moved on demand: %s", error)
+            return None
+        if plan is None:
+            return None
+        if plan.planner == "none":
+            log.info("teraio: no plan was asked for: tensors are moved on demand")
+            return plan
+        log.info("teraio: %s", outlook(plan, profile))
+        artifact("teraio_profile", profile.dumps)
+        artifact("teraio_plan", plan.dumps)
+        self.earlier.keep(plan)
+        return plan
+
+    def _new(self, profile: Profile, step: Step, fingerprint: str) -> Plan | None:
+        """None: another step than this one runs from now on."""
+        if self.remaking.open(step) and self.options.planner != "none":
+            limit_s = self.options.plan_time / 1e9
+            with stage("choosing what to make again", limit_s=limit_s, say=log.info):
+                names = planners.to_make_again(profile, self.machine, self.budget_bytes, time_limit_s=limit_s)
+            if self.remaking.decide(step, names):
+                return None
+        plan = self._make(profile, fingerprint)
+        if self.host_choice.changes(profile, step, plan, lambda other: self._make(other, "")):
+            return None
+        return replace(plan, remade=self.remaking.of(step))
+
+    def _make(self, profile: Profile, fingerprint: str) -> Plan:
+        limit_s = self.options.plan_time / 1e9
+        with stage(f"planning by {self.options.planner}", limit_s=limit_s, say=log.info):
+            return planners.plan(
+                profile,
+                self.machine,
+                self.budget_bytes,
+                planner=self.options.planner,
+                fingerprint=fingerprint,
+                time_limit_s=limit_s,
+                steps=PAYS_BACK_STEPS,
+                write_per_day_bytes=self.options.max_write_per_day or 0,
+            )
+
+
+def as_far_as_it_fits(profile: Profile, budget_bytes: int) -> Profile:
+    """User code that needs more than there is gets it, which is said: a plan then makes all the room that it
+    can. Programs end with a kernel of their own, at which such bytes are counted."""
+    over = planners.build(profile).floor - budget_bytes
+    last = {kernel.call: tick for tick, kernel in enumerate(profile.kernels)}
+    kernels = list(profile.kernels)
+    for tick in last.values():
+        if over[tick] > 0:
+            less = max(0, kernels[tick].workspace_bytes - int(over[tick]))
+            kernels[tick] = replace(kernels[tick], workspace_bytes=less)
+    return replace(profile, kernels=tuple(kernels))

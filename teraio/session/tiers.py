@@ -1,0 +1,128 @@
+"""The tiers of this process: where tensors are while they are away, and what the ways there carry.
+
+a GPU        device <-> pinned host memory, device <-> SSD
+without one  device (which is RAM) <-> SSD
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+
+from teraio.errors import UnsupportedError
+from teraio.formats.machine import Machine
+from teraio.options import Memory, Options
+from teraio.runtime.device import limits, link_rates
+from teraio.runtime.device.device import Device
+from teraio.runtime.device.link_rates import LinkRates
+from teraio.runtime.store import link_probe
+from teraio.runtime.store.store import Store
+from teraio.session.measured_machine import machine_of
+from teraio.units import fmt_bytes
+
+log = logging.getLogger("teraio")
+
+HOST_SHARE = Memory(percent=Fraction(50))  # what is pinned is no one else's any more
+LOOK_S = 0.1  # per measurement of a link
+
+
+class Tiers:
+    """Opened when the process starts to train, once."""
+
+    def __init__(self, options: Options, device: Device, budget_bytes: int) -> None:
+        in_ram = device.kind == "cpu"
+        size = options.store_size
+        self.store = Store.open(
+            options.store or None,
+            None if size is None else lambda free_bytes: size.resolve(free_bytes, 0),
+            checksums=options.checksum,
+            memory_bytes=budget_bytes if in_ram else None,
+            device=None if in_ram else device,
+            on_fallback=options.on_fallback,
+            write_per_day_bytes=options.max_write_per_day,
+        )
+        most = link_probe.memory_bytes(budget_bytes)
+        link, weights = drives(self.store.directories, device, most)
+        self.store.space.extents.weights[:] = weights
+        links = [link]
+        self.host_bytes = host_bytes(options)
+        self.host = device.host(self.host_bytes) if self.host_bytes else None
+        if self.host is not None:
+            carried = device.host_link(self.host, LOOK_S, most)
+            if isinstance(carried, str):
+                self._no_host(carried, options)
+            else:
+                links.append(carried)
+        if self.host is None and options.optimizer_step == "host":
+            self.store.close()
+            raise UnsupportedError(
+                "option 'optimizer_step' is 'host', and no host memory is used; give 'host_memory', or leave "
+                "it out"
+            )
+        device.forget_highest()
+        capacity = max(budget_bytes, device.capacity_bytes())
+        self.machine: Machine = machine_of(
+            "here", links, capacity, self.store.capacity_bytes, self.host_bytes if self.host else None
+        )
+
+    def _no_host(self, reason: str, options: Options) -> None:
+        what = f"no host memory is used, all that leaves goes to the SSD: {reason}"
+        if options.on_fallback == "error":
+            self.store.close()
+            raise UnsupportedError(f"{what} (on_fallback is 'error')")
+        log.warning("teraio: %s", what)
+        self.host = None
+
+    @property
+    def where(self) -> str:
+        """In words."""
+        host = f"up to {fmt_bytes(self.host_bytes)} of host memory; " if self.host else ""
+        return f"{host}store in {', '.join(map(str, self.store.directories))}"
+
+
+def refuse_host(options: Options, kind: str) -> None:
+    if options.optimizer_step == "host" and kind in {"cpu", "meta"}:
+        raise UnsupportedError(
+            "option 'optimizer_step': 'host' is for a GPU: here tensors are in host memory already; leave "
+            "it out"
+        )
+    if options.host_memory is not None and kind in {"cpu", "meta"}:
+        raise UnsupportedError(
+            "option 'host_memory' is for a GPU: here tensors are in host memory, and `memory` is their "
+            "budget; leave it out"
+        )
+
+
+def host_bytes(options: Options) -> int:
+    """How much may be pinned; what can be had now is what a share is of."""
+    return (options.host_memory or HOST_SHARE).resolve(limits.read().obtainable_bytes, 0)
+
+
+def drives(
+    directories: Sequence[Path], device: Device, memory_bytes: int = link_probe.MEMORY_BYTES
+) -> tuple[LinkRates, list[int]]:
+    """All drives of a store as one link, and how fast each directory is: several on one drive divide it."""
+    numbers = [os.stat(directory).st_dev for directory in directories]
+    links = {
+        number: _link(directory, device, memory_bytes) for number, directory in zip(numbers, directories)
+    }
+    rates = {n: link.evict_bytes_per_s + link.fetch_bytes_per_s for n, link in links.items()}
+    return link_rates.joined(list(links.values())), [max(rates[n] // numbers.count(n), 1) for n in numbers]
+
+
+_KNOWN: dict[tuple[Path, torch.device], LinkRates] = {}  # by directory and device: once per process
+
+
+def _link(directory: Path, device: Device, memory_bytes: int) -> LinkRates:
+    """How fast the store is, in about half a second, with so much of the device's memory."""
+    if (directory, device.device) not in _KNOWN:
+        measured = link_probe.store_link(
+            directory, LOOK_S, limit_bytes=64 * 2**20, device=device, memory_bytes=memory_bytes
+        )
+        _KNOWN[directory, device.device] = measured.link
+    return _KNOWN[directory, device.device]
