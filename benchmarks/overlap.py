@@ -42,6 +42,8 @@ from teraio.formats.plan_check import check
 from teraio.formats.profile import Profile
 from teraio.options import Options
 from teraio.passes.planner import planners
+from teraio.passes.planner.problem import problem
+from teraio.passes.planner.simulate import simulate
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.pending_evictions import PendingEvictions
 from teraio.runtime.ledger.record import Record
@@ -215,7 +217,7 @@ def at_once() -> Iterator[None]:
 def budget_of(profile: Profile, part: float) -> int:
     """So far from the smallest budget to the one in which everything fits."""
     most = check(Plan("", "none", 2**62), profile).peak_bytes
-    least = planners.smallest_budget(profile)
+    least = problem.smallest_budget(profile)
     return int(least + part * (most - least))
 
 
@@ -267,7 +269,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for attempt in range(1, args.attempts + 1):
         compute_s = statistics.median(bench.compute() for _ in range(3))
         plan, here = throttled_plan(bench, profile, budget, args.transfer * compute_s)
-        predicted = planners.simulate(plan, profile, here)
+        predicted = simulate.simulate(plan, profile, here)
         result = {
             "benchmark": "overlap",
             "attempt": attempt,

@@ -36,6 +36,7 @@ from teraio.formats.plan import Plan
 from teraio.formats.profile import Profile
 from teraio.options import Options
 from teraio.passes.planner import planners
+from teraio.passes.planner.problem import problem
 from teraio.runtime.device import limits
 from teraio.session import session
 
@@ -120,7 +121,7 @@ class Bench:
         assert plan is not None, "no plan was made"
         rows = [self.row("measured", budget, plan, self.steps(self.ours, self.args.steps), before)]
         profile = Profile.read(path)
-        less = (budget + planners.smallest_budget(profile)) // 2
+        less = (budget + problem.smallest_budget(profile)) // 2
         again = planners.plan(profile, running.planning.machine, less)
         running.engine.install(again)
         self.steps(self.ours, 1)  # what the plan before had moved comes back to where this one wants it

@@ -31,8 +31,9 @@ from teraio.formats.plan import Plan
 from teraio.formats.plan_check import check
 from teraio.formats.profile import Profile
 from teraio.passes.planner import planners
-from teraio.passes.synth import profiles
-from teraio.passes.synth.models import Decoder
+from teraio.passes.planner.problem.problem import build
+from teraio.passes.synth import profiles, roofline
+from teraio.passes.synth.models import MODELS, Decoder
 
 GIVEN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 PAPER, OURS = GIVEN["from_the_paper"], GIVEN["ours"]
@@ -52,14 +53,14 @@ KEY = ("part", "model", "tiers", "ssd_bytes_per_s", "flops_per_s", "planner", "s
 def profile_of(name: str, flops_per_s: int) -> Profile:
     """A stage's step."""
     model = GIVEN["models"][name]
-    profiles.MODELS.setdefault("granite-8b-code", GRANITE)
+    MODELS.setdefault("granite-8b-code", GRANITE)
     request = profiles.Request(
         batch=PAPER["batch"] // model["micro_batches"],
         sequence=model["sequence"],
         micro_batches=model["micro_batches"],
         layers=model["layers"],
         precision=PAPER["precision"],
-        rates=profiles.Rates(flops_per_s, OURS["memory_bytes_per_s"]),
+        rates=roofline.Rates(flops_per_s, OURS["memory_bytes_per_s"]),
     )
     return profiles.synth(model["decoder"], request)
 
@@ -91,7 +92,7 @@ def planned(profile: Profile, machine: Machine, name: str, limit_s: float) -> di
         if name == "auto":
             plan = planners.plan(profile, machine, PAPER["device_bytes"], time_limit_s=limit_s)
         else:
-            problem = planners.build(profile, machine)
+            problem = build(profile, machine)
             make = planners.PLANNERS[name]
             plan = make(problem, machine, PAPER["device_bytes"], bound_ns=0, seed=0, time_limit_s=3600.0)
     except PlanError as error:

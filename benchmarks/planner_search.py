@@ -30,7 +30,7 @@ from teraio.formats.plan import Plan
 from teraio.formats.plan_check import check
 from teraio.formats.profile import Profile
 from teraio.passes.planner.greedy.greedy import portfolio
-from teraio.passes.planner.planners import build
+from teraio.passes.planner.problem.problem import build
 from teraio.passes.planner.search.search import STARTS, improve
 from teraio.passes.planner.simulate import event_simulation
 from teraio.passes.planner.simulate.simulate import step_ns

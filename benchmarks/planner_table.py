@@ -30,6 +30,7 @@ from teraio.formats.plan import Evict, Plan
 from teraio.formats.plan_check import check
 from teraio.formats.profile import Profile
 from teraio.passes.planner import planners
+from teraio.passes.planner.problem.problem import build
 
 PROFILES = Path(__file__).resolve().parents[1] / "profiles"
 PUBLISHED = ("zero-infinity", "g10", "teraio-paper", "10cache")
@@ -53,7 +54,7 @@ def planned(profile: Profile, machine: Machine, budget: int, name: str, limit_s:
     bound: dict[str, int] = {}
     try:
         if name in PUBLISHED:
-            problem = planners.build(profile, machine)
+            problem = build(profile, machine)
             make = planners.PLANNERS[name]
             plan = make(problem, machine, budget, bound_ns=0, seed=0, time_limit_s=UNLIMITED_S)
         else:

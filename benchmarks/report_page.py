@@ -30,6 +30,7 @@ from teraio.cli.report import content, html_page
 from teraio.formats.machine import Machine
 from teraio.formats.timeline import Span, Timeline
 from teraio.passes.planner import planners
+from teraio.passes.planner.simulate import simulate
 from teraio.passes.synth.profiles import Request, synth
 
 HERE = Path(__file__).resolve().parent
@@ -68,7 +69,7 @@ def made(path: Path) -> dict[str, Any]:
     profile = synth("llama-3.1-8b", Request(batch=2, micro_batches=9))
     machine = Machine.read(HERE.parent / "profiles/machines/h100-4ssd.machine.json")
     plan = planners.plan(profile, machine, 40 * 2**30, planner="greedy", fingerprint="")
-    said = planners.simulate(plan, profile, machine)
+    said = simulate.simulate(plan, profile, machine)
     sources = content.Sources(disturbed(said), "made-up.timeline.json", profile, plan, machine, said)
     began = time.perf_counter()
     text = html_page.page(content.content(sources))

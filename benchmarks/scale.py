@@ -28,8 +28,8 @@ from teraio.formats.plan import moved_bytes
 from teraio.formats.profile import Profile
 from teraio.formats.recompute import as_planned
 from teraio.passes.planner import planners
-from teraio.passes.synth.models import Decoder
-from teraio.passes.synth.profiles import MODELS, Request, synth
+from teraio.passes.synth.models import MODELS, Decoder
+from teraio.passes.synth.profiles import Request, synth
 
 GB = 10**9
 REDUCED = re.compile(r"\.(wo|down|wq\.dgrad|gate\.dgrad)$")  # after these a block's part is summed

@@ -33,7 +33,7 @@ from torch import nn
 
 import teraio
 from teraio.cli import main as cli
-from teraio.passes.synth import profiles
+from teraio.passes.synth import models
 
 WIDTH, BLOCKS, STEPS = 256, 4, 3
 MEMORY, LESS = "7MiB", "6800KiB"  # 4 MiB of it in reserve; weights, gradients and states are 4 MiB
@@ -135,8 +135,8 @@ def main() -> None:
         asked = json.load(sys.stdin)
         told = {name: run(code) for name, code in asked["python"]}
         os.environ["TERAIO_PLAN_TIME"] = "100ms"
-        for name, (model, parameters) in profiles.MODELS.items():
-            profiles.MODELS[name] = replace(model, layers=2), parameters
+        for name, (model, parameters) in models.MODELS.items():
+            models.MODELS[name] = replace(model, layers=2), parameters
         told["commands"] = {name: run_command(line) for name, line in asked["commands"]}
         told["files"] = {path.name: path.stat().st_size for path in Path(folder).iterdir()}
         os.chdir("/")

@@ -20,7 +20,7 @@ import toys
 
 from teraio.formats.machine import Link, Machine, Tier
 from teraio.formats.profile import Profile, Tensor
-from teraio.passes.planner.planners import build
+from teraio.passes.planner.problem.problem import build
 
 ROOM = 10**12
 FAMILIES = ("random", "training", "still", "crumbs", "peaks", "late", "equals", "cramped")

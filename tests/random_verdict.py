@@ -12,7 +12,8 @@ from teraio.formats.plan import Plan
 from teraio.formats.plan_check import check
 from teraio.passes.planner.bound.certificate import solve
 from teraio.passes.planner.bound.relaxation import relax
-from teraio.passes.planner.planners import build, plan
+from teraio.passes.planner.planners import plan
+from teraio.passes.planner.problem.problem import build
 from teraio.passes.planner.simulate import event_simulation
 
 PUBLISHED = ("zero-infinity", "g10", "teraio-paper", "10cache")

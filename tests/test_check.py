@@ -12,7 +12,8 @@ import toys
 from teraio.formats.plan import Evict, Fetch, Home, Plan
 from teraio.formats.plan_check import check
 from teraio.formats.profile import Kernel, Profile, Tensor
-from teraio.passes.planner.planners import plan, smallest_budget
+from teraio.passes.planner.planners import plan
+from teraio.passes.planner.problem.problem import smallest_budget
 
 MACHINE = toys.machine(device=1_000)
 

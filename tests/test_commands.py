@@ -21,6 +21,8 @@ from teraio.formats.plan_check import check
 from teraio.formats.profile import Profile
 from teraio.formats.timeline import Timeline
 from teraio.passes.planner import planners
+from teraio.passes.planner.bound import bound
+from teraio.passes.planner.problem.problem import build
 
 ROOT = Path(__file__).resolve().parent.parent
 DIAMOND_PLAN = Plan("", "hand", 8, (), (Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 6, 9)))
@@ -166,7 +168,7 @@ def test_the_bound_of_a_step_is_one_number(files: dict[str, str], out: Any) -> N
     made = json.loads(
         out("plan", *where, "--memory", str(budget), "-o", files["plan"], "--timeline", line, "--json")
     )
-    assert made["bound_ns"] > planners.lower_bound_ns(planners.build(profile, machine), budget)
+    assert made["bound_ns"] > bound.lower_bound_ns(build(profile, machine), budget)
     for by in ("bound", "plan"):
         told = json.loads(out("explain", files["plan"], *where, "--what-if", by, "--json"))
         assert told["what_if"][0]["change"] == "planned again"

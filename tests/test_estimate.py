@@ -21,13 +21,13 @@ from teraio.cli import main
 from teraio.cli.demo_model import Llama, Shape
 from teraio.errors import FileFormatError, OptionError, TeraioError, UnsupportedError
 from teraio.estimating import machines
-from teraio.estimating.estimate import Estimate
+from teraio.estimating.answer import Estimate
 from teraio.formats import shipped_files
 from teraio.formats.plan_cache import fingerprint_of
 from teraio.formats.profile import Profile
-from teraio.passes.planner.planners import build
+from teraio.passes.planner.problem.problem import build
 from teraio.passes.synth import operator_costs
-from teraio.passes.synth.profiles import Rates
+from teraio.passes.synth.roofline import Rates
 from teraio.runtime.device import choose, rss
 from teraio.session.session import RESERVE_BYTES
 

@@ -18,7 +18,8 @@ from teraio.formats.machine import Link, Machine, Tier
 from teraio.formats.plan import Evict, Fetch, Home, Move, Plan
 from teraio.formats.plan_check import check
 from teraio.formats.profile import Profile
-from teraio.passes.planner.planners import plan, smallest_budget
+from teraio.passes.planner.planners import plan
+from teraio.passes.planner.problem.problem import smallest_budget
 from teraio.passes.planner.simulate import event_simulation
 from teraio.passes.planner.simulate.simulate import entered_ns, lanes, step_ns, transfers
 from teraio.units import fmt_ns

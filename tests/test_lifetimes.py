@@ -5,7 +5,7 @@ from __future__ import annotations
 from teraio.formats.plan import Plan
 from teraio.formats.plan_check import check
 from teraio.formats.schedule import MADE, READ, Buffer, Call, Schedule, Slot, Step
-from teraio.passes.planner.planners import smallest_budget
+from teraio.passes.planner.problem.problem import smallest_budget
 from teraio.passes.slots.events import Event, Launch, Make, Signature
 from teraio.passes.slots.layout import lay_slots
 from teraio.passes.slots.lifetimes import profile_of

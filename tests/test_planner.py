@@ -16,7 +16,8 @@ from teraio.formats.plan_check import check
 from teraio.formats.profile import Profile
 from teraio.formats.timeline import Stall, Timeline
 from teraio.passes.planner.auto import auto
-from teraio.passes.planner.planners import PLANNERS, plan, smallest_budget
+from teraio.passes.planner.planners import PLANNERS, plan
+from teraio.passes.planner.problem.problem import smallest_budget
 from teraio.passes.planner.simulate.simulate import device_bytes, simulate, step_ns
 
 MACHINE = toys.machine()

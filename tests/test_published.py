@@ -13,7 +13,8 @@ from teraio.errors import PlanError
 from teraio.formats.plan import Evict, Fetch, Home, Plan
 from teraio.formats.plan_check import check
 from teraio.formats.profile import Profile
-from teraio.passes.planner.planners import plan, smallest_budget
+from teraio.passes.planner.planners import plan
+from teraio.passes.planner.problem.problem import smallest_budget
 from teraio.passes.synth import profiles
 
 PUBLISHED = ("zero-infinity", "g10", "teraio-paper", "10cache")

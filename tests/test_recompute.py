@@ -23,7 +23,7 @@ from teraio.passes.planner import joint_recompute, planners
 from teraio.passes.planner.bound import recompute_terms as again_rows
 from teraio.passes.planner.bound.bound import lower_bound
 from teraio.passes.planner.bound.recompute_terms import Again
-from teraio.passes.planner.problem.problem import Problem
+from teraio.passes.planner.problem.problem import Problem, build, smallest_budget
 from teraio.passes.planner.simulate import event_simulation
 from teraio.passes.synth.profiles import Request, synth
 from teraio.passes.synth.roofline import Rates, Recorder
@@ -206,7 +206,7 @@ def test_two_simulators_agree_on_a_step_with_recompute() -> None:
         profile = network(seed)
         for names in subsets(profile, seed, 1):
             step = recomputed(profile, names)
-            budget = max(planners.smallest_budget(step), 30)
+            budget = max(smallest_budget(step), 30)
             plan = planners.plan(step, machine, budget, planner="greedy", time_limit_s=5.0)
             assert event_simulation.run(plan, step, machine).step_ns == plan.predicted.step_ns
 
@@ -214,8 +214,8 @@ def test_two_simulators_agree_on_a_step_with_recompute() -> None:
 def shortfall(seed: int, candidates_of: Callable[[Problem], tuple[Again, ...]]) -> int:
     """By how much the bound is above the best of some plans for some sets; 0 or less if it is true."""
     profile, machine = network(seed), toys.machine(device=10**9, rate=toys.BYTE_PER_US // 4)
-    problem = planners.build(profile, machine)
-    budget = (int(problem.live.max()) + planners.smallest_budget(profile)) // 2
+    problem = build(profile, machine)
+    budget = (int(problem.live.max()) + smallest_budget(profile)) // 2
     candidates = candidates_of(problem)
     bound = lower_bound(problem, machine, budget, time_limit_s=10.0, again=candidates)
     names = [profile.tensors[each.tensor].name for each in candidates]
@@ -223,7 +223,7 @@ def shortfall(seed: int, candidates_of: Callable[[Problem], tuple[Again, ...]]) 
     steps = []
     for chosen in Random(seed).sample(sets, min(len(sets), 12)):
         step = recomputed(profile, chosen)
-        if planners.smallest_budget(step) <= budget:
+        if smallest_budget(step) <= budget:
             plan = planners.plan(step, machine, budget, planner="greedy", time_limit_s=5.0)
             steps.append(plan.predicted.step_ns)
     return bound.step_ns - min(steps) if steps else 0
@@ -274,11 +274,11 @@ def test_of_a_set_that_does_not_fit_as_much_is_made_again_as_does() -> None:
     parts = set()
     for seed in range(12):
         for names in filter(None, subsets(network(seed), seed, 4)):
-            most = int(planners.build(recomputed(network(seed), names)).floor.max())
+            most = int(build(recomputed(network(seed), names)).floor.max())
             assert joint_recompute._that_fit(network(seed), names, most) == names
             fit = joint_recompute._that_fit(network(seed), names, most - 1)
             assert set(fit) < set(names)
-            assert not fit or planners.build(recomputed(network(seed), fit)).floor.max() < most
+            assert not fit or build(recomputed(network(seed), fit)).floor.max() < most
             parts.add(bool(fit))
     assert True in parts
 
@@ -302,7 +302,7 @@ def test_of_sets_that_are_as_fast_the_one_with_the_lowest_bound_is_chosen() -> N
     machine = toys.machine(device=12)
     sets: list[tuple[str, ...]] = [(), ("b",)]
     for given in (sets, sets[::-1]):
-        steps = {names: planners.build(recomputed(two_layers(), names), machine) for names in given}
+        steps = {names: build(recomputed(two_layers(), names), machine) for names in given}
         assert joint_recompute._lowest(steps, machine, 12, monotonic() + 60) == ("b",)
         assert joint_recompute._lowest(steps, machine, 12, 0.0) == given[0]
 

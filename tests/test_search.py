@@ -18,7 +18,8 @@ from teraio.formats.machine import Machine
 from teraio.formats.plan import Evict, Fetch, Home, Plan
 from teraio.formats.plan_check import check
 from teraio.formats.profile import Profile
-from teraio.passes.planner.planners import build, plan, smallest_budget
+from teraio.passes.planner.planners import plan
+from teraio.passes.planner.problem.problem import build, smallest_budget
 from teraio.passes.planner.search.plan_index import Position, index_of, plan_of, position_of
 from teraio.passes.planner.search.search import improve
 from teraio.passes.planner.simulate import event_simulation

@@ -16,18 +16,18 @@ from teraio.cli import main
 from teraio.formats import shipped_files
 from teraio.formats.machine import Machine
 from teraio.formats.profile import Profile, Tensor
-from teraio.passes.planner import planners
-from teraio.passes.synth import profiles
+from teraio.passes.planner.problem import problem
+from teraio.passes.synth import models, profiles, roofline
 from teraio.passes.synth.models import Decoder
 
 FOLDER = tree.ROOT / "profiles"
 TOY = Decoder(vocabulary=10, hidden=4, layers=3, heads=2, kv_heads=1, head_size=2, ffn=8, default_sequence=6)
-FREE = profiles.Rates(10**9, 10**18, 0)  # 1 operation per nanosecond; kernels without a product take 1 ns
+FREE = roofline.Rates(10**9, 10**18, 0)  # 1 operation per nanosecond; kernels without a product take 1 ns
 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(profiles.MODELS, "toy", (TOY, 0))
+    monkeypatch.setitem(models.MODELS, "toy", (TOY, 0))
     return "toy"
 
 
@@ -46,12 +46,12 @@ def commands() -> dict[str, list[str]]:
     return {command[-1]: command for command in commands}
 
 
-@pytest.mark.parametrize("model", profiles.MODELS)
+@pytest.mark.parametrize("model", models.MODELS)
 def test_parameters_are_those_of_the_published_model(model: str) -> None:
     profile = profiles.synth(model)
-    assert profiles.parameters(profile) == profiles.MODELS[model][1]
+    assert profiles.parameters(profile) == models.MODELS[model][1]
     states = sum(t.size_bytes for t in profile.tensors if t.kind == "state")
-    assert states == 12 * profiles.MODELS[model][1]  # fp32 master copy and two moments
+    assert states == 12 * models.MODELS[model][1]  # fp32 master copy and two moments
     profile.validate()
 
 
@@ -69,7 +69,7 @@ def test_products_are_six_operations_per_parameter_and_token(toy: str) -> None:
 
 
 def test_a_kernel_takes_the_larger_of_compute_and_memory(toy: str) -> None:
-    rates = profiles.Rates(10**9, 10**9, 7)
+    rates = roofline.Rates(10**9, 10**9, 7)
     kernels = {k.name: k for k in profiles.synth(toy, profiles.Request(loss_chunks=1, rates=rates)).kernels}
     # 6 tokens of 4 numbers in and out, 16 weights, 2 bytes each: 48 + 48 + 32; 2 * 6 * 16 operations.
     assert kernels["layers.0.wq"].duration_ns == 7 + max(128, 192)
@@ -164,8 +164,8 @@ def test_every_shipped_file_is_read_and_named_in_the_readme() -> None:
         assert f"`{Machine.read(path).name}`" in readme
     measured = Profile.read(FOLDER / "llama-cpu-160MiB.profile.json.gz")
     about = shipped_files.ABOUT_PROFILES["llama-cpu-160MiB"]
-    assert planners.smallest_budget(measured) == about.smallest_bytes
-    assert (measured.compute_ns, int(planners.build(measured).live.max())) == (
+    assert problem.smallest_budget(measured) == about.smallest_bytes
+    assert (measured.compute_ns, int(problem.build(measured).live.max())) == (
         about.compute_ns,
         about.peak_bytes,
     )

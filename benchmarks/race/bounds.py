@@ -14,6 +14,7 @@ from teraio.formats.machine import Machine
 from teraio.formats.profile import Profile
 from teraio.passes.planner import planners
 from teraio.passes.planner.bound.bound import lower_bound
+from teraio.passes.planner.problem.problem import build
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.recorder import Recorder
 from teraio.session import session
@@ -50,7 +51,7 @@ def bounds(step: Callable[[], Any]) -> dict[str, Any]:
 
 def bound_of(profile: Profile, machine: Machine, budget: int) -> int:
     fitting = as_far_as_it_fits(profile, budget)
-    problem = planners.build(fitting, machine)
+    problem = build(fitting, machine)
     return lower_bound(problem, machine, budget, time_limit_s=BOUND_S).step_ns
 
 

@@ -32,7 +32,7 @@ from .bound.bound import lower_bound, lower_bound_ns
 from .endurance import within_cap
 from .exact.ilp import ilp
 from .greedy.greedy import greedy
-from .problem.problem import DEVICE, Problem, build, refuse_below_floor, smallest_budget
+from .problem.problem import DEVICE, Problem, build, refuse_below_floor
 from .problem.progress_lines import tell_bound
 from .published.g10 import g10
 from .published.tencache import tencache
@@ -40,19 +40,7 @@ from .published.teraio_paper import teraio_paper
 from .published.zero_infinity import zero_infinity
 from .search.search import search
 from .simulate import event_simulation
-from .simulate.simulate import simulate, step_ns
-
-__all__ = [
-    "PLANNERS",
-    "bound_ns",
-    "build",
-    "lower_bound_ns",
-    "plan",
-    "predicted_ns",
-    "simulate",
-    "smallest_budget",
-    "to_make_again",
-]
+from .simulate.simulate import step_ns
 
 
 class Planner(Protocol):

@@ -17,11 +17,8 @@ from teraio.formats.fields import nearest
 from teraio.formats.profile import ENTRIES_MAX, Profile
 
 from .models import MODELS, Shape
-from .roofline import ACCELERATORS, Rates, Recorder, known
+from .roofline import Rates, Recorder
 from .tape import PRECISIONS, Tape, Weights
-
-__all__ = ["ACCELERATORS", "MODELS", "PRECISIONS", "Rates", "Request", "known", "parameters", "synth"]
-
 
 RATES = Rates()
 

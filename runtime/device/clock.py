@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-__all__ = ["Clock", "HostClock"]
-
 
 class Clock(Protocol):
     def moment(self) -> Any:

@@ -23,6 +23,7 @@ from teraio.formats.plan_cache import fingerprint_of
 from teraio.formats.profile import Profile
 from teraio.options import Memory, Options
 from teraio.passes.planner import planners
+from teraio.passes.planner.problem import problem
 from teraio.passes.slots import lifetimes
 from teraio.passes.synth import operator_costs
 from teraio.progress import stage, tell
@@ -35,8 +36,6 @@ from .answer import Estimate
 from .fake_tensors import Asked, Fakes, device_of, optimizer_of, unseen
 from .machines import Basis, basis_of
 from .torch_errors import INSTEAD, quiet, reason
-
-__all__ = ["Estimate", "estimate"]
 
 
 def estimate(
@@ -108,7 +107,7 @@ def _profile(
         ledger.back_to(mark)
         note = optimizer_step.step(ledger, stepped, limit_bytes, basis.speeds, by_rows)
         profile = lifetimes.profile_of([ledger.step()], type(model).__name__)
-        return profile, planners.smallest_budget(profile), note
+        return profile, problem.smallest_budget(profile), note
 
     # As a run cuts them: several parameters at a time; if these do not fit, each alone; then in slices.
     mark = ledger.mark()
@@ -167,4 +166,4 @@ def _plan(profile: Profile, machine: Machine, budget: int, asked: Options) -> tu
 
 
 def _live(profile: Profile) -> Any:
-    return planners.build(profile).live
+    return problem.build(profile).live

@@ -23,9 +23,9 @@ from teraio.errors import OptionError, UnsupportedError
 from teraio.formats import shipped_files
 from teraio.formats.machine import Machine
 from teraio.options import Options
-from teraio.passes.synth import profiles
+from teraio.passes.synth import roofline
 from teraio.passes.synth.operator_costs import Speeds
-from teraio.passes.synth.profiles import Rates
+from teraio.passes.synth.roofline import Rates
 from teraio.runtime.device import choose
 from teraio.runtime.store.directories import default_directories, free_bytes_in, open_place
 from teraio.session.measured_machine import machine_of
@@ -66,10 +66,10 @@ def basis_of(asked: str | os.PathLike[str] | Machine | None, on: torch.device) -
         built_in = path == str(shipped_files.MACHINES.file(machine.name))
         origin = "from data sheets, not measured" if built_in else f"from {path}"
     capacity = next(tier.capacity_bytes for tier in machine.tiers if tier.name == "device")
-    if known := profiles.known(machine.name):
+    if known := roofline.known(machine.name):
         return Basis(
             machine,
-            Speeds(*profiles.ACCELERATORS[known]),
+            Speeds(*roofline.ACCELERATORS[known]),
             capacity,
             origin,
             f"times by {known}'s data sheet",
@@ -79,7 +79,7 @@ def basis_of(asked: str | os.PathLike[str] | Machine | None, on: torch.device) -
     if on.type != "cpu":
         raise OptionError(
             f"estimate: machine {machine.name!r} does not say what computes on {on.type}; its name must "
-            f"begin with one of {', '.join(profiles.ACCELERATORS)}"
+            f"begin with one of {', '.join(roofline.ACCELERATORS)}"
         )
     speeds, compute = _processor()
     return Basis(machine, speeds, capacity, origin, compute, 1, on)

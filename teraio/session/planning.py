@@ -19,6 +19,7 @@ from teraio.formats.profile import Profile
 from teraio.formats.schedule import Step
 from teraio.options import Options
 from teraio.passes.planner import planners
+from teraio.passes.planner.problem import problem
 from teraio.passes.slots import lifetimes
 from teraio.progress import stage
 from teraio.runtime.engine.engine import Engine
@@ -74,7 +75,7 @@ class Planning:
             )
             return None
         if self.engine.residency.elastic:
-            smallest = max(self.budget_bytes, planners.smallest_budget(profile))
+            smallest = max(self.budget_bytes, problem.smallest_budget(profile))
             self.engine.residency.budget_bytes = smallest
             log.info("teraio: memory is %s, the smallest for this step", fmt_bytes(smallest, up=True))
         try:
@@ -124,7 +125,7 @@ class Planning:
 def as_far_as_it_fits(profile: Profile, budget_bytes: int) -> Profile:
     """User code that needs more than there is gets it, which is said: a plan then makes all the room that it
     can. Programs end with a kernel of their own, at which such bytes are counted."""
-    over = planners.build(profile).floor - budget_bytes
+    over = problem.build(profile).floor - budget_bytes
     last = {kernel.call: tick for tick, kernel in enumerate(profile.kernels)}
     kernels = list(profile.kernels)
     for tick in last.values():

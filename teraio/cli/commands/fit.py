@@ -97,7 +97,7 @@ def _permille(text: str) -> int:
 def _smallest(asked: Request, most_bytes: int, probes: int, permille: int) -> Iterator[Fit]:
     """The smallest budget, the largest, and what halving the span between them finds. The search takes the
     planner's word that less memory is not faster; what is printed is true where it is not, too."""
-    from teraio.passes.planner.planners import build
+    from teraio.passes.planner.problem.problem import build
 
     all_bytes = min(int(build(asked.profile).live.max()), most_bytes)
     low, high = asked.floor_bytes, all_bytes

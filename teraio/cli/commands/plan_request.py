@@ -85,7 +85,7 @@ def add_what_if(parser: argparse.ArgumentParser) -> None:
 
 def request(args: argparse.Namespace, path: str, planner: str = "") -> Request:
     """From a command line with a profile at `path`. Without --memory, all of the device's."""
-    from teraio.passes.planner.planners import smallest_budget
+    from teraio.passes.planner.problem.problem import smallest_budget
 
     asked = options.from_flags(args)
     profile, machine = read(path, args.machine)
@@ -117,13 +117,14 @@ def read(profile: str, machine: str) -> tuple[Profile, Machine]:
 def read_profile(asked: str, machine: Machine | None = None) -> Profile:
     """Reads a profile, or makes that of a model that is named instead: with the times of the accelerator that
     the machine's name begins with, or else of a H100."""
-    from teraio.passes.synth import profiles
+    from teraio.passes.synth import profiles, roofline
+    from teraio.passes.synth.models import MODELS
 
-    models = tuple(profiles.MODELS)
+    models = tuple(MODELS)
     if asked not in models or shipped_files.is_file(asked):
         return Profile.read(shipped_files.path(asked, shipped_files.PROFILES, models))
-    known = profiles.known(machine.name) if machine is not None else ""
-    rates = profiles.ACCELERATORS[known or "h100"][0]
+    known = roofline.known(machine.name) if machine is not None else ""
+    rates = roofline.ACCELERATORS[known or "h100"][0]
     made = profiles.synth(asked, profiles.Request(rates=rates))
     print(
         f"teraio: {asked} is a model: planned is a step of one sequence, {made.name}, with times by the data "

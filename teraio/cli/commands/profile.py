@@ -19,7 +19,7 @@ from teraio.units import LIMIT, fmt_bytes, fmt_count, fmt_ns, parse_ns, parse_ra
 from .plan_request import PROFILE, read_profile
 
 if TYPE_CHECKING:
-    from teraio.passes.synth.profiles import Rates
+    from teraio.passes.synth.roofline import Rates
 
 WHOLE = """\
 A profile says what a step does: its kernels in order with their durations, its tensors with their sizes and
@@ -54,8 +54,8 @@ _FLOPS = re.compile(r"([0-9]{1,9})\s*([TP]?)(?:FLOP/?s?)?", re.ASCII | re.IGNORE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    # Of passes/synth only names and defaults; it needs neither torch nor numpy.
-    from teraio.passes.synth import profiles
+    # Names only; they need neither torch nor numpy.
+    from teraio.passes.synth.models import MODELS
 
     parser.description, parser.epilog = WHOLE, WHOLE_EPILOG
     commands = parser.add_subparsers(required=True, metavar="WHAT")
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "synth",
             help="a well-known model's step, by roofline",
             description=DESCRIPTION,
-            epilog=EPILOG.format(models=", ".join(profiles.MODELS)),
+            epilog=EPILOG.format(models=", ".join(MODELS)),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )
@@ -165,7 +165,7 @@ def show(args: argparse.Namespace) -> int:
 
 def names(args: argparse.Namespace) -> int:
     """Prints a row for each profile, and for each model."""
-    from teraio.passes.synth import profiles
+    from teraio.passes.synth.models import MODELS
 
     about = {name: shipped_files.ABOUT_PROFILES[name] for name in shipped_files.PROFILES.names()}
     if args.json:
@@ -173,7 +173,7 @@ def names(args: argparse.Namespace) -> int:
             {"name": name, "path": str(shipped_files.PROFILES.file(name)), **asdict(each)}
             for name, each in about.items()
         ]
-        models = [{"name": name, "parameters": count} for name, (_, count) in profiles.MODELS.items()]
+        models = [{"name": name, "parameters": count} for name, (_, count) in MODELS.items()]
         print(json.dumps({"profiles": told, "models": models}))
         return 0
     rows: list[tuple[str, ...]] = [("profile", "what it is", "compute", "if nothing moves", "at least")]
@@ -183,14 +183,14 @@ def names(args: argparse.Namespace) -> int:
     print(table(rows, left=2))
     print("  but for llama-cpu-160MiB by roofline: one step on a H100, and in bf16 if nothing else is said")
     rows = [("model", "parameters")]
-    rows += [(name, f"{count / 1e9:.2f} billion") for name, (_, count) in profiles.MODELS.items()]
+    rows += [(name, f"{count / 1e9:.2f} billion") for name, (_, count) in MODELS.items()]
     print(table(rows))
     print("  a model's name stands for a step of one sequence; `teraio profile synth` makes others")
     return 0
 
 
 def _summary(profile: Profile) -> dict[str, int | str]:
-    from teraio.passes.planner.planners import build
+    from teraio.passes.planner.problem.problem import build
 
     problem = build(profile)
     return {
@@ -240,7 +240,7 @@ def make(args: argparse.Namespace) -> int:
 
 
 def _rates(args: argparse.Namespace) -> Rates:
-    from teraio.passes.synth.profiles import Rates
+    from teraio.passes.synth.roofline import Rates
 
     try:
         bandwidth, overhead_ns = parse_rate(args.memory_bandwidth), parse_ns(args.overhead)
