@@ -10,7 +10,7 @@
 #include <limits>
 #include <random>
 
-#include "../search.h"
+#include "planner/search.h"
 
 using namespace teraio;
 

@@ -11,9 +11,9 @@
 #include <random>
 #include <thread>
 
-#include "../fault_io.h"
-#include "../thread_io.h"
-#include "../transfers.h"
+#include "io/fault_io.h"
+#include "io/thread_io.h"
+#include "transfer/transfers.h"
 
 using namespace teraio;
 

@@ -1,7 +1,7 @@
 """A plan by index, as the native search takes it. In: a problem, a plan. Out: arrays of integers, and back.
 
 Each gap is spent away once or not at all: (away, out, free, trigger), in ticks that count from the step in
-which the gap begins (csrc/absences.h has the picture). A tensor has one tier. The first absence after a
+which the gap begins (csrc/planner/absences.h has the picture). A tensor has one tier. The first absence after a
 version's write writes it, the others drop. Fetches are ready where the tensor is needed.
 """
 
