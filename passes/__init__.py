@@ -1,1 +1,12 @@
-"""Compile-time: programs in, slots and plans out."""
+"""What happens at compile time: programs in, slots and plans out.
+
+    capture    what AOTAutograd hands over: kinds of arguments, where the joint graph is cut
+    slots      where slots stand in a program, and the schedule that the engine gets
+    fx         slots in an FX graph that is executed in order (inner program `eager`)
+    inductor   slots in Inductor's wrapper lines (inner program `inductor`)
+    selftest   whether slots work on this torch
+    planner    plans from profiles: bounds, heuristics, an integer program, simulators
+    synth      profiles of models by roofline, without running them
+
+Nothing here imports the runtime: a schedule and a plan are data (teraio.formats).
+"""

@@ -96,8 +96,9 @@ def test_the_wheel_has_every_module(built: Built) -> None:
     }
     assert set(MODULES) - files == set()
     # What a report's page is made of is no module, nor what is compiled where it runs.
-    assets = {f"teraio/report/assets/{name}" for name in ("page.html", "page.css", *html_page.SCRIPTS)}
-    assets.add("teraio/runtime/torch_extension/allocator.cpp")
+    assets = {f"teraio/cli/report/assets/{name}" for name in ("page.html", "page.css", *html_page.SCRIPTS)}
+    compiled = tree.files(".cpp", ".h")
+    assets |= {f"teraio/{path}" for path in compiled if path.parts[0] == "runtime"}
     along = {f"teraio/{path}" for path in tree.files(".json", ".gz") if path.parts[0] == "profiles"}
     assert len(along) == len(shipped_files.ABOUT_PROFILES) + len(shipped_files.ABOUT_MACHINES)
     assert (assets | along) - set(built.wheel_names) == set()
@@ -108,7 +109,7 @@ def test_what_comes_along_is_found_by_name_in_an_empty_folder(built: Built, tmp_
     words = ["profile", "show", "gpt2-b16"], ["machine", "list"], ["profile", "list"]
     lines = [f"assert cli.main({each}) == 0" for each in words]
     code = "\n".join(
-        (f"import sys; sys.path.insert(0, {str(built.wheel)!r}); from teraio import cli", *lines)
+        (f"import sys; sys.path.insert(0, {str(built.wheel)!r}); from teraio.cli import main as cli", *lines)
     )
     ran = fresh(["-c", code], tmp_path)
     assert ran.returncode == 0, ran.stderr

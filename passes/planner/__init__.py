@@ -1,1 +1,14 @@
-"""passes/planner."""
+"""Planners: a profile, a machine and a budget in, a plan out.
+
+    planners          plan, predicted_ns, bound_ns: what others call
+    auto              the default: greedy, search and the integer program in turn, until the bound is near
+    problem           what is decided about: gaps, routes, ledgers
+    simulate          how long a step takes with a plan: a fast recurrence, and a simulation of events
+    bound             how fast a step can be at best, certified in integers
+    greedy, search, exact      three planners, from fast to thorough
+    published         planners of published systems, for comparison
+    joint_recompute   what to compute again, decided together with what moves
+    endurance         plans that keep to a cap on bytes written per day
+
+Invariant: every plan that `plan` returns was accepted by formats.plan_check. No torch, no device.
+"""

@@ -2,12 +2,12 @@
 
 What the system gives anew costs a fault per page, and clearing it: a fifth of a training step, if every
 tensor's memory comes from the system and goes back there. So blocks that were freed are kept as long as they
-and those in use fit in the budget together (`csrc/allocator/spare_blocks.h`). A user's budget is theirs to use: the process
-stays within it, and beside what is not tensors takes no more than that.
+and those in use fit in the budget together (`csrc/allocator/spare_blocks.h`). A user's budget is theirs to
+use: the process stays within it, and beside what is not tensors takes no more than that.
 
 torch asks a C++ class of its own for memory, which differs from version to version. Ours is 40 lines
-(`allocator.cpp`), built with the system's compiler against the torch that is here, in two seconds,
-once. Without a compiler every tensor's memory goes back to the system at once, and that is said.
+(`allocator.cpp`), built with the system's compiler against the torch that is here, in two seconds, once.
+Without a compiler every tensor's memory goes back to the system at once, and that is said.
 """
 
 from __future__ import annotations

@@ -1,1 +1,10 @@
-"""teraio/cli."""
+"""The command line: `teraio COMMAND`, and `python -m teraio`.
+
+    main                      main: the parser, and errors as one line with the remedy
+    commands                  the commands that plan offline, one file each
+    report                    what a person sees of a step: page, terminal, trace
+    demo, demo_model          the main job, small
+    doctor, doctor_findings   what this machine can do, and the fix for what is wrong
+
+Invariant: bad input is one line and exit code 2; --json prints one JSON object.
+"""

@@ -1,8 +1,8 @@
 """A plan by index, as the native search takes it. In: a problem, a plan. Out: arrays of integers, and back.
 
 Each gap is spent away once or not at all: (away, out, free, trigger), in ticks that count from the step in
-which the gap begins (csrc/planner/absences.h has the picture). A tensor has one tier. The first absence after a
-version's write writes it, the others drop. Fetches are ready where the tensor is needed.
+which the gap begins (csrc/planner/absences.h has the picture). A tensor has one tier. The first absence after
+a version's write writes it, the others drop. Fetches are ready where the tensor is needed.
 """
 
 from __future__ import annotations

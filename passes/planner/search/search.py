@@ -1,9 +1,10 @@
 """The search planner. In: a problem and a budget. Out: the best of the greedy plans, improved.
 
-A large-neighbourhood search (csrc/planner/search.h) changes a few absences at a time where the simulated plan stalls.
-Where it starts matters more than how long it goes on, so it starts from several plans of greedy's portfolio
-and goes on with the better half, again and again. What it finds is never worse than what it starts from. The
-same seed gives the same plan when it ends by `rounds`; by the clock it gets as far as the machine lets it.
+A large-neighbourhood search (csrc/planner/search.h) changes a few absences at a time where the simulated plan
+stalls. Where it starts matters more than how long it goes on, so it starts from several plans of greedy's
+portfolio and goes on with the better half, again and again. What it finds is never worse than what it starts
+from. The same seed gives the same plan when it ends by `rounds`; by the clock it gets as far as the machine
+lets it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ earlier one began, with the same left to do on each lane: from there on they rep
 such step, and it starts at 0. A plan without moves is simulated as it stands: what an engine fetches on
 demand is not in it.
 
-csrc/planner/recurrence.cpp is the same recurrence for planners, a hundred times as fast; this one makes the timeline.
+csrc/planner/recurrence.cpp is the same recurrence for planners, a hundred times as fast; this one makes the
+timeline.
 """
 
 from __future__ import annotations
