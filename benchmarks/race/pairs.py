@@ -17,7 +17,7 @@ from statistics import median, quantiles
 from typing import Any, Literal, Self
 
 BENCHMARKS = Path(__file__).parents[1]
-FOUND = os.pathsep.join(map(str, (BENCHMARKS, BENCHMARKS.parent / "tests", BENCHMARKS.parent)))
+FOUND = os.pathsep.join(map(str, (BENCHMARKS, BENCHMARKS.parent / "tests" / "support", BENCHMARKS.parent)))
 SETTLE_LEAST, SETTLE_MOST = 3, 24  # steps before those that count
 SPREAD_MOST = 0.05  # of ratios, between their quartiles: what varies more resolves nothing
 PAIRS_LEAST = 9

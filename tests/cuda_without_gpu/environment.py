@@ -55,7 +55,9 @@ class Environment:
 
     def variables(self, **more: str) -> dict[str, str]:
         """The environment of a process that runs on the stand-in."""
-        paths = [str(path) for path in (self.libraries, HERE, ROOT / "benchmarks" / "gpu", HERE.parent)]
+        paths = [
+            str(path) for path in (self.libraries, HERE, ROOT / "benchmarks" / "gpu", HERE.parent / "support")
+        ]
         return {
             **os.environ,
             "LD_PRELOAD": str(self.libraries / "libcuda.so.1"),

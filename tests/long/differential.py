@@ -5,7 +5,8 @@ the named ones, of which the suite of tests has a sample.
                                       [--named 1000] [--json results.jsonl]
 
 Prints what went wrong as it is found, a line of progress every ten models, and in the end what moved. Exit
-code 0 or 1. A seed that fails is tried alone with `python tests/differential_run.py '{"seeds": [SEED]}'`.
+code 0 or 1. A seed that fails is tried alone with `python tests/support/differential_run.py '{"seeds":
+[SEED]}'`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from differential_sweep import NAMED, complaints, sweep, totals
 from says import at_least, exactly

@@ -1,4 +1,4 @@
-"""Every operation of a training's drive fails, in every way: see tests/fault_loop.py.
+"""Every operation of a training's drive fails, in every way: see tests/support/fault_loop.py.
 
     python tests/long/drive_faults.py [--stride 1] [--json FILE]
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from says import at_least, at_most, exactly
 
-CHILD = Path(__file__).parents[1] / "fault_loop.py"
+CHILD = Path(__file__).resolve().parents[1] / "support" / "fault_loop.py"
 SILENT = ("flip", "stale", "neighbour")  # the drive says that all is well
 LOST = ("drop", "stall")  # no answer comes, or none for long
 ROWS = [

@@ -3,8 +3,8 @@ the budget; the plan costs time.
 
     python tests/long/hostile_plans.py [--models 50] [--plans 12] [--first 20000] [--jobs 2]
 
-Six kinds in turn (tests/generated_plans.py): everything leaves at once, moves of anything at any time and to
-tiers that are not there, fetches too late, too early, moves out of order and twice, everything let go
+Six kinds in turn (tests/support/generated_plans.py): everything leaves at once, moves of anything at any time
+and to tiers that are not there, fetches too late, too early, moves out of order and twice, everything let go
 unwritten. Budgets from the smallest to all of it, whatever the plan says of its own. Prints `name value
 target PASS|FAIL`; exit code 0 or 1.
 """
@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from differential_run import UNSEEN_BYTES, nothing_beside
 from differential_sweep import complaints, sweep

@@ -15,7 +15,7 @@ import random
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from says import as_it_is, exactly
 from store_rig import POINTS, Bystander, Left, disk_for, killed_at_moment, killed_at_point

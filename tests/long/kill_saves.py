@@ -14,7 +14,7 @@ import random
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from checkpoint_kill import kill_while_saving, numbered
 from for_now import folder_for_now

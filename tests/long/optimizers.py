@@ -1,4 +1,4 @@
-"""Every optimizer and loop of tests/optimizer_loops.py, plainly and under a budget.
+"""Every optimizer and loop of tests/support/optimizer_loops.py, plainly and under a budget.
 
     python tests/long/optimizers.py [names]
 
@@ -13,12 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from optimizer_loops import LOOPS, OPTIMIZERS
 from says import exactly
 
-CHILD = Path(__file__).parents[1] / "optimizer_train.py"
+CHILD = Path(__file__).resolve().parents[1] / "support" / "optimizer_train.py"
 
 
 def main() -> int:

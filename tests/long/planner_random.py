@@ -20,7 +20,7 @@ from itertools import count, islice
 from pathlib import Path
 from statistics import mean, median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from random_cases import cases
 from random_verdict import SHARES, Verdict, judge

@@ -2,8 +2,8 @@
 
     python tests/long/planted.py [names] [--jobs 1] [--limit-s 900] [--work FOLDER] [--list]
 
-For each patch of tests/planted: a copy of this tree with the bug in it, where nothing but the tests that the
-patch names is run, and each of them must fail: by an assertion, an error, or the end of its process; by a
+For each patch of tests/data/planted: a copy of this tree with the bug in it, where nothing but the tests that
+the patch names is run, and each of them must fail: by an assertion, an error, or the end of its process; by a
 hang only if the patch says so. A test that does not even run has found nothing: not with a name that is not
 there, nor with a module that cannot be imported. First the same tests must pass without any bug, once per
 file. csrc is compiled in one folder for all (`--work` keeps it), so that only changed files are.
@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import planted_bugs
 import tree

@@ -25,7 +25,7 @@ from says import exactly
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 RACES, MEMORY = "thread", "address,undefined"
 LIBRARIES = {RACES: ["tsan"], MEMORY: ["asan", "ubsan"]}
-CHILD = Path(__file__).resolve().parents[1] / "observer_child.py"
+CHILD = Path(__file__).resolve().parents[1] / "support" / "observer_child.py"
 THREADED = ("threads_and_finalizers", "pointers_at_once")
 ALONE = ("extension", "pointer_writes", "waits_for_us", "modes_are_restored", "arguments_stay", "store_fails")
 REPORT = re.compile(r"WARNING: ThreadSanitizer|ERROR: \w+Sanitizer|runtime error:")

@@ -13,11 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from says import as_it_is, exactly
 
-CHILD = Path(__file__).parents[1] / "signalled.py"
+CHILD = Path(__file__).resolve().parents[1] / "support" / "signalled.py"
 
 
 def main() -> int:

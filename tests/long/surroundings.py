@@ -24,7 +24,7 @@ from typing import Any
 from says import as_it_is, exactly
 
 TESTS = Path(__file__).resolve().parent.parent
-CHILD, FUSE = TESTS / "surroundings_child.py", TESTS / "fuse_disk.py"
+CHILD, FUSE = TESTS / "support/surroundings_child.py", TESTS / "support/fuse_disk.py"
 SAME = "same"
 MIB = 2**20
 

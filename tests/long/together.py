@@ -20,12 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from says import at_least, exactly
 from store_rig import Left, disk_for
 
-TRAINS = Path(__file__).parents[1] / "cache_train.py"
+TRAINS = Path(__file__).resolve().parents[1] / "support" / "cache_train.py"
 BESIDE = 3
 LAST_KILL_S = 15.0  # by then they are through
 

@@ -16,7 +16,10 @@ from pathlib import Path
 from says import at_least, exactly
 
 TESTS = Path(__file__).resolve().parents[1]
-SUITES = ("test_models", "test_guard", "test_resident", "test_checkpoint", "test_loading", "test_reset")
+SUITES = (
+    *("end_to_end/test_what_people_do", "runtime/eager/test_user_code", "runtime/model/test_resident"),
+    *("runtime/model/test_save", "runtime/model/test_load", "session/test_reset"),
+)
 LEAST = 40
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from says import as_it_is, exactly
 
-CHILD = Path(__file__).parents[1] / "strangers/child.py"
+CHILD = Path(__file__).resolve().parents[1] / "support/strangers/child.py"
 FAMILIES = ("hugging_face", "vision", "loops")
 OUTCOMES = ("equal", "idle", "loose", "refused", "wrong", "crashed", "expected", "slow", "unusable")
 COUNTS = {"hugging_face": 100, "vision": 30, "loops": 1000}

@@ -1,0 +1,305 @@
+"""The commands that plan offline: their figures are those of the plan, and bad input is one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+import tree
+
+from teraio.cli import main
+from teraio.errors import PlanError
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Evict, Fetch, Plan
+from teraio.formats.plan_check import check
+from teraio.formats.profile import Profile
+from teraio.formats.timeline import Timeline
+from teraio.passes.planner import planners
+from teraio.passes.planner.bound import bound
+from teraio.passes.planner.problem.problem import build
+
+ROOT = tree.ROOT
+DIAMOND_PLAN = Plan("", "hand", 8, (), (Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 6, 9)))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """The diamond, whose best step under 8 bytes is 12 us (see toys.py), its plan and the toy machine."""
+    paths = {name: str(tmp_path / f"{name}.json") for name in ("profile", "machine", "plan", "out")}
+    toys.diamond().write(paths["profile"])
+    toys.machine().write(paths["machine"])
+    DIAMOND_PLAN.write(paths["plan"])
+    return paths
+
+
+@pytest.fixture
+def out(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str, code: int = 0) -> str:
+        assert main.main(arguments) == code
+        said = capsys.readouterr()
+        if code:
+            assert said.err.startswith("teraio: ") and said.err.count("\n") == 1, said.err
+            return said.err
+        return said.out
+
+    return run
+
+
+def test_plan_prints_the_figures_of_the_plan(files: dict[str, str], out: Any) -> None:
+    arguments = ("plan", files["profile"], "--machine", files["machine"], "-o", files["out"])
+    made = json.loads(out(*arguments, "--json", "--endurance", "1GB"))
+    assert (made["step_ns"], made["compute_ns"], made["bound_ns"]) == (12_000, 10_000, made["bound_ns"])
+    assert 10_000 <= made["bound_ns"] <= 12_000
+    assert (made["ssd_write_bytes"], made["ssd_read_bytes"], made["peak_bytes"]) == (4, 4, 6)
+    # 4 bytes in 12 us are 4 * 86,400 * 10^9 / 12,000 a day: 28.8 GB, more than the drives are rated for.
+    assert (made["ssd_write_bytes_per_day"], made["ssd_life_days"]) == (28_800_000_000, 0)
+    assert made["feasible"] and made["memory_bytes"] == 8 and made["plan_ns"] > 0
+    assert check(Plan.read(files["out"]), toys.diamond(), toys.machine()).feasible
+    text = out(*arguments, "--endurance", "300TB")
+    assert "a step of 12 µs" in text and "28.5 years until" in text
+    assert "8 hours until" in out(*arguments, "--endurance", "10GB")
+    assert "under an hour until" in out(*arguments, "--endurance", "1GB")
+
+
+def test_no_plan_is_told_in_json_too(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--machine", files["machine"], "--memory", "5B", "--json")
+    assert main.main(["plan", files["profile"], *where]) == 1
+    said = capsys.readouterr()
+    made = json.loads(said.out)
+    assert (made["feasible"], made["memory_bytes"], made["smallest_bytes"]) == (False, 5, 6)
+    assert made["why"] in said.err
+
+
+def test_profile_show_says_what_the_peak_is_made_of(files: dict[str, str], out: Any) -> None:
+    made = json.loads(out("profile", "show", files["profile"], "--json"))
+    assert made["kinds"] == {"activation": {"tensors": 2, "bytes": 10, "at_peak_bytes": 10}}
+    assert (made["peak_tick"], made["peak_bytes"], made["smallest_bytes"]) == (4, 10, 6)
+    assert "most at kernel k4 (tick 4)" in out("profile", "show", files["profile"])
+
+
+def test_a_plan_keeps_to_the_cap_of_writes(files: dict[str, str], out: Any) -> None:
+    arguments = ("plan", files["profile"], "--machine", files["machine"], "-o", files["out"], "--json")
+    freely = json.loads(out(*arguments))
+    cap = freely["ssd_write_bytes_per_day"] // 2
+    capped = json.loads(out(*arguments, "--max-write-per-day", str(cap)))
+    assert 0 < capped["ssd_write_bytes_per_day"] <= cap
+    assert capped["step_ns"] > freely["step_ns"]
+    everyone = json.loads(out(*arguments, "--planner", "all", "--max-write-per-day", str(cap)))
+    assert everyone["best"]
+    assert all(row["ssd_write_bytes_per_day"] <= cap for row in everyone["planners"])
+
+
+def test_all_planners_stand_side_by_side_and_the_fastest_is_written(
+    files: dict[str, str], out: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(problem: Any, machine: Any, budget_bytes: int, **rest: Any) -> Plan:
+        return Plan("", "", budget_bytes, (), (Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 9, 9)))
+
+    def never(problem: Any, machine: Any, budget_bytes: int, **rest: Any) -> Plan:
+        raise PlanError("7 bytes over budget")
+
+    known = {name: planners.PLANNERS[name] for name in ("auto", "greedy", "none")}
+    table = {**known, "slow": slow, "never": never}
+    monkeypatch.setattr(planners, "PLANNERS", table)
+    arguments = ("plan", files["profile"], "--machine", files["machine"], "--planner", "all")
+    made = json.loads(out(*arguments, "--json", "-o", files["out"]))
+    rows = {row["planner"]: row for row in made["planners"]}
+    assert made["best"] in {"auto", "greedy"}
+    assert rows["slow"]["step_ns"] == 15_000  # the write waits 1 us, the read 4
+    assert made["refused"] == {"never": "7 bytes over budget"}
+    assert Plan.read(files["out"]).predicted.step_ns == rows[made["best"]]["step_ns"] == 12_000
+    assert {row["bound_ns"] for row in made["planners"]} == {made["bound_ns"]}
+    text = out(*arguments)
+    marked = [line for line in text.splitlines() if line.startswith("  * ")]
+    assert len(marked) == 1 and made["best"] in marked[0]
+    assert "never: no plan: 7 bytes over budget" in text and "on demand" in text
+
+
+def test_simulate_says_what_arithmetic_says(files: dict[str, str], out: Any) -> None:
+    arguments = ("simulate", files["plan"], files["profile"], "--machine", files["machine"])
+    made = json.loads(out(*arguments, "--json", "-o", files["out"]))
+    assert (made["step_ns"], made["compute_ns"], made["stall_ns"], made["peak_bytes"]) == (
+        12_000,
+        10_000,
+        2_000,
+        6,
+    )
+    lane = {"busy_ns": 4_000, "bytes": 4}
+    assert made["links"] == {"evict:ssd": lane, "fetch:ssd": lane}
+    assert sum(stall.ns for stall in Timeline.read(files["out"]).stalls) == 2_000
+    assert "a step of 12 µs: 10 µs of compute, 2 µs of waiting" in out(*arguments)
+
+
+def test_explain_names_what_is_waited_for_and_what_would_help(files: dict[str, str], out: Any) -> None:
+    arguments = ("explain", files["plan"], files["profile"], "--machine", files["machine"])
+    made = json.loads(out(*arguments, "--json"))
+    waits = {(w["tensor"], w["cause"], w["kernel"]): w["ns"] for w in made["waits"]}
+    assert waits == {("a", "link busy", "k4"): 1_000, ("a", "late read", "k9"): 1_000}
+    assert made["written_bytes"] == made["read_bytes"] == {"activation": 4}
+    steps = {answer["change"]: answer["step_ns"] for answer in made["what_if"]}
+    # A drive at 5 GB/s or room for everything: nothing is waited for. Host memory takes 10 us to answer.
+    assert steps == {
+        "planned again": 12_000,
+        "1 drive more": 10_000,
+        "64 GiB more host memory": 12_000,
+        "8 GiB more device memory": 10_000,
+    }
+    text = out(*arguments)
+    assert "2 µs of waiting (1 µs for late read, 1 µs for link busy)" in text
+    assert "written to SSD:" in text and "1 drive more" in text
+    assert "what if" not in out(*arguments, "--what-if", "off")
+    bounds = json.loads(out(*arguments, "--what-if", "bound", "--json"))["what_if"]
+    assert all(10_000 <= answer["bound_ns"] <= 12_000 and answer["step_ns"] is None for answer in bounds)
+
+
+def test_the_bound_of_a_step_is_one_number(files: dict[str, str], out: Any) -> None:
+    """What `plan` says no plan beats, `explain` and `report` say of the same step planned again."""
+    profile, machine = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
+    profile.write(files["profile"])
+    machine.write(files["machine"])
+    where, budget = (files["profile"], "--machine", files["machine"], "--plan-time", "10s"), 1_500
+    line = str(Path(files["out"]).with_name("line.json"))
+    made = json.loads(
+        out("plan", *where, "--memory", str(budget), "-o", files["plan"], "--timeline", line, "--json")
+    )
+    assert made["bound_ns"] > bound.lower_bound_ns(build(profile, machine), budget)
+    for by in ("bound", "plan"):
+        told = json.loads(out("explain", files["plan"], *where, "--what-if", by, "--json"))
+        assert told["what_if"][0]["change"] == "planned again"
+        assert told["what_if"][0]["bound_ns"] == made["bound_ns"], by
+    options = ("--profile", files["profile"], "--plan", files["plan"], "--machine", files["machine"])
+    told = json.loads(out("report", line, *options, "--what-if", "bound", "--json"))
+    (sentence,) = [text for text in told["sentences"] if "No plan for this profile takes less" in text]
+    assert f"less than {told['tables']['what_if']['rows'][0][-1]};" in sentence
+
+
+def test_explain_knows_links_that_share(files: dict[str, str], out: Any) -> None:
+    root = ROOT / "profiles"
+    machine = str(root / "machines/h100-4ssd.machine.json")
+    profile = str(root / "gpt2-b16.profile.json.gz")
+    out("plan", profile, "--machine", machine, "--memory", "3GiB", "-o", files["out"])
+    text = out("explain", files["out"], profile, "--machine", machine, "--what-if", "off", "--top", "1")
+    row = next(line for line in text.splitlines() if line.strip().startswith("fetch:host"))
+    assert "52 GB/s" in row and "fetch:ssd" in row
+    told = out("explain", files["out"], profile, "--machine", machine, "--what-if", "off", "--json")
+    made = Plan.read(files["out"]).predicted
+    assert json.loads(told)["step_ns"] == made.step_ns >= made.bound_ns
+    assert "links share bandwidth here; if each had its own" in text
+
+
+def test_fit_finds_the_smallest_budget_that_is_fast_enough(files: dict[str, str], out: Any) -> None:
+    arguments = ("fit", files["profile"], "--machine", files["machine"])
+    toys.machine(device=100).write(files["machine"])
+    made = json.loads(out(*arguments, "--within", "1.2", "--json"))
+    assert made["smallest_bytes"] == 6
+    for fit in made["fits"]:
+        again = planners.plan(toys.diamond(), toys.machine(device=100), fit["memory_bytes"])
+        assert fit["step_ns"] == again.predicted.step_ns
+    enough = [fit["memory_bytes"] for fit in made["fits"] if fit["step_ns"] <= 12_000]
+    assert made["within_bytes"] == min(enough) <= 8
+    # No time for anything but compute: all 10 bytes, or none of the tried.
+    whole = json.loads(out(*arguments, "--within", "1", "--json"))
+    assert whole["within_bytes"] == 10
+    assert "10 B keep the step within 1x" in out(*arguments, "--within", "1")
+
+
+def test_fit_marks_the_largest_batch_that_stays_fast(files: dict[str, str], out: Any, tmp_path: Path) -> None:
+    paths = []
+    for size in (100, 200, 4000):
+        paths.append(str(tmp_path / f"b{size}.json"))
+        made = toys.training_profile(size=size)
+        kernels = tuple(type(k)(k.name, k.call, k.duration_ns * size // 100) for k in made.kernels)
+        Profile(f"b{size}", 0, kernels, made.tensors).write(paths[-1])
+    toys.machine(device=10**6, ssd=10**6, rate=10**8).write(files["machine"])
+    arguments = ("fit", *paths, "--machine", files["machine"], "--memory", "2500B", "--within", "1.05")
+    made = json.loads(out(*arguments, "--json"))
+    assert [fit["step_ns"] is not None for fit in made["fits"]] == [True, True, False]
+    assert made["best"] == "b200" and "step needs" in made["fits"][2]["why"]
+    assert "* b200" in out(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told", "code"),
+    [
+        (("plan", "missing.json", "--machine", "{machine}"), "missing.json: No such file", 2),
+        (("plan", "{plan}", "--machine", "{machine}"), "teraio-profile", 2),
+        (("plan", "{profile}", "--machine", "{machine}", "--planner", "gredy"), "did you mean greedy", 2),
+        (("plan", "{profile}", "--machine", "{machine}", "--memory", "2 blobs"), "unknown unit 'blobs'", 2),
+        (("plan", "{profile}", "--machine", "{machine}", "--endurance", "x"), "--endurance: 'x'", 2),
+        (("plan", "{profile}", "--machine", "{machine}", "--memory", "5B"), "Give at least 6 bytes", 1),
+        (("simulate", "{other}", "{profile}", "--machine", "{machine}"), "no tensor of that name", 1),
+        (("explain", "{plan}", "{profile}", "--machine", "{bare}"), "no link from 'device' to 'ssd'", 1),
+        (("fit", "{profile}", "--machine", "{machine}", "--within", "0.5"), "--within '0.5' is not", 2),
+        (("fit", "{profile}", "--machine", "{machine}", "--within", "nan"), "--within 'nan' is not", 2),
+        (("fit", "{profile}", "--machine", "{machine}", "--probes", "-1"), "--probes is -1", 2),
+    ],
+)
+def test_bad_input_is_one_line_with_the_remedy(
+    arguments: tuple[str, ...], told: str, code: int, files: dict[str, str], out: Any, tmp_path: Path
+) -> None:
+    files["bare"], files["other"] = str(tmp_path / "bare.json"), str(tmp_path / "other.json")
+    Machine("bare", toys.machine().tiers[:1], ()).write(files["bare"])
+    Plan("f" * 32, "x", 8, (), (Evict("z", "ssd", 4, 1),)).write(files["other"])
+    assert told in out(*(a.format(**files) for a in arguments), code=code)
+
+
+def test_whatever_the_readers_take_is_answered_without_a_traceback(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps without kernels or tensors, machines without drives, links or room, plans for something else."""
+    machines = [
+        toys.machine(),
+        toys.machine(device=10_000, ssd=10_000, host=50),
+        Machine("bare", toys.machine().tiers[:1], ()),
+        Machine("linkless", toys.machine().tiers, ()),
+        Machine("nothing", (replace(toys.machine().tiers[0], capacity_bytes=0),), ()),
+    ]
+    profiles = [Profile("empty", 0, (), ()), toys.profile([], 3), toys.profile([toys.weight("w", 9, ())], 0)]
+    codes = set()
+    for seed, machine in product(range(8), machines):
+        profile = profiles[seed] if seed < len(profiles) else toys.random_profile(seed)
+        profile.write(files["profile"])
+        machine.write(files["machine"])
+        where = ("--machine", files["machine"])
+        if machine.tiers[0].capacity_bytes > 1000:
+            assert main.main(["plan", files["profile"], *where, "-o", files["plan"]]) == 0
+        for command in (
+            ("plan", files["profile"], *where, "--planner", "all", "--memory", "min"),
+            ("simulate", files["plan"], files["profile"], *where),
+            ("explain", files["plan"], files["profile"], *where),
+            ("fit", files["profile"], *where, "--probes", "1"),
+            ("profile", "show", files["profile"]),
+            ("fit", files["profile"], files["profile"], *where),
+        ):
+            codes.add(code := main.main(command))
+            said = capsys.readouterr()
+            assert code in (0, 1) and (said.out or said.err), command
+    assert codes == {0, 1}
+
+
+def test_commands_in_the_docs_are_commands() -> None:
+    text = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    blocks = "\n".join(re.findall(r"^```[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    lines = re.findall(r"^(?:\$ )?teraio (.*?)(?:  +#.*)?$", blocks, re.MULTILINE)
+    assert len(lines) >= 8
+    for line in lines:
+        assert callable(main._parser().parse_args(shlex.split(line)).run), line
+
+
+@pytest.mark.parametrize("command", [name for name, _, _ in main.COMMANDS])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main([command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert f"usage: teraio {command}" in text
+    assert "example" in text and f"\n  teraio {command}" in text
+    assert "%" not in text.replace("100%", "").replace("80%", "").replace("5%", "")
+    assert "--json" in text or command in ("profile", "machine", "completion")  # theirs have it

@@ -1,0 +1,190 @@
+"""The examples run as they are, in sizes for a test, and what they print proves what they are there for."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import tree
+from children import forked
+
+EXAMPLES = tree.ROOT / "examples"
+TINY = "--vocabulary 256 --hidden 128 --layers 6 --heads 4 --inner eager"
+TRAINER = "--inner eager --hidden 128 --layers 4 --heads 4 --length 32 --batch 2 --memory 9MiB --every 2"
+NEEDED = ("transformers", "peft", "accelerate")
+
+# What each is there for is in a test below.
+RUNS = {
+    "larger_than_memory": f"{TINY} --memory 8MiB --tokens 16 --steps 2",
+    "streaming_inference": f"{TINY} --memory 6MiB --tokens 2",
+    "per_block": f"{TINY} --memory 10MiB --batch 2 --length 32 --steps 5 --init",
+    "linear_model": "--inner eager --chunks 12 --rows 512 --memory 8MiB --steps 6",
+    "state_space": "--inner eager --memory 8MiB --steps 5 --channels 8 --states 4 --layers 4 "
+    "--batch 2 --frames 4 --side 16",
+    "offline_plan": f"{TINY} --memory 9MiB --batch 2 --length 32 --planner greedy --machines h100-4ssd",
+    "train_llama": "--inner eager --memory 160MiB --steps 1",
+    "log_steps": "--inner eager --memory 160MiB --steps 1",
+    "lora": f"{TINY} --memory 8MiB --length 16 --steps 7 --plain",
+    "finetune_trainer": f"{TRAINER} --steps 2",
+    "finetune_trainer again": f"{TRAINER} --steps 4 --resume --plain",
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each of them prints."""
+    folder = tmp_path_factory.mktemp("examples")
+    without = {f"{name} without": RUNS[name] for name in ("lora", "finetune_trainer")}
+    runs = {
+        name: {
+            "script": str(EXAMPLES / f"{name.split()[0]}.py"),
+            "arguments": [*arguments.split(), *(["--output", str(folder)] if "finetune" in name else [])],
+            "missing": NEEDED if name in without else (),
+        }
+        for name, arguments in {**without, **RUNS}.items()
+    }
+    asked = folder / "runs.json"
+    asked.write_text(json.dumps(list(runs.values())))
+    # Any plan will do, and greedy takes a tenth of the time.
+    settings = {**os.environ, "TERAIO_PLANNER": "greedy", "OMP_NUM_THREADS": "1"}
+    done = forked(tree.SUPPORT / "examples_child.py", str(asked), env=settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(runs, json.loads(done.stdout.splitlines()[-1])))
+
+
+def mib(row: str, text: str) -> float:
+    """`  peak of tensors    4.0 MiB`."""
+    found = re.findall(rf"^  {row} +([0-9.]+) MiB$", text, re.MULTILINE)
+    assert len(found) == 1, f"{row} in {text}"
+    return float(found[0])
+
+
+def same_losses(row: str, text: str) -> bool:
+    return re.search(rf"^  losses equal {row} +yes$", text, re.MULTILINE) is not None
+
+
+def within(text: str) -> bool:
+    """Something moved, and what was there was no more than allowed."""
+    return 0 < mib("peak of tensors", text) <= mib("memory allowed", text) and mib("read from disk", text) > 0
+
+
+def test_no_example_fails_or_is_left_out(texts: dict[str, str]) -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} - {"side_by_side"} == {n.split()[0] for n in RUNS}
+    failed = [f"{name}:\n{texts[name]}" for name in RUNS if "Traceback" in texts[name]]
+    assert not failed, "\n".join(failed)
+    # What a kernel takes for itself is known when it has run once: a Fourier transform's copies, here.
+    unknown = re.compile(r"overrun: (?!kernel _fft_c2r_\d \(for itself\))")
+    assert not [name for name in RUNS if unknown.search(texts[name])]
+    assert {name for name in RUNS if "overrun" in texts[name]} <= {"state_space"}
+
+
+@pytest.mark.parametrize("name", ["larger_than_memory", "streaming_inference"])
+def test_an_example_keeps_more_weights_than_it_has_memory_for(texts: dict[str, str], name: str) -> None:
+    weights = float(re.findall(r"weights ([0-9.]+) MiB", texts[name])[0])
+    peak = float(re.findall(r"peak ([0-9.]+) MiB", texts[name])[0])
+    assert peak < weights, texts[name]
+
+
+def test_a_trainer_goes_on_from_its_checkpoint_as_it_would_plainly(texts: dict[str, str]) -> None:
+    first, second = texts["finetune_trainer"], texts["finetune_trainer again"]
+    assert mib("weights gradients and states", first) > mib("memory allowed", first), first
+    assert within(first), first
+    assert re.search(r"^  began with +\S+checkpoint-2$", second, re.MULTILINE), second
+    assert re.search(r"^  steps +4$", second, re.MULTILINE), second
+    assert same_losses("plain ones", second), second
+    assert within(second), second
+
+
+def test_adapters_are_trained_beside_weights_that_are_never_written(texts: dict[str, str]) -> None:
+    text = texts["lora"]
+    assert mib("frozen weights", text) > mib("peak of tensors", text), text
+    assert mib("of them read in a planned step", text) > 1, text
+    assert mib("read from disk", text) > mib("of them read in a planned step", text), text
+    assert mib("of them written in a planned step", text) == 0, text
+    assert same_losses("plain ones", text), text
+
+
+@pytest.mark.parametrize("name", ["lora", "finetune_trainer"])
+def test_without_a_package_an_example_says_what_to_install(texts: dict[str, str], name: str) -> None:
+    text = texts[f"{name} without"]
+    assert re.search(r"^SystemExit: \w+ is missing: pip install .*transformers", text, re.MULTILINE), text
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ModuleNotFoundError("No module named 'peft'", name="peft"), r"peft is missing: pip install peft"),
+        (
+            ModuleNotFoundError("No module named 'peft.x'", name="peft.x"),
+            r"No module named 'peft\.x'.* pip install --upgrade peft transformers",
+        ),
+        (ImportError("tokenizers>=0.22 is required"), r"ImportError: tokenizers>=0\.22 is required.*upgrade"),
+        (
+            ModuleNotFoundError("No module named 'yaml'", name="yaml"),
+            r"No module named 'yaml'.* install --upgrade",
+        ),
+    ],
+)
+def test_an_import_that_fails_is_told_as_what_it_is(
+    error: ImportError, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    said = str(importlib.import_module("side_by_side").not_imported(error, "peft", "transformers"))
+    assert re.search(told, said) and "None" not in said and "\n" not in said, said
+
+
+@pytest.mark.parametrize("name", ["lora", "finetune_trainer"])
+def test_a_package_that_is_there_and_broken_is_not_called_missing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what both import; neither gets as far as training."""
+    (tmp_path / "accelerate.py").write_text("raise ImportError('psutil 9 is too old')\n")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in [each for each in sys.modules if each.partition(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(SystemExit, match="psutil 9 is too old"):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    monkeypatch.delitem(sys.modules, "accelerate", raising=False)
+
+
+def test_blocks_share_a_program_and_keep_their_losses(texts: dict[str, str]) -> None:
+    text = texts["per_block"]
+    assert re.search(r"^  programs compiled for them +1$", text, re.MULTILINE), text
+    assert mib("weights gradients and states", text) > mib("memory allowed", text), text
+    assert same_losses("plain ones", text), text
+    assert within(text), text
+
+
+def test_a_plan_made_offline_is_replayed(texts: dict[str, str]) -> None:
+    text = texts["offline_plan"]
+    planned = re.findall(
+        r"^  (\S+) +within 9.0 MiB: step [0-9.]+ s, bound [0-9.]+ s, gap", text, re.MULTILINE
+    )
+    assert planned == ["h100-4ssd", "here"], text
+    assert "replaying" in text
+    assert same_losses("those of the measured run", text), text
+    assert within(text), text
+
+
+def test_a_matrix_larger_than_memory_is_written_once(texts: dict[str, str]) -> None:
+    text = texts["linear_model"]
+    assert mib("matrix", text) > mib("memory allowed", text), text
+    assert mib("written until the first epoch ended", text) >= mib("matrix", text), text
+    assert mib("written after that", text) == 0, text
+    assert mib("read from disk", text) > 2 * mib("matrix", text), text
+    assert same_losses("those of the mapped file", text), text
+    assert within(text), text
+
+
+def test_convolutions_by_fft_are_trained_in_a_part_of_their_peak(texts: dict[str, str]) -> None:
+    text = texts["state_space"]
+    assert mib("peak of tensors", text) < 0.75 * mib("peak where nothing leaves", text), text
+    assert same_losses("plain ones", text), text
+    assert within(text), text

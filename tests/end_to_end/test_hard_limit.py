@@ -1,0 +1,38 @@
+"""Where the system refuses plain training the memory it wants, teraio finishes with the same numbers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import tree
+from children import ended
+
+CHILD = tree.SUPPORT / "limited_child.py"
+SAVED_BYTES = 20 * (16 << 20)  # what plain training holds between forward and backward, at least
+EXTRA_BYTES = (
+    240 << 20
+)  # the budget of 112 MiB, eight threads' stacks of 8 MiB, and what eager code allocates
+
+
+def train(kind: str, extra_bytes: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(CHILD), kind, str(extra_bytes)]
+    return ended(command)
+
+
+def test_under_a_limit_that_ends_plain_training_ours_finishes_with_the_same_losses() -> None:
+    assert EXTRA_BYTES < SAVED_BYTES
+    free, refused, ours = train("plain", 0), train("plain", EXTRA_BYTES), train("teraio", EXTRA_BYTES)
+    assert free.returncode == 0, free.stderr[-3000:]
+    assert refused.returncode != 0
+    said = refused.stderr[-3000:]
+    assert "can't allocate memory" in said or "MemoryError" in said, said
+    assert ours.returncode == 0, ours.stderr[-3000:]
+    expected, got = json.loads(free.stdout), json.loads(ours.stdout)
+    print(got)
+    assert got["losses"] == expected["losses"]
+    assert len(set(got["losses"])) == len(got["losses"]) == 3
+    assert got["digest"] == expected["digest"]
+    assert got["stats"]["evictions"] >= 20
+    assert got["stats"]["planned_moves"] >= 20, "the last step has a plan"

@@ -1,0 +1,256 @@
+"""The docs are true: their Python runs, their names exist, links lead somewhere, tables are made."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import sys
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tree
+from children import ended
+
+import teraio
+from teraio import errors
+from teraio.cli import main
+from teraio.cli.commands import options as options_page
+from teraio.formats.machine import Machine
+from teraio.formats.plan import Plan
+from teraio.formats.profile import Profile
+from teraio.formats.timeline import Timeline
+from teraio.options import VARIABLES, Options, env_name
+
+DOCS = [tree.ROOT / "README.md", *sorted((tree.ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+KEYS = {field.name for field in fields(Options)}
+# Of teraio.load, besides options.
+OTHER_KEYS = {"strict", "copy", "whole"}
+# Written where a placeholder of a name stands.
+OPEN = {"TERAIO_", "TERAIO_MEMROY"}
+
+
+def blocks(word: str) -> dict[str, str]:
+    """`cookbook.md:18` -> the code of each block whose fence says exactly this."""
+    found = {}
+    for path in DOCS:
+        text = path.read_text()
+        for fence in FENCE.finditer(text):
+            if fence[1].strip() == word:
+                found[f"{path.name}:{text.count(chr(10), 0, fence.start()) + 1}"] = fence[2]
+    return found
+
+
+PYTHON = {**blocks("python"), **blocks("python run")}
+# Pages whose commands run as they stand, one page after another, in a folder with what their Python wrote.
+RUNS = ("start.md", "README.md", "planning.md")
+
+
+def commands() -> dict[str, str]:
+    """`planning.md:13 teraio profile list` -> `teraio profile list`."""
+    found: dict[str, str] = {}
+    for path in sorted(DOCS, key=lambda path: (*RUNS, path.name).index(path.name)):
+        shells = (fence[2] for fence in FENCE.finditer(path.read_text()) if fence[1].strip() in ("", "bash"))
+        lines = re.findall(r"^(?:\$ )?(teraio .*)$", "\n".join(shells), re.MULTILINE)
+        if path.name in RUNS:
+            found |= {f"{path.name}: {line}": line for line in lines}
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[str, Any]:
+    """All blocks that run, in one process."""
+    environment = {**os.environ, "TERAIO_INNER": "eager", "TERAIO_PLANNER": "greedy", "TERAIO_WARMUP": "1"}
+    command = [sys.executable, str(tree.SUPPORT / "docs_run.py")]
+    asked = {"python": list(blocks("python run").items()), "commands": list(commands().items())}
+    done = ended(command, env=environment, given=json.dumps(asked))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "matches none" not in done.stderr, done.stderr[-3000:]
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def test_the_blocks_that_run_do(ran: dict[str, Any]) -> None:
+    errors_told = {name: told["error"] for name, told in ran.items() if "error" in told}
+    assert not errors_told, "\n".join(f"{name}\n{error}" for name, error in errors_told.items())
+    assert len(blocks("python run")) >= 12
+
+
+def test_the_commands_run_as_they_stand_in_an_empty_folder(ran: dict[str, Any]) -> None:
+    wrong = [f"{name}\n{said}" for name, said in ran["commands"].items() if said]
+    assert not wrong, "\n".join(wrong)
+    assert {name.partition(":")[0] for name in ran["commands"]} == set(RUNS) and len(ran["commands"]) >= 15
+
+
+def test_what_they_say_happens(ran: dict[str, Any]) -> None:
+    """A block that gives a budget runs in one that is too small to hold everything: things leave."""
+    for name, code in blocks("python run").items():
+        if '"memory"' in code or "memory=" in code:
+            assert ran[name]["slots"] > 0, (name, ran[name])
+            assert ran[name]["fetches"] > 0 or "no_grad" in code, (name, ran[name])  # weights alone do fit
+    assert {"run.profile.json", "run.timeline.json", "last.pt"} <= {
+        name for name, size in ran["files"].items() if size
+    }
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_python_in_the_docs_uses_what_there_is(name: str) -> None:
+    for node in ast.walk(ast.parse(PYTHON[name], name)):
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "teraio":
+            assert node.attr in (*teraio.__all__, "errors"), f"{name}: teraio.{node.attr}"
+        for key in keys_of(node):
+            assert key in KEYS | OTHER_KEYS, f"{name}: option {key!r}"
+
+
+def keys_of(node: ast.AST) -> list[str]:
+    """Options that this gives: `options={...}`, `options = {...}`, `teraio.init(...)`, `teraio.load(...)`."""
+    given: list[ast.expr] = []
+    match node:
+        case ast.keyword(arg="options", value=ast.Dict(keys=keys)):
+            given = [key for key in keys if key]
+        case ast.Assign(targets=[ast.Name(id="options")], value=ast.Dict(keys=keys)):
+            given = [key for key in keys if key]
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name(id="teraio"), attr="init" | "load" | "wrap"), keywords=told
+        ):
+            return [keyword.arg for keyword in told if keyword.arg]
+    return [str(key.value) for key in given if isinstance(key, ast.Constant)]
+
+
+def test_names_in_the_text_exist() -> None:
+    known = {*VARIABLES, *map(env_name, KEYS)}
+    raised = {name for name in vars(errors) if name.endswith("Error")}
+    wrong = []
+    for path in DOCS:
+        text = path.read_text()
+        wrong += [
+            f"{path.name}: {name}"
+            for name in re.findall(r"\bTERAIO_[A-Z_]*", text)
+            if name not in known | OPEN
+        ]
+        wrong += [
+            f"{path.name}: teraio.{name}"
+            for name in re.findall(r"`teraio\.([a-z_]+)", text)
+            if name not in (*teraio.__all__, "errors")
+        ]
+        wrong += [
+            f"{path.name}: {name}"
+            for name in re.findall(r"`([A-Z][A-Za-z]+Error)\b", text)
+            if name not in raised | {"RuntimeError", "ValueError"}
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+QUOTED = re.compile(r"`([^`]+)`")
+WORDS = 4  # in a row, that must be in the code
+
+
+def in_a_row(text: str) -> set[tuple[str, ...]]:
+    words = re.findall(r"[\w'-]+", text.lower())
+    return {tuple(words[at : at + WORDS]) for at in range(len(words) - WORDS + 1)}
+
+
+def test_messages_in_troubleshooting_are_printed_by_the_code() -> None:
+    """Of each message that is quoted, four words in a row stand in a text of the code."""
+    said: set[tuple[str, ...]] = set()
+    for path in tree.package().values():
+        for node in ast.walk(tree.tree(path)):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else " 0 " for part in node.values]
+                said |= in_a_row("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said |= in_a_row(re.sub(r"%\w", "0", node.value))
+    for path in tree.files(".h", ".cpp"):
+        for literals in re.findall(r'"[^"\n]*"(?:\s+"[^"\n]*")*', tree.text(path)):
+            said |= in_a_row("".join(literals.split('"')[1::2]))
+    page = (tree.ROOT / "docs" / "troubleshooting.md").read_text()
+    theirs = ("Either mode or options", "is not a valid DynamoBackend")
+    quoted = [" ".join(text.split()) for text in QUOTED.findall(page)]
+    messages = [
+        text for text in quoted if len(text.split()) > 2 * WORDS and not any(t in text for t in theirs)
+    ]
+    wrong = [text for text in messages if not in_a_row(re.sub(r"\d[\d.]*", "0", text)) & said]
+    assert len(messages) >= 20
+    assert not wrong, "\n".join(wrong)
+
+
+def anchors(path: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    text = FENCE.sub("", path.read_text())
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        kept = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+        found.add(kept.replace(" ", "-"))
+    return found
+
+
+def test_links_lead_somewhere() -> None:
+    wrong, count = [], 0
+    for path in DOCS:
+        text = FENCE.sub("", path.read_text())
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if re.match(r"https?://", target):
+                continue
+            count += 1
+            name, _, anchor = target.partition("#")
+            file = (path.parent / name).resolve() if name else path
+            if not file.exists():
+                wrong.append(f"{path.name}: {target}")
+            elif anchor and anchor not in anchors(file):
+                wrong.append(f"{path.name}: {target} ({', '.join(sorted(anchors(file)))})")
+    assert not wrong, "\n".join(wrong)
+    assert count >= 20
+
+
+def test_files_named_in_the_docs_exist() -> None:
+    """`runtime/store/store.py`, and `store.py` right after a folder, are there."""
+    folders = ("teraio", "passes", "runtime", "csrc", "tests", "examples", "benchmarks", "docs", "profiles")
+    wrong = []
+    for path in DOCS:
+        for name in re.findall(rf"`((?:{'|'.join(folders)})/[\w./-]+\.\w+)", path.read_text()):
+            if not (tree.ROOT / name).exists():
+                wrong.append(f"{path.name}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+FORMATS: dict[str, type[Profile | Machine | Plan | Timeline]] = {
+    "teraio-profile": Profile,
+    "teraio-machine": Machine,
+    "teraio-plan": Plan,
+    "teraio-timeline": Timeline,
+}
+
+
+def test_the_files_that_are_shown_can_be_read_and_no_field_is_missing() -> None:
+    page = (tree.ROOT / "docs" / "formats.md").read_text()
+    shown = {json.loads(text)["format"]: text for text in blocks("json").values()}
+    assert shown.keys() == FORMATS.keys()
+    for name, text in shown.items():
+        value = FORMATS[name].loads(text)
+        written = json.loads(value.dumps())
+        assert FORMATS[name].loads(value.dumps()) == value
+        keys = set(re.findall(r'"(\w+)":', value.dumps())) - set(written.get("tiers", ()))
+        assert all(f"`{key}`" in page or f'"{key}"' in page for key in keys)
+
+
+def test_the_package_shows_its_public_names_and_is_typed() -> None:
+    assert dir(teraio) == sorted(teraio.__all__) and len(teraio.__all__) < 12
+    assert (Path(teraio.__file__).parent / "py.typed").is_file()
+
+
+def test_every_page_is_on_the_map() -> None:
+    start = (tree.ROOT / "docs" / "start.md").read_text()
+    assert {path.name for path in DOCS[1:]} <= set(re.findall(r"\]\(([\w-]+\.md)\)", start))
+
+
+def test_the_page_of_options_is_what_the_code_says() -> None:
+    """Made by `teraio options > docs/options.md`."""
+    assert (tree.ROOT / "docs" / "options.md").read_text() == options_page.as_markdown(main._parser())
+    names = list(options_page.public_names())
+    assert len(names) == len(teraio.__all__) and all(options_page.public_names().values())
+    assert all(one.lower() <= other.lower() for one, other in pairwise(name.split("(")[0] for name in names))

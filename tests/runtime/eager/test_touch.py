@@ -1,0 +1,61 @@
+"""Whatever user code does to a tensor that is away: it works as on any other, or an error says what it is. No
+crash, no garbage, no write that is lost."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from functools import cache
+
+import pytest
+import tree
+from children import forked
+
+CHILD = tree.SUPPORT / "touch_child.py"
+DEATHS = 5  # of the process that touches: then the rest counts as failed too
+
+Case = tuple[str, str]  # kind and operation
+
+
+def run(first: int, bug: str = "") -> tuple[dict[Case, str], int]:
+    """What is wrong with each case from this one on, and the number to go on with: 0 if all were tried."""
+    done = forked(CHILD, str(first), bug)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    found = {(kind, name): wrong for (_, kind, name), wrong in zip(lines[::2], lines[1::2])}
+    assert done.returncode <= 0, done.stderr[-3000:]
+    if done.returncode == 0:
+        return found, 0
+    number, kind, name = lines[-1]
+    found[kind, name] = f"the process died of it ({done.returncode}): {done.stderr[-1000:]}"
+    return found, number + 1
+
+
+@cache
+def touched() -> dict[Case, str]:
+    found, following = run(0)
+    for _ in range(DEATHS):
+        if following:
+            more, following = run(following)
+            found.update(more)
+    if following:
+        found["all", "the rest"] = f"given up after {DEATHS} deaths"
+    return found
+
+
+def test_touching_what_is_away_gives_what_is_true_and_loses_no_write() -> None:
+    wrong = [f"{kind}, {name}: {what}" for (kind, name), what in touched().items() if what]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_kind_is_touched_in_many_ways() -> None:
+    kinds = Counter(kind for kind, _ in touched())
+    assert set(kinds) == {"gradient", "state", "weight", "frozen", "buffer", "index"}
+    assert min(count for kind, count in kinds.items() if kind != "index") > 190
+
+
+@pytest.mark.parametrize(("bug", "first"), [("nothing is observed", 1000), ("no write is noted", 970)])
+def test_a_planted_bug_is_found(bug: str, first: int) -> None:
+    """A crash among them: it is one failed case, and the process after it goes on. `first` is a case not long
+    before one that must fail."""
+    found, following = run(first, bug)
+    assert following or any(found.values())

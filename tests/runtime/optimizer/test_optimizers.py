@@ -1,0 +1,220 @@
+"""Gradients and optimizer states are under the budget as weights are, whatever the optimizer and the loop."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import tree
+from children import forked, one_by_one
+from optimizer_loops import LOOPS, OPTIMIZERS, WHOLE
+
+from teraio.runtime.optimizer.buckets import Passes, buckets_of
+
+CHILD = tree.SUPPORT / "optimizer_train.py"
+MIB = 2**20
+BUDGET, RESERVE = 6 * MIB, 4 * MIB
+# tests/long/optimizers.py has these, too.
+SLOWER = {
+    "Adagrad",
+    "NAdam",
+    "RMSprop",
+    "Adafactor",
+    "Adam amsgrad",
+    "inherited step",
+    "swaps the optimizer",
+    "anomaly",
+    "autograd.grad",
+    "backward twice",
+    "clips values",
+    "reads spent",
+    "scheduler",
+    "zeroes before",
+}
+SCENARIOS = sorted({*LOOPS, *OPTIMIZERS} - SLOWER)
+USERS_OWN_BYTES = 256 * 1024  # the largest tensor that a loop makes is one of a weight's size, 144 KiB
+BY_HAND = {"fused by hand"}  # no optimizer steps
+REASONS = {
+    "global norm": "depends on the others",
+    "LBFGS": "keeps more than its groups",
+    "compiled step": "its step is compiled",
+    "one counter": "two of them share a state",
+}
+KEPT = {"hooks"}  # user code holds gradients: they are there, over the budget if they must be
+
+
+def run(scenarios: Sequence[Any]) -> subprocess.CompletedProcess[str]:
+    return forked(CHILD, json.dumps(scenarios))
+
+
+def said(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@cache
+def child() -> subprocess.CompletedProcess[str]:
+    return run(SCENARIOS)
+
+
+def results() -> dict[str, Any]:
+    return {result["scenario"]: result for result in said(child())}
+
+
+def result_of(scenario: str) -> dict[str, Any]:
+    assert scenario in results(), f"exit {child().returncode}: {child().stderr[-3000:]}"
+    result: dict[str, Any] = results()[scenario]
+    return result
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_losses_weights_states_and_groups_are_those_of_the_plain_run(scenario: str) -> None:
+    assert result_of(scenario)["same"]
+
+
+@pytest.mark.parametrize("scenario", [s for s in SCENARIOS if s not in WHOLE | BY_HAND])
+def test_the_step_goes_bucket_by_bucket_within_the_budget(scenario: str) -> None:
+    """Its states are most of the memory, and away between steps; they were born so. The model is made before
+    anyone knows of the budget; from then on tensors take what the reserve leaves."""
+    result = result_of(scenario)
+    assert result["buckets"] >= 11
+    assert result["away"].get("state", 0) >= 24
+    assert result["away"].get("weight", 0) >= 4
+    if scenario not in KEPT:
+        assert result["counts"]["overrun_bytes"] == 0
+        assert max(result["peaks"][1:]) <= BUDGET - RESERVE + USERS_OWN_BYTES
+    assert max(result["peaks"]) <= BUDGET - RESERVE + 2 * MIB
+
+
+@pytest.mark.parametrize("scenario", ["AdamW", "AdamW foreach", "SGD momentum"])
+def test_a_plan_leaves_nothing_of_an_optimizers_step_to_demand(scenario: str) -> None:
+    """Though gradients stay after their update, which plans do not know: they leave for what has to come."""
+    counts = result_of(scenario)["counts"]
+    assert counts["step_misses"] == 0 < counts["step_read_bytes"]
+
+
+@pytest.mark.parametrize("scenario", sorted(WHOLE))
+def test_what_cannot_be_taken_apart_is_stepped_whole_and_that_is_said(scenario: str) -> None:
+    result_of(scenario)
+    optimizer = {"global norm": "GlobalNorm", "compiled step": "AdamW", "one counter": "AdamW"}.get(
+        scenario, scenario
+    )
+    told = [line for line in child().stderr.splitlines() if f"{optimizer} steps all" in line]
+    assert len(told) >= 1
+    reason = REASONS[scenario]
+    assert any(reason in line for line in told)
+
+
+def test_gradients_leave_between_micro_batches_and_while_they_are_clipped() -> None:
+    """Four of them: each adds to gradients that were away."""
+    assert result_of("accumulates")["counts"]["touches"] > 100
+    assert result_of("clips")["counts"]["touches"] > 0, "those that are not there yet are waited for"
+    assert result_of("zeroes in place")["away"]["grad"] > 0, "how many depends on what was measured"
+    assert result_of("AdamW")["counts"]["touches"] == 0, "no one else asked for anything"
+
+
+def lines(script: str, cases: Sequence[str]) -> list[Any]:
+    """What a script prints for each of the cases, or its error for one that ends it."""
+
+    def run(left: Sequence[str]) -> list[Any]:
+        done = forked(CHILD.with_name(script), *left)
+        errors = [done.stderr[-3000:]] if done.returncode else []
+        return [*said(done), *errors]
+
+    found = one_by_one(cases, run)
+    assert len(found) == len(cases), f"it ended badly after all: {found[-1]}"
+    return found
+
+
+SAVES = ("something", "nothing")
+
+
+@cache
+def shared_weights() -> dict[str, Any]:
+    return dict(zip(SAVES, lines("shared_weight_train.py", SAVES)))
+
+
+@pytest.mark.parametrize("saves", SAVES)
+def test_a_weight_of_two_programs_gets_both_gradients_of_every_batch(saves: str) -> None:
+    result = shared_weights()[saves]
+    assert isinstance(result, dict), f"its process ended: {result}"
+    assert result["same"]
+    assert result["added"] == 0, "a gradient left that autograd added to at once"
+    assert result["counts"]["evictions"] > 50, "little moved: the test shows little"
+
+
+def test_a_forward_is_open_until_its_own_backward_has_run() -> None:
+    done = forked(CHILD.with_name("open_forward_train.py"))
+    assert done.returncode == 0, f"exit {done.returncode}: {done.stdout} {done.stderr[-3000:]}"
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 3
+    assert all(result["same"] and result["added"] == 0 for result in found), found
+
+
+def test_a_group_without_parameters_is_stepped_too() -> None:
+    """It has a learning rate, a counter: what the step writes there is the next step's."""
+    parameters = [torch.zeros(4), torch.zeros(4)]
+    groups: list[dict[str, Any]] = [{"params": parameters, "t": 0}, {"params": [], "t": 5}]
+    buckets = buckets_of(groups, limit_bytes=16)
+    assert [len(bucket.parameters) for bucket in buckets] == [1, 1, 0]
+    for group in Passes(groups, lambda: iter(buckets)):
+        group["t"] += 1
+    assert [group["t"] for group in groups] == [1, 6]
+
+
+ENDS = ("pressed", "lost")
+
+
+@cache
+def ends() -> dict[str, Any]:
+    return dict(zip(ENDS, lines("torn_train.py", ENDS)))
+
+
+def torn(how: str) -> dict[str, Any]:
+    result = ends()[how]
+    assert isinstance(result, dict), f"its process ended: {result}"
+    return result
+
+
+def test_ctrl_c_waits_for_the_end_of_the_step() -> None:
+    result = torn("pressed")
+    assert result["updated"] == result["of"]
+    assert [error.partition(":")[0] for error in result["raised"]] == ["KeyboardInterrupt"]
+    assert result["here"]
+
+
+def test_a_step_that_cannot_be_completed_is_torn_and_no_other_is_taken() -> None:
+    result = torn("lost")
+    assert 0 < result["updated"] < result["of"], "the test wants an end in the middle"
+    assert [error.partition(":")[0] for error in result["raised"]] == ["TornStepError", "TornStepError"]
+    assert f"ended after {result['updated']} of {result['of']} buckets" in result["raised"][0]
+    assert "load the last checkpoint" in result["raised"][0]
+    assert result["here"]
+
+
+PLANTED = {
+    "updates are forgotten": "AdamW",
+    "gradients are not fetched": "accumulates",
+    "nothing is tried": "global norm",
+    "groups are not written back": "counter in the group",
+    "operators write unnoted": "scaler",
+}
+
+
+@cache
+def planted_results() -> list[Any]:
+    """With each of the bugs, and then without any."""
+    pairs = [*((scenario, bug) for bug, scenario in PLANTED.items()), ("AdamW", "")]
+    return one_by_one(pairs, lambda left: said(run(left)))
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_these_tests_find_a_planted_bug(bug: str) -> None:
+    *found, afterwards = planted_results()
+    result = dict(zip(PLANTED, found))[bug]
+    assert result is None or (result["bug"] == bug and not result["same"])
+    assert afterwards["same"], "what a bug has left behind would be found, too"

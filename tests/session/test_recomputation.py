@@ -1,0 +1,286 @@
+"""Activations that are made again: the same numbers, within the budget, with fewer bytes moved; compiled once
+more, or once when a plan knows it; what must not run twice does not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import recompute_runs
+import torch
+from functorch.compile import aot_function, min_cut_rematerialization_partition, nop
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from teraio.errors import UnsupportedError
+from teraio.formats.plan import Plan, Remade
+from teraio.formats.schedule import Buffer, Call, Schedule, Slot, Step
+from teraio.options import Options
+from teraio.passes.capture import recompute_cut
+from teraio.session import session
+from teraio.session.recomputation import Remaking
+
+BUDGETS = {"mlp": 11_000_000, "attention": 19_500_000, "checkpoint": 11_000_000}  # the second has dropout
+
+
+@cache
+def trained() -> dict[str, Any]:
+    """All in one process: importing torch takes longer than any of them."""
+    runs: list[dict[str, Any]] = []
+    for model, budget in BUDGETS.items():
+        auto = {"model": model, "budget": budget, "options": {"recompute": "auto"}}
+        runs.append({"name": f"{model} plain", "model": model, "plain": True})
+        runs.append({**auto, "name": f"{model} auto", "cache": model == "mlp"})
+    runs += [
+        {"name": f"{model} cut", "model": model, "cut": f"{model} auto"} for model in ("mlp", "attention")
+    ]
+    mlp = {"model": "mlp", "budget": BUDGETS["mlp"]}
+    runs.append({**mlp, "name": "off", "steps": 7, "profile": True})
+    runs.append({**mlp, "name": "offline", "offline": "off"})
+    runs.append({**mlp, "name": "replay", "replay": "mlp auto"})
+    runs.append({**mlp, "name": "later", "cache": True, "options": {"recompute": "auto"}})
+    return recompute_runs.child(runs)
+
+
+@pytest.mark.parametrize("model", BUDGETS)
+def test_what_is_made_again_changes_no_bit_and_keeps_the_budget(model: str) -> None:
+    plain, auto = (trained()[f"{model} {name}"] for name in ("plain", "auto"))
+    assert auto["nodes"] and (plain["compiles"], auto["compiles"]) == (1, 2)
+    assert plain["losses"] == auto["losses"] and plain["digest"] == auto["digest"]
+    assert max(auto["peaks"]) <= BUDGETS[model] < max(plain["peaks"])
+
+
+@pytest.mark.parametrize("model", ["mlp", "attention"])
+def test_the_same_cut_without_a_budget_gives_the_same_bits_and_saves_less(model: str) -> None:
+    plain, auto, cut = (trained()[f"{model} {name}"] for name in ("plain", "auto", "cut"))
+    assert cut["compiles"] == 1 and auto["nodes"] == cut["nodes"]
+    assert cut["losses"] == auto["losses"] and cut["digest"] == auto["digest"]
+    assert max(cut["peaks"]) < 0.9 * max(plain["peaks"]) and not cut["counts"][-1]["written_bytes"]
+
+
+def test_fewer_bytes_are_moved_than_without() -> None:
+    runs = trained()
+    written = {name: runs[name]["counts"][-1]["written_bytes"] for name in ("off", "mlp auto")}
+    assert written["mlp auto"] < 0.8 * written["off"]
+    assert runs["off"]["compiles"] == 1
+
+
+def test_no_random_operator_runs_again_and_no_checkpoint_is_undone() -> None:
+    assert not [
+        node for node in trained()["attention auto"]["nodes"] if "rand" in node or "bernoulli" in node
+    ]
+    # What the checkpointed part leaves, and the input of the next, are the user's to save.
+    assert all(node.startswith(("sigmoid", "gelu", "erf")) for node in trained()["checkpoint auto"]["nodes"])
+
+
+def test_a_plan_file_is_compiled_once_and_followed() -> None:
+    replay, auto = trained()["replay"], trained()["mlp auto"]
+    assert replay["compiles"] == 1 and replay["nodes"] == auto["nodes"]
+    assert replay["digest"] == auto["digest"]
+    assert replay["counts"][-1]["planned_moves"] > 0
+
+
+def test_what_an_offline_plan_makes_again_is_compiled_once_more_and_changes_no_bit() -> None:
+    """From the profile of a run without recompute: its moves are not for the step that then runs."""
+    offline, plain, off = (trained()[name] for name in ("offline", "mlp plain", "off"))
+    assert offline["nodes"] and offline["compiles"] == 2
+    assert offline["losses"] == plain["losses"] and offline["digest"] == plain["digest"]
+    assert max(offline["peaks"]) <= BUDGETS["mlp"]
+    before, after = (run["counts"][-1]["written_bytes"] for run in (off, offline))
+    assert after < 0.8 * before
+
+
+def test_a_kept_plan_is_compiled_once_and_followed_from_the_second_step_on() -> None:
+    first, later = trained()["mlp auto"], trained()["later"]
+    assert first["compiles"] == 2 and later["compiles"] == 1
+    assert later["nodes"] == first["nodes"] and later["digest"] == first["digest"]
+    assert later["counts"][1]["planned_moves"] > 0
+    assert {each["node"] for each in first["kept"]["remade"]} == set(first["nodes"])
+
+
+# ---- what may run twice ----
+
+
+def cut(
+    function: Callable[..., torch.Tensor],
+    *inputs: torch.Tensor,
+    again: tuple[str, ...] = (),
+    needs: recompute_cut.Needs = lambda backward: 0,
+) -> tuple[recompute_cut.Partition, torch.fx.GraphModule, torch.fx.GraphModule]:
+    """The cut of a function's joint graph: what is known of it, forward and backward."""
+    seen: list[torch.fx.GraphModule] = []
+
+    def look(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        seen.append(gm)
+        return nop(gm, example_inputs)
+
+    least = min_cut_rematerialization_partition
+    partitioner = functools.partial(recompute_cut.cut_as_asked, least, lambda graph: (again, 0), needs)
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    compiled = aot_function(function, fw_compiler=look, bw_compiler=look, partition_fn=partitioner)
+    compiled(*leaves).sum().backward()
+    found = recompute_cut.of(seen[0])
+    assert found is not None
+    return found, seen[0], seen[1]
+
+
+SQUARE = torch.ones(8, 8)
+
+
+def targets(gm: torch.fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return ((x @ w).tanh() @ w).tanh() @ w
+
+
+def test_what_is_asked_for_is_made_again_and_the_rest_stays_saved() -> None:
+    about, _, backward = cut(chain, SQUARE, SQUARE)
+    assert {"tanh", "tanh_1"} <= about.possible
+    assert "aten.tanh.default" not in targets(backward)
+    again, forward, backward = cut(chain, SQUARE, SQUARE, again=("tanh",))
+    assert again.graph == about.graph
+    assert "tanh" not in again.nodes and "tanh_1" in again.nodes
+    assert targets(backward).count("aten.tanh.default") == 1
+    assert not recompute_cut.of(backward) and forward
+
+
+def test_what_does_not_fit_is_saved() -> None:
+    """Made again, everything of this function would be there at once."""
+
+    def kernels(backward: torch.fx.GraphModule) -> int:
+        return targets(backward).count("aten.tanh.default")
+
+    asked, _, backward = cut(chain, SQUARE, SQUARE, again=("tanh", "tanh_1"), needs=kernels)
+    assert kernels(backward) == 0 and {"tanh", "tanh_1"} <= {*asked.nodes}
+    asked, _, backward = cut(
+        chain, SQUARE, SQUARE, again=("tanh", "tanh_1"), needs=lambda backward: kernels(backward) // 2
+    )
+    assert kernels(backward) == 1 and "tanh" in asked.nodes and "tanh_1" not in asked.nodes
+
+
+def test_what_nobody_saves_is_not_made_again() -> None:
+    asked, _, backward = cut(chain, SQUARE, SQUARE, again=("nobody", "mm"))
+    assert asked == cut(chain, SQUARE, SQUARE)[0]
+    assert "aten.tanh.default" not in targets(backward)
+
+
+def noisy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.dropout((x @ w).tanh(), 0.5) @ w
+
+
+def masks(forward: torch.fx.GraphModule) -> set[str]:
+    """What comes out of random operators."""
+    nodes = [node for node in forward.graph.nodes if "backward" not in str(node.target)]
+    random = {node for node in nodes if "dropout" in str(node.target) or "rand" in str(node.target)}
+    return {node.name for node in nodes if node in random or random & {*node.all_input_nodes}}
+
+
+def test_random_numbers_are_not_made_again() -> None:
+    about, forward, _ = cut(noisy, SQUARE, SQUARE)
+    assert masks(forward) & {*about.nodes} and not masks(forward) & about.possible
+    _, _, backward = cut(noisy, SQUARE, SQUARE, again=about.nodes)
+    assert not masks(backward)
+
+
+def test_a_planted_random_operator_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute_cut, "_repeatable", lambda node, wanted: True)
+    about, forward, _ = cut(noisy, SQUARE, SQUARE)
+    assert masks(forward) & about.possible
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_reads_an_argument_that_the_graph_writes_is_not_made_again(writes: bool) -> None:
+    aten, graph = torch.ops.aten, torch.fx.Graph()
+    x, running = graph.placeholder("x"), graph.placeholder("running")
+    made = graph.call_function(aten.tanh.default, (graph.call_function(aten.add.Tensor, (x, running)),))
+    if writes:
+        graph.call_function(aten.copy_.default, (running, made))
+    for node in graph.nodes:
+        node.meta["val"] = SQUARE
+    chain = recompute_cut._chain(made, set(), recompute_cut._written(graph))
+    assert (chain is None) == writes
+
+
+def test_the_users_own_choice_stays() -> None:
+    """Saved by a policy of selective checkpointing: never made again. Made again by it: never saved."""
+
+    def policy(state: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        mine = op is torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if mine else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(policy)
+
+    def model(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = checkpoint(chain, x, w, use_reentrant=False, context_fn=contexts)
+        return made.sigmoid() @ w
+
+    compiled: list[recompute_cut.Partition] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        from teraio.passes.fx import program
+
+        def look(graph: torch.fx.GraphModule, kind: str) -> None:
+            if kind == "forward":
+                found = recompute_cut.of(graph)
+                assert found is not None
+                compiled.append(found)
+
+        return program.compiler(look)(gm, inputs)
+
+    leaves = [torch.ones(8, 8, requires_grad=True) for _ in range(2)]
+    torch.compile(model, backend=backend)(*leaves).sum().backward()
+    torch._dynamo.reset()
+    (about,) = compiled
+    assert any(node.startswith("mm") for node in about.nodes)
+    assert not any(node.startswith("mm") for node in about.possible)
+    assert not any(node.startswith("tanh") for node in about.nodes)
+
+
+# ---- which programs ----
+
+
+def step_of(*calls: tuple[str, str]) -> Step:
+    """A step whose forwards, of these joint graphs, each leave 100 bytes under this name."""
+    made = []
+    for graph, name in calls:
+        buffers = (Buffer("a", "saved", 100, again=(1,), nodes=("node_a",)),)
+        slots = (Slot("enter", (), (), 0), Slot("k", (), (), 0), Slot("exit", (0,), (4,), 0))
+        made.append(
+            Call(Schedule("forward", buffers, slots, graph=graph), (name,), (0,) * 3, (0,) * 3, (0,) * 3)
+        )
+    kinds = tuple((name, "activation", 100, False) for _, name in calls)
+    return Step(tuple(made), 0, kinds, frozenset())
+
+
+def test_a_program_of_several_calls_makes_again_what_most_of_them_want() -> None:
+    step = step_of(("g", "0.a"), ("g", "1.a"), ("g", "2.a"), ("h", "3.a"))
+    most = Remaking(None, lambda name: None, True)
+    assert most.open(step) and most.decide(step, ("0.a", "2.a"))
+    assert most.asked("g") == {"node_a"} and not most.asked("h") and not most.open(step)
+    assert most.of(step) == (Remade("g", "node_a"),)
+    few = Remaking(None, lambda name: None, True)
+    assert not few.decide(step, ("0.a",)) and not few.open(step)
+
+
+def test_the_key_of_caches_has_all_that_is_made_again() -> None:
+    none, one = (Remaking(None, lambda name: None, True) for _ in range(2))
+    one.decide(step_of(("g", "0.a")), ("0.a",))
+    file = Remaking(Plan("", "", 0, remade=(Remade("g", "node_a"),)), lambda name: None, False)
+    assert none.key != one.key == file.key and file.asked("g") == {"node_a"}
+
+
+def test_another_partitioner_is_not_replaced() -> None:
+    from teraio.passes.inductor import partition as inductor_partition
+
+    session._refuse(Options.parse({"recompute": "auto"}, {}), "cpu")
+    with inductor_partition.config.patch({inductor_partition.SETTING: object()}):
+        with pytest.raises(UnsupportedError, match="custom_partitioner_fn"):
+            inductor_partition.refuse_other(True)
+        inductor_partition.refuse_other(False)
+        assert inductor_partition.patch(lambda graph: ((), 0), "", "") == {}
+    assert inductor_partition.patch(lambda graph: ((), 0), "", "").keys() == {inductor_partition.SETTING}

@@ -1,0 +1,50 @@
+"""The files of this tree, for the tests that read the code instead of running it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"  # what tests import, and run in processes of their own
+
+
+@cache
+def listed() -> tuple[Path, ...]:
+    """What git has or would take and what is there, relative to the root: files, and links as links."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    return tuple(Path(name) for name in sorted({*names} - {""}) if os.path.lexists(ROOT / name))
+
+
+def files(*suffixes: str) -> list[Path]:
+    """The files, or those with one of these suffixes. teraio/passes and teraio/runtime are links and not
+    followed, so each file comes once."""
+    found = [path for path in listed() if not (ROOT / path).is_symlink()]
+    return [path for path in found if not suffixes or path.suffix in suffixes]
+
+
+@cache
+def text(path: Path) -> str:
+    return (ROOT / path).read_text()
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(text(path), str(path))
+
+
+def module_name(path: Path) -> str:
+    """`passes/planner/auto.py` -> `teraio.passes.planner.auto`: what the rest of the tree calls it."""
+    parts = path.with_suffix("").parts
+    parts = parts if parts[0] == "teraio" else ("teraio", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def package() -> dict[str, Path]:
+    """The modules of the package by name."""
+    inside = (path for path in files(".py") if path.parts[0] in ("teraio", "passes", "runtime"))
+    return {module_name(path): path for path in inside}
