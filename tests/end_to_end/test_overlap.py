@@ -13,7 +13,7 @@ from children import ended
 
 pytestmark = pytest.mark.alone
 
-BENCHMARK = tree.ROOT / "benchmarks" / "overlap.py"
+BENCHMARK = tree.ROOT / "benchmarks" / "engine" / "overlap.py"
 SIZE = {"layers": 16, "width": 64, "batch": 8192, "pace-ms": 8, "rounds": 3}
 ATTEMPTS = 4  # a neighbour on the machine may spoil one
 

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.alone
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "transfer.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "io" / "transfer.py"
 TRIES = 8  # a drive that others share gives a wrong ratio now and then, not eight times
 
 

@@ -9,7 +9,7 @@ as loosely.
 CPU time grows as well where neighbours share caches and cores, and on slower machines. A run of everything
 knows by how much: the median suite's seconds against its row is the pace of this run, and rows count that
 many times. So what is found is a suite that outgrew the others, on any machine; all of them growing together
-is found beyond the slowest pace, and by benchmarks/cost.py.
+is found beyond the slowest pace, and by benchmarks/engine/cost.py.
 """
 
 from __future__ import annotations

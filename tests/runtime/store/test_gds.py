@@ -291,7 +291,7 @@ def test_the_configuration_stays_as_it_is_but_for_the_fallback(
 
 def test_the_adapter_fits_the_real_kvikio(tmp_path: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/kvikio_adapter.py"), "--venv", str(tmp_path / "venv")],
+        [sys.executable, str(ROOT / "benchmarks/io/kvikio_adapter.py"), "--venv", str(tmp_path / "venv")],
         capture_output=True,
         text=True,
         check=False,

@@ -1,0 +1,214 @@
+"""What a plan says the peak will be against what an allocator counts; and no plan compiles anything anew.
+
+    python benchmarks/engine/peak.py [--inner inductor] [--layers 6] [--batch 8] [--length 256] [--steps 3]
+
+A Llama with AdamW trains plainly, then under parts of the memory that took: compiled once, measured, planned,
+and planned anew for less memory while it runs. Per plan a row: the budget, the peak it predicts, the largest
+peak of the steps that followed it, and how many graphs Dynamo had compiled by then (one for the plain model).
+The predicted peak holds the reserve and the buffers of the store, which are no tensors: `of tensors` is
+without them, and is what the measured peak is compared with: below it memory lies idle. A run may be above
+it, and stays within the budget: who waits for a late write is who needs its room. Prints the table to stderr,
+one JSON object to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
+import counting_allocator
+import torch
+from torch._dynamo.utils import counters
+
+import teraio
+from teraio.cli.demo_model import Llama, Shape
+from teraio.formats.plan import Plan
+from teraio.formats.profile import Profile
+from teraio.options import Options
+from teraio.passes.planner import planners
+from teraio.passes.planner.problem import problem
+from teraio.runtime.device import limits
+from teraio.session import session
+
+PARTS = (1.0, 0.8, 0.6, 0.5)
+WARMUP = 2
+TOLERANCE = 0.02  # of the budget: how far the measured peak may be above or below the predicted one
+HEAD = (
+    f"{'budget':>10} {'plan':>12} {'moves':>5} {'predicted':>10} {'of tensors':>10} {'measured':>10} "
+    f"{'off by':>8} graphs"
+)
+
+
+class Bench:
+    """The model, compiled plainly and with slots; every budget starts from the same weights."""
+
+    def __init__(self, args: argparse.Namespace, counting: counting_allocator.Counting) -> None:
+        self.args, self.counting = args, counting
+        torch.manual_seed(0)
+        self.model = Llama(Shape(layers=args.layers))
+        self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
+        # Other options, or Dynamo gives both the program that was compiled first.
+        self.ours, self.plain = (
+            torch.compile(self.model, backend="teraio", options={"inner": args.inner, **more})
+            for more in ({}, {"on_fallback": "warn"})
+        )
+
+    def restart(self) -> None:
+        teraio.reset()
+        self.model.load_state_dict(self.start)
+        self.model.zero_grad()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.generator = torch.Generator().manual_seed(1)
+        gc.collect()
+        self.others = self.counting.alive_bytes() - sum(p.nbytes for p in self.model.parameters())
+
+    def steps(self, compiled: Any, count: int) -> int:
+        """The largest peak of so many steps."""
+        largest = 0
+        for _ in range(count):
+            size = (self.args.batch, self.args.length + 1)
+            tokens = torch.randint(0, self.model.shape.vocabulary, size, generator=self.generator)
+            self.counting.reset_peak()
+            compiled(tokens[:, :-1], tokens[:, 1:]).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            largest = max(largest, self.counting.peak_bytes() - self.others)
+        return largest
+
+    def plain_peak(self) -> int:
+        os.environ["TERAIO_DISABLE"] = "1"
+        self.restart()
+        peak = self.steps(self.plain, 3)
+        del os.environ["TERAIO_DISABLE"]
+        return peak
+
+    def under(self, budget: int, folder: Path) -> list[dict[str, Any]]:
+        """A row for the plan that was made in the run, and one for the plan that took its place."""
+        self.restart()
+        path = folder / "run.profile.json"
+        os.environ.update(
+            TERAIO_MEMORY=str(budget),
+            TERAIO_WARMUP=str(WARMUP),
+            TERAIO_PROFILE=str(path),
+            TERAIO_PLANNER="greedy",
+        )
+        session.start(Options.parse({"inner": self.args.inner}))
+        running = session.SESSION
+        assert running is not None
+        made: list[Plan | None] = []
+        settle = running.engine.settle
+
+        def noted(plan: Plan | None, order: tuple[str, ...] = ()) -> None:
+            made.append(plan)
+            settle(plan, order)
+
+        running.engine.settle = noted  # type: ignore[method-assign]
+        self.steps(self.ours, 1)
+        before = counters["stats"]["unique_graphs"]
+        # One more, in which the last measured step is seen to be over and the plan begins to be followed.
+        measuring = self.steps(self.ours, WARMUP + 2)
+        plan = made[0]
+        assert plan is not None, "no plan was made"
+        rows = [self.row("measured", budget, plan, self.steps(self.ours, self.args.steps), before)]
+        profile = Profile.read(path)
+        less = (budget + problem.smallest_budget(profile)) // 2
+        again = planners.plan(profile, running.planning.machine, less)
+        running.engine.install(again)
+        self.steps(self.ours, 1)  # what the plan before had moved comes back to where this one wants it
+        rows.append(self.row("planned anew", less, again, self.steps(self.ours, self.args.steps), before))
+        rows[0]["measuring_peak_bytes"] = measuring
+        return rows
+
+    def row(self, what: str, budget: int, plan: Plan, measured: int, graphs_before: int) -> dict[str, Any]:
+        assert session.SESSION is not None
+        of_tensors = plan.predicted.peak_bytes - session.SESSION.engine.residency.reserve_bytes
+        graphs = counters["stats"]["unique_graphs"]
+        row = {
+            "plan": what,
+            "budget_bytes": budget,
+            "moves": len(plan.moves),
+            "predicted_peak_bytes": plan.predicted.peak_bytes,
+            "predicted_of_tensors_bytes": of_tensors,
+            "measured_peak_bytes": measured,
+            "difference_bytes": measured - of_tensors,
+            "graphs": graphs,
+            "new_graphs": graphs - graphs_before,
+        }
+        sizes = " ".join(
+            f"{row[name] / 2**20:>10.2f}"  # type: ignore[operator]
+            for name in ("predicted_peak_bytes", "predicted_of_tensors_bytes", "measured_peak_bytes")
+        )
+        print(
+            f"{budget / 2**20:>10.2f} {what:>12} {row['moves']:>5} {sizes} "
+            f"{(measured - of_tensors) / of_tensors:>+8.2%} {graphs} (+{row['new_graphs']})",
+            file=sys.stderr,
+        )
+        return row
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cores": os.cpu_count(),
+        "memory_gib": round(limits.read().capacity_bytes / 2**30, 1),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "torch": torch.__version__,
+    }
+
+
+def figures(rows: list[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
+    """(name, value, target, passed)."""
+    off = max(abs(row["difference_bytes"]) / row["budget_bytes"] for row in rows)
+    short = max(-row["difference_bytes"] / row["budget_bytes"] for row in rows)
+    over = max(row["measured_peak_bytes"] / row["budget_bytes"] for row in rows)
+    new = sum(row["new_graphs"] for row in rows)
+    return [
+        ("off-by", round(off, 4), TOLERANCE, off <= TOLERANCE),
+        ("below-predicted", round(short, 4), TOLERANCE, short <= TOLERANCE),
+        ("measured-per-budget", round(over, 4), 1.0, over <= 1.0),
+        ("new-graphs", new, 0, not new),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--inner", default="inductor", choices=("inductor", "eager"))
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=3, help="that follow each plan")
+    args = parser.parse_args()
+    counting = counting_allocator.install_over_ours()
+    torch.set_num_threads(1)
+    bench = Bench(args, counting)
+    peak = bench.plain_peak()
+    print(f"plain: {peak / 2**20:.2f} MiB\n{HEAD}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="teraio-peak-") as folder:
+        rows = [row for part in PARTS for row in bench.under(int(part * peak), Path(folder))]
+    teraio.reset()
+    result = {
+        "benchmark": "peak",
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "inner": args.inner,
+        "plain_peak_bytes": peak,
+        "rows": rows,
+    }
+    print(json.dumps(result, indent=1))
+    for name, value, target, passed in figures(rows):
+        print(f"peak-{name} {value} {target} {'PASS' if passed else 'FAIL'}", file=sys.stderr)
+    return int(not all(passed for *_, passed in figures(rows)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
