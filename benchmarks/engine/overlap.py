@@ -3,9 +3,9 @@
     python benchmarks/engine/overlap.py [--layers 16] [--width 512] [--batch 1024] [--rounds 7] [--transfer
     0.8]
 
-compute   the plain program, without slots' work: no transfers planned   the greedy planner's plan: transfers
-are issued ahead forced    the same moves, each issued where its bytes are needed: compute waits for every
-transfer
+compute   the plain program, without slots' work: no transfers
+planned   the greedy planner's plan: transfers are issued ahead
+forced    the same moves, each issued where its bytes are needed: compute waits for every transfer
 
 Operations of the drive are delayed at the I/O seam until writes and reads of a step together take
 `--transfer` of its compute; evictions happen in the forward, a third of the step, so they get 0.3 of that

@@ -1,8 +1,7 @@
 """teraio against DeepSpeed's ZeRO-3 with offload to host memory and to the drive: one model, one batch.
 
     python benchmarks/versus/against_deepspeed.py --python VENV/bin/python [llama-32m ...] [--part 0.4]
-    [--pairs 9]
-                                           [--sweep SECONDS] [--folder DIR] [-o FILE]
+                                                  [--pairs 9] [--sweep SECONDS] [--folder DIR] [-o FILE]
 
 VENV has deepspeed (0.19.8 is what was run) and libaio's headers are on the machine. Without a GPU DeepSpeed
 frees nothing, as its host is the device: what shows is what its bookkeeping, its traffic and its waiting
