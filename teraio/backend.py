@@ -13,6 +13,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ from teraio.passes import selftest
 from teraio.progress import stage
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.adoption import foreign_weight, weights_of_compiled_modules
+from teraio.runtime.step.program import Program
 from teraio.session import session, torch_versions, uncompiled_models
 from teraio.session.recomputation import compiled_function
 from teraio.session.session import (
@@ -92,7 +94,6 @@ def _compile(
         partition.refuse_other(parsed.recompute == "auto")
     start(parsed, on)
     count_as_ours()
-    engine.PROGRAMS.clear()  # of a compilation that failed
     _adopt(labels, example_inputs)
     if inner == "eager":
         # AOTAutograd's own cache would hand back a compiled graph without ever calling us.
@@ -104,7 +105,7 @@ def _compile(
             gm,
             example_inputs,
             log.warning,
-            lambda: _label(labels),
+            lambda: _loads(labels),
             guard=True,
             settings=settings,
             again=(made_again, all_made_again()),
@@ -170,7 +171,6 @@ def _raise_as_it_is(error: TeraioError) -> NoReturn:
 
 def _reset() -> None:
     """`torch._dynamo.reset()` forgets all compiled models; so do we."""
-    engine.PROGRAMS.clear()
     reset()
 
 
@@ -202,19 +202,19 @@ def _slot_eager(graph: torch.fx.GraphModule, kind: ProgramKind, labels: tuple[st
     from teraio.passes.fx import program as fx
 
     schedule, connect = fx.insert_slots(graph, kind)
-    connect(engine.program(schedule.text))
-    _label(labels)
+    with _loads(labels):
+        connect(engine.program(schedule.text))
 
 
-def _label(labels: tuple[str, ...]) -> int:
-    """Tells the programs that were just loaded what the user calls their arguments; how many they are."""
-    loaded = list(engine.PROGRAMS)
-    engine.PROGRAMS.clear()
-    for program in loaded:
+def _loads(labels: tuple[str, ...]) -> AbstractContextManager[list[Program]]:
+    """Return a block in which each program that is loaded is told what the user calls its arguments."""
+
+    def label(program: Program) -> None:
         if program.schedule.kind != "backward":
             program.name_arguments(labels)
             loaded_graph(program.schedule.graph)
-    return len(loaded)
+
+    return engine.programs_loaded(label)
 
 
 # `torch.compile` imports this module when it is called, which is before Dynamo traces the model.

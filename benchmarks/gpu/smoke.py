@@ -117,11 +117,11 @@ def trip(device: Any, write: Any, read: Callable[[], Any]) -> Figures:
     tensor = torch.randint(0, 256, (TENSOR,), dtype=torch.uint8, device="cuda")
     before, storage = tensor.cpu(), tensor.untyped_storage()
     begun = time.monotonic()
-    device.end_evict(device.begin_evict(storage, write))
+    device.end_copy_out(device.begin_copy_out(storage, write))
     away = time.monotonic()
     empty, other = storage.nbytes() == 0, torch.full((TENSOR,), 7, dtype=torch.uint8, device="cuda")
     back = time.monotonic()
-    device.end_fetch(device.begin_fetch(storage, TENSOR, read()))
+    device.end_copy_in(device.begin_copy_in(storage, TENSOR, read()))
     torch.cuda.synchronize()
     here = time.monotonic()
     if not empty or not torch.equal(tensor.cpu(), before):

@@ -16,8 +16,8 @@ import dataclasses
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +244,7 @@ def slotted_codegen(compilation: Compilation) -> Iterator[None]:
         # Two models may have the same forward graph, and one of them returns to the user what the other
         # saves for its backward: the graph alone is not the key.
         about = f"{compilation.kind} returns {compilation.to_caller} holds {sorted(compilation.held)}"
+        about += f" calls {compilation.registry}"
         if cut := compilation.cut:
             about += f" of {cut.graph}"
         key = SlotsInCacheKey(config.post_grad_custom_post_pass, about)
@@ -258,7 +259,7 @@ def compile_program(
     gm: torch.fx.GraphModule,
     example_inputs: Any,
     notice: Callable[[str], None] | None,
-    loaded: Callable[[], int] = lambda: 1,
+    loads: Callable[[], AbstractContextManager[Sized]] = lambda: nullcontext((None,)),
     guard: bool = False,
     registry: str = REGISTRY,
     settings: Mapping[str, Any] | None = None,
@@ -268,9 +269,9 @@ def compile_program(
     again instead of saved, and all that may be, in a stable form.
 
     The backward is compiled lazily, at its first run: slots are set up per graph, not around the whole, and
-    Inductor does the same with `settings`, its own that are asked for. `loaded` says how many programs have
-    reported since it was last asked. All that a program needs is printed into it, the `guard` of its calls
-    too: from AOTAutograd's cache both programs come back without any of this being run.
+    Inductor does the same with `settings`, its own that are asked for. `loads` opens a block and yields the
+    programs that report in it. All that a program needs is printed into it, the `guard` of its calls too:
+    from AOTAutograd's cache both programs come back without any of this being run.
     """
     patches = dict(settings or {})
     if notice is None:
@@ -285,13 +286,15 @@ def compile_program(
         nonlocal asked
         asked += 1
         empty = count_calls(graph.graph) == 0  # asked before: compiling changes the graph
-        compiled = _compile_inner(graph, inputs, notice, registry, guard, **kwargs)
+        with loads() as loaded:
+            compiled = _compile_inner(graph, inputs, notice, registry, guard, **kwargs)
         if not empty:  # with no kernel there is no program: Inductor returns the graph itself
-            _require_slots(compiled, loaded())
+            _require_slots(compiled, len(loaded))
         return compiled
 
-    slotted: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
-    if not asked and not loaded():
+    with loads() as from_cache:
+        slotted: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+    if not asked and not from_cache:
         raise UnsupportedError(
             "Inductor has compiled a model without asking teraio for any of its graphs: it would run without "
             "slots, whatever the budget. Is something set that replaces Inductor's compiler (TORCH_BISECT_*, "

@@ -156,9 +156,9 @@ class CudaDevice(CudaMemory):
             tensor.record_stream(self.compute())
         storage.resize_(size_bytes)
 
-    def begin_evict(self, storage: Any, start: Start) -> Pending:
+    def begin_copy_out(self, storage: Any, start: Start) -> Pending:
         self.user_code_runs()  # on any stream: it may write there still
-        return super().begin_evict(storage, start)
+        return super().begin_copy_out(storage, start)
 
     def drop(self, storage: Any, unwritten: bool = True) -> None:
         self.user_code_runs()  # on any stream: it may read there still

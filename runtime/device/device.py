@@ -65,11 +65,11 @@ class Host(Protocol):
         ...
 
     def write(self, place: Any) -> Start:
-        """For `begin_evict`."""
+        """For `begin_copy_out`."""
         ...
 
     def read(self, place: Any, demand: bool = False) -> Start:
-        """For `begin_fetch`; on demand, not behind what is fetched ahead."""
+        """For `begin_copy_in`; on demand, not behind what is fetched ahead."""
         ...
 
 
@@ -138,11 +138,11 @@ class Device(MemoryCounts, Clock, Protocol):
         """The host waits until kernels and copies given so far are over."""
         ...
 
-    def begin_evict(self, storage: Any, start: Start) -> Pending:
+    def begin_copy_out(self, storage: Any, start: Start) -> Pending:
         """Starts the copy out. Until the end it may be read, not written."""
         ...
 
-    def end_evict(self, pending: Pending) -> None:
+    def end_copy_out(self, pending: Pending) -> None:
         """Frees the storage in place once its copy is confirmed. If that failed: raises, frees nothing."""
         ...
 
@@ -155,11 +155,11 @@ class Device(MemoryCounts, Clock, Protocol):
         nothing."""
         ...
 
-    def begin_fetch(self, storage: Any, size_bytes: int, start: Start) -> Pending:
+    def begin_copy_in(self, storage: Any, size_bytes: int, start: Start) -> Pending:
         """Allocates in place and starts the copy in."""
         ...
 
-    def end_fetch(self, pending: Pending) -> bool:
+    def end_copy_in(self, pending: Pending) -> bool:
         """From here on kernels may use the storage. A copy that failed raises and empties the storage.
         Returns whether its bytes are no longer the allocator's: they are where someone waited for them."""
         ...
@@ -207,7 +207,7 @@ class Ordered(Uncounted, HostClock):
     def idle(self) -> None:
         self.drain()
 
-    def begin_evict(self, storage: Any, start: Start) -> Pending:
+    def begin_copy_out(self, storage: Any, start: Start) -> Pending:
         mark = self.mark()
         if self.observer is None:
             return Pending(storage, start(storage, mark), mark)
@@ -217,7 +217,7 @@ class Ordered(Uncounted, HostClock):
         finally:
             self.observer.copy_began(storage)
 
-    def end_evict(self, pending: Pending) -> None:
+    def end_copy_out(self, pending: Pending) -> None:
         self.join(pending.ticket)
         self.drop(pending.storage)
 
@@ -230,7 +230,7 @@ class Ordered(Uncounted, HostClock):
         else:
             self.observer.leave(storage, unwritten)
 
-    def begin_fetch(self, storage: Any, size_bytes: int, start: Start) -> Pending:
+    def begin_copy_in(self, storage: Any, size_bytes: int, start: Start) -> Pending:
         block = storage if self.observer is None else self.observer.block(storage)
         self.resize(block, size_bytes)  # before the mark: it must stand behind whatever used this memory
         mark = self.mark()
@@ -241,7 +241,7 @@ class Ordered(Uncounted, HostClock):
             self.resize(block, 0)
             raise
 
-    def end_fetch(self, pending: Pending) -> bool:
+    def end_copy_in(self, pending: Pending) -> bool:
         try:
             self.join(pending.ticket)
         except BaseException:

@@ -162,13 +162,13 @@ class HostTier:
         insort(self._free, PinnedBlock(segment.address, segment.arena_bytes))
 
     def write(self, place: PinnedBlock) -> Start:
-        """Return what `begin_evict` calls: a copy of the storage into the place."""
+        """Return what `begin_copy_out` calls: a copy of the storage into the place."""
         device = self.device
         stream = device.evict_stream
         return lambda storage, mark: _issue(device.copier, stream, mark, storage, place, out=True)
 
     def read(self, place: PinnedBlock, demand: bool = False) -> Start:
-        """Return what `begin_fetch` calls: a copy of the place into the storage. A demanded copy does not
+        """Return what `begin_copy_in` calls: a copy of the place into the storage. A demanded copy does not
         queue behind the prefetches."""
         device = self.device
         stream = device.demand_stream if demand else device.fetch_stream

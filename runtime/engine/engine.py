@@ -13,9 +13,11 @@ Between two programs, and beside them, user code runs. What it reads is fetched 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +46,22 @@ from ..store.store import Store
 from .registry import Registry
 
 CALLS_MAX = 4096  # of a step: one that never ends is none, and what is kept per call must end
+
+
+class OpenSlot(NamedTuple):
+    """A slot between its two halves, where moves come: records that may not leave in them, and the tick."""
+
+    program: Program
+    at: int  # its number in the program
+    live_bytes: int
+    needed: list[Record]  # by the next kernel
+    results: list[Record]  # of the program, if it ends here: user code gets them
+    tick: int | None
+    began: Any  # a moment of the device's clock, if the slot is measured
+
+    @property
+    def stays(self) -> list[Record]:
+        return self.needed + self.results
 
 
 class Engine:
@@ -115,15 +133,14 @@ class Engine:
             self._attend(program, index, (), live_bytes)
 
     def _attend(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int) -> None:
-        """A slot that has something to do, or is measured."""
-        for stays, tick in self.parts(program, index, tensors, live_bytes):
-            if (expected := self.tracker.expected).moves_at(tick):
-                self.follower.follow(SlotPosition(expected, tick, live_bytes), stays)
+        """Run a slot that has something to do, or is measured."""
+        slot = self.take_in(program, index, tensors, live_bytes)
+        if (expected := self.tracker.expected).moves_at(slot.tick):
+            self.follower.follow(SlotPosition(expected, slot.tick, live_bytes), slot.stays)
+        self.ensure(slot)
 
-    def parts(
-        self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int
-    ) -> Iterator[tuple[list[Record], int | None]]:
-        """A slot, which stops once where moves come: with what may not leave in them, and the tick."""
+    def take_in(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int) -> OpenSlot:
+        """Begin a slot: register what the kernel before it made, and find what the next kernel needs."""
         residency, tracker = self.residency, self.tracker
         began = self.mover.device.moment() if index == 0 or tracker.running is not None else None
         stop = program.stops[index]
@@ -142,12 +159,16 @@ class Engine:
             self.user.eager_memory.keeps()  # what eager code made and hands over is in the ledger by now
             self._meet(program)
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
-        last = index == program.last
-        staying = self.user.staying(tracker.number) if last else []
-        tick = tracker.tick(index)
-        yield needed + staying, tick
+        results = self.user.staying(tracker.number) if index == program.last else []
+        return OpenSlot(program, index, live_bytes, needed, results, tracker.tick(index), began)
+
+    def ensure(self, slot: OpenSlot) -> None:
+        """End a slot: what the next kernel reads or writes is resident, and it fits."""
+        residency, tracker = self.residency, self.tracker
+        program, index, live_bytes, tick = slot.program, slot.at, slot.live_bytes, slot.tick
+        stop, bound, last = program.stops[index], program.bound, index == program.last
         told_bytes = live_bytes - program.unseen_bytes[index]
-        residency.ensure(needed, told_bytes, stop.kernel, tick)
+        residency.ensure(slot.needed, told_bytes, stop.kernel, tick)
         live_bytes -= self.kernel_workspace.room(
             program, index, live_bytes, tick, tracker.running is not None
         )
@@ -155,15 +176,15 @@ class Engine:
         for buffer in stop.returned:
             if (returned := bound[buffer]) is not None and returned.kind != "weight":
                 residency.settle(returned)
-        if index == program.last:
-            self.user.make_ready(staying, live_bytes, tick)
+        if last:
+            self.user.make_ready(slot.results, live_bytes, tick)
             if program.schedule.kind == "forward":
                 self.gradients.forward_ran(program)
         if tracker.running is not None:
             unmovable = live_bytes + residency.fixed_bytes + residency.reserve_bytes
-            if own and index < program.last:
+            if program.schedule.kind != "optimizer" and not last:
                 self.kernel_workspace.leaves(program, index, told_bytes)
-            tracker.visited(index, began, self.mover.device.moment(), unmovable)
+            tracker.visited(index, slot.began, self.mover.device.moment(), unmovable)
 
     def _enter(self, program: Program, tensors: Sequence[Any]) -> None:
         self.user.eager_memory.ends()
@@ -333,7 +354,7 @@ class Engine:
 
 
 ENGINE: Engine | None = None
-PROGRAMS: list[Program] = []  # registered since the backend last looked
+_LOADING = threading.local()  # `meets`: whom this thread tells of each program that it loads
 
 
 def use(engine: Engine | None) -> None:
@@ -350,10 +371,31 @@ def here() -> Engine | None:
     return ENGINE if ENGINE is not None and ENGINE.pid == os.getpid() else None
 
 
+@contextmanager
+def programs_loaded(meets: Callable[[Program], None]) -> Iterator[list[Program]]:
+    """Yield a list that gets each program that this thread loads in the block, after `meets` was called with
+    it. In a block within this one, programs go to that block alone."""
+    found: list[Program] = []
+
+    def both(program: Program) -> None:
+        meets(program)
+        found.append(program)
+
+    before = getattr(_LOADING, "meets", None)
+    _LOADING.meets = both
+    try:
+        yield found
+    finally:
+        _LOADING.meets = before
+
+
 def program(text: str) -> Callable[..., None]:
-    """Called by a compiled program when it is loaded; returns what its slots call."""
+    """Make the program of a schedule. Generated code calls this when it is loaded; its slots call what this
+    returns."""
     loaded = Program(Schedule.parse(text))
-    PROGRAMS.append(loaded)
+    meets = getattr(_LOADING, "meets", None)
+    if meets is not None:
+        meets(loaded)
 
     def slot(index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None:
         if ENGINE is not None:

@@ -5,12 +5,12 @@ and each move, is a call of its own. The table is not asked for any of its ticks
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from teraio.errors import StoreError
 
-from ..ledger.record import Record, State
+from ..ledger.record import State
 from ..step.plan_follower import SlotPosition
 from ..step.plan_table import EVICT, FETCH, FREE
 from ..step.program import Program
@@ -22,7 +22,7 @@ class ExplicitMoves:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.open: Iterator[tuple[list[Record], int | None]] | None = None
+        self.open: _engine.OpenSlot | None = None
         self.here: SlotPosition | None = None
         self.live_bytes = 0
 
@@ -39,11 +39,10 @@ class ExplicitMoves:
             engine.mover.recorder.slot_begins(self.live_bytes)
         engine.mover.counts.slots += 1
         engine.residency.serial += 1
-        self.open = engine.parts(self.program, index, tensors, self.live_bytes)
-        stays, tick = next(self.open)
-        for needed in stays:
+        self.open = engine.take_in(self.program, index, tensors, self.live_bytes)
+        for needed in self.open.stays:
             needed.used_at = engine.residency.serial
-        self.here = SlotPosition(engine.tracker.expected, tick, self.live_bytes)
+        self.here = SlotPosition(engine.tracker.expected, self.open.tick, self.live_bytes)
 
     def evict(self, tensor: str, tier: str) -> None:
         self._follow(EVICT, tensor, tier)
@@ -70,12 +69,12 @@ class ExplicitMoves:
             engine.follower.carry_out((operation, tensor, tier), self.here)
 
     def ensure(self, index: int) -> None:
-        engine, parts = _engine.ENGINE, self.open
+        engine, slot = _engine.ENGINE, self.open
         self.open = None
-        if engine is None or parts is None or self.here is None:
+        if engine is None or slot is None or self.here is None:
             return
         engine.follower.catch_up(self.here)
-        next(parts, None)
+        engine.ensure(slot)
         if (recorder := engine.mover.recorder) is not None:
             recorder.in_slot = False
             recorder.kernel_begins(self.program.stops[index].kernel, self.live_bytes)

@@ -28,7 +28,7 @@ class DeviceShortage:
         self.evict_all = evict_all  # except what stays
         self.said = False
 
-    def begin_fetch(self, record: Record, stays: Stays | None, demand: bool = False) -> None:
+    def fetch(self, record: Record, stays: Stays | None, demand: bool = False) -> None:
         """Begin to fetch it, if need be after all has left that may, except what `stays`."""
         try:
             self.mover.begin_fetch(record, demand=demand)

@@ -111,7 +111,7 @@ class Mover:
         if not self.is_clean(record) or self._belongs_elsewhere(record, tier):
             record.clean = False
             try:
-                record.pending = self.device.begin_evict(
+                record.pending = self.device.begin_copy_out(
                     storage, self._write(record, tier or record.home or HOST)
                 )
             except InUseError:
@@ -222,7 +222,7 @@ class Mover:
                 self._timed(self.device.keep, record, pending)
             raise InUseError
         if pending is not None:
-            self._timed(self.device.end_evict, record, pending)
+            self._timed(self.device.end_copy_out, record, pending)
             self.counts.evictions += 1
             return
         if storage is not None:
@@ -250,7 +250,7 @@ class Mover:
         if storage is None:
             return
         with _Moving(self, record):
-            record.pending = self.device.begin_fetch(storage, record.size_bytes, self._read(record, demand))
+            record.pending = self.device.begin_copy_in(storage, record.size_bytes, self._read(record, demand))
             record.state = State.ARRIVING
         self.enters(record)
         self.counts.fetches += 1
@@ -279,7 +279,7 @@ class Mover:
         assert record.state is State.ARRIVING and record.pending is not None, record.name
         try:
             with _Moving(self, record):
-                foreign = self._timed(self.device.end_fetch, record, record.pending)
+                foreign = self._timed(self.device.end_copy_in, record, record.pending)
         except Exception:
             record.pending = None
             record.state = State.AWAY

@@ -172,7 +172,7 @@ class Residency:
         for record in needed:
             if record.state is State.AWAY:
                 self.mover.counts.misses += 1
-                self.shortage.begin_fetch(record, stays, demand=True)
+                self.shortage.fetch(record, stays, demand=True)
         for record in needed:
             if record.state is State.ARRIVING:
                 self.mover.end_fetch(record)
@@ -237,7 +237,7 @@ class Residency:
             victims = self.victims(short, tick, stays)
             if not victims and not self.last_resort():
                 return short, failure
-            failure = self._evict(victims) or failure
+            failure = self._evict_each(victims) or failure
             self.bury()  # a fetch that was the last to hold a dropped tensor
         return 0, failure
 
@@ -258,7 +258,7 @@ class Residency:
                 short -= record.size_bytes
         return victims
 
-    def _evict(self, victims: Sequence[Record]) -> StoreError | None:
+    def _evict_each(self, victims: Sequence[Record]) -> StoreError | None:
         """Evicts them all at once. What cannot be written stays, and is not tried again in this step."""
         failure: StoreError | None = None
         for begin in (True, False):
@@ -268,14 +268,16 @@ class Residency:
 
     def _evict_all(self, stays: Callable[[Record], bool] | None) -> StoreError | None:
         self.refused.clear()
-        return self._evict([record for record in self._candidates() if stays is None or not stays(record)])
+        return self._evict_each(
+            [record for record in self._candidates() if stays is None or not stays(record)]
+        )
 
     def _evict_part(self, record: Record, begin: bool) -> StoreError | None:
         try:
             if record.state is State.ARRIVING:
                 self.mover.end_fetch(record)
             if begin and record.state is State.DEVICE:
-                self.begin_evict(record)
+                self.evict(record)
             elif not begin and record.state is State.LEAVING:
                 self.mover.end_evict(record)
             if record.state is State.DEVICE:  # someone uses it
@@ -284,8 +286,9 @@ class Residency:
             return self.keep_failed(record, error)
         return None
 
-    def begin_evict(self, record: Record, tier: str | None = None) -> None:
-        """User code may have made it immovable a moment ago: an array of numpy's shares the bytes."""
+    def evict(self, record: Record, tier: str | None = None) -> None:
+        """Begin to evict this record, to this tier if it has room. Keep it instead if user code has made it
+        immovable a moment ago: an array of numpy's shares the bytes."""
         storage = record.storage()
         if storage is not None and not movable(storage):
             self.settle(record)

@@ -22,7 +22,7 @@ def bring_back(residency: Residency, records: Iterable[Record]) -> None:
                 if begin and record.state is State.LEAVING:
                     mover.undo_evict(record)
                 elif begin and record.state is State.AWAY:
-                    residency.shortage.begin_fetch(record, lambda r: r.key in wanted)
+                    residency.shortage.fetch(record, lambda r: r.key in wanted)
                 elif not begin and record.state is State.ARRIVING:
                     mover.end_fetch(record)
             except StoreError as error:

@@ -134,7 +134,7 @@ class HostStep:
             if record is None or record.state is not State.DEVICE or self.residency.in_use(record):
                 continue
             if not self.user.stays(record) and self.residency.mover.make_place(record):
-                self.residency.begin_evict(record, HOST)
+                self.residency.evict(record, HOST)
 
     def say(self, what: str) -> None:
         """Aloud where the host was asked for."""
@@ -187,7 +187,7 @@ class Loans:
         if own is None:
             if not self._has_place(record):
                 return self._copied(state)
-            self.residency.begin_evict(record, HOST)
+            self.residency.evict(record, HOST)
             if record.state is State.LEAVING:
                 self.mover.end_evict(record)
             own = self._there(record, state)

@@ -87,7 +87,7 @@ class PlanFollower:
             return False
         try:
             if record.state is State.DEVICE:
-                self.residency.begin_evict(record, tier)
+                self.residency.evict(record, tier)
             if what == FREE and record.state is State.LEAVING:
                 if self.residency.pending_evictions.is_done(record):
                     self.mover.end_evict(record)

@@ -115,7 +115,7 @@ class Prefetch:
             if record.state is not State.DEVICE or not later:
                 continue
             try:
-                self.residency.begin_evict(record)
+                self.residency.evict(record)
             except StoreError as error:
                 self.residency.keep_failed(record, error)
             if record.state is State.LEAVING:

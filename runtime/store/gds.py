@@ -163,7 +163,8 @@ class DirectTicket:
 
 
 class DirectFile:
-    """One file of the store. `write` and `read` give what `Device.begin_evict` and `begin_fetch` take."""
+    """One file of the store. Its `write` and `read` return what `Device.begin_copy_out` and `begin_copy_in`
+    take."""
 
     def __init__(
         self, path: Path, stage: Stage, *, direct: bool = True, deadline_s: float = DEADLINE_S

@@ -61,11 +61,11 @@ class Bench:
         self.used.append(storage._cdata)
         return storage
 
-    def begin_evict(self, tensor: torch.Tensor) -> Any:
-        return self.device.begin_evict(self.storage(tensor), self.host.write(self.place))
+    def begin_copy_out(self, tensor: torch.Tensor) -> Any:
+        return self.device.begin_copy_out(self.storage(tensor), self.host.write(self.place))
 
-    def begin_fetch(self, tensor: torch.Tensor) -> Any:
-        return self.device.begin_fetch(tensor.untyped_storage(), BYTES, self.host.read(self.place))
+    def begin_copy_in(self, tensor: torch.Tensor) -> Any:
+        return self.device.begin_copy_in(tensor.untyped_storage(), BYTES, self.host.read(self.place))
 
     def fill_place(self, value: int) -> None:
         ctypes.memset(self.place.address, value, BYTES)
@@ -83,8 +83,8 @@ class Bench:
 
 
 def evict(bench: Bench) -> bool:
-    pending = bench.begin_evict(bench.full_of(OLD))
-    bench.device.end_evict(pending)
+    pending = bench.begin_copy_out(bench.full_of(OLD))
+    bench.device.end_copy_out(pending)
     torch.cuda.synchronize()
     return bench.in_place() == {OLD}
 
@@ -92,7 +92,7 @@ def evict(bench: Bench) -> bool:
 def evict_frees(bench: Bench) -> bool:
     tensor = bench.full_of(OLD)
     torch.cuda.synchronize()
-    bench.device.end_evict(bench.begin_evict(tensor))
+    bench.device.end_copy_out(bench.begin_copy_out(tensor))
     taken = bench.in_freed(NEW)
     torch.cuda.synchronize()
     del taken
@@ -102,7 +102,7 @@ def evict_frees(bench: Bench) -> bool:
 def keep_and_write(bench: Bench) -> bool:
     tensor = bench.full_of(OLD)
     torch.cuda.synchronize()
-    bench.device.keep(bench.begin_evict(tensor))
+    bench.device.keep(bench.begin_copy_out(tensor))
     tensor.fill_(NEW)
     torch.cuda.synchronize()
     return bench.in_place() == {OLD}
@@ -113,7 +113,7 @@ def fetch_into_used(bench: Bench) -> bool:
     tensor = bench.emptied()
     used = bench.in_freed(NEW)  # its kernel may still run when the memory goes to the fetch
     del used
-    bench.device.end_fetch(bench.begin_fetch(tensor))
+    bench.device.end_copy_in(bench.begin_copy_in(tensor))
     torch.cuda.synchronize()
     return set(tensor.cpu().tolist()) == {OLD}
 
@@ -121,7 +121,7 @@ def fetch_into_used(bench: Bench) -> bool:
 def fetch_and_read(bench: Bench) -> bool:
     bench.fill_place(OLD)
     tensor = bench.emptied()
-    bench.device.end_fetch(bench.begin_fetch(tensor))
+    bench.device.end_copy_in(bench.begin_copy_in(tensor))
     read = tensor + 0
     torch.cuda.synchronize()
     return set(read.cpu().tolist()) == {OLD}
@@ -131,7 +131,7 @@ def other_stream(bench: Bench) -> bool:
     tensor = bench.full_of(OLD)
     bench.device.mark()  # as each slot does
     with torch.cuda.stream(torch.cuda.Stream()):
-        pending = bench.begin_evict(tensor)
+        pending = bench.begin_copy_out(tensor)
         bench.device.keep(pending)
     torch.cuda.synchronize()
     return bench.in_place() == {OLD}
@@ -155,9 +155,9 @@ def failed_fetch(bench: Bench) -> bool:
         bench.host.read(bench.place)(storage, mark)
         return _Fails()
 
-    pending = bench.device.begin_fetch(bench.storage(tensor), BYTES, start)
+    pending = bench.device.begin_copy_in(bench.storage(tensor), BYTES, start)
     try:
-        bench.device.end_fetch(pending)
+        bench.device.end_copy_in(pending)
     except OSError:
         taken = bench.in_freed(NEW)
     torch.cuda.synchronize()
@@ -174,7 +174,7 @@ def broken_off_fetch(bench: Bench) -> bool:
         raise KeyboardInterrupt
 
     with contextlib.suppress(KeyboardInterrupt):
-        bench.device.begin_fetch(bench.storage(tensor), BYTES, start)
+        bench.device.begin_copy_in(bench.storage(tensor), BYTES, start)
     taken = bench.in_freed(NEW)
     torch.cuda.synchronize()
     return set(taken.cpu().tolist()) == {NEW}
@@ -185,7 +185,7 @@ def evict_of_another_streams_memory(bench: Bench) -> bool:
     tensor = bench.full_of(OLD)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        bench.device.end_evict(bench.begin_evict(tensor))
+        bench.device.end_copy_out(bench.begin_copy_out(tensor))
     taken = bench.in_freed(NEW)  # on the default stream: the next batch
     torch.cuda.synchronize()
     del taken
@@ -206,7 +206,7 @@ def drop_of_another_streams_memory(bench: Bench) -> bool:
 
 def host_reads(bench: Bench) -> bool:
     tensor = bench.full_of(OLD)
-    bench.device.keep(bench.begin_evict(tensor))
+    bench.device.keep(bench.begin_copy_out(tensor))
     bench.device.idle()
     return bench.in_place() == {OLD}
 
@@ -230,10 +230,10 @@ def store_evict(bench: Bench) -> bool:
         extent, tensor = store.reserve(BYTES, "t"), bench.full_of(OLD)
         storage = bench.storage(tensor)
         address = storage.data_ptr()
-        pending = bench.device.begin_evict(
+        pending = bench.device.begin_copy_out(
             storage, lambda _, mark: store.write(extent, address, "t", event=mark.handle)
         )
-        bench.device.end_evict(pending)
+        bench.device.end_copy_out(pending)
         back = torch.empty_like(tensor)
         store.read(extent, back.data_ptr(), "t").wait()
         return set(back.cpu().tolist()) == {OLD}
@@ -247,10 +247,10 @@ def store_fetch(bench: Bench) -> bool:
         store.write(extent, storage.data_ptr(), "t").wait()
         bench.device.drop(storage, unwritten=False)
         bench.full_of(NEW)  # in the memory that was freed
-        pending = bench.device.begin_fetch(
+        pending = bench.device.begin_copy_in(
             storage, BYTES, lambda to, mark: store.read(extent, to.data_ptr(), "t", event=mark.handle)
         )
-        bench.device.end_fetch(pending)
+        bench.device.end_copy_in(pending)
         read = tensor + 0
         right = set(read.cpu().tolist()) == {OLD}
         pending.ticket.wait()

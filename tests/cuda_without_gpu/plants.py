@@ -48,21 +48,21 @@ def _ends(name: str, plant: Callable[[cuda.CudaDevice, Pending], bool | None]) -
 def freed_before_copied() -> None:
     """Memory of an evicted tensor is given to others while it is still copied."""
 
-    def end_evict(self: cuda.CudaDevice, pending: Pending) -> None:
+    def end_copy_out(self: cuda.CudaDevice, pending: Pending) -> None:
         pending.ticket.wait()
         self.drop(pending.storage)
 
-    _ends("end_evict", end_evict)
+    _ends("end_copy_out", end_copy_out)
 
 
 def used_before_fetched() -> None:
     """Kernels read a tensor while it is still copied in."""
 
-    def end_fetch(self: cuda.CudaDevice, pending: Pending) -> bool:
+    def end_copy_in(self: cuda.CudaDevice, pending: Pending) -> bool:
         pending.ticket.wait()
         return self.arrives(pending)
 
-    _ends("end_fetch", end_fetch)
+    _ends("end_copy_in", end_copy_in)
 
 
 def written_while_copied() -> None:
@@ -83,12 +83,12 @@ def store_waits_not() -> None:
 def store_fetch_not_awaited() -> None:
     """The host goes on before a fetch from a file has ended."""
 
-    def end_fetch(self: cuda.CudaDevice, pending: Pending) -> bool:
+    def end_copy_in(self: cuda.CudaDevice, pending: Pending) -> bool:
         if getattr(pending.ticket, "event", None) is not None:
             self.join(pending.ticket)
         return self.arrives(pending)
 
-    _ends("end_fetch", end_fetch)
+    _ends("end_copy_in", end_copy_in)
 
 
 def streams_not_joined() -> None:

@@ -4,11 +4,12 @@ without its slots."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,13 +241,34 @@ def test_a_compiler_that_asks_us_for_nothing_is_an_error(monkeypatch: pytest.Mon
 
 
 def test_a_program_that_does_not_report_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Deaf(list[Any]):
-        def append(self, _: Any) -> None:
-            pass
-
-    monkeypatch.setattr("teraio.runtime.engine.engine.PROGRAMS", Deaf())
+    monkeypatch.setattr("teraio.runtime.engine.engine.programs_loaded", lambda meets: nullcontext([]))
     with pytest.raises(Exception, match="did not report to teraio"):
         trained()
+
+
+def keys(registry: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """Return what of a graph's key and of a whole model's is teraio's, if programs call this module."""
+    whole: list[str] = []
+
+    def compile_fx(gm: Any, inputs: Any, inner_compile: Any, config_patches: dict[str, Any]) -> None:
+        whole.append(config_patches["post_grad_custom_post_pass"].uuid())
+
+    with monkeypatch.context() as patched, suppress(UnsupportedError):
+        patched.setattr(inductor, "compile_fx", compile_fx)
+        inductor.compile_program(None, None, print, lambda: nullcontext([]), registry=registry)  # type: ignore[arg-type]
+    with inductor.slotted_codegen(inductor.Compilation("forward", 1, frozenset(), print, registry, True)):
+        key: Any = config.post_grad_custom_post_pass
+        return whole[0], key.uuid()
+
+
+def test_a_cached_program_that_calls_a_module_by_its_old_name_is_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, before = keys(inductor.REGISTRY, monkeypatch), keys("teraio.runtime.engine", monkeypatch)
+    assert now == keys(inductor.REGISTRY, monkeypatch)
+    assert now[0] != before[0] and now[1] != before[1]
+    assert all(key.startswith("teraio-slots-4 ") for key in now)
+    assert callable(importlib.import_module(inductor.REGISTRY).program)
 
 
 def test_a_setting_that_changes_before_the_backward_is_found_there() -> None:

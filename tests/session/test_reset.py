@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch._dynamo.exc import InternalTorchDynamoError
 
 import teraio
 from teraio.errors import BudgetError
+from teraio.formats.schedule import Schedule, Slot
 from teraio.runtime.engine import engine
+from teraio.runtime.step.program import Program
 from teraio.session import session
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
@@ -93,7 +96,6 @@ def test_a_reset_of_dynamo_resets_us() -> None:
     torch._dynamo.reset()
     assert session.SESSION is None
     assert engine.ENGINE is None
-    assert engine.PROGRAMS == []
     assert teraio.stats() == {}
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in compiled.parameters())
     # The same model, with another budget: it is compiled anew, and knows nothing of the first.
@@ -135,7 +137,9 @@ def test_what_does_not_fit_when_it_comes_back_is_an_error_and_the_training_goes_
     assert running is not None
     with pytest.MonkeyPatch.context() as patched:
         if allocator:
-            patched.setattr(running.mover.device, "begin_fetch", fetches(3, running.mover.device.begin_fetch))
+            patched.setattr(
+                running.mover.device, "begin_copy_in", fetches(3, running.mover.device.begin_copy_in)
+            )
         else:
             patched.setattr(running.mover.device, "default_budget_bytes", lambda: 2**20)
         with pytest.raises(BudgetError) as refused:
@@ -167,9 +171,17 @@ def fetches(count: int, begin: Any) -> Any:
 
 
 def test_a_failed_compilation_leaves_nothing_registered() -> None:
-    engine.PROGRAMS.append("of a compilation that failed")  # type: ignore[arg-type]
-    step(torch.compile(model(), backend="teraio", options=OPTIONS), 1)
-    assert engine.PROGRAMS == []
+    """Whom programs report to is known as long as a compilation goes on, however it ends."""
+    met: list[Program] = []
+    with (
+        engine.programs_loaded(met.append),
+        suppress(ValueError),
+        engine.programs_loaded(lambda program: None),
+    ):
+        raise ValueError("a compilation fails")
+    text = Schedule("forward", (), (Slot("enter", (), (), 0),)).text
+    engine.program(text)
+    assert met == []
 
 
 def test_an_error_at_the_end_of_a_compile_is_over_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

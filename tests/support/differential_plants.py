@@ -79,9 +79,9 @@ def dropped_wait() -> Iterator[None]:
 
         return patch.object(CpuDevice, name, call)
 
-    moves = (settled(name) for name in ("begin_evict", "drop", "resize"))
+    moves = (settled(name) for name in ("begin_copy_out", "drop", "resize"))
     with contextlib.ExitStack() as during:
-        for change in (*moves, patch.object(CpuDevice, "end_fetch", unwaited)):
+        for change in (*moves, patch.object(CpuDevice, "end_copy_in", unwaited)):
             during.enter_context(change)
         try:
             yield

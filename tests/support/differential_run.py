@@ -77,19 +77,19 @@ WAITS = Waits()
 def watched_device() -> Iterator[None]:
     """Counts early waits, and fills fetched memory with NaN before its read begins: bytes that are used too
     early show."""
-    end_fetch, resize = CpuDevice.end_fetch, CpuDevice.resize
+    end_copy_in, resize = CpuDevice.end_copy_in, CpuDevice.resize
 
     def counted(self: CpuDevice, pending: Pending) -> bool:
         ticket: Any = pending.ticket
         WAITS.early += not ticket._demand and not ticket.done()
-        return end_fetch(self, pending)
+        return end_copy_in(self, pending)
 
     def poisoned(self: CpuDevice, storage: Any, size_bytes: int) -> None:
         resize(self, storage, size_bytes)
         if size_bytes:
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
 
-    with patch.object(CpuDevice, "end_fetch", counted), patch.object(CpuDevice, "resize", poisoned):
+    with patch.object(CpuDevice, "end_copy_in", counted), patch.object(CpuDevice, "resize", poisoned):
         yield
 
 

@@ -141,11 +141,11 @@ class EngineDevice(FakeDevice):
 
     # ---- what the store is given
 
-    def begin_evict(self, storage: Any, start: Start) -> Pending:
-        return super().begin_evict(storage, self._with_address(start))
+    def begin_copy_out(self, storage: Any, start: Start) -> Pending:
+        return super().begin_copy_out(storage, self._with_address(start))
 
-    def begin_fetch(self, storage: Any, size_bytes: int, start: Start) -> Pending:
-        begun = super().begin_fetch(storage, size_bytes, self._with_address(start))
+    def begin_copy_in(self, storage: Any, size_bytes: int, start: Start) -> Pending:
+        begun = super().begin_copy_in(storage, size_bytes, self._with_address(start))
         self.fetch_begun()
         return begun
 

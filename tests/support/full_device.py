@@ -19,9 +19,9 @@ class Full:
     def __init__(self, patch: Callable[[Any, str, Any], None]) -> None:
         self.now, self.after, self.once = False, 0, False
         self.refused = self.seen = 0
-        begin = Ordered.begin_fetch
+        begin = Ordered.begin_copy_in
 
-        def begin_fetch(device: Any, storage: Any, size_bytes: int, start: Any) -> Any:
+        def begin_copy_in(device: Any, storage: Any, size_bytes: int, start: Any) -> Any:
             self.seen += self.now
             if self.now and self.seen > self.after:
                 self.refused += 1
@@ -29,7 +29,7 @@ class Full:
                 raise torch.OutOfMemoryError("out of memory. Tried to allocate ...")
             return begin(device, storage, size_bytes, start)
 
-        patch(Ordered, "begin_fetch", begin_fetch)
+        patch(Ordered, "begin_copy_in", begin_copy_in)
 
     def begins(self, after: int) -> None:
         """From now on, fetches after so many find no memory."""

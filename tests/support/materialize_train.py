@@ -195,9 +195,9 @@ class Bench:
 
     def slot(self, gm: GraphModule, kind: Any, labels: tuple[str, ...]) -> None:
         schedule, connect = fx.insert_slots(gm, kind)
-        connect(engine.program(schedule.text))
-        self.told.graphs.append((gm, engine.PROGRAMS[-1]))
-        backend._label(labels)
+        with backend._loads(labels) as loaded:
+            connect(engine.program(schedule.text))
+        self.told.graphs.append((gm, loaded[-1]))
 
     def planned(self, plan: Any, maker: Any, profile: Profile, step: Any) -> Plan | None:
         """By the product, but for times that are the same on every machine."""

@@ -135,7 +135,7 @@ def send_away(tensors: list[torch.Tensor]) -> None:
     residency.serial += 1
     known = [record for tensor in tensors if (record := record_of(tensor))]
     candidates = {record.key for record in residency._candidates()}
-    residency._evict([record for record in known if record.key in candidates])
+    residency._evict_each([record for record in known if record.key in candidates])
 
 
 def record_of(tensor: torch.Tensor) -> Record | None:

@@ -47,10 +47,10 @@ def test_a_tensor_survives_the_host_tier_whatever_the_streams_do(fake: FakeCuda,
         if place is None:
             place = places[index] = tier.reserve(SIZE)
             assert place is not None
-            device.end_evict(device.begin_evict(storage, tier.write(place)))
+            device.end_copy_out(device.begin_copy_out(storage, tier.write(place)))
         else:
-            pending = device.begin_fetch(storage, SIZE, tier.read(place, demand=turn % 2 == 0))
-            device.end_fetch(pending)
+            pending = device.begin_copy_in(storage, SIZE, tier.read(place, demand=turn % 2 == 0))
+            device.end_copy_in(pending)
             tier.release(place)
             places[index] = None
             seen.append((fake.read(storage), holds[index]))
@@ -91,8 +91,8 @@ def test_a_tensor_survives_the_ssd_tier(fake: FakeCuda, seed: int, tmp_path: Pat
     def into(storage: Any, mark: Any) -> Ticket:
         return Ticket(transfers.into(storage.data_ptr(), SIZE, [(0, 0, SIZE)], 1, 1, event=mark.handle))
 
-    device.end_evict(device.begin_evict(storage, out))
-    device.end_fetch(device.begin_fetch(storage, SIZE, into))
+    device.end_copy_out(device.begin_copy_out(storage, out))
+    device.end_copy_in(device.begin_copy_in(storage, SIZE, into))
     seen = fake.read(storage)
     fake.synchronize()
     assert seen.raw == data == held.raw
@@ -110,7 +110,7 @@ def test_a_missing_wait_shows_here_too(fake: FakeCuda) -> None:
         place = tier.reserve(SIZE)
         assert place is not None
         held = fake.write(storage, bytes_of(seed))
-        device.end_evict(device.begin_evict(storage, tier.write(place)))
+        device.end_copy_out(device.begin_copy_out(storage, tier.write(place)))
         device.drain()
         wrong += ctypes.string_at(place.address, SIZE) != held.raw
         fake.synchronize()
@@ -134,12 +134,12 @@ def test_a_large_copy_is_given_in_pieces_behind_the_mark(
     place = tier.reserve(SIZE)
     assert place is not None
     held = fake.write(storage, data)
-    device.end_evict(device.begin_evict(storage, tier.write(place)))
+    device.end_copy_out(device.begin_copy_out(storage, tier.write(place)))
     device.copier = SimpleNamespace(give_to=seen_giving)  # type: ignore[assignment]
-    device.end_fetch(device.begin_fetch(storage, SIZE, tier.read(place)))
+    device.end_copy_in(device.begin_copy_in(storage, SIZE, tier.read(place)))
     if out:
         given.clear()
-        device.keep(device.begin_evict(storage, tier.write(place)))
+        device.keep(device.begin_copy_out(storage, tier.write(place)))
     seen = fake.read(storage)
     stream = (device.evict_stream if out else device.fetch_stream).cuda_stream
     third = SIZE // 3
@@ -158,7 +158,7 @@ def test_a_copy_that_the_driver_refuses_is_an_error_and_not_lost(fake: FakeCuda)
     assert place is not None
     fake.driver.fake_fail_next(700)
     with pytest.raises(RuntimeError, match=r"refuses a copy of 64 KiB from the device \(error 700\)"):
-        device.begin_evict(storage, tier.write(place))
+        device.begin_copy_out(storage, tier.write(place))
     assert storage.nbytes() == SIZE
 
 
@@ -246,14 +246,14 @@ def test_memory_of_a_fetch_that_failed_half_way_is_not_given_back_under_its_copy
     tier, storage = HostTier(device, 16 * 2**20), FakeStorage(fake, pool)
     place = tier.reserve(SIZE)
     assert place is not None
-    device.end_evict(device.begin_evict(storage, tier.write(place)))
+    device.end_copy_out(device.begin_copy_out(storage, tier.write(place)))
 
     def breaks_off(storage: Any, mark: Any) -> Any:
         tier.read(place)(storage, mark)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        device.begin_fetch(storage, SIZE, breaks_off)
+        device.begin_copy_in(storage, SIZE, breaks_off)
     other = FakeStorage(fake, pool)
     held = fake.write(other, bytes_of(7))
     seen = fake.read(other)

@@ -105,17 +105,17 @@ class Run:
 
     def evict(self) -> None:
         for tensor in self.some(At.DEVICE)[:1]:
-            tensor.pending = self.device.begin_evict(tensor.storage, self.device.copy_out(tensor.place))
+            tensor.pending = self.device.begin_copy_out(tensor.storage, self.device.copy_out(tensor.place))
             tensor.at = At.LEAVING
 
     def fetch(self) -> None:
         away = [tensor for tensor in self.some(At.AWAY) if self.device.room(tensor.storage.size)]
         if away:
-            self.begin_fetch(self.random.choice(away))
+            self.begin_copy_in(self.random.choice(away))
 
-    def begin_fetch(self, tensor: Tensor) -> None:
+    def begin_copy_in(self, tensor: Tensor) -> None:
         start = self.device.copy_in(tensor.place)
-        tensor.pending = self.device.begin_fetch(tensor.storage, tensor.storage.size, start)
+        tensor.pending = self.device.begin_copy_in(tensor.storage, tensor.storage.size, start)
         tensor.at = At.ARRIVING
 
     def end(self) -> None:
@@ -126,13 +126,13 @@ class Run:
     def end_of(self, tensor: Tensor) -> None:
         assert tensor.pending is not None
         if tensor.at is At.ARRIVING:
-            self.device.end_fetch(tensor.pending)
+            self.device.end_copy_in(tensor.pending)
             tensor.at, tensor.clean = At.DEVICE, True
         elif self.random.random() < 0.3:
             self.device.keep(tensor.pending)
             tensor.at, tensor.clean = At.DEVICE, True
         else:
-            self.device.end_evict(tensor.pending)
+            self.device.end_copy_out(tensor.pending)
             tensor.at, tensor.clean = At.AWAY, True
         tensor.pending = None
 
@@ -151,7 +151,7 @@ class Run:
             for other in self.tensors:
                 if not self.device.room(tensor.storage.size):
                     self.make_away(other)
-            self.begin_fetch(tensor)
+            self.begin_copy_in(tensor)
             self.end_of(tensor)
         self.device.launch([(tensor.storage, tensor.holds)], tensor.storage, tensor.holds)
 
@@ -159,8 +159,8 @@ class Run:
         if other.at in (At.LEAVING, At.ARRIVING):
             self.end_of(other)
         if other.at is At.DEVICE:
-            other.pending = self.device.begin_evict(other.storage, self.device.copy_out(other.place))
-            self.device.end_evict(other.pending)
+            other.pending = self.device.begin_copy_out(other.storage, self.device.copy_out(other.place))
+            self.device.end_copy_out(other.pending)
             other.at, other.clean, other.pending = At.AWAY, True, None
 
 
@@ -175,7 +175,7 @@ def test_no_schedule_lets_a_kernel_read_what_is_not_there() -> None:
 class FreesBeforeTheCopy(FakeDevice):
     """Rule: freed memory may be reused at once, so the compute stream waits for the copy first."""
 
-    def end_evict(self, pending: Pending) -> None:
+    def end_copy_out(self, pending: Pending) -> None:
         pending.ticket.wait()
         self.resize(pending.storage, 0)
 
@@ -183,7 +183,7 @@ class FreesBeforeTheCopy(FakeDevice):
 class FetchesBeforeCompute(FakeDevice):
     """Rule: fresh memory may still be in use, so the side stream waits for the compute stream."""
 
-    def begin_fetch(self, storage: Storage, size_bytes: int, start: Start) -> Pending:
+    def begin_copy_in(self, storage: Storage, size_bytes: int, start: Start) -> Pending:
         self.resize(storage, size_bytes)
         mark = Mark(Event())
         return Pending(storage, start(storage, mark), mark)
@@ -202,7 +202,7 @@ class WaitsForTheUnissued(FakeDevice):
 class EvictsBeforeCompute(FakeDevice):
     """Rule: the kernel that makes the tensor may still run, so the copy waits for the compute stream."""
 
-    def begin_evict(self, storage: Storage, start: Start) -> Pending:
+    def begin_copy_out(self, storage: Storage, start: Start) -> Pending:
         mark = Mark(Event())
         return Pending(storage, start(storage, mark), mark)
 
@@ -210,7 +210,7 @@ class EvictsBeforeCompute(FakeDevice):
 class ReadsBeforeTheCopy(FakeDevice):
     """Rule: a fetch that was issued has not arrived."""
 
-    def end_fetch(self, pending: Pending) -> bool:
+    def end_copy_in(self, pending: Pending) -> bool:
         pending.ticket.wait()
         return False
 
@@ -304,17 +304,17 @@ def cannot_be_read(tensor: torch.Tensor) -> bool:
 
 def test_an_eviction_that_failed_frees_nothing() -> None:
     cpu, storage = CpuDevice(), torch.full((64,), 7, dtype=torch.uint8).untyped_storage()
-    pending = cpu.begin_evict(storage, lambda storage, mark: Failing(OSError("full")))
+    pending = cpu.begin_copy_out(storage, lambda storage, mark: Failing(OSError("full")))
     with pytest.raises(OSError, match="full"):
-        cpu.end_evict(pending)
+        cpu.end_copy_out(pending)
     assert storage.tolist() == [7] * 64
 
 
 def test_a_fetch_that_failed_leaves_the_storage_empty(evicted: torch.Tensor) -> None:
     cpu, storage = CpuDevice(), evicted.untyped_storage()
-    pending = cpu.begin_fetch(storage, 64, lambda storage, mark: Failing(OSError("gone")))
+    pending = cpu.begin_copy_in(storage, 64, lambda storage, mark: Failing(OSError("gone")))
     with pytest.raises(OSError, match="gone"):
-        cpu.end_fetch(pending)
+        cpu.end_copy_in(pending)
     assert pending.block.nbytes() == 0
     assert cannot_be_read(evicted)
 
@@ -327,16 +327,18 @@ def test_a_fetch_that_could_not_start_leaves_the_storage_empty(evicted: torch.Te
         raise OSError("queue")
 
     with pytest.raises(OSError, match="queue"):
-        CpuDevice().begin_fetch(evicted.untyped_storage(), 64, start)
+        CpuDevice().begin_copy_in(evicted.untyped_storage(), 64, start)
     assert [block.nbytes() for block in blocks] == [0]
     assert cannot_be_read(evicted)
 
 
 def test_an_interrupted_fetch_keeps_its_memory_while_the_copy_runs(evicted: torch.Tensor) -> None:
     cpu, storage = CpuDevice(), evicted.untyped_storage()
-    pending = cpu.begin_fetch(storage, 64, lambda storage, mark: Failing(KeyboardInterrupt(), finished=False))
+    pending = cpu.begin_copy_in(
+        storage, 64, lambda storage, mark: Failing(KeyboardInterrupt(), finished=False)
+    )
     with pytest.raises(KeyboardInterrupt):
-        cpu.end_fetch(pending)
+        cpu.end_copy_in(pending)
     assert pending.block.nbytes() == 64
     assert cannot_be_read(evicted)
 
@@ -351,7 +353,7 @@ def test_what_a_copy_uses_is_kept_alive_until_its_end() -> None:
 
     world = World(0)
     tensor = torch.ones(64)
-    pending = Marking().begin_evict(
+    pending = Marking().begin_copy_out(
         tensor.untyped_storage(), lambda storage, mark: FakeStreamTicket(world, Event())
     )
     event, alive = weakref.ref(pending.mark.event), weakref.ref(pending.storage)
@@ -380,10 +382,10 @@ def test_round_trip_of_a_storage_on_the_cpu(evicted: torch.Tensor) -> None:
     for _ in range(2):
         assert cannot_be_read(view)
         assert storage.nbytes() == 64
-        cpu.end_fetch(cpu.begin_fetch(storage, 64, into))
+        cpu.end_copy_in(cpu.begin_copy_in(storage, 64, into))
         away[:] = bytes(64)
         assert view.tolist() == list(range(8, 16))
-        cpu.end_evict(cpu.begin_evict(storage, out))
+        cpu.end_copy_out(cpu.begin_copy_out(storage, out))
 
 
 # ---- budgets

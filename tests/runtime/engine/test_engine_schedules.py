@@ -65,21 +65,21 @@ def test_no_schedule_of_the_engine_lets_a_kernel_read_what_is_not_there(tmp_path
 class FreesBeforeTheCopy(EngineDevice):
     """The wait before memory of an evicted tensor is used again."""
 
-    def end_evict(self, pending: Pending) -> None:
+    def end_copy_out(self, pending: Pending) -> None:
         self.resize(pending.storage, 0)
 
 
 class ReadsBeforeTheCopy(EngineDevice):
     """The wait before a fetched tensor is read."""
 
-    def end_fetch(self, pending: Pending) -> bool:
+    def end_copy_in(self, pending: Pending) -> bool:
         return False
 
 
 class EvictsBeforeCompute(EngineDevice):
     """The copy's wait for the kernel that wrote the tensor."""
 
-    def begin_evict(self, storage: torch.UntypedStorage, start: Start) -> Pending:
+    def begin_copy_out(self, storage: torch.UntypedStorage, start: Start) -> Pending:
         never = Event()
         mark = Mark(never, self.number_of(never))
         return Pending(storage, self._with_address(start)(storage, mark), mark)
@@ -88,7 +88,7 @@ class EvictsBeforeCompute(EngineDevice):
 class FetchesBeforeCompute(EngineDevice):
     """The copy's wait for the kernels that used its memory before."""
 
-    def begin_fetch(self, storage: Any, size_bytes: int, start: Start) -> Pending:
+    def begin_copy_in(self, storage: Any, size_bytes: int, start: Start) -> Pending:
         self.resize(storage, size_bytes)
         never = Event()
         mark = Mark(never, self.number_of(never))

@@ -35,7 +35,7 @@ class World:
             serial=1,
             failed={},
             in_use=lambda record: False,
-            begin_evict=lambda record, tier: setattr(record, "state", State.LEAVING),
+            evict=lambda record, tier: setattr(record, "state", State.LEAVING),
             makes_way=lambda extra_bytes, tick: extra_bytes <= self.room,
         )
         self.residency.shortage = DeviceShortage(self.mover, lambda stays: None)  # type: ignore[arg-type]

@@ -147,9 +147,9 @@ def test_it_is_a_start_like_any_other(path: Path) -> None:
     stage, cpu, storage = Stage(), device.Ordered(), Storage(b"x" * 3 * SLAB)
     cpu.mark = lambda: Mark("event", 7)  # type: ignore[method-assign]
     file = gds.DirectFile(path, stage)
-    cpu.end_evict(cpu.begin_evict(storage, file.write(0, "w")))
+    cpu.end_copy_out(cpu.begin_copy_out(storage, file.write(0, "w")))
     assert storage.nbytes() == 0
-    cpu.end_fetch(cpu.begin_fetch(storage, 3 * SLAB, file.read(0, "w")))
+    cpu.end_copy_in(cpu.begin_copy_in(storage, 3 * SLAB, file.read(0, "w")))
     assert storage.data == b"x" * 3 * SLAB
     assert stage.marks == [Mark("event", 7)] * 6
     assert file.close()
