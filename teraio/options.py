@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
+from teraio import switches
 from teraio.errors import OptionError
 from teraio.formats.fields import nearest
 from teraio.units import DURATIONS, SIZES, parse_bytes, parse_ns, shown
@@ -46,11 +47,15 @@ class Memory:
 # Variables of the environment that are no options.
 VARIABLES = {
     "TERAIO_DISABLE": "`1`: the same programs without teraio, for comparison",
+    switches.VARIABLE: "features that the run does without, joined by `,`: "
+    + ", ".join(f"`{name}`" for name in switches.FEATURES)
+    + "; the numbers stay the same",
     "TERAIO_LOG": "from which lines on a run speaks: `debug`, `info`, `warning`, `error`, `off`",
     "TERAIO_CACHE_DIR": "where plans are kept for later runs, or `off`; default: the user's cache",
 }
 
 SMALLEST = Memory()
+NULL_STORE = "null"
 Scalar = bool | int | float | str
 
 
@@ -208,7 +213,8 @@ class Options:
     )
     store: tuple[str, ...] = _option(
         _paths,
-        f"directories on the SSDs, joined by `{os.pathsep}`; default: the largest disk of cache and temp",
+        f"directories on the SSDs, joined by `{os.pathsep}`; default: the largest disk of cache and temp; "
+        f"`{NULL_STORE}`: none, what is evicted stays in RAM, to see whether a drive is at fault",
         (),
     )
     store_size: Memory | None = _option(  # noqa: RUF009
@@ -248,6 +254,11 @@ class Options:
     on_fallback: str = _option(
         _word("warn", "error"), "what a slower path does: `warn` once, or `error`", "warn"
     )
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """Where the store is, as far as that was asked for."""
+        return () if self.store == (NULL_STORE,) else self.store
 
     @classmethod
     def parse(

@@ -29,6 +29,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.virtualized import V
 
+from teraio import switches
 from teraio.errors import UnsupportedError
 from teraio.formats import schedule as schedules
 from teraio.formats.schedule import ProgramKind, Schedule
@@ -244,7 +245,7 @@ def slotted_codegen(compilation: Compilation) -> Iterator[None]:
         # Two models may have the same forward graph, and one of them returns to the user what the other
         # saves for its backward: the graph alone is not the key.
         about = f"{compilation.kind} returns {compilation.to_caller} holds {sorted(compilation.held)}"
-        about += f" calls {compilation.registry}"
+        about += f" calls {compilation.registry} without {sorted(switches.off())}"
         if cut := compilation.cut:
             about += f" of {cut.graph}"
         key = SlotsInCacheKey(config.post_grad_custom_post_pass, about)
@@ -277,7 +278,7 @@ def compile_program(
     if notice is None:
         plain: Any = compile_fx(gm, example_inputs, config_patches=patches)
         return plain
-    about = f"{registry} guard {guard}"
+    about = f"{registry} guard {guard} without {sorted(switches.off())}"
     patches["post_grad_custom_post_pass"] = SlotsInCacheKey(config.post_grad_custom_post_pass, about)
     patches |= partition.patch(*again, VERSION)
     asked = 0

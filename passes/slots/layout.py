@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from teraio import switches
 from teraio.formats.schedule import MADE, READ, RETURNED, WRITE, Buffer, Role, Schedule, Slot
 
-from . import recompute_chains
+from . import recompute_chains, symbolic_sizes
 from .events import Alias, Event, Forget, Launch, Make, Signature
 
 
@@ -230,6 +231,11 @@ def _output_roles(
 def lay_slots(signature: Signature, events: Sequence[Event], end: int) -> tuple[Schedule, list[SlotPlace]]:
     """The program's schedule, and for each of its slots the place in the program (`end`: where it
     returns)."""
+    if "slots" in switches.off():
+        own = symbolic_sizes.largest(own_bytes(events), "program")
+        sizes = {event.name: event.size_bytes for event in events if isinstance(event, Make)}
+        outputs = [(name, sizes.get(name, 0)) for name in signature.outputs if name]
+        return whole_program(signature, "program", own, end, outputs)
     layout = _Layout(signature, events)
     layout.enter()
     for event in events:

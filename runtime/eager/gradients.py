@@ -20,6 +20,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import _get_sequence_nr
 
+from teraio import switches
 from teraio.formats.schedule import Buffer
 
 from ..ledger.engine_lock import EngineLock
@@ -57,6 +58,7 @@ class Gradients:
         self.user = user
         self.adopt = adopt
         self.lock = lock
+        self.is_off = "early_gradients" in switches.off()
         self.forwards: list[Forward] = []
         self.leaves: list[Any] = []  # of the backward that runs: what each edge of its node leads to
         self.made: dict[int, Record] = {}  # by it, and free to leave
@@ -139,7 +141,7 @@ class Gradients:
     def leaves_early(self, edge: int) -> Record | None:
         leaf = self.leaves[edge] if 0 <= edge < len(self.leaves) else None
         weight = self._weight(leaf)
-        if leaf is None or weight is None or id(leaf) not in HOOKED:
+        if self.is_off or leaf is None or weight is None or id(leaf) not in HOOKED:
             return None
         return None if weight.key in self.shared.get(self.backward, ()) else weight
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
+from teraio import switches
 from teraio.errors import EvictedError, StoreError, TeraioError
 from teraio.units import fmt_bytes
 
@@ -50,6 +51,7 @@ class UserCode:
         self.lends = False  # an optimizer's update has some
         self.refuses: Callable[[str, Sequence[str] | None], None] | None = None  # nothing can move now
         self.handed_out: dict[int, Record] = {}  # by key: results of which a program may take up some
+        self.results_stay = "results" in switches.off()
         self.kept: set[tuple[int, str]] = set()  # in this step: (call, tensor) that stayed when it ended
 
     def stays(self, record: Record) -> bool:
@@ -218,7 +220,7 @@ class UserCode:
         takes its address is seen from now on."""
         self.residency.settle(record)
         storage = record.storage()
-        if self.observer is None or storage is None or record.addressed:
+        if self.observer is None or storage is None or record.addressed or self.results_stay:
             return
         self.mover.is_clean(record)  # before what is known of writes is forgotten
         with suppress(InUseError):

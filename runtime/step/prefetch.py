@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from teraio import switches
 from teraio.errors import StoreError
 
 from ..ledger.mover import Mover
@@ -36,6 +37,7 @@ class Prefetch:
         self.stays = stays
         self.call = -1  # of the expected step, after which user code runs
         self.at = 0  # how many of its touches have been seen
+        self.is_off = "prefetch" in switches.off()
 
     @property
     def limit_bytes(self) -> int:
@@ -72,7 +74,7 @@ class Prefetch:
         """Starts what comes next, as far as there is room; makes room for more without waiting for it. Not
         while the step is measured: what user code takes besides would not be told from what arrives."""
         order = self._order()
-        if self.at >= len(order) or self.tracker.running is not None:
+        if self.is_off or self.at >= len(order) or self.tracker.running is not None:
             return
         self.residency.pending_evictions.end_done()
         besides = self.tracker.expected.outside.get(self.call, 0)

@@ -92,8 +92,8 @@ def _here(on: torch.device) -> Basis:
             f"machine={shipped_files.MACHINES.names()[0]!r}, or a file by `teraio doctor -o`"
         )
     options, used = Options.parse(), choose.current("cpu")
-    directories = [Path(path) for path in options.store] or list(default_directories())
-    places = [open_place(path, parents=not options.store) for path in directories]
+    directories = [Path(path) for path in options.directories] or list(default_directories())
+    places = [open_place(path, parents=not options.directories) for path in directories]
     try:
         free_bytes = free_bytes_in(places)
         link, _ = drives([place.path for place in places], used)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from teraio import switches
 from teraio.errors import OptionError, TeraioError, UnsupportedError
 from teraio.formats.plan import Plan
 from teraio.formats.profile import Profile
@@ -89,6 +90,8 @@ class Session:
         self.planning = Planning(options, tiers.machine, self.engine, self.earlier, self.remaking)
         if options.memory == SMALLEST:
             self.engine.resize(None)
+        if left_out := switches.off():
+            log.warning("teraio: without %s (%s)", ", ".join(sorted(left_out)), switches.VARIABLE)
         for line in more_than_there_is(budget, self.device.capacity_bytes()):
             log.warning("teraio: %s", line)
         log.info(

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
+from teraio import _native
 from teraio.errors import UnsupportedError
 from teraio.formats.machine import Machine
-from teraio.options import Memory, Options
+from teraio.options import NULL_STORE, Memory, Options
 from teraio.runtime.device import limits, link_rates
 from teraio.runtime.device.device import Device
 from teraio.runtime.device.link_rates import LinkRates
@@ -38,13 +39,14 @@ class Tiers:
         in_ram = device.kind == "cpu"
         size = options.store_size
         self.store = Store.open(
-            options.store or None,
+            options.directories or None,
             None if size is None else lambda free_bytes: size.resolve(free_bytes, 0),
             checksums=options.checksum,
             memory_bytes=budget_bytes if in_ram else None,
             device=None if in_ram else device,
             on_fallback=options.on_fallback,
             write_per_day_bytes=options.max_write_per_day,
+            wrap=_in_memory if options.store == (NULL_STORE,) else None,
         )
         most = link_probe.memory_bytes(budget_bytes)
         link, weights = drives(self.store.directories, device, most)
@@ -83,6 +85,12 @@ class Tiers:
         """In words."""
         host = f"up to {fmt_bytes(self.host_bytes)} of host memory; " if self.host else ""
         return f"{host}store in {', '.join(map(str, self.store.directories))}"
+
+
+def _in_memory(io: _native.Io) -> _native.Io:
+    """Return a store's I/O that keeps its bytes in memory, in place of that with drives."""
+    log.warning("teraio: the store is '%s': what is evicted stays in this process's memory", NULL_STORE)
+    return _native.MemoryIo(size_bytes=2**62, depth=4)
 
 
 def refuse_host(options: Options, kind: str) -> None:

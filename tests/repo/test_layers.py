@@ -19,6 +19,7 @@ FLOORS = (
     ("teraio._native", "teraio.errors", "teraio.units", "teraio.text_table"),
     ("teraio.progress",),
     ("teraio.formats",),
+    ("teraio.switches",),
     ("teraio.options",),
     # compile time                                                run time
     ("teraio.passes.capture", "teraio.passes.synth", "teraio.runtime.torch_extension"),
@@ -46,7 +47,7 @@ APART = ("teraio.passes", "teraio.runtime")
 # What importing one of these may load besides Python's own library.
 DATA = (
     *("teraio.errors", "teraio.units", "teraio.text_table", "teraio.progress"),
-    *("teraio.formats", "teraio.options"),
+    *("teraio.formats", "teraio.switches", "teraio.options"),
 )
 DATA_NEEDS = {"teraio", "networkx"}
 INDUCTOR = "teraio.passes.inductor"

@@ -1,0 +1,147 @@
+"""Each feature can be turned off by itself: what it does is not done, and the numbers are the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import teraio
+from teraio import switches
+from teraio.errors import OptionError
+from teraio.options import Options
+from teraio.runtime.eager.gradients import Gradients
+from teraio.runtime.eager.user_code import UserCode
+from teraio.runtime.optimizer.step_call import OptimizerCall
+from teraio.runtime.step.prefetch import Prefetch
+from teraio.runtime.step.quiet_call import QuietCall
+from teraio.session import session
+
+WIDTH, BLOCKS, BATCH, STEPS = 192, 6, 256, 4
+TIGHT, ROOM = 8 * 2**20, 64 * 2**20  # 6.5 MiB of weights, gradients and states, 4 of reserve
+
+
+class Block(nn.Module):
+    """Compiled by itself, so that results pass from one program to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.two(F.gelu(self.one(x)))
+
+
+def counted(
+    method: Callable[..., Any], tell: Callable[[Any, Any], int]
+) -> tuple[Callable[..., Any], list[int]]:
+    """Return the method, and a list that gets what `tell` says of each call's object and result."""
+    found: list[int] = []
+
+    def call(self: Any, *args: Any) -> Any:
+        result = method(self, *args)
+        found.append(tell(self, result))
+        return result
+
+    return call, found
+
+
+@contextmanager
+def seen() -> Iterator[Counter[str]]:
+    """Yield a count, by feature, of what no run without it does."""
+    spies: dict[str, tuple[type, str, Callable[[Any, Any], int]]] = {
+        "quiet_calls": (QuietCall, "begins", lambda call, _: call.program is not None),
+        "prefetch": (Prefetch, "_fetch", lambda _, begun: bool(begun)),
+        "early_gradients": (Gradients, "leaves_early", lambda _, weight: weight is not None),
+        "results": (UserCode, "take_up", lambda _, moves: bool(moves)),
+        "buckets": (OptimizerCall, "close", lambda call, _: len(call.buckets) > 1),
+    }
+    lists: dict[str, list[int]] = {}
+    total: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patched:
+        for name, (kind, method, tell) in spies.items():
+            call, lists[name] = counted(getattr(kind, method), tell)
+            patched.setattr(kind, method, call)
+        yield total
+    total.update({name: sum(found) for name, found in lists.items()})
+
+
+def trained(memory: int) -> tuple[list[torch.Tensor], Counter[str]]:
+    """Return losses and weights of a training that reads its gradients, and what was seen of each feature."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    for block in model:
+        block.compile(
+            backend="teraio", options={"inner": "eager", "memory": memory, "warmup": 1, "planner": "none"}
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = torch.Generator().manual_seed(1)
+    losses = []
+    with seen() as found:
+        for _ in range(STEPS):
+            for _ in range(2):
+                loss = model(torch.randn(BATCH, WIDTH, generator=batches)).square().mean()
+                loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    assert session.SESSION is not None
+    calls = [call for step in session.SESSION.measured.values() for call in step[1].calls]
+    found["slots"] = sum(len(call.schedule.slots) > 3 for call in calls if call.schedule.kind == "forward")
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    teraio.reset()
+    torch._dynamo.reset()
+    return [*losses, *weights], found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_for_all() -> Iterator[None]:
+    """Sums come out the same, bit for bit, also in what the cases share."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[int, tuple[list[torch.Tensor], Counter[str]]]:
+    """The same with every feature, by memory."""
+    return {memory: trained(memory) for memory in (TIGHT, ROOM)}
+
+
+@pytest.mark.parametrize("feature", switches.FEATURES)
+def test_without_a_feature_the_numbers_are_the_same(
+    feature: str, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = ROOM if feature in {"quiet_calls", "buckets"} else TIGHT
+    expected, used = whole[memory]
+    assert used[feature] > 0, "the training does not show this feature"
+    monkeypatch.setenv(switches.VARIABLE, f" {feature.upper()} ,")
+    found, left = trained(memory)
+    assert left[feature] == 0
+    assert all(map(torch.equal, found, expected))
+
+
+def test_an_unknown_feature_is_answered_with_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert switches.off({}) == frozenset()
+    with pytest.raises(
+        OptionError, match=r"TERAIO_WITHOUT: 'prefech' is not a feature; did you mean prefetch"
+    ):
+        switches.off({switches.VARIABLE: "prefech"})
+
+
+def test_a_store_that_is_none_keeps_the_numbers_and_no_file(
+    whole: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TERAIO_STORE", "null")
+    assert Options.parse({}).directories == ()
+    found, _ = trained(TIGHT)
+    assert all(map(torch.equal, found, whole[TIGHT][0]))
+    assert "what is evicted stays in this process's memory" in caplog.text
