@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from teraio.estimating.estimate import estimate
     from teraio.models import init, load
+    from teraio.options import Options
     from teraio.runtime.model.resident import resident
     from teraio.runtime.model.save import save
     from teraio.runtime.optimizer.hooks import wrap
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Options",
     "Stats",
     "__version__",
     "estimate",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _WHERE = {
+    "Options": "options",
     "Stats": "runtime.step.stats",
     "estimate": "estimating.estimate",
     "init": "models",

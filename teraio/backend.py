@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from teraio.errors import TeraioError, UnsupportedError
 from teraio.formats.schedule import ProgramKind
-from teraio.options import Options, disabled
+from teraio.options import Settings, disabled
 from teraio.passes import selftest
 from teraio.progress import stage
 from teraio.runtime.engine import engine
@@ -64,7 +64,7 @@ def backend(
 def _compile(
     gm: torch.fx.GraphModule, example_inputs: list[Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    parsed = Options.parse({**session.GIVEN, **options})
+    parsed = Settings.parse({**session.GIVEN, **options})
     inner = parsed.inner
     hear_of_resets()
     on = _device_of(gm, example_inputs)

@@ -1,7 +1,7 @@
 """Options: one field each, and from it three doors (`options={"memory": …}`, `TERAIO_MEMORY`, `--memory`) and
 its docs.
 
-A dict, an environment or a parsed command line comes in; a frozen, hashable `Options` goes out. Every value
+A dict, an environment or a parsed command line comes in; a frozen, hashable `Settings` goes out. Every value
 is parsed here once, so that the rest of the house sees bytes, nanoseconds and words that were checked.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field as DataField
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from teraio import switches
 from teraio.errors import OptionError
@@ -199,7 +199,7 @@ def _option(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Settings:
     """What the user asked for, checked. None: not asked for, the place that needs it decides."""
 
     memory: Memory | None = _option(  # noqa: RUF009
@@ -263,7 +263,7 @@ class Options:
     @classmethod
     def parse(
         cls, mapping: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
-    ) -> Options:
+    ) -> Settings:
         """A dict over the environment over the defaults; OptionError names the option and its forms."""
         mapping, environ = mapping or {}, os.environ if environ is None else environ
         options = {f.name: f for f in fields(cls)}
@@ -279,7 +279,7 @@ class Options:
                 values[name] = _parsed(option, environ[env_name(name)], env_name(name))
         return cls(**values)._consistent()
 
-    def _consistent(self) -> Options:
+    def _consistent(self) -> Settings:
         if self.inner == "eager" and (self.mode or self.inductor):
             name = "mode" if self.mode else "inductor"
             raise OptionError(f"option {name!r} is for Inductor, but inner is 'eager'; leave one of them out")
@@ -296,6 +296,44 @@ class Options:
             if value != option.default and (option.metadata["program"] or not program_only):
                 parts.append(f"{option.name}={value if isinstance(value, Memory) else repr(value)}")
         return " ".join(parts) or "defaults"
+
+
+FIELDS = frozenset(f.name for f in fields(Settings))
+
+
+class Options(dict[str, Any]):
+    """What `torch.compile(model, backend="teraio", options=...)` takes, with names and types that editors
+    complete: `teraio.Options(memory="20GiB")` is the dict `{"memory": "20GiB"}`.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        store: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        store_size: str | int | None = None,
+        warmup: int | str | None = None,
+        inner: Literal["inductor", "eager"] | None = None,
+        mode: str | None = None,
+        inductor: Mapping[str, Scalar] | str | None = None,
+        plan: str | os.PathLike[str] | None = None,
+        profile: str | os.PathLike[str] | None = None,
+        timeline: str | os.PathLike[str] | None = None,
+        planner: Literal[
+            "auto", "none", "greedy", "search", "ilp", "zero-infinity", "g10", "teraio-paper", "10cache"
+        ]
+        | None = None,
+        plan_time: str | int | float | None = None,
+        optimizer_step: Literal["auto", "device", "host"] | None = None,
+        recompute: Literal["off", "auto"] | None = None,
+        keep: str | Sequence[str] | None = None,
+        max_write_per_day: str | int | None = None,
+        checksum: bool | Literal["on", "off"] | None = None,
+        on_fallback: Literal["warn", "error"] | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name in FIELDS and value is not None}
+        super().__init__(given)
 
 
 def _parsed(option: DataField[Any], value: Any, door: str) -> Any:
@@ -326,7 +364,7 @@ def disabled(environ: Mapping[str, str] | None = None) -> bool:
 
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     """Add the flags of some options; what was given is found by `from_flags`."""
-    options = {f.name: f for f in fields(Options)}
+    options = {f.name: f for f in fields(Settings)}
     for name in names:
         meta = options[name].metadata
         action = "append" if meta["many"] else "store"
@@ -334,18 +372,18 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
         parser.add_argument(flag_name(name), dest=name, action=action, default=None, metavar="X", help=doc)
 
 
-def from_flags(namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> Options:
-    """A parsed command line over the environment -> Options."""
+def from_flags(namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> Settings:
+    """Return the settings of a parsed command line, over those of the environment."""
     given = {
-        f.name: value for f in fields(Options) if (value := getattr(namespace, f.name, None)) is not None
+        f.name: value for f in fields(Settings) if (value := getattr(namespace, f.name, None)) is not None
     }
-    return Options.parse(given, environ)
+    return Settings.parse(given, environ)
 
 
 def options_table() -> str:
     """All options as a Markdown table; the docs are made from it."""
     rows = ["| option | environment | flag | default | meaning |", "|---|---|---|---|---|"]
-    for f in fields(Options):
+    for f in fields(Settings):
         doc = f.metadata["doc"].replace("|", "\\|")
         rows.append(f"| `{f.name}` | `{env_name(f.name)}` | `{flag_name(f.name)}` | {_default(f)} | {doc} |")
     return "\n".join(rows) + "\n"

@@ -41,7 +41,7 @@ from teraio.formats.machine import Link, Machine, Tier
 from teraio.formats.plan import Evict, Fetch, Plan
 from teraio.formats.plan_check import check
 from teraio.formats.profile import Profile
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.passes.planner import planners
 from teraio.passes.planner.problem import problem
 from teraio.passes.planner.simulate import simulate
@@ -149,7 +149,7 @@ class Bench:
             TERAIO_MEMORY=str(budget_bytes), TERAIO_PLANNER="none", TERAIO_STORE=str(self.folder), **settings
         )
         with patch.object(Store, "open", opened):
-            session.start(Options.parse({"inner": "eager"}))
+            session.start(Settings.parse({"inner": "eager"}))
 
     def throttle(self, write_s: float, read_s: float) -> None:
         self.shim.clear()

@@ -34,7 +34,7 @@ import teraio
 from teraio.cli.demo_model import Llama, Shape
 from teraio.formats.plan import Plan
 from teraio.formats.profile import Profile
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.passes.planner import planners
 from teraio.passes.planner.problem import problem
 from teraio.runtime.device import limits
@@ -102,7 +102,7 @@ class Bench:
             TERAIO_PROFILE=str(path),
             TERAIO_PLANNER="greedy",
         )
-        session.start(Options.parse({"inner": self.args.inner}))
+        session.start(Settings.parse({"inner": self.args.inner}))
         running = session.SESSION
         assert running is not None
         made: list[Plan | None] = []

@@ -40,7 +40,7 @@ import torch
 import teraio
 from teraio.cli.demo_model import Llama, Shape
 from teraio.errors import BudgetError
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.runtime.device import limits
 from teraio.runtime.eager import user_code
 from teraio.runtime.engine import engine
@@ -249,7 +249,7 @@ def main() -> int:
     limits.return_freed_memory()
     training = Training(args, counting_allocator.install_over_ours())
     torch.set_num_threads(1)
-    Options.parse({"inner": args.inner})
+    Settings.parse({"inner": args.inner})
     plain = training.run(0, args.steps)
     peak = max(row["peak_bytes"] for row in plain["rows"])
     budgets = [int(part * peak) for part in PARTS]

@@ -21,7 +21,7 @@ from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
 from teraio.formats.plan_cache import fingerprint_of
 from teraio.formats.profile import Profile
-from teraio.options import Memory, Options
+from teraio.options import Memory, Settings
 from teraio.passes.planner import planners
 from teraio.passes.planner.problem import problem
 from teraio.passes.slots import lifetimes
@@ -62,7 +62,7 @@ def estimate(
     if not isinstance(model, nn.Module):
         raise OptionError(f"estimate: model is of type {type(model).__name__}; give a torch.nn.Module")
     model = getattr(model, "_orig_mod", model)  # what torch.compile made of one
-    asked = Options.parse({"memory": memory, "planner": planner})
+    asked = Settings.parse({"memory": memory, "planner": planner})
     assert asked.memory is not None
     with unseen():
         basis = basis_of(machine, device_of(model))
@@ -150,7 +150,7 @@ def _forward_and_backward(
         ) from error
 
 
-def _plan(profile: Profile, machine: Machine, budget: int, asked: Options) -> tuple[Plan | None, str]:
+def _plan(profile: Profile, machine: Machine, budget: int, asked: Settings) -> tuple[Plan | None, str]:
     try:
         made = planners.plan(
             profile,

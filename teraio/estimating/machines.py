@@ -22,7 +22,7 @@ import torch
 from teraio.errors import OptionError, UnsupportedError
 from teraio.formats import shipped_files
 from teraio.formats.machine import Machine
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.passes.synth import roofline
 from teraio.passes.synth.operator_costs import Speeds
 from teraio.passes.synth.roofline import Rates
@@ -91,7 +91,7 @@ def _here(on: torch.device) -> Basis:
             f"estimate: the model is on {on.type}, which is not measured here; name the machine: "
             f"machine={shipped_files.MACHINES.names()[0]!r}, or a file by `teraio doctor -o`"
         )
-    options, used = Options.parse(), choose.current("cpu")
+    options, used = Settings.parse(), choose.current("cpu")
     directories = [Path(path) for path in options.directories] or list(default_directories())
     places = [open_place(path, parents=not options.directories) for path in directories]
     try:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from teraio.formats.fields import nearest
 from teraio.formats.schedule import Step
-from teraio.options import VARIABLES, Options, env_name
+from teraio.options import VARIABLES, Settings, env_name
 from teraio.units import fmt_bytes, shown
 
 SHOWN = 3  # names that stand for all others
@@ -18,7 +18,7 @@ SHOWN = 3  # names that stand for all others
 
 def unknown_environment(environ: Mapping[str, str]) -> list[str]:
     """Variables that look like ours and are not: a typo leaves its option at the default, unnoticed."""
-    known = [*VARIABLES, *(env_name(field.name) for field in fields(Options))]
+    known = [*VARIABLES, *(env_name(field.name) for field in fields(Settings))]
     return [
         f"the environment variable {shown(name)} is no option and has no effect{nearest(name, known)}"
         for name, value in sorted(environ.items())

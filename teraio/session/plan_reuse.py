@@ -23,7 +23,7 @@ from teraio.formats import plan_cache
 from teraio.formats.plan import Plan
 from teraio.formats.plan_cache import fingerprint_of
 from teraio.formats.schedule import Step
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.passes.slots import lifetimes
 from teraio.runtime.engine.engine import Engine
 from teraio.units import fmt_count, fmt_ns
@@ -50,7 +50,7 @@ class _Trial:
 
 
 class Earlier:
-    def __init__(self, options: Options, replay: Plan | None, engine: Engine, device: torch.device) -> None:
+    def __init__(self, options: Settings, replay: Plan | None, engine: Engine, device: torch.device) -> None:
         self.options, self.replay, self.engine = options, replay, engine
         self.device = device
         folder = plan_cache.directory()

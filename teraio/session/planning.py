@@ -17,7 +17,7 @@ from teraio.formats.plan import Plan
 from teraio.formats.plan_cache import fingerprint_of
 from teraio.formats.profile import Profile
 from teraio.formats.schedule import Step
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.passes.planner import planners
 from teraio.passes.planner.problem import problem
 from teraio.passes.slots import lifetimes
@@ -36,7 +36,7 @@ PAYS_BACK_STEPS = 250  # of a training: planning takes no longer than it can sav
 
 class Planning:
     def __init__(
-        self, options: Options, machine: Machine, engine: Engine, earlier: Earlier, remaking: Remaking
+        self, options: Settings, machine: Machine, engine: Engine, earlier: Earlier, remaking: Remaking
     ) -> None:
         self.options, self.machine, self.engine = options, machine, engine
         self.earlier, self.remaking = earlier, remaking

@@ -27,7 +27,7 @@ from teraio.errors import OptionError, TeraioError, UnsupportedError
 from teraio.formats.plan import Plan
 from teraio.formats.profile import Profile
 from teraio.formats.schedule import Step
-from teraio.options import SMALLEST, Memory, Options
+from teraio.options import SMALLEST, Memory, Settings
 from teraio.passes.capture import foreign_backends
 from teraio.passes.slots import lifetimes
 from teraio.runtime.device import choose, device
@@ -57,7 +57,7 @@ NAMED = 5  # tensors that a message lists
 
 
 class Session:
-    def __init__(self, options: Options, on: str | torch.device = "cpu") -> None:
+    def __init__(self, options: Settings, on: str | torch.device = "cpu") -> None:
         kind = torch.device(on).type
         _refuse(options, kind)
         self.options = options
@@ -212,11 +212,11 @@ def patch_torch() -> None:
 def open_with(options: Mapping[str, Any]) -> None:
     """The engine is there when this returns, with these options, or with those that it has; for the device
     that a model is made on now."""
-    start(Options.parse({**GIVEN, **options}), torch.get_default_device())
+    start(Settings.parse({**GIVEN, **options}), torch.get_default_device())
     GIVEN.update(options)
 
 
-def start(options: Options, on: str | torch.device = "cpu") -> None:
+def start(options: Settings, on: str | torch.device = "cpu") -> None:
     """One engine for all programs of the process; a second compile may not ask for another budget, nor be on
     another device."""
     global SESSION
@@ -349,7 +349,7 @@ def set_memory(memory: str | int) -> None:
         raise OptionError(
             "set_memory: nothing is compiled by teraio yet; give options={'memory': ...} to torch.compile"
         )
-    asked = Options.parse({"memory": memory}, {}).memory
+    asked = Settings.parse({"memory": memory}, {}).memory
     assert asked is not None
     SESSION.resize(asked)
 
@@ -360,7 +360,7 @@ def stats() -> Stats:
     return {} if SESSION is None else SESSION.engine.stats()
 
 
-def _refuse(options: Options, kind: str) -> None:
+def _refuse(options: Settings, kind: str) -> None:
     """Before anything is opened: what cannot be done, by name."""
     refuse_host(options, kind)
     for name in ("profile", "timeline"):
@@ -369,9 +369,9 @@ def _refuse(options: Options, kind: str) -> None:
             raise OptionError(f"option {name!r}: the folder of {path} does not exist; make it first")
 
 
-def _difference(one: Options, other: Options) -> str:
+def _difference(one: Settings, other: Settings) -> str:
     """In what belongs to the process; each compiled program may have its own inner program and mode."""
-    names = [f.name for f in fields(Options) if not f.metadata["program"]]
+    names = [f.name for f in fields(Settings) if not f.metadata["program"]]
     differing = [name for name in names if getattr(one, name) != getattr(other, name)]
     return ", ".join(f"{name}: {getattr(one, name)} and {getattr(other, name)}" for name in differing)
 

@@ -17,7 +17,7 @@ import torch
 from teraio import _native
 from teraio.errors import UnsupportedError
 from teraio.formats.machine import Machine
-from teraio.options import NULL_STORE, Memory, Options
+from teraio.options import NULL_STORE, Memory, Settings
 from teraio.runtime.device import limits, link_rates
 from teraio.runtime.device.device import Device
 from teraio.runtime.device.link_rates import LinkRates
@@ -35,7 +35,7 @@ LOOK_S = 0.1  # per measurement of a link
 class Tiers:
     """Opened when the process starts to train, once."""
 
-    def __init__(self, options: Options, device: Device, budget_bytes: int) -> None:
+    def __init__(self, options: Settings, device: Device, budget_bytes: int) -> None:
         in_ram = device.kind == "cpu"
         size = options.store_size
         self.store = Store.open(
@@ -72,7 +72,7 @@ class Tiers:
             "here", links, capacity, self.store.capacity_bytes, self.host_bytes if self.host else None
         )
 
-    def _no_host(self, reason: str, options: Options) -> None:
+    def _no_host(self, reason: str, options: Settings) -> None:
         what = f"no host memory is used, all that leaves goes to the SSD: {reason}"
         if options.on_fallback == "error":
             self.store.close()
@@ -93,7 +93,7 @@ def _in_memory(io: _native.Io) -> _native.Io:
     return _native.MemoryIo(size_bytes=2**62, depth=4)
 
 
-def refuse_host(options: Options, kind: str) -> None:
+def refuse_host(options: Settings, kind: str) -> None:
     if options.optimizer_step == "host" and kind in {"cpu", "meta"}:
         raise UnsupportedError(
             "option 'optimizer_step': 'host' is for a GPU: here tensors are in host memory already; leave "
@@ -106,7 +106,7 @@ def refuse_host(options: Options, kind: str) -> None:
         )
 
 
-def host_bytes(options: Options) -> int:
+def host_bytes(options: Settings) -> int:
     """How much may be pinned; what can be had now is what a share is of."""
     return (options.host_memory or HOST_SHARE).resolve(limits.read().obtainable_bytes, 0)
 

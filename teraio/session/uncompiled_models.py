@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from teraio.errors import UnsupportedError
-from teraio.options import Options, disabled
+from teraio.options import Settings, disabled
 from teraio.runtime.ledger.adoption import SMALLEST_BYTES
 from teraio.runtime.optimizer.hooks import refuse_shards
 from teraio.session import session
@@ -78,7 +78,7 @@ def _look(backend: Callable[..., Any], optimizer: torch.optim.Optimizer, args: A
     if not missing:
         return
     refuse_shards(optimizer)
-    parsed = Options.parse({**session.GIVEN, **missing[0].options})
+    parsed = Settings.parse({**session.GIVEN, **missing[0].options})
     told = _told(missing, reasons)
     if parsed.on_fallback == "error":
         raise UnsupportedError(told)

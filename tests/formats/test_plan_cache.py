@@ -24,7 +24,7 @@ from teraio.formats.plan import Evict, Fetch, Plan, Predicted
 from teraio.formats.plan_cache import ENTRIES_MAX, SUFFIX, PlanCache, directory, fingerprint_of, key_of
 from teraio.formats.profile import Kernel, Profile, Tensor
 from teraio.formats.schedule import READ, Buffer, Call, Schedule, Slot, Step
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.passes.slots import lifetimes
 from teraio.session.plan_reuse import Earlier
 
@@ -185,7 +185,7 @@ def order(it: Step) -> tuple[str, ...]:
 
 def earlier(engine: Any, budget: int = 100, **options: Any) -> Earlier:
     engine.residency = SimpleNamespace(budget_bytes=budget)
-    return Earlier(Options.parse(options, {}), None, engine, torch.device("cpu"))
+    return Earlier(Settings.parse(options, {}), None, engine, torch.device("cpu"))
 
 
 def kept_plan(took_ns: int, **options: Any) -> Plan:

@@ -24,11 +24,11 @@ from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
 from teraio.formats.profile import Profile
 from teraio.formats.timeline import Timeline
-from teraio.options import VARIABLES, Options, env_name
+from teraio.options import VARIABLES, Settings, env_name
 
 DOCS = [tree.ROOT / "README.md", *sorted((tree.ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-KEYS = {field.name for field in fields(Options)}
+KEYS = {field.name for field in fields(Settings)}
 # Of teraio.load, besides options.
 OTHER_KEYS = {"strict", "copy", "whole"}
 # Written where a placeholder of a name stands.

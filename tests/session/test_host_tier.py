@@ -19,7 +19,7 @@ from torch import nn
 import teraio
 from teraio.errors import UnsupportedError
 from teraio.formats.plan import Fetch, Plan
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.runtime.device import choose, cpu
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.mover import Mover
@@ -198,21 +198,21 @@ def test_host_memory_that_cannot_be_pinned_is_done_without_and_said(
     (line,) = [r.getMessage() for r in caplog.records if "host memory" in r.getMessage()]
     assert "refuses to pin 1 GiB" in line
     with pytest.raises(UnsupportedError, match="refuses to pin 1 GiB"):
-        session.start(Options.parse({**OPTIONS, "on_fallback": "error"}, {}))
+        session.start(Settings.parse({**OPTIONS, "on_fallback": "error"}, {}))
     assert session.SESSION is None
 
 
 def test_on_a_cpu_it_is_refused_with_the_reason() -> None:
     with pytest.raises(UnsupportedError, match="for a GPU: here tensors are in host memory"):
-        session.start(Options.parse({"memory": "1GiB", "host_memory": "1GiB"}, {}))
+        session.start(Settings.parse({"memory": "1GiB", "host_memory": "1GiB"}, {}))
 
 
 def test_how_much_is_pinned_at_most() -> None:
     for asked, part in ({"host_memory": "3GiB"}, None), ({}, 0.5), ({"host_memory": "25%"}, 0.25):
-        most = tiers.host_bytes(Options.parse(asked, {}))
+        most = tiers.host_bytes(Settings.parse(asked, {}))
         there = tiers.limits.read().obtainable_bytes
         assert most == 3 * 2**30 if part is None else abs(most / there - part) < 0.05
-    assert tiers.host_bytes(Options.parse({"host_memory": "min"}, {})) == 0
+    assert tiers.host_bytes(Settings.parse({"host_memory": "min"}, {})) == 0
 
 
 def test_a_planted_bug_changes_the_numbers(

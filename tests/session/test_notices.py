@@ -23,7 +23,7 @@ from teraio import backend, errors
 from teraio.cli import main
 from teraio.errors import OptionError, StoreError, TeraioError, UnsupportedError
 from teraio.formats.schedule import Call, Schedule, Slot, Step
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.passes.capture import aot
 from teraio.runtime.device import choose, cpu, device, limits
 from teraio.runtime.device.link_rates import LinkRates
@@ -252,7 +252,7 @@ def test_one_of_a_thing_is_one() -> None:
 
 def test_steps_of_ever_new_kinds_are_forgotten_again() -> None:
     """As many are kept as the engine expects; one that comes often enough is planned all the same."""
-    running = session.Session(Options.parse({**SMALL, "warmup": 3}))
+    running = session.Session(Settings.parse({**SMALL, "warmup": 3}))
     planned: list[Any] = []
     running.engine.settle = planned.append  # type: ignore[assignment,method-assign]
     try:
@@ -288,10 +288,10 @@ def test_a_plan_counts_on_all_drives_and_a_store_on_how_fast_each_is(
 
 
 def test_a_process_has_one_device() -> None:
-    session.start(Options.parse(SMALL))
+    session.start(Settings.parse(SMALL))
     try:
         with pytest.raises(UnsupportedError, match="a program on cuda was compiled"):
-            session.start(Options.parse(SMALL), "cuda")
+            session.start(Settings.parse(SMALL), "cuda")
     finally:
         session.reset()
 
@@ -334,7 +334,7 @@ def test_a_graph_on_two_gpus_is_refused_by_their_names() -> None:
 
 
 def test_a_process_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = Options.parse(SMALL)
+    parsed = Settings.parse(SMALL)
     gpu = SimpleNamespace(device=torch.device("cuda", 1))
     monkeypatch.setattr(session, "SESSION", SimpleNamespace(device=gpu, options=parsed))
     session.start(parsed, torch.device("cuda", 1))
@@ -353,7 +353,7 @@ def test_the_device_is_the_one_that_programs_run_on(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(choose, "current", one)
     with pytest.raises(StopIteration):
-        session.start(Options.parse(SMALL), "cuda:1")
+        session.start(Settings.parse(SMALL), "cuda:1")
     assert asked == [torch.device("cuda", 1)] and session.SESSION is None
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
+import teraio
 from teraio.errors import OptionError
 from teraio.options import (
+    PLANNERS,
     SMALLEST,
     Memory,
-    Options,
+    Settings,
     add_flags,
     disabled,
     env_name,
@@ -24,7 +27,7 @@ from teraio.options import (
     options_table,
 )
 
-NAMES = [field.name for field in dataclasses.fields(Options)]
+NAMES = [field.name for field in dataclasses.fields(Settings)]
 
 # name, as text, what it becomes; every option is here
 GOOD: list[tuple[str, str, Any]] = [
@@ -57,14 +60,25 @@ GOOD: list[tuple[str, str, Any]] = [
 ]
 
 
+def test_the_typed_form_has_every_option_and_every_word() -> None:
+    hints = get_type_hints(teraio.Options.__init__)
+    assert list(hints) == [*NAMES, "return"]
+    words = {name: re.findall(r"'([^']+)'", str(hints[name])) for name in NAMES}
+    for field in dataclasses.fields(Settings):
+        for word in words[field.name]:
+            assert field.metadata["parse"](word) is not None
+    assert tuple(words["planner"]) == PLANNERS and words["recompute"] and words["inner"]
+    assert teraio.Options(warmup=2) == {"warmup": 2} and teraio.Options() == {}
+
+
 def test_every_option_is_tried() -> None:
     assert {name for name, _, _ in GOOD} == set(NAMES)
 
 
 @pytest.mark.parametrize(("name", "text", "value"), GOOD)
 def test_three_doors_lead_to_the_same_value(name: str, text: str, value: Any) -> None:
-    by_dict = Options.parse({name: text}, {})
-    by_environment = Options.parse({}, {env_name(name): text})
+    by_dict = Settings.parse({name: text}, {})
+    by_environment = Settings.parse({}, {env_name(name): text})
     parser = argparse.ArgumentParser()
     add_flags(parser, NAMES)
     by_flag = from_flags(parser.parse_args([flag_name(name), text]), {})
@@ -72,8 +86,8 @@ def test_three_doors_lead_to_the_same_value(name: str, text: str, value: Any) ->
     assert by_dict == by_environment == by_flag
     # and what was parsed parses again
     if name != "plan_time":  # whose bare numbers are seconds
-        assert Options.parse({name: getattr(by_dict, name)}, {}) == by_dict
-    assert by_dict.key() == by_environment.key() != Options().key()
+        assert Settings.parse({name: getattr(by_dict, name)}, {}) == by_dict
+    assert by_dict.key() == by_environment.key() != Settings().key()
     assert hash(by_dict) == hash(by_flag)
 
 
@@ -119,23 +133,23 @@ BAD: list[tuple[dict[Any, Any], str]] = [
 @pytest.mark.parametrize(("given", "said"), BAD, ids=[said for _, said in BAD])
 def test_what_is_wrong_is_named_with_what_is_accepted(given: dict[Any, Any], said: str) -> None:
     with pytest.raises(OptionError) as error:
-        Options.parse(given, {})
+        Settings.parse(given, {})
     line = str(error.value)
     assert said in line and line.isprintable() and len(line) < 700
 
 
 def test_a_dict_wins_over_the_environment_and_empty_means_unset() -> None:
     environ = {"TERAIO_MEMORY": "1GiB", "TERAIO_WARMUP": "", "TERAIO_PLANNER": " "}
-    assert Options.parse({"memory": "2GiB"}, environ).memory == Memory(2 * 2**30)
-    assert Options.parse({"memory": None}, environ).memory == Memory(2**30)
-    assert Options.parse({}, environ).warmup == 3
+    assert Settings.parse({"memory": "2GiB"}, environ).memory == Memory(2 * 2**30)
+    assert Settings.parse({"memory": None}, environ).memory == Memory(2**30)
+    assert Settings.parse({}, environ).warmup == 3
     with pytest.raises(OptionError, match=r"^TERAIO_MEMORY: 'much'"):
-        Options.parse({}, {"TERAIO_MEMORY": "much"})
+        Settings.parse({}, {"TERAIO_MEMORY": "much"})
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERAIO_WARMUP", "7")
-    assert Options.parse().warmup == 7
+    assert Settings.parse().warmup == 7
 
 
 def test_memory_becomes_bytes() -> None:
@@ -146,21 +160,23 @@ def test_memory_becomes_bytes() -> None:
 
 
 def test_a_key_tells_apart_what_was_asked_and_what_shapes_the_program() -> None:
-    some = Options.parse({"memory": "2GiB", "inner": "eager"}, {})
+    some = Settings.parse({"memory": "2GiB", "inner": "eager"}, {})
     assert some.key() == "memory=2147483648B inner='eager'"
     assert some.key(program_only=True) == "inner='eager'"
-    assert Options().key() == "defaults"
+    assert Settings().key() == "defaults"
     inductor = [
-        Options.parse({"inductor": order}, {}).key() for order in ({"a": 1, "b": 2}, {"b": 2, "a": 1})
+        Settings.parse({"inductor": order}, {}).key() for order in ({"a": 1, "b": 2}, {"b": 2, "a": 1})
     ]
     assert inductor[0] == inductor[1]
 
 
 def test_paths_and_lists_are_taken_as_python_has_them(tmp_path: Path) -> None:
-    some = Options.parse({"store": [tmp_path, "~/x"], "profile": tmp_path / "p.json", "keep": ("a", "b")}, {})
+    some = Settings.parse(
+        {"store": [tmp_path, "~/x"], "profile": tmp_path / "p.json", "keep": ("a", "b")}, {}
+    )
     assert some.store == (str(tmp_path), os.path.expanduser("~/x"))
     assert some.profile == str(tmp_path / "p.json")
-    assert Options.parse({"plan_time": 2.5}, {}).plan_time == 2_500_000_000  # seconds
+    assert Settings.parse({"plan_time": 2.5}, {}).plan_time == 2_500_000_000  # seconds
     parser = argparse.ArgumentParser()
     add_flags(parser, ["keep", "memory"])
     assert from_flags(parser.parse_args(["--keep", "a", "--keep", "b"]), {}).keep == ("a", "b")
@@ -177,5 +193,5 @@ def test_teraio_disable() -> None:
 def test_the_table_has_a_row_with_words_for_each_option() -> None:
     rows = options_table().splitlines()[2:]
     assert [row.split("`")[1] for row in rows] == NAMES
-    for field, row in zip(dataclasses.fields(Options), rows, strict=True):
+    for field, row in zip(dataclasses.fields(Settings), rows, strict=True):
         assert field.metadata["doc"] and row.count(" | ") == 4

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from teraio.errors import UnsupportedError
 from teraio.formats.plan import Plan, Remade
 from teraio.formats.schedule import Buffer, Call, Schedule, Slot, Step
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.passes.capture import recompute_cut
 from teraio.session import session
 from teraio.session.recomputation import Remaking
@@ -277,7 +277,7 @@ def test_the_key_of_caches_has_all_that_is_made_again() -> None:
 def test_another_partitioner_is_not_replaced() -> None:
     from teraio.passes.inductor import partition as inductor_partition
 
-    session._refuse(Options.parse({"recompute": "auto"}, {}), "cpu")
+    session._refuse(Settings.parse({"recompute": "auto"}, {}), "cpu")
     with inductor_partition.config.patch({inductor_partition.SETTING: object()}):
         with pytest.raises(UnsupportedError, match="custom_partitioner_fn"):
             inductor_partition.refuse_other(True)

@@ -89,6 +89,14 @@ def test_torch_compile_gives_the_same() -> None:
     assert moved()
 
 
+def test_the_typed_options_are_taken_in_place_of_the_dict() -> None:
+    asked = teraio.Options(memory=14 * 2**20, inner="eager", planner="none")
+    assert same(step(torch.compile(model(), backend="teraio", options=asked), 1), plainly(1))
+    torch._dynamo.reset()
+    step(torch.compile(model(), backend="teraio", options=asked), 1)
+    assert session.SESSION is not None and session.SESSION.options.planner == "none"
+
+
 def test_a_reset_of_dynamo_resets_us() -> None:
     compiled: Any = torch.compile(model(), backend="teraio", options=OPTIONS)
     first = step(compiled, 1)

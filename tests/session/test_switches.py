@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import teraio
 from teraio import switches
 from teraio.errors import OptionError
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.runtime.eager.gradients import Gradients
 from teraio.runtime.eager.user_code import UserCode
 from teraio.runtime.optimizer.step_call import OptimizerCall
@@ -141,7 +141,7 @@ def test_a_store_that_is_none_keeps_the_numbers_and_no_file(
     whole: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TERAIO_STORE", "null")
-    assert Options.parse({}).directories == ()
+    assert Settings.parse({}).directories == ()
     found, _ = trained(TIGHT)
     assert all(map(torch.equal, found, whole[TIGHT][0]))
     assert "what is evicted stays in this process's memory" in caplog.text

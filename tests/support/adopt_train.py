@@ -24,7 +24,7 @@ from adopt_cases import path
 
 import teraio
 from teraio.cli.demo_model import Llama, Shape
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger import adoption
 from teraio.runtime.ledger.mover import Mover
@@ -158,7 +158,7 @@ def run(source: str, budget: int, counting: counting_allocator.Counting) -> dict
         take(model, {name: tensor.clone() for name, tensor in load(source).items()})
         train(source, model, compiled, watch, 1)
         take(model, load(source))
-        session.start(Options.parse(settings["options"]))
+        session.start(Settings.parse(settings["options"]))
     with watch, patch.object(adoption, "EXCHANGES", adoption.EXCHANGES and source != "torch 2.11"):
         result = train(source, model, compiled, watch, 6)
     del arrays

@@ -41,7 +41,7 @@ from teraio.errors import TeraioError
 from teraio.formats.plan import Plan
 from teraio.formats.profile import Profile
 from teraio.formats.schedule import Step
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.passes.slots.lifetimes import profile_of
 from teraio.runtime.device.cpu import CpuDevice
 from teraio.runtime.device.pending_transfer import Pending
@@ -193,7 +193,7 @@ class Rig:
     def measure(self, steps: int) -> tuple[Seen, Profile]:
         """Everything fits: the order of the step, its tensors, and what each kernel takes."""
         measured: list[Step] = []
-        session.start(Options.parse(self.options))
+        session.start(Settings.parse(self.options))
         running().on_step = measured.append
         seen = self.run(self.ours, steps)
         running().end_step()  # or the next step would tell of the last, which has the largest batch

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import teraio
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.runtime.device import rss
 from teraio.runtime.store.directories import default_directories
 from teraio.session import session
@@ -55,7 +55,7 @@ class Trainer:
     def begin(self, budget: int) -> None:
         teraio.reset()
         os.environ.update(TERAIO_MEMORY=str(budget), TERAIO_WARMUP="1")
-        session.start(Options.parse({"inner": "eager"}))
+        session.start(Settings.parse({"inner": "eager"}))
         for batch in BATCHES * 3:  # compiled, measured, planned
             self.step(batch)
         gc.collect()

@@ -23,7 +23,7 @@ import torch
 import teraio
 from teraio.cli.demo_model import Llama, Shape
 from teraio.errors import TeraioError
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.runtime.engine import engine
 from teraio.session import session
 
@@ -48,7 +48,7 @@ class Trainer:
         self.model.load_state_dict(self.start)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         os.environ.update(TERAIO_MEMORY=str(budget), TERAIO_WARMUP="2", TERAIO_PLANNER=asked["planner"])
-        session.start(Options.parse({"inner": "eager"}))
+        session.start(Settings.parse({"inner": "eager"}))
         try:
             self.train(optimizer, asked["steps"], result)
         except TeraioError as error:

@@ -34,7 +34,7 @@ from teraio import _native
 from teraio.cli.demo_model import Llama, Shape
 from teraio.errors import StoreError
 from teraio.formats.plan import Evict, Fetch, Plan
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger import residency
 from teraio.runtime.store import ticket
@@ -137,7 +137,7 @@ class Trainer:
         try:
             if budget:
                 with faulty_store(asked.get("fault")):
-                    session.start(Options.parse({"inner": self.inner}))
+                    session.start(Settings.parse({"inner": self.inner}))
             with planted(asked.get("plant")):
                 self._train(self.ours if budget else self.plain, optimizer, asked, result, counting)
                 teraio.reset()

@@ -25,7 +25,7 @@ from floor import ENGINES_OWN_BYTES, Floor
 
 import teraio
 from teraio.errors import BudgetError
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.runtime.engine import engine
 from teraio.session import session
 from teraio.units import parse_bytes
@@ -68,7 +68,7 @@ class Trainer:
         os.environ.update({f"TERAIO_{name}": str(value) for name, value in settings.items()})
         try:
             if budget:
-                session.start(Options.parse({"inner": self.inner}))
+                session.start(Settings.parse({"inner": self.inner}))
             self._train(steps, optimizer, result)
         except BudgetError as error:
             result["error"] = str(error)

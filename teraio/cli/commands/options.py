@@ -14,7 +14,7 @@ from dataclasses import fields
 
 import teraio
 from teraio.cli.commands import completion
-from teraio.options import VARIABLES, Options, env_name, flag_name, options_table
+from teraio.options import VARIABLES, Settings, env_name, flag_name, options_table
 
 DESCRIPTION = """\
 Prints what a run can be told, as Markdown: every key of `options` with its environment variable, flag and
@@ -92,7 +92,7 @@ def _flags(whole: argparse.ArgumentParser) -> list[str]:
         flag_name(f.name): [
             level.path[-1] for level in levels if any(flag_name(f.name) in flag.names for flag in level.flags)
         ]
-        for f in fields(Options)
+        for f in fields(Settings)
     }
     return [f"`{flag}` of {', '.join(commands)}" for flag, commands in takers.items() if commands]
 
@@ -105,7 +105,7 @@ def as_json() -> str:
             "flag": flag_name(f.name),
             "meaning": f.metadata["doc"],
         }
-        for f in fields(Options)
+        for f in fields(Settings)
     ]
     told = {"options": options, "variables": VARIABLES, "names": public_names()}
     return json.dumps(told, sort_keys=True) + "\n"

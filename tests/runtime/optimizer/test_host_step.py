@@ -19,7 +19,7 @@ from torch import nn
 
 import teraio
 from teraio.errors import TeraioError, UnsupportedError
-from teraio.options import Options
+from teraio.options import Settings
 from teraio.runtime.device import choose, cpu
 from teraio.runtime.device.link_rates import LinkRates
 from teraio.runtime.engine import engine
@@ -195,10 +195,10 @@ def test_a_state_that_is_lost_ends_the_step_aloud(
 
 def test_it_is_refused_where_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="here tensors are in host memory already"):
-        session.start(Options.parse({"optimizer_step": "host"}))
+        session.start(Settings.parse({"optimizer_step": "host"}))
     monkeypatch.setattr(session, "refuse_host", lambda options, kind: None)
     with pytest.raises(UnsupportedError, match="no host memory is used"):
-        session.start(Options.parse({"optimizer_step": "host"}))
+        session.start(Settings.parse({"optimizer_step": "host"}))
 
 
 # ---- what is usual
