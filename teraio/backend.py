@@ -23,7 +23,7 @@ from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 from torch.utils._pytree import tree_leaves
 
 from teraio.errors import TeraioError, UnsupportedError
-from teraio.formats.schedule import ProgramKind
+from teraio.formats.schedule import ProgramKind, listing
 from teraio.options import Settings, disabled
 from teraio.passes import selftest
 from teraio.progress import stage
@@ -210,6 +210,8 @@ def _loads(labels: tuple[str, ...]) -> AbstractContextManager[list[Program]]:
     """Return a block in which each program that is loaded is told what the user calls its arguments."""
 
     def label(program: Program) -> None:
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("teraio: %s", listing(program.schedule))
         if program.schedule.kind != "backward":
             program.name_arguments(labels)
             loaded_graph(program.schedule.graph)

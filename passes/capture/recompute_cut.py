@@ -67,7 +67,7 @@ def cut_as_asked(
     graph = identity(joint.graph)
     forward, backward = cut(joint, inputs, **settings)
     returned = int(settings["num_fwd_outputs"])
-    saved = _saved(forward, returned)
+    saved = as_torch_cuts = _saved(forward, returned)
     names, room_bytes = asked(graph)
     again = [node.name for node in joint.graph.nodes if node.name in saved and node.name in names]
     first, most_bytes = (forward, backward), max(room_bytes, needs(backward)) if again else 0
@@ -93,6 +93,15 @@ def cut_as_asked(
         name for name in saved if name in nodes and _chain(nodes[name], saved - {name}, written) is not None
     )
     outputs = tuple(node.name if isinstance(node, torch.fx.Node) else "" for node in _outputs(forward))
+    log.debug(
+        "teraio: pass recompute_cut: joint graph %s of %d nodes: %d tensors are saved, %d by torch's own "
+        "cut; made again: %s",
+        graph,
+        len(nodes),
+        len(saved),
+        len(as_torch_cuts),
+        ", ".join(sorted(as_torch_cuts - saved)) or "none",
+    )
     forward.meta[KEY] = Partition(graph, outputs, tuple(sorted(possible)))
     return forward, backward
 

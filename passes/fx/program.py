@@ -7,6 +7,7 @@ raises.
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from .symbols import Symbols
 SlotFunction = Callable[..., None]
 
 UNTOLD_VIEWS = {torch.ops.aten._unsafe_view.default}  # their schemas tell of no alias
+
+log = logging.getLogger("teraio")
 
 
 def has_bytes(value: object) -> bool:
@@ -230,6 +233,14 @@ def insert_slots(
             tensors = tuple(by_name[name] for name in place.names)
             live = reader.symbols.code(graph, place.live, at)
             graph.call_function(teraio_slot, (index, tensors) if live is None else (index, tensors, live))
+    log.debug(
+        "teraio: pass slots: %s graph of %d nodes: %d slots for %d storages, %d nodes",
+        kind,
+        len(nodes),
+        len(places),
+        len(schedule.buffers),
+        len(graph.nodes),
+    )
     return schedule, target.append
 
 

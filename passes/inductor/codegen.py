@@ -127,7 +127,16 @@ class SlottedWrapper(wrapper.PythonWrapperCodegen):
                 "stream. Leave torch.cuda.stream(...) out of the compiled model"
             ) from None
         bounded = [dataclasses.replace(p, live=program.symbols.bounded(p.live, p.at)) for p in places]
-        self.lines = merge(self, bounded)
+        merged = merge(self, bounded)
+        log.debug(
+            "teraio: pass slots: %s program of %d wrapper lines: %d slots for %d storages, %d lines",
+            signature.kind,
+            len(self.lines),
+            len(places),
+            len(self.schedule.buffers),
+            len(merged),
+        )
+        self.lines = merged
 
     def generate_before_suffix(self, result: Any) -> None:
         super().generate_before_suffix(result)

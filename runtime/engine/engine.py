@@ -326,7 +326,7 @@ class Engine:
     def record(self, recorder: Recorder) -> None:
         """From now on it is told what happens. Engines without one have no trace of it in their slots."""
         self.mover.recorder = recorder
-        self.mover.store.space.keeps_times = True
+        self.mover.store.keep_times()
         self.visit = recorder.around(self.visit)  # type: ignore[assignment, method-assign]
 
     def stats(self) -> Stats:

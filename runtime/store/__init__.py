@@ -11,6 +11,7 @@ drive.
     slabs, write_rate  buffers between memory and files; a cap on bytes written per day
     source_files       weights whose copy is the file that they were loaded from
     gds                GPUDirect Storage through kvikio
+    kill_points       points at which tests kill the process
     link_probe, drive_health, stale_directories    speed of a drive, its wear, what killed processes left
 
 Invariant: a write that failed has lost nothing, because the bytes in memory are freed only after it

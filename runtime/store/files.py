@@ -25,6 +25,7 @@ import stat
 from teraio.errors import StoreError, StoreFullError
 from teraio.units import fmt_bytes
 
+from . import kill_points
 from .directories import Directory, open_private, refuse
 from .extents import BLOCK
 
@@ -37,13 +38,6 @@ FIRST_BYTES = 64 << 20
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-POINTS = (
-    "made", "locked", "created", "unlinked", "removed", "growing", "grown", "submitted", "closing",
-)  # fmt: skip
-
-
-def reach(point: str) -> None:
-    """One of POINTS. Tests put a killer in its place."""
 
 
 class StoreFile:
@@ -65,7 +59,7 @@ class StoreFile:
     def grow(self, size_bytes: int) -> None:
         """Makes the file at least that large: in doubling steps, so that calls are few and little is idle."""
         assert size_bytes <= self.limit_bytes, (size_bytes, self.limit_bytes)
-        reach("growing")
+        kill_points.reach("growing")
         while self.allocated_bytes < size_bytes:
             here = self.allocated_bytes
             eager = min(max(here, FIRST_BYTES), STEP_BYTES, self.limit_bytes - here)
@@ -74,7 +68,7 @@ class StoreFile:
             error = self._extend(least) if error else 0
             if error:
                 raise self._grow_error(size_bytes - here, error)
-        reach("grown")
+        kill_points.reach("grown")
 
     def _extend(self, size_bytes: int) -> int:
         """0 or an errno. A failure leaves the file as it was: ext4 keeps what it got until that is cut
@@ -177,7 +171,7 @@ def _make_file(place: Directory) -> tuple[int, bool]:
             fd, direct = _create(directory)
             try:
                 os.unlink(NAME, dir_fd=directory)
-                reach("unlinked")
+                kill_points.reach("unlinked")
                 _check_file(place, fd)
             except BaseException:
                 os.close(fd)
@@ -194,7 +188,7 @@ def _make_file(place: Directory) -> tuple[int, bool]:
             if remedy
             else refuse(place.path, why, error.errno or 0)
         ) from None
-    reach("removed")
+    kill_points.reach("removed")
     return fd, direct
 
 
@@ -211,7 +205,7 @@ def _make_directory(place: Directory) -> tuple[str, int]:
     for _ in range(16):
         name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         os.mkdir(name, 0o700, dir_fd=place.fd)
-        reach("made")
+        kill_points.reach("made")
         try:
             fd = open_private(place.path, name, place.fd)
         except FileNotFoundError:
@@ -220,7 +214,7 @@ def _make_directory(place: Directory) -> tuple[str, int]:
             _remove(place, name)
             raise
         if _lock(place, name, fd):
-            reach("locked")
+            kill_points.reach("locked")
             return name, fd
         _remove(place, name)
         os.close(fd)
@@ -246,7 +240,7 @@ def _create(directory: int) -> tuple[int, bool]:
             raise
         _forget(directory)  # some kernels make the file before they find out that it cannot be direct
         fd, direct = os.open(NAME, flags, 0o600, dir_fd=directory), False
-    reach("created")
+    kill_points.reach("created")
     os.fchmod(fd, 0o600)
     return fd, direct
 

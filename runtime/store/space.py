@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from teraio.errors import StoreError, StoreFullError, TransferTimeoutError
 from teraio.units import fmt_bytes
 
+from . import kill_points
 from .extents import Extents, Piece, rounded
-from .files import StoreFile, reach
+from .files import StoreFile
 
 if TYPE_CHECKING:
     from teraio import _native
@@ -203,7 +204,7 @@ _SPACES: weakref.WeakSet[Space] = weakref.WeakSet()
 def _shut(transfers: _native.Transfers, files: Sequence[StoreFile], pid: int) -> None:
     if os.getpid() != pid:
         return
-    reach("closing")
+    kill_points.reach("closing")
     joined = transfers.close(CLOSE_S)
     for file in files:
         file.close(give_back=joined)

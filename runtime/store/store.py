@@ -244,6 +244,10 @@ class Store:
     def read_bytes(self) -> int:
         return int(self.space.transfers.stats()["bytes_read"])
 
+    def keep_times(self) -> None:
+        """Have tickets say when their transfers ran."""
+        self.space.keeps_times = True
+
     def close(self) -> None:
         """Finishes what runs, joins the threads, gives the disks back. May be repeated; waits at most 5 s."""
         self.space.shut()

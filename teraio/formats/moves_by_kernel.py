@@ -10,11 +10,12 @@ come when everything is under way. Moves of one sort keep the plan's order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from teraio.formats.plan import Evict, Fetch, Move, Plan
+from teraio.units import fmt_count
 
 # In the order in which a slot takes them.
 _FREES, _EVICTS, _FETCHES, _WAITS = range(4)
@@ -43,6 +44,16 @@ def acts(plan: Plan, length: int) -> dict[int, tuple[Act, ...]]:
         tick: tuple(act for _, act in sorted(there, key=lambda each: each[0]))
         for tick, there in sorted(found.items())
     }
+
+
+def listing(plan: Plan, kernels: Sequence[str]) -> str:
+    """Return a plan as lines for people: before which of the step's kernels what is begun and waited for."""
+    told = [
+        f"plan of {plan.planner}: {fmt_count(len(plan.moves), 'move')} in {fmt_count(len(kernels), 'tick')}"
+    ]
+    for tick, before in acts(plan, max(len(kernels), 1)).items():
+        told.append(f"  {tick:4}  before {kernels[tick]}: {'; '.join(act.line() for act in before)}")
+    return "\n".join(told)
 
 
 def _of(move: Move) -> Iterator[tuple[int, int, Act]]:

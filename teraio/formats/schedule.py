@@ -17,11 +17,14 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from teraio.units import fmt_bytes, fmt_count
+
 ProgramKind = Literal["forward", "backward", "inference", "optimizer"]
 Role = Literal["argument", "saved", "result"]
 
 # What a slot says of a buffer. MADE: by a kernel before this slot. RETURNED: the caller gets this argument.
 READ, WRITE, MADE, RETURNED = 1, 2, 4, 8
+WORDS = {MADE: "made", READ: "reads", WRITE: "writes", RETURNED: "returned"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,25 @@ class Schedule:
             edges=fields["edges"],
             graph=fields["graph"],
         )
+
+
+def listing(schedule: Schedule) -> str:
+    """Return a schedule as lines for people: at each slot, what it gets and what the next kernel uses."""
+    names = [f"{buffer.name} ({fmt_bytes(buffer.size_bytes)}, {buffer.role})" for buffer in schedule.buffers]
+    told = [
+        f"schedule {schedule.identity} of a {schedule.kind} program: "
+        f"{fmt_count(len(schedule.slots), 'slot')}, {fmt_count(len(schedule.buffers), 'buffer')}"
+        f"{', sizes depend on the batch' * schedule.symbolic}"
+    ]
+    for number, slot in enumerate(schedule.slots):
+        uses: dict[str, list[str]] = {}
+        for buffer, flags in zip(slot.buffers, slot.flags):
+            for flag, word in WORDS.items():
+                if flags & flag:
+                    uses.setdefault(word, []).append(names[buffer])
+        about = "".join(f"; {word} {', '.join(used)}" for word, used in uses.items())
+        told.append(f"  {number:4}  {slot.kernel}  {fmt_bytes(slot.live_bytes)} that cannot move{about}")
+    return "\n".join(told)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from teraio.errors import TeraioError
 from teraio.formats.machine import Machine
+from teraio.formats.moves_by_kernel import listing
 from teraio.formats.plan import Plan
 from teraio.formats.plan_cache import fingerprint_of
 from teraio.formats.profile import Profile
@@ -89,6 +90,8 @@ class Planning:
             log.info("teraio: no plan was asked for: tensors are moved on demand")
             return plan
         log.info("teraio: %s", outlook(plan, profile))
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("teraio: %s", listing(plan, [kernel.name for kernel in profile.kernels]))
         artifact("teraio_profile", profile.dumps)
         artifact("teraio_plan", plan.dumps)
         self.earlier.keep(plan)

@@ -76,7 +76,8 @@ def test_suites_are_files_and_folders(tmp_path: Path) -> None:
 
 def test_a_run_fails_when_a_suite_outgrew_its_row(tmp_path: Path) -> None:
     """Another run, with a ledger in which this row is nearly nothing: its test passes, the run does not."""
-    for name in ("conftest.py", "ledger.py", "lanes.py"):
+    (tmp_path / "support").mkdir()
+    for name in ("conftest.py", "support/ledger.py", "support/lanes.py"):
         (tmp_path / name).write_text((ledger.TESTS / name).read_text())
     (tmp_path / "test_slow.py").write_text("import time\ndef test_it():\n    time.sleep(0.6)\n")
     (tmp_path / "budget.toml").write_text("[seconds]\ntest_slow = 0.01\n")
@@ -85,7 +86,7 @@ def test_a_run_fails_when_a_suite_outgrew_its_row(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
-        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": "support"},
         capture_output=True,
         text=True,
         check=False,

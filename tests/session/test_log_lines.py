@@ -172,7 +172,7 @@ def test_a_compile_that_takes_long_is_told_with_what_it_is(
         compiled(torch.randn(4, 16))
     (line,) = [text for text in caplog.messages if "compiling" in text]
     assert re.fullmatch(
-        r"teraio: compiling Mine\.forward \(test_voice\.py:\d+\): compiling the forward program of \d "
+        r"teraio: compiling Mine\.forward \(test_log_lines\.py:\d+\): compiling the forward program of \d "
         r"operators? with Inductor; \d s",
         line,
     ), line
@@ -182,3 +182,25 @@ def test_a_compile_that_takes_long_is_told_with_what_it_is(
 def test_a_torch_that_traces_otherwise_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._logging.trace_structured", lambda name: None)
     log_lines.artifact("teraio_plan", DIAMOND_PLAN.dumps)
+
+
+def test_at_debug_a_run_prints_its_schedules_its_plan_and_what_passes_changed(
+    one_thread: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256))
+    options = teraio.Options(memory="7MiB", inner="eager", warmup=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    compiled = torch.compile(model, backend="teraio", options=options)
+    with caplog.at_level(logging.DEBUG, logger="teraio"):
+        for _ in range(4):
+            compiled(torch.ones(512, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    told = "\n".join(record.getMessage() for record in caplog.records if record.name == "teraio")
+    assert re.search(r"pass recompute_cut: joint graph \w+ of \d+ nodes: 2 tensors are saved", told)
+    assert re.search(r"pass slots: forward graph of \d+ nodes: 7 slots for 8 storages", told)
+    assert re.search(r"schedule \w{16} of a backward program: \d+ slots, \d+ buffers\n +0  enter", told)
+    assert re.search(r"\n +2  addmm  .*reads primals_1 \(256 KiB, argument\)", told)
+    assert re.search(
+        r"plan of greedy: \d+ moves in \d+ ticks\n +\d+  before \S+.*: (evict|fetch|drop|wait) ", told
+    )

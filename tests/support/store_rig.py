@@ -17,7 +17,7 @@ from for_now import folder_for_now
 
 from teraio import _native
 from teraio.errors import StoreError
-from teraio.runtime.store import directories, files, stale_directories
+from teraio.runtime.store import directories, kill_points, stale_directories
 from teraio.runtime.store.extents import Extents, Piece, rounded
 from teraio.runtime.store.space import Extent
 from teraio.runtime.store.store import Store
@@ -28,7 +28,7 @@ LOOKS_ALIKE = 5
 
 # The process dies before the drive has done something, or after it and before anyone is told.
 OPERATIONS = ("kill write", "killed write", "kill read", "killed read")
-POINTS = (*files.POINTS, *OPERATIONS)
+POINTS = (*kill_points.POINTS, *OPERATIONS)
 
 
 class Memory:
@@ -208,7 +208,7 @@ def die_at(last: str) -> None:
         if point == last:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    files.reach = reach
+    kill_points.reach = reach
 
 
 def killed_at_moment(root: Path, delay_s: float) -> None:

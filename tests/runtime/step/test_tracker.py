@@ -160,12 +160,12 @@ def test_a_step_that_never_ends_is_none() -> None:
     """Forwards without an optimizer: what is kept per call is bounded."""
     loop = SimpleNamespace(
         tracker=StepTracker(),
-        stuck=SimpleNamespace(look=lambda: None),
+        unresizable=SimpleNamespace(look=lambda: None),
         registry=SimpleNamespace(forget_names=lambda: None),
         gradients=SimpleNamespace(enter=lambda program: None),
         expect=lambda: None,
         user=SimpleNamespace(
-            outside=SimpleNamespace(ends=lambda: None, keeps=lambda: None), end_step=frozenset
+            eager_memory=SimpleNamespace(ends=lambda: None, keeps=lambda: None), end_step=frozenset
         ),
     )
     for _ in range(2 * engine.CALLS_MAX + 10):

@@ -17,7 +17,7 @@ import pytest
 from store_rig import MIB, churn, in_child
 
 from teraio.errors import StoreError
-from teraio.runtime.store import directories, files, stale_directories
+from teraio.runtime.store import directories, files, kill_points, stale_directories
 from teraio.runtime.store.store import Store
 
 NOBODY = 65534
@@ -136,7 +136,7 @@ def test_an_unwritable_directory_is_refused_and_roots_shared_one_is_fine(root: P
 
 def at_point(monkeypatch: pytest.MonkeyPatch, point: str, attack: Callable[[], None]) -> None:
     """The attack comes at that point of making the file."""
-    monkeypatch.setattr(files, "reach", lambda here: attack() if here == point else None)
+    monkeypatch.setattr(kill_points, "reach", lambda here: attack() if here == point else None)
 
 
 def our_directory(root: Path) -> Path:

@@ -25,7 +25,7 @@ from store_rig import (
 )
 
 from teraio.errors import StoreError
-from teraio.runtime.store import directories, files, stale_directories
+from teraio.runtime.store import directories, files, kill_points, stale_directories
 from teraio.runtime.store.store import Store
 
 MOMENTS = 12
@@ -92,9 +92,11 @@ def test_a_directory_that_is_being_made_is_not_cleared(root: Path, monkeypatch: 
             cleared = os.waitpid(in_child(lambda: os._exit(len(stale_directories.clear(root)))), 0)[1]
             seen.append(f"{point} {os.WEXITSTATUS(cleared)}")
             if point == "made":
-                monkeypatch.setattr(files, "reach", lambda here: clear_now(here) if here != "made" else None)
+                monkeypatch.setattr(
+                    kill_points, "reach", lambda here: clear_now(here) if here != "made" else None
+                )
 
-    monkeypatch.setattr(files, "reach", clear_now)
+    monkeypatch.setattr(kill_points, "reach", clear_now)
     store = Store(root, 16 * MIB)
     assert seen == ["made 1", "locked 0", "created 0", "unlinked 0"]
     churn(store, 3)
