@@ -34,6 +34,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 LANES = Lanes(Path(os.environ.setdefault("TESTS_LANES", os.path.join(SCRATCH, "lanes"))))
 
 SPENT: dict[str, ledger.Cost] = {}
+FAST_SECONDS = 2.0  # a suite whose row is no larger is fast
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "alone: measures time; nothing else runs beside it")
     config.addinivalue_line("markers", "long: a case that only a script of tests/long runs")
+    config.addinivalue_line("markers", "fast: of a suite whose row in budget.toml is small; set by itself")
 
 
 @pytest.fixture
@@ -107,6 +109,21 @@ def steady_plans() -> Iterator[None]:
 
     with steady.planned():
         yield
+
+
+def _is_fast(path: Path) -> bool:
+    return ledger.rows().get(ledger.suite_of(path), FAST_SECONDS + 1) <= FAST_SECONDS
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m fast` the other files are not even imported: that takes longer than the fast ones run."""
+    others = config.option.markexpr == "fast" and collection_path.name.startswith("test_")
+    return True if others and not _is_fast(collection_path) else None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if _is_fast(item.path) and item.get_closest_marker("long") is None:
+        item.add_marker("fast")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -46,7 +46,7 @@ class Tiers:
             device=None if in_ram else device,
             on_fallback=options.on_fallback,
             write_per_day_bytes=options.max_write_per_day,
-            wrap=_in_memory if options.store == (NULL_STORE,) else None,
+            **({"wrap": _in_memory} if options.store == (NULL_STORE,) else {}),
         )
         most = link_probe.memory_bytes(budget_bytes)
         link, weights = drives(self.store.directories, device, most)

@@ -27,6 +27,7 @@ from teraio.formats.timeline import Timeline
 from teraio.options import VARIABLES, Settings, env_name
 
 DOCS = [tree.ROOT / "README.md", *sorted((tree.ROOT / "docs").glob("*.md"))]
+PAGES = [*DOCS, tree.ROOT / "HACKING.md", tree.ROOT / "CHANGELOG.md", tree.ROOT / "examples" / "README.md"]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 KEYS = {field.name for field in fields(Settings)}
 # Of teraio.load, besides options.
@@ -211,8 +212,8 @@ def test_files_named_in_the_docs_exist() -> None:
     """`runtime/store/store.py`, and `store.py` right after a folder, are there."""
     folders = ("teraio", "passes", "runtime", "csrc", "tests", "examples", "benchmarks", "docs", "profiles")
     wrong = []
-    for path in DOCS:
-        for name in re.findall(rf"`((?:{'|'.join(folders)})/[\w./-]+\.\w+)", path.read_text()):
+    for path in PAGES:
+        for name in re.findall(rf"[` ]((?:{'|'.join(folders)})/[\w./-]+\.\w+)", path.read_text()):
             if not (tree.ROOT / name).exists():
                 wrong.append(f"{path.name}: {name}")
     assert not wrong, "\n".join(wrong)

@@ -93,3 +93,9 @@ def test_a_run_fails_when_a_suite_outgrew_its_row(tmp_path: Path) -> None:
     )
     assert ran.returncode == 1 and "1 passed" in ran.stdout, ran.stdout + ran.stderr
     assert "test_slow took" in ran.stdout
+
+
+def test_the_fast_suites_take_a_minute_at_most() -> None:
+    """Two at a time, and half of the minute is for imports."""
+    fast = [seconds for seconds in ledger.rows().values() if seconds <= 2.0]
+    assert len(fast) >= 40 and sum(fast) / 2 <= 30

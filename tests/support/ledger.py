@@ -19,6 +19,7 @@ import statistics
 import time
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -63,6 +64,7 @@ def now() -> Cost:
     return Cost(time.perf_counter(), here + sum(_ELSEWHERE_S))
 
 
+@cache
 def rows(path: Path = TESTS / "budget.toml") -> dict[str, float]:
     """Seconds by suite."""
     return {name: float(seconds) for name, seconds in tomllib.loads(path.read_text())["seconds"].items()}
