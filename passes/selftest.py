@@ -34,12 +34,12 @@ DEADLINE_S = 600  # Inductor's C++ compilations take half a minute on a slow mac
 FEWEST_KERNELS = 3  # with all fusion there is, each of the two programs has four or more
 
 
-class WrongError(Exception):
+class SelfTestError(Exception):
     """What the self-test found."""
 
 
 @dataclass
-class Hidden:
+class HiddenStorage:
     """A storage, and its bytes while it is NaN. `written`: a kernel said so since they were last copied."""
 
     storage: torch.UntypedStorage
@@ -49,107 +49,113 @@ class Hidden:
     written: bool = True
 
 
-class Watch:
+class SlotChecker:
     """Stands where the engine stands when a model runs."""
 
     def __init__(self) -> None:
-        self.hidden: dict[int, Hidden] = {}
+        self.hidden: dict[int, HiddenStorage] = {}
         self.bound: dict[int, int] = {}  # buffer of the running program -> its storage
         self.ran: list[Schedule] = []
         self.visited = 0  # slots of the running program
 
-    def visit(self, schedule: Schedule, index: int, tensors: Sequence[Any]) -> None:
+    def check_slot_and_hide_unneeded(self, schedule: Schedule, index: int, tensors: Sequence[Any]) -> None:
         if index == 0:
             self.bound.clear()
             self.ran.append(schedule)
             self.visited = 0
         where = f"slot {index} of the {schedule.kind}"
         if index != self.visited or schedule != self.ran[-1]:
-            raise WrongError(f"{where} came where slot {self.visited} was due")
+            raise SelfTestError(f"{where} came where slot {self.visited} was due")
         self.visited += 1
         slot = schedule.slots[index]
         if len(tensors) != len(slot.buffers):
-            raise WrongError(f"{where} was handed {len(tensors)} tensors, not {len(slot.buffers)}")
+            raise SelfTestError(f"{where} was handed {len(tensors)} tensors, not {len(slot.buffers)}")
         needed: set[int] = set()
         for buffer, flags, tensor in zip(slot.buffers, slot.flags, tensors):
-            key = self._bind(schedule, buffer, bool(flags & MADE), tensor, where)
+            key = self._check_and_bind_tensor(schedule, buffer, bool(flags & MADE), tensor, where)
             self.hidden[key].written |= bool(flags & (WRITE | MADE))
             if flags & (READ | WRITE):
                 needed.add(key)
         if index == len(schedule.slots) - 1:
             if len(self.bound) != len(schedule.buffers):
-                raise WrongError(f"the {schedule.kind} ended without handing over all of its tensors")
+                raise SelfTestError(f"the {schedule.kind} ended without handing over all of its tensors")
             needed |= {key for buffer, key in self.bound.items() if schedule.buffers[buffer].role != "saved"}
         for key in needed:
-            _show(self.hidden[key])
+            _restore_bytes(self.hidden[key])
         for key in set(self.bound.values()) - needed:
-            _hide(self.hidden[key])
+            _save_bytes_and_fill_nan(self.hidden[key])
 
-    def _bind(self, schedule: Schedule, buffer: int, made: bool, tensor: Any, where: str) -> int:
+    def _check_and_bind_tensor(
+        self, schedule: Schedule, buffer: int, made: bool, tensor: Any, where: str
+    ) -> int:
         about = schedule.buffers[buffer]
         if not isinstance(tensor, torch.Tensor) or tensor.untyped_storage().nbytes() != about.size_bytes:
-            raise WrongError(f"{where} was handed something else for {about.name}")
+            raise SelfTestError(f"{where} was handed something else for {about.name}")
         storage = tensor.untyped_storage()
         key = storage._cdata
         due = self.visited == 1 if about.role == "argument" else made  # arguments at the first slot
         if buffer not in self.bound and not due:
-            raise WrongError(f"{where} was handed {about.name}, which a slot before it should have been")
+            raise SelfTestError(f"{where} was handed {about.name}, which a slot before it should have been")
         if not made and self.bound.get(buffer, key) != key:
-            raise WrongError(f"{where} was handed another tensor for {about.name} than the slots before it")
+            raise SelfTestError(
+                f"{where} was handed another tensor for {about.name} than the slots before it"
+            )
         self.bound[buffer] = key
         if key not in self.hidden:
-            self.hidden[key] = Hidden(storage, _bytes(storage).clone(), about.name)
+            self.hidden[key] = HiddenStorage(storage, _view_as_bytes(storage).clone(), about.name)
         return key
 
-    def finish(self) -> None:
+    def check_both_programs_ran(self) -> None:
         kinds = [schedule.kind for schedule in self.ran]
         if kinds != ["forward", "backward"]:
-            raise WrongError(f"slots were met in {' and '.join(kinds) or 'no program'}, not in both")
+            raise SelfTestError(f"slots were met in {' and '.join(kinds) or 'no program'}, not in both")
         if self.visited != len(self.ran[-1].slots):
-            raise WrongError(f"the backward ended at slot {self.visited} of {len(self.ran[-1].slots)}")
+            raise SelfTestError(f"the backward ended at slot {self.visited} of {len(self.ran[-1].slots)}")
         for schedule in self.ran:
             if len(schedule.slots) - 2 < FEWEST_KERNELS:  # less enter and exit
-                raise WrongError(f"the {schedule.kind} has slots for {len(schedule.slots) - 2} kernels only")
+                raise SelfTestError(
+                    f"the {schedule.kind} has slots for {len(schedule.slots) - 2} kernels only"
+                )
 
 
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+def _view_as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _show(hidden: Hidden) -> None:
+def _restore_bytes(hidden: HiddenStorage) -> None:
     if hidden.away:
-        _bytes(hidden.storage).copy_(hidden.copy)
+        _view_as_bytes(hidden.storage).copy_(hidden.copy)
         hidden.away = False
 
 
-def _hide(hidden: Hidden) -> None:
+def _save_bytes_and_fill_nan(hidden: HiddenStorage) -> None:
     if hidden.away:
         return
-    now = _bytes(hidden.storage)
+    now = _view_as_bytes(hidden.storage)
     if hidden.written:
         hidden.copy.copy_(now)
         hidden.written = False
     elif not torch.equal(hidden.copy, now):
-        raise WrongError(f"a kernel wrote {hidden.name} and no slot said so")
+        raise SelfTestError(f"a kernel wrote {hidden.name} and no slot said so")
     now.fill_(0xFF)  # NaN in every floating type
     hidden.away = True
 
 
-WATCH: list[Watch] = []  # the self-test that is running
+WATCH: list[SlotChecker] = []  # the self-test that is running
 
 
 def program(text: str) -> Callable[..., None]:
     """Called by a compiled program of the self-test when it is loaded, as the engine's is by all others."""
     schedule = Schedule.parse(text)
 
-    def slot(index: int, tensors: Sequence[Any], live_bytes: Any = None) -> None:
+    def call_checker(index: int, tensors: Sequence[Any], live_bytes: Any = None) -> None:
         if WATCH:
-            WATCH[-1].visit(schedule, index, tensors)
+            WATCH[-1].check_slot_and_hide_unneeded(schedule, index, tensors)
 
-    return slot
+    return call_checker
 
 
-def graph() -> torch.fx.GraphModule:
+def make_test_graph() -> torch.fx.GraphModule:
     """Two layers and a sum, as Dynamo would hand them over: sum(relu(x @ w1 * b) @ w2 * w3). However it is
     fused, each kernel of the forward reads a weight."""
     made = torch.fx.Graph()
@@ -161,7 +167,7 @@ def graph() -> torch.fx.GraphModule:
     return torch.fx.GraphModule(torch.nn.Module(), made)
 
 
-def inputs(device: str) -> list[torch.Tensor]:
+def make_test_inputs(device: str) -> list[torch.Tensor]:
     """From -2 to 2: up to 96 in what enters a matrix product, so that bfloat16 would be exact, too."""
     shapes = ((6, 8), (8, 10), (10,), (10, 12), (12,))
     made = []
@@ -172,39 +178,41 @@ def inputs(device: str) -> list[torch.Tensor]:
     return made
 
 
-def numbers(run: Callable[..., Any], device: str) -> list[torch.Tensor]:
+def compute_loss_and_gradients(run: Callable[..., Any], device: str) -> list[torch.Tensor]:
     """The loss and each weight's gradient."""
-    arguments = inputs(device)
+    arguments = make_test_inputs(device)
     (loss,) = run(*arguments)
     loss.backward()
     return [loss.detach(), *(a.grad for a in arguments if a.grad is not None)]
 
 
-def run(inner: str, device: str = "cpu") -> str:
+def find_fault_in_slots(inner: str, device: str = "cpu") -> str:
     """What is wrong with slots in this inner program, in a line; nothing if nothing is."""
     try:
-        _try(inner, device)
+        _compare_with_plain_run(inner, device)
     except Exception as error:  # noqa: BLE001  whatever a torch that nobody knows may raise
         first = (str(error).strip() or "no message").splitlines()[0][:200]
-        return first if isinstance(error, WrongError) else f"{type(error).__name__}: {first}"
+        return first if isinstance(error, SelfTestError) else f"{type(error).__name__}: {first}"
     return ""
 
 
-def _try(inner: str, device: str) -> None:
-    expected = numbers(graph(), device)
-    watch = Watch()
+def _compare_with_plain_run(inner: str, device: str) -> None:
+    expected = compute_loss_and_gradients(make_test_graph(), device)
+    watch = SlotChecker()
     WATCH.append(watch)
     try:
-        found = numbers(_compiled(inner, device), device)
+        found = compute_loss_and_gradients(_compile_test_graph(inner, device), device)
     finally:
         WATCH.pop()
-    watch.finish()
+    watch.check_both_programs_ran()
     for name, one, other in zip(("sum", "gradient of w1", "of b", "of w2", "of w3"), expected, found):
         if not torch.equal(one, other):
-            raise WrongError(f"other numbers than plainly ({name}): a kernel ran without a tensor it reads")
+            raise SelfTestError(
+                f"other numbers than plainly ({name}): a kernel ran without a tensor it reads"
+            )
 
 
-def _compiled(inner: str, device: str) -> Callable[..., Any]:
+def _compile_test_graph(inner: str, device: str) -> Callable[..., Any]:
     # Imported late, for a torch in which they cannot be.
     import torch._functorch.config as functorch_config
 
@@ -213,15 +221,17 @@ def _compiled(inner: str, device: str) -> Callable[..., Any]:
         if inner == "eager":
             from .fx import program as fx
 
-            made = fx.compiler(_insert_slots)(graph(), inputs(device))
+            made = fx.make_aot_backend(_insert_and_check_slots)(make_test_graph(), make_test_inputs(device))
         else:
             from .inductor import codegen
 
-            made = codegen.compile_program(graph(), inputs(device), _refuse, registry=__name__)
+            made = codegen.compile_program(
+                make_test_graph(), make_test_inputs(device), _raise_on_notice, registry=__name__
+            )
     return made
 
 
-def _insert_slots(gm: torch.fx.GraphModule, kind: ProgramKind) -> None:
+def _insert_and_check_slots(gm: torch.fx.GraphModule, kind: ProgramKind) -> None:
     from .fx import program as fx
 
     schedule, connect = fx.insert_slots(gm, kind)
@@ -231,15 +241,15 @@ def _insert_slots(gm: torch.fx.GraphModule, kind: ProgramKind) -> None:
         if getattr(node.target, "__module__", "") == "teraio":
             index += 1
         elif index < 0 or schedule.slots[index].kernel != node.name:
-            raise WrongError(f"the slot before {node.name} of the {kind} is not its own")
-    connect(program(schedule.text))
+            raise SelfTestError(f"the slot before {node.name} of the {kind} is not its own")
+    connect(program(schedule.as_json_text))
 
 
-def _refuse(notice: str) -> None:
-    raise WrongError(notice)
+def _raise_on_notice(notice: str) -> None:
+    raise SelfTestError(notice)
 
 
-def run_apart(inner: str, device: str) -> str:
+def run_selftest_in_subprocess(inner: str, device: str) -> str:
     """`run`, in a process of its own."""
     command = [sys.executable or "python3", "-m", __name__, inner, device]
     # What this process can import, that one can: its path may have grown since it started.
@@ -266,4 +276,4 @@ if __name__ == "__main__":
     # Not as `__main__`: compiled programs import this file by its name.
     from teraio.passes import selftest
 
-    sys.stdout.write("\n" + json.dumps(selftest.run(*sys.argv[1:])) + "\n")
+    sys.stdout.write("\n" + json.dumps(selftest.find_fault_in_slots(*sys.argv[1:])) + "\n")

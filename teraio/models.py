@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from teraio.backend import hear_of_resets
+from teraio.backend import register_for_dynamo_resets
 from teraio.errors import OptionError
-from teraio.options import disabled
+from teraio.options import is_disabled
 from teraio.runtime.engine import engine
 from teraio.runtime.model import save
-from teraio.runtime.model.init import models
-from teraio.runtime.model.load import fill
+from teraio.runtime.model.init import construct_within_budget
+from teraio.runtime.model.load import load_weights
 from teraio.session import session
 
 
@@ -24,13 +24,13 @@ def init(**options: Any) -> Iterator[None]:
     """In the block models are constructed whose weights leave memory as they are made. `options` are those
     of the backend; a `torch.compile(model, backend="teraio")` takes the weights over, and need not repeat
     them."""
-    if disabled():
+    if is_disabled():
         yield
         return
-    hear_of_resets()
-    session.open_with(options)
+    register_for_dynamo_resets()
+    session.start_with_options(options)
     assert engine.ENGINE is not None
-    with models(engine.ENGINE):
+    with construct_within_budget(engine.ENGINE):
         yield
 
 
@@ -50,7 +50,7 @@ def load(what: Any, path: str | os.PathLike[str] | None = None, **options: Any) 
     if path is None:
         raise OptionError("teraio.load(model, path): the path of the weights is missing")
     settings = {name: options.pop(name, default) for name, default in (("strict", True), ("copy", False))}
-    if not disabled():
-        hear_of_resets()
-        session.open_with(options)
-    return fill(engine.here(), what, os.fspath(path), **settings)
+    if not is_disabled():
+        register_for_dynamo_resets()
+        session.start_with_options(options)
+    return load_weights(engine.current_engine(), what, os.fspath(path), **settings)

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from teraio import switches
 from teraio.errors import OptionError
-from teraio.formats.fields import nearest
-from teraio.units import DURATIONS, SIZES, parse_bytes, parse_ns, shown
+from teraio.formats.fields import suggest_nearest_name
+from teraio.units import DURATIONS, SIZES, parse_bytes, parse_ns, printable_line
 
 PLANNERS = ("auto", "none", "greedy", "search", "ilp", "zero-infinity", "g10", "teraio-paper", "10cache")
 
@@ -59,7 +59,7 @@ NULL_STORE = "null"
 Scalar = bool | int | float | str
 
 
-def _share(value: Any) -> Memory:
+def _parse_amount(value: Any) -> Memory:
     """`20GiB`, `80%` or a number of bytes; not `min`."""
     if isinstance(value, Memory):
         return value
@@ -67,120 +67,128 @@ def _share(value: Any) -> Memory:
         match = re.fullmatch(r"([0-9]{1,3})(?:\.([0-9]{1,2}))?\s*%", value.strip(), re.ASCII)
         percent = Fraction(f"{match[1]}.{match[2] or 0}") if match else Fraction(0)
         if not 0 < percent <= 100:
-            raise ValueError(f"'{shown(value)}' is not a percentage above 0% and up to 100%")
+            raise ValueError(f"'{printable_line(value)}' is not a percentage above 0% and up to 100%")
         return Memory(percent=percent)
     number = parse_bytes(value)
     if not number:
-        raise ValueError(f"'{shown(value)}' is nothing; expected more than 0 bytes")
+        raise ValueError(f"'{printable_line(value)}' is nothing; expected more than 0 bytes")
     return Memory(number)
 
 
-def _memory(value: Any) -> Memory:
+def _parse_memory(value: Any) -> Memory:
     if isinstance(value, str) and value.strip().lower() == "min":
         return SMALLEST
     try:
-        return _share(value)
+        return _parse_amount(value)
     except ValueError as error:
         raise ValueError(f"{error}; accepted are 20GiB, 80% and min") from None
 
 
-def _store_size(value: Any) -> Memory:
-    share = _share(value)
+def _parse_store_size(value: Any) -> Memory:
+    share = _parse_amount(value)
     if share == SMALLEST:
         raise ValueError(f"'min' is not {SIZES} or a percentage of the free space")
     return share
 
 
-def _per_day(value: Any) -> int:
+def _parse_bytes_per_day(value: Any) -> int:
     text = value.strip() if isinstance(value, str) else value
     return parse_bytes(text.removesuffix("/day") if isinstance(text, str) else text)
 
 
-def _whole(low: int, high: int) -> Callable[[Any], int]:
+def _whole_number_parser(low: int, high: int) -> Callable[[Any], int]:
     def parse(value: Any) -> int:
         text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
         if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or not low <= int(text) <= high:
-            raise ValueError(f"'{shown(value)}' is not a whole number from {low} to {high}")
+            raise ValueError(f"'{printable_line(value)}' is not a whole number from {low} to {high}")
         return int(text)
 
     return parse
 
 
-def _duration(value: Any) -> int:
+def _parse_duration_ns(value: Any) -> int:
     if isinstance(value, float) and 0 <= value < 10**6:
         return round(value * 10**9)
     number = parse_ns(value)
     if not number:
-        raise ValueError(f"'{shown(value)}' is nothing; expected {DURATIONS}")
+        raise ValueError(f"'{printable_line(value)}' is nothing; expected {DURATIONS}")
     return number
 
 
-def _word(*words: str) -> Callable[[Any], str]:
+def _word_parser(*words: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         word = value.strip().lower() if isinstance(value, str) else value
         if word not in words:
-            raise ValueError(f"'{shown(value)}' is not one of {', '.join(words)}{nearest(word, words)}")
+            raise ValueError(
+                f"'{printable_line(value)}' is not one of {', '.join(words)}"
+                f"{suggest_nearest_name(word, words)}"
+            )
         return str(word)
 
     return parse
 
 
-def _switch(value: Any) -> bool:
+def _parse_switch(value: Any) -> bool:
     word = str(value).strip().lower() if isinstance(value, str | bool | int) else ""
     if word in ("on", "true", "1", "yes"):
         return True
     if word in ("off", "false", "0", "no"):
         return False
-    raise ValueError(f"'{shown(value)}' is not one of on, off")
+    raise ValueError(f"'{printable_line(value)}' is not one of on, off")
 
 
-def _name(value: Any) -> str:
+def _parse_name(value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", value.strip(), re.ASCII):
-        raise ValueError(f"'{shown(value)}' is not a name of letters, digits and dashes")
+        raise ValueError(f"'{printable_line(value)}' is not a name of letters, digits and dashes")
     return value.strip()
 
 
-def _path(value: Any) -> str:
+def _parse_path(value: Any) -> str:
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
     if not isinstance(path, str) or not path.strip() or "\0" in path:
-        raise ValueError(f"'{shown(value)}' is not the path of a file or directory")
+        raise ValueError(f"'{printable_line(value)}' is not the path of a file or directory")
     return os.path.expanduser(path)
 
 
-def _paths(value: Any) -> tuple[str, ...]:
+def _parse_paths(value: Any) -> tuple[str, ...]:
     """One path, several joined by the system's path separator as in PATH, or a list of them."""
     parts = value.split(os.pathsep) if isinstance(value, str) else value
-    return tuple(map(_path, parts if isinstance(parts, list | tuple) else [parts]))
+    return tuple(map(_parse_path, parts if isinstance(parts, list | tuple) else [parts]))
 
 
-def _globs(value: Any) -> tuple[str, ...]:
+def _parse_globs(value: Any) -> tuple[str, ...]:
     """Text such as `*.embed_tokens.*,lm_head.*`, or a list of such."""
     parts = [value] if isinstance(value, str) else value
     if isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts):
         globs = tuple(glob.strip() for part in parts for glob in part.split(","))
         if all(globs):
             return globs
-    raise ValueError(f"'{shown(value)}' is not a list of name globs such as '*.embed_tokens.*,lm_head.*'")
+    raise ValueError(
+        f"'{printable_line(value)}' is not a list of name globs such as '*.embed_tokens.*,lm_head.*'"
+    )
 
 
-def _settings(value: Any) -> tuple[tuple[str, Scalar], ...]:
+def _parse_name_value_pairs(value: Any) -> tuple[tuple[str, Scalar], ...]:
     """A dict, or text such as `max_autotune=true,shape_padding=false` -> pairs ordered by name."""
     if isinstance(value, str):
         pairs = [part.partition("=") for part in value.split(",") if part.strip()]
         if not all(equals for _, equals, _ in pairs):
-            raise ValueError(f"'{shown(value)}' is not of the form name=value,name=value")
-        value = {name.strip(): _scalar(text.strip()) for name, _, text in pairs}
+            raise ValueError(f"'{printable_line(value)}' is not of the form name=value,name=value")
+        value = {name.strip(): _parse_scalar(text.strip()) for name, _, text in pairs}
     if isinstance(value, tuple):
         value = dict(value)
     if not isinstance(value, Mapping):
-        raise ValueError(f"'{shown(value)}' is neither a dict nor of the form name=value,name=value")
+        raise ValueError(f"'{printable_line(value)}' is neither a dict nor of the form name=value,name=value")
     for name, setting in value.items():
         if not isinstance(name, str) or not isinstance(setting, bool | int | float | str):
-            raise ValueError(f"'{shown(name)}' is '{shown(setting)}'; expected a bool, a number or a string")
+            raise ValueError(
+                f"'{printable_line(name)}' is '{printable_line(setting)}'; expected a bool, a number "
+                "or a string"
+            )
     return tuple(sorted(value.items()))
 
 
-def _scalar(text: str) -> Scalar:
+def _parse_scalar(text: str) -> Scalar:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -191,7 +199,7 @@ def _scalar(text: str) -> Scalar:
     return text
 
 
-def _option(
+def _option_field(
     parse: Callable[[Any], Any], doc: str, default: Any = None, *, program: bool = False, many: bool = False
 ) -> Any:
     """A field. `program`: it changes the compiled program; `many`: its flag may be given more than once."""
@@ -202,61 +210,69 @@ def _option(
 class Settings:
     """What the user asked for, checked. None: not asked for, the place that needs it decides."""
 
-    memory: Memory | None = _option(  # noqa: RUF009
-        _memory,
+    memory: Memory | None = _option_field(  # noqa: RUF009
+        _parse_memory,
         "budget of device memory: `20GiB`, `80%` of what there is, or `min`; default: nine tenths of it",
     )
-    host_memory: Memory | None = _option(  # noqa: RUF009
-        _memory,
+    host_memory: Memory | None = _option_field(  # noqa: RUF009
+        _parse_memory,
         "with a GPU: the limit of host memory for what leaves it: `64GiB`, `80%` of what can be had, `min` "
         "for none; default: half. At most 1 GiB more than is used is pinned",
     )
-    store: tuple[str, ...] = _option(
-        _paths,
+    store: tuple[str, ...] = _option_field(
+        _parse_paths,
         f"directories on the SSDs, joined by `{os.pathsep}`; default: the largest disk of cache and temp; "
         f"`{NULL_STORE}`: none, what is evicted stays in RAM, to see whether a drive is at fault",
         (),
     )
-    store_size: Memory | None = _option(  # noqa: RUF009
-        _store_size, "how much of the store's file systems to use: `500GiB`, `80%`"
+    store_size: Memory | None = _option_field(  # noqa: RUF009
+        _parse_store_size, "how much of the store's file systems to use: `500GiB`, `80%`"
     )
-    warmup: int = _option(_whole(1, 1000), "measured steps before planning", 3)
-    inner: str = _option(
-        _word("inductor", "eager"), "inner program: `inductor` or `eager`", "inductor", program=True
+    warmup: int = _option_field(_whole_number_parser(1, 1000), "measured steps before planning", 3)
+    inner: str = _option_field(
+        _word_parser("inductor", "eager"), "inner program: `inductor` or `eager`", "inductor", program=True
     )
-    mode: str | None = _option(_name, "Inductor's mode, such as `max-autotune-no-cudagraphs`", program=True)
-    inductor: tuple[tuple[str, Scalar], ...] = _option(
-        _settings, "Inductor's options: a dict, or `name=value,name=value`", (), program=True
+    mode: str | None = _option_field(
+        _parse_name, "Inductor's mode, such as `max-autotune-no-cudagraphs`", program=True
     )
-    plan: str | None = _option(_path, "replay this plan file")
-    profile: str | None = _option(_path, "write the measured profile to this file")
-    timeline: str | None = _option(_path, "write the measured timeline to this file")
-    planner: str = _option(
-        _word(*PLANNERS), f"who plans: {', '.join(f'`{name}`' for name in PLANNERS)}", "auto"
+    inductor: tuple[tuple[str, Scalar], ...] = _option_field(
+        _parse_name_value_pairs, "Inductor's options: a dict, or `name=value,name=value`", (), program=True
     )
-    plan_time: int = _option(_duration, "time limit of the planner: `10s`, `2min`, or seconds", 30 * 10**9)
-    optimizer_step: str = _option(
-        _word("auto", "device", "host"),
+    plan: str | None = _option_field(_parse_path, "replay this plan file")
+    profile: str | None = _option_field(_parse_path, "write the measured profile to this file")
+    timeline: str | None = _option_field(_parse_path, "write the measured timeline to this file")
+    planner: str = _option_field(
+        _word_parser(*PLANNERS), f"who plans: {', '.join(f'`{name}`' for name in PLANNERS)}", "auto"
+    )
+    plan_time: int = _option_field(
+        _parse_duration_ns, "time limit of the planner: `10s`, `2min`, or seconds", 30 * 10**9
+    )
+    optimizer_step: str = _option_field(
+        _word_parser("auto", "device", "host"),
         "where the optimizer computes: `device`, beside a GPU also `host`, or `auto`: the faster",
         "device",
     )
-    recompute: str = _option(
-        _word("off", "auto"),
+    recompute: str = _option_field(
+        _word_parser("off", "auto"),
         "recompute activations instead of moving them: `off`, `auto`",
         "off",
         program=True,
     )
-    keep: tuple[str, ...] = _option(
-        _globs, "name globs of tensors that never move, joined by `,`", (), many=True
+    keep: tuple[str, ...] = _option_field(
+        _parse_globs, "name globs of tensors that never move, joined by `,`", (), many=True
     )
-    max_write_per_day: int | None = _option(_per_day, "cap on bytes written to the SSDs: `2TB`, `500GiB/day`")
-    checksum: bool = _option(_switch, "verify bytes that come back from the store: `on`, `off`", True)
-    on_fallback: str = _option(
-        _word("warn", "error"), "what a slower path does: `warn` once, or `error`", "warn"
+    max_write_per_day: int | None = _option_field(
+        _parse_bytes_per_day, "cap on bytes written to the SSDs: `2TB`, `500GiB/day`"
+    )
+    checksum: bool = _option_field(
+        _parse_switch, "verify bytes that come back from the store: `on`, `off`", True
+    )
+    on_fallback: str = _option_field(
+        _word_parser("warn", "error"), "what a slower path does: `warn` once, or `error`", "warn"
     )
 
     @property
-    def directories(self) -> tuple[str, ...]:
+    def store_directories(self) -> tuple[str, ...]:
         """Where the store is, as far as that was asked for."""
         return () if self.store == (NULL_STORE,) else self.store
 
@@ -270,22 +286,25 @@ class Settings:
         for key in mapping:
             if key not in options:
                 known = f"options are {', '.join(options)}"
-                raise OptionError(f"option '{shown(key)}' is unknown{nearest(key, list(options))}; {known}")
+                raise OptionError(
+                    f"option '{printable_line(key)}' is "
+                    f"unknown{suggest_nearest_name(key, list(options))}; {known}"
+                )
         values = {}
         for name, option in options.items():
             if mapping.get(name) is not None:
-                values[name] = _parsed(option, mapping[name], f"option {name!r}")
+                values[name] = _parse_option_value(option, mapping[name], f"option {name!r}")
             elif environ.get(env_name(name), "").strip():
-                values[name] = _parsed(option, environ[env_name(name)], env_name(name))
-        return cls(**values)._consistent()
+                values[name] = _parse_option_value(option, environ[env_name(name)], env_name(name))
+        return cls(**values)._refuse_contradictions()
 
-    def _consistent(self) -> Settings:
+    def _refuse_contradictions(self) -> Settings:
         if self.inner == "eager" and (self.mode or self.inductor):
             name = "mode" if self.mode else "inductor"
             raise OptionError(f"option {name!r} is for Inductor, but inner is 'eager'; leave one of them out")
         return self
 
-    def key(self, *, program_only: bool = False) -> str:
+    def cache_key(self, *, program_only: bool = False) -> str:
         """What was asked for in a stable, readable form: equal options give equal keys. For caches.
 
         `program_only`: only what changes the compiled program. Defaults are left out; the version has them.
@@ -336,7 +355,7 @@ class Options(dict[str, Any]):
         super().__init__(given)
 
 
-def _parsed(option: DataField[Any], value: Any, door: str) -> Any:
+def _parse_option_value(option: DataField[Any], value: Any, door: str) -> Any:
     try:
         return option.metadata["parse"](value)
     except (ValueError, TypeError) as error:
@@ -353,17 +372,17 @@ def flag_name(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def disabled(environ: Mapping[str, str] | None = None) -> bool:
+def is_disabled(environ: Mapping[str, str] | None = None) -> bool:
     """True if `TERAIO_DISABLE` asks for the plain inner backend."""
     value = (os.environ if environ is None else environ).get("TERAIO_DISABLE", "").strip()
     try:
-        return bool(value) and _switch(value)
+        return bool(value) and _parse_switch(value)
     except ValueError as error:
         raise OptionError(f"TERAIO_DISABLE: {error}") from None
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Add the flags of some options; what was given is found by `from_flags`."""
+    """Add the flags of some options; what was given is found by `settings_from_flags`."""
     options = {f.name: f for f in fields(Settings)}
     for name in names:
         meta = options[name].metadata
@@ -372,7 +391,7 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
         parser.add_argument(flag_name(name), dest=name, action=action, default=None, metavar="X", help=doc)
 
 
-def from_flags(namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> Settings:
+def settings_from_flags(namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings of a parsed command line, over those of the environment."""
     given = {
         f.name: value for f in fields(Settings) if (value := getattr(namespace, f.name, None)) is not None
@@ -385,15 +404,18 @@ def options_table() -> str:
     rows = ["| option | environment | flag | default | meaning |", "|---|---|---|---|---|"]
     for f in fields(Settings):
         doc = f.metadata["doc"].replace("|", "\\|")
-        rows.append(f"| `{f.name}` | `{env_name(f.name)}` | `{flag_name(f.name)}` | {_default(f)} | {doc} |")
+        rows.append(
+            f"| `{f.name}` | `{env_name(f.name)}` | `{flag_name(f.name)}` | {_default_as_markdown(f)} "
+            f"| {doc} |"
+        )
     return "\n".join(rows) + "\n"
 
 
-def _default(option: DataField[Any]) -> str:
+def _default_as_markdown(option: DataField[Any]) -> str:
     match option.default:
         case bool(switch):
             return "`on`" if switch else "`off`"
-        case int(number) if option.metadata["parse"] is _duration:
+        case int(number) if option.metadata["parse"] is _parse_duration_ns:
             return f"`{number // 10**9}s`"
         case None | ():
             return ""

@@ -50,75 +50,75 @@ class _Line:
         self.owner, self.stop = threading.get_ident(), threading.Event()
         self.on_terminal = say is None and sys.stderr.isatty()
         self.shown = False
-        self.clock = threading.Thread(target=self._watch, name="teraio-progress", daemon=True)
+        self.clock = threading.Thread(target=self._show_until_stopped, name="teraio-progress", daemon=True)
 
-    def _watch(self) -> None:
+    def _show_until_stopped(self) -> None:
         while not self.stop.wait(EVERY_S):
-            self.look()
+            self.show_if_due()
 
-    def look(self) -> None:
+    def show_if_due(self) -> None:
         """Shows what is to be shown by now."""
         stages, now_s = list(self.stages), monotonic()
         late = [now_s - stage.begun_s >= AFTER_S and not stage.announced for stage in stages]
         if self.on_terminal and stages and (self.shown or late[0]):
             self.shown = True
             width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # 0: it does not know
-            _write(f"\r\033[K{_text(stages, now_s)[: width - 1]}")
+            _write_to_stderr(f"\r\033[K{_describe_stages(stages, now_s)[: width - 1]}")
         elif any(late) and not self.on_terminal:
             for stage in stages:
                 stage.announced = True
-            (self.say or _write_line)(_text(stages, now_s))
+            (self.say or _write_line_to_stderr)(_describe_stages(stages, now_s))
 
-    def end(self) -> None:
+    def stop_and_clear(self) -> None:
         """Ends the thread and takes the line away."""
         self.stop.set()
         if self.clock.ident is not None and self.clock.is_alive():
             self.clock.join()
         if self.shown:
-            _write("\r\033[K")
+            _write_to_stderr("\r\033[K")
 
 
-def _text(stages: list[Stage], now_s: float) -> str:
+def _describe_stages(stages: list[Stage], now_s: float) -> str:
     parts = [stage.text() for stage in stages]
     limits = [f" of at most {stage.limit_s:.0f} s" for stage in stages if stage.limit_s]
     begun_s = next((stage.begun_s for stage in reversed(stages) if stage.limit_s), stages[0].begun_s)
     return f"{': '.join(parts)}; {now_s - begun_s:.0f} s{''.join(limits[-1:])}"
 
 
-def _write(text: str) -> None:
+def _write_to_stderr(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
 
 
-def _write_line(text: str) -> None:
-    _write(f"{text}\n")
+def _write_line_to_stderr(text: str) -> None:
+    _write_to_stderr(f"{text}\n")
 
 
 _LINE: _Line | None = None
 
 
-def _forget() -> None:
+def _forget_line_after_fork() -> None:
     """In a child that was forked in the middle of a stage: it has no such thread, and nothing to show."""
     global _LINE
     _LINE = None
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget_line_after_fork)
 
 
-def quiet() -> bool:
+def is_quiet() -> bool:
     """Whether nothing is to be shown: the output of a test is compared, or only what is wrong is wanted."""
     asked = os.environ.get("TERAIO_LOG", "").strip().lower()
     return "PYTEST_CURRENT_TEST" in os.environ or asked in ("warning", "error", "off")
 
 
 @contextmanager
-def stage(what: str, *, limit_s: float = 0.0, say: Say | None = None) -> Iterator[None]:
+def show_stage(what: str, *, limit_s: float = 0.0, say: Say | None = None) -> Iterator[None]:
     """Shows this while the block runs, if that takes long. `say`: where its lines go, instead of stderr, if
     no stage is open around it."""
     global _LINE
     line, first = _LINE, False
-    if line is None and not quiet():
+    if line is None and not is_quiet():
         line, first = _Line(say), True
         _LINE = line
     if line is None or line.owner != threading.get_ident():
@@ -134,10 +134,10 @@ def stage(what: str, *, limit_s: float = 0.0, say: Say | None = None) -> Iterato
         line.stages.pop()
         if first:
             _LINE = None
-            line.end()
+            line.stop_and_clear()
 
 
-def tell(told: Told) -> None:
+def tell_progress(told: Told) -> None:
     """Says how far the innermost stage is: text, or what makes it when it is to be shown."""
     line = _LINE
     if line is not None and line.stages and line.owner == threading.get_ident():

@@ -11,8 +11,8 @@ import os
 from collections.abc import Mapping
 
 from teraio.errors import OptionError
-from teraio.formats.fields import nearest
-from teraio.units import shown
+from teraio.formats.fields import suggest_nearest_name
+from teraio.units import printable_line
 
 VARIABLE = "TERAIO_WITHOUT"
 FEATURES = {
@@ -25,14 +25,15 @@ FEATURES = {
 }
 
 
-def off(environ: Mapping[str, str] | None = None) -> frozenset[str]:
+def disabled_features(environ: Mapping[str, str] | None = None) -> frozenset[str]:
     """Return the features that the environment turns off."""
     asked = (os.environ if environ is None else environ).get(VARIABLE, "")
     names = [name.strip().lower() for name in asked.split(",") if name.strip()]
     for name in names:
         if name not in FEATURES:
-            guess = nearest(name, list(FEATURES))
+            guess = suggest_nearest_name(name, list(FEATURES))
             raise OptionError(
-                f"{VARIABLE}: '{shown(name)}' is not a feature{guess}; they are {', '.join(FEATURES)}"
+                f"{VARIABLE}: '{printable_line(name)}' is not a feature{guess}; they are "
+                f"{', '.join(FEATURES)}"
             )
     return frozenset(names)

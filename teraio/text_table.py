@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+def aligned_text_table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Return columns as wide as their widest entry: the first `left` to the left, the others to the right.
     The first row is the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

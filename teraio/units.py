@@ -28,7 +28,7 @@ DURATIONS = "a duration such as 30s, 1.5 ms, 2min or a number of seconds"
 RATES = "a rate such as 20GB/s, 6.5 GiB/s or a number of bytes per second"
 
 
-def shown(value: object, limit: int = 60) -> str:
+def printable_line(value: object, limit: int = 60) -> str:
     """Anything, as one printable line of bounded length; what a terminal would obey is escaped."""
     text = value if isinstance(value, str) else repr(value)
     cut = text[: limit + 1]
@@ -38,12 +38,12 @@ def shown(value: object, limit: int = 60) -> str:
 
 def parse_bytes(value: str | int) -> int:
     """`"20GiB"`, `"1.5 GB"`, `"123"` or `123` -> bytes; ValueError names the text and the accepted forms."""
-    return _parse(value, _BYTES, plain=1, forms=SIZES)
+    return _parse_number_with_unit(value, _BYTES, plain=1, forms=SIZES)
 
 
 def parse_ns(value: str | int) -> int:
     """`"30s"`, `"1.5 ms"` or `30` (seconds) -> nanoseconds; ValueError as above."""
-    return _parse(value, _NANOSECONDS, plain=10**9, forms=DURATIONS)
+    return _parse_number_with_unit(value, _NANOSECONDS, plain=10**9, forms=DURATIONS)
 
 
 def parse_rate(value: str | int) -> int:
@@ -51,36 +51,38 @@ def parse_rate(value: str | int) -> int:
     if isinstance(value, str):
         size, slash, second = value.strip().partition("/")
         if slash and second.strip() != "s":
-            raise ValueError(f"'{shown(value)}' is not {RATES}")
+            raise ValueError(f"'{printable_line(value)}' is not {RATES}")
         value = size
-    return _parse(value, _BYTES, plain=1, forms=RATES)
+    return _parse_number_with_unit(value, _BYTES, plain=1, forms=RATES)
 
 
-def _parse(value: str | int, units: dict[str, int], *, plain: int, forms: str) -> int:
+def _parse_number_with_unit(value: str | int, units: dict[str, int], *, plain: int, forms: str) -> int:
     whole, fraction, unit = 0, "", ""
     if isinstance(value, int) and not isinstance(value, bool):
         whole = value
     elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
         whole, fraction, unit = int(match[1]), match[2] or "", match[3].replace("μ", "µ")
     else:
-        raise ValueError(f"'{shown(value)}' is not {forms}")
-    scale = plain if not unit else units.get(unit) or _without_case(unit, units)
+        raise ValueError(f"'{printable_line(value)}' is not {forms}")
+    scale = plain if not unit else units.get(unit) or _scale_of_unit_ignoring_case(unit, units)
     if not scale:
-        raise ValueError(f"'{shown(value)}' has an unknown unit '{unit}'; units are {', '.join(units)}")
+        raise ValueError(
+            f"'{printable_line(value)}' has an unknown unit '{unit}'; units are {', '.join(units)}"
+        )
     number = whole * scale + int(fraction or "0") * scale // 10 ** len(fraction)
     if not 0 <= number < LIMIT:
-        raise ValueError(f"'{shown(value)}' is out of range; it must lie in [0, 2**53)")
+        raise ValueError(f"'{printable_line(value)}' is out of range; it must lie in [0, 2**53)")
     return number
 
 
-def _without_case(unit: str, units: dict[str, int]) -> int:
+def _scale_of_unit_ignoring_case(unit: str, units: dict[str, int]) -> int:
     """`20gib` and `20 gb` are clear enough; 0 where no unit fits."""
     return next((scale for name, scale in units.items() if name.lower() == unit.lower()), 0)
 
 
 def fmt_bytes(size_bytes: int, *, up: bool = False) -> str:
     """`23.1 GiB`; `up` rounds towards more, for messages that tell how much to give."""
-    return _scaled(size_bytes, _BINARY, "B", up)
+    return _fmt_in_largest_unit(size_bytes, _BINARY, "B", up)
 
 
 def fmt_count(count: int, word: str) -> str:
@@ -90,15 +92,19 @@ def fmt_count(count: int, word: str) -> str:
 
 def fmt_ns(duration_ns: int) -> str:
     """`812 µs`, `1.23 s`."""
-    return _scaled(duration_ns, (("s", 10**9), ("ms", 10**6), ("µs", 10**3)), "ns", False, digits=3)
+    return _fmt_in_largest_unit(
+        duration_ns, (("s", 10**9), ("ms", 10**6), ("µs", 10**3)), "ns", False, digits=3
+    )
 
 
 def fmt_rate(bandwidth_bytes_per_s: int) -> str:
     """`6.2 GB/s`: decimal, as drives and links are sold."""
-    return _scaled(bandwidth_bytes_per_s, _PER_SECOND, "B/s", False)
+    return _fmt_in_largest_unit(bandwidth_bytes_per_s, _PER_SECOND, "B/s", False)
 
 
-def _scaled(number: int, units: tuple[tuple[str, int], ...], base: str, up: bool, digits: int = 0) -> str:
+def _fmt_in_largest_unit(
+    number: int, units: tuple[tuple[str, int], ...], base: str, up: bool, digits: int = 0
+) -> str:
     """One decimal, or `digits` significant digits. Integer arithmetic, so that `up` is exact."""
     sign, number = ("-", -number) if number < 0 else ("", number)
     for unit, scale in units:

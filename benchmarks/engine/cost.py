@@ -135,7 +135,7 @@ def idle_slot_us(step: Step) -> float:
     """The median over slots; a slot that was just visited can be visited again."""
     running = engine.ENGINE
     assert running is not None
-    visit, found = running.visit, []
+    visit, found = running.run_slot, []
 
     def often(program: Any, index: int, tensors: Any, live_bytes: int | None) -> None:
         visit(program, index, tensors, live_bytes)
@@ -146,7 +146,7 @@ def idle_slot_us(step: Step) -> float:
                 visit(program, index, (), live_bytes)
             found.append((time.thread_time() - began) / VISITS)
 
-    with patch.object(running, "visit", often):
+    with patch.object(running, "run_slot", often):
         step()
     return statistics.median(found) * 1e6
 

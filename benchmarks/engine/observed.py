@@ -41,7 +41,7 @@ def evicted() -> tuple[nn.Module, Observer]:
     assert engine.ENGINE is not None
     residency = engine.ENGINE.residency
     residency.serial += 1
-    residency.free(2**40, None)
+    residency.evict_until_fits(2**40, None)
     assert residency.mover.counts.evictions
     assert engine.ENGINE.user.observer is not None
     return model, engine.ENGINE.user.observer
@@ -79,9 +79,9 @@ def observed_steps(count: int, inner: str, memory: str) -> None:
     took: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * count):
         on = number % 4 in (0, 3)
-        observer.observes(on)
+        observer.set_observing(on)
         took[on].append(step_ms())
-    observer.observes(True)
+    observer.set_observing(True)
     seen, bare = (statistics.median(took[which]) for which in (True, False))
     ratio = statistics.median(a / b for a, b in zip(took[True], took[False], strict=True))
     print(f"step of {inner}, {memory}: {bare:.2f} ms, {seen:.2f} ms observed, ratio {ratio:.4f}")
@@ -113,10 +113,10 @@ def main() -> None:
     found: dict[tuple[str, bool], list[float]] = {}
     for _ in range(args.rounds):
         for on in (True, False):
-            observer.observes(on)
+            observer.set_observing(on)
             for name, work in works.items():
                 found.setdefault((name, on), []).append(best_us(work, CALLS.get(name, USUAL)))
-    observer.observes(True)
+    observer.set_observing(True)
     for name in works:
         seen, bare = (statistics.median(found[name, which]) for which in (True, False))
         more = seen - bare

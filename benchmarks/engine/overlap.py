@@ -39,7 +39,7 @@ import teraio
 from teraio import _native
 from teraio.formats.machine import Link, Machine, Tier
 from teraio.formats.plan import Evict, Fetch, Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
 from teraio.options import Settings
 from teraio.passes.planner import planners
@@ -149,7 +149,7 @@ class Bench:
             TERAIO_MEMORY=str(budget_bytes), TERAIO_PLANNER="none", TERAIO_STORE=str(self.folder), **settings
         )
         with patch.object(Store, "open", opened):
-            session.start(Settings.parse({"inner": "eager"}))
+            session.ensure_session(Settings.parse({"inner": "eager"}))
 
     def throttle(self, write_s: float, read_s: float) -> None:
         self.shim.clear()
@@ -180,7 +180,7 @@ class Bench:
         """Seconds of the last of so many steps, with this plan, and what the drive and the engine did in
         it."""
         assert engine.ENGINE is not None
-        engine.ENGINE.install(plan)
+        engine.ENGINE.follow_plan(plan)
         took, did = 0.0, {}
         for _ in range(steps):
             before, counts = self.busy(), teraio.stats()
@@ -217,7 +217,7 @@ def at_once() -> Iterator[None]:
 
 def budget_of(profile: Profile, part: float) -> int:
     """So far from the smallest budget to the one in which everything fits."""
-    most = check(Plan("", "none", 2**62), profile).peak_bytes
+    most = check_plan_against_profile(Plan("", "none", 2**62), profile).peak_bytes
     least = problem.smallest_budget(profile)
     return int(least + part * (most - least))
 

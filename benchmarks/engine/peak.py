@@ -102,17 +102,17 @@ class Bench:
             TERAIO_PROFILE=str(path),
             TERAIO_PLANNER="greedy",
         )
-        session.start(Settings.parse({"inner": self.args.inner}))
+        session.ensure_session(Settings.parse({"inner": self.args.inner}))
         running = session.SESSION
         assert running is not None
         made: list[Plan | None] = []
-        settle = running.engine.settle
+        settle = running.engine.settle_plan
 
         def noted(plan: Plan | None, order: tuple[str, ...] = ()) -> None:
             made.append(plan)
             settle(plan, order)
 
-        running.engine.settle = noted  # type: ignore[method-assign]
+        running.engine.settle_plan = noted  # type: ignore[method-assign]
         self.steps(self.ours, 1)
         before = counters["stats"]["unique_graphs"]
         # One more, in which the last measured step is seen to be over and the plan begins to be followed.
@@ -123,7 +123,7 @@ class Bench:
         profile = Profile.read(path)
         less = (budget + problem.smallest_budget(profile)) // 2
         again = planners.plan(profile, running.planning.machine, less)
-        running.engine.install(again)
+        running.engine.follow_plan(again)
         self.steps(self.ours, 1)  # what the plan before had moved comes back to where this one wants it
         rows.append(self.row("planned anew", less, again, self.steps(self.ours, self.args.steps), before))
         rows[0]["measuring_peak_bytes"] = measuring
@@ -159,7 +159,7 @@ class Bench:
 def machine() -> dict[str, Any]:
     return {
         "cores": os.cpu_count(),
-        "memory_gib": round(limits.read().capacity_bytes / 2**30, 1),
+        "memory_gib": round(limits.read_memory_limits().capacity_bytes / 2**30, 1),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "torch": torch.__version__,

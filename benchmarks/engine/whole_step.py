@@ -71,11 +71,13 @@ class Widest:
     def look(self) -> None:
         if self.watching and engine.ENGINE is not None:
             records = engine.ENGINE.residency.records.values()
-            here = [r for r in records if r.kind in PERSISTENT and r.state is not State.AWAY and not r.dead()]
+            here = [
+                r for r in records if r.kind in PERSISTENT and r.state is not State.AWAY and not r.is_dead()
+            ]
             self.bytes = max(self.bytes, sum(record.size_bytes for record in here))
 
     def __enter__(self) -> None:
-        opened, brought = step_call.OptimizerCall.open, user_code.UserCode.bring
+        opened, brought = step_call.OptimizerCall.open_bucket, user_code.UserCode.make_resident_for_user
 
         def open_bucket(call: Any, at: int) -> None:
             opened(call, at)
@@ -88,8 +90,8 @@ class Widest:
             self.look()
 
         self.patches: list[Any] = [
-            patch.object(step_call.OptimizerCall, "open", open_bucket),
-            patch.object(user_code.UserCode, "bring", bring),
+            patch.object(step_call.OptimizerCall, "open_bucket", open_bucket),
+            patch.object(user_code.UserCode, "make_resident_for_user", bring),
         ]
         for one in self.patches:
             one.start()
@@ -176,7 +178,7 @@ class Training:
         room = 2 * self.widest.bucket_bytes + parameter + residency.fixed_bytes + residency.reserve_bytes
         with patch.object(residency, "budget_bytes", min(room, residency.budget_bytes)):
             residency.serial += 1
-            residency.free(0, None, running.user.stays)
+            residency.evict_until_fits(0, None, running.user.must_be_resident)
             yield
 
     def digest(self) -> str:
@@ -246,7 +248,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
-    limits.return_freed_memory()
+    limits.make_malloc_return_memory()
     training = Training(args, counting_allocator.install_over_ours())
     torch.set_num_threads(1)
     Settings.parse({"inner": args.inner})

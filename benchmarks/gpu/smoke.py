@@ -117,7 +117,7 @@ def trip(device: Any, write: Any, read: Callable[[], Any]) -> Figures:
     tensor = torch.randint(0, 256, (TENSOR,), dtype=torch.uint8, device="cuda")
     before, storage = tensor.cpu(), tensor.untyped_storage()
     begun = time.monotonic()
-    device.end_copy_out(device.begin_copy_out(storage, write))
+    device.end_copy_and_free(device.begin_copy_out(storage, write))
     away = time.monotonic()
     empty, other = storage.nbytes() == 0, torch.full((TENSOR,), 7, dtype=torch.uint8, device="cuda")
     back = time.monotonic()

@@ -121,7 +121,7 @@ class Trainee:
     def _peak_anew(self) -> None:
         """The engine begins torch's count anew while it measures, and keeps the highest: that, too."""
         if session.SESSION is not None:
-            session.SESSION.device.forget_highest()
+            session.SESSION.device.forget_highest_counts()
         elif self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
 

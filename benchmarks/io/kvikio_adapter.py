@@ -167,10 +167,14 @@ class HostStage:
 
         self.slabs: list[Any] = [numpy.zeros(self.slab_bytes, dtype=numpy.uint8) for _ in range(count)]
 
-    def fill(self, slab: Any, storage: HostStorage, at: int, size_bytes: int, mark: Any) -> None:
+    def copy_storage_to_slab(
+        self, slab: Any, storage: HostStorage, at: int, size_bytes: int, mark: Any
+    ) -> None:
         memoryview(slab)[:size_bytes] = memoryview(storage.data)[at : at + size_bytes]
 
-    def empty(self, slab: Any, storage: HostStorage, at: int, size_bytes: int, mark: Any) -> None:
+    def copy_slab_to_storage(
+        self, slab: Any, storage: HostStorage, at: int, size_bytes: int, mark: Any
+    ) -> None:
         memoryview(storage.data)[at : at + size_bytes] = memoryview(slab)[:size_bytes]
 
 
@@ -190,10 +194,10 @@ def round_trips() -> str:
     for size in (1, 4095, 4096, 4097, 65536, (1 << 20) + 5, 3 * (1 << 20) + 77, 1 << 24):
         extents.append((offset, os.urandom(size)))
         offset += -(-size // 4096) * 4096
-    for ticket in [file.write(at, "t")(HostStorage(data), Mark()) for at, data in extents]:
+    for ticket in [file.copy_out_starter(at, "t")(HostStorage(data), Mark()) for at, data in extents]:
         ticket.wait()
     came = [HostStorage(bytes(len(data))) for _, data in extents]
-    for ticket in [file.read(at, "t")(storage, Mark()) for (at, _), storage in zip(extents, came)]:
+    for ticket in [file.copy_in_starter(at, "t")(storage, Mark()) for (at, _), storage in zip(extents, came)]:
         ticket.wait()
     assert [bytes(storage.data) for storage in came] == [data for _, data in extents]
     assert file.close()
@@ -205,9 +209,9 @@ def unlinked() -> str:
 
     file, data = opened(), os.urandom(1 << 20)
     os.unlink("store")
-    file.write(0, "t")(HostStorage(data), Mark()).wait()
+    file.copy_out_starter(0, "t")(HostStorage(data), Mark()).wait()
     came = HostStorage(bytes(len(data)))
-    file.read(0, "t")(came, Mark()).wait()
+    file.copy_in_starter(0, "t")(came, Mark()).wait()
     assert bytes(came.data) == data
     assert file.close()
     return "the name may go once kvikio has opened it"
@@ -215,7 +219,9 @@ def unlinked() -> str:
 
 def the_end_of_the_file() -> str:
     return refused(
-        lambda file, storage, mark: file.read(1 << 16, "late")(storage, mark), "StoreReadError", 1 << 16
+        lambda file, storage, mark: file.copy_in_starter(1 << 16, "late")(storage, mark),
+        "StoreReadError",
+        1 << 16,
     )
 
 
@@ -224,7 +230,9 @@ def a_full_disk() -> str:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     try:
         return refused(
-            lambda file, storage, mark: file.write(1 << 20, "big")(storage, mark), "StoreWriteError", 1 << 16
+            lambda file, storage, mark: file.copy_out_starter(1 << 20, "big")(storage, mark),
+            "StoreWriteError",
+            1 << 16,
         )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -243,7 +251,7 @@ def refused(move: Any, wanted: str, size: int) -> str:
         said = f"{wanted}, errno {error.errno}: {str(error)[:90]}"
     else:
         raise AssertionError("no error")
-    file.write(0, "after")(HostStorage(b"x" * 4096), Mark()).wait()
+    file.copy_out_starter(0, "after")(HostStorage(b"x" * 4096), Mark()).wait()
     assert file.close()
     return said
 

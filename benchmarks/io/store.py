@@ -102,7 +102,7 @@ def main() -> int:
     store = variants[0].store
     result = {
         "benchmark": "store",
-        "direct": store.direct,
+        "direct": store.is_direct,
         "slab_bytes_total": store.slab_bytes_total,
         "tensors": count,
         "tensor_bytes": tensors[0].nbytes,

@@ -32,7 +32,7 @@ from teraio.formats.machine import Machine
 from teraio.formats.timeline import Span, Timeline
 from teraio.passes.planner import planners
 from teraio.passes.planner.simulate import simulate
-from teraio.passes.synth.profiles import Request, synth
+from teraio.passes.synth.profiles import ProfileRequest, synth
 
 HERE = Path(__file__).resolve().parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -67,13 +67,13 @@ def disturbed(line: Timeline, seed: int = 0) -> Timeline:
 
 def made(path: Path) -> dict[str, Any]:
     """A page of more than 10,000 kernels."""
-    profile = synth("llama-3.1-8b", Request(batch=2, micro_batches=9))
+    profile = synth("llama-3.1-8b", ProfileRequest(batch=2, micro_batches=9))
     machine = Machine.read(HERE.parents[1] / "profiles/machines/h100-4ssd.machine.json")
     plan = planners.plan(profile, machine, 40 * 2**30, planner="greedy", fingerprint="")
     said = simulate.simulate(plan, profile, machine)
     sources = content.Sources(disturbed(said), "made-up.timeline.json", profile, plan, machine, said)
     began = time.perf_counter()
-    text = html_page.page(content.content(sources))
+    text = html_page.report_as_html(content.assemble_content(sources))
     took = time.perf_counter() - began
     path.write_text(text)
     return {"kernels": len(profile.kernels), "tensors": len(profile.tensors), "made_s": round(took, 2)}

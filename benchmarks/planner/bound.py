@@ -28,14 +28,14 @@ from teraio.formats.machine import Machine
 from teraio.formats.profile import Profile
 from teraio.passes.planner.bound.bound import lower_bound
 from teraio.passes.planner.planners import plan
-from teraio.passes.planner.problem.problem import build
+from teraio.passes.planner.problem.problem import build_problem
 
 
 def row(
     profile: Profile, machine: Machine, part: float, planners: list[str], limit_s: float
 ) -> dict[str, Any]:
     """One profile on one machine within a part of its memory."""
-    problem = build(profile, machine)
+    problem = build_problem(profile, machine)
     floor, live = int(problem.floor.max()), int(problem.live.max())
     budget = max(floor, int(part * live))
     began = time.process_time()

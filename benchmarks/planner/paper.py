@@ -28,10 +28,10 @@ from kept_rows import KeptRows
 from teraio.errors import PlanError
 from teraio.formats.machine import Link, Machine, Tier
 from teraio.formats.plan import Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
 from teraio.passes.planner import planners
-from teraio.passes.planner.problem.problem import build
+from teraio.passes.planner.problem.problem import build_problem
 from teraio.passes.synth import profiles, roofline
 from teraio.passes.synth.models import MODELS, Decoder
 
@@ -54,7 +54,7 @@ def profile_of(name: str, flops_per_s: int) -> Profile:
     """A stage's step."""
     model = GIVEN["models"][name]
     MODELS.setdefault("granite-8b-code", GRANITE)
-    request = profiles.Request(
+    request = profiles.ProfileRequest(
         batch=PAPER["batch"] // model["micro_batches"],
         sequence=model["sequence"],
         micro_batches=model["micro_batches"],
@@ -81,9 +81,9 @@ def machine_of(name: str, tiers: str, ssd_bytes_per_s: int) -> Machine:
 
 
 def took_ns(plan: Plan, profile: Profile, machine: Machine) -> int:
-    verdict = check(plan, profile, machine)
+    verdict = check_plan_against_profile(plan, profile, machine)
     assert verdict.feasible, verdict.problems[0]
-    return planners.predicted_ns(plan, profile, machine)
+    return planners.predicted_step_ns(plan, profile, machine)
 
 
 def planned(profile: Profile, machine: Machine, name: str, limit_s: float) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def planned(profile: Profile, machine: Machine, name: str, limit_s: float) -> di
         if name == "auto":
             plan = planners.plan(profile, machine, PAPER["device_bytes"], time_limit_s=limit_s)
         else:
-            problem = build(profile, machine)
+            problem = build_problem(profile, machine)
             make = planners.PLANNERS[name]
             plan = make(problem, machine, PAPER["device_bytes"], bound_ns=0, seed=0, time_limit_s=3600.0)
     except PlanError as error:

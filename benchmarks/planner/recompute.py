@@ -26,7 +26,7 @@ from table import written
 
 from teraio.formats.machine import Machine
 from teraio.formats.profile import Profile
-from teraio.formats.recompute import as_planned
+from teraio.formats.recompute import apply_plan_recompute
 from teraio.passes.planner import planners
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
@@ -55,7 +55,7 @@ def planned(profile: Profile, machine: Machine, budget: int, again: bool, second
         "gap_percent": round(100 * (told.step_ns / told.bound_ns - 1), 1),
         "made_again": len(plan.recompute),
         "moves": len(plan.moves),
-        **written(*as_planned(plan, profile)),
+        **written(*apply_plan_recompute(plan, profile)),
         "planning_s": round(time.monotonic() - began, 1),
         "planning_cpu_s": round(time.process_time() - began_cpu, 1),
     }

@@ -27,12 +27,12 @@ from race.result import RESULTS, Table, write
 
 from teraio.errors import TeraioError
 from teraio.formats.machine import Link, Machine, Tier
-from teraio.formats.plan import moved_bytes
+from teraio.formats.plan import moved_bytes_by_kind
 from teraio.formats.profile import Profile
-from teraio.formats.recompute import as_planned
+from teraio.formats.recompute import apply_plan_recompute
 from teraio.passes.planner import planners
 from teraio.passes.synth.models import MODELS, Decoder
-from teraio.passes.synth.profiles import Request, synth
+from teraio.passes.synth.profiles import ProfileRequest, synth
 
 GB = 10**9
 REDUCED = re.compile(r"\.(wo|down|wq\.dgrad|gate\.dgrad)$")  # after these a block's part is summed
@@ -112,7 +112,7 @@ def machine_of(case: Case) -> Machine:
 
 def row_of(case: Case, plan_time: float) -> dict[str, Any]:
     decoder = MODELS[case.model][0]
-    asked = Request(
+    asked = ProfileRequest(
         batch=case.batch // case.micro_batches,
         micro_batches=case.micro_batches,
         sequence=4096,
@@ -123,8 +123,10 @@ def row_of(case: Case, plan_time: float) -> dict[str, Any]:
     began = time.process_time()
     made = planners.plan(profile, machine, budget, time_limit_s=plan_time, recompute=case.recompute)
     planned_s = time.process_time() - began
-    plan, step = as_planned(made, profile)
-    written, read = (sum(moved_bytes(plan, step, "ssd", evict=evict).values()) for evict in (True, False))
+    plan, step = apply_plan_recompute(made, profile)
+    written, read = (
+        sum(moved_bytes_by_kind(plan, step, "ssd", evict=evict).values()) for evict in (True, False)
+    )
     step_s, drives = made.predicted.step_ns / 1e9, case.drives * case.gpus
     life_s = ASSUMED.drive_life_bytes * case.drives / max(written, 1) * step_s
     held = sum(tensor.size_bytes for tensor in profile.tensors if tensor.kind != "input")

@@ -27,11 +27,11 @@ import cpu_clock
 
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
-from teraio.passes.planner.greedy.greedy import portfolio
-from teraio.passes.planner.problem.problem import build
-from teraio.passes.planner.search.search import STARTS, improve
+from teraio.passes.planner.greedy.greedy import greedy_plans_with_periods
+from teraio.passes.planner.problem.problem import build_problem
+from teraio.passes.planner.search.search import STARTS, best_plan_from_starts
 from teraio.passes.planner.simulate import event_simulation
 from teraio.passes.planner.simulate.simulate import step_ns
 
@@ -70,12 +70,12 @@ def main() -> None:
 
 
 def row(profile: Profile, machine: Machine, budget_bytes: int, seconds: float, runs: int) -> dict[str, Any]:
-    problem = build(profile, machine)
+    problem = build_problem(profile, machine)
     begun = time.process_time()
-    plans = sorted(portfolio(problem, machine, budget_bytes, 0), key=lambda each: each[1])
+    plans = sorted(greedy_plans_with_periods(problem, machine, budget_bytes, 0), key=lambda each: each[1])
     greedy_s = time.process_time() - begun
     told: list[tuple[float, int]] = []
-    made = improve(
+    made = best_plan_from_starts(
         problem,
         machine,
         [plan for plan, _ in plans[:STARTS]],
@@ -84,9 +84,9 @@ def row(profile: Profile, machine: Machine, budget_bytes: int, seconds: float, r
         progress=lambda _, count: told.append((time.process_time(), count)),
     )
     search_s = time.process_time() - begun
-    assert check(made, profile, machine).feasible
+    assert check_plan_against_profile(made, profile, machine).feasible
     greedy_ns, search_ns = (
-        event_simulation.run(plan, profile, machine).step_ns for plan in (plans[0][0], made)
+        event_simulation.simulate_by_events(plan, profile, machine).step_ns for plan in (plans[0][0], made)
     )
     looking_s = told[-1][0] - told[0][0] if len(told) > 1 else 0.0
     return {
@@ -100,7 +100,7 @@ def row(profile: Profile, machine: Machine, budget_bytes: int, seconds: float, r
         "gain": round(1 - search_ns / greedy_ns, 4),
         "evaluations_per_s": round((told[-1][1] - told[0][1]) / looking_s) if looking_s else 0,
         "recurrence_off_by": round(step_ns(made, profile, machine) / search_ns - 1, 4)
-        if event_simulation.shares(machine)
+        if event_simulation.has_contended_links(machine)
         else 0,
         "jitter": {
             f"{share:.0%}{' by_step' if by_step else ''}": jitter(
@@ -116,9 +116,9 @@ def jitter(
     plan: Plan, profile: Profile, machine: Machine, share: float, by_step: bool, runs: int
 ) -> dict[str, float]:
     """How much longer steps take; PlanError if the budget is ever exceeded."""
-    plain_ns = event_simulation.run(plan, profile, machine).step_ns
+    plain_ns = event_simulation.simulate_by_events(plan, profile, machine).step_ns
     took = [
-        event_simulation.run(
+        event_simulation.simulate_by_events(
             plan, profile, machine, jitter=event_simulation.Jitter(share, seed, by_step), steps=JITTER_STEPS
         )
         for seed in range(runs)

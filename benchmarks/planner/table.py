@@ -27,10 +27,10 @@ from kept_rows import KeptRows
 from teraio.errors import PlanError
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Evict, Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
 from teraio.passes.planner import planners
-from teraio.passes.planner.problem.problem import build
+from teraio.passes.planner.problem.problem import build_problem
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 PUBLISHED = ("zero-infinity", "g10", "teraio-paper", "10cache")
@@ -54,7 +54,7 @@ def planned(profile: Profile, machine: Machine, budget: int, name: str, limit_s:
     bound: dict[str, int] = {}
     try:
         if name in PUBLISHED:
-            problem = build(profile, machine)
+            problem = build_problem(profile, machine)
             make = planners.PLANNERS[name]
             plan = make(problem, machine, budget, bound_ns=0, seed=0, time_limit_s=UNLIMITED_S)
         else:
@@ -66,9 +66,9 @@ def planned(profile: Profile, machine: Machine, budget: int, name: str, limit_s:
         "wall_s": round(time.monotonic() - began, 2),
         "cpu_s": round(time.process_time() - began_cpu, 2),
     }
-    verdict = check(plan, profile, machine)
+    verdict = check_plan_against_profile(plan, profile, machine)
     assert verdict.feasible, verdict.problems[0]
-    step = {"step_ns": planners.predicted_ns(plan, profile, machine), "moves": len(plan.moves)}
+    step = {"step_ns": planners.predicted_step_ns(plan, profile, machine), "moves": len(plan.moves)}
     return {**step, **bound, **written(plan, profile), **took}
 
 

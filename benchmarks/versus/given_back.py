@@ -62,9 +62,9 @@ def train(asked: dict[str, Any], steps: int) -> dict[str, Any]:
     from teraio.runtime.device import limits
 
     if asked["freed"] == "given back":
-        limits.return_freed_memory()
-    giving_back = limits.return_freed_memory if asked["freed"] != "kept" else lambda: None
-    with patch.object(limits, "return_freed_memory", giving_back):
+        limits.make_malloc_return_memory()
+    giving_back = limits.make_malloc_return_memory if asked["freed"] != "kept" else lambda: None
+    with patch.object(limits, "make_malloc_return_memory", giving_back):
         trainee = Trainee({**asked, "spares": asked["freed"] == "in budget"})
         rows = [trainee.step() for _ in range(SETTLE + steps)][SETTLE:]
     return {

@@ -13,7 +13,7 @@ from teraio.formats.schedule import ProgramKind
 UNSAID = {"_modules", "_parameters", "_buffers", "_orig_mod", "__dict__"}
 
 
-def outputs_to_caller(kind: ProgramKind, outputs: int) -> int:
+def count_outputs_to_caller(kind: ProgramKind, outputs: int) -> int:
     """How many leading outputs leave to the caller; the rest are saved for the backward.
 
     A partitioned forward returns mutated inputs, user outputs and intermediate bases first: all of them are
@@ -21,14 +21,14 @@ def outputs_to_caller(kind: ProgramKind, outputs: int) -> int:
     """
     if kind != "forward":
         return outputs
-    metadata = _metadata()
+    metadata = _traced_forward_metadata()
     return outputs if metadata is None else int(metadata.num_forward_returns)
 
 
-def held_arguments(kind: ProgramKind) -> frozenset[int]:
+def arguments_used_after_return(kind: ProgramKind) -> frozenset[int]:
     """Arguments that AOTAutograd touches after the program returned: it replays views of them, or writes to
     them what the program made of them, as to a running mean. They must be resident then."""
-    metadata = _metadata()
+    metadata = _traced_forward_metadata()
     if metadata is None or kind == "backward":
         return frozenset()
     kept = {"alias_of_input", "is_input"}
@@ -40,10 +40,10 @@ def held_arguments(kind: ProgramKind) -> frozenset[int]:
     return frozenset(viewed | set(metadata.mutated_inp_runtime_indices))
 
 
-def gradients(kind: ProgramKind, outputs: int) -> tuple[int, ...]:
+def gradient_edge_per_output(kind: ProgramKind, outputs: int) -> tuple[int, ...]:
     """Of a backward's outputs: which of the inputs that want a gradient each belongs to, -1 for those
     that are none. The edges of the autograd node that runs it are in the same order."""
-    metadata = _metadata()
+    metadata = _traced_forward_metadata()
     if kind != "backward" or metadata is None or len(metadata.input_info) > outputs:
         return ()
     wanted = [info.requires_grad for info in metadata.input_info]
@@ -51,20 +51,20 @@ def gradients(kind: ProgramKind, outputs: int) -> tuple[int, ...]:
     return (*positions, *[-1] * (outputs - len(positions)))
 
 
-def _metadata() -> Any:
+def _traced_forward_metadata() -> Any:
     tracing = TracingContext.try_get()
     return tracing.fw_metadata if tracing is not None else None
 
 
-def placeholder_names(gm: torch.fx.GraphModule) -> tuple[str, ...]:
+def weight_and_buffer_names(gm: torch.fx.GraphModule) -> tuple[str, ...]:
     """The user's names for the weights and buffers that enter a captured graph, such as
     `layers.0.mlp.up_proj.weight`; "" for other tensors."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     tensors = [node for node in placeholders if isinstance(node.meta.get("example_value"), torch.Tensor)]
-    return tuple(_source_name(node) for node in tensors)
+    return tuple(_weight_name_from_source(node) for node in tensors)
 
 
-def _source_name(node: torch.fx.Node) -> str:
+def _weight_name_from_source(node: torch.fx.Node) -> str:
     source = getattr(node, "_dynamo_source", None)
     text = getattr(source, "name", None) or node.name
     text = text() if callable(text) else str(text)

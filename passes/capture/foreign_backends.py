@@ -10,7 +10,7 @@ from torch._dynamo import callback
 from torch._dynamo.utils import counters
 
 
-class Watch:
+class ForeignCompileWatch:
     """Count of Dynamo's compiles: ours and those of others. One per process."""
 
     def __init__(self, foreign: Callable[[], None]) -> None:
@@ -18,36 +18,36 @@ class Watch:
         self.ours = 0  # graphs that were compiled for us
         self.began = (0, 0)  # that, and the graphs of other backends, when the compile began
 
-    def listen(self) -> None:
+    def register_compile_callbacks(self) -> None:
         """`torch._dynamo.reset()` forgets who listens."""
         compiles = callback.callback_handler
-        if self._started not in compiles.start_callbacks:
-            compiles.register_start_callback(self._started)
-            compiles.register_end_callback(self._ended)
-            self.began = self._graphs()
+        if self._save_counts_when_compile_starts not in compiles.start_callbacks:
+            compiles.register_start_callback(self._save_counts_when_compile_starts)
+            compiles.register_end_callback(self._report_if_foreign_compiled)
+            self.began = self._own_and_foreign_counts()
 
-    def counts(self) -> None:
+    def count_graph_as_own(self) -> None:
         """Count the graph that is being compiled as ours."""
-        self.listen()
+        self.register_compile_callbacks()
         self.ours += 1
 
-    def _graphs(self) -> tuple[int, int]:
+    def _own_and_foreign_counts(self) -> tuple[int, int]:
         """So far: ours, and those of others."""
         return self.ours, counters["stats"]["unique_graphs"] - self.ours
 
-    def _started(self, *_: Any) -> None:
-        self.began = self._graphs()
+    def _save_counts_when_compile_starts(self, *_: Any) -> None:
+        self.began = self._own_and_foreign_counts()
 
-    def _ended(self, *_: Any) -> None:
+    def _report_if_foreign_compiled(self, *_: Any) -> None:
         try:
-            if self._graphs()[1] > self.began[1]:
+            if self._own_and_foreign_counts()[1] > self.began[1]:
                 self.foreign()
         except BaseException:
-            _count_as_ended()
+            _zero_torch_pending_compile_count()
             raise
 
 
-def _count_as_ended() -> None:
+def _zero_torch_pending_compile_count() -> None:
     """Correct torch's count. It takes a compile whose end callback raises for one that goes on: it would call
     nobody for the next one, and `torch._dynamo.reset()` would refuse."""
     count = "_CompilationCallbackHandler__pending_callbacks_counter"

@@ -39,7 +39,7 @@ Needs = Callable[[torch.fx.GraphModule], int]  # a backward -> the bytes that it
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class JointGraphCut:
     """`graph` names the joint graph. `nodes`: of the forward's outputs. `possible`: those of its saved nodes
     that could be made again."""
 
@@ -48,31 +48,31 @@ class Partition:
     names: tuple[str, ...]  # of the possible, sorted: caches hash what lies in a graph's meta
 
     @property
-    def possible(self) -> frozenset[str]:
+    def recomputable_nodes(self) -> frozenset[str]:
         return frozenset(self.names)
 
 
-def of(forward: torch.fx.GraphModule) -> Partition | None:
+def read_cut_from_forward_meta(forward: torch.fx.GraphModule) -> JointGraphCut | None:
     """What is known of a forward graph; None for a graph without a backward."""
     found = forward.meta.get(KEY)
-    return found if isinstance(found, Partition) else None
+    return found if isinstance(found, JointGraphCut) else None
 
 
-def cut_as_asked(
+def cut_with_recompute(
     cut: Cut, asked: Asked, needs: Needs, joint: torch.fx.GraphModule, inputs: Any, **settings: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """A partitioner: `cut`, with what is asked for made again. That is then in memory in the middle of the
     backward: where its largest kernel would need more than before and more than there is, only every second
     is made again, and so on."""
-    graph = identity(joint.graph)
+    graph = hash_joint_graph(joint.graph)
     forward, backward = cut(joint, inputs, **settings)
     returned = int(settings["num_fwd_outputs"])
-    saved = as_torch_cuts = _saved(forward, returned)
+    saved = as_torch_cuts = _saved_tensor_names(forward, returned)
     names, room_bytes = asked(graph)
     again = [node.name for node in joint.graph.nodes if node.name in saved and node.name in names]
     first, most_bytes = (forward, backward), max(room_bytes, needs(backward)) if again else 0
     while again:
-        tagged = _tag(joint.graph, saved, again)
+        tagged = _tag_for_recompute(joint.graph, saved, again)
         made = cut(joint, inputs, **settings) if tagged else first
         for node in joint.graph.nodes:  # copies: every cut makes the graph anew
             if node.name in tagged:
@@ -86,13 +86,17 @@ def cut_as_asked(
             len(again),
         )
         again = again[1::2]
-    saved = _saved(forward, returned)
+    saved = _saved_tensor_names(forward, returned)
     nodes = {node.name: node for node in joint.graph.nodes}
-    written = _written(joint.graph)
+    written = _written_arguments(joint.graph)
     possible = frozenset(
-        name for name in saved if name in nodes and _chain(nodes[name], saved - {name}, written) is not None
+        name
+        for name in saved
+        if name in nodes and _recompute_chain(nodes[name], saved - {name}, written) is not None
     )
-    outputs = tuple(node.name if isinstance(node, torch.fx.Node) else "" for node in _outputs(forward))
+    outputs = tuple(
+        node.name if isinstance(node, torch.fx.Node) else "" for node in _outputs_of_forward_graph(forward)
+    )
     log.debug(
         "teraio: pass recompute_cut: joint graph %s of %d nodes: %d tensors are saved, %d by torch's own "
         "cut; made again: %s",
@@ -102,11 +106,11 @@ def cut_as_asked(
         len(as_torch_cuts),
         ", ".join(sorted(as_torch_cuts - saved)) or "none",
     )
-    forward.meta[KEY] = Partition(graph, outputs, tuple(sorted(possible)))
+    forward.meta[KEY] = JointGraphCut(graph, outputs, tuple(sorted(possible)))
     return forward, backward
 
 
-def identity(graph: torch.fx.Graph) -> str:
+def hash_joint_graph(graph: torch.fx.Graph) -> str:
     """A hash of operators, their order and the shapes of their results: the same in every process."""
     digest = hashlib.sha256(b"teraio-joint-1")
     for node in graph.nodes:
@@ -121,14 +125,14 @@ def identity(graph: torch.fx.Graph) -> str:
     return digest.hexdigest()[:16]
 
 
-def _outputs(forward: torch.fx.GraphModule) -> Any:
+def _outputs_of_forward_graph(forward: torch.fx.GraphModule) -> Any:
     return forward.graph.output_node().args[0]
 
 
-def _saved(forward: torch.fx.GraphModule, returned: int) -> frozenset[str]:
+def _saved_tensor_names(forward: torch.fx.GraphModule, returned: int) -> frozenset[str]:
     """Tensors that the forward makes and leaves to the backward only."""
-    nodes = [node for node in _outputs(forward) if isinstance(node, torch.fx.Node)]
-    to_caller = set(_outputs(forward)[:returned])
+    nodes = [node for node in _outputs_of_forward_graph(forward) if isinstance(node, torch.fx.Node)]
+    to_caller = set(_outputs_of_forward_graph(forward)[:returned])
     return frozenset(
         node.name
         for node in nodes
@@ -138,7 +142,7 @@ def _saved(forward: torch.fx.GraphModule, returned: int) -> frozenset[str]:
     )
 
 
-def _written(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
+def _written_arguments(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
     """What some operator of the graph writes: arguments, as functional graphs write nothing else."""
     return frozenset(
         node.args[0]
@@ -150,7 +154,7 @@ def _written(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
     )
 
 
-def _chain(
+def _recompute_chain(
     wanted: torch.fx.Node, there: Collection[str], written: Collection[torch.fx.Node]
 ) -> set[torch.fx.Node] | None:
     """The nodes that make this one from arguments and from what is there; None if one must not run twice."""
@@ -165,7 +169,7 @@ def _chain(
                 return None
         elif node.op == "get_attr" or (node.name in there and node is not wanted):
             continue
-        elif not _repeatable(node, node is wanted):
+        elif not _is_recomputable(node, node is wanted):
             return None
         else:
             chain.add(node)
@@ -173,7 +177,7 @@ def _chain(
     return chain
 
 
-def _repeatable(node: torch.fx.Node, wanted: bool) -> bool:
+def _is_recomputable(node: torch.fx.Node, wanted: bool) -> bool:
     tag = node.meta.get("recompute")
     if tag in BY_USER or (wanted and tag is not None):
         return False
@@ -189,14 +193,14 @@ def _repeatable(node: torch.fx.Node, wanted: bool) -> bool:
     )
 
 
-def _tag(graph: torch.fx.Graph, saved: Collection[str], again: Collection[str]) -> set[str]:
+def _tag_for_recompute(graph: torch.fx.Graph, saved: Collection[str], again: Collection[str]) -> set[str]:
     """Tags the nodes that run again and those that stay saved. Out: which; none if none can be made again."""
     nodes: Mapping[str, torch.fx.Node] = {node.name: node for node in graph.nodes}
-    written, wanted = _written(graph), set(again)
+    written, wanted = _written_arguments(graph), set(again)
     chains: dict[str, set[torch.fx.Node]] = {}
     while wanted:
         there = set(saved) - wanted
-        found = {name: _chain(nodes[name], there, written) for name in wanted if name in nodes}
+        found = {name: _recompute_chain(nodes[name], there, written) for name in wanted if name in nodes}
         chains = {name: chain for name, chain in found.items() if chain is not None}
         if chains.keys() == wanted:
             break

@@ -22,14 +22,14 @@ from typing import Any, Protocol
 import torch
 from torch.fx.node import map_arg
 
-from teraio.formats.moves_by_kernel import acts
+from teraio.formats.moves_by_kernel import acts_by_tick
 from teraio.formats.plan import Plan
 
 SLOT = "teraio_slot"  # as `fx.insert_slots` names it
 VERBS = ("evict", "drop", "fetch", "wait")
 
 
-class Runs(Protocol):
+class MoveRunner(Protocol):
     """Whom the nodes call (runtime/engine/explicit_moves.py)."""
 
     def slot(self, index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None: ...
@@ -41,19 +41,19 @@ class Runs(Protocol):
     def ensure(self, index: int) -> None: ...
 
 
-def materialize(
-    graph: torch.fx.GraphModule, plan: Plan, first: int, length: int, runs: Runs | None = None
+def copy_graph_with_moves(
+    graph: torch.fx.GraphModule, plan: Plan, first: int, length: int, runs: MoveRunner | None = None
 ) -> torch.fx.GraphModule:
     """The graph of a call with its slots (`fx.insert_slots`), whose own is tick `first` of the plan's step of
     `length` ticks, with the moves written in. The graph that is given stays as it is. Without `runs` the new
     one is there to be read."""
-    spelled = acts(plan, length)
-    target = {name: _target(name, runs) for name in (*VERBS, "slot", "take_in", "ensure")}
+    spelled = acts_by_tick(plan, length)
+    target = {name: _make_node_target(name, runs) for name in (*VERBS, "slot", "take_in", "ensure")}
     made = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     slots = 0
     for node in graph.graph.nodes:
-        if not _is(node, SLOT):
+        if not _is_call_to(node, SLOT):
             copies[node] = made.node_copy(node, copies.__getitem__)
             continue
         index, *rest = map_arg(node.args, copies.__getitem__)
@@ -68,16 +68,16 @@ def materialize(
     return torch.fx.GraphModule(graph, made)
 
 
-def _is(node: torch.fx.Node, name: str) -> bool:
+def _is_call_to(node: torch.fx.Node, name: str) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == name
 
 
-def _target(name: str, runs: Runs | None) -> Callable[..., None]:
+def _make_node_target(name: str, runs: MoveRunner | None) -> Callable[..., None]:
     """A function that prints as `teraio.NAME`."""
 
-    def call(*arguments: Any) -> None:
+    def call_runner(*arguments: Any) -> None:
         assert runs is not None, "this graph was made to be read"
         getattr(runs, name)(*arguments)
 
-    call.__module__, call.__name__, call.__qualname__ = "teraio", name, name
-    return call
+    call_runner.__module__, call_runner.__name__, call_runner.__qualname__ = "teraio", name, name
+    return call_runner

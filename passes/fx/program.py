@@ -21,8 +21,8 @@ from teraio.formats.schedule import ProgramKind, Schedule
 from ..capture import aot, recompute_cut
 from ..slots import library_workspace, symbolic_sizes
 from ..slots.events import Alias, Event, Forget, Launch, Make, Signature
-from ..slots.layout import lay_slots, own_bytes
-from .symbols import Symbols
+from ..slots.layout import lay_slots, live_bytes_per_launch
+from .symbols import GraphSymbols
 
 SlotFunction = Callable[..., None]
 
@@ -31,64 +31,64 @@ UNTOLD_VIEWS = {torch.ops.aten._unsafe_view.default}  # their schemas tell of no
 log = logging.getLogger("teraio")
 
 
-def has_bytes(value: object) -> bool:
+def is_strided_tensor(value: object) -> bool:
     """Tell whether this is a tensor with a storage: a sparse gradient is made of two others and has none."""
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
-def is_tensor(node: object) -> bool:
-    return isinstance(node, torch.fx.Node) and has_bytes(node.meta.get("val"))
+def is_tensor_node(node: object) -> bool:
+    return isinstance(node, torch.fx.Node) and is_strided_tensor(node.meta.get("val"))
 
 
 def storage_key(value: torch.Tensor) -> int:
     return value.untyped_storage()._cdata
 
 
-def storage_size(value: torch.Tensor) -> tuple[int, Any]:
+def storage_bytes_and_expression(value: torch.Tensor) -> tuple[int, Any]:
     """Bytes of a fake tensor's storage (a hint where the size is symbolic) and the expression for them, None
     where it is static."""
-    return _sized(value.untyped_storage().nbytes())
+    return _hint_and_expression_of_size(value.untyped_storage().nbytes())
 
 
-def dense_size(value: torch.Tensor) -> tuple[int, Any]:
-    """Return the bytes of a copy of a fake tensor, as `storage_size` does. A view's storage may be larger,
-    and its size may depend on symbols that the graph is not given."""
-    return _sized(value.numel() * value.dtype.itemsize)
+def dense_bytes_and_expression(value: torch.Tensor) -> tuple[int, Any]:
+    """Return the bytes of a copy of a fake tensor, as `storage_bytes_and_expression` does. A view's storage
+    may be larger, and its size may depend on symbols that the graph is not given."""
+    return _hint_and_expression_of_size(value.numel() * value.dtype.itemsize)
 
 
-def _sized(size: int | torch.SymInt) -> tuple[int, Any]:
+def _hint_and_expression_of_size(size: int | torch.SymInt) -> tuple[int, Any]:
     if isinstance(size, int):
         return size, None
-    return symbolic_sizes.hint(size.node.expr, size.node.shape_env, 0), size.node.expr
+    return symbolic_sizes.size_at_traced_shapes(size.node.expr, size.node.shape_env, 0), size.node.expr
 
 
-def elements(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in a node's value, however nested, each with its name: `split.1.0` is no variable's."""
     if isinstance(value, torch.Tensor):
-        if has_bytes(value):
+        if is_strided_tensor(value):
             yield name, value
     elif isinstance(value, tuple | list):
         for position, part in enumerate(value):
-            yield from elements(f"{name}.{position}", part)
+            yield from named_tensors_in(f"{name}.{position}", part)
 
 
-def value_of(node: torch.fx.Node) -> Any:
+def fake_value_of_node(node: torch.fx.Node) -> Any:
     """What a node makes, in fake tensors; some operators leave that to what is taken out of their result."""
     value = node.meta.get("val")
     taken = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if value is None and taken:
-        return [value_of(taken[n]) if n in taken else None for n in range(max(map(int, taken)) + 1)]  # type: ignore[arg-type]
+        return [fake_value_of_node(taken[n]) if n in taken else None for n in range(max(map(int, taken)) + 1)]  # type: ignore[arg-type]
     return value
 
 
-class Reader:
+class GraphReader:
     """Writes the nodes of a graph down as events. Which storage a node's value has is what its operator
     and its fake tensor say."""
 
     def __init__(self, gm: torch.fx.GraphModule) -> None:
         self.gm = gm
         self.nodes = list(gm.graph.nodes)
-        self.symbols = Symbols()
+        self.symbols = GraphSymbols()
         self.owner: dict[int, str] = {}  # fake storage -> the name under which it appeared
         self.dies: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         last_user = {used: node for node in self.nodes for used in (*node.all_input_nodes, node)}
@@ -98,24 +98,26 @@ class Reader:
 
     def events(self) -> Iterator[Event]:
         for at, node in enumerate(self.nodes):
-            self.symbols.see(at, node)
-            if node.op == "placeholder" and is_tensor(node):
+            self.symbols.note_bound_symbols(at, node)
+            if node.op == "placeholder" and is_tensor_node(node):
                 self.owner.setdefault(storage_key(node.meta["val"]), node.name)
             elif node.op not in {"placeholder", "output", "get_attr"}:
-                yield from self.call(at, node)
+                yield from self.events_of_call(at, node)
             if node.op != "output":
                 for dead in self.dies.get(node, ()):
-                    yield from (Forget(at, name) for name, _ in elements(dead.name, value_of(dead)))
+                    yield from (
+                        Forget(at, name) for name, _ in named_tensors_in(dead.name, fake_value_of_node(dead))
+                    )
 
-    def call(self, at: int, node: torch.fx.Node) -> Iterator[Event]:
-        value = value_of(node)
+    def events_of_call(self, at: int, node: torch.fx.Node) -> Iterator[Event]:
+        value = fake_value_of_node(node)
         if node.target is operator.getitem:
-            yield from self.take(at, node, value)
+            yield from self.events_of_getitem(at, node, value)
             return
         aliases: list[Alias] = []
         made: list[Make] = []
-        source = viewed(node)
-        for name, result in elements(node.name, value):
+        source = source_of_view(node)
+        for name, result in named_tensors_in(node.name, value):
             key = storage_key(result)
             if source is not None and (whole := storage_key(source.meta["val"])) in self.owner:  # no constant
                 self.owner.setdefault(key, self.owner[whole])
@@ -123,26 +125,26 @@ class Reader:
                 aliases.append(Alias(at, name, self.owner[key]))
             else:
                 self.owner[key] = name
-                made.append(Make(at, name, *storage_size(result)))
+                made.append(Make(at, name, *storage_bytes_and_expression(result)))
         yield from made
-        own = self.own(at, node, made)
+        own = self.workspace_of_call(at, node, made)
         if own is not None:
             yield own
-        reads = frozenset(n.name for n in node.all_input_nodes if is_tensor(n))
-        yield Launch(at, node.name, reads, frozenset(m.name for m in made) | mutated(node))
+        reads = frozenset(n.name for n in node.all_input_nodes if is_tensor_node(n))
+        yield Launch(at, node.name, reads, frozenset(m.name for m in made) | mutated_arguments(node))
         if own is not None:
             yield Forget(at, own.name)
         yield from aliases
 
-    def take(self, at: int, node: torch.fx.Node, value: Any) -> Iterator[Alias]:
+    def events_of_getitem(self, at: int, node: torch.fx.Node, value: Any) -> Iterator[Alias]:
         """Out of a tuple, by its place in it: some operators' results have other fake storages there."""
         source: Any = node.args[0]
-        for name, result in elements(node.name, value):
+        for name, result in named_tensors_in(node.name, value):
             element = f"{source.name}.{node.args[1]}{name.removeprefix(node.name)}"
             self.owner.setdefault(storage_key(result), name)
             yield Alias(at, name, element)
 
-    def own(self, at: int, node: torch.fx.Node, made: list[Make]) -> Make | None:
+    def workspace_of_call(self, at: int, node: torch.fx.Node, made: list[Make]) -> Make | None:
         """What a kernel takes besides its results: its workspace, or what the largest of the bodies takes
         that an operator runs (`cond`, `scan`)."""
         bodies = [getattr(self.gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
@@ -150,33 +152,35 @@ class Reader:
         sums: list[Make] = []
         for body in bodies:
             if isinstance(body, torch.fx.GraphModule):
-                reader = Reader(body)
+                reader = GraphReader(body)
                 events = list(reader.events())
                 outputs: Any = body.graph.output_node().args[0]
                 parts = outputs if isinstance(outputs, tuple | list) else [outputs]
-                kept = {reader.owner[storage_key(n.meta["val"])] for n in parts if is_tensor(n)}
-                sums += own_bytes(events, () if loops else kept)
+                kept = {reader.owner[storage_key(n.meta["val"])] for n in parts if is_tensor_node(n)}
+                sums += live_bytes_per_launch(events, () if loops else kept)
         largest = symbolic_sizes.largest(sums, f"{node.name}.own")
         if loops:  # what the last round made is alive in the next one, and stacked in the end
             largest = symbolic_sizes.total([largest, *made, *made], largest.name)
-        for copied in library_workspace.copies(node):
+        for copied in library_workspace.tensors_copied_by_kernel(node):
             sums.append(
-                symbolic_sizes.total([Make(at, "", *dense_size(tensor)) for tensor in copied], largest.name)
+                symbolic_sizes.total(
+                    [Make(at, "", *dense_bytes_and_expression(tensor)) for tensor in copied], largest.name
+                )
             )
             largest = symbolic_sizes.largest(sums, largest.name)
         return Make(at, largest.name, largest.size_bytes, largest.size) if sums else None
 
 
-def viewed(node: torch.fx.Node) -> torch.fx.Node | None:
+def source_of_view(node: torch.fx.Node) -> torch.fx.Node | None:
     """Whose bytes a node's value has, if its operator says so: a fake tensor that was made of a saved one may
     have a storage of its own (`detach` in the backward of logcumsumexp)."""
     if node.target in UNTOLD_VIEWS or getattr(node.target, "is_view", False):
         source = node.args[0] if node.args else None
-        return source if isinstance(source, torch.fx.Node) and is_tensor(source) else None
+        return source if isinstance(source, torch.fx.Node) and is_tensor_node(source) else None
     return None
 
 
-def mutated(node: torch.fx.Node) -> frozenset[str]:
+def mutated_arguments(node: torch.fx.Node) -> frozenset[str]:
     """Arguments that the operator's schema says it writes."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
@@ -186,27 +190,31 @@ def mutated(node: torch.fx.Node) -> frozenset[str]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value: Any = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
             parts = value if isinstance(value, (tuple, list)) else [value]
-            written.update(part.name for part in parts if is_tensor(part))
+            written.update(part.name for part in parts if is_tensor_node(part))
     return frozenset(written)
 
 
-def read_signature(gm: torch.fx.GraphModule, kind: ProgramKind) -> Signature:
+def build_program_signature(gm: torch.fx.GraphModule, kind: ProgramKind) -> Signature:
     graph = gm.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     returned: Any = graph.output_node().args[0]
-    outputs = [node.name if is_tensor(node) else None for node in returned]
-    held = aot.held_arguments(kind)
-    cut = recompute_cut.of(gm) if kind == "forward" else None
+    outputs = [node.name if is_tensor_node(node) else None for node in returned]
+    held = aot.arguments_used_after_return(kind)
+    cut = recompute_cut.read_cut_from_forward_meta(gm) if kind == "forward" else None
     return Signature(
         kind=kind,
         graph=cut.graph if cut else "",
         nodes=cut.nodes if cut else (),
-        possible=cut.possible if cut else frozenset(),
-        arguments=tuple((n.name, storage_size(n.meta["val"])[0]) for n in placeholders if is_tensor(n)),
+        possible=cut.recomputable_nodes if cut else frozenset(),
+        arguments=tuple(
+            (n.name, storage_bytes_and_expression(n.meta["val"])[0])
+            for n in placeholders
+            if is_tensor_node(n)
+        ),
         outputs=tuple(outputs),
-        saved=frozenset(range(aot.outputs_to_caller(kind, len(outputs)), len(outputs))),
+        saved=frozenset(range(aot.count_outputs_to_caller(kind, len(outputs)), len(outputs))),
         held=frozenset(placeholders[index].name for index in held if index < len(placeholders)),
-        gradients=aot.gradients(kind, len(outputs)),
+        gradients=aot.gradient_edge_per_output(kind, len(outputs)),
     )
 
 
@@ -217,9 +225,9 @@ def insert_slots(
     graph = gm.graph
     nodes = list(graph.nodes)
     by_name = {node.name: node for node in nodes}
-    reader = Reader(gm)
+    reader = GraphReader(gm)
     events = list(reader.events())
-    schedule, places = lay_slots(read_signature(gm, kind), events, len(nodes) - 1)
+    schedule, places = lay_slots(build_program_signature(gm, kind), events, len(nodes) - 1)
     first = next(position for position, node in enumerate(nodes) if node.op != "placeholder")
     target: list[SlotFunction] = []
 
@@ -231,7 +239,7 @@ def insert_slots(
         at = max(first, place.at)
         with graph.inserting_before(nodes[at]):
             tensors = tuple(by_name[name] for name in place.names)
-            live = reader.symbols.code(graph, place.live, at)
+            live = reader.symbols.insert_size_node(graph, place.live, at)
             graph.call_function(teraio_slot, (index, tensors) if live is None else (index, tensors, live))
     log.debug(
         "teraio: pass slots: %s graph of %d nodes: %d slots for %d storages, %d nodes",
@@ -244,10 +252,12 @@ def insert_slots(
     return schedule, target.append
 
 
-def needed_bytes(backward: torch.fx.GraphModule) -> int:
+def largest_kernel_bytes(backward: torch.fx.GraphModule) -> int:
     """The most that a kernel of it needs: what it touches, and what the program holds meanwhile."""
-    events = list(Reader(backward).events())
-    schedule, _ = lay_slots(read_signature(backward, "backward"), events, len(backward.graph.nodes) - 1)
+    events = list(GraphReader(backward).events())
+    schedule, _ = lay_slots(
+        build_program_signature(backward, "backward"), events, len(backward.graph.nodes) - 1
+    )
     touched = (
         sum(schedule.buffers[b].size_bytes for b, flags in zip(slot.buffers, slot.flags) if flags)
         for slot in schedule.slots[1:-1]
@@ -255,7 +265,7 @@ def needed_bytes(backward: torch.fx.GraphModule) -> int:
     return max((size + slot.live_bytes for size, slot in zip(touched, schedule.slots[1:-1])), default=0)
 
 
-class Boxed:
+class BoxedProgram:
     """A program that takes its arguments in one list and clears it: whoever holds a tensor keeps its bytes
     alive."""
 
@@ -267,13 +277,13 @@ class Boxed:
         return self.run(arguments)
 
 
-def boxed(gm: torch.fx.GraphModule) -> Boxed:
+def make_boxed_program(gm: torch.fx.GraphModule) -> BoxedProgram:
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
-    return Boxed(gm.forward)
+    return BoxedProgram(gm.forward)
 
 
-def compiler(
+def make_aot_backend(
     transform: Callable[[torch.fx.GraphModule, ProgramKind], None],
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
     again: recompute_cut.Asked = lambda graph: ((), 0),
@@ -282,20 +292,20 @@ def compiler(
     `around` wraps their calls; `again`: what is made again instead of saved."""
     from functorch.compile import min_cut_rematerialization_partition
 
-    def compile_as(kind: ProgramKind) -> Callable[..., Boxed]:
-        def compile_graph(gm: torch.fx.GraphModule, example_inputs: Any) -> Boxed:
+    def make_graph_compiler(kind: ProgramKind) -> Callable[..., BoxedProgram]:
+        def transform_and_box(gm: torch.fx.GraphModule, example_inputs: Any) -> BoxedProgram:
             transform(gm, kind)
-            program = boxed(gm)
+            program = make_boxed_program(gm)
             program.run = around(program.run)
             return program
 
-        return compile_graph
+        return transform_and_box
 
     return aot_autograd(
-        fw_compiler=compile_as("forward"),
-        bw_compiler=compile_as("backward"),
-        inference_compiler=compile_as("inference"),
+        fw_compiler=make_graph_compiler("forward"),
+        bw_compiler=make_graph_compiler("backward"),
+        inference_compiler=make_graph_compiler("inference"),
         partition_fn=functools.partial(
-            recompute_cut.cut_as_asked, min_cut_rematerialization_partition, again, needed_bytes
+            recompute_cut.cut_with_recompute, min_cut_rematerialization_partition, again, largest_kernel_bytes
         ),
     )

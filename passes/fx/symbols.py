@@ -22,26 +22,26 @@ from ..slots.events import Make
 UNKNOWN = 8192  # elements, where nothing at all limits a symbol; Inductor's own guess
 
 
-def _node(function: Callable[[Any], Any]) -> Any:
+def _make_deferred_operator(function: Callable[[Any], Any]) -> Any:
     """Return an operator that calls this function when the graph runs, on a value that may be a node's."""
 
-    def called(x: Any, *_: Any) -> Any:
+    def call_or_add_node(x: Any, *_: Any) -> Any:
         if isinstance(x, torch.fx.Proxy):
             return x.tracer.create_proxy("call_function", function, (x,), {})
         return function(x)
 
-    return staticmethod(called)
+    return staticmethod(call_or_add_node)
 
 
-class InNodes(OptimizedPythonReferenceAnalysis):
+class SizeOperatorsAsNodes(OptimizedPythonReferenceAnalysis):
     """The operators of sizes as nodes; torch computes some of them at once, but a node has no value yet."""
 
     int_truediv = staticmethod(operator.truediv)
-    floor_to_int = _node(math.floor)
-    ceil_to_int = _node(math.ceil)
-    trunc_to_int = _node(math.trunc)
-    round_to_int = _node(round)
-    trunc = _node(lambda x: float(math.trunc(x)))
+    floor_to_int = _make_deferred_operator(math.floor)
+    ceil_to_int = _make_deferred_operator(math.ceil)
+    trunc_to_int = _make_deferred_operator(math.trunc)
+    round_to_int = _make_deferred_operator(round)
+    trunc = _make_deferred_operator(lambda x: float(math.trunc(x)))
     where = staticmethod(torch.sym_ite)
 
     @staticmethod
@@ -54,49 +54,57 @@ class InNodes(OptimizedPythonReferenceAnalysis):
 
 
 @dataclass
-class Symbols:
+class GraphSymbols:
     sources: dict[Any, tuple[int, torch.fx.Node, int | None]] = field(default_factory=dict)
     estimates: dict[Any, Any] = field(default_factory=dict)
     nodes: dict[Any, torch.fx.Node] = field(default_factory=dict)
     shape_env: Any = None
 
-    def see(self, at: int, node: torch.fx.Node) -> None:
+    def note_bound_symbols(self, at: int, node: torch.fx.Node) -> None:
         """A node binds a symbol that it is, or that is one of its dimensions."""
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
-            self._bind(value, at, node, None)
+            self._note_symbol_source(value, at, node, None)
         elif isinstance(value, torch.Tensor):
             for dimension, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt):
-                    self._bind(size, at, node, dimension)
+                    self._note_symbol_source(size, at, node, dimension)
         for symbol in node.meta.get("unbacked_bindings") or ():
-            self.estimates[symbol] = _estimate(symbol, node)
+            self.estimates[symbol] = _limit_of_unbacked_symbol(symbol, node)
 
-    def _bind(self, size: torch.SymInt, at: int, node: torch.fx.Node, dimension: int | None) -> None:
+    def _note_symbol_source(
+        self, size: torch.SymInt, at: int, node: torch.fx.Node, dimension: int | None
+    ) -> None:
         symbol, self.shape_env = size.node.expr, size.node.shape_env
         if isinstance(symbol, sympy.Symbol) and symbol not in self.sources:
             self.sources[symbol] = (at, node, dimension)
 
-    def code(self, graph: torch.fx.Graph, live: Any, at: int) -> Any:
+    def insert_size_node(self, graph: torch.fx.Graph, live: Any, at: int) -> Any:
         """Bytes as a node at the point of insertion, which is before position `at`; None for a number."""
         if isinstance(live, int):
             return None
         for symbol in live.free_symbols - self.estimates.keys():
-            self.estimates[symbol] = self._guess(symbol)
-        live = symbolic_sizes.bounded(
+            self.estimates[symbol] = self._traced_value_or_default(symbol)
+        live = symbolic_sizes.replace_unbound_symbols(
             live, lambda s: s in self.sources and self.sources[s][0] < at, self.estimates
         )
         if isinstance(live, int):
             return live
         tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-        values = {s: torch.fx.Proxy(self._node(graph, s), tracer) for s in live.free_symbols}
-        return sympy_interp(InNodes, values, live).node
+        values = {
+            s: torch.fx.Proxy(self._get_or_insert_symbol_node(graph, s), tracer) for s in live.free_symbols
+        }
+        return sympy_interp(SizeOperatorsAsNodes, values, live).node
 
-    def _guess(self, symbol: Any) -> int:
+    def _traced_value_or_default(self, symbol: Any) -> int:
         """Return the value, if it had one when the graph was traced: one of an input's storage, say."""
-        return UNKNOWN if self.shape_env is None else symbolic_sizes.hint(symbol, self.shape_env, UNKNOWN)
+        return (
+            UNKNOWN
+            if self.shape_env is None
+            else symbolic_sizes.size_at_traced_shapes(symbol, self.shape_env, UNKNOWN)
+        )
 
-    def _node(self, graph: torch.fx.Graph, symbol: Any) -> torch.fx.Node:
+    def _get_or_insert_symbol_node(self, graph: torch.fx.Graph, symbol: Any) -> torch.fx.Node:
         """The node whose value the symbol is; a dimension is read right after its tensor was made."""
         if symbol not in self.nodes:
             _, source, dimension = self.sources[symbol]
@@ -111,15 +119,18 @@ class Symbols:
         return self.nodes[symbol]
 
 
-def _estimate(symbol: Any, node: torch.fx.Node) -> Any:
+def _limit_of_unbacked_symbol(symbol: Any, node: torch.fx.Node) -> Any:
     """Of a symbol that data decide: at most as many as the largest input has elements, where nothing better
     is known."""
     value = node.meta["val"]
     values = [v for v in (value if isinstance(value, tuple | list) else [value]) if hasattr(v, "shape")]
     dimensions = [d for v in values for d in v.shape if isinstance(d, torch.SymInt)]
-    if dimensions and (limit := symbolic_sizes.upper(symbol, dimensions[0].node.shape_env)) is not None:
+    if (
+        dimensions
+        and (limit := symbolic_sizes.upper_limit_of_symbol(symbol, dimensions[0].node.shape_env)) is not None
+    ):
         return limit
     tensors = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     counts = [t.numel() for t in tensors]
     made = [Make(0, "", 0, c.node.expr if isinstance(c, torch.SymInt) else sympy.Integer(c)) for c in counts]
-    return symbolic_sizes.largest(made, "").bytes if made else UNKNOWN
+    return symbolic_sizes.largest(made, "").bytes_or_expression if made else UNKNOWN

@@ -24,17 +24,17 @@ from torch._inductor.virtualized import V
 
 from ..slots import symbolic_sizes
 from ..slots.events import Alias, Event, Forget, Launch, Make
-from ..slots.layout import own_bytes
+from ..slots.layout import live_bytes_per_launch
 from .lines import (
     CARRIES_NOTHING,
-    Reader,
-    Symbols,
-    UnknownLine,
-    element,
-    flat,
-    identifiers,
-    is_comment,
-    storage_size,
+    UnknownLineError,
+    WrapperLineReader,
+    WrapperSymbols,
+    flatten_outputs,
+    identifiers_in_text,
+    is_blank_or_comment,
+    name_of_tuple_element,
+    storage_bytes_and_expression,
 )
 
 FREES = {"FreeIfNotReusedLine", "FreeLine"}
@@ -51,7 +51,7 @@ class Subprogram:
     writes: bool  # to its arguments
 
 
-class Program(Reader):
+class WrapperProgramReader(WrapperLineReader):
     """A program's lines as events. `subprograms`: those that were read before, by name."""
 
     def __init__(self, lines: list[Any], outputs: set[str], subprograms: dict[str, Subprogram]) -> None:
@@ -62,10 +62,14 @@ class Program(Reader):
         """With `unknown`, lines of unknown type are told to it and left out."""
         at = 0
         while at < len(self.lines):
-            region = self.region(at)
+            region = self.end_of_subprogram_call(at)
             try:
-                found = list(self.call(at, region) if region else self.line(at, self.lines[at]))
-            except UnknownLine as line:
+                found = list(
+                    self.events_of_subprogram_call(at, region)
+                    if region
+                    else self.events_of_line(at, self.lines[at])
+                )
+            except UnknownLineError as line:
                 if unknown is None:
                     raise
                 unknown(str(line))
@@ -79,7 +83,7 @@ class Program(Reader):
             yield from found
             at = region or at + 1
 
-    def region(self, at: int) -> int | None:
+    def end_of_subprogram_call(self, at: int) -> int | None:
         """Where the lines of a subprogram's call end that begin here: `buf1 = [None] * 2`, … `if …:` …"""
         begin = re.fullmatch(r"(\w+) = \[None\] \* \d+", str(self.lines[at]).strip())
         if not isinstance(self.lines[at], str) or not begin:
@@ -95,11 +99,11 @@ class Program(Reader):
             depth += (kind == "EnterSubgraphLine") - (kind == "ExitSubgraphLine")
             if kind == "ExitSubgraphLine" or (isinstance(line, str) and mine.fullmatch(line)):
                 end = position + 1
-            elif depth == 0 and not (kind in CARRIES_NOTHING or kind in FREES or is_comment(line)):
+            elif depth == 0 and not (kind in CARRIES_NOTHING or kind in FREES or is_blank_or_comment(line)):
                 break
         return end
 
-    def call(self, at: int, end: int) -> Iterator[Event]:
+    def events_of_subprogram_call(self, at: int, end: int) -> Iterator[Event]:
         name = str(self.lines[at]).partition(" = ")[0]
         node: Any = V.graph.name_to_buffer[name]
         graphs = [
@@ -109,33 +113,33 @@ class Program(Reader):
         ]
         subprograms = [self.subprograms[graph] for graph in graphs]
         if not subprograms:
-            raise UnknownLine(f"{type(node).__name__} without a body")
+            raise UnknownLineError(f"{type(node).__name__} without a body")
         reads: set[str] = set()
         for value in (*node.inputs, getattr(node, "predicate", None)):
             if hasattr(value, "codegen_reference"):
-                reads |= identifiers(value.codegen_reference())
+                reads |= identifiers_in_text(value.codegen_reference())
         for line in self.lines[at:end]:
-            if isinstance(line, str) and not is_comment(line):
-                reads |= identifiers(line)
+            if isinstance(line, str) and not is_blank_or_comment(line):
+                reads |= identifiers_in_text(line)
         reads &= self.known
-        made = list(self.returned(at, name, node, subprograms))
+        made = list(self.events_of_call_results(at, name, node, subprograms))
         yield from made
-        yield self.own(at, name, node, subprograms)
+        yield self.workspace_of_subprograms(at, name, node, subprograms)
         writes = set(node.get_mutation_names()) | {event.name for event in made if isinstance(event, Make)}
         if any(subprogram.writes for subprogram in subprograms):
             writes |= reads
         yield Launch(at, name, frozenset(reads), frozenset(writes))
         yield Forget(end - 1, f"{name}.own")
-        yield from self.freed_inside(at, end)
+        yield from self.events_of_frees_in_branches(at, end)
 
-    def returned(
+    def events_of_call_results(
         self, at: int, name: str, node: Any, subprograms: list[Subprogram]
     ) -> Iterator[Make | Alias]:
         """A result's storage is as large as it is in any branch."""
         self.elements[name] = []
         operands = [value.get_name() for value in node.inputs if hasattr(value, "get_name")]
-        for position, result in enumerate(flat(node.outputs)):
-            part = element(name, result.indices)
+        for position, result in enumerate(flatten_outputs(node.outputs)):
+            part = name_of_tuple_element(name, result.indices)
             self.elements[name].append(part)
             storages = [s.returns[position] for s in subprograms if position < len(s.returns)]
             shared = [operands[s] for s in storages if isinstance(s, int) and s < len(operands)]
@@ -143,19 +147,24 @@ class Program(Reader):
                 yield Alias(at, part, shared[0])
             else:
                 inside = [s for s in storages if isinstance(s, Make)]
-                made = symbolic_sizes.largest([Make(at, part, *storage_size(result)), *inside], part)
+                made = symbolic_sizes.largest(
+                    [Make(at, part, *storage_bytes_and_expression(result)), *inside], part
+                )
                 yield Make(at, part, made.size_bytes, made.size)
 
-    def own(self, at: int, name: str, node: Any, subprograms: list[Subprogram]) -> Make:
+    def workspace_of_subprograms(self, at: int, name: str, node: Any, subprograms: list[Subprogram]) -> Make:
         """What the largest of them takes; a loop also holds what its last round made."""
         makes = [subprogram.own for subprogram in subprograms]
         made = symbolic_sizes.largest(makes, f"{name}.own")
         if type(node).__name__ == "WhileLoop":
-            held = [Make(at, "", *storage_size(result)) for result in flat(node.outputs)]
+            held = [
+                Make(at, "", *storage_bytes_and_expression(result))
+                for result in flatten_outputs(node.outputs)
+            ]
             made = symbolic_sizes.total([made, *held], made.name)
         return Make(at, made.name, made.size_bytes, made.size)
 
-    def freed_inside(self, at: int, end: int) -> Iterator[Event]:
+    def events_of_frees_in_branches(self, at: int, end: int) -> Iterator[Event]:
         """What one branch frees, the other keeps until the program returns: it has no name any more, and is
         there."""
         depth = 0
@@ -165,15 +174,15 @@ class Program(Reader):
             if kind in FREES:
                 if depth and not getattr(line, "is_reused", False):
                     yield Alias(end - 1, f"{line.node.get_name()}.kept", line.node.get_name())
-                yield from self.free(end - 1, line)
+                yield from self.events_of_free(end - 1, line)
 
 
-def subprogram(
+def read_subprogram(
     lines: list[Any], subprograms: dict[str, Subprogram], unknown: Callable[[str], None]
 ) -> Subprogram:
     """Reads a branch or body while its graph is the current one."""
     graph = V.graph
-    reader = Program(lines, set(graph.get_output_names()), subprograms)
+    reader = WrapperProgramReader(lines, set(graph.get_output_names()), subprograms)
     events = list(reader.events(unknown))
     root: dict[str, Make | int] = {name: n for n, name in enumerate(graph.graph_inputs)}
     for event in events:
@@ -186,12 +195,12 @@ def subprogram(
     returns = tuple(root.get(name) if name else None for name in outputs)
     kept = {made.name for made in returns if isinstance(made, Make)}
     sums = [
-        Make(made.at, made.name, made.size_bytes, _everywhere(made.size, reader.symbols))
-        for made in own_bytes(events, kept)
+        Make(made.at, made.name, made.size_bytes, _replace_inner_symbols(made.size, reader.symbols))
+        for made in live_bytes_per_launch(events, kept)
     ]
     return Subprogram(symbolic_sizes.largest(sums, ""), returns, bool(graph.mutated_inputs))
 
 
-def _everywhere(size: Any, symbols: Symbols) -> Any:
+def _replace_inner_symbols(size: Any, symbols: WrapperSymbols) -> Any:
     """Symbols that are bound inside mean nothing outside."""
-    return None if size is None else sympy.sympify(symbols.bounded(size, -1))
+    return None if size is None else sympy.sympify(symbols.replace_unbound_symbols(size, -1))

@@ -33,22 +33,22 @@ from teraio import switches
 from teraio.errors import UnsupportedError
 from teraio.formats import schedule as schedules
 from teraio.formats.schedule import ProgramKind, Schedule
-from teraio.progress import stage
+from teraio.progress import show_stage
 from teraio.units import fmt_bytes, fmt_count
 
 from ..capture import aot, recompute_cut
 from ..slots import events, layout, recompute_chains, symbolic_sizes
 from ..slots.events import Make, Signature
-from ..slots.layout import SlotPlace, lay_slots, own_bytes, whole_program
+from ..slots.layout import SlotPlace, lay_slots, live_bytes_per_launch, schedule_as_one_kernel
 from . import calls, lines, partition
-from .calls import Program, Subprogram, subprogram
-from .lines import UnknownLine, UserStreams, storage_size
-from .options import refuse_unfit
+from .calls import Subprogram, WrapperProgramReader, read_subprogram
+from .lines import UnknownLineError, UserStreamsError, storage_bytes_and_expression
+from .options import refuse_unfit_settings
 
 log = logging.getLogger("teraio")
 
 
-def _version() -> str:
+def _hash_slot_sources() -> str:
     """Of everything that decides what is printed into a program: the bytes of these files."""
     modules = (recompute_chains, aot, events, calls, lines, recompute_cut, symbolic_sizes, layout, schedules)
     files = [__file__, *(module.__file__ for module in modules)]
@@ -59,7 +59,7 @@ def _version() -> str:
 
 
 # Part of Inductor's cache key. Raise the number if what a slot line calls takes other arguments.
-VERSION = _version()
+VERSION = _hash_slot_sources()
 
 SLOT = "_teraio_slot"
 REGISTRY = "teraio.runtime.engine.engine"  # whose `program` a compiled program calls when it is loaded
@@ -88,7 +88,7 @@ class Compilation:
     notice: Callable[[str], None]
     registry: str
     guard: bool  # whether calls of the program go through the registry's `guarded`
-    cut: recompute_cut.Partition | None = None
+    cut: recompute_cut.JointGraphCut | None = None
     subprograms: dict[str, Subprogram] = dataclasses.field(default_factory=dict)
 
 
@@ -114,20 +114,24 @@ class SlottedWrapper(wrapper.PythonWrapperCodegen):
     def run_wrapper_ir_passes(self, is_inference: bool) -> None:
         super().run_wrapper_ir_passes(is_inference)
         compilation = COMPILING[-1]
-        signature = read_signature(compilation)
-        program = Program(self.lines, set(V.graph.get_output_names()), compilation.subprograms)
+        signature = build_program_signature(compilation)
+        program = WrapperProgramReader(self.lines, set(V.graph.get_output_names()), compilation.subprograms)
         try:
             try:
                 self.schedule, places = lay_slots(signature, list(program.events()), len(self.lines))
-            except UnknownLine as line:
-                self.schedule, places = run_whole(signature, program, str(line), compilation.notice)
-        except UserStreams:
+            except UnknownLineError as line:
+                self.schedule, places = schedule_unreadable_program(
+                    signature, program, str(line), compilation.notice
+                )
+        except UserStreamsError:
             raise UnsupportedError(
                 "the model puts kernels on streams of its own: teraio moves memory in the order of one "
                 "stream. Leave torch.cuda.stream(...) out of the compiled model"
             ) from None
-        bounded = [dataclasses.replace(p, live=program.symbols.bounded(p.live, p.at)) for p in places]
-        merged = merge(self, bounded)
+        bounded = [
+            dataclasses.replace(p, live=program.symbols.replace_unbound_symbols(p.live, p.at)) for p in places
+        ]
+        merged = merge_slots_into_lines(self, bounded)
         log.debug(
             "teraio: pass slots: %s program of %d wrapper lines: %d slots for %d storages, %d lines",
             signature.kind,
@@ -140,7 +144,7 @@ class SlottedWrapper(wrapper.PythonWrapperCodegen):
 
     def generate_before_suffix(self, result: Any) -> None:
         super().generate_before_suffix(result)
-        result.writeline(f"{SLOT} = _teraio_program({self.schedule.text!r})")
+        result.writeline(f"{SLOT} = _teraio_program({self.schedule.as_json_text!r})")
 
     def generate_end(self, result: Any) -> None:
         super().generate_end(result)
@@ -159,7 +163,7 @@ class SubprogramWrapper(wrapper.SubgraphPythonWrapperCodegen):
     def run_wrapper_ir_passes(self, is_inference: bool) -> None:
         super().run_wrapper_ir_passes(is_inference)
         compilation = COMPILING[-1]
-        compilation.subprograms[V.graph.name] = subprogram(
+        compilation.subprograms[V.graph.name] = read_subprogram(
             self.lines,
             compilation.subprograms,
             lambda line: compilation.notice(
@@ -169,12 +173,12 @@ class SubprogramWrapper(wrapper.SubgraphPythonWrapperCodegen):
         )
 
 
-def run_whole(
-    signature: Signature, program: Program, line: str, notice: Callable[[str], None]
+def schedule_unreadable_program(
+    signature: Signature, program: WrapperProgramReader, line: str, notice: Callable[[str], None]
 ) -> tuple[Schedule, list[SlotPlace]]:
     """Something in the program cannot be read: no slot could be trusted but the first and the last."""
     made = list(program.events(unknown=lambda line: None))
-    own = symbolic_sizes.largest(own_bytes(made), "program")
+    own = symbolic_sizes.largest(live_bytes_per_launch(made), "program")
     arguments = sum(size_bytes for _, size_bytes in signature.arguments)
     notice(
         f"teraio: a {signature.kind} program has a wrapper line {line} that teraio cannot read, so it runs "
@@ -183,10 +187,10 @@ def run_whole(
     )
     sized = {event.name: event.size_bytes for event in made if isinstance(event, Make)}
     outputs = [(name, sized.get(name, 0)) for name in signature.outputs if name]
-    return whole_program(signature, "program", own, len(program.lines), outputs)
+    return schedule_as_one_kernel(signature, "program", own, len(program.lines), outputs)
 
 
-def merge(wrapped: SlottedWrapper, places: list[SlotPlace]) -> list[Any]:
+def merge_slots_into_lines(wrapped: SlottedWrapper, places: list[SlotPlace]) -> list[Any]:
     by_position: dict[int, list[SlotLine]] = {}
     for index, place in enumerate(places):
         by_position.setdefault(place.at, []).append(SlotLine(wrapped, index, place.names, place.live))
@@ -197,7 +201,7 @@ def merge(wrapped: SlottedWrapper, places: list[SlotPlace]) -> list[Any]:
     return merged
 
 
-def read_signature(compilation: Compilation) -> Signature:
+def build_program_signature(compilation: Compilation) -> Signature:
     graph = V.graph
     tensors = (ir.TensorBox, ir.StorageBox, ir.Buffer)
     names = list(graph.graph_inputs)
@@ -208,14 +212,16 @@ def read_signature(compilation: Compilation) -> Signature:
         kind=compilation.kind,
         graph=cut.graph if cut else "",
         nodes=cut.nodes if cut and len(cut.nodes) == len(outputs) else (),
-        possible=cut.possible if cut else frozenset(),
+        possible=cut.recomputable_nodes if cut else frozenset(),
         arguments=tuple(
-            (n, storage_size(v)[0]) for n, v in graph.graph_inputs.items() if isinstance(v, tensors)
+            (n, storage_bytes_and_expression(v)[0])
+            for n, v in graph.graph_inputs.items()
+            if isinstance(v, tensors)
         ),
         outputs=tuple(outputs),
         saved=frozenset(range(compilation.to_caller, len(outputs))),
         held=frozenset(names[index] for index in compilation.held if index < len(names)),
-        gradients=aot.gradients(compilation.kind, len(outputs)),
+        gradients=aot.gradient_edge_per_output(compilation.kind, len(outputs)),
     )
 
 
@@ -242,7 +248,7 @@ class SlotsInCacheKey(CustomGraphPass):
 
 
 @contextmanager
-def slotted_codegen(compilation: Compilation) -> Iterator[None]:
+def use_slotted_wrapper(compilation: Compilation) -> Iterator[None]:
     common.init_backend_registration()
     saved = dict(common.device_codegens)
     for device in ("cpu", "cuda"):
@@ -254,7 +260,7 @@ def slotted_codegen(compilation: Compilation) -> Iterator[None]:
         # Two models may have the same forward graph, and one of them returns to the user what the other
         # saves for its backward: the graph alone is not the key.
         about = f"{compilation.kind} returns {compilation.to_caller} holds {sorted(compilation.held)}"
-        about += f" calls {compilation.registry} without {sorted(switches.off())}"
+        about += f" calls {compilation.registry} without {sorted(switches.disabled_features())}"
         if cut := compilation.cut:
             about += f" of {cut.graph}"
         key = SlotsInCacheKey(config.post_grad_custom_post_pass, about)
@@ -287,9 +293,9 @@ def compile_program(
     if notice is None:
         plain: Any = compile_fx(gm, example_inputs, config_patches=patches)
         return plain
-    about = f"{registry} guard {guard} without {sorted(switches.off())}"
+    about = f"{registry} guard {guard} without {sorted(switches.disabled_features())}"
     patches["post_grad_custom_post_pass"] = SlotsInCacheKey(config.post_grad_custom_post_pass, about)
-    patches |= partition.patch(*again, VERSION)
+    patches |= partition.partitioner_config_patch(*again, VERSION)
     asked = 0
 
     def inner_compile(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
@@ -297,7 +303,7 @@ def compile_program(
         asked += 1
         empty = count_calls(graph.graph) == 0  # asked before: compiling changes the graph
         with loads() as loaded:
-            compiled = _compile_inner(graph, inputs, notice, registry, guard, **kwargs)
+            compiled = _compile_graph_with_slots(graph, inputs, notice, registry, guard, **kwargs)
         if not empty:  # with no kernel there is no program: Inductor returns the graph itself
             _require_slots(compiled, len(loaded))
         return compiled
@@ -331,7 +337,7 @@ def _require_slots(compiled: Any, reported: int) -> None:
         )
 
 
-def _compile_inner(
+def _compile_graph_with_slots(
     gm: torch.fx.GraphModule,
     example_inputs: Any,
     notice: Callable[[str], None],
@@ -347,14 +353,14 @@ def _compile_inner(
     elif kwargs.get("is_inference"):
         kind = "inference"
     returned: Any = gm.graph.output_node().args[0]
-    to_caller, held = aot.outputs_to_caller(kind, len(returned)), aot.held_arguments(kind)
-    cut = recompute_cut.of(gm) if kind == "forward" else None
+    to_caller, held = aot.count_outputs_to_caller(kind, len(returned)), aot.arguments_used_after_return(kind)
+    cut = recompute_cut.read_cut_from_forward_meta(gm) if kind == "forward" else None
     compilation = Compilation(kind, to_caller, held, notice, registry, guard, cut)
     with ONE_AT_A_TIME:
         # Once more: since the forward was compiled a setting may have changed, or the model asks for CUDA
         # graphs by itself (torch.compiler.override_cudagraphs), which reaches us as an argument.
         graphs = kwargs.get("cudagraphs")
-        refuse_unfit({"triton.cudagraphs": True} if graphs is not None and graphs.value else {})
+        refuse_unfit_settings({"triton.cudagraphs": True} if graphs is not None and graphs.value else {})
         what = f"compiling the {kind} program of {fmt_count(count_calls(gm.graph), 'operator')} with Inductor"
-        with stage(what, say=log.info), slotted_codegen(compilation):
+        with show_stage(what, say=log.info), use_slotted_wrapper(compilation):
             return compile_fx_inner(gm, example_inputs, **kwargs)

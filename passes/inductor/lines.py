@@ -47,35 +47,39 @@ EXTERN = {
 STREAMS = {"EnterCudaStreamContextLine", "ExitCudaStreamContextLine"}
 
 
-class UnknownLine(Exception):
+class UnknownLineError(Exception):
     """A line that this pass cannot read; the program runs with one slot that holds everything."""
 
 
-class UserStreams(Exception):
+class UserStreamsError(Exception):
     """Kernels on streams of the user's."""
 
 
 @dataclass
-class Symbols:
+class WrapperSymbols:
     """Where the symbols that data decide are bound, and what they can be at most until then."""
 
     inputs: frozenset[str]
     at: dict[str, int] = field(default_factory=dict)
     estimates: dict[Any, Any] = field(default_factory=dict)
 
-    def bounded(self, live: Any, at: int) -> Any:
+    def replace_unbound_symbols(self, live: Any, at: int) -> Any:
         """Bytes as an expression of the symbols that are bound before `at`."""
         if isinstance(live, int):
             return live
         for symbol in live.free_symbols - self.estimates.keys():
             shape_env = V.graph.sizevars.shape_env
-            limit = symbolic_sizes.upper(symbol, shape_env)
+            limit = symbolic_sizes.upper_limit_of_symbol(symbol, shape_env)
             if limit is None:
-                limit = symbolic_sizes.hint(symbol, shape_env, config.unbacked_symint_fallback)
+                limit = symbolic_sizes.size_at_traced_shapes(
+                    symbol, shape_env, config.unbacked_symint_fallback
+                )
             self.estimates[symbol] = limit
-        return symbolic_sizes.bounded(live, lambda symbol: self.bound(symbol, at), self.estimates)
+        return symbolic_sizes.replace_unbound_symbols(
+            live, lambda symbol: self.is_bound_before(symbol, at), self.estimates
+        )
 
-    def bound(self, symbol: Any, at: int) -> bool:
+    def is_bound_before(self, symbol: Any, at: int) -> bool:
         data_decide = symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
         return str(symbol) in self.inputs or self.at.get(str(symbol), at if data_decide else -2) < at
 
@@ -91,11 +95,11 @@ def _input_symbols() -> frozenset[str]:
     return frozenset(symbols)
 
 
-def identifiers(value: object) -> frozenset[str]:
+def identifiers_in_text(value: object) -> frozenset[str]:
     return frozenset(IDENTIFIER.findall(value)) if isinstance(value, str) else frozenset()
 
 
-def storage_size(node: Any) -> tuple[int, Any]:
+def storage_bytes_and_expression(node: Any) -> tuple[int, Any]:
     """Bytes of a buffer (a hint where the size is symbolic) and the expression for them, None where it is
     static."""
     elements = V.graph.get_allocation_storage_size(node)
@@ -105,146 +109,155 @@ def storage_size(node: Any) -> tuple[int, Any]:
     return hint, None if static else elements * item
 
 
-class Reader:
+class WrapperLineReader:
     """Writes wrapper lines down as events, one by one."""
 
     def __init__(self, lines: list[Any], outputs: set[str]) -> None:
         self.lines = lines
         self.outputs = outputs
         self.known: set[str] = set(V.graph.graph_inputs)
-        self.symbols = Symbols(_input_symbols())
+        self.symbols = WrapperSymbols(_input_symbols())
         self.elements: dict[str, list[str]] = {}  # tuple -> its elements' names
         self.unpacked: dict[str, list[Any]] = {}  # tuple -> the lines that unpack it
         for line in lines:
             if type(line).__name__ == "MultiOutputLine":
                 self.unpacked.setdefault(line.arg_name, []).append(line)
 
-    def line(self, at: int, line: Any) -> Iterator[Event]:  # noqa: PLR0912  one branch per type
+    def events_of_line(self, at: int, line: Any) -> Iterator[Event]:  # noqa: PLR0912  one branch per type
         kind = type(line).__name__
         if isinstance(line, str):
-            yield from self.text(at, line)
+            yield from self.events_of_raw_text(at, line)
         elif kind in CARRIES_NOTHING:
             if kind == "UnbackedSymbolDefsLine":
                 self.symbols.at.update((str(symbol), at) for symbol in line.unbacked_bindings or ())
         elif kind == "AllocateLine":
-            yield Make(at, line.node.get_name(), *storage_size(line.node))
+            yield Make(at, line.node.get_name(), *storage_bytes_and_expression(line.node))
         elif kind in {"ReuseLine", "ReinterpretLine"}:
             yield Alias(at, line.reused_as.get_name(), line.node.get_name())
             if getattr(line, "delete_old", False) and line.node.get_name() not in self.outputs:
                 yield Forget(at, line.node.get_name())
         elif kind in {"FreeIfNotReusedLine", "FreeLine"}:
-            yield from self.free(at, line)
+            yield from self.events_of_free(at, line)
         elif kind == "KernelCallLine":
-            yield Launch(at, line.kernel_name, *kernel_directions(line))
+            yield Launch(at, line.kernel_name, *names_read_and_written(line))
         elif kind in EXTERN:
-            yield from self.extern(at, line)
+            yield from self.events_of_extern_kernel(at, line)
         elif kind == "MultiOutputLine":
-            yield from self.unpack(at, line)
+            yield from self.events_of_unpack(at, line)
         elif kind == "DynamicScalarLine":
             self.symbols.at[str(line.node.sym)] = at
-            yield Launch(at, "item", identifiers(line.node.inputs[0].codegen_reference()), frozenset())
+            yield Launch(
+                at, "item", identifiers_in_text(line.node.inputs[0].codegen_reference()), frozenset()
+            )
         elif kind in STREAMS or getattr(line, "num_streams", 1) > 1:
-            raise UserStreams
+            raise UserStreamsError
         elif kind != "EnterDeviceContextManagerWithStreamInfoLine":
-            raise UnknownLine(kind)
+            raise UnknownLineError(kind)
 
-    def free(self, at: int, line: Any) -> Iterator[Event]:
+    def events_of_free(self, at: int, line: Any) -> Iterator[Event]:
         if not getattr(line, "is_reused", False):
             name = line.node.get_name()
             yield Forget(at, name)
             yield from (Forget(at, part) for part in self.elements.get(name, ()))
 
-    def text(self, at: int, line: str) -> Iterator[Event]:
+    def events_of_raw_text(self, at: int, line: str) -> Iterator[Event]:
         """A raw string: comments, asserts, `del x`, `x = copy_if_misaligned(x)`, `dst.copy_(src)`."""
         line = line.strip()
         if line.startswith("del "):
-            yield from (Forget(at, name) for name in sorted(identifiers(line[4:])))
+            yield from (Forget(at, name) for name in sorted(identifiers_in_text(line[4:])))
         elif not line.startswith(("#", "assert")):
             if symbol := SYMBOL.match(line):
                 self.symbols.at[symbol[1]] = at
-            names = identifiers(line) & self.known
+            names = identifiers_in_text(line) & self.known
             if names:
                 yield Launch(at, "text", names, frozenset() if "= copy_if_misaligned(" in line else names)
 
-    def unpack(self, at: int, line: Any) -> Iterator[Event]:
+    def events_of_unpack(self, at: int, line: Any) -> Iterator[Event]:
         node = V.graph.get_buffer(line.result_name)
         shared = list(node.get_inputs_that_alias_output()) if node is not None else []
-        yield Alias(at, line.result_name, shared[0] if shared else element(line.arg_name, line.indices))
+        yield Alias(
+            at, line.result_name, shared[0] if shared else name_of_tuple_element(line.arg_name, line.indices)
+        )
 
     # ---- library kernels
 
-    def extern(self, at: int, line: Any) -> Iterator[Event]:
+    def events_of_extern_kernel(self, at: int, line: Any) -> Iterator[Event]:
         """What a library kernel reads is what will be printed: `get_read_names` omits graph inputs."""
         node, kind = line.node, type(line).__name__
         name = node.get_name()
         reads = set(node.get_read_names())
         if kind in {"IndexPutFallbackLine", "ScatterFallbackLine"}:
             for value in node.inputs:
-                reads |= identifiers(value.codegen_reference())
+                reads |= identifiers_in_text(value.codegen_reference())
         else:
             keywords = (
                 node.codegen_kwargs(skip_out=True) if kind == "ExternKernelOutLine" else node.codegen_kwargs()
             )
             for argument in [*node.codegen_args(), *keywords]:
-                reads |= identifiers(str(argument))
+                reads |= identifiers_in_text(str(argument))
         writes = set(node.get_mutation_names())
         if kind == "ExternKernelOutLine":
             writes |= {name}
         elif kind == "ExternKernelMultiOutLine":
             writes |= {out.get_name() for out in node.out_variant_output_nodes}
         elif kind == "ExternKernelAllocLine":
-            self.estimate(node)
-            made = list(self.results(at, node))
+            self.note_symbol_limits(node)
+            made = list(self.events_of_allocated_results(at, node))
             yield from made
             writes |= {event.name for event in made if isinstance(event, Make)}
         yield Launch(at, str(node.get_kernel_name() or name), frozenset(reads), frozenset(writes))
 
-    def results(self, at: int, node: Any) -> Iterator[Event]:
+    def events_of_allocated_results(self, at: int, node: Any) -> Iterator[Event]:
         """What a kernel that allocates its own outputs brings into being: also what nobody unpacks."""
         name = node.get_name()
         shared = list(node.get_inputs_that_alias_output())
         if shared:
             yield Alias(at, name, shared[0])
         elif isinstance(node.layout, ir.MultiOutputLayout):
-            results = {element(name, out.indices): out for out in flat(getattr(node, "outputs", ()))}
+            results = {
+                name_of_tuple_element(name, out.indices): out
+                for out in flatten_outputs(getattr(node, "outputs", ()))
+            }
             for line in self.unpacked.get(name, ()):
-                results.setdefault(element(name, line.indices), V.graph.get_buffer(line.result_name))
+                results.setdefault(
+                    name_of_tuple_element(name, line.indices), V.graph.get_buffer(line.result_name)
+                )
             self.elements[name] = list(results)
             for part, result in results.items():
                 if not result.get_inputs_that_alias_output():
-                    yield Make(at, part, *storage_size(result))
+                    yield Make(at, part, *storage_bytes_and_expression(result))
         elif isinstance(node.layout, ir.Layout):
-            yield Make(at, name, *storage_size(node))
+            yield Make(at, name, *storage_bytes_and_expression(node))
 
-    def estimate(self, node: Any) -> None:
+    def note_symbol_limits(self, node: Any) -> None:
         """Of symbols that this kernel decides: at most as many as its largest input has elements, where
         nothing better is known (`nonzero`, `unique`, `masked_select`)."""
         for symbol in node.get_unbacked_symbol_defs():
-            limit = symbolic_sizes.upper(symbol, V.graph.sizevars.shape_env)
+            limit = symbolic_sizes.upper_limit_of_symbol(symbol, V.graph.sizevars.shape_env)
             if limit is None:
                 counts = [
                     Make(0, "", 0, sympy.sympify(value.get_numel()))
                     for value in node.inputs
                     if isinstance(value, ir.TensorBox | ir.StorageBox | ir.Buffer | ir.ReinterpretView)
                 ]
-                limit = symbolic_sizes.largest(counts, "").bytes
+                limit = symbolic_sizes.largest(counts, "").bytes_or_expression
             self.symbols.estimates[symbol] = limit
 
 
-def is_comment(line: Any) -> bool:
+def is_blank_or_comment(line: Any) -> bool:
     return isinstance(line, str) and (not line.strip() or line.strip().startswith("#"))
 
 
-def flat(outputs: Any) -> list[Any]:
+def flatten_outputs(outputs: Any) -> list[Any]:
     """The tensors among a kernel's results, however nested."""
     if isinstance(outputs, dict):
         outputs = list(outputs.values())
     if isinstance(outputs, list | tuple):
-        return [tensor for output in outputs for tensor in flat(output)]
+        return [tensor for output in outputs for tensor in flatten_outputs(output)]
     return [outputs] if isinstance(outputs, ir.MultiOutput) else []
 
 
-def element(name: str, indices: Any) -> str:
+def name_of_tuple_element(name: str, indices: Any) -> str:
     """The name of a tuple's element before it is unpacked, and for as long as the tuple holds it.
 
     No variable has this name (see `_Names`).
@@ -252,14 +265,14 @@ def element(name: str, indices: Any) -> str:
     return ".".join([name, *(str(index) for _, index in indices)])
 
 
-def kernel_directions(line: Any) -> tuple[frozenset[str], frozenset[str]]:
+def names_read_and_written(line: Any) -> tuple[frozenset[str], frozenset[str]]:
     """(reads, writes) of a generated kernel. When unsure both, which costs a write-back and nothing else."""
     reads: set[str] = set()
     writes: set[str] = set()
     keys = list((line.triton_meta or {}).get("signature", ())) if line.triton else []
     mutated = set((line.inductor_meta or {}).get("mutated_arg_names", ())) if line.triton else set()
     for position, argument in enumerate(line.call_args):
-        names = identifiers(argument if isinstance(argument, str) else str(argument))
+        names = identifiers_in_text(argument if isinstance(argument, str) else str(argument))
         if line.triton:
             key = str(keys[position]) if position < len(keys) else ""
             only_read = key.startswith("in_ptr") and key not in mutated

@@ -24,14 +24,14 @@ from torch._inductor.codegen import common, wrapper
 from torch._inductor.virtualized import V
 
 from teraio.errors import OptionError, UnsupportedError
-from teraio.formats.fields import nearest
-from teraio.units import shown
+from teraio.formats.fields import suggest_nearest_name
+from teraio.units import printable_line
 
 DEVICES = ("cpu", "cuda")  # whose programs get slots
 
 
 @dataclass(frozen=True, slots=True)
-class Unfit:
+class UnfitSetting:
     """A switch of Inductor's that must be off."""
 
     name: str
@@ -40,39 +40,39 @@ class Unfit:
 
 
 UNFIT = (
-    Unfit(
+    UnfitSetting(
         "cpp_wrapper",
         "TORCHINDUCTOR_CPP_WRAPPER",
         "its programs are C++ throughout, with no line of Python at which a slot could stand",
     ),
-    Unfit(
+    UnfitSetting(
         "fx_wrapper",
         "TORCHINDUCTOR_FX_WRAPPER",
         "its programs are FX graphs, with no line of Python at which a slot could stand",
     ),
-    Unfit(
+    UnfitSetting(
         "triton.cudagraphs",
         "TORCHINDUCTOR_CUDAGRAPHS",
         "a recorded CUDA graph finds its tensors at the addresses of the recording, and a tensor that comes "
         "back has another one. Mode 'max-autotune-no-cudagraphs' tunes without them",
     ),
-    Unfit(
+    UnfitSetting(
         "memory_planning",
         "TORCHINDUCTOR_MEMORY_PLANNING",
         "the buffers of a program become parts of one pool, which is taken at once whatever the budget",
     ),
-    Unfit(
+    UnfitSetting(
         "combo_kernels",
         "",
         "kernels that have nothing to do with each other become one, which needs the tensors of all of them "
         "at once, and slots in such programs were not tested",
     ),
-    Unfit(
+    UnfitSetting(
         "freezing",
         "TORCHINDUCTOR_FREEZING",
         "weights become constants inside the program: copies that no slot sees, never moved and not counted",
     ),
-    Unfit(
+    UnfitSetting(
         "nan_asserts",
         "TORCHINDUCTOR_NAN_ASSERTS",
         "it reads all arguments before the first slot and all results after the last, also those that are "
@@ -81,13 +81,13 @@ UNFIT = (
 )
 
 
-def settings(mode: str | None, inductor: Mapping[str, Any]) -> dict[str, Any]:
+def merge_checked_settings(mode: str | None, inductor: Mapping[str, Any]) -> dict[str, Any]:
     """What Inductor's compile is patched with: the mode's settings, and over them those asked for by name."""
     modes: dict[str, dict[str, Any]] = torch._inductor.list_mode_options()
     if mode and mode not in modes:
         raise OptionError(
-            f"option 'mode': '{shown(mode)}' is not one of Inductor's modes ({', '.join(modes)})"
-            f"{nearest(mode, list(modes))}"
+            f"option 'mode': '{printable_line(mode)}' is not one of Inductor's modes ({', '.join(modes)})"
+            f"{suggest_nearest_name(mode, list(modes))}"
         )
     asked = dict(modes[mode]) if mode else {}
     known = config.get_config_copy()
@@ -95,33 +95,36 @@ def settings(mode: str | None, inductor: Mapping[str, Any]) -> dict[str, Any]:
         key = name.replace("-", "_")  # as torch.compile spells them, too
         if key not in known:
             raise OptionError(
-                f"option 'inductor': '{shown(name)}' is not one of the {len(known)} settings of Inductor in "
+                f"option 'inductor': '{printable_line(name)}' is not one of the {len(known)} settings "
+                "of Inductor in "
                 f"torch {torch.__version__}, which torch._inductor.list_options() lists"
-                f"{nearest(key, list(known))}"
+                f"{suggest_nearest_name(key, list(known))}"
             )
-        asked[key] = _checked(key, value, config.get_type(key))  # type: ignore[attr-defined]
+        asked[key] = _check_setting_type(key, value, config.get_type(key))  # type: ignore[attr-defined]
     return asked
 
 
-def _checked(key: str, value: Any, expected: Any) -> Any:
-    if not _fits(value, expected):
+def _check_setting_type(key: str, value: Any, expected: Any) -> Any:
+    if not _fits_type(value, expected):
         default = config.get_config_copy()[key]
         raise OptionError(
-            f"option 'inductor': '{key}' is {shown(repr(value))} ({type(value).__name__}); Inductor takes "
-            f"{shown(_described(expected))}, such as its {shown(repr(default))} of now. What is no bool, "
+            f"option 'inductor': '{key}' is {printable_line(repr(value))} ({type(value).__name__}); "
+            "Inductor takes "
+            f"{printable_line(_describe_type(expected))}, such as its {printable_line(repr(default))} "
+            "of now. What is no bool, "
             f"number or string is set in torch._inductor.config.{key}"
         )
     return value
 
 
-def _fits(value: Any, expected: Any) -> bool:
+def _fits_type(value: Any, expected: Any) -> bool:
     """Whether a scalar is of the type that Inductor declares: what is no type to check against (lists,
     functions, passes) takes no scalar."""
     origin = typing.get_origin(expected)
     if origin is typing.Literal:
         return any(value == word and type(value) is type(word) for word in typing.get_args(expected))
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, choice) for choice in typing.get_args(expected))
+        return any(_fits_type(value, choice) for choice in typing.get_args(expected))
     if expected is bool or isinstance(value, bool):
         return expected is bool and isinstance(value, bool)
     if expected is float:
@@ -129,7 +132,7 @@ def _fits(value: Any, expected: Any) -> bool:
     return isinstance(expected, type) and isinstance(value, expected)
 
 
-def _described(expected: Any) -> str:
+def _describe_type(expected: Any) -> str:
     if typing.get_origin(expected) is typing.Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(expected)))
     if expected is type(None):
@@ -137,20 +140,21 @@ def _described(expected: Any) -> str:
     return expected.__name__ if isinstance(expected, type) else str(expected)
 
 
-def refuse_unfit(asked: Mapping[str, Any], mode: str | None = None) -> None:
+def refuse_unfit_settings(asked: Mapping[str, Any], mode: str | None = None) -> None:
     """UnsupportedError names the first thing that slots cannot live with, where it was set, and what to
     do."""
     known = config.get_config_copy()
     for unfit in UNFIT:
         if asked.get(unfit.name, known.get(unfit.name)):
             raise UnsupportedError(
-                f"Inductor's '{unfit.name}' is on, {_where(unfit, asked, mode)}, and teraio cannot work with "
+                f"Inductor's '{unfit.name}' is on, {_describe_origin_of_setting(unfit, asked, mode)}, and "
+                "teraio cannot work with "
                 f"it: {unfit.reason}. Turn it off, or compile without teraio"
             )
-    _refuse_other_ways()
+    _refuse_compiles_without_slots()
 
 
-def _where(unfit: Unfit, asked: Mapping[str, Any], mode: str | None) -> str:
+def _describe_origin_of_setting(unfit: UnfitSetting, asked: Mapping[str, Any], mode: str | None) -> str:
     if unfit.name in asked:
         by_mode = mode and torch._inductor.list_mode_options()[mode].get(unfit.name)
         return f"by option 'mode' ('{mode}')" if by_mode else "by option 'inductor'"
@@ -159,7 +163,7 @@ def _where(unfit: Unfit, asked: Mapping[str, Any], mode: str | None) -> str:
     return f"by torch._inductor.config.{unfit.name}"
 
 
-def _refuse_other_ways() -> None:
+def _refuse_compiles_without_slots() -> None:
     """Ways of compiling that are no settings: each of them goes past the pass that makes slots."""
     scheme = getattr(compile_fx, "fx_compile_mode", None)
     if scheme is not None and scheme.name != "NORMAL":

@@ -18,7 +18,7 @@ from ..fx import program
 SETTING = "custom_partitioner_fn"
 
 
-class CutAsAsked(CustomPartitionerFn):
+class RecomputePartitioner(CustomPartitionerFn):
     """`about`: everything that may be asked for, in a stable form."""
 
     def __init__(self, asked: recompute_cut.Asked, about: str, version: str) -> None:
@@ -27,21 +27,23 @@ class CutAsAsked(CustomPartitionerFn):
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
         cut = min_cut_rematerialization_partition
-        return recompute_cut.cut_as_asked(cut, self.asked, program.needed_bytes, gm, joint_inputs, **settings)
+        return recompute_cut.cut_with_recompute(
+            cut, self.asked, program.largest_kernel_bytes, gm, joint_inputs, **settings
+        )
 
     def uuid(self) -> Any:
         return self.key
 
 
-def patch(asked: recompute_cut.Asked | None, about: str, version: str) -> dict[str, Any]:
+def partitioner_config_patch(asked: recompute_cut.Asked | None, about: str, version: str) -> dict[str, Any]:
     """What Inductor's compile is patched with. A partitioner that is there already stays, and some versions
     take none: then nothing is asked for."""
     if asked is None or not hasattr(config, SETTING) or getattr(config, SETTING) is not None:
         return {}
-    return {SETTING: CutAsAsked(asked, about, version)}
+    return {SETTING: RecomputePartitioner(asked, about, version)}
 
 
-def refuse_other(wanted: bool) -> None:
+def refuse_other_partitioner(wanted: bool) -> None:
     """`recompute=auto` needs the place that another partitioner has."""
     if wanted and getattr(config, SETTING, None) is not None:
         raise UnsupportedError(

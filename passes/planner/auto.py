@@ -19,14 +19,14 @@ from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
 
 from .exact import ilp
-from .greedy.greedy import portfolio
+from .greedy.greedy import greedy_plans_with_periods
 from .problem.problem import Problem
 from .published.g10 import g10
 from .published.tencache import tencache
 from .published.teraio_paper import teraio_paper
 from .published.zero_infinity import zero_infinity
 from .search import search
-from .simulate.simulate import entered_ns
+from .simulate.simulate import tick_entries_and_period
 
 CLOSE = 1.001  # of the bound: not worth more time
 FIRST = 4
@@ -42,7 +42,9 @@ OTHERS_SHARE = 0.05  # of the time, for each
 _Start = tuple[int, Plan]
 
 
-def _others(problem: Problem, machine: Machine, budget_bytes: int, time_limit_s: float) -> Iterator[_Start]:
+def _published_plans(
+    problem: Problem, machine: Machine, budget_bytes: int, time_limit_s: float
+) -> Iterator[_Start]:
     """The plans of published systems, where they have one."""
     for other in OTHERS:
         share_s = OTHERS_SHARE * time_limit_s
@@ -50,17 +52,19 @@ def _others(problem: Problem, machine: Machine, budget_bytes: int, time_limit_s:
             made = other(problem, machine, budget_bytes, bound_ns=0, seed=0, time_limit_s=share_s)
         except PlanError:
             continue
-        yield entered_ns(made, problem.profile, machine)[1], made
+        yield tick_entries_and_period(made, problem.profile, machine)[1], made
 
 
-def _step_of(start: _Start) -> int:
+def _step_ns_of_starting_plan(start: _Start) -> int:
     return start[0]
 
 
-def at_once(problem: Problem, machine: Machine, budget_bytes: int, bound_ns: int) -> tuple[int, Plan]:
+def quick_greedy_plan(
+    problem: Problem, machine: Machine, budget_bytes: int, bound_ns: int
+) -> tuple[int, Plan]:
     """The best of greedy's first plans, and its step: often it meets even the simple bound."""
     best: tuple[int, Plan] | None = None
-    for plan, period_ns in islice(portfolio(problem, machine, budget_bytes, bound_ns), FIRST):
+    for plan, period_ns in islice(greedy_plans_with_periods(problem, machine, budget_bytes, bound_ns), FIRST):
         if best is None or period_ns < best[0]:
             best = period_ns, plan
         if period_ns <= bound_ns * CLOSE:
@@ -69,29 +73,32 @@ def at_once(problem: Problem, machine: Machine, budget_bytes: int, bound_ns: int
     return best
 
 
-def auto(
+def plan_by_planners_in_turn(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
     """The fastest plan found."""
     begun, close_ns = monotonic(), int(bound_ns * CLOSE)
     portfolio_ends = begun + search.START_SHARE * time_limit_s
-    starts = search.greedy_starts(problem, machine, budget_bytes, bound_ns, portfolio_ends)
+    starts = search.best_greedy_plans_with_periods(problem, machine, budget_bytes, bound_ns, portfolio_ends)
     if starts[0][0] > bound_ns and (len(problem.gaps) <= FEW or starts[0][0] > bound_ns * FAR):
-        starts = sorted([*starts, *_others(problem, machine, budget_bytes, time_limit_s)], key=_step_of)
+        starts = sorted(
+            [*starts, *_published_plans(problem, machine, budget_bytes, time_limit_s)],
+            key=_step_ns_of_starting_plan,
+        )
     best_ns, best = starts[0]
     if best_ns <= bound_ns:
         return best
     windows_s = WINDOWS_SHARE * time_limit_s
     left_s = begun + time_limit_s - monotonic() - windows_s
     if best_ns > close_ns and left_s > 0:
-        best = search.improve(
+        best = search.best_plan_from_starts(
             problem,
             machine,
             [plan for _, plan in starts],
             bound_ns=close_ns,
             seed=seed,
             time_limit_s=left_s,
-            rounds=search.enough_rounds(problem),
+            rounds=search.round_limit(problem),
         )
     stop = min(monotonic() + windows_s, begun + time_limit_s)
-    return ilp.improve(problem, machine, best, bound_ns=close_ns, seed=seed, stop=stop)
+    return ilp.improve_plan_by_windows(problem, machine, best, bound_ns=close_ns, seed=seed, stop=stop)

@@ -14,16 +14,16 @@ from dataclasses import replace
 from math import isqrt
 
 from teraio.formats.machine import Machine
-from teraio.formats.plan import Plan, moved_bytes
+from teraio.formats.plan import Plan, moved_bytes_by_kind
 from teraio.formats.profile import Profile
-from teraio.formats.recompute import as_planned
+from teraio.formats.recompute import apply_plan_recompute
 
 DAY_NS = 86_400 * 10**9
 FIRST_SHARE = 0.5  # of the time; if it keeps to the cap it is the only one
 LATER_SHARE = 0.25
 
 
-def within_cap(
+def plan_within_write_cap(
     make: Callable[[Machine, float], Plan],
     profile: Profile,
     machine: Machine,
@@ -31,17 +31,20 @@ def within_cap(
 ) -> Plan:
     """`make` plans for a machine in a share of the time, and predicts on the one it was made for here."""
     first = make(machine, FIRST_SHARE)
-    if _needed_ns(first, profile, per_day_bytes) <= first.predicted.step_ns:
+    if _shortest_allowed_step_ns(first, profile, per_day_bytes) <= first.predicted.step_ns:
         return first
     plans = [
-        _paced(plan, profile, per_day_bytes)
-        for plan in (first, *(make(other, LATER_SHARE) for other in slower(machine, per_day_bytes)))
+        _stretch_step_to_cap(plan, profile, per_day_bytes)
+        for plan in (
+            first,
+            *(make(other, LATER_SHARE) for other in machines_with_slower_writes(machine, per_day_bytes)),
+        )
     ]
     best = min(plans, key=lambda plan: plan.predicted.step_ns)
     return replace(best, predicted=replace(best.predicted, bound_ns=first.predicted.bound_ns))
 
 
-def slower(machine: Machine, per_day_bytes: int) -> Iterator[Machine]:
+def machines_with_slower_writes(machine: Machine, per_day_bytes: int) -> Iterator[Machine]:
     """The machine with links to the SSDs that write ever more slowly, down to what the cap allows."""
     rate = max(per_day_bytes // 86_400, 1)
 
@@ -58,17 +61,17 @@ def slower(machine: Machine, per_day_bytes: int) -> Iterator[Machine]:
         yield replace(machine, links=links)
 
 
-def written_bytes(plan: Plan, profile: Profile) -> int:
+def ssd_bytes_written_per_step(plan: Plan, profile: Profile) -> int:
     """To the SSDs, per step."""
-    plan, step = as_planned(plan, profile)
-    return sum(moved_bytes(plan, step, "ssd", evict=True).values())
+    plan, step = apply_plan_recompute(plan, profile)
+    return sum(moved_bytes_by_kind(plan, step, "ssd", evict=True).values())
 
 
-def _needed_ns(plan: Plan, profile: Profile, per_day_bytes: int) -> int:
+def _shortest_allowed_step_ns(plan: Plan, profile: Profile, per_day_bytes: int) -> int:
     """How long a step must take for its writes to be within the cap."""
-    return -(-written_bytes(plan, profile) * DAY_NS // per_day_bytes)
+    return -(-ssd_bytes_written_per_step(plan, profile) * DAY_NS // per_day_bytes)
 
 
-def _paced(plan: Plan, profile: Profile, per_day_bytes: int) -> Plan:
-    step_ns = max(plan.predicted.step_ns, _needed_ns(plan, profile, per_day_bytes))
+def _stretch_step_to_cap(plan: Plan, profile: Profile, per_day_bytes: int) -> Plan:
+    step_ns = max(plan.predicted.step_ns, _shortest_allowed_step_ns(plan, profile, per_day_bytes))
     return replace(plan, predicted=replace(plan.predicted, step_ns=step_ns))

@@ -25,13 +25,17 @@ from time import monotonic
 from teraio.errors import PlanError
 from teraio.formats.machine import Machine
 from teraio.formats.profile import Profile
-from teraio.formats.recompute import folded, recomputed, replayed
-from teraio.progress import tell
+from teraio.formats.recompute import (
+    fold_copies_into_workspace,
+    profile_with_recomputation,
+    replay_with_copies,
+)
+from teraio.progress import tell_progress
 
 from .bound.bound import Bound, lower_bound
-from .bound.recompute_terms import candidates
-from .greedy.greedy import portfolio
-from .problem.problem import Problem, build
+from .bound.recompute_terms import find_recompute_options
+from .greedy.greedy import greedy_plans_with_periods
+from .problem.problem import Problem, build_problem
 
 THRESHOLDS = (0.5, 0.05, 0.95)
 SAVED = (1, 2, 3, 4)  # of those that would come early: all, every second, ...
@@ -46,62 +50,68 @@ NUMBER = re.compile(r"(?<![A-Za-z])\d+")  # layers.17.add1.out is like layers.3.
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RecomputeChoice:
     """`bound_ns` holds for every plan that makes again any of what the profile says can be."""
 
     names: tuple[str, ...]
     bound_ns: int
 
 
-def bound(problem: Problem, machine: Machine, budget_bytes: int, time_limit_s: float) -> Bound | None:
-    """Finds what no plan beats, whatever it makes again; None as for `choose`."""
-    tell("what to make again")
-    again = candidates(problem)
+def bound_with_recompute(
+    problem: Problem, machine: Machine, budget_bytes: int, time_limit_s: float
+) -> Bound | None:
+    """Finds what no plan beats, whatever it makes again; None as for `choose_tensors_to_recompute`."""
+    tell_progress("what to make again")
+    again = find_recompute_options(problem)
     if not again or int(problem.live.max()) <= budget_bytes:
         return None
     return lower_bound(problem, machine, budget_bytes, time_limit_s=SHARE * time_limit_s, again=again)
 
 
-def choose(
+def choose_tensors_to_recompute(
     problem: Problem,
     machine: Machine,
     budget_bytes: int,
     keep: Collection[str],
     time_limit_s: float,
     spare: float = 0.0,
-) -> Choice | None:
+) -> RecomputeChoice | None:
     """None: nothing is to be decided, because nothing can be made again or all of it fits. `spare`: the part
     of the budget that no kernel needs, because the kernels that then run will not be quite these."""
     begun = monotonic()
-    lower = bound(problem, machine, budget_bytes, time_limit_s)
+    lower = bound_with_recompute(problem, machine, budget_bytes, time_limit_s)
     if lower is None:
         return None
     names_of = [tensor.name for tensor in problem.profile.tensors]
     # Without a relaxation all of it, cheap or not, and none of it are the only sets there are.
-    fractions = lower.again or tuple((each.tensor, 1.0) for each in candidates(problem))
+    fractions = lower.again or tuple((each.tensor, 1.0) for each in find_recompute_options(problem))
     taken = [tuple(names_of[i] for i, part in fractions if part >= least) for least in THRESHOLDS]
-    whole = _with_alike(taken[0], [names_of[i] for i, _ in fractions])
-    sets = [each for names in (taken[0], whole, *taken[1:]) for each in _unchained(problem.profile, names)]
+    whole = _add_alike_tensors(taken[0], [names_of[i] for i, _ in fractions])
+    sets = [
+        each
+        for names in (taken[0], whole, *taken[1:])
+        for each in _recompute_sets_with_chains_cut(problem.profile, names)
+    ]
     stop = begun + (SHARE + TRIES_SHARE) * time_limit_s
     tried: set[tuple[str, ...]] = set()
     found: dict[tuple[str, ...], tuple[int, Problem]] = {}
     for each in [*sets, ()]:
         if found and monotonic() > stop:
             break
-        fits = _that_fit(problem.profile, each, int(budget_bytes * (1 - spare)))
+        fits = _trim_set_to_memory(problem.profile, each, int(budget_bytes * (1 - spare)))
         if fits in tried:
             continue
         tried.add(fits)
-        step = build(recomputed(problem.profile, fits), machine, keep)
-        step_ns = _judged(step, machine, budget_bytes, lower.step_ns)
+        step = build_problem(profile_with_recomputation(problem.profile, fits), machine, keep)
+        step_ns = _best_greedy_step_ns(step, machine, budget_bytes, lower.step_ns)
         if step_ns is not None:
             found[fits] = step_ns, step
     fastest = sorted((step_ns, names) for names, (step_ns, _) in found.items())
     near = {names: found[names][1] for step_ns, names in fastest if step_ns <= fastest[0][0] * NEAR}
-    return Choice(_lowest(near, machine, budget_bytes, stop), lower.step_ns)
+    return RecomputeChoice(_recompute_set_with_lowest_bound(near, machine, budget_bytes, stop), lower.step_ns)
 
 
-def _lowest(
+def _recompute_set_with_lowest_bound(
     steps: Mapping[tuple[str, ...], Problem], machine: Machine, budget_bytes: int, stop: float
 ) -> tuple[str, ...]:
     """Of these sets, fastest first, the one with the lowest bound, as far as there is time to look."""
@@ -115,7 +125,7 @@ def _lowest(
     return best[1] if best is not None else next(iter(steps), ())
 
 
-def _with_alike(names: Sequence[str], possible: Sequence[str]) -> tuple[str, ...]:
+def _add_alike_tensors(names: Sequence[str], possible: Sequence[str]) -> tuple[str, ...]:
     """With all of those that are alike but for a number, if more than half of them are made again."""
     alike = {name: NUMBER.sub("", name) for name in possible}
     among, taken = Counter(alike.values()), Counter(alike[name] for name in names)
@@ -123,26 +133,26 @@ def _with_alike(names: Sequence[str], possible: Sequence[str]) -> tuple[str, ...
     return tuple(name for name in possible if name in chosen or 2 * taken[alike[name]] > among[alike[name]])
 
 
-def _unchained(profile: Profile, names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def _recompute_sets_with_chains_cut(profile: Profile, names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """The set as it is, and, if anything of it comes early, with some of it saved."""
     yield names
-    for each in SAVED if _to_save(profile, names) else ():
+    for each in SAVED if _tensors_that_cut_chains(profile, names) else ():
         left = names
         for _ in range(ROUNDS):
-            saved = set(_to_save(profile, left)[::each])
+            saved = set(_tensors_that_cut_chains(profile, left)[::each])
             left = tuple(name for name in left if name not in saved)
             if each > 1 or not saved or not left:
                 break
         yield left
 
 
-def _to_save(profile: Profile, names: tuple[str, ...]) -> list[str]:
+def _tensors_that_cut_chains(profile: Profile, names: tuple[str, ...]) -> list[str]:
     """What would end the chains, in the order of the step."""
     import networkx as nx
 
     if not names:
         return []
-    step, replay = replayed(profile, names)
+    step, replay = replay_with_copies(profile, names)
     tensors, sink = profile.tensors, -1
     again = {tensor.name for tensor in step.kernels} - {kernel.name for kernel in profile.kernels}
     begins = [0, *accumulate(kernel.duration_ns for kernel in step.kernels)]
@@ -171,12 +181,12 @@ def _to_save(profile: Profile, names: tuple[str, ...]) -> list[str]:
     return [tensors[index].name for index in sorted(picked, key=lambda index: tensors[index].writes[0])]
 
 
-def _that_fit(profile: Profile, names: tuple[str, ...], most_bytes: int) -> tuple[str, ...]:
+def _trim_set_to_memory(profile: Profile, names: tuple[str, ...], most_bytes: int) -> tuple[str, ...]:
     """Of these, what no kernel needs more memory for: of what is there before it is used, the largest for
     longest is saved."""
     while names:
-        step, replay = replayed(profile, names)
-        floor = build(folded(step, len(profile.tensors))).floor
+        step, replay = replay_with_copies(profile, names)
+        floor = build_problem(fold_copies_into_workspace(step, len(profile.tensors))).floor
         worst = int(floor.argmax())
         over = int(floor[worst]) - most_bytes
         if over <= 0:
@@ -197,10 +207,10 @@ def _that_fit(profile: Profile, names: tuple[str, ...], most_bytes: int) -> tupl
     return names
 
 
-def _judged(step: Problem, machine: Machine, budget_bytes: int, bound_ns: int) -> int | None:
+def _best_greedy_step_ns(step: Problem, machine: Machine, budget_bytes: int, bound_ns: int) -> int | None:
     """The step of the best of greedy's first plans; None if there is none."""
     try:
-        plans = islice(portfolio(step, machine, budget_bytes, bound_ns), FIRST)
+        plans = islice(greedy_plans_with_periods(step, machine, budget_bytes, bound_ns), FIRST)
         return min((period_ns for _, period_ns in plans), default=None)
     except PlanError:
         return None

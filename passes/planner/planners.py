@@ -21,19 +21,19 @@ from typing import Protocol
 from teraio.errors import OptionError, PlanError
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan, Predicted
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
-from teraio.formats.recompute import recomputed
-from teraio.progress import tell
+from teraio.formats.recompute import profile_with_recomputation
+from teraio.progress import tell_progress
 
 from . import joint_recompute
-from .auto import CLOSE, at_once, auto
-from .bound.bound import lower_bound, lower_bound_ns
-from .endurance import within_cap
+from .auto import CLOSE, plan_by_planners_in_turn, quick_greedy_plan
+from .bound.bound import lower_bound, simple_bound_ns
+from .endurance import plan_within_write_cap
 from .exact.ilp import ilp
 from .greedy.greedy import greedy
-from .problem.problem import DEVICE, Problem, build, refuse_below_floor
-from .problem.progress_lines import tell_bound
+from .problem.problem import DEVICE, Problem, build_problem, refuse_budget_below_floor
+from .problem.progress_lines import remember_bound_for_progress
 from .published.g10 import g10
 from .published.tencache import tencache
 from .published.teraio_paper import teraio_paper
@@ -58,7 +58,7 @@ class Planner(Protocol):
     ) -> Plan: ...
 
 
-def none(
+def plan_without_moves(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
     """No moves: everything happens on demand."""
@@ -71,10 +71,10 @@ SPARE = 0.1
 BOUND_SHARE = 0.25  # of the time limit, at most; steps of Llama 8B take 2 to 4 s
 
 PLANNERS: dict[str, Planner] = {
-    "auto": auto,
+    "auto": plan_by_planners_in_turn,
     "greedy": greedy,
     "ilp": ilp,
-    "none": none,
+    "none": plan_without_moves,
     "search": search,
     # Published systems, to compare with: each file says where its rules come from.
     "zero-infinity": zero_infinity,
@@ -111,37 +111,41 @@ def plan(
     if planner not in PLANNERS:
         raise OptionError(f"planner={planner!r} is unknown; there are {', '.join(sorted(PLANNERS))}")
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
-    refuse_below_floor(build(profile, machine, keep), budget_bytes)
+    refuse_budget_below_floor(build_problem(profile, machine, keep), budget_bytes)
 
-    def make(on: Machine, share: float) -> Plan:
-        problem, step, choice = build(profile, on, keep), profile, None
+    def plan_on_machine(on: Machine, share: float) -> Plan:
+        problem, step, choice = build_problem(profile, on, keep), profile, None
         limit_s = share * time_limit_s
         stop = monotonic() + limit_s
         if recompute and planner != "none":
-            choice = joint_recompute.choose(problem, on, budget_bytes, keep, limit_s)
+            choice = joint_recompute.choose_tensors_to_recompute(problem, on, budget_bytes, keep, limit_s)
             if choice is not None and choice.names:
-                step = recomputed(profile, choice.names)
-                problem = build(step, on, keep)
+                step = profile_with_recomputation(profile, choice.names)
+                problem = build_problem(step, on, keep)
         left_s = max(stop - monotonic(), LEAST_S)
-        made, bound_ns = _made(problem, on, budget_bytes, planner, seed, left_s, steps)
+        made, bound_ns = _plan_and_bound(problem, on, budget_bytes, planner, seed, left_s, steps)
         names = choice.names if choice is not None else ()
         bound_ns = choice.bound_ns if choice is not None else bound_ns
         made = replace(made, fingerprint=fingerprint, planner=planner, recompute=names)
-        return _predicted(made, profile, step, machine, bound_ns)
+        return _check_plan_and_add_prediction(made, profile, step, machine, bound_ns)
 
     if write_per_day_bytes:
-        return within_cap(make, profile, machine, write_per_day_bytes)
-    return make(machine, 1.0)
+        return plan_within_write_cap(plan_on_machine, profile, machine, write_per_day_bytes)
+    return plan_on_machine(machine, 1.0)
 
 
-def _predicted(made: Plan, profile: Profile, step: Profile, machine: Machine, bound_ns: int) -> Plan:
+def _check_plan_and_add_prediction(
+    made: Plan, profile: Profile, step: Profile, machine: Machine, bound_ns: int
+) -> Plan:
     """`step`: the profile, with what is made again made again."""
-    verdict = check(made, profile, machine)
+    verdict = check_plan_against_profile(made, profile, machine)
     if not verdict.feasible and made.planner == "none":
         return replace(made, predicted=Predicted(0, bound_ns, 0))
     if not verdict.feasible:
         raise PlanError(f"planner {made.planner!r} made a plan that the check refuses: {verdict.problems[0]}")
-    return replace(made, predicted=Predicted(predicted_ns(made, step, machine), bound_ns, verdict.peak_bytes))
+    return replace(
+        made, predicted=Predicted(predicted_step_ns(made, step, machine), bound_ns, verdict.peak_bytes)
+    )
 
 
 def bound_ns(
@@ -156,26 +160,32 @@ def bound_ns(
     the plan. It is the same number, unless the time ends the search for it, or a plan meets the simple bound
     at once: then the two are within a thousandth of each other."""
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
-    problem = build(profile, machine)
-    refuse_below_floor(problem, budget_bytes)
-    joint_bound = joint_recompute.bound(problem, machine, budget_bytes, time_limit_s) if recompute else None
+    problem = build_problem(profile, machine)
+    refuse_budget_below_floor(problem, budget_bytes)
+    joint_bound = (
+        joint_recompute.bound_with_recompute(problem, machine, budget_bytes, time_limit_s)
+        if recompute
+        else None
+    )
     if joint_bound is None:
         joint_bound = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * time_limit_s)
     return joint_bound.step_ns
 
 
-def to_make_again(
+def tensors_to_recompute(
     profile: Profile, machine: Machine, budget_bytes: int, *, time_limit_s: float = 10.0
 ) -> tuple[str, ...]:
     """What a plan with `recompute` would make again, without the rest of the plan: for a run, which measures
     the step that this makes."""
-    problem = build(profile, machine)
-    refuse_below_floor(problem, budget_bytes)
-    choice = joint_recompute.choose(problem, machine, budget_bytes, (), time_limit_s, SPARE)
+    problem = build_problem(profile, machine)
+    refuse_budget_below_floor(problem, budget_bytes)
+    choice = joint_recompute.choose_tensors_to_recompute(
+        problem, machine, budget_bytes, (), time_limit_s, SPARE
+    )
     return () if choice is None else choice.names
 
 
-def _made(
+def _plan_and_bound(
     problem: Problem,
     machine: Machine,
     budget_bytes: int,
@@ -185,18 +195,18 @@ def _made(
     steps: int,
 ) -> tuple[Plan, int]:
     """The plan and the bound."""
-    begun, bound_ns = monotonic(), lower_bound_ns(problem, budget_bytes)
-    tell_bound(bound_ns)
+    begun, bound_ns = monotonic(), simple_bound_ns(problem, budget_bytes)
+    remember_bound_for_progress(bound_ns)
     if planner == "auto":
-        period_ns, made = at_once(problem, machine, budget_bytes, bound_ns)
+        period_ns, made = quick_greedy_plan(problem, machine, budget_bytes, bound_ns)
         if period_ns <= bound_ns * CLOSE:
             return made, bound_ns
         if steps:
             time_limit_s = min(time_limit_s, steps * (period_ns - bound_ns) / 1e9)
     stop = begun + time_limit_s
     lower = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * time_limit_s)
-    tell_bound(lower.step_ns)
-    tell("")
+    remember_bound_for_progress(lower.step_ns)
+    tell_progress("")
     problem = replace(problem, stalls_ns=lower.stalls_ns, away=lower.away, towards=lower.towards)
     left_s = stop - monotonic()
     make = PLANNERS[planner]
@@ -204,8 +214,8 @@ def _made(
     return made, lower.step_ns
 
 
-def predicted_ns(made: Plan, profile: Profile, machine: Machine) -> int:
+def predicted_step_ns(made: Plan, profile: Profile, machine: Machine) -> int:
     """How long a step takes: by events where links share a bandwidth, which the recurrence does not know."""
-    if event_simulation.shares(machine):
-        return event_simulation.run(made, profile, machine).step_ns
+    if event_simulation.has_contended_links(machine):
+        return event_simulation.simulate_by_events(made, profile, machine).step_ns
     return step_ns(made, profile, machine)

@@ -26,7 +26,7 @@ class Make:
     size: Any = None  # where it does: an expression that adds up with others and with numbers
 
     @property
-    def bytes(self) -> Any:
+    def bytes_or_expression(self) -> Any:
         return self.size_bytes if self.size is None else self.size
 
 

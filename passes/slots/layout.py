@@ -34,36 +34,36 @@ class _Names:
     alive: dict[str, dict[str, None]] = field(default_factory=dict)  # root -> its live names, oldest first
     past: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of those that changed since the mark
 
-    def make(self, name: str) -> None:
+    def add_storage(self, name: str) -> None:
         self.past.setdefault(name, ())
         self.root[name] = name
         self.alive[name] = {name: None}
 
-    def alias(self, new: str, old: str) -> None:
+    def add_alias(self, new: str, old: str) -> None:
         root = self.root.get(old)
         if root is not None:
-            self.past.setdefault(root, self._variables(root))
+            self.past.setdefault(root, self._live_variables_of_storage(root))
             self.root[new] = root
             self.alive[root][new] = None
 
-    def forget(self, name: str) -> str | None:
+    def remove_name(self, name: str) -> str | None:
         """The root that died with this name, if it did."""
         root = self.root.get(name)
         if root is None or name not in self.alive.get(root, {}):
             return None
-        self.past.setdefault(root, self._variables(root))
+        self.past.setdefault(root, self._live_variables_of_storage(root))
         del self.alive[root][name]
         return None if self.alive[root] else root
 
-    def mark(self) -> None:
+    def mark_current_names(self) -> None:
         self.past.clear()
 
-    def at_mark(self, root: str) -> tuple[str, ...]:
+    def variables_at_mark(self, root: str) -> tuple[str, ...]:
         """The variables that held it there."""
         past = self.past.get(root)
-        return self._variables(root) if past is None else past
+        return self._live_variables_of_storage(root) if past is None else past
 
-    def _variables(self, root: str) -> tuple[str, ...]:
+    def _live_variables_of_storage(self, root: str) -> tuple[str, ...]:
         """`buf3.0`, an element of a tuple that is not unpacked yet, is none."""
         return tuple(name for name in self.alive.get(root, ()) if name.isidentifier())
 
@@ -83,13 +83,13 @@ class _Layout:
         self.results: dict[str, Make] = {}
         self.before: int | None = None  # where the next slot stands
         self.dying: list[str] = []  # died between a slot and its kernel: alive at the allocations
-        self.roles, self.returned, self.edges = _output_roles(signature, events)
-        self.again, self.nodes = recompute_chains.of(signature, events, self.roles)
+        self.roles, self.returned, self.edges = _roles_and_edges_of_outputs(signature, events)
+        self.again, self.nodes = recompute_chains.find_recompute_chains(signature, events, self.roles)
         for name, size_bytes in signature.arguments:
-            self.names.make(name)
-            self._register(name, "argument", size_bytes)
+            self.names.add_storage(name)
+            self._get_or_add_buffer(name, "argument", size_bytes)
 
-    def _register(self, root: str, role: Role, size_bytes: int) -> int:
+    def _get_or_add_buffer(self, root: str, role: Role, size_bytes: int) -> int:
         if root not in self.index:
             self.index[root] = len(self.buffers)
             held, edge = root in self.signature.held, self.edges.get(root, -1)
@@ -97,107 +97,111 @@ class _Layout:
             self.buffers.append(Buffer(root, role, size_bytes, held, edge, chain, nodes))
         return self.index[root]
 
-    def add(self, event: Event) -> None:
+    def apply_event(self, event: Event) -> None:
         match event:
             case Make():
-                self._stand_here(event.at)
-                self.names.make(event.name)
+                self._set_next_slot_position(event.at)
+                self.names.add_storage(event.name)
                 self.live[event.name] = event
             case Alias(_, new, old):
-                self.names.alias(new, old)
+                self.names.add_alias(new, old)
             case Forget(_, name):
-                dead = self.names.forget(name)
+                dead = self.names.remove_name(name)
                 if dead is not None and dead not in self.roles:
                     self.dying.append(dead)
                     if self.before is None:
-                        self._bury()
+                        self._remove_dead_storages()
             case Launch():
-                self._stand_here(event.at)
-                self._launch(event)
+                self._set_next_slot_position(event.at)
+                self._lay_slot_for_launch(event)
 
-    def _stand_here(self, at: int) -> None:
+    def _set_next_slot_position(self, at: int) -> None:
         """The next slot goes before the first allocation since the last kernel, with the names alive
         there."""
         if self.before is None:
             self.before = at
-            self.names.mark()
+            self.names.mark_current_names()
 
-    def _bury(self) -> None:
+    def _remove_dead_storages(self) -> None:
         for root in self.dying:
             self.live.pop(root, None)
         self.dying.clear()
 
-    def _launch(self, event: Launch) -> None:
+    def _lay_slot_for_launch(self, event: Launch) -> None:
         assert self.before is not None
         at, self.before = self.before, None
         reads = {self.names.root[n] for n in event.reads if n in self.names.root}
         writes = {self.names.root[n] for n in event.writes if n in self.names.root}
         flags: dict[str, int] = {}
         for root in list(self.fresh):  # made by the kernel before; may be read by this one
-            if self.names.at_mark(root):
+            if self.names.variables_at_mark(root):
                 flags[root] = MADE
                 del self.fresh[root]
-                self._hand_over(root)
+                self._register_output_as_buffer(root)
         for root in sorted(reads | writes):
             if root in self.index:
-                assert self.names.at_mark(root), f"{event.kernel} touches {root}, which has no name before it"
+                assert self.names.variables_at_mark(root), (
+                    f"{event.kernel} touches {root}, which has no name before it"
+                )
                 flags[root] = flags.get(root, 0) | READ * (root in reads) | WRITE * (root in writes)
-        self._place(at, event.kernel, flags)
+        self._append_slot(at, event.kernel, flags)
         for root in sorted(writes):
             if root in self.roles and root in self.live:
                 self.fresh[root] = None
-        self._bury()
+        self._remove_dead_storages()
 
-    def _hand_over(self, root: str) -> None:
+    def _register_output_as_buffer(self, root: str) -> None:
         made = self.live.pop(root)
-        self._register(root, self.roles[root], made.size_bytes)
+        self._get_or_add_buffer(root, self.roles[root], made.size_bytes)
         if self.roles[root] == "result":
             self.results[root] = made
 
-    def _place(self, at: int, kernel: str, flags: dict[str, int]) -> None:
+    def _append_slot(self, at: int, kernel: str, flags: dict[str, int]) -> None:
         self.slots.append(
             Slot(
                 kernel,
                 tuple(self.index[root] for root in flags),
                 tuple(flags.values()),
-                _size_bytes(self.live),
+                _total_bytes_of_storages(self.live),
             )
         )
-        live = sum(make.bytes for make in self.live.values())
-        self.places.append(SlotPlace(at, tuple(self.names.at_mark(root)[0] for root in flags), live))
+        live = sum(make.bytes_or_expression for make in self.live.values())
+        self.places.append(
+            SlotPlace(at, tuple(self.names.variables_at_mark(root)[0] for root in flags), live)
+        )
 
-    def enter(self) -> None:
-        self.names.mark()
-        self._place(0, "enter", dict.fromkeys(self.index, 0))
+    def lay_enter_slot(self) -> None:
+        self.names.mark_current_names()
+        self._append_slot(0, "enter", dict.fromkeys(self.index, 0))
 
-    def leave(self, at: int) -> None:
+    def lay_exit_slot(self, at: int) -> None:
         """Everything that leaves: user outputs are counted, saved ones become evictable.
 
         Autograd makes a zero gradient for every output that the loss does not use, between this program and
         its backward: as many bytes again as a forward's results have count as alive until then. What is
         still alive here and does not leave goes first.
         """
-        self._bury()
-        self.names.mark()
+        self._remove_dead_storages()
+        self.names.mark_current_names()
         flags: dict[str, int] = {}
         for root in self.roles:
-            if self.names.at_mark(root):
+            if self.names.variables_at_mark(root):
                 flags[root] = MADE if root in self.live else 0
                 if root in self.live:
-                    self._hand_over(root)
+                    self._register_output_as_buffer(root)
         for root in self.returned:
-            if self.names.at_mark(root):
+            if self.names.variables_at_mark(root):
                 flags[root] = READ | RETURNED
         if self.signature.kind == "forward":
-            self.live = max(self.live, self.results, key=_size_bytes)
-        self._place(at, "exit", flags)
+            self.live = max(self.live, self.results, key=_total_bytes_of_storages)
+        self._append_slot(at, "exit", flags)
 
 
-def _size_bytes(storages: dict[str, Make]) -> int:
+def _total_bytes_of_storages(storages: dict[str, Make]) -> int:
     return sum(made.size_bytes for made in storages.values())
 
 
-def _output_roles(
+def _roles_and_edges_of_outputs(
     signature: Signature, events: Iterable[Event]
 ) -> tuple[dict[str, Role], list[str], dict[str, int]]:
     """Root of each output -> its role; the arguments that are returned: a gradient may take the memory of an
@@ -231,16 +235,16 @@ def _output_roles(
 def lay_slots(signature: Signature, events: Sequence[Event], end: int) -> tuple[Schedule, list[SlotPlace]]:
     """The program's schedule, and for each of its slots the place in the program (`end`: where it
     returns)."""
-    if "slots" in switches.off():
-        own = symbolic_sizes.largest(own_bytes(events), "program")
+    if "slots" in switches.disabled_features():
+        own = symbolic_sizes.largest(live_bytes_per_launch(events), "program")
         sizes = {event.name: event.size_bytes for event in events if isinstance(event, Make)}
         outputs = [(name, sizes.get(name, 0)) for name in signature.outputs if name]
-        return whole_program(signature, "program", own, end, outputs)
+        return schedule_as_one_kernel(signature, "program", own, end, outputs)
     layout = _Layout(signature, events)
-    layout.enter()
+    layout.lay_enter_slot()
     for event in events:
-        layout.add(event)
-    layout.leave(end)
+        layout.apply_event(event)
+    layout.lay_exit_slot(end)
     symbolic = any(isinstance(event, Make) and event.size is not None for event in events)
     edges = max(signature.gradients, default=-1) + 1
     schedule = Schedule(
@@ -249,7 +253,7 @@ def lay_slots(signature: Signature, events: Sequence[Event], end: int) -> tuple[
     return schedule, layout.places
 
 
-def own_bytes(events: Iterable[Event], kept: Iterable[str] = ()) -> list[Make]:
+def live_bytes_per_launch(events: Iterable[Event], kept: Iterable[str] = ()) -> list[Make]:
     """What a program takes at its launches beside its arguments and those of its buffers that are `kept` (its
     outputs): one sum per launch, of which the largest counts."""
     names = _Names()
@@ -258,36 +262,43 @@ def own_bytes(events: Iterable[Event], kept: Iterable[str] = ()) -> list[Make]:
     for event in events:
         match event:
             case Make():
-                names.make(event.name)
+                names.add_storage(event.name)
                 live[event.name] = event
             case Alias(_, new, old):
-                names.alias(new, old)
+                names.add_alias(new, old)
             case Forget(_, name):
-                live.pop(names.forget(name) or "", None)
+                live.pop(names.remove_name(name) or "", None)
             case Launch(at, kernel):
                 inside = [made for root, made in live.items() if root not in kept]
                 symbolic = any(made.size is not None for made in inside)
                 size_bytes = sum(made.size_bytes for made in inside)
-                sums.append(Make(at, kernel, size_bytes, sum(m.bytes for m in inside) if symbolic else None))
+                sums.append(
+                    Make(
+                        at,
+                        kernel,
+                        size_bytes,
+                        sum(m.bytes_or_expression for m in inside) if symbolic else None,
+                    )
+                )
     return sums
 
 
-def whole_program(
+def schedule_as_one_kernel(
     signature: Signature, kernel: str, own: Make, end: int, outputs: Iterable[tuple[str, int]] = ()
 ) -> tuple[Schedule, list[SlotPlace]]:
     """The schedule of a program that cannot be slotted: one kernel that needs every argument from start to
     end, and `own` bytes. Its outputs (name, size_bytes) are counted and never moved: what they share is not
     known."""
     layout = _Layout(signature, ())
-    layout.enter()
+    layout.lay_enter_slot()
     layout.live = {own.name: own}
-    layout._place(0, kernel, dict.fromkeys(layout.index, READ | WRITE))
+    layout._append_slot(0, kernel, dict.fromkeys(layout.index, READ | WRITE))
     layout.live = {}
     for name, size_bytes in dict(outputs).items():
         if name not in layout.index:
-            layout.names.make(name)
+            layout.names.add_storage(name)
             layout.roles[name] = "result"
             layout.live[name] = Make(end, name, size_bytes)
-    layout.leave(end)
+    layout.lay_exit_slot(end)
     symbolic = own.size is not None
     return Schedule(signature.kind, tuple(layout.buffers), tuple(layout.slots), symbolic), layout.places

@@ -11,24 +11,24 @@ from teraio.formats.profile import Kernel, Kind, Profile, Tensor
 from teraio.formats.schedule import MADE, READ, WRITE, Call, Step
 
 
-def profile_of(steps: Sequence[Step], name: str) -> Profile:
+def profile_of_steps(steps: Sequence[Step], name: str) -> Profile:
     """The last step's tensors and order; durations are medians over all steps of the same order."""
     last = steps[-1]
-    order = [call.schedule.identity for call in last.calls]
-    alike = [step for step in steps if [call.schedule.identity for call in step.calls] == order]
-    durations = [median_low(values) for values in zip(*(_durations(step) for step in alike))]
+    order = [call.schedule.identity_hash for call in last.calls]
+    alike = [step for step in steps if [call.schedule.identity_hash for call in step.calls] == order]
+    durations = [median_low(values) for values in zip(*(_kernel_durations_ns(step) for step in alike))]
     sizes = {tensor: size_bytes for tensor, _, size_bytes, _ in last.kinds}
     kernels: list[Kernel] = []
     for number, call in enumerate(last.calls):
         for index, (slot, live_bytes) in enumerate(zip(call.schedule.slots, call.live_bytes)):
-            workspace = max(0, live_bytes - _handed_over(call, index + 1, sizes))
+            workspace = max(0, live_bytes - _bytes_made_by_previous_kernel(call, index + 1, sizes))
             if index == len(call.live_bytes) - 1 and number < len(last.outside):
                 workspace += last.outside[number]
             kernels.append(Kernel(slot.kernel, number, durations[len(kernels)], workspace))
-    return Profile(name, sum(durations), tuple(kernels), _tensors(last))
+    return Profile(name, sum(durations), tuple(kernels), _tensors_with_uses(last))
 
 
-def _handed_over(call: Call, index: int, sizes: dict[str, int]) -> int:
+def _bytes_made_by_previous_kernel(call: Call, index: int, sizes: dict[str, int]) -> int:
     """Bytes of tensors that the kernel before this slot made: there they were still among the bytes that no
     one can move, here they are tensors that live from that kernel on. They count once."""
     if index == len(call.schedule.slots):
@@ -38,14 +38,14 @@ def _handed_over(call: Call, index: int, sizes: dict[str, int]) -> int:
     return sum(sizes.get(tensor, 0) for tensor in made)
 
 
-def _durations(step: Step) -> list[int]:
+def _kernel_durations_ns(step: Step) -> list[int]:
     """Per tick: from when the kernel could start to when the next slot began. Waiting is not the kernel's."""
     start = [at for call in step.calls for at in call.at_ns]
     begin = [at - stall for call in step.calls for at, stall in zip(call.at_ns, call.stall_ns)]
     return [max(0, after - at) for at, after in zip(start, [*begin[1:], step.end_ns])]
 
 
-def _tensors(step: Step) -> tuple[Tensor, ...]:
+def _tensors_with_uses(step: Step) -> tuple[Tensor, ...]:
     reads: dict[str, set[int]] = {}
     writes: dict[str, set[int]] = {}
     again: dict[str, tuple[int, ...]] = {}
@@ -71,14 +71,14 @@ def _tensors(step: Step) -> tuple[Tensor, ...]:
     for name, kind, size_bytes, persistent in step.kinds:
         if name in reads or name in writes:
             if not persistent and kind != "input":
-                _is_there_when_it_is_used(name, reads, writes)
+                _add_write_at_first_use(name, reads, writes)
             uses = tuple(sorted(reads.get(name, ()))), tuple(sorted(writes.get(name, ())))
             chain = again.get(name, ()) if kind == "activation" and not persistent else ()
             tensors.append(Tensor(name, cast(Kind, kind), size_bytes, persistent, *uses, chain))
     return tuple(tensors)
 
 
-def _is_there_when_it_is_used(name: str, reads: dict[str, set[int]], writes: dict[str, set[int]]) -> None:
+def _add_write_at_first_use(name: str, reads: dict[str, set[int]], writes: dict[str, set[int]]) -> None:
     """What eager code made no kernel writes: it is there from its first use on."""
     first = min(reads.get(name, ()), default=None)
     if first is not None and first < min(writes.get(name, ()), default=first + 1):

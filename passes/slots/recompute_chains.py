@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from .events import Alias, Event, Launch, Make, Signature
 
 
-def of(
+def find_recompute_chains(
     signature: Signature, events: Sequence[Event], roles: Mapping[str, str]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]:
     """(slots whose kernels make it again, its nodes in the joint graph), for the storages that can be."""
@@ -39,13 +39,15 @@ def of(
     there = {name for name, _ in signature.arguments} | nodes.keys()
     chains: dict[str, tuple[int, ...]] = {}
     for storage, names in nodes.items():
-        chain = _chain(storage, there, makers, [{root.get(n, n) for n in x.reads} for x in launches])
+        chain = _recompute_chain(
+            storage, there, makers, [{root.get(n, n) for n in x.reads} for x in launches]
+        )
         if chain and signature.possible.issuperset(names):
             chains[storage] = tuple(sorted(index + 1 for index in chain))  # the first slot is `enter`
     return chains, {storage: tuple(dict.fromkeys(nodes[storage])) for storage in chains}
 
 
-def _chain(
+def _recompute_chain(
     wanted: str, there: set[str], makers: Mapping[str, Sequence[int]], reads: Sequence[set[str]]
 ) -> set[int]:
     """The kernels; empty where one of the storages on the way is written more than once."""

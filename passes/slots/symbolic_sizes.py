@@ -25,9 +25,9 @@ def largest(sums: Iterable[Make], name: str) -> Make:
     if all(made.size is None for made in sums):
         return Make(0, name, hint)
     kept: list[Any] = []
-    for size in sorted({sympy.sympify(made.bytes) for made in sums}, key=str):
-        if not any(_never_larger(size, other) for other in kept):
-            kept = [other for other in kept if not _never_larger(other, size)] + [size]
+    for size in sorted({sympy.sympify(made.bytes_or_expression) for made in sums}, key=str):
+        if not any(_is_never_larger(size, other) for other in kept):
+            kept = [other for other in kept if not _is_never_larger(other, size)] + [size]
     return Make(0, name, hint, kept[0] if len(kept) == 1 else Max(*kept))
 
 
@@ -35,14 +35,14 @@ def total(parts: Iterable[Make], name: str) -> Make:
     parts = list(parts)
     symbolic = any(part.size is not None for part in parts)
     size_bytes = sum(part.size_bytes for part in parts)
-    return Make(0, name, size_bytes, sum(part.bytes for part in parts) if symbolic else None)
+    return Make(0, name, size_bytes, sum(part.bytes_or_expression for part in parts) if symbolic else None)
 
 
-def _never_larger(one: Any, other: Any) -> bool:
+def _is_never_larger(one: Any, other: Any) -> bool:
     return bool((other - one).is_nonnegative)
 
 
-def upper(symbol: Any, shape_env: Any) -> int | None:
+def upper_limit_of_symbol(symbol: Any, shape_env: Any) -> int | None:
     """The largest value that a symbol can have, if that is known."""
     limits = shape_env.var_to_range.get(symbol)
     end = getattr(limits, "upper", None)
@@ -52,7 +52,7 @@ def upper(symbol: Any, shape_env: Any) -> int | None:
         return None
 
 
-def hint(size: Any, shape_env: Any, unknown: int) -> int:
+def size_at_traced_shapes(size: Any, shape_env: Any, unknown: int) -> int:
     """Return a size for the shapes that were traced. Each symbol that data decide counts as `unknown`."""
     if not hasattr(shape_env, "optimization_hint"):  # torch 2.11
         found = shape_env.size_hint(size, allow_none=True)
@@ -60,7 +60,7 @@ def hint(size: Any, shape_env: Any, unknown: int) -> int:
     return int(shape_env.optimization_hint(size, fallback=unknown))
 
 
-def bounded(live: Any, bound: Callable[[Any], bool], estimates: Mapping[Any, Any]) -> Any:
+def replace_unbound_symbols(live: Any, bound: Callable[[Any], bool], estimates: Mapping[Any, Any]) -> Any:
     """An expression of nothing but symbols that are bound: for the others, what they can be at most."""
     if isinstance(live, int):
         return live

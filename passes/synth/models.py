@@ -14,7 +14,7 @@ from .tape import Param, Tape
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class BatchShape:
     """Of one micro-batch."""
 
     batch: int
@@ -42,37 +42,41 @@ class Decoder:
     default_sequence: int = 4096
     fixed_sequence: bool = False
 
-    def forward(self, tape: Tape, shape: Shape, layers: int) -> None:
+    def add_forward_and_loss(self, tape: Tape, shape: BatchShape, layers: int) -> None:
         """The whole forward pass and its loss, which launches its own backward."""
-        param = tape.weights.param
-        tokens = tape.recorder.tensor(f"{tape.prefix}tokens", "input", 8 * shape.tokens)
+        param = tape.weights.get_or_add_parameter
+        tokens = tape.recorder.add_tensor(f"{tape.prefix}tokens", "input", 8 * shape.tokens)
         table = param("embed_tokens", self.vocabulary * self.hidden)
-        x = embed(tape, "embed", tokens, [table], shape.tokens, self.hidden)
+        x = add_embedding(tape, "embed", tokens, [table], shape.tokens, self.hidden)
         for layer in range(layers):
             name = f"layers.{layer}"
-            x = tape.block(name, x, lambda t, i, n=name: self._layer(t, i, n, shape))  # type: ignore[misc]
-        x = tape.norm("norm", x, [param("norm", self.hidden)], shape.tokens)
+            x = tape.add_layer(name, x, lambda t, i, n=name: self._add_layer(t, i, n, shape))  # type: ignore[misc]
+        x = tape.add_norm("norm", x, [param("norm", self.hidden)], shape.tokens)
         head = table if self.tied else param("lm_head", self.vocabulary * self.hidden)
-        chunked_loss(tape, x, tokens, head, shape, self.vocabulary)
+        add_chunked_loss(tape, x, tokens, head, shape, self.vocabulary)
 
-    def _layer(self, tape: Tape, x: int, name: str, shape: Shape) -> int:
-        tokens, hidden, param = shape.tokens, self.hidden, tape.weights.param
+    def _add_layer(self, tape: Tape, x: int, name: str, shape: BatchShape) -> int:
+        tokens, hidden, param = shape.tokens, self.hidden, tape.weights.get_or_add_parameter
         width, kv_width = self.heads * self.head_size, self.kv_heads * self.head_size
-        h = tape.norm(f"{name}.norm1", x, [param(f"{name}.norm1", hidden)], tokens)
+        h = tape.add_norm(f"{name}.norm1", x, [param(f"{name}.norm1", hidden)], tokens)
 
-        def project(which: str, columns: int, heads: int) -> int:
+        def add_projection(which: str, columns: int, heads: int) -> int:
             weight = param(f"{name}.w{which}", hidden * columns)
-            y = tape.linear(f"{name}.w{which}", h, [weight], tokens * columns, 2 * tokens * hidden * columns)
+            y = tape.add_linear(
+                f"{name}.w{which}", h, [weight], tokens * columns, 2 * tokens * hidden * columns
+            )
             if which != "v" and self.qk_norm:
-                y = tape.norm(
+                y = tape.add_norm(
                     f"{name}.{which}_norm", y, [param(f"{name}.{which}_norm", self.head_size)], tokens * heads
                 )
             if which == "v":
                 return y
-            return tape.elementwise(f"{name}.rope_{which}", [y], tape.recorder.size(y), saves=False)
+            return tape.add_elementwise(
+                f"{name}.rope_{which}", [y], tape.recorder.bytes_of_tensor(y), saves=False
+            )
 
         qkv = [
-            project(which, columns, heads)
+            add_projection(which, columns, heads)
             for which, columns, heads in (
                 ("q", width, self.heads),
                 ("k", kv_width, self.kv_heads),
@@ -81,45 +85,56 @@ class Decoder:
         ]
         flop = 4 * shape.batch * shape.sequence**2 * width // 2  # causal: half of the square
         out_bytes = tokens * width * tape.element_bytes
-        o = tape.attention(f"{name}.attention", qkv, out_bytes, tokens * self.heads, flop)
+        o = tape.add_attention(f"{name}.attention", qkv, out_bytes, tokens * self.heads, flop)
         weight = param(f"{name}.wo", width * hidden)
-        o = tape.linear(f"{name}.wo", o, [weight], tokens * hidden, 2 * tokens * width * hidden)
-        r = tape.add(f"{name}.add1", x, o)
-        h = tape.norm(f"{name}.norm2", r, [param(f"{name}.norm2", hidden)], tokens)
-        y = self._experts(tape, h, name, tokens) if self.experts else self._mlp(tape, h, name, tokens)
-        return tape.add(f"{name}.add2", r, y)
+        o = tape.add_linear(f"{name}.wo", o, [weight], tokens * hidden, 2 * tokens * width * hidden)
+        r = tape.add_residual(f"{name}.add1", x, o)
+        h = tape.add_norm(f"{name}.norm2", r, [param(f"{name}.norm2", hidden)], tokens)
+        y = self._add_experts(tape, h, name, tokens) if self.experts else self._add_mlp(tape, h, name, tokens)
+        return tape.add_residual(f"{name}.add2", r, y)
 
-    def _mlp(self, tape: Tape, h: int, name: str, tokens: int) -> int:
+    def _add_mlp(self, tape: Tape, h: int, name: str, tokens: int) -> int:
         size, flop = self.hidden * self.ffn, 2 * tokens * self.hidden * self.ffn
         gate, up = (
-            tape.linear(f"{name}.{w}", h, [tape.weights.param(f"{name}.{w}", size)], tokens * self.ffn, flop)
+            tape.add_linear(
+                f"{name}.{w}",
+                h,
+                [tape.weights.get_or_add_parameter(f"{name}.{w}", size)],
+                tokens * self.ffn,
+                flop,
+            )
             for w in ("gate", "up")
         )
-        s = tape.elementwise(f"{name}.swiglu", [gate, up], tape.recorder.size(gate))
-        down = tape.weights.param(f"{name}.down", size)
-        return tape.linear(f"{name}.down", s, [down], tokens * self.hidden, flop)
+        s = tape.add_elementwise(f"{name}.swiglu", [gate, up], tape.recorder.bytes_of_tensor(gate))
+        down = tape.weights.get_or_add_parameter(f"{name}.down", size)
+        return tape.add_linear(f"{name}.down", s, [down], tokens * self.hidden, flop)
 
-    def _experts(self, tape: Tape, h: int, name: str, tokens: int) -> int:
+    def _add_experts(self, tape: Tape, h: int, name: str, tokens: int) -> int:
         """Experts' weights are stacked, tokens spread evenly; every expert is read by every micro-batch."""
-        rows, hidden, ffn, param = tokens * self.experts_per_token, self.hidden, self.ffn, tape.weights.param
+        rows, hidden, ffn, param = (
+            tokens * self.experts_per_token,
+            self.hidden,
+            self.ffn,
+            tape.weights.get_or_add_parameter,
+        )
         router = param(f"{name}.router", hidden * self.experts)
-        logits = tape.linear(
+        logits = tape.add_linear(
             f"{name}.router", h, [router], tokens * self.experts, 2 * tokens * hidden * self.experts
         )
-        routes = tape.elementwise(f"{name}.top_k", [logits], 12 * rows)  # an fp32 weight, an int64 index
-        sorted_ = tape.elementwise(f"{name}.dispatch", [h, routes], rows * hidden * tape.element_bytes)
+        routes = tape.add_elementwise(f"{name}.top_k", [logits], 12 * rows)  # an fp32 weight, an int64 index
+        sorted_ = tape.add_elementwise(f"{name}.dispatch", [h, routes], rows * hidden * tape.element_bytes)
         gate_up = param(f"{name}.experts.gate_up", self.experts * hidden * 2 * ffn)
-        both = tape.linear(
+        both = tape.add_linear(
             f"{name}.experts.gate_up", sorted_, [gate_up], rows * 2 * ffn, 4 * rows * hidden * ffn
         )
-        s = tape.elementwise(f"{name}.experts.swiglu", [both], rows * ffn * tape.element_bytes)
+        s = tape.add_elementwise(f"{name}.experts.swiglu", [both], rows * ffn * tape.element_bytes)
         down = param(f"{name}.experts.down", self.experts * ffn * hidden)
-        y = tape.linear(f"{name}.experts.down", s, [down], rows * hidden, 2 * rows * ffn * hidden)
-        return tape.elementwise(f"{name}.combine", [y, routes], tokens * hidden * tape.element_bytes)
+        y = tape.add_linear(f"{name}.experts.down", s, [down], rows * hidden, 2 * rows * ffn * hidden)
+        return tape.add_elementwise(f"{name}.combine", [y, routes], tokens * hidden * tape.element_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Classic:
+class ClassicTransformer:
     """`patch` 0: a language model over tokens with tied embeddings. Else: images, in squares of `patch`."""
 
     hidden: int
@@ -134,115 +149,135 @@ class Classic:
     def fixed_sequence(self) -> bool:
         return bool(self.patch)
 
-    def forward(self, tape: Tape, shape: Shape, layers: int) -> None:
+    def add_forward_and_loss(self, tape: Tape, shape: BatchShape, layers: int) -> None:
         """The whole forward pass and its loss, which launches its own backward."""
-        param, hidden = tape.weights.param, self.hidden
+        param, hidden = tape.weights.get_or_add_parameter, self.hidden
         positions = param("position", self.default_sequence * hidden)
         if self.patch:
-            x = self._patches(tape, shape, positions)
+            x = self._add_patch_embedding(tape, shape, positions)
         else:
-            tokens = tape.recorder.tensor(f"{tape.prefix}tokens", "input", 8 * shape.tokens)
+            tokens = tape.recorder.add_tensor(f"{tape.prefix}tokens", "input", 8 * shape.tokens)
             table = param("token", self.vocabulary * hidden)
-            x = embed(tape, "embed", tokens, [table, positions], shape.tokens, hidden)
+            x = add_embedding(tape, "embed", tokens, [table, positions], shape.tokens, hidden)
         for layer in range(layers):
             name = f"layers.{layer}"
-            x = tape.block(name, x, lambda t, i, n=name: self._layer(t, i, n, shape))  # type: ignore[misc]
-        x = tape.norm("norm", x, _with_bias(tape, "norm", hidden, hidden), shape.tokens)
+            x = tape.add_layer(name, x, lambda t, i, n=name: self._add_layer(t, i, n, shape))  # type: ignore[misc]
+        x = tape.add_norm("norm", x, _add_weight_and_bias(tape, "norm", hidden, hidden), shape.tokens)
         if not self.patch:
-            chunked_loss(tape, x, tokens, table, shape, self.vocabulary)
+            add_chunked_loss(tape, x, tokens, table, shape, self.vocabulary)
             return
-        labels = tape.recorder.tensor(f"{tape.prefix}labels", "input", 8 * shape.batch)
-        first = tape.elementwise("class_token", [x], shape.batch * hidden * tape.element_bytes, saves=False)
-        params = _with_bias(tape, "head", hidden * self.classes, self.classes)
+        labels = tape.recorder.add_tensor(f"{tape.prefix}labels", "input", 8 * shape.batch)
+        first = tape.add_elementwise(
+            "class_token", [x], shape.batch * hidden * tape.element_bytes, saves=False
+        )
+        params = _add_weight_and_bias(tape, "head", hidden * self.classes, self.classes)
         flop = 2 * shape.batch * hidden * self.classes
-        logits = tape.linear("head", first, params, shape.batch * self.classes, flop)
-        tape.recorder.kernel("cross_entropy", [logits, labels], [logits])
-        tape.give(logits, logits)  # its gradient takes its place
+        logits = tape.add_linear("head", first, params, shape.batch * self.classes, flop)
+        tape.recorder.add_kernel("cross_entropy", [logits, labels], [logits])
+        tape.add_gradient_part(logits, logits)  # its gradient takes its place
 
-    def _patches(self, tape: Tape, shape: Shape, positions: Param) -> int:
+    def _add_patch_embedding(self, tape: Tape, shape: BatchShape, positions: Param) -> int:
         """A convolution whose stride is its size is one matrix product; then class token and positions."""
         side, squares = self.patch, self.default_sequence - 1
         pixels, count = 3 * side * side, shape.batch * squares
-        image = tape.recorder.tensor(f"{tape.prefix}images", "input", count * pixels * tape.element_bytes)
+        image = tape.recorder.add_tensor(f"{tape.prefix}images", "input", count * pixels * tape.element_bytes)
         tape.leaves.add(image)
-        params = _with_bias(tape, "patch", pixels * self.hidden, self.hidden)
-        x = tape.linear("patch", image, params, count * self.hidden, 2 * count * pixels * self.hidden)
-        token = tape.weights.param("class_token", self.hidden)
-        y = tape.make("embed.out", shape.tokens * self.hidden * tape.element_bytes)
-        tape.recorder.kernel("embed", [x, token.weight, positions.weight], [y])
+        params = _add_weight_and_bias(tape, "patch", pixels * self.hidden, self.hidden)
+        x = tape.add_linear("patch", image, params, count * self.hidden, 2 * count * pixels * self.hidden)
+        token = tape.weights.get_or_add_parameter("class_token", self.hidden)
+        y = tape.add_activation("embed.out", shape.tokens * self.hidden * tape.element_bytes)
+        tape.recorder.add_kernel("embed", [x, token.weight, positions.weight], [y])
 
-        def back() -> None:
-            dy = tape.grad(y, "embed")
-            dx = tape.make("embed.dx", tape.recorder.size(x))
-            read, written = tape.weights.grads([token, positions])
-            tape.recorder.kernel("embed.backward", [dy, *read], [dx, *written])
-            tape.give(x, dx)
+        def add_backward() -> None:
+            dy = tape.sum_gradient_parts(y, "embed")
+            dx = tape.add_activation("embed.dx", tape.recorder.bytes_of_tensor(x))
+            read, written = tape.weights.gradients_read_and_written([token, positions])
+            tape.recorder.add_kernel("embed.backward", [dy, *read], [dx, *written])
+            tape.add_gradient_part(x, dx)
 
-        tape.entries.append(back)
+        tape.entries.append(add_backward)
         return y
 
-    def _layer(self, tape: Tape, x: int, name: str, shape: Shape) -> int:
+    def _add_layer(self, tape: Tape, x: int, name: str, shape: BatchShape) -> int:
         tokens, hidden, square = shape.tokens, self.hidden, self.hidden * self.hidden
         per_square = 2 * tokens * square
 
-        def linear(which: str, h: int, columns: int, rows: int) -> int:
+        def add_linear(which: str, h: int, columns: int, rows: int) -> int:
             full = f"{name}.{which}"
-            params = _with_bias(tape, full, columns * rows * square, columns * hidden)
-            return tape.linear(full, h, params, tokens * columns * hidden, columns * rows * per_square)
+            params = _add_weight_and_bias(tape, full, columns * rows * square, columns * hidden)
+            return tape.add_linear(full, h, params, tokens * columns * hidden, columns * rows * per_square)
 
-        h = tape.norm(f"{name}.norm1", x, _with_bias(tape, f"{name}.norm1", hidden, hidden), tokens)
-        qkv = linear("qkv", h, 3, 1)
+        h = tape.add_norm(
+            f"{name}.norm1", x, _add_weight_and_bias(tape, f"{name}.norm1", hidden, hidden), tokens
+        )
+        qkv = add_linear("qkv", h, 3, 1)
         flop = 4 * shape.batch * shape.sequence**2 * hidden // (1 if self.patch else 2)
         out_bytes = tokens * hidden * tape.element_bytes
-        o = tape.attention(f"{name}.attention", [qkv], out_bytes, tokens * self.heads, flop)
-        r = tape.add(f"{name}.add1", x, linear("projection", o, 1, 1))
-        h = tape.norm(f"{name}.norm2", r, _with_bias(tape, f"{name}.norm2", hidden, hidden), tokens)
-        up = linear("up", h, 4, 1)
-        s = tape.elementwise(f"{name}.gelu", [up], tape.recorder.size(up))
-        return tape.add(f"{name}.add2", r, linear("down", s, 1, 4))
+        o = tape.add_attention(f"{name}.attention", [qkv], out_bytes, tokens * self.heads, flop)
+        r = tape.add_residual(f"{name}.add1", x, add_linear("projection", o, 1, 1))
+        h = tape.add_norm(
+            f"{name}.norm2", r, _add_weight_and_bias(tape, f"{name}.norm2", hidden, hidden), tokens
+        )
+        up = add_linear("up", h, 4, 1)
+        s = tape.add_elementwise(f"{name}.gelu", [up], tape.recorder.bytes_of_tensor(up))
+        return tape.add_residual(f"{name}.add2", r, add_linear("down", s, 1, 4))
 
 
-def _with_bias(tape: Tape, name: str, elements: int, bias: int) -> list[Param]:
-    return [tape.weights.param(f"{name}.weight", elements), tape.weights.param(f"{name}.bias", bias)]
+def _add_weight_and_bias(tape: Tape, name: str, elements: int, bias: int) -> list[Param]:
+    return [
+        tape.weights.get_or_add_parameter(f"{name}.weight", elements),
+        tape.weights.get_or_add_parameter(f"{name}.bias", bias),
+    ]
 
 
-def embed(tape: Tape, name: str, tokens: int, tables: Sequence[Param], rows: int, hidden: int) -> int:
+def add_embedding(tape: Tape, name: str, tokens: int, tables: Sequence[Param], rows: int, hidden: int) -> int:
     """Reads rows of a table; the backward adds rows to a gradient that is as large as the table."""
-    y = tape.make(f"{name}.out", rows * hidden * tape.element_bytes)
-    moved = 2 * len(tables) * tape.recorder.size(y)
-    tape.recorder.kernel(name, [tokens, *(t.weight for t in tables)], [y], moved_bytes=moved)
+    y = tape.add_activation(f"{name}.out", rows * hidden * tape.element_bytes)
+    moved = 2 * len(tables) * tape.recorder.bytes_of_tensor(y)
+    tape.recorder.add_kernel(name, [tokens, *(t.weight for t in tables)], [y], moved_bytes=moved)
 
-    def back() -> None:
+    def add_backward() -> None:
         parts = tape.pending.pop(y)
         fresh = sum(tape.weights.precision.grad_bytes * t.elements for t in tables if t.grad is None)
-        read, written = tape.weights.grads(tables)
-        tape.recorder.kernel(
+        read, written = tape.weights.gradients_read_and_written(tables)
+        tape.recorder.add_kernel(
             f"{name}.backward", [*parts, tokens, *read], written, moved_bytes=fresh + 2 * moved
         )
 
-    tape.entries.append(back)
+    tape.entries.append(add_backward)
     return y
 
 
-def chunked_loss(tape: Tape, x: int, tokens: int, head: Param, shape: Shape, vocabulary: int) -> None:
+def add_chunked_loss(
+    tape: Tape, x: int, tokens: int, head: Param, shape: BatchShape, vocabulary: int
+) -> None:
     """The head, cross entropy and their backward for one slice of the tokens after another, so that only one
     slice of the logits exists at a time. The logits' gradient takes their place."""
     recorder, chunks = tape.recorder, shape.loss_chunks
-    dx = tape.make("head.dx", recorder.size(x))
-    flop = 2 * shape.tokens * recorder.size(x) // (tape.element_bytes * shape.tokens) * vocabulary // chunks
-    slice_bytes, head_bytes = recorder.size(x) // chunks, recorder.size(head.weight)
+    dx = tape.add_activation("head.dx", recorder.bytes_of_tensor(x))
+    flop = (
+        2
+        * shape.tokens
+        * recorder.bytes_of_tensor(x)
+        // (tape.element_bytes * shape.tokens)
+        * vocabulary
+        // chunks
+    )
+    slice_bytes, head_bytes = recorder.bytes_of_tensor(x) // chunks, recorder.bytes_of_tensor(head.weight)
     for chunk in range(chunks):
-        logits = tape.make(f"logits.{chunk}", shape.tokens * vocabulary * tape.element_bytes // chunks)
-        moved = slice_bytes + head_bytes + recorder.size(logits)
-        recorder.kernel(f"head.{chunk}", [x, head.weight], [logits], flop=flop, moved_bytes=moved)
-        recorder.kernel(f"cross_entropy.{chunk}", [logits, tokens], [logits])
-        recorder.kernel(f"head.{chunk}.dgrad", [logits, head.weight], [dx], flop=flop, moved_bytes=moved)
-        read, written = tape.weights.grads([head])
-        recorder.kernel(f"head.{chunk}.wgrad", [logits, x, *read], written, flop=flop)
-    tape.give(x, dx)
+        logits = tape.add_activation(
+            f"logits.{chunk}", shape.tokens * vocabulary * tape.element_bytes // chunks
+        )
+        moved = slice_bytes + head_bytes + recorder.bytes_of_tensor(logits)
+        recorder.add_kernel(f"head.{chunk}", [x, head.weight], [logits], flop=flop, moved_bytes=moved)
+        recorder.add_kernel(f"cross_entropy.{chunk}", [logits, tokens], [logits])
+        recorder.add_kernel(f"head.{chunk}.dgrad", [logits, head.weight], [dx], flop=flop, moved_bytes=moved)
+        read, written = tape.weights.gradients_read_and_written([head])
+        recorder.add_kernel(f"head.{chunk}.wgrad", [logits, x, *read], written, flop=flop)
+    tape.add_gradient_part(x, dx)
 
 
-Model = Decoder | Classic
+Model = Decoder | ClassicTransformer
 
 # Parameters as published; tests add ours up and compare.
 MODELS: dict[str, tuple[Model, int]] = {
@@ -262,8 +297,8 @@ MODELS: dict[str, tuple[Model, int]] = {
         Decoder(151936, 2048, 48, 32, 4, 128, 768, qk_norm=True, experts=128, experts_per_token=8),
         30_532_122_624,
     ),
-    "gpt2": (Classic(768, 12, 12, 1024, vocabulary=50257), 124_439_808),
-    "gpt2-xl": (Classic(1600, 48, 25, 1024, vocabulary=50257), 1_557_611_200),
-    "vit-b-16": (Classic(768, 12, 12, 197, patch=16, classes=1000), 86_567_656),
-    "vit-l-16": (Classic(1024, 24, 16, 197, patch=16, classes=1000), 304_326_632),
+    "gpt2": (ClassicTransformer(768, 12, 12, 1024, vocabulary=50257), 124_439_808),
+    "gpt2-xl": (ClassicTransformer(1600, 48, 25, 1024, vocabulary=50257), 1_557_611_200),
+    "vit-b-16": (ClassicTransformer(768, 12, 12, 197, patch=16, classes=1000), 86_567_656),
+    "vit-l-16": (ClassicTransformer(1024, 24, 16, 197, patch=16, classes=1000), 304_326_632),
 }

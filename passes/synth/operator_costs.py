@@ -58,10 +58,10 @@ class Cost:
 NOTHING = Cost(0, 0, launches=False)
 
 
-def of_call(target: Any, args: Any, kwargs: Any, result: Any) -> Cost:
+def cost_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> Cost:
     """Of an operator that was called with these, fake tensors for tensors."""
-    given, made = list(tensors((args, kwargs))), list(tensors(result))
-    if not made or (_only_views(given, made) and not _writes(target)):
+    given, made = list(strided_tensors_in((args, kwargs))), list(strided_tensors_in(result))
+    if not made or (_has_only_views(given, made) and not _is_mutating(target)):
         return NOTHING
     packet = getattr(target, "overloadpacket", target)
     sizes = [tensor.numel() * tensor.element_size() for tensor in given]
@@ -69,36 +69,38 @@ def of_call(target: Any, args: Any, kwargs: Any, result: Any) -> Cost:
     if packet in LOOKUPS and sizes:
         sizes[0] = min(sizes[0], out_bytes)
     widest = max((t.element_size() for t in given if t.is_floating_point()), default=4)
-    return Cost(_flop(packet, args, kwargs, result), sum(sizes) + out_bytes, widest <= HALF_BYTES)
+    return Cost(_flop_of_call(packet, args, kwargs, result), sum(sizes) + out_bytes, widest <= HALF_BYTES)
 
 
-def of_nodes(gm: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, list[Cost]]]:
+def costs_of_nodes(gm: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, list[Cost]]]:
     """Each node of a graph; an operator that runs other graphs (`cond`, `scan`) costs what they do, once."""
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         bodies = [getattr(gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
-        inside = [c for body in bodies if isinstance(body, torch.fx.GraphModule) for _, c in of_nodes(body)]
-        own = of_call(node.target, args, kwargs, node.meta.get("val"))
+        inside = [
+            c for body in bodies if isinstance(body, torch.fx.GraphModule) for _, c in costs_of_nodes(body)
+        ]
+        own = cost_of_call(node.target, args, kwargs, node.meta.get("val"))
         yield node, [cost for costs in inside for cost in costs] or [own]
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
+def strided_tensors_in(value: Any) -> Iterator[torch.Tensor]:
     leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
     return (leaf for leaf in leaves if leaf.layout == torch.strided)
 
 
-def _only_views(given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+def _has_only_views(given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
     storages = {tensor.untyped_storage()._cdata for tensor in given}
     return all(tensor.untyped_storage()._cdata in storages for tensor in made)
 
 
-def _writes(target: Any) -> bool:
+def _is_mutating(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     return schema is not None and schema.is_mutable
 
 
-def _flop(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+def _flop_of_call(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
     formula = flop_registry.get(SAME_FLOP.get(packet, packet))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

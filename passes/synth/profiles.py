@@ -13,18 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from teraio.errors import OptionError
-from teraio.formats.fields import nearest
+from teraio.formats.fields import suggest_nearest_name
 from teraio.formats.profile import ENTRIES_MAX, Profile
 
-from .models import MODELS, Shape
-from .roofline import Rates, Recorder
+from .models import MODELS, BatchShape
+from .roofline import ProfileBuilder, Rates
 from .tape import PRECISIONS, Tape, Weights
 
 RATES = Rates()
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ProfileRequest:
     """What is asked for. `batch` is of one micro-batch; 0 stands for the model's own."""
 
     batch: int = 1
@@ -38,39 +38,39 @@ class Request:
     rates: Rates = RATES
 
 
-def synth(model: str, request: Request | None = None) -> Profile:
+def synth(model: str, request: ProfileRequest | None = None) -> Profile:
     """One training step: micro-batches forward and backward, then the optimizer. OptionError names what
     cannot be asked for."""
-    request = _checked(model, request or Request())
+    request = _validate_and_complete_request(model, request or ProfileRequest())
     it = MODELS[model][0]
-    recorder = Recorder(request.rates)
+    recorder = ProfileBuilder(request.rates)
     weights = Weights(recorder, PRECISIONS[request.precision])
-    shape = Shape(request.batch, request.sequence, request.loss_chunks)
+    shape = BatchShape(request.batch, request.sequence, request.loss_chunks)
     for micro in range(request.micro_batches):
         prefix = f"m{micro}." if request.micro_batches > 1 else ""
         tape = Tape(recorder, weights, prefix, request.checkpoint)
         recorder.call = 2 * micro
         recorder.forward.add(recorder.call)
-        it.forward(tape, shape, request.layers)
+        it.add_forward_and_loss(tape, shape, request.layers)
         recorder.call = 2 * micro + 1
-        tape.backward()
+        tape.add_backward_kernels()
     recorder.call = 2 * request.micro_batches
     if request.clip:
-        weights.clip()
-    weights.adamw()
-    return recorder.profile(_name(model, request))
+        weights.add_clip_kernels()
+    weights.add_adamw_kernels()
+    return recorder.build_profile(_profile_name(model, request))
 
 
-def parameters(profile: Profile, precision: str = "bf16-mixed") -> int:
+def count_parameters(profile: Profile, precision: str = "bf16-mixed") -> int:
     """How many parameters the weights of a profile hold."""
     size = PRECISIONS[precision].weight_bytes
     return sum(tensor.size_bytes for tensor in profile.tensors if tensor.kind == "weight") // size
 
 
-def _checked(model: str, request: Request) -> Request:
+def _validate_and_complete_request(model: str, request: ProfileRequest) -> ProfileRequest:
     if model not in MODELS:
         known = f"there are {', '.join(MODELS)}"
-        raise OptionError(f"model {model!r} is unknown{nearest(model, list(MODELS))}; {known}")
+        raise OptionError(f"model {model!r} is unknown{suggest_nearest_name(model, list(MODELS))}; {known}")
     it = MODELS[model][0]
     if request.precision not in PRECISIONS:
         raise OptionError(f"precision {request.precision!r} is unknown; there are {', '.join(PRECISIONS)}")
@@ -105,7 +105,7 @@ def _checked(model: str, request: Request) -> Request:
     return request
 
 
-def _name(model: str, request: Request) -> str:
+def _profile_name(model: str, request: ProfileRequest) -> str:
     layers = f"-l{request.layers}" if request.layers != MODELS[model][0].layers else ""
     micro = f"x{request.micro_batches}" if request.micro_batches > 1 else ""
     checkpoint = "-checkpoint" if request.checkpoint else ""

@@ -47,13 +47,13 @@ ACCELERATORS = {
 }
 
 
-def known(machine: str) -> str:
+def accelerator_name_in(machine: str) -> str:
     """Finds the accelerator that a machine's name begins with; nothing if there is none."""
     return max((each for each in ACCELERATORS if machine.startswith(each)), key=len, default="")
 
 
 @dataclass(slots=True)
-class _Row:
+class _TensorRow:
     """A tensor, as far as it is known."""
 
     name: str
@@ -64,25 +64,25 @@ class _Row:
     writes: list[int] = field(default_factory=list)
 
 
-class Recorder:
+class ProfileBuilder:
     """The step so far. Tensors are numbers; a kernel's tick is its place."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
-        self.rows: list[_Row] = []
+        self.rows: list[_TensorRow] = []
         self.kernels: list[Kernel] = []
         self.read_by: list[tuple[int, ...]] = []  # per kernel
         self.call = 0
         self.forward: set[int] = set()  # calls that are forward passes: what they make can be made again
 
-    def tensor(self, name: str, kind: Kind, size_bytes: int, persistent: bool = False) -> int:
-        self.rows.append(_Row(name, kind, size_bytes, persistent))
+    def add_tensor(self, name: str, kind: Kind, size_bytes: int, persistent: bool = False) -> int:
+        self.rows.append(_TensorRow(name, kind, size_bytes, persistent))
         return len(self.rows) - 1
 
-    def size(self, tensor: int) -> int:
+    def bytes_of_tensor(self, tensor: int) -> int:
         return self.rows[tensor].size_bytes
 
-    def kernel(
+    def add_kernel(
         self,
         name: str,
         reads: Sequence[int],
@@ -94,7 +94,7 @@ class Recorder:
     ) -> None:
         """`moved_bytes`: where a kernel touches only a part of its tensors (a slice, some rows)."""
         if moved_bytes is None:
-            moved_bytes = sum(map(self.size, reads)) + sum(map(self.size, writes))
+            moved_bytes = sum(map(self.bytes_of_tensor, reads)) + sum(map(self.bytes_of_tensor, writes))
         tick = len(self.kernels)
         duration_ns = self.rates.duration_ns(flop, moved_bytes)
         self.kernels.append(Kernel(name, self.call, duration_ns, workspace_bytes))
@@ -104,7 +104,7 @@ class Recorder:
         for tensor in dict.fromkeys(writes):
             self.rows[tensor].writes.append(tick)
 
-    def profile(self, name: str) -> Profile:
+    def build_profile(self, name: str) -> Profile:
         tensors = tuple(
             Tensor(
                 row.name,
@@ -113,14 +113,14 @@ class Recorder:
                 row.persistent,
                 tuple(row.reads),
                 tuple(row.writes),
-                self._chain(row),
+                self._recompute_chain(row),
             )
             for row in self.rows
         )
         step_ns = sum(kernel.duration_ns for kernel in self.kernels)
         return Profile(name, step_ns, tuple(self.kernels), tensors)
 
-    def _chain(self, row: _Row) -> tuple[int, ...]:
+    def _recompute_chain(self, row: _TensorRow) -> tuple[int, ...]:
         """The forward kernels that make a saved activation again from what lives as long as it does.
 
         Empty for what is not saved, for what several kernels write, and where the chain is too long.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .roofline import Recorder
+from .roofline import ProfileBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class Param:
 class Weights:
     """All parameters of a model, in the order in which the forward pass meets them."""
 
-    def __init__(self, recorder: Recorder, precision: Precision) -> None:
+    def __init__(self, recorder: ProfileBuilder, precision: Precision) -> None:
         self.recorder, self.precision = recorder, precision
         self.of: dict[str, Param] = {}
 
-    def param(self, name: str, elements: int) -> Param:
+    def get_or_add_parameter(self, name: str, elements: int) -> Param:
         if name not in self.of:
-            p, make = self.precision, self.recorder.tensor
+            p, make = self.precision, self.recorder.add_tensor
             weight = make(name, "weight", p.weight_bytes * elements, True)
             sizes = (("master", p.master_bytes), ("exp_avg", p.moment_bytes), ("exp_avg_sq", p.moment_bytes))
             states = tuple(
@@ -60,40 +60,40 @@ class Weights:
             self.of[name] = Param(name, elements, weight, states)
         return self.of[name]
 
-    def grads(self, params: Sequence[Param]) -> tuple[list[int], list[int]]:
+    def gradients_read_and_written(self, params: Sequence[Param]) -> tuple[list[int], list[int]]:
         """(read, written) by a kernel that adds to these parameters' gradients."""
         read, written = [], []
         for param in params:
             if param.grad is None:
                 size = self.precision.grad_bytes * param.elements
-                param.grad = self.recorder.tensor(f"{param.name}.grad", "grad", size)
+                param.grad = self.recorder.add_tensor(f"{param.name}.grad", "grad", size)
             else:
                 read.append(param.grad)
             written.append(param.grad)
         return read, written
 
-    def clip(self) -> None:
+    def add_clip_kernels(self) -> None:
         """Gradients are read for their norm, then scaled in place."""
         for param in self.of.values():
             assert param.grad is not None, param.name
-            self.recorder.kernel(f"{param.name}.norm", [param.grad], [])
+            self.recorder.add_kernel(f"{param.name}.norm", [param.grad], [])
         for param in self.of.values():
             assert param.grad is not None, param.name
-            self.recorder.kernel(f"{param.name}.clip", [param.grad], [param.grad])
+            self.recorder.add_kernel(f"{param.name}.clip", [param.grad], [param.grad])
 
-    def adamw(self) -> None:
+    def add_adamw_kernels(self) -> None:
         """One fused kernel per parameter."""
         for param in self.of.values():
             assert param.grad is not None, param.name
             own = [] if self.precision.master_bytes else [param.weight]
             reads, writes = [param.grad, *own, *param.states], [*param.states, param.weight]
-            self.recorder.kernel(f"{param.name}.adamw", reads, writes)
+            self.recorder.add_kernel(f"{param.name}.adamw", reads, writes)
 
 
 class Tape:
-    """One forward pass; `backward` goes through it in reverse."""
+    """One forward pass; `add_backward_kernels` goes through it in reverse."""
 
-    def __init__(self, recorder: Recorder, weights: Weights, prefix: str, checkpoint: bool) -> None:
+    def __init__(self, recorder: ProfileBuilder, weights: Weights, prefix: str, checkpoint: bool) -> None:
         self.recorder, self.weights = recorder, weights
         self.prefix, self.checkpoint = prefix, checkpoint
         self.element_bytes = weights.precision.activation_bytes
@@ -101,105 +101,115 @@ class Tape:
         self.pending: dict[int, list[int]] = {}  # activation -> gradients that are to be summed
         self.leaves: set[int] = set()  # that need no gradient
 
-    def make(self, name: str, size_bytes: int) -> int:
-        return self.recorder.tensor(self.prefix + name, "activation", size_bytes)
+    def add_activation(self, name: str, size_bytes: int) -> int:
+        return self.recorder.add_tensor(self.prefix + name, "activation", size_bytes)
 
-    def give(self, activation: int, grad: int) -> None:
+    def add_gradient_part(self, activation: int, grad: int) -> None:
         if activation not in self.leaves:
             self.pending.setdefault(activation, []).append(grad)
 
-    def grad(self, activation: int, name: str) -> int:
+    def sum_gradient_parts(self, activation: int, name: str) -> int:
         """Its gradient in one piece."""
         parts = self.pending.pop(activation)
         if len(parts) == 1:
             return parts[0]
-        total = self.make(f"{name}.grad_sum", self.recorder.size(activation))
-        self.recorder.kernel(f"{name}.grad_sum", parts, [total])
+        total = self.add_activation(f"{name}.grad_sum", self.recorder.bytes_of_tensor(activation))
+        self.recorder.add_kernel(f"{name}.grad_sum", parts, [total])
         return total
 
-    def backward(self) -> None:
+    def add_backward_kernels(self) -> None:
         while self.entries:
             self.entries.pop()()
 
-    def linear(
+    def add_linear(
         self, name: str, x: int, params: Sequence[Param], elements: int, flop: int, out: str = ""
     ) -> int:
         """A matrix product (grouped ones too) with or without bias; its backward is two of them."""
-        y = self.make(out or f"{name}.out", elements * self.element_bytes)
-        self.recorder.kernel(name, [x, *(p.weight for p in params)], [y], flop=flop)
+        y = self.add_activation(out or f"{name}.out", elements * self.element_bytes)
+        self.recorder.add_kernel(name, [x, *(p.weight for p in params)], [y], flop=flop)
 
-        def back() -> None:
-            dy = self.grad(y, name)
+        def add_backward() -> None:
+            dy = self.sum_gradient_parts(y, name)
             if x not in self.leaves:
-                dx = self.make(f"{name}.dx", self.recorder.size(x))
-                self.recorder.kernel(f"{name}.dgrad", [dy, params[0].weight], [dx], flop=flop)
-                self.give(x, dx)
-            read, written = self.weights.grads(params)
-            self.recorder.kernel(f"{name}.wgrad", [dy, x, *read], written, flop=flop)
+                dx = self.add_activation(f"{name}.dx", self.recorder.bytes_of_tensor(x))
+                self.recorder.add_kernel(f"{name}.dgrad", [dy, params[0].weight], [dx], flop=flop)
+                self.add_gradient_part(x, dx)
+            read, written = self.weights.gradients_read_and_written(params)
+            self.recorder.add_kernel(f"{name}.wgrad", [dy, x, *read], written, flop=flop)
 
-        self.entries.append(back)
+        self.entries.append(add_backward)
         return y
 
-    def norm(self, name: str, x: int, params: Sequence[Param], rows: int) -> int:
+    def add_norm(self, name: str, x: int, params: Sequence[Param], rows: int) -> int:
         """RMSNorm or LayerNorm; fp32 statistics per row are saved. The residual's gradient joins in its
         backward."""
-        y = self.make(f"{name}.out", self.recorder.size(x))
-        stats = self.make(f"{name}.stats", 4 * rows * len(params))  # one number, or mean and deviation
+        y = self.add_activation(f"{name}.out", self.recorder.bytes_of_tensor(x))
+        stats = self.add_activation(
+            f"{name}.stats", 4 * rows * len(params)
+        )  # one number, or mean and deviation
         weights = [p.weight for p in params]
-        self.recorder.kernel(name, [x, *weights], [y, stats])
+        self.recorder.add_kernel(name, [x, *weights], [y, stats])
 
-        def back() -> None:
+        def add_backward() -> None:
             parts, residual = self.pending.pop(y), self.pending.pop(x, [])
-            dx = self.make(f"{name}.dx", self.recorder.size(x))
-            read, written = self.weights.grads(params)
+            dx = self.add_activation(f"{name}.dx", self.recorder.bytes_of_tensor(x))
+            read, written = self.weights.gradients_read_and_written(params)
             reads = [*parts, x, stats, *weights, *residual, *read]
-            self.recorder.kernel(f"{name}.backward", reads, [dx, *written])
-            self.give(x, dx)
+            self.recorder.add_kernel(f"{name}.backward", reads, [dx, *written])
+            self.add_gradient_part(x, dx)
 
-        self.entries.append(back)
+        self.entries.append(add_backward)
         return y
 
-    def elementwise(self, name: str, inputs: Sequence[int], size_bytes: int, *, saves: bool = True) -> int:
+    def add_elementwise(
+        self, name: str, inputs: Sequence[int], size_bytes: int, *, saves: bool = True
+    ) -> int:
         """`saves`: the backward reads the inputs, as an activation function's does and a rotation's not."""
-        y = self.make(f"{name}.out", size_bytes)
-        self.recorder.kernel(name, inputs, [y])
+        y = self.add_activation(f"{name}.out", size_bytes)
+        self.recorder.add_kernel(name, inputs, [y])
 
-        def back() -> None:
+        def add_backward() -> None:
             parts = self.pending.pop(y)
             wanted = [x for x in inputs if x not in self.leaves]
-            made = [self.make(f"{name}.d{i}", self.recorder.size(x)) for i, x in enumerate(wanted)]
-            self.recorder.kernel(f"{name}.backward", [*parts, *(inputs if saves else ())], made)
+            made = [
+                self.add_activation(f"{name}.d{i}", self.recorder.bytes_of_tensor(x))
+                for i, x in enumerate(wanted)
+            ]
+            self.recorder.add_kernel(f"{name}.backward", [*parts, *(inputs if saves else ())], made)
             for x, dx in zip(wanted, made):
-                self.give(x, dx)
+                self.add_gradient_part(x, dx)
 
-        self.entries.append(back)
+        self.entries.append(add_backward)
         return y
 
-    def add(self, name: str, a: int, b: int) -> int:
+    def add_residual(self, name: str, a: int, b: int) -> int:
         """A residual. Its backward launches nothing: both sides get the same gradient."""
-        y = self.make(f"{name}.out", self.recorder.size(a))
-        self.recorder.kernel(name, [a, b], [y])
+        y = self.add_activation(f"{name}.out", self.recorder.bytes_of_tensor(a))
+        self.recorder.add_kernel(name, [a, b], [y])
 
-        def back() -> None:
-            dy = self.grad(y, name)
-            self.give(a, dy)
-            self.give(b, dy)
+        def add_backward() -> None:
+            dy = self.sum_gradient_parts(y, name)
+            self.add_gradient_part(a, dy)
+            self.add_gradient_part(b, dy)
 
-        self.entries.append(back)
+        self.entries.append(add_backward)
         return y
 
-    def attention(self, name: str, qkv: Sequence[int], out_bytes: int, rows: int, flop: int) -> int:
+    def add_attention(self, name: str, qkv: Sequence[int], out_bytes: int, rows: int, flop: int) -> int:
         """Flash attention: output and one fp32 number per row and head are saved. The backward makes half of
         the product again and works in an fp32 copy of the query's gradient."""
-        o = self.make(f"{name}.out", out_bytes)
-        lse = self.make(f"{name}.lse", 4 * rows)
-        self.recorder.kernel(name, qkv, [o, lse], flop=flop)
+        o = self.add_activation(f"{name}.out", out_bytes)
+        lse = self.add_activation(f"{name}.lse", 4 * rows)
+        self.recorder.add_kernel(name, qkv, [o, lse], flop=flop)
 
-        def back() -> None:
-            do = self.grad(o, name)
-            made = [self.make(f"{name}.d{i}", self.recorder.size(x)) for i, x in enumerate(qkv)]
+        def add_backward() -> None:
+            do = self.sum_gradient_parts(o, name)
+            made = [
+                self.add_activation(f"{name}.d{i}", self.recorder.bytes_of_tensor(x))
+                for i, x in enumerate(qkv)
+            ]
             workspace = out_bytes // self.element_bytes * 4 + 4 * rows
-            self.recorder.kernel(
+            self.recorder.add_kernel(
                 f"{name}.backward",
                 [do, *qkv, o, lse],
                 made,
@@ -207,25 +217,25 @@ class Tape:
                 workspace_bytes=workspace,
             )
             for x, dx in zip(qkv, made):
-                self.give(x, dx)
+                self.add_gradient_part(x, dx)
 
-        self.entries.append(back)
+        self.entries.append(add_backward)
         return o
 
-    def block(self, name: str, x: int, run: Callable[[Tape, int], int]) -> int:
+    def add_layer(self, name: str, x: int, run: Callable[[Tape, int], int]) -> int:
         """A layer. With checkpointing only its input is saved, and the backward runs all of it once more."""
         if not self.checkpoint:
             return run(self, x)
         forward = Tape(self.recorder, self.weights, self.prefix, False)
         y = run(forward, x)
 
-        def back() -> None:
+        def add_backward() -> None:
             again = Tape(self.recorder, self.weights, f"{self.prefix}again.", False)
             remade = run(again, x)
-            again.pending[remade] = [self.grad(y, name)]
-            again.backward()
+            again.pending[remade] = [self.sum_gradient_parts(y, name)]
+            again.add_backward_kernels()
             for dx in again.pending.pop(x):
-                self.give(x, dx)
+                self.add_gradient_part(x, dx)
 
-        self.entries.append(back)
+        self.entries.append(add_backward)
         return y

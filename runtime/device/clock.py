@@ -9,18 +9,18 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    def moment(self) -> Any:
+    def moment_after_kernels(self) -> Any:
         """Now, behind all kernels given so far."""
         ...
 
-    def times_ns(self, moments: Sequence[Any]) -> list[int]:
+    def moments_in_ns(self, moments: Sequence[Any]) -> list[int]:
         """When they were, in ns since whenever. Waits until all of them are over."""
         ...
 
 
 class HostClock:
-    def moment(self) -> Any:
+    def moment_after_kernels(self) -> Any:
         return time.perf_counter_ns()
 
-    def times_ns(self, moments: Sequence[Any]) -> list[int]:
+    def moments_in_ns(self, moments: Sequence[Any]) -> list[int]:
         return list(moments)

@@ -9,28 +9,28 @@ from typing import Any
 from teraio import _native
 
 from ..torch_extension import allocator
-from ..torch_extension.observer import observer
+from ..torch_extension.observer import observer_of_process
 from . import limits, rss
-from .device import Ordered, Scratch
+from .device import OrderedDevice, Scratch
 
 CPU_MARGIN_PERCENT = 10  # of RAM: libraries, the interpreter and the page tables are not in the ledger
 
 
-class CpuDevice(Ordered):
+class CpuDevice(OrderedDevice):
     """RAM. Kernels run when they are called and tickets end with the bytes in place: nothing to order."""
 
     kind = "cpu"
     copier = None
 
     def __init__(self) -> None:
-        limits.return_freed_memory()  # of what is not a tensor; without our allocator, of everything
+        limits.make_malloc_return_memory()  # of what is not a tensor; without our allocator, of everything
         self.spares = not allocator.install()
         self.sees_pages = not self.spares
         self.freed = _native.spare()
-        self.observer = observer()
+        self.observer = observer_of_process()
 
     def capacity_bytes(self) -> int:
-        return limits.read().capacity_bytes
+        return limits.read_memory_limits().capacity_bytes
 
     def available_bytes(self) -> int:
         return available_bytes()
@@ -50,13 +50,13 @@ class CpuDevice(Ordered):
         else:
             rss.reset_peak()
 
-    def keep_within(self, size_bytes: int) -> None:
+    def limit_tensors_and_spare_memory(self, size_bytes: int) -> None:
         self.freed.keep_within(max(0, size_bytes))
 
-    def step_ended(self) -> None:
+    def release_unused_spare_memory(self) -> None:
         self.freed.end_stretch()
 
-    def is_foreign(self, storage: Any) -> bool:
+    def is_uncounted_in_used_bytes(self, storage: Any) -> bool:
         """Made before ours was there; small blocks are malloc's, and not asked for."""
         return (
             self.spares
@@ -64,10 +64,10 @@ class CpuDevice(Ordered):
             and not self.freed.holds(storage.data_ptr())
         )
 
-    def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
+    def allocate_slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         return _native.Slabs(slab_bytes, count)
 
-    def scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
+    def allocate_scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
         memory = mmap.mmap(-1, most_bytes)
 
         def fill(data: bytes) -> None:
@@ -78,4 +78,4 @@ class CpuDevice(Ordered):
 
 def available_bytes() -> int:
     """The smaller of the control group's limit and available memory."""
-    return limits.read().obtainable_bytes
+    return limits.read_memory_limits().obtainable_bytes

@@ -31,7 +31,7 @@ import torch
 from teraio import _native
 from teraio.units import fmt_bytes
 
-from ..torch_extension.observer import observer
+from ..torch_extension.observer import observer_of_process
 from .cuda_memory import CudaMemory
 from .device import Host
 from .link_rates import LinkRates
@@ -42,7 +42,7 @@ log = logging.getLogger("teraio")
 _IDLE_STREAMS: dict[tuple[int, int], list[int]] = defaultdict(list)  # by GPU and priority: no device has them
 
 
-def driver_devices() -> tuple[str, ...]:
+def gpu_names_from_driver() -> tuple[str, ...]:
     """The names of the GPUs that the driver shows, whatever torch was built for. Empty without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -58,7 +58,7 @@ def driver_devices() -> tuple[str, ...]:
         return ()
 
 
-def reason_without() -> str | None:
+def reason_without_gpu() -> str | None:
     """Why this process has no GPU to use; None if it has one."""
     if torch.version.hip:
         return f"torch {torch.__version__} is built for ROCm, which is not supported"
@@ -73,12 +73,12 @@ VIRTUAL_MEMORY_MANAGEMENT = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # in the environment
 
 
-def split_blocks_finely() -> None:
+def enable_expandable_segments() -> None:
     """Segments that grow, for tensors from now on. In others a block is not split if less than 1 MiB would be
     left of it: all of it counts as allocated, and hundreds of tensors that come and go take that much more
     each. Who has settings of their own keeps them: new ones would put back what they do not name. Without
     these the reserve learns what is lost."""
-    if _has_settings():
+    if _has_user_allocator_settings():
         return
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is None:
@@ -87,7 +87,7 @@ def split_blocks_finely() -> None:
             "that nothing fits in. Start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             torch.__version__,
         )
-    elif _maps_memory():
+    elif _can_expand_segments():
         change("expandable_segments:True")
     else:
         log.warning(
@@ -96,7 +96,7 @@ def split_blocks_finely() -> None:
         )
 
 
-def _has_settings() -> bool:
+def _has_user_allocator_settings() -> bool:
     """Return whether the user made settings, in the environment or at run time."""
     if any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):
         return True
@@ -107,7 +107,7 @@ def _has_settings() -> bool:
     return any(told.get(name) for name in ALLOCATOR_SETTINGS)
 
 
-def _maps_memory() -> bool:
+def _can_expand_segments() -> bool:
     """Return whether the current device can have segments that grow; torch tries it without asking."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -129,15 +129,15 @@ class CudaDevice(CudaMemory):
         super().__init__(torch.cuda.current_device() if index is None else index)
         with torch.cuda.device(self.device):
             torch.cuda.synchronize(self.device)
-            split_blocks_finely()
+            enable_expandable_segments()
             self.copier = _native.CudaCopier()  # takes the context that is current
-        self.evict_stream, self.fetch_stream = self._own_stream(), self._own_stream()
+        self.evict_stream, self.fetch_stream = self._private_stream(), self._private_stream()
         # A copy on it does not queue behind the prefetches: the copy engine takes from all streams in turn.
-        self.demand_stream = self._own_stream(priority=-1)
+        self.demand_stream = self._private_stream(priority=-1)
         self._compute = torch.cuda.current_stream(self.index)
-        self.observer = observer()
+        self.observer = observer_of_process()
 
-    def _own_stream(self, priority: int = 0) -> torch.cuda.ExternalStream:
+    def _private_stream(self, priority: int = 0) -> torch.cuda.ExternalStream:
         """Return a stream that no user has: torch hands out 32 of each priority in turn, and then the same.
 
         It outlives this device, and serves the next one: where memory was used on a stream, torch may ask
@@ -148,31 +148,31 @@ class CudaDevice(CudaMemory):
         weakref.finalize(self, idle.append, handle)
         return torch.cuda.ExternalStream(handle, self.device)
 
-    def resize(self, storage: Any, size_bytes: int) -> None:
+    def resize_storage(self, storage: Any, size_bytes: int) -> None:
         """Give the storage so many bytes. Freed memory serves the stream next that it was made on. If that is
         not the current one, the allocator holds the memory until the current one is done with it."""
         if size_bytes == 0 and storage.nbytes():
             tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            tensor.record_stream(self.compute())
+            tensor.record_stream(self.current_compute_stream())
         storage.resize_(size_bytes)
 
     def begin_copy_out(self, storage: Any, start: Start) -> Pending:
-        self.user_code_runs()  # on any stream: it may write there still
+        self.join_user_streams()  # on any stream: it may write there still
         return super().begin_copy_out(storage, start)
 
-    def drop(self, storage: Any, unwritten: bool = True) -> None:
-        self.user_code_runs()  # on any stream: it may read there still
+    def drop_bytes(self, storage: Any, unwritten: bool = True) -> None:
+        self.join_user_streams()  # on any stream: it may read there still
         if self.observer is None:
-            super().drop(storage, unwritten)
+            super().drop_bytes(storage, unwritten)
             return
-        block = self.observer.block(storage)
-        self.observer.leave(storage, unwritten, block)
-        self.resize(block, 0)
+        block = self.observer.make_empty_block(storage)
+        self.observer.empty_storage(storage, unwritten, block)
+        self.resize_storage(block, 0)
 
-    def unpin(self, slabs: _native.Slabs) -> None:
+    def unpin_slabs(self, slabs: _native.Slabs) -> None:
         self.copier.unpin(slabs)
 
-    def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
+    def allocate_slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         """Pinned for the life of the copier, and on huge pages: cudaHostAlloc does not tell what it gives."""
         slabs = _native.Slabs(slab_bytes, count)
         error = self.copier.pin(slabs)
@@ -185,36 +185,36 @@ class CudaDevice(CudaMemory):
             )
         return slabs
 
-    def host(self, limit_bytes: int) -> HostTier:
+    def make_host_tier(self, limit_bytes: int) -> HostTier:
         return HostTier(self, limit_bytes)
 
-    def host_link(self, host: Host, seconds: float, memory_bytes: int) -> LinkRates | str:
+    def measure_host_link(self, host: Host, seconds: float, memory_bytes: int) -> LinkRates | str:
         assert isinstance(host, HostTier)
-        return measure_host(self, host, seconds, memory_bytes, lambda doing: None)
+        return measure_host_tier_link(self, host, seconds, memory_bytes, lambda doing: None)
 
-    def mark(self) -> Mark:
+    def mark_compute_stream(self) -> Mark:
         event = torch.cuda.Event()
-        event.record(self.compute())
+        event.record(self.current_compute_stream())
         return Mark(event, event.cuda_event)
 
-    def moment(self) -> torch.cuda.Event:
+    def moment_after_kernels(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self.compute())
+        event.record(self.current_compute_stream())
         return event
 
-    def times_ns(self, moments: Sequence[torch.cuda.Event]) -> list[int]:
+    def moments_in_ns(self, moments: Sequence[torch.cuda.Event]) -> list[int]:
         """From each to the next: the driver tells milliseconds in 24 bits, of an hour too few."""
         for event in moments[-1:]:
             event.synchronize()
         spans = (round(a.elapsed_time(b) * 1e6) for a, b in pairwise(moments))
         return list(accumulate(spans, initial=0))[: len(moments)]
 
-    def compute_waits(self, event: torch.cuda.Event) -> None:
-        self.compute().wait_event(event)
+    def make_kernels_wait_for_event(self, event: torch.cuda.Event) -> None:
+        self.current_compute_stream().wait_event(event)
 
-    def user_code_runs(self) -> None:
-        compute = self.compute()
-        for number in self.observer.streams(self.index) if self.observer is not None else ():
+    def join_user_streams(self) -> None:
+        compute = self.current_compute_stream()
+        for number in self.observer.newly_used_streams(self.index) if self.observer is not None else ():
             if number != compute.stream_id:
                 compute.wait_stream(
                     torch.cuda.Stream(
@@ -222,15 +222,15 @@ class CudaDevice(CudaMemory):
                     )
                 )
 
-    def drain(self) -> None:
+    def wait_for_copies(self) -> None:
         for stream in (self.evict_stream, self.fetch_stream, self.demand_stream):
             stream.synchronize()
 
-    def idle(self) -> None:
-        self.drain()
-        self.compute().synchronize()
+    def wait_until_idle(self) -> None:
+        self.wait_for_copies()
+        self.current_compute_stream().synchronize()
 
-    def compute(self) -> torch.cuda.Stream:
+    def current_compute_stream(self) -> torch.cuda.Stream:
         """The current stream, behind what the last one was given.
 
         Asked for on the caller's thread and before any side stream is entered: inside one, it would be that
@@ -255,7 +255,7 @@ LOOK_LEAST_BYTES = 2**20  # of the device's memory, each way
 SMALL_BYTES = 4096
 
 
-def measure_host(
+def measure_host_tier_link(
     device: CudaDevice, tier: HostTier, seconds: float, memory_bytes: int, progress: Callable[[str], None]
 ) -> LinkRates | str:
     """The link device <-> host, or why there is none to be measured. The places go back to the tier."""
@@ -263,7 +263,7 @@ def measure_host(
     most = min(min(LOOK_BYTES, tier.limit_bytes) // count, (memory_bytes - SMALL_BYTES) // 2)
     size = most // GRAIN_BYTES * GRAIN_BYTES
     places = [place for _ in range(count) if size and (place := tier.reserve(size)) is not None]
-    taken = [device.scratch(each, min(each, LOOK_LEAST_BYTES)) for each in (SMALL_BYTES, size, size)]
+    taken = [device.allocate_scratch(each, min(each, LOOK_LEAST_BYTES)) for each in (SMALL_BYTES, size, size)]
     scratches = [each for each in taken if each is not None]
     try:
         if len(places) < count:
@@ -271,7 +271,9 @@ def measure_host(
             return str(tier.refused or f"{limit} are too little to measure a link with")
         if len(scratches) < len(taken):
             return f"the GPU has less than {fmt_bytes(2 * LOOK_LEAST_BYTES)} free to measure the link with"
-        return _host_rates(device, tier, seconds, places, [each.storage for each in scratches], progress)
+        return _measure_host_rates(
+            device, tier, seconds, places, [each.storage for each in scratches], progress
+        )
     finally:
         for scratch in scratches:
             scratch.end()
@@ -279,7 +281,7 @@ def measure_host(
             tier.release(place)
 
 
-def _host_rates(
+def _measure_host_rates(
     device: CudaDevice,
     tier: HostTier,
     seconds: float,
@@ -288,34 +290,38 @@ def _host_rates(
     progress: Callable[[str], None],
 ) -> LinkRates:
     small, source, target = storages
-    out = [partial(_copy, device, tier.write(place), source) for place in places[:LOOK_COUNT]]
-    into = [partial(_copy, device, tier.read(place), target) for place in places[LOOK_COUNT:]]
+    out = [
+        partial(_start_copy, device, tier.copy_out_starter(place), source) for place in places[:LOOK_COUNT]
+    ]
+    into = [
+        partial(_start_copy, device, tier.copy_in_starter(place), target) for place in places[LOOK_COUNT:]
+    ]
     out_bytes, into_bytes = LOOK_COUNT * source.nbytes(), LOOK_COUNT * target.nbytes()
 
-    def rate(moves: Sequence[Callable[[], Ticket]], size: int) -> int:
+    def measure_rate(moves: Sequence[Callable[[], Ticket]], size: int) -> int:
         torch.cuda.synchronize(device.device)
         start, moved = time.monotonic(), 0
         while time.monotonic() - start < seconds / 2:
             for move in moves:
                 move()
-            device.drain()
+            device.wait_for_copies()
             moved += size
         return int(moved / (time.monotonic() - start))
 
     progress("device to host and back")
-    rate(out + into, 0)  # clocks and links of a sleeping GPU are slow for a moment
-    evict, fetch = rate(out, out_bytes), rate(into, into_bytes)
-    both = rate(out + into, out_bytes + into_bytes) // 2
+    measure_rate(out + into, 0)  # clocks and links of a sleeping GPU are slow for a moment
+    evict, fetch = measure_rate(out, out_bytes), measure_rate(into, into_bytes)
+    both = measure_rate(out + into, out_bytes + into_bytes) // 2
     latencies = []
-    for start in (tier.write(places[0]), tier.read(places[0])):
+    for start in (tier.copy_out_starter(places[0]), tier.copy_in_starter(places[0])):
         begun = time.monotonic_ns()
         for _ in range(16):
-            _copy(device, start, small)
-            device.drain()
+            _start_copy(device, start, small)
+            device.wait_for_copies()
         latencies.append((time.monotonic_ns() - begun) // 16)
     torch.cuda.synchronize(device.device)
     return LinkRates("host", evict, fetch, both, both, *latencies)
 
 
-def _copy(device: CudaDevice, start: Start, storage: torch.UntypedStorage) -> Ticket:
-    return start(storage, device.mark())
+def _start_copy(device: CudaDevice, start: Start, storage: torch.UntypedStorage) -> Ticket:
+    return start(storage, device.mark_compute_stream())

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from .device import Ordered, Scratch
+from .device import OrderedDevice, Scratch
 
 MARGIN_PERCENT = 5  # of free and held memory: what the driver and libraries take beside the allocator
 LIBRARIES_BYTES = 96 * 2**20  # cuBLAS takes 32 MiB on Hopper, per thread: the forward's, and autograd's
 
 
-class CudaMemory(Ordered):
+class CudaMemory(OrderedDevice):
     """The memory of one GPU."""
 
     counts_all = True
@@ -41,7 +41,7 @@ class CudaMemory(Ordered):
     def default_budget_bytes(self) -> int:
         return self.available_bytes() * (100 - MARGIN_PERCENT) // 100
 
-    def _counted(self) -> Any:
+    def _read_allocator_counts(self) -> Any:
         """Read the allocator's figures as they are.
 
         torch.cuda.memory_allocated and its like flatten and sort all of them first, which takes ten times as
@@ -49,39 +49,39 @@ class CudaMemory(Ordered):
         return torch.cuda.memory_stats_as_nested_dict(self.index)
 
     def used_bytes(self) -> int:
-        return int(self._counted()["allocated_bytes"]["all"]["current"])
+        return int(self._read_allocator_counts()["allocated_bytes"]["all"]["current"])
 
     def peak_bytes(self) -> int:
-        return int(self._counted()["allocated_bytes"]["all"]["peak"])
+        return int(self._read_allocator_counts()["allocated_bytes"]["all"]["peak"])
 
     def reset_peak(self) -> None:
-        self._keep_highest()
+        self._update_highest_peaks()
         torch.cuda.reset_peak_memory_stats(self.index)
 
-    def _keep_highest(self) -> None:
-        counted = self._counted()
+    def _update_highest_peaks(self) -> None:
+        counted = self._read_allocator_counts()
         self.highest = max(self.highest, counted["allocated_bytes"]["all"]["peak"])
         self.highest_reserved = max(self.highest_reserved, counted["reserved_bytes"]["all"]["peak"])
 
-    def highest_bytes(self) -> int:
-        self._keep_highest()
+    def highest_used_bytes(self) -> int:
+        self._update_highest_peaks()
         return self.highest
 
     def highest_reserved_bytes(self) -> int:
-        self._keep_highest()
+        self._update_highest_peaks()
         return self.highest_reserved
 
-    def forget_highest(self) -> None:
+    def forget_highest_counts(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.index)
         self.highest = self.highest_reserved = 0
 
-    def tries_bytes(self, kernel: str) -> int:
+    def autotuning_bytes(self, kernel: str) -> int:
         """Inductor's autotuner empties the L2 cache between two launches, with a buffer of its size."""
         if not kernel.startswith("triton_"):
             return 0
         return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
 
-    def scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
+    def allocate_scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
         size, memory = most_bytes, None
         while memory is None and size >= least_bytes:
             try:
@@ -96,12 +96,12 @@ class CudaMemory(Ordered):
             memory[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             torch.cuda.synchronize(self.device)
 
-        def end() -> None:
+        def free_memory() -> None:
             torch.cuda.synchronize(self.device)
             storage.resize_(0)
             torch.cuda.empty_cache()
 
-        return Scratch(memory.data_ptr(), size, fill, end, storage)
+        return Scratch(memory.data_ptr(), size, fill, free_memory, storage)
 
-    def libraries_bytes(self, budget_bytes: int) -> int:
+    def library_workspace_bytes(self, budget_bytes: int) -> int:
         return min(LIBRARIES_BYTES, budget_bytes // 8)

@@ -35,7 +35,7 @@ from teraio import _native
 from ..torch_extension.observer import Observer
 from .clock import Clock, HostClock
 from .link_rates import LinkRates
-from .memory_counts import MemoryCounts, Uncounted
+from .memory_counts import MemoryCounts, UncountedMemory
 from .pending_transfer import Mark, Pending, Start, Ticket
 
 
@@ -64,11 +64,11 @@ class Host(Protocol):
         """What was fetched from there has ended on the host."""
         ...
 
-    def write(self, place: Any) -> Start:
+    def copy_out_starter(self, place: Any) -> Start:
         """For `begin_copy_out`."""
         ...
 
-    def read(self, place: Any, demand: bool = False) -> Start:
+    def copy_in_starter(self, place: Any, demand: bool = False) -> Start:
         """For `begin_copy_in`; on demand, not behind what is fetched ahead."""
         ...
 
@@ -97,44 +97,44 @@ class Device(MemoryCounts, Clock, Protocol):
         """The budget where the user gives none."""
         ...
 
-    def scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
+    def allocate_scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
         """So many bytes to measure with, or by halves as many as there are; None if those are too few."""
         ...
 
-    def keep_within(self, size_bytes: int) -> None:
+    def limit_tensors_and_spare_memory(self, size_bytes: int) -> None:
         """Tensors have so many bytes: what was freed may be kept for others, but no more than that in all."""
         ...
 
-    def step_ended(self) -> None:
+    def release_unused_spare_memory(self) -> None:
         """What was kept and not needed goes back to the system."""
         ...
 
-    def is_foreign(self, storage: Any) -> bool:
+    def is_uncounted_in_used_bytes(self, storage: Any) -> bool:
         """Whether its bytes are not among those that `used_bytes` counts."""
         ...
 
-    def host(self, limit_bytes: int) -> Host | None:
+    def make_host_tier(self, limit_bytes: int) -> Host | None:
         """Copies in host memory, of so many bytes in all; None where tensors are in it already."""
         ...
 
-    def host_link(self, host: Host, seconds: float, memory_bytes: int) -> LinkRates | str:
+    def measure_host_link(self, host: Host, seconds: float, memory_bytes: int) -> LinkRates | str:
         """What it carries, measured with so much of the device's memory, or why there is none after all."""
         ...
 
-    def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
+    def allocate_slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         """Slabs that the copier can use: on huge pages, and pinned where the device copies them itself."""
         ...
 
-    def unpin(self, slabs: _native.Slabs) -> None:
+    def unpin_slabs(self, slabs: _native.Slabs) -> None:
         """Gives back slabs that no transfer uses any more."""
         ...
 
-    def user_code_runs(self) -> None:
+    def join_user_streams(self) -> None:
         """Orders what user code does now, on the stream that is current, behind all that was given so far;
         and what is given later behind that."""
         ...
 
-    def idle(self) -> None:
+    def wait_until_idle(self) -> None:
         """The host waits until kernels and copies given so far are over."""
         ...
 
@@ -142,15 +142,15 @@ class Device(MemoryCounts, Clock, Protocol):
         """Starts the copy out. Until the end it may be read, not written."""
         ...
 
-    def end_copy_out(self, pending: Pending) -> None:
+    def end_copy_and_free(self, pending: Pending) -> None:
         """Frees the storage in place once its copy is confirmed. If that failed: raises, frees nothing."""
         ...
 
-    def keep(self, pending: Pending) -> None:
+    def end_copy_without_freeing(self, pending: Pending) -> None:
         """Ends an eviction without freeing: from here on the storage may be written again."""
         ...
 
-    def drop(self, storage: Any, unwritten: bool = True) -> None:
+    def drop_bytes(self, storage: Any, unwritten: bool = True) -> None:
         """Frees a storage in place whose bytes exist elsewhere unchanged, or, if not `unwritten`, are worth
         nothing."""
         ...
@@ -165,113 +165,117 @@ class Device(MemoryCounts, Clock, Protocol):
         ...
 
 
-class Ordered(Uncounted, HostClock):
+class OrderedDevice(UncountedMemory, HostClock):
     """What is the same for all kinds of devices, over four primitives that each kind has its own of."""
 
     device = torch.device("cpu")
     observer: Observer | None = None  # sees reads of what is evicted
 
-    def resize(self, storage: Any, size_bytes: int) -> None:
+    def resize_storage(self, storage: Any, size_bytes: int) -> None:
         storage.resize_(size_bytes)
 
-    def keep_within(self, size_bytes: int) -> None:
+    def limit_tensors_and_spare_memory(self, size_bytes: int) -> None:
         pass
 
-    def step_ended(self) -> None:
+    def release_unused_spare_memory(self) -> None:
         pass
 
-    def is_foreign(self, storage: Any) -> bool:
+    def is_uncounted_in_used_bytes(self, storage: Any) -> bool:
         return False
 
-    def host(self, limit_bytes: int) -> Host | None:
+    def make_host_tier(self, limit_bytes: int) -> Host | None:
         return None
 
-    def host_link(self, host: Host, seconds: float, memory_bytes: int) -> LinkRates | str:
+    def measure_host_link(self, host: Host, seconds: float, memory_bytes: int) -> LinkRates | str:
         return f"a {type(self).__name__} has none"
 
-    def mark(self) -> Mark:
+    def mark_compute_stream(self) -> Mark:
         return Mark()
 
-    def compute_waits(self, event: Any) -> None:
+    def make_kernels_wait_for_event(self, event: Any) -> None:
         """Kernels given from now on wait for `event`."""
 
-    def user_code_runs(self) -> None:
+    def join_user_streams(self) -> None:
         """Order what user code does now on the stream that is current behind all that was given so far."""
 
-    def unpin(self, slabs: _native.Slabs) -> None:
+    def unpin_slabs(self, slabs: _native.Slabs) -> None:
         """Give back slabs that no transfer uses any more."""
 
-    def drain(self) -> None:
+    def wait_for_copies(self) -> None:
         """The host waits until no copy is running."""
 
-    def idle(self) -> None:
-        self.drain()
+    def wait_until_idle(self) -> None:
+        self.wait_for_copies()
 
     def begin_copy_out(self, storage: Any, start: Start) -> Pending:
-        mark = self.mark()
+        mark = self.mark_compute_stream()
         if self.observer is None:
             return Pending(storage, start(storage, mark), mark)
-        self.observer.copy_begins(storage)
+        self.observer.begin_write_watch(storage)
         try:
             return Pending(storage, start(storage, mark), mark)
         finally:
-            self.observer.copy_began(storage)
+            self.observer.arm_write_watch(storage)
 
-    def end_copy_out(self, pending: Pending) -> None:
-        self.join(pending.ticket)
-        self.drop(pending.storage)
+    def end_copy_and_free(self, pending: Pending) -> None:
+        self.wait_for_copy(pending.ticket)
+        self.drop_bytes(pending.storage)
 
-    def keep(self, pending: Pending) -> None:
-        self.join(pending.ticket)
+    def end_copy_without_freeing(self, pending: Pending) -> None:
+        self.wait_for_copy(pending.ticket)
 
-    def drop(self, storage: Any, unwritten: bool = True) -> None:
+    def drop_bytes(self, storage: Any, unwritten: bool = True) -> None:
         if self.observer is None:
-            self.resize(storage, 0)
+            self.resize_storage(storage, 0)
         else:
-            self.observer.leave(storage, unwritten)
+            self.observer.empty_storage(storage, unwritten)
 
     def begin_copy_in(self, storage: Any, size_bytes: int, start: Start) -> Pending:
-        block = storage if self.observer is None else self.observer.block(storage)
-        self.resize(block, size_bytes)  # before the mark: it must stand behind whatever used this memory
-        mark = self.mark()
+        block = storage if self.observer is None else self.observer.make_empty_block(storage)
+        self.resize_storage(
+            block, size_bytes
+        )  # before the mark: it must stand behind whatever used this memory
+        mark = self.mark_compute_stream()
         try:
             return Pending(storage, start(block, mark), mark, block)
         except BaseException:
-            self.drain()  # a part of the copy may have been given
-            self.resize(block, 0)
+            self.wait_for_copies()  # a part of the copy may have been given
+            self.resize_storage(block, 0)
             raise
 
     def end_copy_in(self, pending: Pending) -> bool:
         try:
-            self.join(pending.ticket)
+            self.wait_for_copy(pending.ticket)
         except BaseException:
             if not pending.ticket.done():  # Ctrl-C while waiting: the copy still runs, the end comes later
                 raise
-            self.drain()
-            self.resize(pending.block, 0)
+            self.wait_for_copies()
+            self.resize_storage(pending.block, 0)
             raise
-        return self.arrives(pending)
+        return self.give_block_to_storage(pending)
 
-    def arrives(self, pending: Pending) -> bool:
+    def give_block_to_storage(self, pending: Pending) -> bool:
         """Give the storage what was copied in. Return whether that is where someone waits for it."""
-        copied = self.observer is not None and self.observer.arrive(pending.storage, pending.block)
+        copied = self.observer is not None and self.observer.give_block_to_storage(
+            pending.storage, pending.block
+        )
         if copied:
-            self.resize(pending.block, 0)
+            self.resize_storage(pending.block, 0)
         return copied
 
-    def join(self, ticket: Ticket) -> None:
+    def wait_for_copy(self, ticket: Ticket) -> None:
         """Host first, then compute: the other way round the event may not be recorded yet."""
         ticket.wait()
         event = getattr(ticket, "event", None)  # asking isinstance of a protocol takes 90 us
         if event is not None:
-            self.compute_waits(event)
+            self.make_kernels_wait_for_event(event)
 
 
-def same(one: torch.device, other: torch.device) -> bool:
+def is_same_memory(one: torch.device, other: torch.device) -> bool:
     """Return whether both have the same memory. RAM is the same by whatever index; `cuda` without an index is
     the current GPU."""
-    return one.type == other.type and (one.type != "cuda" or _index(one) == _index(other))
+    return one.type == other.type and (one.type != "cuda" or _gpu_index(one) == _gpu_index(other))
 
 
-def _index(device: torch.device) -> int:
+def _gpu_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index

@@ -11,7 +11,7 @@ KIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ControlGroup:
     """A control group's memory limit: this process's own group or one above it."""
 
     path: Path
@@ -25,7 +25,7 @@ class Memory:
 
     total_bytes: int
     available_bytes: int
-    group: Group | None
+    group: ControlGroup | None
 
     @property
     def capacity_bytes(self) -> int:
@@ -40,25 +40,25 @@ class Memory:
         )
 
 
-def read(root: Path = Path("/")) -> Memory:
+def read_memory_limits(root: Path = Path("/")) -> Memory:
     """The figures of now. `root` is where proc and sys are found."""
     fields = dict(
         line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line
     )
     total = int(fields["MemTotal"].split()[0]) * KIB
     available = int(fields["MemAvailable"].split()[0]) * KIB
-    limited = [group for group in _groups(root) if group.limit_bytes < total]
+    limited = [group for group in _groups_with_limits(root) if group.limit_bytes < total]
     return Memory(total, available, min(limited, key=lambda group: group.limit_bytes, default=None))
 
 
-def _groups(root: Path) -> list[Group]:
+def _groups_with_limits(root: Path) -> list[ControlGroup]:
     """Every group with a limit from this process's own up to the mount, of both versions. A limit set
     anywhere above counts; outside a container the file at the mount alone would show none of them."""
     found = []
-    for own, top, limit, used in _folders(root):
+    for own, top, limit, used in _group_folders(root):
         folder = own
         while True:
-            group = _group(folder, limit, used)
+            group = _read_group(folder, limit, used)
             if group is not None:
                 found.append(group)
             if folder == top:
@@ -67,16 +67,16 @@ def _groups(root: Path) -> list[Group]:
     return found
 
 
-def _group(folder: Path, limit: str, used: str) -> Group | None:
+def _read_group(folder: Path, limit: str, used: str) -> ControlGroup | None:
     """None without a limit: `max` in version 2, no such file at a root. Version 1 says 2**63 less a page."""
     try:
         text = (folder / limit).read_text().strip()
-        return Group(folder, int(text), int((folder / used).read_text())) if text.isdigit() else None
+        return ControlGroup(folder, int(text), int((folder / used).read_text())) if text.isdigit() else None
     except (OSError, ValueError):
         return None
 
 
-def _folders(root: Path) -> list[tuple[Path, Path, str, str]]:
+def _group_folders(root: Path) -> list[tuple[Path, Path, str, str]]:
     """(own folder, mount, name of the limit file, name of the usage file) per mounted version."""
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
@@ -92,14 +92,14 @@ def _folders(root: Path) -> list[tuple[Path, Path, str, str]]:
         inside, mount = before.split()[3:5]
         top = root / mount.lstrip("/")
         if kind == "cgroup2" and own_v2 is not None:
-            found.append((_below(top, inside, own_v2), top, "memory.max", "memory.current"))
+            found.append((_folder_of_group(top, inside, own_v2), top, "memory.max", "memory.current"))
         elif kind == "cgroup" and own_v1 is not None and "memory" in options.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            found.append((_below(top, inside, own_v1), top, *names))
+            found.append((_folder_of_group(top, inside, own_v1), top, *names))
     return found
 
 
-def _below(top: Path, inside: str, own: str) -> Path:
+def _folder_of_group(top: Path, inside: str, own: str) -> Path:
     """Where the group `own` lies under a mount that shows the tree from `inside` on. In a container the
     process's own path may lie outside of what is mounted: then the mount is the nearest that can be seen."""
     if inside != "/":
@@ -108,7 +108,7 @@ def _below(top: Path, inside: str, own: str) -> Path:
     return folder if ".." not in Path(own).parts and folder.is_dir() else top
 
 
-def return_freed_memory() -> None:
+def make_malloc_return_memory() -> None:
     """Makes freed bytes go back to the system at once.
 
     glibc raises its threshold for mapping blocks up to 32 MiB as blocks are freed, and keeps what lies below

@@ -25,7 +25,7 @@ class LinkRates:
         return self.both_evict_bytes_per_s + self.both_fetch_bytes_per_s
 
     @property
-    def shares(self) -> bool:
+    def is_shared_by_directions(self) -> bool:
         """Whether the two directions take from each other, clearly."""
         return self.together_bytes_per_s < SHARE_THRESHOLD * (self.evict_bytes_per_s + self.fetch_bytes_per_s)
 
@@ -35,7 +35,7 @@ class LinkRates:
         return max(self.together_bytes_per_s, self.evict_bytes_per_s, self.fetch_bytes_per_s)
 
 
-def joined(links: Sequence[LinkRates]) -> LinkRates:
+def link_of_drives(links: Sequence[LinkRates]) -> LinkRates:
     """Drives that every tensor is striped over: they carry what they carry together, and the slowest ends
     it."""
     return LinkRates(

@@ -21,28 +21,28 @@ class MemoryCounts(Protocol):
 
     def reset_peak(self) -> None: ...
 
-    def highest_bytes(self) -> int:
-        """The most that was used since `forget_highest`, whatever was reset; 0 where it is not known."""
+    def highest_used_bytes(self) -> int:
+        """The most that was used since `forget_highest_counts`, whatever was reset. 0: unknown."""
         ...
 
     def highest_reserved_bytes(self) -> int:
         """Likewise, with what its allocator keeps for tensors to come."""
         ...
 
-    def forget_highest(self) -> None:
+    def forget_highest_counts(self) -> None:
         """Count the most that was used from now on."""
         ...
 
-    def libraries_bytes(self, budget_bytes: int) -> int:
+    def library_workspace_bytes(self, budget_bytes: int) -> int:
         """Return how much of such a budget libraries may take before anything is measured."""
         ...
 
-    def tries_bytes(self, kernel: str) -> int:
+    def autotuning_bytes(self, kernel: str) -> int:
         """Return how much the first run of this kernel may take to try its variants."""
         ...
 
 
-class Uncounted:
+class UncountedMemory:
     """A device that says nothing."""
 
     sees_pages = False
@@ -57,17 +57,17 @@ class Uncounted:
     def reset_peak(self) -> None:
         pass
 
-    def highest_bytes(self) -> int:
+    def highest_used_bytes(self) -> int:
         return 0
 
     def highest_reserved_bytes(self) -> int:
         return 0
 
-    def forget_highest(self) -> None:
+    def forget_highest_counts(self) -> None:
         pass
 
-    def libraries_bytes(self, budget_bytes: int) -> int:
+    def library_workspace_bytes(self, budget_bytes: int) -> int:
         return 0
 
-    def tries_bytes(self, kernel: str) -> int:
+    def autotuning_bytes(self, kernel: str) -> int:
         return 0

@@ -36,7 +36,7 @@ class CopyStreams(Protocol):
     fetch_stream: torch.cuda.ExternalStream
     demand_stream: torch.cuda.ExternalStream  # before what the fetch stream has queued
 
-    def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
+    def allocate_slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         """Return pinned memory."""
         ...
 
@@ -86,17 +86,17 @@ class HostTier:
         """Return the smallest free place that fits; None when the limit is reached."""
         size_bytes = -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
         if self._ahead is not None and self._ahead.done():
-            self._take_ahead()
-        found = self._fitting(size_bytes)
+            self._add_segment_pinned_ahead()
+        found = self._smallest_fitting_place(size_bytes)
         if found is None:
-            self._grow(size_bytes)
-            if (found := self._fitting(size_bytes)) is None:
+            self._add_segment_that_fits(size_bytes)
+            if (found := self._smallest_fitting_place(size_bytes)) is None:
                 return None
         self._free.remove(found)
         if found.size_bytes > size_bytes:
             insort(self._free, PinnedBlock(found.address + size_bytes, found.size_bytes - size_bytes))
         self._largest_bytes = max(self._largest_bytes, size_bytes)
-        self._pin_ahead()
+        self._start_pinning_next_segment()
         return PinnedBlock(found.address, size_bytes)
 
     def release(self, place: PinnedBlock) -> None:
@@ -108,48 +108,48 @@ class HostTier:
                 if one.address + one.size_bytes == two.address and two.address not in self._starts:
                     self._free[left : left + 2] = [PinnedBlock(one.address, one.size_bytes + two.size_bytes)]
 
-    def _fitting(self, size_bytes: int) -> PinnedBlock | None:
+    def _smallest_fitting_place(self, size_bytes: int) -> PinnedBlock | None:
         fits = [place for place in self._free if place.size_bytes >= size_bytes]
         return min(fits, key=lambda place: (place.size_bytes, place.address)) if fits else None
 
-    def _pin_ahead(self) -> None:
+    def _start_pinning_next_segment(self) -> None:
         """Have the thread pin one more segment if the largest free place is too small for what may come."""
         room_bytes = max((place.size_bytes for place in self._free), default=0)
         if self._ahead is not None or room_bytes >= max(SEGMENT_BYTES // 2, self._largest_bytes):
             return
-        size = self._next_size(self._largest_bytes)
+        size = self._next_segment_bytes(self._largest_bytes)
         if size < GRAIN_BYTES:
             return
         try:
-            self._ahead = self._thread.submit(self._pin, size)
-        except RuntimeError:  # no more threads, as the process ends: `_grow` pins
+            self._ahead = self._thread.submit(self._pin_segment, size)
+        except RuntimeError:  # no more threads, as the process ends: `_add_segment_that_fits` pins
             self._ahead = None
 
-    def _grow(self, size_bytes: int) -> None:
+    def _add_segment_that_fits(self, size_bytes: int) -> None:
         """Take the segment that is being pinned; if the place still does not fit, pin one here and now."""
         if self._ahead is not None:
-            self._take_ahead()
-            if self._fitting(size_bytes) is not None:
+            self._add_segment_pinned_ahead()
+            if self._smallest_fitting_place(size_bytes) is not None:
                 return
-        size = self._next_size(size_bytes)
+        size = self._next_segment_bytes(size_bytes)
         if size >= size_bytes:
-            self._add(partial(self._pin, size))
+            self._add_segment(partial(self._pin_segment, size))
 
-    def _next_size(self, size_bytes: int) -> int:
+    def _next_segment_bytes(self, size_bytes: int) -> int:
         """Return how large the next segment is; the last one is cut to what the limit leaves."""
         wanted = max(1, -(-size_bytes // SEGMENT_BYTES)) * SEGMENT_BYTES
         return min(wanted, (self.limit_bytes - self.pinned_bytes) // GRAIN_BYTES * GRAIN_BYTES)
 
-    def _pin(self, size: int) -> _native.Slabs:
+    def _pin_segment(self, size: int) -> _native.Slabs:
         count = -(-size // SEGMENT_BYTES)  # a slab is at most 1 GiB; they lie side by side
-        return self.device.slabs(-(-size // count // 4096) * 4096, count)
+        return self.device.allocate_slabs(-(-size // count // 4096) * 4096, count)
 
-    def _take_ahead(self) -> None:
+    def _add_segment_pinned_ahead(self) -> None:
         ahead, self._ahead = self._ahead, None
         assert ahead is not None
-        self._add(ahead.result)
+        self._add_segment(ahead.result)
 
-    def _add(self, pinned: Callable[[], _native.Slabs]) -> None:
+    def _add_segment(self, pinned: Callable[[], _native.Slabs]) -> None:
         """Add a segment to the free places. If the driver refused it, what is pinned stays in use."""
         try:
             segment = pinned()
@@ -161,21 +161,21 @@ class HostTier:
         self.pinned_bytes += segment.arena_bytes
         insort(self._free, PinnedBlock(segment.address, segment.arena_bytes))
 
-    def write(self, place: PinnedBlock) -> Start:
+    def copy_out_starter(self, place: PinnedBlock) -> Start:
         """Return what `begin_copy_out` calls: a copy of the storage into the place."""
         device = self.device
         stream = device.evict_stream
-        return lambda storage, mark: _issue(device.copier, stream, mark, storage, place, out=True)
+        return lambda storage, mark: _issue_copy(device.copier, stream, mark, storage, place, out=True)
 
-    def read(self, place: PinnedBlock, demand: bool = False) -> Start:
+    def copy_in_starter(self, place: PinnedBlock, demand: bool = False) -> Start:
         """Return what `begin_copy_in` calls: a copy of the place into the storage. A demanded copy does not
         queue behind the prefetches."""
         device = self.device
         stream = device.demand_stream if demand else device.fetch_stream
-        return lambda storage, mark: _issue(device.copier, stream, mark, storage, place, out=False)
+        return lambda storage, mark: _issue_copy(device.copier, stream, mark, storage, place, out=False)
 
 
-def _issue(
+def _issue_copy(
     copier: _native.CudaCopier,
     stream: torch.cuda.Stream,
     mark: Mark,
@@ -192,7 +192,7 @@ def _issue(
     assert size <= place.size_bytes, f"{size} bytes and a place of {place.size_bytes}"
     stream.wait_event(mark.event)
     on_device, handle = storage.data_ptr(), stream.cuda_stream
-    for start, end in pieces(size):
+    for start, end in piece_bounds(size):
         error = copier.give_to(handle, on_device + start, place.address + start, end - start, out)
         if error != 0:
             raise RuntimeError(
@@ -204,7 +204,7 @@ def _issue(
     return CopyTicket(event)
 
 
-def pieces(size: int) -> Iterator[tuple[int, int]]:
+def piece_bounds(size: int) -> Iterator[tuple[int, int]]:
     """Yield where each piece of a copy starts and ends. The last one is less than two.
 
     A copy engine ends the copy that it is in before it takes one of a stream with a higher priority. So a

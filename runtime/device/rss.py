@@ -7,7 +7,7 @@ from pathlib import Path
 STATUS = Path("/proc/self/status")
 
 
-def _field(name: str) -> int:
+def _read_status_bytes(name: str) -> int:
     for line in STATUS.read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
@@ -16,12 +16,12 @@ def _field(name: str) -> int:
 
 def resident_bytes() -> int:
     """Pages of this process that are in memory now."""
-    return _field("VmRSS")
+    return _read_status_bytes("VmRSS")
 
 
 def peak_bytes() -> int:
     """The most there were since `reset_peak`."""
-    return _field("VmHWM")
+    return _read_status_bytes("VmHWM")
 
 
 def reset_peak() -> None:

@@ -21,7 +21,7 @@ class SignalPipe:
         self.heard = heard
         self.pipe: int | None = None  # its end for writing
 
-    def opens(self) -> None:
+    def start_listening(self) -> None:
         """Listen from now on; called on the main thread."""
         before = signal.set_wakeup_fd(-1)
         if before != -1:
@@ -30,9 +30,11 @@ class SignalPipe:
         reads, self.pipe = os.pipe()
         os.set_blocking(self.pipe, False)
         signal.set_wakeup_fd(self.pipe, warn_on_full_buffer=False)
-        threading.Thread(target=self._listens, args=(reads,), name="teraio-signals", daemon=True).start()
+        threading.Thread(
+            target=self._report_signals_until_closed, args=(reads,), name="teraio-signals", daemon=True
+        ).start()
 
-    def closes(self) -> None:
+    def stop_listening(self) -> None:
         """Stop listening; called on the main thread."""
         pipe, self.pipe = self.pipe, None
         if pipe is None:
@@ -43,7 +45,7 @@ class SignalPipe:
                 signal.set_wakeup_fd(before)
         os.close(pipe)  # the thread reads the end of the pipe
 
-    def _listens(self, reads: int) -> None:
+    def _report_signals_until_closed(self, reads: int) -> None:
         while numbers := os.read(reads, 64):
             for number in numbers:
                 self.heard(number)

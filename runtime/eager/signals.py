@@ -57,7 +57,7 @@ SENT_S = 0.05  # it may be long until Python sees a signal
 TOLD_S = 2.0  # a handler that waits longer is told of
 
 
-def _not_compiled(does: Callable[..., Any]) -> Callable[..., Any]:
+def _exclude_from_compilation(does: Callable[..., Any]) -> Callable[..., Any]:
     """A handler may be called where Dynamo looks at every function, and is none that it is to compile."""
 
     def called(*args: Any) -> Any:
@@ -71,15 +71,15 @@ def _not_compiled(does: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-class Waiting:
+class SignalStandIn:
     """What stands in for a handler."""
 
     def __init__(self, answer: Answer, signals: Signals) -> None:
         self.answer, self.signals = answer, signals
 
-    @_not_compiled
+    @_exclude_from_compilation
     def __call__(self, number: int, frame: FrameType | None) -> Any:
-        self.signals.comes(number, frame, self.answer)
+        self.signals.call_or_defer(number, frame, self.answer)
 
 
 class Signals:
@@ -90,7 +90,7 @@ class Signals:
         self.reminder: int | None = None  # a signal of ours: the moment may be better now
         self.installed = False
         self.told: set[int] = set()
-        self.ear = SignalPipe(self._hears)
+        self.ear = SignalPipe(self._note_ctrl_c)
         self.struck = False  # Ctrl-C came while the main thread waits for autograd: the next slot raises
         self.answered = False  # a slot has raised for a signal whose handler is still to run
 
@@ -104,125 +104,127 @@ class Signals:
         self.installed, self.pid = True, os.getpid()
         for number in signal.valid_signals():
             if callable(answer := GET(number)):
-                SET(number, Waiting(answer, self))
-        free = (number for number in _real_time() if GET(number) is signal.SIG_DFL)
+                SET(number, SignalStandIn(answer, self))
+        free = (number for number in _real_time_signals() if GET(number) is signal.SIG_DFL)
         self.reminder = next(free, None)
         if self.reminder is not None:
-            SET(self.reminder, self._again)
-        signal.signal, signal.getsignal = self._set, self._get  # type: ignore[assignment]
+            SET(self.reminder, self._answer_reminder)
+        signal.signal, signal.getsignal = self._set_behind_stand_in, self._get_behind_stand_in  # type: ignore[assignment]
         if apart:
-            self.ear.opens()
+            self.ear.start_listening()
 
     def remove(self) -> None:
         """What waits runs now: this is called by user code."""
         if not self.installed or threading.current_thread() is not threading.main_thread():
             return
         self.installed = self.struck = self.answered = False
-        self.ear.closes()
-        if signal.signal == self._set and signal.getsignal == self._get:
+        self.ear.stop_listening()
+        if signal.signal == self._set_behind_stand_in and signal.getsignal == self._get_behind_stand_in:
             signal.signal, signal.getsignal = SET, GET
         for number in signal.valid_signals():
-            if isinstance(answer := GET(number), Waiting):
+            if isinstance(answer := GET(number), SignalStandIn):
                 SET(number, answer.answer)
         if self.reminder is not None:
             SET(self.reminder, signal.SIG_DFL)
-        self.rest()
+        self.call_due_when_idle()
 
-    def _set(self, number: int, answer: Any) -> Any:
+    def _set_behind_stand_in(self, number: int, answer: Any) -> Any:
         """In place of `signal.signal`: no one sees who stands in."""
-        stands_in = self.installed and callable(answer) and not isinstance(answer, Waiting)
-        return _its_own(SET(number, Waiting(answer, self) if stands_in else answer))
+        stands_in = self.installed and callable(answer) and not isinstance(answer, SignalStandIn)
+        return _answer_behind_stand_in(SET(number, SignalStandIn(answer, self) if stands_in else answer))
 
-    def _get(self, number: int) -> Any:
-        return _its_own(GET(number))
+    def _get_behind_stand_in(self, number: int) -> Any:
+        return _answer_behind_stand_in(GET(number))
 
     # ---- now, or later
 
-    def begin(self, code: CodeType | None) -> None:
+    def begin_optimizer_step(self, code: CodeType | None) -> None:
         """A step of an optimizer. An exception may end it, which no one tells us."""
         self.step = code
 
-    def end(self) -> None:
+    def end_optimizer_step(self) -> None:
         """The step is whole."""
         self.step = None
-        self.rest()
+        self.call_due_when_idle()
 
-    def rest(self) -> None:
+    def call_due_when_idle(self) -> None:
         """The engine has nothing left to do, and user code goes on."""
         if self.due:
-            self._call_ready(_caller(currentframe()))
+            self._call_due_if_allowed(_caller_of_engine(currentframe()))
 
-    def program_ended(self) -> None:
+    def call_due_after_program(self) -> None:
         """Nor has it here, though the frames that called the program are there."""
         if self.due:
-            frame = _caller(currentframe())
-            if not runs(self.step, frame):
-                self._call(frame, [*self.due])
+            frame = _caller_of_engine(currentframe())
+            if not is_code_on_stack(self.step, frame):
+                self._call_due_on_main_thread(frame, [*self.due])
 
     # ---- a backward on autograd's thread
 
-    def _hears(self, number: int) -> None:
+    def _note_ctrl_c(self, number: int) -> None:
         """The ear's thread: a signal came, whose handler the main thread may not run for long."""
-        if number == signal.SIGINT and _waits_for_autograd():
+        if number == signal.SIGINT and _is_main_waiting_for_autograd():
             answer = GET(number)
-            self.struck = isinstance(answer, Waiting) and answer.answer is signal.default_int_handler
+            self.struck = isinstance(answer, SignalStandIn) and answer.answer is signal.default_int_handler
 
-    def ends_backward(self) -> None:
+    def raise_in_backward(self) -> None:
         """A slot, when Ctrl-C has struck: raises KeyboardInterrupt on autograd's thread."""
-        if not _waits_for_autograd():  # the main thread answers it itself
+        if not _is_main_waiting_for_autograd():  # the main thread answers it itself
             self.struck = False
-        elif not runs(self.step, currentframe()):
+        elif not is_code_on_stack(self.step, currentframe()):
             self.struck = False
             self.answered = self.due.pop(signal.SIGINT, None) is None
             raise KeyboardInterrupt
 
-    def comes(self, number: int, frame: FrameType | None, answer: Answer) -> None:
+    def call_or_defer(self, number: int, frame: FrameType | None, answer: Answer) -> None:
         if number == signal.SIGINT:
             answered, self.answered, self.struck = self.answered, False, False
             if answered:
                 return
         once_more = number == signal.SIGINT and number in self.due
-        if not once_more and os.getpid() == self.pid and self._later(frame, answer):
-            if answer is signal.default_int_handler and runs(self.step, frame):
+        if not once_more and os.getpid() == self.pid and self._must_wait(frame, answer):
+            if answer is signal.default_int_handler and is_code_on_stack(self.step, frame):
                 log.warning("teraio: Ctrl-C: after this step of the optimizer")
             if number not in self.due:
                 self.due[number] = answer
-                _thread.start_new_thread(self._remind, (number,))
+                _thread.start_new_thread(self._remind_until_answered, (number,))
         else:
             self.due.pop(number, None)
-            self._run(number, frame, answer)
+            self._call_answer(number, frame, answer)
 
-    @_not_compiled
-    def _again(self, _: int, frame: FrameType | None) -> None:
-        self._call_ready(frame)
+    @_exclude_from_compilation
+    def _answer_reminder(self, _: int, frame: FrameType | None) -> None:
+        self._call_due_if_allowed(frame)
 
-    def _call_ready(self, frame: FrameType | None) -> None:
+    def _call_due_if_allowed(self, frame: FrameType | None) -> None:
         due = [*self.due.items()]  # more may come in the middle of this
-        self._call(frame, [number for number, answer in due if not self._later(frame, answer)])
+        self._call_due_on_main_thread(
+            frame, [number for number, answer in due if not self._must_wait(frame, answer)]
+        )
 
-    def _call(self, frame: FrameType | None, numbers: list[int]) -> None:
+    def _call_due_on_main_thread(self, frame: FrameType | None, numbers: list[int]) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # autograd's: the reminder comes when the main thread may
         for number in numbers:
             if (answer := self.due.pop(number, None)) is not None:  # else it came again, and has run
-                self._run(number, frame, answer)
+                self._call_answer(number, frame, answer)
 
-    def _run(self, number: int, frame: FrameType | None, answer: Answer) -> None:
+    def _call_answer(self, number: int, frame: FrameType | None, answer: Answer) -> None:
         answer(number, frame)
 
-    def _later(self, frame: FrameType | None, answer: Answer) -> bool:
-        if runs(self.step, frame) or _in_engine(frame):
+    def _must_wait(self, frame: FrameType | None, answer: Answer) -> bool:
+        if is_code_on_stack(self.step, frame) or _is_engine_at_work(frame):
             return True
-        return answer is not signal.default_int_handler and _in_program(frame)
+        return answer is not signal.default_int_handler and _is_inside_program(frame)
 
-    def _remind(self, number: int) -> None:
+    def _remind_until_answered(self, number: int) -> None:
         """A thread: sends the reminder when the main thread looks as if it could take it. That no other than
         the main thread runs handlers is Python's rule."""
         main = threading.main_thread().ident or 0
         began = time.monotonic()
         while (answer := self.due.get(number)) is not None:
             frame = sys._current_frames().get(main)
-            waits, later = _is_autograds(frame), self._later(frame, answer)
+            waits, later = _is_backward_frame(frame), self._must_wait(frame, answer)
             if waits:  # it would see no reminder
                 self.struck = self.struck or answer is signal.default_int_handler
             elif self.reminder is not None and not later:
@@ -230,72 +232,74 @@ class Signals:
             time.sleep(AGAIN_S if later and not waits else SENT_S)
             if time.monotonic() - began > TOLD_S and number not in self.told:
                 self.told.add(number)
-                log.warning("teraio: %s: its handler waits for the end of what runs", _name(number))
+                log.warning("teraio: %s: its handler waits for the end of what runs", _signal_name(number))
 
 
-def _real_time() -> range:
+def _real_time_signals() -> range:
     """The last comes first: the first are those that others use."""
     return range(signal.SIGRTMAX, signal.SIGRTMIN, -1)
 
 
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     """Of those of real time only the first and the last have one."""
     return next((known.name for known in signal.Signals if known == number), f"signal {number}")
 
 
-def _its_own(answer: Any) -> Any:
-    return answer.answer if isinstance(answer, Waiting) else answer
+def _answer_behind_stand_in(answer: Any) -> Any:
+    return answer.answer if isinstance(answer, SignalStandIn) else answer
 
 
-def _waits_for_autograd() -> bool:
+def _is_main_waiting_for_autograd() -> bool:
     """Return whether the main thread waits in C++ for a backward, which other threads run."""
-    return _is_autograds(sys._current_frames().get(threading.main_thread().ident or 0))
+    return _is_backward_frame(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
-def _is_autograds(frame: FrameType | None) -> bool:
+def _is_backward_frame(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code is torch.autograd.graph._engine_run_backward.__code__
 
 
-def runs(code: CodeType | None, frame: FrameType | None) -> bool:
+def is_code_on_stack(code: CodeType | None, frame: FrameType | None) -> bool:
     """Whether this frame, or one that called it, executes the code."""
-    return any(each.f_code is code for each in _up_to_an_answer(frame))
+    return any(each.f_code is code for each in _frames_up_to_answer(frame))
 
 
-def _in_program(frame: FrameType | None) -> bool:
-    files = (f.f_code.co_filename for f in _up_to_an_answer(frame))
+def _is_inside_program(frame: FrameType | None) -> bool:
+    files = (f.f_code.co_filename for f in _frames_up_to_answer(frame))
     return any(part in file for file in files for part in AROUND_PROGRAMS)
 
 
-def _up_to_an_answer(frame: FrameType | None) -> Iterator[FrameType]:
+def _frames_up_to_answer(frame: FrameType | None) -> Iterator[FrameType]:
     """Who called whom. Where a handler runs, user code does, whoever was interrupted by it."""
-    while frame is not None and frame.f_code is not Signals._run.__code__:
+    while frame is not None and frame.f_code is not Signals._call_answer.__code__:
         yield frame
         frame = frame.f_back
 
 
-def _caller(frame: FrameType | None) -> FrameType | None:
+def _caller_of_engine(frame: FrameType | None) -> FrameType | None:
     """Who called the engine."""
-    while frame is not None and _is_ours(frame.f_code.co_filename):
+    while frame is not None and _is_runtime_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
-def _in_engine(frame: FrameType | None) -> bool:
+def _is_engine_at_work(frame: FrameType | None) -> bool:
     """Whether the engine is at work, and not a program or user code that it has called."""
-    while frame is not None and _is_anyones(frame.f_code.co_filename):
+    while frame is not None and _is_library_file(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame is not None and _is_ours(frame.f_code.co_filename)
+    return frame is not None and _is_runtime_file(frame.f_code.co_filename)
 
 
 @functools.cache
-def _is_ours(file: str) -> bool:
+def _is_runtime_file(file: str) -> bool:
     return os.path.realpath(file).startswith(OURS)
 
 
 @functools.cache
-def _is_anyones(file: str) -> bool:
+def _is_library_file(file: str) -> bool:
     return file.startswith(ANYONES) or os.path.dirname(os.path.realpath(file)) in ANYONES_FOLDERS
 
 
 SIGNALS = Signals()
-os.register_at_fork(after_in_child=SIGNALS.ear.closes)  # or it would write into the pipe of its parent
+os.register_at_fork(
+    after_in_child=SIGNALS.ear.stop_listening
+)  # or it would write into the pipe of its parent

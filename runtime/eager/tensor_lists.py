@@ -14,14 +14,14 @@ import torch
 OTHERS = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})
 
 
-def goes_by_elements(name: str) -> bool:
+def is_elementwise_list_function(name: str) -> bool:
     """Return whether a function of this name takes lists, and goes through them element by element."""
     return name.startswith("_foreach_") or name in OTHERS
 
 
-def length(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def count_elements(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return how many elements a call of this function goes through; 0 if it takes no lists."""
-    if not goes_by_elements(name):
+    if not is_elementwise_list_function(name):
         return 0
     return next((len(v) for v in (*args, *kwargs.values()) if isinstance(v, list | tuple)), 0)
 
@@ -37,7 +37,9 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
-def one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], elements: int) -> Any:
+def call_for_each_element(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], elements: int
+) -> Any:
     """Call the function once for each element, and return the results as one list."""
 
     def part(value: Any, at: int) -> Any:

@@ -34,7 +34,7 @@ from ..ledger.mover import Mover
 from ..ledger.record import DEVICE, Record
 from ..ledger.recorder import Recorder
 from ..ledger.residency import Need, Residency
-from ..ledger.restore import bring_all_back
+from ..ledger.restore import make_everything_resident
 from ..step.kernel_workspace import KernelWorkspace
 from ..step.plan_follower import PlanFollower, SlotPosition
 from ..step.plan_table import table_of
@@ -60,7 +60,7 @@ class OpenSlot(NamedTuple):
     began: Any  # a moment of the device's clock, if the slot is measured
 
     @property
-    def stays(self) -> list[Record]:
+    def required_records(self) -> list[Record]:
         return self.needed + self.results
 
 
@@ -80,7 +80,7 @@ class Engine:
         self.residency = Residency(self.mover, budget_bytes, reserve_bytes)
         self.on_step = on_step
         self.at_rest: Callable[[], None] = lambda: None  # called where no compiled program runs
-        self.tracker = StepTracker(self.meter.begins, device)
+        self.tracker = StepTracker(self.meter.begin_step, device)
         self.lock = EngineLock()
         self.user = UserCode(self.residency, self.mover, device, self.tracker, self.lock)
         self.known_tensors = self.user.known_tensors
@@ -88,155 +88,164 @@ class Engine:
         self.registry = Registry(self.residency, self.tracker, self.user, self.lock, keep)
         self.gradients = self.registry.gradients
         self.unresizable = self.registry.unresizable
-        self.kernel_workspace = KernelWorkspace(self.residency, device, self.user.overrun)
+        self.kernel_workspace = KernelWorkspace(self.residency, device, self.user.report_overrun)
         self.follower = PlanFollower(self.residency, self.mover)
         self.optimizers: set[int] = set()  # numbers of those that have stepped in this step
-        self.quiet_call = QuietCall(self.residency, self.tracker, self.registry.register)
-        self.user.before_fetch = self.quiet_call.ends
+        self.quiet_call = QuietCall(self.residency, self.tracker, self.registry.register_program_tensor)
+        self.user.before_fetch = self.quiet_call.register_collected_tensors
         if device.observer is not None:
             device.observer.owner = self.user
 
     # ---- slots
 
-    def visit(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int | None) -> None:
+    def run_slot(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int | None) -> None:
         """Most slots have nothing to do, and must not take longer than it takes to see that."""
         if self.quiet_call.program is not None:
             if self.quiet_call.program is program and 0 < index < program.last:
-                self.quiet_call.passes(index, tensors)
+                self.quiet_call.collect_made_tensors(index, tensors)
                 return
-            self.quiet_call.ends()
+            self.quiet_call.register_collected_tensors()
         stop = program.stops[index]
-        live_bytes = program.live_bytes(index, live_bytes)
+        live_bytes = program.unmovable_bytes_at_slot(index, live_bytes)
         residency, mover, tracker, bound = self.residency, self.mover, self.tracker, program.bound
         mover.counts.slots += 1
         serial = residency.serial = residency.serial + 1
         if tracker.running is not None or not 0 < index < program.last:
-            self._attend(program, index, tensors, live_bytes)
+            self._run_full_slot(program, index, tensors, live_bytes)
             if index == 0 and program.schedule.kind != "optimizer":
-                self.quiet_call.begins(program)
+                self.quiet_call.begin_if_quiet(program)
             return
         for position, buffer in stop.made:
-            bound[buffer] = self.registry.register(program, buffer, tensors[position])
+            bound[buffer] = self.registry.register_program_tensor(program, buffer, tensors[position])
         here = True
         for buffer in stop.needed:
             if (record := bound[buffer]) is not None:
                 record.used_at = serial
                 here = here and record.state is DEVICE
-        tick = tracker.tick(index) if tracker.expected.table or not here else None
+        tick = tracker.tick_of_slot(index) if tracker.expected.table or not here else None
         total_bytes = mover.resident_bytes + live_bytes
         fits = total_bytes + residency.reserve_bytes <= residency.budget_bytes
-        if here and fits and residency.torn is None and not tracker.expected.moves_at(tick):
+        if here and fits and residency.torn is None and not tracker.expected.has_moves_at(tick):
             mover.counts.peak_bytes = max(mover.counts.peak_bytes, total_bytes)
             if stop.written:
                 residency.mark_written(bound, stop.written)
         else:
-            self._attend(program, index, (), live_bytes)
+            self._run_full_slot(program, index, (), live_bytes)
 
-    def _attend(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int) -> None:
+    def _run_full_slot(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int) -> None:
         """Run a slot that has something to do, or is measured."""
-        slot = self.take_in(program, index, tensors, live_bytes)
-        if (expected := self.tracker.expected).moves_at(slot.tick):
-            self.follower.follow(SlotPosition(expected, slot.tick, live_bytes), slot.stays)
-        self.ensure(slot)
+        slot = self.open_slot(program, index, tensors, live_bytes)
+        if (expected := self.tracker.expected).has_moves_at(slot.tick):
+            self.follower.follow_plan_at_slot(
+                SlotPosition(expected, slot.tick, live_bytes), slot.required_records
+            )
+        self.ensure_resident(slot)
 
-    def take_in(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int) -> OpenSlot:
+    def open_slot(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int) -> OpenSlot:
         """Begin a slot: register what the kernel before it made, and find what the next kernel needs."""
         residency, tracker = self.residency, self.tracker
-        began = self.mover.device.moment() if index == 0 or tracker.running is not None else None
+        began = (
+            self.mover.device.moment_after_kernels() if index == 0 or tracker.running is not None else None
+        )
         stop = program.stops[index]
         if residency.torn is not None:
-            residency.refuse_torn()
+            residency.raise_torn_step_error()
         own = program.schedule.kind != "optimizer"  # whose records are bound when its call begins
         if index and own:
-            tracker.takes(index - 1, self.kernel_workspace.arrives(program, index - 1))
+            tracker.add_measured_bytes(
+                index - 1, self.kernel_workspace.end_kernel_measure(program, index - 1)
+            )
         if index == 0 and own:
-            self._enter(program, tensors)
+            self._begin_call(program, tensors)
         bound = program.bound
         if tensors:
             for position, buffer in stop.made:
-                bound[buffer] = self.registry.register(program, buffer, tensors[position])
+                bound[buffer] = self.registry.register_program_tensor(program, buffer, tensors[position])
         if index == 0 and own:
-            self.user.eager_memory.keeps()  # what eager code made and hands over is in the ledger by now
-            self._meet(program)
+            # What eager code made and hands over is in the ledger by now.
+            self.user.eager_memory.reserve_kept_bytes()
+            self._refuse_program_over_budget(program)
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
-        results = self.user.staying(tracker.number) if index == program.last else []
-        return OpenSlot(program, index, live_bytes, needed, results, tracker.tick(index), began)
+        results = self.user.records_required_after_call(tracker.number) if index == program.last else []
+        return OpenSlot(program, index, live_bytes, needed, results, tracker.tick_of_slot(index), began)
 
-    def ensure(self, slot: OpenSlot) -> None:
+    def ensure_resident(self, slot: OpenSlot) -> None:
         """End a slot: what the next kernel reads or writes is resident, and it fits."""
         residency, tracker = self.residency, self.tracker
         program, index, live_bytes, tick = slot.program, slot.at, slot.live_bytes, slot.tick
         stop, bound, last = program.stops[index], program.bound, index == program.last
         told_bytes = live_bytes - program.unseen_bytes[index]
-        residency.ensure(slot.needed, told_bytes, stop.kernel, tick)
-        live_bytes -= self.kernel_workspace.room(
+        residency.make_resident_within_budget(slot.needed, told_bytes, stop.kernel, tick)
+        live_bytes -= self.kernel_workspace.make_room_for_kernel(
             program, index, live_bytes, tick, tracker.running is not None
         )
         residency.mark_written(bound, stop.written)
         for buffer in stop.returned:
             if (returned := bound[buffer]) is not None and returned.kind != "weight":
-                residency.settle(returned)
+                residency.forbid_eviction(returned)
         if last:
-            self.user.make_ready(slot.results, live_bytes, tick)
+            self.user.prepare_for_user_code(slot.results, live_bytes, tick)
             if program.schedule.kind == "forward":
-                self.gradients.forward_ran(program)
+                self.gradients.add_open_forward(program)
         if tracker.running is not None:
             unmovable = live_bytes + residency.fixed_bytes + residency.reserve_bytes
             if program.schedule.kind != "optimizer" and not last:
-                self.kernel_workspace.leaves(program, index, told_bytes)
-            tracker.visited(index, slot.began, self.mover.device.moment(), unmovable)
+                self.kernel_workspace.begin_kernel_measure(program, index, told_bytes)
+            tracker.note_slot_measure(index, slot.began, self.mover.device.moment_after_kernels(), unmovable)
 
-    def _enter(self, program: Program, tensors: Sequence[Any]) -> None:
-        self.user.eager_memory.ends()
+    def _begin_call(self, program: Program, tensors: Sequence[Any]) -> None:
+        self.user.eager_memory.end_user_code_measure()
         mark = next((id(t) for t in tensors if isinstance(t, torch.nn.Parameter)), None)
-        if self.tracker.is_over(program, mark):
+        if self.tracker.is_step_over_before(program, mark):
             self.end_step()
         if len(self.tracker.programs) >= CALLS_MAX:
-            self.tracker.drop()
-            self.registry.forget_names()
+            self.tracker.forget_step()
+            self.registry.forget_names_of_step()
             self.user.end_step()
-        self.unresizable.look()
-        self.tracker.enter(program, mark)  # before `bound` is cleared: the call before may be of this program
-        self.expect()
+        self.unresizable.detect_and_adopt_newly_unresizable()
+        self.tracker.begin_call(
+            program, mark
+        )  # before `bound` is cleared: the call before may be of this program
+        self.update_expected_uses()
         program.bound = [None] * len(program.schedule.buffers)
-        self.gradients.enter(program)
+        self.gradients.begin_call(program)
 
-    def expect(self) -> None:
+    def update_expected_uses(self) -> None:
         """Of the tensors' next uses, and their ways, what the tracker knows now."""
         expected = self.tracker.expected
         self.mover.to_host = expected.to_host
         self.residency.uses, self.residency.step_ticks = expected.uses, expected.length
 
-    def _meet(self, program: Program) -> None:
+    def _refuse_program_over_budget(self, program: Program) -> None:
         """Its arguments are known."""
         if self.tracker.running is not None:
-            self.kernel_workspace.begins(step=self.tracker.number == 0)
+            self.kernel_workspace.measure_and_reserve_lasting_bytes(step=self.tracker.number == 0)
         if not program.checked:
             program.checked = True
-            self._check_floor(program)
+            self._refuse_or_grow_budget(program)
 
-    def _check_floor(self, program: Program) -> None:
+    def _refuse_or_grow_budget(self, program: Program) -> None:
         """Before anything of the step is lost: whether its largest kernel fits when all else is away."""
         residency = self.residency
         if program.schedule.symbolic:
             return
-        residency.bury()
-        need = Need(*program.floor(residency.fixed_bytes, self.gradients.gives_early))
-        if residency.lacks(need):
-            residency.give(need)
+        residency.forget_dead_records()
+        need = Need(*program.largest_kernel_need(residency.fixed_bytes, self.gradients.is_evictable_early))
+        if residency.is_over_budget(need):
+            residency.refuse_or_grow_budget(need)
         residency.largest = max(residency.largest, need, key=lambda n: n.size_bytes)
 
     # ---- the step
 
-    def optimizer_stepped(self) -> None:
+    def finish_optimizer_step(self) -> None:
         """The step is over, unless another optimizer steps now."""
-        for record in self.unresizable.retry():  # now: no program holds them
-            self.registry.describe(record)
-        self.tracker.stepped = self.meter.ends(self.residency.reserve_bytes)
-        self.user.hand_over()
+        for record in self.unresizable.retry_making_evictable():  # now: no program holds them
+            self.registry.note_tensor_facts(record)
+        self.tracker.stepped = self.meter.end_step(self.residency.reserve_bytes)
+        self.user.resume_user_code()
         self.at_rest()
 
-    def end_step_of_eager(self, optimizer: int) -> None:
+    def end_step_if_optimizer_repeats(self, optimizer: int) -> None:
         """End the step before this optimizer's next one, in a loop whose model is in no program."""
         programs = self.tracker.programs
         eager = bool(programs) and all(program.schedule.kind == "optimizer" for program in programs)
@@ -248,12 +257,12 @@ class Engine:
         """The step is over: what was measured becomes the next step's expectation."""
         self.optimizers.clear()
         self.residency.serial += 1
-        self.residency.pending_evictions.end_done()
+        self.residency.pending_evictions.end_evictions_already_written()
         self.residency.failed.clear()
-        self.residency.bury()
-        self.registry.end_step()
+        self.residency.forget_dead_records()
+        self.registry.mark_surviving_gradients_persistent()
         if self.tracker.programs and self.tracker.stepped is None:  # inference
-            self.tracker.stepped = self.meter.ends(self.residency.reserve_bytes)
+            self.tracker.stepped = self.meter.end_step(self.residency.reserve_bytes)
         if (recorder := self.mover.recorder) is not None:
             expected = self.tracker.expected
             recorder.end_step(
@@ -261,51 +270,51 @@ class Engine:
                 self.tracker.training,
                 expected.settled or bool(expected.table),
             )
-        self.residency.keep_freed()
+        self.residency.limit_allocator_cache()
         step = self.tracker.finish(self.registry.described.get, self.user.end_step())
-        self.registry.forget_names()
+        self.registry.forget_names_of_step()
         if step is not None:
-            self.tracker.expected.learn(step)
+            self.tracker.expected.learn_uses_from_step(step)
             if self.on_step is not None:
                 self.on_step(step)
-        self.expect()
+        self.update_expected_uses()
         if recorder is not None:
-            recorder.begins_here()
+            recorder.restart_step_clock()
 
-    def install(self, plan: Plan, order: tuple[str, ...] = ()) -> None:
+    def follow_plan(self, plan: Plan, order: tuple[str, ...] = ()) -> None:
         """For the step that was last, or that has these programs."""
-        expected = self.tracker.step_of(order)
-        expected.follow(plan, table_of(plan, max(expected.length, 1)))
+        expected = self.tracker.expectation_of(order)
+        expected.set_plan(plan, table_of(plan, max(expected.length, 1)))
 
-    def settle(self, plan: Plan | None, order: tuple[str, ...] = ()) -> None:
+    def settle_plan(self, plan: Plan | None, order: tuple[str, ...] = ()) -> None:
         """The step that was last, or that has these programs, is measured; this is the plan for it, if there
         is one."""
-        self.tracker.step_of(order).settled = True
+        self.tracker.expectation_of(order).settled = True
         if plan is not None:
-            self.install(plan, order)
+            self.follow_plan(plan, order)
 
-    def returned(self, outputs: Any) -> None:
+    def end_call(self, outputs: Any) -> None:
         """A program has ended: autograd and user code go on."""
         backward = bool(self.gradients.leaves)
         if backward:
-            self.gradients.backward_ran(outputs)
-        self.user.hand_over()
+            self.gradients.release_gradients_to_autograd(outputs)
+        self.user.resume_user_code()
         if not backward:  # its gradients have no place yet
-            SIGNALS.program_ended()
+            SIGNALS.call_due_after_program()
 
-    def abandon(self) -> None:
+    def abandon_call(self) -> None:
         """A program ended with an exception, anywhere in it: user code runs next."""
-        self.tracker.abandon()
+        self.tracker.abandon_call()
         self.quiet_call.abandon()
-        self.kernel_workspace.ends()
+        self.kernel_workspace.abandon_kernel_measure()
         if self.mover.recorder is not None:
-            self.mover.recorder.abandoned()
-        self.user.take_back()
-        self.user.take_over(self.tracker.number)
+            self.mover.recorder.mark_step_broken()
+        self.user.end_optimizer_update()
+        self.user.resume_after_exception(self.tracker.number)
 
     # ---- for the outside
 
-    def resize(self, budget_bytes: int | None) -> None:
+    def set_budget(self, budget_bytes: int | None) -> None:
         """Another budget, None for the smallest that the kernels let it be; what is too much leaves now.
         BudgetError if what is known to be needed at once does not fit. Plans for another budget are hints."""
         residency = self.residency
@@ -313,41 +322,41 @@ class Engine:
             before, elastic = residency.budget_bytes, residency.elastic
             residency.elastic = budget_bytes is None
             residency.budget_bytes = residency.reserve_bytes if budget_bytes is None else budget_bytes
-            if residency.lacks(residency.largest):
+            if residency.is_over_budget(residency.largest):
                 try:
-                    residency.give(residency.largest)
+                    residency.refuse_or_grow_budget(residency.largest)
                 except TeraioError:
                     residency.budget_bytes, residency.elastic = before, elastic
                     raise
             residency.serial += 1
-            residency.free(0, None, self.user.stays)
-            residency.keep_freed()
+            residency.evict_until_fits(0, None, self.user.must_be_resident)
+            residency.limit_allocator_cache()
 
-    def record(self, recorder: Recorder) -> None:
+    def attach_recorder(self, recorder: Recorder) -> None:
         """From now on it is told what happens. Engines without one have no trace of it in their slots."""
         self.mover.recorder = recorder
-        self.mover.store.keep_times()
-        self.visit = recorder.around(self.visit)  # type: ignore[assignment, method-assign]
+        self.mover.store.enable_transfer_times()
+        self.run_slot = recorder.wrap_visit(self.run_slot)  # type: ignore[assignment, method-assign]
 
     def stats(self) -> Stats:
         found = self.meter.stats(
             self.tracker.expected, self.residency.budget_bytes, self.residency.reserve_bytes
         )
-        found["resident_bytes"] -= self.residency.unburied_bytes()
+        found["resident_bytes"] -= self.residency.dead_resident_bytes()
         return found
 
-    def close(self) -> None:
+    def close_without_fetching(self) -> None:
         """The process ends: what is away is not brought back for no one. Touching it is an error."""
-        self.mover.device.keep_within(0)
+        self.mover.device.limit_tensors_and_spare_memory(0)
         self.mover.store.close()
 
-    def shut_down(self) -> None:
+    def fetch_all_and_close(self) -> None:
         """Everything that is away comes back, budget or not, and the store is given up."""
         with self.lock:
             if self.tracker.stepped is not None:
                 self.end_step()
-            bring_all_back(self.residency, self.user.stays)
-            self.mover.device.keep_within(0)
+            make_everything_resident(self.residency, self.user.must_be_resident)
+            self.mover.device.limit_tensors_and_spare_memory(0)
             self.mover.store.close()
             if self.residency.torn is not None and not self.residency.torn_is_known:
                 raise self.residency.torn
@@ -357,7 +366,7 @@ ENGINE: Engine | None = None
 _LOADING = threading.local()  # `meets`: whom this thread tells of each program that it loads
 
 
-def use(engine: Engine | None) -> None:
+def set_current_engine(engine: Engine | None) -> None:
     """The engine of this process from now on."""
     global ENGINE
     if engine is None and ENGINE is not None and ENGINE.user.observer is not None:
@@ -366,23 +375,23 @@ def use(engine: Engine | None) -> None:
     _gradients.ACTIVE[:] = [engine.gradients] if engine is not None else []
 
 
-def here() -> Engine | None:
+def current_engine() -> Engine | None:
     """The engine, unless this is a fork of its process."""
     return ENGINE if ENGINE is not None and ENGINE.pid == os.getpid() else None
 
 
 @contextmanager
-def programs_loaded(meets: Callable[[Program], None]) -> Iterator[list[Program]]:
+def collect_loaded_programs(meets: Callable[[Program], None]) -> Iterator[list[Program]]:
     """Yield a list that gets each program that this thread loads in the block, after `meets` was called with
     it. In a block within this one, programs go to that block alone."""
     found: list[Program] = []
 
-    def both(program: Program) -> None:
+    def collect_program(program: Program) -> None:
         meets(program)
         found.append(program)
 
     before = getattr(_LOADING, "meets", None)
-    _LOADING.meets = both
+    _LOADING.meets = collect_program
     try:
         yield found
     finally:
@@ -397,38 +406,38 @@ def program(text: str) -> Callable[..., None]:
     if meets is not None:
         meets(loaded)
 
-    def slot(index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None:
+    def run_slot_of_program(index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None:
         if ENGINE is not None:
             if SIGNALS.struck:
-                SIGNALS.ends_backward()
+                SIGNALS.raise_in_backward()
             with ENGINE.lock:
-                ENGINE.visit(loaded, index, tensors, live_bytes)
+                ENGINE.run_slot(loaded, index, tensors, live_bytes)
 
-    return slot
+    return run_slot_of_program
 
 
 def guarded(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """A compiled program between two stretches of user code. It leaves everything in order when an exception
     ends it: ours, a kernel's, Ctrl-C."""
 
-    def call(arguments: list[Any]) -> Any:
+    def run_and_end_call(arguments: list[Any]) -> Any:
         engine = ENGINE
         if engine is None:
             return run(arguments)
-        engine.user.program_begins()
+        engine.user.suspend_touches()
         try:
             result = run(arguments)
         except BaseException:
             if ENGINE is not None:
                 with ENGINE.lock:
-                    ENGINE.abandon()
+                    ENGINE.abandon_call()
             raise
         finally:
-            engine.user.program_ended()
+            engine.user.resume_touches()
         if ENGINE is not None:
             with ENGINE.lock:
-                ENGINE.returned(result)
+                ENGINE.end_call(result)
         return result
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    run_and_end_call._boxed_call = True  # type: ignore[attr-defined]
+    return run_and_end_call

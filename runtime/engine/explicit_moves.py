@@ -34,29 +34,29 @@ class ExplicitMoves:
         engine = _engine.ENGINE
         if engine is None:
             return
-        self.live_bytes = self.program.live_bytes(index, live_bytes)
+        self.live_bytes = self.program.unmovable_bytes_at_slot(index, live_bytes)
         if engine.mover.recorder is not None:
-            engine.mover.recorder.slot_begins(self.live_bytes)
+            engine.mover.recorder.note_slot_begin(self.live_bytes)
         engine.mover.counts.slots += 1
         engine.residency.serial += 1
-        self.open = engine.take_in(self.program, index, tensors, self.live_bytes)
-        for needed in self.open.stays:
+        self.open = engine.open_slot(self.program, index, tensors, self.live_bytes)
+        for needed in self.open.required_records:
             needed.used_at = engine.residency.serial
         self.here = SlotPosition(engine.tracker.expected, self.open.tick, self.live_bytes)
 
     def evict(self, tensor: str, tier: str) -> None:
-        self._follow(EVICT, tensor, tier)
+        self._carry_out_move(EVICT, tensor, tier)
 
     def drop(self, tensor: str, tier: str) -> None:
         """Written after all if it has changed: whatever a plan says, no byte is lost."""
-        self._follow(FREE, tensor, tier)
+        self._carry_out_move(FREE, tensor, tier)
 
     def fetch(self, tensor: str, tier: str) -> None:
-        self._follow(FETCH, tensor, tier)
+        self._carry_out_move(FETCH, tensor, tier)
 
     def wait(self, tensor: str, move: str) -> None:
         if move == "evict":
-            self._follow(FREE, tensor)  # to wherever it is being written
+            self._carry_out_move(FREE, tensor)  # to wherever it is being written
         elif (engine := _engine.ENGINE) is not None:
             record = engine.residency.by_name.get(tensor)
             if record is not None and record.state is State.ARRIVING:
@@ -64,17 +64,17 @@ class ExplicitMoves:
                 with contextlib.suppress(StoreError):
                     engine.mover.end_fetch(record)
 
-    def _follow(self, operation: int, tensor: str, tier: str | None = None) -> None:
+    def _carry_out_move(self, operation: int, tensor: str, tier: str | None = None) -> None:
         if (engine := _engine.ENGINE) is not None and self.here is not None:
-            engine.follower.carry_out((operation, tensor, tier), self.here)
+            engine.follower.carry_out_operation((operation, tensor, tier), self.here)
 
     def ensure(self, index: int) -> None:
         engine, slot = _engine.ENGINE, self.open
         self.open = None
         if engine is None or slot is None or self.here is None:
             return
-        engine.follower.catch_up(self.here)
-        engine.ensure(slot)
+        engine.follower.begin_late_fetches(self.here)
+        engine.ensure_resident(slot)
         if (recorder := engine.mover.recorder) is not None:
             recorder.in_slot = False
-            recorder.kernel_begins(self.program.stops[index].kernel, self.live_bytes)
+            recorder.note_kernel_begin(self.program.stops[index].kernel, self.live_bytes)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..torch_extension.observer import observer
+from ..torch_extension.observer import observer_of_process
 from .shared_mappings import is_shared, shared_mappings
 
 PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
@@ -69,7 +69,7 @@ class Candidate:
     aliases: list[torch.Tensor] = field(default_factory=list)
 
 
-class Span(NamedTuple):
+class MemorySpan(NamedTuple):
     """Memory that someone has: a storage by its address, or a numpy array."""
 
     begin: int
@@ -77,46 +77,46 @@ class Span(NamedTuple):
     storage: int | None
 
 
-LAST = Span(2**64, 2**64, None)
+LAST = MemorySpan(2**64, 2**64, None)
 
 
-def adopt(tensors: Iterable[tuple[str, torch.Tensor]]) -> Adopted:
+def make_resizable(tensors: Iterable[tuple[str, torch.Tensor]]) -> Adopted:
     """Makes the storages of these tensors such that they can be emptied in place. Those that can already are
     left alone. No more than one of them is in memory twice at any time."""
-    with _plainly():
-        candidates, refused = _candidates(tensors)
-        reasons = _reasons(candidates)
+    with _disable_torch_modes():
+        candidates, refused = _split_candidates_from_unfit(tensors)
+        reasons = _reasons_to_refuse(candidates)
         moved_bytes = 0
         for key, candidate in candidates.items():
             size_bytes = candidate.storage.nbytes()
             if key in reasons:
                 refused.append(Refused(candidate.name, size_bytes, reasons[key]))
             else:
-                give_own_bytes(candidate)
-                assert movable(candidate.storage), candidate.name
+                copy_to_torch_allocator(candidate)
+                assert is_resizable(candidate.storage), candidate.name
                 moved_bytes += size_bytes
         return Adopted(len(candidates) - len(reasons), moved_bytes, tuple(refused))
 
 
-def adopt_alone(candidates: Iterable[Candidate]) -> None:
+def make_resizable_unchecked(candidates: Iterable[Candidate]) -> None:
     """Those of whose holders it is known that they are all."""
-    with _plainly():
+    with _disable_torch_modes():
         for candidate in candidates:
-            give_own_bytes(candidate)
+            copy_to_torch_allocator(candidate)
 
 
 @contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    here = observer()
+def _disable_torch_modes() -> Iterator[None]:
+    here = observer_of_process()
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         with (
             torch._C.DisableTorchFunctionSubclass(),
-            here.looking() if here is not None else contextlib.nullcontext(),
+            here.ignore_own_addresses() if here is not None else contextlib.nullcontext(),
         ):
             yield
 
 
-def give_own_bytes(candidate: Candidate) -> None:
+def copy_to_torch_allocator(candidate: Candidate) -> None:
     """The old bytes go when this returns."""
     storage = candidate.storage
     # A tensor's: a storage that is made as such does not come from the allocator of tensors.
@@ -124,8 +124,8 @@ def give_own_bytes(candidate: Candidate) -> None:
     own.copy_(storage)
     if EXCHANGES:
         storage._swap_data_ptr_(own)  # type: ignore[attr-defined]
-        if (here := observer()) is not None:
-            here.renewed(storage)
+        if (here := observer_of_process()) is not None:
+            here.note_new_address(storage)
         return
     for tensor in candidate.aliases:
         empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
@@ -133,15 +133,15 @@ def give_own_bytes(candidate: Candidate) -> None:
     candidate.storage = own
 
 
-def foreign_weight(tensor: torch.Tensor) -> bool:
+def is_unresizable_weight(tensor: torch.Tensor) -> bool:
     """A parameter worth moving whose storage cannot be emptied in place."""
     if not isinstance(tensor, torch.nn.Parameter):
         return False
     storage = storage_of(tensor)
-    return storage is not None and storage.nbytes() >= SMALLEST_BYTES and not movable(storage)
+    return storage is not None and storage.nbytes() >= SMALLEST_BYTES and not is_resizable(storage)
 
 
-def movable(storage: torch.UntypedStorage) -> bool:
+def is_resizable(storage: torch.UntypedStorage) -> bool:
     """Whether it can be emptied in place. Memory shared with other processes can, and must not be. On CUDA
     all storages say that they are shared."""
     return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
@@ -164,15 +164,17 @@ def weights_of_compiled_modules() -> list[tuple[str, torch.Tensor]]:
 # ---- what is asked for
 
 
-def _candidates(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[int, Candidate], list[Refused]]:
+def _split_candidates_from_unfit(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> tuple[dict[int, Candidate], list[Refused]]:
     """Storages by address; tied weights are one."""
     candidates: dict[int, Candidate] = {}
     refused: list[Refused] = []
     for name, tensor in tensors:
         storage = storage_of(tensor)
-        if storage is not None and movable(storage):
+        if storage is not None and is_resizable(storage):
             continue
-        reason = _unfit(tensor, storage)
+        reason = _why_unfit(tensor, storage)
         if reason is not None or storage is None:
             size_bytes = tensor.numel() * tensor.element_size() if storage is None else storage.nbytes()
             refused.append(Refused(name, size_bytes, reason or NO_STORAGE))
@@ -181,7 +183,7 @@ def _candidates(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[int, 
     return candidates, refused
 
 
-def _unfit(tensor: torch.Tensor, storage: torch.UntypedStorage | None) -> str | None:
+def _why_unfit(tensor: torch.Tensor, storage: torch.UntypedStorage | None) -> str | None:
     if type(tensor) not in PLAIN:
         return SUBCLASS
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -200,7 +202,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 # ---- who holds it
 
 
-def _reasons(candidates: dict[int, Candidate]) -> dict[int, str]:
+def _reasons_to_refuse(candidates: dict[int, Candidate]) -> dict[int, str]:
     """Why a storage is not adopted; those without a reason are."""
     if not candidates:
         return {}
@@ -209,33 +211,33 @@ def _reasons(candidates: dict[int, Candidate]) -> dict[int, str]:
     asked = {**candidates, probe.storage._cdata: probe}
     running = _locals_of_running_functions()
     objects = gc.get_objects()
-    tensors = _tensors(objects, asked)
+    tensors = _collect_all_tensors(objects, asked)
     _add_bases(asked)
-    gradients = _gradients(tensors)
-    seen, arrays = _references(objects, running, {id(t) for c in asked.values() for t in c.aliases})
-    spans = [*_spans_of(tensors), *map(_span_of_array, arrays)]
-    meeting = _meeting(spans)
+    gradients = _count_gradient_uses(tensors)
+    seen, arrays = _count_references(objects, running, {id(t) for c in asked.values() for t in c.aliases})
+    spans = [*_spans_of_storages(tensors), *map(_span_of_array, arrays)]
+    meeting = _overlapping_storages(spans)
     shared = shared_mappings()
     reasons: dict[int, str] = {}
     for key, candidate in candidates.items():
         reason = SHARED if is_shared(candidate.storage, shared) else meeting.get(key)
-        reason = reason or _unseen(candidate, probe, seen, gradients)
+        reason = reason or _unseen_holder_reason(candidate, probe, seen, gradients)
         if reason is None and _covered_bytes(candidate.aliases) * 2 < candidate.storage.nbytes():
             reason = MOSTLY_UNUSED
-        if reason is None and not EXCHANGES and not all(map(_rebinds, candidate.aliases)):
+        if reason is None and not EXCHANGES and not all(map(_can_be_rebound, candidate.aliases)):
             reason = OLD_TORCH
         if reason is not None:
             reasons[key] = reason
     return reasons
 
 
-def _rebinds(tensor: torch.Tensor) -> bool:
+def _can_be_rebound(tensor: torch.Tensor) -> bool:
     """Whether size, stride and type are all there is to it."""
     special = tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
     return type(tensor) in PLAIN and not special
 
 
-def _tensors(objects: Sequence[Any], asked: dict[int, Candidate]) -> list[torch.Tensor]:
+def _collect_all_tensors(objects: Sequence[Any], asked: dict[int, Candidate]) -> list[torch.Tensor]:
     """All tensors of the process; those of a candidate are added to it."""
     tensors = [o for o in objects if issubclass(type(o), torch.Tensor)]
     for tensor in tensors:
@@ -253,13 +255,13 @@ def _add_bases(asked: dict[int, Candidate]) -> None:
         candidate.aliases += [base for key, base in bases.items() if key not in known]
 
 
-def _gradients(tensors: Sequence[torch.Tensor]) -> Counter[int]:
+def _count_gradient_uses(tensors: Sequence[torch.Tensor]) -> Counter[int]:
     """How many tensors have each of these for their gradient."""
     leaves = (t for t in tensors if t.is_leaf and t.requires_grad)
     return Counter(id(leaf.grad) for leaf in leaves if leaf.grad is not None)
 
 
-def _unseen(
+def _unseen_holder_reason(
     candidate: Candidate, probe: Candidate, seen: Counter[int], gradients: Counter[int]
 ) -> str | None:
     """Counts what there is against what was found: of the storage, of its tensors in C++, of the tensors in
@@ -288,7 +290,9 @@ def _unseen(
     return None
 
 
-def _references(objects: list[Any], running: list[Any], wanted: set[int]) -> tuple[Counter[int], list[Any]]:
+def _count_references(
+    objects: list[Any], running: list[Any], wanted: set[int]
+) -> tuple[Counter[int], list[Any]]:
     """How often each wanted object is referred to, and the numpy arrays there are: they are not in the
     collector's list, only what refers to them is."""
     numpy = sys.modules.get("numpy")
@@ -296,7 +300,7 @@ def _references(objects: list[Any], running: list[Any], wanted: set[int]) -> tup
     seen: Counter[int] = Counter()
     found: dict[int, Any] = {}
 
-    def look(referred: list[Any]) -> None:
+    def count_in(referred: list[Any]) -> None:
         seen.update([id(x) for x in referred if id(x) in wanted])
         while referred and arrays:
             found.update((id(x), x) for x in referred if type(x) in arrays)
@@ -304,8 +308,8 @@ def _references(objects: list[Any], running: list[Any], wanted: set[int]) -> tup
             referred = gc.get_referents(*[x for x in referred if type(x) in CLOSED and not gc.is_tracked(x)])
 
     for begin in range(0, len(objects), AT_ONCE):
-        look(gc.get_referents(*objects[begin : begin + AT_ONCE]))
-    look(running)
+        count_in(gc.get_referents(*objects[begin : begin + AT_ONCE]))
+    count_in(running)
     return seen, list(found.values())
 
 
@@ -343,30 +347,30 @@ def _locals_of_running_functions() -> list[Any]:
 # ---- whose memory it is
 
 
-def _spans_of(tensors: Sequence[torch.Tensor]) -> Iterator[Span]:
+def _spans_of_storages(tensors: Sequence[torch.Tensor]) -> Iterator[MemorySpan]:
     storages = {s._cdata: s for t in tensors if (s := storage_of(t)) is not None}
     for key, storage in storages.items():
         if storage.device.type == "cpu":
             with contextlib.suppress(RuntimeError):  # of tensors that are only traced
-                yield Span(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), key)
+                yield MemorySpan(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), key)
 
 
-def _span_of_array(array: Any) -> Span:
+def _span_of_array(array: Any) -> MemorySpan:
     address = array.__array_interface__["data"][0]
     reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides)]
     if not array.size:
-        return Span(address, address, None)
-    return Span(
+        return MemorySpan(address, address, None)
+    return MemorySpan(
         address + sum(r for r in reach if r < 0),
         address + sum(r for r in reach if r > 0) + array.itemsize,
         None,
     )
 
 
-def _meeting(spans: Iterable[Span]) -> dict[int, str]:
+def _overlapping_storages(spans: Iterable[MemorySpan]) -> dict[int, str]:
     """The storages whose memory meets someone else's."""
     found: dict[int, str] = {}
-    group: list[Span] = []
+    group: list[MemorySpan] = []
     end = 0
     for span in [*sorted((s for s in spans if s.end > s.begin), key=itemgetter(0)), LAST]:
         if span.begin >= end:

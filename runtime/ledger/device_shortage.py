@@ -28,25 +28,25 @@ class DeviceShortage:
         self.evict_all = evict_all  # except what stays
         self.said = False
 
-    def fetch(self, record: Record, stays: Stays | None, demand: bool = False) -> None:
+    def begin_fetch_making_room(self, record: Record, stays: Stays | None, demand: bool = False) -> None:
         """Begin to fetch it, if need be after all has left that may, except what `stays`."""
         try:
             self.mover.begin_fetch(record, demand=demand)
         except OUT_OF_MEMORY as error:
-            self._say(record, error)
+            self._warn_of_shortage_once(record, error)
             self.evict_all(stays)
             self.mover.begin_fetch(record, demand=demand)
 
-    def tries_to_fetch(self, record: Record) -> bool:
+    def begin_fetch_if_memory(self, record: Record) -> bool:
         """Begin to fetch it ahead of its use; return False if the device has no memory for it now."""
         try:
             self.mover.begin_fetch(record)
         except OUT_OF_MEMORY as error:
-            self._say(record, error)
+            self._warn_of_shortage_once(record, error)
             return False
         return True
 
-    def _say(self, record: Record, error: BaseException) -> None:
+    def _warn_of_shortage_once(self, record: Record, error: BaseException) -> None:
         error.with_traceback(None)  # whose frames would keep a program's tensors
         if not self.said:
             self.said = True

@@ -14,7 +14,7 @@ class EngineLock(type(RLock())):  # type: ignore[misc]
     __slots__ = ()
 
     @property
-    def is_ours(self) -> bool:
+    def is_held_by_this_thread(self) -> bool:
         """Whether this thread works in the engine already."""
         return bool(self._is_owned())
 
@@ -22,12 +22,12 @@ class EngineLock(type(RLock())):  # type: ignore[misc]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def with_the_lock(method: Method) -> Method:
+def hold_lock_during_method(method: Method) -> Method:
     """Have this method of an object with an `engine` take the engine's lock."""
 
     @functools.wraps(method)
-    def waits(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_under_lock(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.engine.lock:
             return method(self, *args, **kwargs)
 
-    return cast(Method, waits)
+    return cast(Method, call_under_lock)

@@ -26,7 +26,10 @@ class KnownTensors:
             return
         if known is not None:
             self.remove(tensor, known)
-        record.faces = [*(face for face in record.faces if face() is not None), self._follow(tensor)]
+        record.faces = [
+            *(face for face in record.faces if face() is not None),
+            self._make_self_removing_reference(tensor),
+        ]
         self.records[id(tensor)] = record
 
     def remove(self, tensor: torch.Tensor, record: Record) -> None:
@@ -36,31 +39,31 @@ class KnownTensors:
         ]
         self.records.pop(id(tensor), None)
 
-    def _follow(self, tensor: torch.Tensor) -> ReferenceType[torch.Tensor]:
+    def _make_self_removing_reference(self, tensor: torch.Tensor) -> ReferenceType[torch.Tensor]:
         """Records of an engine that has ended live as long as its programs: they do not hold the engine."""
         key, faces = id(tensor), ref(self)
 
-        def gone(_: Any) -> None:
+        def remove_dead(_: Any) -> None:
             if (own := faces()) is not None:
                 own.records.pop(key, None)
 
-        return ref(tensor, gone)
+        return ref(tensor, remove_dead)
 
-    def notice_other_bytes(self, tensors: Iterable[torch.Tensor]) -> None:
+    def remove_rebound(self, tensors: Iterable[torch.Tensor]) -> None:
         """Forget tensors of these that were given other bytes: `p.data = q`."""
         for tensor in tensors:
             record = self.records.get(id(tensor))
             if record is not None and tensor.untyped_storage()._cdata != record.key:
                 self.remove(tensor, record)
 
-    def lend(self, tensors: Sequence[torch.Tensor]) -> None:
+    def pin_for_update(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keep these resident, until others are lent or these are taken back."""
-        self.take_back()
+        self.unpin_after_update()
         self.lent = [known for t in tensors if (known := self.records.get(id(t))) is not None]
         for record in self.lent:
             record.pins += 1
 
-    def take_back(self) -> None:
+    def unpin_after_update(self) -> None:
         lent, self.lent = self.lent, []
         for record in lent:
             record.pins -= 1

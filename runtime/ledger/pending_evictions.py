@@ -35,49 +35,51 @@ class PendingEvictions:
     @property
     def size_bytes(self) -> int:
         """What will be free without another write."""
-        return sum(record.size_bytes for record in self._still())
+        return sum(record.size_bytes for record in self._list_still_pending())
 
     @property
     def planned_bytes(self) -> int:
-        return sum(record.size_bytes for record in self._still() if record.key in self.planned)
+        return sum(record.size_bytes for record in self._list_still_pending() if record.key in self.planned)
 
-    def end_done(self) -> None:
+    def end_evictions_already_written(self) -> None:
         """What has been written gives its room."""
-        for record in self._still():
-            if self.is_done(record):
-                self._end(record)
+        for record in self._list_still_pending():
+            if self.is_write_done(record):
+                self._end_eviction(record)
 
     @staticmethod
-    def is_done(record: Record) -> bool:
+    def is_write_done(record: Record) -> bool:
         """Its write, if it takes one."""
         return record.pending is None or record.pending.done()
 
-    def end_until(self, enough: Callable[[], bool], by_plan: bool = False) -> StoreError | None:
+    def end_evictions_until_enough(
+        self, enough: Callable[[], bool], by_plan: bool = False
+    ) -> StoreError | None:
         """Waits for as many as it takes, of all or of those `by_plan`; returns what went wrong if something
         did."""
         failure: StoreError | None = None
-        for record in self._still():
+        for record in self._list_still_pending():
             if enough():
                 break
             if not by_plan or record.key in self.planned:
-                failure = self._end(record) or failure
+                failure = self._end_eviction(record) or failure
         return failure
 
-    def _still(self) -> list[Record]:
+    def _list_still_pending(self) -> list[Record]:
         """One that is needed after all, was sent away by the law or has died is not going any more."""
         if not self.records:
             return []
         for record in list(self.records.values()):
-            lives = record.pending is not None or not record.dead()
+            lives = record.pending is not None or not record.is_dead()
             if record.state is not State.LEAVING or not record.evictable or not lives:
                 self.forget(record)
         return [record for record in self.records.values() if not self.in_use(record)]
 
-    def _end(self, record: Record) -> StoreError | None:
+    def _end_eviction(self, record: Record) -> StoreError | None:
         self.forget(record)
         return self.end_evict(record)
 
-    def stays(self, record: Record) -> bool:
+    def cancel_eviction(self, record: Record) -> bool:
         """It is to come back before it has gone: it need not go. Whether it was one of these."""
         known = self.records.get(record.key) is record and record.state is State.LEAVING
         if known:

@@ -19,7 +19,7 @@ from ..store.source_files import FileCopy
 from ..store.space import Extent
 
 
-def _storage_counts() -> tuple[int, int]:
+def _measure_use_counts() -> tuple[int, int]:
     """What a storage's count says of its one tensor, once Python has seen the storage and let go of it, and
     how much more it says while Python holds it: torch 2.13 keeps the object, older ones may not."""
     tensor = torch.empty(1)
@@ -31,10 +31,10 @@ def _storage_counts() -> tuple[int, int]:
     return kept - 1, held - kept
 
 
-KEPT, HOLDS = _storage_counts()
+KEPT, HOLDS = _measure_use_counts()
 
 
-def sharers(key: int) -> int:
+def count_sharing_tensors(key: int) -> int:
     """How many tensors share a storage that Python has seen and does not hold."""
     return int(torch._C._storage_Use_Count(key)) - KEPT
 
@@ -98,13 +98,13 @@ class Record:
         self.handed_out = False  # a result: whoever has taken its address was seen
 
     @property
-    def home(self) -> str | None:
+    def copy_tier(self) -> str | None:
         """The tier where its copy is, if it has one."""
         if self.place is not None:
             return HOST
         return None if self.extent is None and self.source is None else SSD
 
-    def dead(self) -> bool:
+    def is_dead(self) -> bool:
         return self.weak is None or bool(torch.UntypedStorage._expired(self.weak))
 
     def storage(self) -> torch.UntypedStorage | None:
@@ -113,19 +113,19 @@ class Record:
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak)
         return storage
 
-    def live_faces(self) -> list[torch.Tensor]:
+    def live_known_tensors(self) -> list[torch.Tensor]:
         return [tensor for face in self.faces if (tensor := face()) is not None]
 
-    def references(self) -> int:
+    def count_sharing_tensors(self) -> int:
         """How many tensors share the bytes. A storage object that someone holds does not count: torch makes
         one and keeps it."""
-        return sharers(self.key) - (HOLDS if self.pending is not None else 0)
+        return count_sharing_tensors(self.key) - (HOLDS if self.pending is not None else 0)
 
-    def shared(self) -> bool:
+    def is_shared_by_unknown_tensors(self) -> bool:
         """By tensors that are none of its faces."""
-        return self.references() > len(self.live_faces())
+        return self.count_sharing_tensors() > len(self.live_known_tensors())
 
-    def release(self) -> None:
+    def release_weak_reference(self) -> None:
         """A tensor that has got another storage may still lead here."""
         weak, self.weak = self.weak, None
         torch.UntypedStorage._free_weak_ref(weak)

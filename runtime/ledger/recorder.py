@@ -1,10 +1,10 @@
 """What happened in a step, for a timeline: when each kernel ran, what every lane carried, what was waited
 for, and whose bytes were on the device.
 
-    visit       a slot: the kernel before it has ended, the next one begins       -> spans of compute
-    begins      a transfer was given to its lane                                  -> spans of a lane
-    ended       it was waited for, so long                                        -> a stall
-    enters      a storage has bytes on the device from here on (`leaves`: none)   -> counters
+    slot_begins, kernel_begins                     the kernel before has ended       -> spans of compute
+    move_begins                                    a transfer was given to its lane  -> spans of a lane
+    move_ends                                      it was waited for, so long        -> a stall
+    add_resident_bytes, subtract_resident_bytes    whose bytes are on the device     -> counters
 
 Only an engine that was asked for a timeline has a recorder: all others take the path without it. A transfer
 belongs to the step that began it and may end in the next, so a step is complete one step later.
@@ -26,12 +26,12 @@ NOT_WAITED_NS = 10_000  # what it takes to ask for a transfer that has long ende
 QUEUED_PARTS = 4  # a transfer that stood in a queue for more than a quarter of its time was held up by others
 
 
-class Slotted(Protocol):
+class RecordedProgram(Protocol):
     """What a recorder asks of a program."""
 
     stops: Sequence[Any]  # by slot; `kernel`: the one after it
 
-    def live_bytes(self, index: int, measured: int | None) -> int:
+    def unmovable_bytes_at_slot(self, index: int, measured: int | None) -> int:
         """Return what the kernel after this slot takes."""
         ...
 
@@ -51,7 +51,7 @@ class RecordedMove:
     start_ns: int = 0
     end_ns: int = 0
 
-    def cause(self) -> str:
+    def stall_cause(self) -> str:
         """Why compute waits for it."""
         if self.demand:
             return "miss"
@@ -61,7 +61,7 @@ class RecordedMove:
 
 
 @dataclass(slots=True)
-class Happened:
+class RecordedStep:
     """One step, in the order of events. Times are those of time.perf_counter_ns."""
 
     began_ns: int
@@ -76,7 +76,7 @@ class Happened:
     rank: tuple[bool, bool] = (False, False)  # a training step, a planned one
 
     @property
-    def entries(self) -> int:
+    def entry_count(self) -> int:
         return max(len(self.kernels) + len(self.moves), len(self.stalls), len(self.changes))
 
 
@@ -87,86 +87,88 @@ class Recorder:
         self.here: dict[int, tuple[str, int]] = {}  # storage -> kind and bytes, of all that is on the device
         self.bytes: dict[str, int] = {}  # the same by kind
         self.under_way: dict[int, RecordedMove] = {}  # by storage
-        self.step = Happened(0, {})
-        self.last: Happened | None = None  # ended; its transfers may not have
-        self.complete: Happened | None = None  # the last whole one; inference does not replace training
+        self.step = RecordedStep(0, {})
+        self.last: RecordedStep | None = None  # ended; its transfers may not have
+        self.complete: RecordedStep | None = None  # the last whole one; inference does not replace training
         self.on_complete: Callable[[], None] = lambda: None
         self.entered_ns = 0  # the last slot
         self.in_slot = False
 
     # ---- the engine tells
 
-    def around(self, visit: Visit) -> Visit:
+    def wrap_visit(self, visit: Visit) -> Visit:
         """The engine's `visit`, seen from both sides."""
 
-        def watched(program: Slotted, index: int, tensors: Sequence[Any], live_bytes: int | None) -> None:
-            workspace_bytes = program.live_bytes(index, live_bytes)
-            self.slot_begins(workspace_bytes)
+        def watched(
+            program: RecordedProgram, index: int, tensors: Sequence[Any], live_bytes: int | None
+        ) -> None:
+            workspace_bytes = program.unmovable_bytes_at_slot(index, live_bytes)
+            self.note_slot_begin(workspace_bytes)
             try:
                 visit(program, index, tensors, live_bytes)
             finally:
                 self.in_slot = False
-            self.kernel_begins(program.stops[index].kernel, workspace_bytes)
+            self.note_kernel_begin(program.stops[index].kernel, workspace_bytes)
 
         return watched
 
-    def slot_begins(self, workspace_bytes: int) -> None:
+    def note_slot_begin(self, workspace_bytes: int) -> None:
         """`workspace_bytes`: what the kernel after this slot takes."""
         self.entered_ns = began_ns = time.perf_counter_ns()
-        step = self._now(began_ns)
+        step = self._current_step(began_ns)
         if step.kernels:
             name, start_ns, _ = step.kernels[-1]
             step.kernels[-1] = (name, start_ns, began_ns)
-        if step.entries > ENTRIES_MAX:  # a step that never ends is none
-            self.step = Happened(began_ns, dict(self.bytes), broken=True)
+        if step.entry_count > ENTRIES_MAX:  # a step that never ends is none
+            self.step = RecordedStep(began_ns, dict(self.bytes), broken=True)
         # What the kernel before no longer has is gone; the next one's comes when there is room for it.
-        self._is("workspace", min(workspace_bytes, self.bytes.get("workspace", 0)))
+        self._set_bytes_of_kind("workspace", min(workspace_bytes, self.bytes.get("workspace", 0)))
         self.in_slot = True
 
-    def kernel_begins(self, kernel: str, workspace_bytes: int) -> None:
+    def note_kernel_begin(self, kernel: str, workspace_bytes: int) -> None:
         now_ns = time.perf_counter_ns()
         self.step.kernels.append((kernel, now_ns, now_ns))  # of this step, which the slot may have begun
-        self._is("workspace", workspace_bytes)
+        self._set_bytes_of_kind("workspace", workspace_bytes)
 
-    def _now(self, at_ns: int) -> Happened:
+    def _current_step(self, at_ns: int) -> RecordedStep:
         """The step that goes on; it begins with what comes first."""
         if not self.step.began_ns:
             self.step.began_ns = at_ns
             self.step.bytes = dict(self.bytes)
         return self.step
 
-    def enters(self, record: Record) -> None:
+    def add_resident_bytes(self, record: Record) -> None:
         self.here[record.key] = (record.kind, record.size_bytes)
         if self.in_slot and record.state is State.DEVICE:  # a kernel made it: until now it was workspace
-            self._is("workspace", max(0, self.bytes.get("workspace", 0) - record.size_bytes))
-        self._is(record.kind, self.bytes.get(record.kind, 0) + record.size_bytes)
+            self._set_bytes_of_kind("workspace", max(0, self.bytes.get("workspace", 0) - record.size_bytes))
+        self._set_bytes_of_kind(record.kind, self.bytes.get(record.kind, 0) + record.size_bytes)
 
-    def leaves(self, record: Record) -> None:
+    def subtract_resident_bytes(self, record: Record) -> None:
         kind, size_bytes = self.here.pop(record.key, ("", 0))
         if kind:
-            self._is(kind, self.bytes[kind] - size_bytes)
+            self._set_bytes_of_kind(kind, self.bytes[kind] - size_bytes)
 
-    def becomes(self, record: Record) -> None:
+    def note_kind_change(self, record: Record) -> None:
         """It has another kind now, wherever it is."""
         if record.key in self.here:
             kind, size_bytes = self.here[record.key]
             self.here[record.key] = (record.kind, size_bytes)
-            self._is(kind, self.bytes[kind] - size_bytes)
-            self._is(record.kind, self.bytes.get(record.kind, 0) + size_bytes)
+            self._set_bytes_of_kind(kind, self.bytes[kind] - size_bytes)
+            self._set_bytes_of_kind(record.kind, self.bytes.get(record.kind, 0) + size_bytes)
 
-    def _is(self, kind: str, size_bytes: int) -> None:
+    def _set_bytes_of_kind(self, kind: str, size_bytes: int) -> None:
         if self.bytes.get(kind, 0) != size_bytes:
             self.bytes[kind] = size_bytes
             now_ns = time.perf_counter_ns()
-            self._now(now_ns).changes.append((now_ns, kind, size_bytes))
+            self._current_step(now_ns).changes.append((now_ns, kind, size_bytes))
 
-    def begins(self, record: Record, evict: bool, demand: bool = False) -> None:
-        track = f"{'evict' if evict else 'fetch'}:{record.home}"
+    def note_move_begin(self, record: Record, evict: bool, demand: bool = False) -> None:
+        track = f"{'evict' if evict else 'fetch'}:{record.copy_tier}"
         move = RecordedMove(track, record.name, record.size_bytes, demand, time.perf_counter_ns())
         self.under_way[record.key] = move
-        self._now(move.begun_ns).moves.append(move)
+        self._current_step(move.begun_ns).moves.append(move)
 
-    def ended(self, record: Record, ticket: Any, waited_ns: int) -> None:
+    def note_move_end(self, record: Record, ticket: Any, waited_ns: int) -> None:
         """It was waited for, well or badly. Between two slots it is user code that waits, after the last of
         them."""
         move = self.under_way.pop(record.key, None)
@@ -176,31 +178,31 @@ class Recorder:
         _, start_ns, end_ns = getattr(ticket, "times", None) or (0, 0, 0)
         move.start_ns, move.end_ns = start_ns or move.begun_ns, end_ns or now_ns
         if waited_ns >= NOT_WAITED_NS:
-            step = self._now(now_ns - waited_ns)
+            step = self._current_step(now_ns - waited_ns)
             tick = len(step.kernels) - (not self.in_slot)
-            step.stalls.append((now_ns, Stall(max(tick, 0), record.name, waited_ns, move.cause())))
+            step.stalls.append((now_ns, Stall(max(tick, 0), record.name, waited_ns, move.stall_cause())))
 
-    def drops(self, record: Record) -> None:
+    def note_drop(self, record: Record) -> None:
         """A clean copy goes, which takes no time: the lane `drop:...` says when."""
         now_ns = time.perf_counter_ns()
-        move = RecordedMove(f"drop:{record.home}", record.name, 0, False, now_ns, now_ns, now_ns)
-        self._now(now_ns).moves.append(move)
+        move = RecordedMove(f"drop:{record.copy_tier}", record.name, 0, False, now_ns, now_ns, now_ns)
+        self._current_step(now_ns).moves.append(move)
 
-    def overran(self, size_bytes: int) -> None:
+    def note_overrun(self, size_bytes: int) -> None:
         """Note what user code, or a library's kernel, got beyond the budget."""
-        step = self._now(time.perf_counter_ns())
+        step = self._current_step(time.perf_counter_ns())
         step.overrun_bytes = max(step.overrun_bytes, size_bytes)
 
-    def abandoned(self) -> None:
+    def mark_step_broken(self) -> None:
         self.step.broken = True
         self.in_slot = False
 
     def end_step(self, end_ns: int, training: bool, planned: bool) -> None:
         """What came after its end, in user code, is the next step's: that begins with the slot of now."""
-        step, self.step = self.step, Happened(self.entered_ns, dict(self.bytes))
+        step, self.step = self.step, RecordedStep(self.entered_ns, dict(self.bytes))
         self.step.moves = [move for move in step.moves if move.begun_ns > end_ns]
         self.step.stalls = [(at, replace(stall, tick=0)) for at, stall in step.stalls if at > end_ns]
-        better = self._better(self.last, self.complete)
+        better = self._better_ranked_step(self.last, self.complete)
         changed, self.complete, self.last = better is not self.complete, better, None
         if step.kernels and not step.broken:
             name, start_ns, _ = step.kernels[-1]
@@ -213,23 +215,23 @@ class Recorder:
         if changed:
             self.on_complete()
 
-    def begins_here(self) -> None:
+    def restart_step_clock(self) -> None:
         """What was done between two steps, as a plan was made, belongs to neither."""
         self.step.began_ns = time.perf_counter_ns()
 
-    def _better(self, new: Happened | None, old: Happened | None) -> Happened | None:
+    def _better_ranked_step(self, new: RecordedStep | None, old: RecordedStep | None) -> RecordedStep | None:
         return new if new is not None and (old is None or new.rank >= old.rank) else old
 
     # ---- the outcome
 
-    def whole(self, all_has_ended: bool = False) -> Happened | None:
+    def last_whole_step(self, all_has_ended: bool = False) -> RecordedStep | None:
         """The last whole step; `all_has_ended`: no transfer is under way any more."""
-        return self._better(self.last, self.complete) if all_has_ended else self.complete
+        return self._better_ranked_step(self.last, self.complete) if all_has_ended else self.complete
 
-    def line(self, all_has_ended: bool = False) -> Timeline | None:
+    def timeline(self, all_has_ended: bool = False) -> Timeline | None:
         """Of the last whole planned step; None while there is none, or if it is too long for a file."""
-        step = self.whole(all_has_ended)
-        if step is None or step.entries > ENTRIES_MAX - len(step.bytes) - 1:
+        step = self.last_whole_step(all_has_ended)
+        if step is None or step.entry_count > ENTRIES_MAX - len(step.bytes) - 1:
             return None
         zero_ns = step.began_ns
         spans = [Span("compute", name, at - zero_ns, end - zero_ns) for name, at, end in step.kernels]

@@ -21,12 +21,12 @@ import torch
 from teraio.errors import BudgetError, StoreError, TeraioError, TornStepError
 from teraio.units import fmt_bytes
 
-from .adoption import movable
+from .adoption import is_resizable
 from .device_shortage import DeviceShortage
 from .mover import Mover
 from .pending_evictions import PendingEvictions
 from .record import Record, State
-from .resident_reasons import largest
+from .resident_reasons import name_largest_resident
 
 log = logging.getLogger("teraio")
 
@@ -51,7 +51,7 @@ NOTHING = Need(0, 0, "")
 class Residency:
     def __init__(self, mover: Mover, budget_bytes: int, reserve_bytes: int) -> None:
         self.mover = mover
-        mover.not_written, mover.resized = self.keep_failed, self.resized
+        mover.not_written, mover.resized = self.note_failed_eviction, self.recount_resized
         self.budget_bytes = budget_bytes
         self.reserve_bytes = reserve_bytes
         self.kept_bytes = 0  # of these: what user code has while a program runs
@@ -62,7 +62,7 @@ class Residency:
         self.mortal: dict[int, Record] = {}  # of those, what does not live from step to step
         self.reachable: dict[int, Record] = {}  # what can move, and user code may touch
         self.pending_evictions = PendingEvictions(
-            self.in_use, lambda record: self._evict_part(record, begin=False)
+            self.in_use, lambda record: self._begin_or_end_evict(record, begin=False)
         )
         self.shortage = DeviceShortage(mover, self._evict_all)
         self.serial = 1  # of the slot: a record with `used_at` equal to it is in use
@@ -77,21 +77,23 @@ class Residency:
         self.immovable: Callable[[Record], None] = lambda record: None  # is told what cannot leave after all
         self.last_resort: Callable[[], bool] = lambda: False  # makes it such that it can
 
-    def add(self, storage: torch.UntypedStorage, name: str, kind: str, evictable: bool) -> Record:
+    def add_record_of_storage(
+        self, storage: torch.UntypedStorage, name: str, kind: str, evictable: bool
+    ) -> Record:
         record = Record(storage, name, kind, evictable)
         record.persistent = kind in {"weight", "state"}
         self.records[record.key] = record
         if not record.persistent:
             self.mortal[record.key] = record
         self.by_name[name] = record
-        self.mover.enters(record)
-        if self.mover.device.is_foreign(storage):
+        self.mover.add_resident_bytes(record)
+        if self.mover.device.is_uncounted_in_used_bytes(storage):
             record.foreign = True
             self.mover.foreign_bytes += record.size_bytes
         self.fixed_bytes += 0 if evictable else record.size_bytes
         return record
 
-    def leaving(self, tensor: torch.Tensor) -> Record | None:
+    def evictable_record_of(self, tensor: torch.Tensor) -> Record | None:
         """Its record, if it has bytes that can leave."""
         if tensor.layout != torch.strided or tensor.is_meta:
             return None
@@ -100,18 +102,18 @@ class Residency:
         record = self.records.get(key)
         return record if record is not None and record.evictable else None
 
-    def known(self, keys: Iterable[int]) -> list[Record]:
+    def records_of_storages(self, keys: Iterable[int]) -> list[Record]:
         """Return the records of these storages, of those that have one."""
         return [record for key in keys if (record := self.records.get(key)) is not None]
 
-    def settle(self, record: Record) -> None:
+    def forbid_eviction(self, record: Record) -> None:
         """From now on it is someone else's: it counts, and never moves."""
         if record.evictable:
             record.evictable = False
             self.fixed_bytes += record.size_bytes
             self.reachable.pop(record.key, None)
 
-    def unsettle(self, record: Record) -> None:
+    def allow_eviction(self, record: Record) -> None:
         """Have it move again, unless others have its address."""
         if record.addressed:
             return
@@ -120,24 +122,24 @@ class Residency:
             self.fixed_bytes -= record.size_bytes
         self.reachable[record.key] = record
 
-    def keep(self, record: Record, because: str) -> None:
+    def forbid_eviction_for_good(self, record: Record, because: str) -> None:
         """Have it never move again, whatever becomes of it."""
-        self.settle(record)
+        self.forbid_eviction(record)
         record.addressed, record.because = True, because
 
-    def resized(self, record: Record, size_bytes: int) -> None:
+    def recount_resized(self, record: Record, size_bytes: int) -> None:
         """Keep what user code gave another size, and count it as what it is."""
-        self.keep(record, "your code gave its storage another size")
-        self.mover.leaves(record)
+        self.forbid_eviction_for_good(record, "your code gave its storage another size")
+        self.mover.subtract_resident_bytes(record)
         self.fixed_bytes += size_bytes - record.size_bytes
         record.size_bytes = size_bytes
-        self.mover.enters(record)
+        self.mover.add_resident_bytes(record)
 
-    def becomes(self, record: Record, kind: str) -> None:
+    def change_kind(self, record: Record, kind: str) -> None:
         """It turned out to be of another kind."""
         record.kind = kind
         if self.mover.recorder is not None:
-            self.mover.recorder.becomes(record)
+            self.mover.recorder.note_kind_change(record)
 
     def rename(self, record: Record, name: str) -> None:
         if self.by_name.get(record.name) is record:
@@ -145,7 +147,9 @@ class Residency:
         record.name = name
         self.by_name[name] = record
 
-    def ensure(self, needed: Sequence[Record], live_bytes: int, kernel: str, tick: int | None) -> None:
+    def make_resident_within_budget(
+        self, needed: Sequence[Record], live_bytes: int, kernel: str, tick: int | None
+    ) -> None:
         """Everything in `needed` is resident, and `live_bytes` more fit, when this returns."""
         missing = 0
         serial = self.serial
@@ -155,7 +159,9 @@ class Residency:
                 self.mover.undo_evict(record)
             elif record.state is State.AWAY:
                 missing += record.size_bytes
-        self.make_room(missing + live_bytes, kernel, tick)
+        short, failure = self.evict_until_fits(missing + live_bytes, tick)
+        if short > 0:
+            self._raise_or_grow_budget(missing + live_bytes, kernel, failure)
         self.fetch(needed)
         counts = self.mover.counts
         counts.peak_bytes = max(counts.peak_bytes, self.mover.resident_bytes + live_bytes)
@@ -172,59 +178,59 @@ class Residency:
         for record in needed:
             if record.state is State.AWAY:
                 self.mover.counts.misses += 1
-                self.shortage.fetch(record, stays, demand=True)
+                self.shortage.begin_fetch_making_room(record, stays, demand=True)
         for record in needed:
             if record.state is State.ARRIVING:
                 self.mover.end_fetch(record)
 
-    def keep_freed(self) -> None:
+    def limit_allocator_cache(self) -> None:
         """What was freed is kept for others, as far as the budget goes; what a step did not need is not."""
         room_bytes = self.budget_bytes - self.reserve_bytes + self.kept_bytes - self.mover.foreign_bytes
-        self.mover.device.keep_within(room_bytes)
-        self.mover.device.step_ended()
+        self.mover.device.limit_tensors_and_spare_memory(room_bytes)
+        self.mover.device.release_unused_spare_memory()
 
     def short_bytes(self, extra_bytes: int) -> int:
         return self.mover.resident_bytes + extra_bytes + self.reserve_bytes - self.budget_bytes
 
     def fits(self, extra_bytes: int) -> bool:
         if self.short_bytes(extra_bytes) > 0:
-            self.bury(self.mortal)
+            self.forget_dead_records(self.mortal)
         return self.short_bytes(extra_bytes) <= 0
 
-    def makes_way(self, extra_bytes: int, tick: int | None) -> bool:
+    def try_room_by_planned_evictions(self, extra_bytes: int, tick: int | None) -> bool:
         """Whether so many bytes fit, if need be after what the plan has gone by now, and spent gradients,
         have left: what was to be done with those in this step is done, and plans take them for gone. Most
         have a copy. Of others one is begun, and the room is there at a later slot."""
         if self.fits(extra_bytes):
             return True
         if self.short_bytes(extra_bytes) <= self.pending_evictions.planned_bytes:
-            self.pending_evictions.end_until(lambda: self.short_bytes(extra_bytes) <= 0, by_plan=True)
+            self.pending_evictions.end_evictions_until_enough(
+                lambda: self.short_bytes(extra_bytes) <= 0, by_plan=True
+            )
         short = self.short_bytes(extra_bytes) - self.pending_evictions.size_bytes
-        for record in sorted(self._spent(tick), key=lambda r: not self.mover.is_clean(r)):
+        for record in sorted(self._spent_gradients(tick), key=lambda r: not self.mover.is_clean(r)):
             if short <= 0:
                 break
-            self._evict_part(record, begin=True)
+            self._begin_or_end_evict(record, begin=True)
             if record.state is State.LEAVING:
                 short -= record.size_bytes
                 self.pending_evictions.add(record)
-        self.pending_evictions.end_done()
+        self.pending_evictions.end_evictions_already_written()
         return self.fits(extra_bytes)
 
-    def _spent(self, tick: int | None) -> list[Record]:
+    def _spent_gradients(self, tick: int | None) -> list[Record]:
         there = (r for r in self.mortal.values() if r.kind == "grad" and r.state is State.DEVICE)
         idle = (r for r in there if r.evictable and not (self.in_use(r) or r.key in self.failed))
         return [r for r in idle if self.next_use(r, tick) == (1, inf)]
 
-    def make_room(self, extra_bytes: int, kernel: str, tick: int | None) -> None:
-        short, failure = self.free(extra_bytes, tick)
-        if short <= 0:
-            return
+    def _raise_or_grow_budget(self, extra_bytes: int, kernel: str, failure: StoreError | None) -> None:
+        """Raise the error for a kernel that does not fit; or give it more, where the budget may grow."""
         if failure is not None:
             raise failure
-        used_bytes = sum(record.size_bytes for record in self.known(self.refused))
-        self.give(Need(self.mover.resident_bytes, extra_bytes, kernel), used_bytes)
+        used_bytes = sum(record.size_bytes for record in self.records_of_storages(self.refused))
+        self.refuse_or_grow_budget(Need(self.mover.resident_bytes, extra_bytes, kernel), used_bytes)
 
-    def free(
+    def evict_until_fits(
         self, extra_bytes: int, tick: float | None, stays: Callable[[Record], bool] | None = None
     ) -> tuple[int, StoreError | None]:
         """Evicts until so many bytes fit; returns how many are still missing, and what went wrong if
@@ -232,13 +238,15 @@ class Residency:
         if self.fits(extra_bytes):
             return 0, None
         self.refused.clear()
-        failure = self.pending_evictions.end_until(lambda: self.short_bytes(extra_bytes) <= 0)
+        failure = self.pending_evictions.end_evictions_until_enough(
+            lambda: self.short_bytes(extra_bytes) <= 0
+        )
         while (short := self.short_bytes(extra_bytes)) > 0:
             victims = self.victims(short, tick, stays)
             if not victims and not self.last_resort():
                 return short, failure
             failure = self._evict_each(victims) or failure
-            self.bury()  # a fetch that was the last to hold a dropped tensor
+            self.forget_dead_records()  # a fetch that was the last to hold a dropped tensor
         return 0, failure
 
     def victims(self, short: int, tick: float | None, stays: Callable[[Record], bool] | None) -> list[Record]:
@@ -250,7 +258,7 @@ class Residency:
             return (record.size_bytes >= least_bytes, *self.next_use(record, tick))
 
         victims: list[Record] = []
-        for record in sorted(self._candidates(), key=counts_then_use, reverse=True):
+        for record in sorted(self._eviction_candidates(), key=counts_then_use, reverse=True):
             if short <= 0:
                 break
             if stays is None or not stays(record):
@@ -263,41 +271,41 @@ class Residency:
         failure: StoreError | None = None
         for begin in (True, False):
             for record in victims:
-                failure = self._evict_part(record, begin) or failure
+                failure = self._begin_or_end_evict(record, begin) or failure
         return failure
 
     def _evict_all(self, stays: Callable[[Record], bool] | None) -> StoreError | None:
         self.refused.clear()
         return self._evict_each(
-            [record for record in self._candidates() if stays is None or not stays(record)]
+            [record for record in self._eviction_candidates() if stays is None or not stays(record)]
         )
 
-    def _evict_part(self, record: Record, begin: bool) -> StoreError | None:
+    def _begin_or_end_evict(self, record: Record, begin: bool) -> StoreError | None:
         try:
             if record.state is State.ARRIVING:
                 self.mover.end_fetch(record)
             if begin and record.state is State.DEVICE:
-                self.evict(record)
+                self.begin_evict_if_resizable(record)
             elif not begin and record.state is State.LEAVING:
                 self.mover.end_evict(record)
             if record.state is State.DEVICE:  # someone uses it
                 self.refused.add(record.key)
         except StoreError as error:
-            return self.keep_failed(record, error)
+            return self.note_failed_eviction(record, error)
         return None
 
-    def evict(self, record: Record, tier: str | None = None) -> None:
+    def begin_evict_if_resizable(self, record: Record, tier: str | None = None) -> None:
         """Begin to evict this record, to this tier if it has room. Keep it instead if user code has made it
         immovable a moment ago: an array of numpy's shares the bytes."""
         storage = record.storage()
-        if storage is not None and not movable(storage):
-            self.settle(record)
+        if storage is not None and not is_resizable(storage):
+            self.forbid_eviction(record)
             self.immovable(record)
         else:
             self.pending_evictions.forget(record)
             self.mover.begin_evict(record, tier)
 
-    def keep_failed(self, record: Record, error: StoreError) -> StoreError:
+    def note_failed_eviction(self, record: Record, error: StoreError) -> StoreError:
         """A tensor that the store does not take stays in memory until the step ends."""
         if not self.failed:
             log.warning("teraio: %s stays in memory, others take its place: %s", record.name, error)
@@ -309,7 +317,7 @@ class Residency:
     def in_use(self, record: Record) -> bool:
         return record.used_at == self.serial or record.pins > 0
 
-    def _candidates(self) -> list[Record]:
+    def _eviction_candidates(self) -> list[Record]:
         return [
             record
             for record in self.records.values()
@@ -331,28 +339,28 @@ class Residency:
             return (1, ticks[at])
         return (1, inf if record.kind == "grad" else ticks[0] + self.step_ticks)
 
-    def lacks(self, need: Need) -> bool:
+    def is_over_budget(self, need: Need) -> bool:
         return need.size_bytes + self.reserve_bytes > self.budget_bytes
 
-    def hold(self, kept_bytes: int) -> None:
+    def reserve_for_user_code(self, kept_bytes: int) -> None:
         """So many bytes of user code are there while the program runs: they are in reserve."""
         self.reserve_bytes += kept_bytes - self.kept_bytes
         self.kept_bytes = kept_bytes
 
-    def give(self, need: Need, used_bytes: int = 0) -> None:
+    def refuse_or_grow_budget(self, need: Need, used_bytes: int = 0) -> None:
         """What does not fit is refused, or, if that is how memory was asked for, the budget grows to it. What
         user code holds is no reason for that, nor what it uses at this moment."""
         short = need.size_bytes + self.reserve_bytes - self.budget_bytes
         if 0 < short <= self.kept_bytes + used_bytes:
             self.overrun(short, f"kernel {need.kernel}, beside what user code keeps")
-            self.hold(max(0, self.kept_bytes - short))
+            self.reserve_for_user_code(max(0, self.kept_bytes - short))
             return
-        self.hold(0)
+        self.reserve_for_user_code(0)
         if not self.elastic:
-            self.refuse(need)
+            self.raise_budget_error(need)
         self.budget_bytes = max(self.budget_bytes, need.size_bytes + self.reserve_bytes)
 
-    def refuse(self, need: Need) -> NoReturn:
+    def raise_budget_error(self, need: Need) -> NoReturn:
         need = max(need, self.largest, key=lambda n: n.size_bytes)
         need_bytes = need.size_bytes + self.reserve_bytes
         needed, given = fmt_bytes(need_bytes, up=True), fmt_bytes(self.budget_bytes)
@@ -360,7 +368,7 @@ class Residency:
             needed, given = f"{need_bytes} bytes", f"{self.budget_bytes} bytes"
         stays, kernel, reserve = map(fmt_bytes, (need.stays_bytes, need.kernel_bytes, self.reserve_bytes))
         used = {r.key for r in self.records.values() if r.used_at == self.serial}
-        names = largest(self._staying(), used, self.mover.is_pointed)
+        names = name_largest_resident(self._unevictable_records(), used, self.mover.is_address_taken)
         named = f". The largest that cannot leave: {names}" if names and need.stays_bytes else ""
         raise BudgetError(
             f"the step needs {needed} at kernel {need.kernel} ({stays} that cannot leave, {kernel} that "
@@ -368,19 +376,23 @@ class Residency:
             f"later kernel needs it, or a smaller batch{named}"
         )
 
-    def _staying(self) -> list[Record]:
+    def _unevictable_records(self) -> list[Record]:
         """Return what no eviction frees."""
-        self.bury()
-        return [r for r in self.records.values() if not r.evictable or r.pins > 0 or self.mover.is_pointed(r)]
+        self.forget_dead_records()
+        return [
+            r
+            for r in self.records.values()
+            if not r.evictable or r.pins > 0 or self.mover.is_address_taken(r)
+        ]
 
-    def refuse_torn(self) -> NoReturn:
+    def raise_torn_step_error(self) -> NoReturn:
         self.torn_is_known = True
         raise TornStepError(
             f"weights or optimizer states were lost ({self.torn}); what could not be read is NaN now, so "
             f"that it cannot be taken for good. Load the last checkpoint, after teraio.reset()"
         ) from self.torn
 
-    def bury(self, among: dict[int, Record] | None = None) -> None:
+    def forget_dead_records(self, among: dict[int, Record] | None = None) -> None:
         """Forgets the storages whose last tensor is gone."""
         expired = torch.UntypedStorage._expired
         records = self.records if among is None else among
@@ -388,10 +400,10 @@ class Residency:
         if gone:
             self._forget(gone)
 
-    def unburied_bytes(self) -> int:
+    def dead_resident_bytes(self) -> int:
         """On the device by the count, and gone with their last tensor."""
         records = list(self.records.values())
-        return sum(r.size_bytes for r in records if r.state is not State.AWAY and r.dead())
+        return sum(r.size_bytes for r in records if r.state is not State.AWAY and r.is_dead())
 
     def _forget(self, gone: list[Record]) -> None:
         for record in gone:

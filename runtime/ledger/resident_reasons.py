@@ -33,9 +33,11 @@ def why(record: Record, pointed: bool) -> str:
     return "your code is using it" if record.pins > 0 else "the kernel uses it"
 
 
-def largest(records: Iterable[Record], in_use: Collection[int], pointed: Callable[[Record], bool]) -> str:
+def name_largest_resident(
+    records: Iterable[Record], in_use: Collection[int], pointed: Callable[[Record], bool]
+) -> str:
     """Name the largest records that stay, apart from those that the kernel itself uses."""
-    resident = (r for r in records if r.state is not State.AWAY and not r.dead())
+    resident = (r for r in records if r.state is not State.AWAY and not r.is_dead())
     staying = [r for r in resident if r.key not in in_use]
     staying.sort(key=lambda r: -r.size_bytes)
     told = [f"{r.name} ({fmt_bytes(r.size_bytes)}: {why(r, pointed(r))})" for r in staying[:NAMED]]

@@ -12,7 +12,7 @@ from .record import Record, State
 from .residency import Residency
 
 
-def bring_back(residency: Residency, records: Iterable[Record]) -> None:
+def make_records_resident(residency: Residency, records: Iterable[Record]) -> None:
     """Makes all of these resident. One that is lost does not keep the others away."""
     mover, records = residency.mover, list(records)
     wanted = {record.key for record in records}
@@ -22,7 +22,7 @@ def bring_back(residency: Residency, records: Iterable[Record]) -> None:
                 if begin and record.state is State.LEAVING:
                     mover.undo_evict(record)
                 elif begin and record.state is State.AWAY:
-                    residency.shortage.fetch(record, lambda r: r.key in wanted)
+                    residency.shortage.begin_fetch_making_room(record, lambda r: r.key in wanted)
                 elif not begin and record.state is State.ARRIVING:
                     mover.end_fetch(record)
             except StoreError as error:
@@ -31,24 +31,24 @@ def bring_back(residency: Residency, records: Iterable[Record]) -> None:
                     residency.torn = residency.torn or error
 
 
-def bring_all_back(residency: Residency, stays: Callable[[Record], bool]) -> None:
+def make_everything_resident(residency: Residency, stays: Callable[[Record], bool]) -> None:
     """Everything that is away. BudgetError if there is no memory for it: what came leaves again, except what
     `stays`, and all goes on as before."""
     residency.serial += 1
     if sum(record.size_bytes for record in residency.records.values()) > residency.budget_bytes:
         gc.collect()  # a model that does not fit: what is garbage of it need not come back
-    residency.bury()
+    residency.forget_dead_records()
     away_bytes = sum(r.size_bytes for r in residency.records.values() if r.state is State.AWAY)
     there_bytes = residency.mover.device.default_budget_bytes()
     cause = None
     if away_bytes <= there_bytes:
         try:
-            bring_back(residency, residency.records.values())
+            make_records_resident(residency, residency.records.values())
             return
         except (RuntimeError, MemoryError) as error:  # the allocator's
             cause = error
         residency.serial += 1
-        residency.free(0, None, stays)
+        residency.evict_until_fits(0, None, stays)
     away, there = fmt_bytes(away_bytes), fmt_bytes(there_bytes)
     raise BudgetError(
         f"everything that is away was to come back to memory, and does not fit there: {away} are away, "

@@ -10,7 +10,7 @@ import torch
 
 from teraio.units import fmt_bytes, fmt_count
 
-from .adoption import Candidate, Refused, adopt, adopt_alone, movable
+from .adoption import Candidate, Refused, is_resizable, make_resizable, make_resizable_unchecked
 from .record import Record, State
 from .residency import Residency
 
@@ -28,10 +28,13 @@ class Unresizable:
         self.copied: set[str] = set()  # of those that numpy had
         self.said = False
         self.refused: dict[str, Refused] = {}  # by the weight's name
-        residency.immovable, residency.last_resort = self._note, self.free_fresh
+        residency.immovable, residency.last_resort = (
+            self._add_newly_unresizable,
+            self.make_newly_unresizable_evictable,
+        )
 
-    def adopt(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        done = adopt((name, tensor) for name, tensor in weights if not self.kept(name))
+    def make_resizable(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        done = make_resizable((name, tensor) for name, tensor in weights if not self.kept(name))
         self.refused.update((refused.name, refused) for refused in done.refused)
         for record in self.records.values():
             record.because = self.why(record)
@@ -49,28 +52,28 @@ class Unresizable:
         refused = self.refused.get(record.name)
         return refused.reason if refused else "numpy or another library was given its memory"
 
-    def look(self) -> None:
+    def detect_and_adopt_newly_unresizable(self) -> None:
         """User code ran: a `numpy()` of a weight, and its storage can no longer be emptied. If the array is
         gone it gets bytes that can, at once: without it the next program might not fit."""
         for record in list(self.residency.reachable.values()):
             storage = record.storage()
-            if storage is not None and record.state is State.DEVICE and not movable(storage):
-                self.residency.settle(record)
+            if storage is not None and record.state is State.DEVICE and not is_resizable(storage):
+                self.residency.forbid_eviction(record)
                 if not record.handed_out:
-                    self._note(record)
-        self.free_fresh()
+                    self._add_newly_unresizable(record)
+        self.make_newly_unresizable_evictable()
 
-    def _note(self, record: Record) -> None:
+    def _add_newly_unresizable(self, record: Record) -> None:
         self.add(record)
         self.fresh.append(record)
         self.ours.add(record)
 
-    def free_fresh(self) -> bool:
+    def make_newly_unresizable_evictable(self) -> bool:
         """Whether any moves from now on. All at once: who holds them is found by looking at everything."""
         fresh, self.fresh = [r for r in self.fresh if self.records.get(r.key) is r], []
-        return bool(fresh and self._free(fresh))
+        return bool(fresh and self._make_evictable(fresh))
 
-    def retry(self) -> list[Record]:
+    def retry_making_evictable(self) -> list[Record]:
         """The step is over: what no backend saw, or what something held at that time, once more. Returns the
         weights that move from now on."""
         known = self.residency.records
@@ -79,21 +82,23 @@ class Unresizable:
         if not self.due:
             return []
         self.due = False
-        return self._free([*self.records.values()])
+        return self._make_evictable([*self.records.values()])
 
-    def _free(self, records: list[Record]) -> list[Record]:
+    def _make_evictable(self, records: list[Record]) -> list[Record]:
         """Those of them that can be had, and move from now on."""
         # Whether others do is seen without a search: numpy, DLPack and slices of a storage hold it by tensors
         # and storages of their own.
-        alone = {record for record in records if record in self.ours and not record.shared()}
+        alone = {
+            record for record in records if record in self.ours and not record.is_shared_by_unknown_tensors()
+        }
         alive = [(r, s) for r in records if (s := r.storage()) is not None]
-        own = [(r, s) for r, s in alive if r in alone and not movable(s)]
-        adopt_alone(Candidate(r.name, s, r.live_faces()) for r, s in own)
-        stuck = [(r.name, s) for r, s in alive if not movable(s)]
-        self.adopt([(n, torch.empty(0, device=s.device).set_(s, 0, (0,), (1,))) for n, s in stuck])
-        free = [record for record, storage in alive if movable(storage) and not record.addressed]
+        own = [(r, s) for r, s in alive if r in alone and not is_resizable(s)]
+        make_resizable_unchecked(Candidate(r.name, s, r.live_known_tensors()) for r, s in own)
+        stuck = [(r.name, s) for r, s in alive if not is_resizable(s)]
+        self.make_resizable([(n, torch.empty(0, device=s.device).set_(s, 0, (0,), (1,))) for n, s in stuck])
+        free = [record for record, storage in alive if is_resizable(storage) and not record.addressed]
         for record in free:
-            self.residency.unsettle(record)
+            self.residency.allow_eviction(record)
             del self.records[record.key]
             self.ours.discard(record)
             if record.name in self.copied and not self.said:

@@ -7,7 +7,7 @@
 
 Nothing of the construction itself changes: the same calls in the same order draw the same random numbers. No
 program knows these tensors yet, so what leaves is what was used least recently. A program that gets one as
-its argument gives it the name that the user knows (`Registry.register`).
+its argument gives it the name that the user knows (`Registry.register_program_tensor`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch.nn.modules import module as _modules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ..device.device import same
+from ..device.device import is_same_memory
 from ..eager.tensor_lists import tensors_in
 from ..engine.engine import Engine
-from ..ledger.adoption import EXCHANGES, Candidate, give_own_bytes, movable
-from ..ledger.engine_lock import with_the_lock
+from ..ledger.adoption import EXCHANGES, Candidate, copy_to_torch_allocator, is_resizable
+from ..ledger.engine_lock import hold_lock_during_method
 
 # Hugging Face's loader reads ahead in threads, as far as they get, and has a switch of its own against it.
 ONE_AT_A_TIME = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
@@ -46,49 +46,49 @@ class Construction:
         self.given: list[tuple[str, ReferenceType[torch.Tensor]]] = []  # to modules; they may get other bytes
         self.count = 0
 
-    def registered(self, module: torch.nn.Module, name: str, tensor: Any) -> None:
+    def track_module_tensor(self, module: torch.nn.Module, name: str, tensor: Any) -> None:
         """A module was given a parameter or a buffer."""
         if isinstance(tensor, torch.Tensor):
-            self.meet(f"{type(module).__name__}.{name}", tensor)
+            self.track_tensor(f"{type(module).__name__}.{name}", tensor)
 
-    def meet(self, name: str, tensor: torch.Tensor) -> None:
+    def track_tensor(self, name: str, tensor: torch.Tensor) -> None:
         if threading.get_ident() == self.thread:
-            self.take(name, tensor)
+            self.register_tensor(name, tensor)
             self.given.append((name, ref(tensor)))
 
-    @with_the_lock
-    def take(self, name: str, tensor: torch.Tensor) -> None:
+    @hold_lock_during_method
+    def register_tensor(self, name: str, tensor: torch.Tensor) -> None:
         self.engine.residency.serial += 1
-        if _is_on(self.device, tensor):
+        if _is_on_device(self.device, tensor):
             if self.device.type == "cpu":
-                self._own_bytes(name, tensor)
+                self._copy_out_of_file(name, tensor)
             self.count += 1
-            self.engine.registry.take_in(tensor, f"{name} ({self.count})")
+            self.engine.registry.register_module_tensor(tensor, f"{name} ({self.count})")
 
-    def _own_bytes(self, name: str, tensor: torch.Tensor) -> None:
+    def _copy_out_of_file(self, name: str, tensor: torch.Tensor) -> None:
         """A part of a file that is mapped, as loaders leave it, becomes memory that can be emptied. What no
         one else can see changed is copied without being asked for."""
         with torch._C.DisableTorchFunctionSubclass():
             storage = torch.Tensor.untyped_storage(tensor)
-            if movable(storage) or not EXCHANGES or not _of_a_file(storage):
+            if is_resizable(storage) or not EXCHANGES or not _is_mapped_file(storage):
                 return
             self.make_room(storage.nbytes(), name)
-            give_own_bytes(Candidate(name, storage, [tensor]))
+            copy_to_torch_allocator(Candidate(name, storage, [tensor]))
 
-    @with_the_lock
+    @hold_lock_during_method
     def make_room(self, size_bytes: int, place: str) -> None:
         """So many bytes more fit when this returns, as far as that can be."""
         residency, user = self.engine.residency, self.engine.user
         residency.serial += 1
         if not residency.fits(size_bytes):
-            self._look_again()
-            short, _ = residency.free(size_bytes, None, user.stays)
+            self._reregister_replaced_tensors()
+            short, _ = residency.evict_until_fits(size_bytes, None, user.must_be_resident)
             if short > 0:
-                user.overrun(short, place)
+                user.report_overrun(short, place)
         counts = self.engine.mover.counts
         counts.peak_bytes = max(counts.peak_bytes, self.engine.mover.resident_bytes + size_bytes)
 
-    def _look_again(self) -> None:
+    def _reregister_replaced_tensors(self) -> None:
         """`module.half()`, lazy modules: the same parameter has got other bytes."""
         records = self.engine.known_tensors.records
         given, self.given = self.given, []  # taking one in may lead back here
@@ -97,17 +97,17 @@ class Construction:
             if tensor is not None:
                 self.given.append((name, known))
                 record = records.get(id(tensor))
-                if record is None or record.dead():
-                    self.take(name, tensor)
+                if record is None or record.is_dead():
+                    self.register_tensor(name, tensor)
 
-    @with_the_lock
-    def appeared(self, tensor: torch.Tensor) -> None:
+    @hold_lock_during_method
+    def count_new_tensor(self, tensor: torch.Tensor) -> None:
         """It counts until it is gone, or until a module is given it."""
         self.count += 1
-        self.engine.registry.count(tensor, f"made ({self.count})", "outside")
+        self.engine.registry.register_immovable(tensor, f"made ({self.count})", "outside")
 
 
-def _of_a_file(storage: torch.UntypedStorage) -> bool:
+def _is_mapped_file(storage: torch.UntypedStorage) -> bool:
     """Its memory is a mapped file, and what is written there is seen by no other process."""
     begin = storage.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -118,7 +118,7 @@ def _of_a_file(storage: torch.UntypedStorage) -> bool:
     return False
 
 
-class Room(TorchDispatchMode):
+class MakeRoomMode(TorchDispatchMode):
     """Every operation of the block: room before, count after."""
 
     def __init__(self, making: Construction) -> None:
@@ -133,66 +133,66 @@ class Room(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         on = self.making.device
-        if (size_bytes := _taken_by(func, args, kwargs, on)) > 0:
+        if (size_bytes := _bytes_to_allocate(func, args, kwargs, on)) > 0:
             self.making.make_room(size_bytes, func._schema.name)
         result = func(*args, **kwargs)
         for tensor in tensors_in((result,)):
-            if type(tensor) is torch.Tensor and _is_on(on, tensor):
-                self.making.appeared(tensor)
+            if type(tensor) is torch.Tensor and _is_on_device(on, tensor):
+                self.making.count_new_tensor(tensor)
         return result
 
 
 _RAM = torch.device("cpu")
 
 
-def _is_on(device: torch.device, tensor: torch.Tensor) -> bool:
-    return same(device, tensor.device) and tensor.layout == torch.strided
+def _is_on_device(device: torch.device, tensor: torch.Tensor) -> bool:
+    return is_same_memory(device, tensor.device) and tensor.layout == torch.strided
 
 
-def _taken_by(func: Any, args: Any, kwargs: Any, budgeted: torch.device) -> int:
+def _bytes_to_allocate(func: Any, args: Any, kwargs: Any, budgeted: torch.device) -> int:
     """What an operation is about to allocate there: its results' bytes, tried on tensors without any. Of one
     that cannot say before it has seen numbers, nothing is known."""
     if any(result.alias_info is not None for result in func._schema.returns):
         return 0  # a view, or in place
     given = tensors_in((*args, *kwargs.values()))
     elsewhere = {t.device for t in given if t.device.type not in ("cpu", "meta")}
-    if any(not same(device, budgeted) for device in elsewhere):
+    if any(not is_same_memory(device, budgeted) for device in elsewhere):
         return 0  # it would be computed there, and random numbers drawn, once more
     device = kwargs.get("device")
     on = [torch.device(device)] if device is not None else [t.device for t in given if t.ndim] or [_RAM]
-    if not same(on[0], budgeted):
+    if not is_same_memory(on[0], budgeted):
         return 0
     if device is not None or not given:
         kwargs = {**kwargs, "device": torch.device("meta")}
     try:
-        args, kwargs = tree_map(lambda value: _without_bytes(value, budgeted), (args, kwargs))
+        args, kwargs = tree_map(lambda value: _as_meta_tensor(value, budgeted), (args, kwargs))
         results = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError):
         return 0
     return sum(tensor.nbytes for tensor in tensors_in((results,)))
 
 
-def _without_bytes(value: Any, budgeted: torch.device) -> Any:
+def _as_meta_tensor(value: Any, budgeted: torch.device) -> Any:
     if not isinstance(value, torch.Tensor) or not (
-        _is_on(budgeted, value) or (_is_on(_RAM, value) and value.ndim)
+        _is_on_device(budgeted, value) or (_is_on_device(_RAM, value) and value.ndim)
     ):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 @contextmanager
-def _parameters(making: Construction) -> Iterator[None]:
+def _track_new_parameters(making: Construction) -> Iterator[None]:
     """`copy.deepcopy` of a module makes parameters and registers none."""
     make = torch.nn.Parameter.__new__
 
     @functools.wraps(make)
-    def made(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def make_and_track(cls: type, *args: Any, **kwargs: Any) -> Any:
         parameter: Any = make(cls, *args, **kwargs)
         if type(parameter) is torch.nn.Parameter:
-            making.meet("Parameter", parameter)
+            making.track_tensor("Parameter", parameter)
         return parameter
 
-    torch.nn.Parameter.__new__ = made  # type: ignore[method-assign]
+    torch.nn.Parameter.__new__ = make_and_track  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -200,7 +200,7 @@ def _parameters(making: Construction) -> Iterator[None]:
 
 
 @contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def _set_environment_temporarily(values: dict[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -217,7 +217,7 @@ _MAKING: list[Construction] = []  # the block that is open
 
 
 @contextmanager
-def models(engine: Engine) -> Iterator[None]:
+def construct_within_budget(engine: Engine) -> Iterator[None]:
     """What modules are given in the block belongs to the engine."""
     if _MAKING and _MAKING[0].engine is engine:
         yield
@@ -230,10 +230,10 @@ def models(engine: Engine) -> Iterator[None]:
             _modules.register_module_parameter_registration_hook,
             _modules.register_module_buffer_registration_hook,
         ):
-            stack.callback(register(making.registered).remove)
-        stack.enter_context(_parameters(making))
-        stack.enter_context(_environment(ONE_AT_A_TIME))
-        stack.enter_context(Room(making))
+            stack.callback(register(making.track_module_tensor).remove)
+        stack.enter_context(_track_new_parameters(making))
+        stack.enter_context(_set_environment_temporarily(ONE_AT_A_TIME))
+        stack.enter_context(MakeRoomMode(making))
         yield
         making.make_room(0, "construction")
-        engine.user.hand_over()
+        engine.user.resume_user_code()

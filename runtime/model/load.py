@@ -19,7 +19,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from teraio.errors import CheckpointError
-from teraio.formats.safetensors import Entry, read_header, read_index
+from teraio.formats.safetensors import TensorEntry, read_header, read_index
 
 from ..engine.engine import Engine
 from ..ledger.record import Record
@@ -50,20 +50,20 @@ DTYPES = {
 }
 
 
-class Loaded(NamedTuple):
+class UnmatchedNames(NamedTuple):
     """What `strict=False` let pass."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
 
-class Found(NamedTuple):
+class FileTensor(NamedTuple):
     file: WeightFile
-    entry: Entry
+    entry: TensorEntry
 
 
 @dataclass(slots=True)
-class Wanted:
+class ModelTensor:
     """A tensor of the model, and where modules have it."""
 
     tensor: torch.Tensor
@@ -71,35 +71,39 @@ class Wanted:
     names: list[str] = field(default_factory=list)
 
 
-def fill(engine: Engine | None, model: torch.nn.Module, path: str, *, strict: bool, copy: bool) -> Loaded:
+def load_weights(
+    engine: Engine | None, model: torch.nn.Module, path: str, *, strict: bool, copy: bool
+) -> UnmatchedNames:
     """Without an engine all of it is read into memory."""
-    found = dict(_found(path))
-    wanted = list(_wanted(model).values())
-    loaded = _compared(wanted, found, path, strict)
+    found = dict(_tensors_in_files(path))
+    wanted = list(_tensors_of_model(model).values())
+    loaded = _refuse_unmatched_tensors(wanted, found, path, strict)
     for tensor in wanted:
         present = [name for name in tensor.names if name in found]
         if present:
-            _same_bytes(present, found)
-            _give(engine, tensor, present[0], found[present[0]], copy)
+            _refuse_unequal_tied_tensors(present, found)
+            _load_tensor(engine, tensor, present[0], found[present[0]], copy)
     if engine is not None:
-        engine.user.hand_over()
+        engine.user.resume_user_code()
     return loaded
 
 
 # ---- what there is
 
 
-def _found(path: str) -> Iterator[tuple[str, Found]]:
+def _tensors_in_files(path: str) -> Iterator[tuple[str, FileTensor]]:
     index = None
     if os.path.isdir(path):
         index = os.path.join(path, INDEX)
         if not os.path.exists(index):
-            index, path = None, _only_file(path)
+            index, path = None, _only_safetensors_file(path)
     elif path.endswith(".json"):
         index = path
     if index is None:
         file = WeightFile(path)
-        yield from ((name, Found(file, entry)) for name, entry in read_header(file.descriptor, path).items())
+        yield from (
+            (name, FileTensor(file, entry)) for name, entry in read_header(file.descriptor, path).items()
+        )
         return
     where = read_index(index)
     for shard in dict.fromkeys(where.values()):
@@ -109,10 +113,10 @@ def _found(path: str) -> Iterator[tuple[str, Found]]:
             if its == shard:
                 if name not in entries:
                     raise CheckpointError(f"{index} says that {name} is in {shard}, and it is not")
-                yield name, Found(file, entries[name])
+                yield name, FileTensor(file, entries[name])
 
 
-def _only_file(folder: str) -> str:
+def _only_safetensors_file(folder: str) -> str:
     files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if len(files) != 1:
         raise CheckpointError(
@@ -124,54 +128,56 @@ def _only_file(folder: str) -> str:
 # ---- what the model has
 
 
-def _wanted(model: torch.nn.Module) -> dict[int, Wanted]:
+def _tensors_of_model(model: torch.nn.Module) -> dict[int, ModelTensor]:
     """By the tensor's id; names are those of `state_dict()`."""
-    wanted: dict[int, Wanted] = {}
+    wanted: dict[int, ModelTensor] = {}
     for prefix, module in getattr(model, "_orig_mod", model).named_modules(remove_duplicate=False):
         lasting = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
         for key, tensor in (*module._parameters.items(), *lasting.items()):
             if tensor is not None:
-                about = wanted.setdefault(id(tensor), Wanted(tensor))
+                about = wanted.setdefault(id(tensor), ModelTensor(tensor))
                 about.places.append((module, key))
                 about.names.append(f"{prefix}.{key}" if prefix else key)
     return wanted
 
 
-def _compared(wanted: list[Wanted], found: dict[str, Found], path: str, strict: bool) -> Loaded:
+def _refuse_unmatched_tensors(
+    wanted: list[ModelTensor], found: dict[str, FileTensor], path: str, strict: bool
+) -> UnmatchedNames:
     names = {name for about in wanted for name in about.names}
     missing = [about.names[0] for about in wanted if not any(name in found for name in about.names)]
     unexpected = [name for name in found if name not in names]
     wrong = [
-        f"{name} is {_described(DTYPES[f.entry.dtype], f.entry.shape)} in the file and "
-        f"{_described(about.tensor.dtype, about.tensor.shape)} in the model"
+        f"{name} is {_dtype_and_shape_text(DTYPES[f.entry.dtype], f.entry.shape)} in the file and "
+        f"{_dtype_and_shape_text(about.tensor.dtype, about.tensor.shape)} in the model"
         for about in wanted
         for name in about.names
-        if (f := found.get(name)) is not None and _differs(about.tensor, f.entry)
+        if (f := found.get(name)) is not None and _differs_in_type_or_shape(about.tensor, f.entry)
     ]
-    said = [f"{len(wrong)} differ: {_listed(wrong, '; ')}"] if wrong else []
+    said = [f"{len(wrong)} differ: {_join_first_names(wrong, '; ')}"] if wrong else []
     if strict and missing:
-        said.append(f"{len(missing)} missing in the file: {_listed(missing)}")
+        said.append(f"{len(missing)} missing in the file: {_join_first_names(missing)}")
     if strict and unexpected:
-        said.append(f"{len(unexpected)} unexpected in the file: {_listed(unexpected)}")
+        said.append(f"{len(unexpected)} unexpected in the file: {_join_first_names(unexpected)}")
     if said:
         remedy = "" if wrong else ". strict=False takes what is there"
         raise CheckpointError(f"{path} is not for this model: {'. '.join(said)}{remedy}")
-    return Loaded(tuple(missing), tuple(unexpected))
+    return UnmatchedNames(tuple(missing), tuple(unexpected))
 
 
-def _differs(tensor: torch.Tensor, entry: Entry) -> bool:
+def _differs_in_type_or_shape(tensor: torch.Tensor, entry: TensorEntry) -> bool:
     return tensor.dtype != DTYPES[entry.dtype] or tuple(tensor.shape) != entry.shape
 
 
-def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+def _dtype_and_shape_text(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def _listed(names: list[str], between: str = ", ") -> str:
+def _join_first_names(names: list[str], between: str = ", ") -> str:
     return between.join(names[:SHOWN]) + (f"{between}..." if len(names) > SHOWN else "")
 
 
-def _same_bytes(names: list[str], found: dict[str, Found]) -> None:
+def _refuse_unequal_tied_tensors(names: list[str], found: dict[str, FileTensor]) -> None:
     """One tensor of the model has several names, and so it has in the file."""
     first = found[names[0]]
     for name in names[1:]:
@@ -189,26 +195,28 @@ def _same_bytes(names: list[str], found: dict[str, Found]) -> None:
 # ---- from one to the other
 
 
-def _give(engine: Engine | None, wanted: Wanted, name: str, found: Found, copy: bool) -> None:
+def _load_tensor(
+    engine: Engine | None, wanted: ModelTensor, name: str, found: FileTensor, copy: bool
+) -> None:
     entry, tensor = found.entry, wanted.tensor
     size_bytes = entry.end - entry.begin
     if engine is not None:
         Construction(engine).make_room(size_bytes, f"loading {name}")
     if tensor.is_meta:
-        tensor = _made(wanted, entry)
+        tensor = _replace_meta_tensor(wanted, entry)
     source = FileCopy(found.file, entry.begin, size_bytes, engine is None or engine.mover.store.checksums)
-    record = _movable(engine, tensor, name)
+    record = _register_if_evictable(engine, tensor, name)
     if engine is None or record is None:
-        _read_now(tensor, source, name)
+        _read_into_tensor(tensor, source, name)
         return
     torch.autograd.graph.increment_version(tensor)
-    engine.mover.take_copy(record, source)
+    engine.mover.replace_bytes_by_file(record, source)
     if copy:
-        engine.user.bring([record], 0, "loading")
+        engine.user.make_resident_for_user([record], 0, "loading")
         record.clean, record.source = False, None
 
 
-def _made(wanted: Wanted, entry: Entry) -> torch.Tensor:
+def _replace_meta_tensor(wanted: ModelTensor, entry: TensorEntry) -> torch.Tensor:
     """In the place of one on `meta`."""
     tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
     old = wanted.tensor
@@ -220,21 +228,21 @@ def _made(wanted: Wanted, entry: Entry) -> torch.Tensor:
     return tensor
 
 
-def _movable(engine: Engine | None, tensor: torch.Tensor, name: str) -> Record | None:
+def _register_if_evictable(engine: Engine | None, tensor: torch.Tensor, name: str) -> Record | None:
     """Its record, if the storage is this tensor as the file has it, and may be emptied."""
     if engine is None or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return None
     with DisableTorchFunctionSubclass():
-        record = engine.registry.take_in(tensor, name)
+        record = engine.registry.register_module_tensor(tensor, name)
         whole = tensor.is_contiguous() and tensor.storage_offset() == 0
     if record is None or not record.evictable or not whole or record.size_bytes != tensor.nbytes:
         return None
-    return None if engine.user.stays(record) or record.pins else record
+    return None if engine.user.must_be_resident(record) or record.pins else record
 
 
-def _read_now(tensor: torch.Tensor, source: FileCopy, name: str) -> None:
+def _read_into_tensor(tensor: torch.Tensor, source: FileCopy, name: str) -> None:
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     if source.size_bytes:
-        source.fill(staged.data_ptr(), name)
+        source.read_and_check_digest(staged.data_ptr(), name)
     with torch.no_grad():
         tensor.copy_(staged)

@@ -26,7 +26,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     """As `torch.save`: any object with tensors, in the same format. What is away comes back one by one."""
     target = Path(path)
     pickling.install()
-    _clear(target)
+    _remove_partial_files(target)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.{SUFFIX}")
     descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
     try:
@@ -48,7 +48,7 @@ def load(path: str | os.PathLike[str], **options: Any) -> Any:
     return torch.load(os.fspath(path), **{"map_location": "cpu", "mmap": True, **options})
 
 
-def _clear(target: Path) -> None:
+def _remove_partial_files(target: Path) -> None:
     """What processes left that were killed while they saved this file. One that still saves holds a lock."""
     ours = re.compile(re.escape(f".{target.name}.") + rf"[0-9a-f]{{16}}\.{SUFFIX}")
     for name in os.listdir(target.parent):

@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from teraio.errors import UnsupportedError
 
 from ..engine import engine as _engine
-from .buckets import is_stand_in, stand_in
-from .step_call import OptimizerCall, plainly_called
+from .buckets import is_stand_in, make_stand_in
+from .step_call import OptimizerCall, is_step_uncompiled
 from .strategy import TRYING, Strategy
 
 _installed = False
@@ -28,21 +28,21 @@ def install() -> None:
         return
     _installed = True
     # A compiled optimizer runs them between its graphs: Dynamo is not to trace the engine.
-    register_optimizer_step_pre_hook(torch.compiler.disable(_before))
-    register_optimizer_step_post_hook(torch.compiler.disable(_after))
+    register_optimizer_step_pre_hook(torch.compiler.disable(_begin_optimizer_call))
+    register_optimizer_step_post_hook(torch.compiler.disable(_end_optimizer_call))
 
 
-def updating() -> bool:
+def is_optimizer_update_running() -> bool:
     """Whether an optimizer's update runs: what is compiled for it reads what it is given, and no more."""
-    return bool(TRYING) or any(call.updates for call in _CALLS)
+    return bool(TRYING) or any(call.is_update_running for call in _CALLS)
 
 
-def _known(optimizer: torch.optim.Optimizer) -> Strategy:
+def _strategy_of(optimizer: torch.optim.Optimizer) -> Strategy:
     about = _KNOWN.get(optimizer)
     if about is None:
         refuse_shards(optimizer)
         about = _KNOWN[optimizer] = Strategy(len(_KNOWN))
-    about.ask(optimizer)
+    about.run_trial_if_changed(optimizer)
     return about
 
 
@@ -54,9 +54,9 @@ def wrap(optimizer: Wrapped, *, whole: bool = False) -> Wrapped:
     allows it. Without this it is found out at the first step, and a warning; and whenever its groups make it
     one, an error."""
     install()
-    about = _known(optimizer)
+    about = _strategy_of(optimizer)
     about.in_buckets = not whole
-    _refuse_whole(optimizer, about)
+    _refuse_whole_step(optimizer, about)
     return optimizer
 
 
@@ -72,7 +72,7 @@ def refuse_shards(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _refuse_whole(optimizer: torch.optim.Optimizer, about: Strategy) -> None:
+def _refuse_whole_step(optimizer: torch.optim.Optimizer, about: Strategy) -> None:
     if about.in_buckets and about.seen.reason is not None:
         raise UnsupportedError(
             f"{type(optimizer).__name__} cannot be stepped a few parameters at a time ({about.seen.reason}): "
@@ -81,37 +81,37 @@ def _refuse_whole(optimizer: torch.optim.Optimizer, about: Strategy) -> None:
         )
 
 
-def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+def _begin_optimizer_call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Gives the step a stand-in for its optimizer, whose groups come bucket by bucket."""
     engine = _engine.ENGINE
     if engine is None or TRYING or is_stand_in(optimizer):
         return None
     _CALLS.clear()  # one that an exception ended
     with engine.lock:
-        engine.user.eager_memory.ends()  # what the trial takes is not the user's
-    about = _known(optimizer)
-    _refuse_whole(optimizer, about)
+        engine.user.eager_memory.end_user_code_measure()  # what the trial takes is not the user's
+    about = _strategy_of(optimizer)
+    _refuse_whole_step(optimizer, about)
     closure = any(given is not None for given in (*args[1:], kwargs.get("closure")))
     call = OptimizerCall(engine, optimizer, about, closure)
     _CALLS.append(call)
     if about.seen.reason is None:
-        reason = _whole_now(optimizer)
+        reason = _reason_to_run_whole(optimizer)
         if reason is None:
-            return (stand_in(optimizer, call.walk), *args[1:]), kwargs
-        about.warn_whole(optimizer, reason)
-    call.run_whole()
+            return (make_stand_in(optimizer, call.iterate_buckets), *args[1:]), kwargs
+        about.warn_of_whole_step(optimizer, reason)
+    call.open_all_as_one_bucket()
     return None
 
 
-def _whole_now(optimizer: torch.optim.Optimizer) -> str | None:
+def _reason_to_run_whole(optimizer: torch.optim.Optimizer) -> str | None:
     """Why this step runs whole, of an optimizer that could be stepped in buckets."""
-    if not plainly_called(optimizer):
+    if not is_step_uncompiled(optimizer):
         return "its step is compiled"
     states = [id(v) for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     return "two of them share a state" if len({*states}) < len(states) else None
 
 
-def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _end_optimizer_call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if TRYING or is_stand_in(optimizer) or not _CALLS:
         return
     call = _CALLS.pop()

@@ -36,7 +36,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # of the device, and what stands for i
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def reason_against(optimizer: torch.optim.Optimizer) -> str | None:
+def reason_against_host_step(optimizer: torch.optim.Optimizer) -> str | None:
     """Why the steps of this optimizer stay on the device."""
     if type(optimizer) not in OWN:
         names = ", ".join(kind.__name__ for kind in OWN)
@@ -49,18 +49,18 @@ def reason_against(optimizer: torch.optim.Optimizer) -> str | None:
                 return f"{name}=True"
         for name, value in group.items():
             if name not in {"lr", "initial_lr", "params"} and any(
-                isinstance(v, torch.Tensor) for v in _parts(value)
+                isinstance(v, torch.Tensor) for v in _as_list(value)
             ):
                 return f"{name} is a tensor"
     return None
 
 
-def begin(engine: Engine, kernels: Collection[str] | None = None) -> None:
+def set_host_buckets(engine: Engine, kernels: Collection[str] | None = None) -> None:
     """Step these buckets of the engine's optimizers on the host from now on. None: all buckets."""
     _STEPS[engine] = HostStep(engine.residency, engine.user, kernels)
 
 
-def of(engine: Engine) -> HostStep | None:
+def host_step_of(engine: Engine) -> HostStep | None:
     """Return what steps this engine's optimizers on the host, if something does."""
     return _STEPS.get(engine)
 
@@ -74,13 +74,13 @@ class HostStep:
         self.could: set[str] = set()  # take these
         self.said: set[str] = set()
 
-    def takes(self, optimizer: torch.optim.Optimizer, reason: str | None = None) -> bool:
+    def can_step_optimizer(self, optimizer: torch.optim.Optimizer, reason: str | None = None) -> bool:
         """Whether it may step some of the optimizer's parameters; the caller may have a reason against it."""
-        if (reason := reason or reason_against(optimizer)) is not None:
-            self.say(f"{type(optimizer).__name__} steps on the device: {reason}")
+        if (reason := reason or reason_against_host_step(optimizer)) is not None:
+            self.log_once(f"{type(optimizer).__name__} steps on the device: {reason}")
         return reason is None
 
-    def takes_bucket(
+    def is_host_bucket(
         self,
         kernel: str,
         optimizer: torch.optim.Optimizer,
@@ -91,14 +91,16 @@ class HostStep:
         if not parameters or not all(optimizer.state.get(parameter) for parameter in parameters):
             return False  # the first step, or nothing to step
         with DisableTorchFunctionSubclass():
-            named = all({*optimizer.state[p]} == _names(optimizer, group) for p in parameters)
+            named = all({*optimizer.state[p]} == _expected_state_names(optimizer, group) for p in parameters)
             usual = (
                 named
-                and all(_usual(p, optimizer.state[p]) for p in parameters)
-                and _apart([t for p in parameters for t in (p, p.grad, *optimizer.state[p].values())])
+                and all(_fits_fused_kernel(p, optimizer.state[p]) for p in parameters)
+                and _has_separate_storages(
+                    [t for p in parameters for t in (p, p.grad, *optimizer.state[p].values())]
+                )
             )
         if not usual:
-            self.say(
+            self.log_once(
                 f"{type(optimizer).__name__} steps a part of its parameters on the device: their states or "
                 "gradients have other types, layouts or memory than torch gives them"
             )
@@ -106,7 +108,7 @@ class HostStep:
         self.could.add(kernel)
         return self.kernels is None or kernel in self.kernels
 
-    def step(
+    def step_bucket(
         self,
         optimizer: torch.optim.Optimizer,
         group: dict[str, Any],
@@ -114,36 +116,39 @@ class HostStep:
         after: Sequence[torch.Tensor],
     ) -> None:
         """Of these parameters; gradients of those that come after them begin to leave meanwhile."""
-        loans = Loans(self.residency, self.user)
+        loans = HostTwins(self.residency, self.user)
         with DisableTorchFunctionSubclass(), torch.no_grad():
             try:
-                twins = [loans.parameter(parameter) for parameter in parameters]
-                states = [loans.states(optimizer.state[parameter]) for parameter in parameters]
-                self.residency.mover.device.idle()  # what is copied to and from the places has arrived
-                self._expect(after)
-                _run(optimizer, group, twins, states)
+                twins = [loans.make_parameter_twin(parameter) for parameter in parameters]
+                states = [loans.make_state_twins(optimizer.state[parameter]) for parameter in parameters]
+                # What is copied to and from the places has arrived.
+                self.residency.mover.device.wait_until_idle()
+                self._evict_next_gradients(after)
+                _run_step_on_twins(optimizer, group, twins, states)
             finally:
-                loans.give_back()
+                loans.copy_results_back()
         if loans.full:
-            self.say("host memory is full: what is stepped on the host is copied there and back each time")
+            self.log_once(
+                "host memory is full: what is stepped on the host is copied there and back each time"
+            )
 
-    def _expect(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _evict_next_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
             gradient = parameter.grad
-            record = None if gradient is None else self.residency.leaving(gradient)
+            record = None if gradient is None else self.residency.evictable_record_of(gradient)
             if record is None or record.state is not State.DEVICE or self.residency.in_use(record):
                 continue
-            if not self.user.stays(record) and self.residency.mover.make_place(record):
-                self.residency.evict(record, HOST)
+            if not self.user.must_be_resident(record) and self.residency.mover.reserve_host_place(record):
+                self.residency.begin_evict_if_resizable(record, HOST)
 
-    def say(self, what: str) -> None:
+    def log_once(self, what: str) -> None:
         """Aloud where the host was asked for."""
         if what not in self.said:
             self.said.add(what)
             log.log(logging.WARNING if self.kernels is None else logging.INFO, "teraio: %s", what)
 
 
-class Loans:
+class HostTwins:
     """What stands on the host for tensors of the device while they are stepped there."""
 
     def __init__(self, residency: Residency, user: UserCode) -> None:
@@ -153,113 +158,113 @@ class Loans:
         self.renewed: list[tuple[torch.Tensor, torch.Tensor, Record]] = []
         self.full = False
 
-    def parameter(self, parameter: torch.Tensor) -> torch.Tensor:
+    def make_parameter_twin(self, parameter: torch.Tensor) -> torch.Tensor:
         """With its gradient, which nothing writes."""
-        record = self._movable(parameter)
+        record = self._exclusive_record(parameter)
         own = None
         if record is not None:
-            own = self._there(record, parameter)
-            own = own if own is not None else self._copy_there(record, parameter)
+            own = self._view_if_only_on_host(record, parameter)
+            own = own if own is not None else self._copy_to_host_place(record, parameter)
         twin = torch.nn.Parameter(
-            own if own is not None else self._copied(parameter), parameter.requires_grad
+            own if own is not None else self._copy_for_write_back(parameter), parameter.requires_grad
         )
         gradient = parameter.grad
         assert gradient is not None
-        away = self.residency.leaving(gradient)
+        away = self.residency.evictable_record_of(gradient)
         if away is not None and away.state is State.LEAVING:
             self.mover.end_evict(away)
-        twin.grad = None if away is None else self._there(away, gradient)
+        twin.grad = None if away is None else self._view_if_only_on_host(away, gradient)
         if twin.grad is None:
-            twin.grad = self._scratch(gradient)
+            twin.grad = self._copy_to_scratch(gradient)
         return twin
 
-    def states(self, states: dict[str, Any]) -> dict[str, Any]:
+    def make_state_twins(self, states: dict[str, Any]) -> dict[str, Any]:
         return {
-            name: self._state(value) if isinstance(value, torch.Tensor) else value
+            name: self._make_state_twin(value) if isinstance(value, torch.Tensor) else value
             for name, value in states.items()
         }
 
-    def _state(self, state: torch.Tensor) -> torch.Tensor:
-        record = self._movable(state)
+    def _make_state_twin(self, state: torch.Tensor) -> torch.Tensor:
+        record = self._exclusive_record(state)
         if record is None:
-            return self._copied(state)
-        own = self._there(record, state)
+            return self._copy_for_write_back(state)
+        own = self._view_if_only_on_host(record, state)
         if own is None:
-            if not self._has_place(record):
-                return self._copied(state)
-            self.residency.evict(record, HOST)
+            if not self._reserve_host_place(record):
+                return self._copy_for_write_back(state)
+            self.residency.begin_evict_if_resizable(record, HOST)
             if record.state is State.LEAVING:
                 self.mover.end_evict(record)
-            own = self._there(record, state)
-        return own if own is not None else self._copied(state)
+            own = self._view_if_only_on_host(record, state)
+        return own if own is not None else self._copy_for_write_back(state)
 
-    def _movable(self, tensor: torch.Tensor) -> Record | None:
+    def _exclusive_record(self, tensor: torch.Tensor) -> Record | None:
         """All of these bytes are the tensor's, and nobody else reaches them."""
-        record = self.residency.leaving(tensor)
+        record = self.residency.evictable_record_of(tensor)
         if record is None or record.pins or record.size_bytes != tensor.nbytes:
             return None
-        return None if self.user.stays(record) else record
+        return None if self.user.must_be_resident(record) else record
 
-    def _there(self, record: Record, tensor: torch.Tensor) -> torch.Tensor | None:
+    def _view_if_only_on_host(self, record: Record, tensor: torch.Tensor) -> torch.Tensor | None:
         """If its bytes are in host memory alone."""
         there = record.state is State.AWAY and record.place is not None
-        return _over(record.place, tensor) if there else None
+        return _tensor_at_place(record.place, tensor) if there else None
 
-    def _copy_there(self, record: Record, parameter: torch.Tensor) -> torch.Tensor | None:
+    def _copy_to_host_place(self, record: Record, parameter: torch.Tensor) -> torch.Tensor | None:
         """What is on the device has a copy of its bytes of now in host memory, if there is room."""
-        if not self._has_place(record):
+        if not self._reserve_host_place(record):
             return None
-        own = _over(record.place, parameter)
+        own = _tensor_at_place(record.place, parameter)
         if not self.mover.is_clean(record):
             self.mover.counts.to_host_bytes += record.size_bytes
             own.copy_(parameter)
-            self.mover.copied_to_place(record)
+            self.mover.mark_host_copy_clean(record)
         record.pins += 1  # its place is not another's, either
         self.renewed.append((parameter, own, record))
         return own
 
-    def _has_place(self, record: Record) -> bool:
+    def _reserve_host_place(self, record: Record) -> bool:
         """Brought to the device, it has one for what is there."""
-        self._bring(record)
-        has = self.mover.make_place(record)
+        self._fetch_to_device(record)
+        has = self.mover.reserve_host_place(record)
         self.full |= not has
         return has
 
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        copied = self._scratch(tensor)
+    def _copy_for_write_back(self, tensor: torch.Tensor) -> torch.Tensor:
+        copied = self._copy_to_scratch(tensor)
         self.copies.append((tensor, copied))
         return copied
 
-    def _scratch(self, tensor: torch.Tensor) -> torch.Tensor:
-        record = self.residency.leaving(tensor)
+    def _copy_to_scratch(self, tensor: torch.Tensor) -> torch.Tensor:
+        record = self.residency.evictable_record_of(tensor)
         if record is not None:
-            self._bring(record)
+            self._fetch_to_device(record)
         pinned = self.mover.device.kind == "cuda"
         self.mover.counts.to_host_bytes += tensor.nbytes
         copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         return copied.copy_(tensor.detach())
 
-    def _bring(self, record: Record) -> None:
-        self.residency.ensure([record], 0, f"a step on the host of {record.name}", None)
+    def _fetch_to_device(self, record: Record) -> None:
+        self.residency.make_resident_within_budget([record], 0, f"a step on the host of {record.name}", None)
 
-    def give_back(self) -> None:
+    def copy_results_back(self) -> None:
         for tensor, own in self.copies:
-            self._copy_back(tensor, own)
-            if (record := self.residency.leaving(tensor)) is not None:
+            self._copy_twin_back(tensor, own)
+            if (record := self.residency.evictable_record_of(tensor)) is not None:
                 record.clean = False
         for tensor, own, record in self.renewed:
-            self._copy_back(tensor, own)
+            self._copy_twin_back(tensor, own)
             record.pins -= 1
-            self.mover.copied_to_place(record)
+            self.mover.mark_host_copy_clean(record)
 
-    def _copy_back(self, tensor: torch.Tensor, own: torch.Tensor) -> None:
+    def _copy_twin_back(self, tensor: torch.Tensor, own: torch.Tensor) -> None:
         """Fused kernels move no version of what they write: a graph that ends at it stays good."""
         with _unsafe_preserve_version_counter(tensor):
             tensor.detach().copy_(own.detach(), non_blocking=True)
         self.mover.counts.from_host_bytes += tensor.nbytes
 
 
-def _run(
+def _run_step_on_twins(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
     twins: list[torch.Tensor],
@@ -281,7 +286,7 @@ def _run(
     type(optimizer).step.__wrapped__(stand)  # type: ignore[attr-defined]
 
 
-def _over(place: Any, tensor: torch.Tensor) -> torch.Tensor:
+def _tensor_at_place(place: Any, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor like this one over the bytes of this place."""
     size_bytes = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     held: Any = ctypes.c_char * size_bytes
@@ -289,7 +294,7 @@ def _over(place: Any, tensor: torch.Tensor) -> torch.Tensor:
     return flat[tensor.storage_offset() :].view(tensor.shape)
 
 
-def _names(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
+def _expected_state_names(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
     """Of a parameter's states, when there are some: a step makes no other ones."""
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer"} if group["momentum"] else set()
@@ -298,14 +303,14 @@ def _names(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
     return {"step", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])}
 
 
-def _large(parameter: torch.Tensor, states: dict[str, Any]) -> list[torch.Tensor]:
+def _parameter_sized_states(parameter: torch.Tensor, states: dict[str, Any]) -> list[torch.Tensor]:
     return [v for v in states.values() if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
 
 
-def _usual(parameter: torch.Tensor, states: dict[str, Any]) -> bool:
+def _fits_fused_kernel(parameter: torch.Tensor, states: dict[str, Any]) -> bool:
     """Contiguous, of one type, nothing hidden: fused kernels go by addresses, and ask for no more."""
     gradient = parameter.grad
-    large = _large(parameter, states)
+    large = _parameter_sized_states(parameter, states)
     small = [v for v in states.values() if not any(v is one for one in large)]
     if gradient is None or not large or type(parameter) is not torch.nn.Parameter:
         return False
@@ -314,16 +319,16 @@ def _usual(parameter: torch.Tensor, states: dict[str, Any]) -> bool:
         kinds == {torch.Tensor}
         and parameter.dtype in DTYPES
         and gradient.shape == parameter.shape
-        and all(_plain(tensor, parameter) for tensor in (parameter, gradient, *large))
+        and all(_is_contiguous_like(tensor, parameter) for tensor in (parameter, gradient, *large))
         and all(type(v) is torch.Tensor and v.numel() == 1 and not v.is_complex() for v in small)
     )
 
 
-def _apart(tensors: Sequence[Any]) -> bool:
+def _has_separate_storages(tensors: Sequence[Any]) -> bool:
     return len({tensor.untyped_storage()._cdata for tensor in tensors}) == len(tensors)
 
 
-def _plain(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+def _is_contiguous_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     return (
         tensor.layout == torch.strided
         and tensor.dtype == parameter.dtype
@@ -334,7 +339,7 @@ def _plain(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     )
 
 
-def _parts(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return [*value] if isinstance(value, list | tuple) else [value]
 
 

@@ -14,17 +14,19 @@ from typing import Any
 
 import torch
 
-from .buckets import Bucket, Group, tensors_of
+from .buckets import Bucket, Group, named_tensors_in
 
 States = Mapping[torch.Tensor, Any]  # of an optimizer
 
 
-def in_slices(groups: list[Group], limit_bytes: int, states: States = MappingProxyType({})) -> list[Bucket]:
+def split_into_slices(
+    groups: list[Group], limit_bytes: int, states: States = MappingProxyType({})
+) -> list[Bucket]:
     """Each parameter alone, the larger ones in slices of so many bytes, or of a row."""
     found = []
     for group in groups:
         for parameter in group["params"]:
-            rows = parameter.shape[0] if parameter.ndim and _divides(parameter, states) else 1
+            rows = parameter.shape[0] if parameter.ndim and _can_slice(parameter, states) else 1
             slices = min(rows, -(-parameter.nbytes // limit_bytes))
             found.append(Bucket(group, [parameter], max(slices, 1)))
         if not group["params"]:
@@ -32,26 +34,26 @@ def in_slices(groups: list[Group], limit_bytes: int, states: States = MappingPro
     return found
 
 
-def _divides(parameter: torch.Tensor, states: States) -> bool:
+def _can_slice(parameter: torch.Tensor, states: States) -> bool:
     """Whether nothing that it has is of several rows at once, such as a factor, or a mask."""
-    beside = [*tensors_of([*vars(parameter).values()], "")]
-    own = [tensor for tensor, _ in tensors_of(states.get(parameter, {}), "")]
+    beside = [*named_tensors_in([*vars(parameter).values()], "")]
+    own = [tensor for tensor, _ in named_tensors_in(states.get(parameter, {}), "")]
     return not beside and all(state.shape == parameter.shape or state.numel() <= 1 for state in own)
 
 
-def slice_bytes(bucket: Bucket) -> int:
+def largest_slice_bytes(bucket: Bucket) -> int:
     """Of the largest slice."""
     (parameter,) = bucket.parameters
-    return _rows(parameter, bucket.slices) * (parameter.nbytes // parameter.shape[0])
+    return _rows_per_slice(parameter, bucket.slices) * (parameter.nbytes // parameter.shape[0])
 
 
-def passes_over(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[Bucket]:
+def slices_of_bucket(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[Bucket]:
     """What the step's code gets of a bucket."""
     if bucket.slices == 1 or bucket.parameters[0].grad is None:
         yield bucket
         return
     (parameter,) = bucket.parameters
-    rows = _rows(parameter, bucket.slices)
+    rows = _rows_per_slice(parameter, bucket.slices)
     states: dict[str, Any] = dict(optimizer.state.get(parameter, {}))
     made: dict[str, Any] = {}
     for first in range(0, parameter.shape[0], rows):
@@ -60,20 +62,22 @@ def passes_over(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[Bu
         part.grad = parameter.grad.detach()[here]  # type: ignore[union-attr]
         vars(part).update(vars(parameter))
         if states:
-            optimizer.state[part] = {name: _part(state, parameter, here) for name, state in states.items()}
+            optimizer.state[part] = {
+                name: _state_of_slice(state, parameter, here) for name, state in states.items()
+            }
         yield Bucket(bucket.group, [part])
         for name, state in optimizer.state.pop(part, {}).items():
             whole = states.get(name, made.get(name))
-            made[name] = _joined(whole, state, parameter, part, here)
+            made[name] = _join_slice_state(whole, state, parameter, part, here)
     if made:
         optimizer.state[parameter] = made
 
 
-def _rows(parameter: torch.Tensor, slices: int) -> int:
+def _rows_per_slice(parameter: torch.Tensor, slices: int) -> int:
     return int(-(-parameter.shape[0] // slices))
 
 
-def _part(state: Any, parameter: torch.Tensor, here: slice) -> Any:
+def _state_of_slice(state: Any, parameter: torch.Tensor, here: slice) -> Any:
     """Of a state with as many elements as the parameter the same rows; each slice has its own of others, such
     as a count of steps."""
     if isinstance(state, torch.Tensor) and state.shape == parameter.shape:
@@ -81,7 +85,9 @@ def _part(state: Any, parameter: torch.Tensor, here: slice) -> Any:
     return state.clone() if isinstance(state, torch.Tensor) else copy.copy(state)
 
 
-def _joined(whole: Any, state: Any, parameter: torch.Tensor, part: torch.Tensor, here: slice) -> Any:
+def _join_slice_state(
+    whole: Any, state: Any, parameter: torch.Tensor, part: torch.Tensor, here: slice
+) -> Any:
     """The parameter's own state, with what became of it for this slice."""
     if not isinstance(state, torch.Tensor):
         return state

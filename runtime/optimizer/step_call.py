@@ -14,15 +14,15 @@ from torch._C import DisableTorchFunctionSubclass
 from teraio.errors import TeraioError, TornStepError
 from teraio.formats.schedule import READ, WRITE, Buffer, Schedule, Slot
 
-from ..eager.signals import SIGNALS, runs
+from ..eager.signals import SIGNALS, is_code_on_stack
 from ..engine.engine import Engine
-from ..ledger.engine_lock import with_the_lock
+from ..ledger.engine_lock import hold_lock_during_method
 from ..ledger.record import Record
 from ..ledger.residency import Need
 from ..step.program import Program
 from . import host_step
-from .buckets import Bucket, buckets_of, tensors_of
-from .slices import in_slices, passes_over, slice_bytes
+from .buckets import Bucket, named_tensors_in, split_into_buckets
+from .slices import largest_slice_bytes, slices_of_bucket, split_into_slices
 from .strategy import Strategy
 
 log = logging.getLogger("teraio")
@@ -52,84 +52,86 @@ class OptimizerCall:
         self.closure = False  # it is yet to make gradients
         self.whole = False  # all at once: the user's hooks on the step have everything plain, too
         self.on_host: set[int] = set()  # buckets that are stepped there
-        host, reason = host_step.of(engine), "its step has a closure" if closure else None
-        self.host = host if host is not None and host.takes(optimizer, reason) else None
+        host, reason = host_step.host_step_of(engine), "its step has a closure" if closure else None
+        self.host = host if host is not None and host.can_step_optimizer(optimizer, reason) else None
 
     # ---- the step's code goes through the groups
 
-    def walk(self) -> Iterator[Bucket]:
+    def iterate_buckets(self) -> Iterator[Bucket]:
         if self.program is None:
-            self.begin(self._ways())
+            self.begin_with_fitting_split(self._possible_splits())
         for at, bucket in enumerate(self.buckets):
             if at in self.on_host:
-                self._step_on_host(at)
+                self._step_bucket_on_host(at)
                 yield Bucket(bucket.group, [])
             else:
-                self.open(at)
-                yield from passes_over(self.optimizer, bucket)
-        self.close()
+                self.open_bucket(at)
+                yield from slices_of_bucket(self.optimizer, bucket)
+        self.close_bucket()
 
-    def _step_on_host(self, at: int) -> None:
+    def _step_bucket_on_host(self, at: int) -> None:
         """Once, however often the step's code goes through the groups."""
         if at not in self.visited:
             assert self.host is not None
-            self.open(at)
-            with self._whole_or_torn(at, begun=len(self.visited) > 1):
+            self.open_bucket(at)
+            with self._mark_torn_on_error(at, begun=len(self.visited) > 1):
                 after = self.stepped[at + 1] if at + 1 in self.on_host else []
                 both = ([parameter for parameter, _ in pairs] for pairs in (self.stepped[at], after))
-                self.host.step(self.optimizer, self.buckets[at].group, *both)
-            self.close()
+                self.host.step_bucket(self.optimizer, self.buckets[at].group, *both)
+            self.close_bucket()
 
-    def _ways(self) -> Iterator[list[Bucket]]:
+    def _possible_splits(self) -> Iterator[list[Bucket]]:
         """If several parameters at a time do not fit, each alone, and then in slices."""
         groups = self.optimizer.param_groups
-        limit = self.about.bucket_bytes(self.engine.residency.budget_bytes)
-        yield buckets_of(groups, limit)
-        yield buckets_of(groups, 0)
-        if self.about.goes_by_rows(self.optimizer):
-            yield in_slices(groups, limit, self.optimizer.state)
+        limit = self.about.bucket_limit_bytes(self.engine.residency.budget_bytes)
+        yield split_into_buckets(groups, limit)
+        yield split_into_buckets(groups, 0)
+        if self.about.can_step_by_rows(self.optimizer):
+            yield split_into_slices(groups, limit, self.optimizer.state)
 
-    def run_whole(self) -> None:
+    def open_all_as_one_bucket(self) -> None:
         """All parameters of all groups are one bucket. A closure will make gradients of those that have none:
         and it runs programs, to which states and gradients are no arguments."""
         groups = self.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
         self.closure, self.whole = self.has_closure, True
         if self.host is not None:
-            self.host.takes(self.optimizer, "it steps all parameters at once")
+            self.host.can_step_optimizer(self.optimizer, "it steps all parameters at once")
             self.host = None
-        self.begin([[Bucket({**(groups[0] if groups else {}), "foreach": True}, parameters)]])
-        self.open(0)
-        self.engine.user.eager_memory.begins()
+        self.begin_with_fitting_split(
+            [[Bucket({**(groups[0] if groups else {}), "foreach": True}, parameters)]]
+        )
+        self.open_bucket(0)
+        self.engine.user.eager_memory.begin_user_code_measure()
 
     # ---- one call of the step
 
-    @with_the_lock
-    def begin(self, ways: Iterable[list[Bucket]]) -> None:
+    @hold_lock_during_method
+    def begin_with_fitting_split(self, ways: Iterable[list[Bucket]]) -> None:
         """Cut into buckets in the first of these ways that fits."""
         engine = self.engine
-        engine.user.eager_memory.ends()
-        engine.end_step_of_eager(self.about.number)
-        engine.unresizable.look()
-        self._take_in_eager()
+        engine.user.eager_memory.end_user_code_measure()
+        engine.end_step_if_optimizer_repeats(self.about.number)
+        engine.unresizable.detect_and_adopt_newly_unresizable()
+        self._register_eager_weights()
         need: Need | None = None
         for buckets in ways:
-            self._gather(buckets)
-            if (need := self._lacking()) is None:
+            self._gather_bucket_tensors(buckets)
+            if (need := self._first_unmet_need()) is None:
                 break
         if need is not None:
-            engine.residency.give(need)
-        self.program, bound = self._program()
-        engine.tracker.enter(self.program)
-        engine.expect()
+            engine.residency.refuse_or_grow_budget(need)
+        self.program, bound = self._program_and_its_records()
+        engine.tracker.begin_call(self.program)
+        engine.update_expected_uses()
         self.program.bound = bound
         try:
-            engine.visit(self.program, 0, (), 0)
+            engine.run_slot(self.program, 0, (), 0)
         except BaseException:
-            engine.abandon()
+            engine.abandon_call()
             raise
 
-    def _take_in_eager(self) -> None:
+    def _register_eager_weights(self) -> None:
         """What is trained beside the weights of programs is a part of the same model."""
         groups = self.optimizer.param_groups
         count = sum(len(group["params"]) for group in groups)
@@ -147,91 +149,99 @@ class OptimizerCall:
             with DisableTorchFunctionSubclass():
                 for name, parameter in named.items():
                     if parameter.device == known[0].device and parameter.layout == torch.strided:
-                        registry.take_in_eager(parameter, name)
+                        registry.register_eager_weight(parameter, name)
 
-    def _program(self) -> tuple[Program, list[Record | None]]:
+    def _program_and_its_records(self) -> tuple[Program, list[Record | None]]:
         """One slot per bucket; and the records of its buffers."""
-        records = list(self._records().values())
+        records = list(self._evictable_records().values())
         index = {record.key: position for position, record in enumerate(records)}
         touched = [
-            tuple((index[r.key], flags) for r, flags in self._flags(at) if r.key in index)
+            tuple((index[r.key], flags) for r, flags in self._access_flags_by_record(at) if r.key in index)
             for at in range(len(self.members))
         ]
         facts = tuple([(record.name, record.size_bytes) for record in records])
         kernels = [
-            self._kernel(members) + (" on the host" if at in self.on_host else "")
+            self._kernel_name(members) + (" on the host" if at in self.on_host else "")
             for at, members in enumerate(self.members)
         ]
         key = (facts, *touched, *self.own_bytes, *kernels)
-        program = self.about.program(key, lambda: schedule_of(facts, kernels, touched, self.own_bytes))
+        program = self.about.cached_program(
+            key, lambda: make_optimizer_schedule(facts, kernels, touched, self.own_bytes)
+        )
         return program, [*records]
 
-    def _records(self) -> dict[int, Record]:
+    def _evictable_records(self) -> dict[int, Record]:
         """What can move of all buckets."""
-        return _movable(member for at in range(len(self.members)) for member in self._here(at))
+        return _evictable_records_among(
+            member for at in range(len(self.members)) for member in self._members_on_device(at)
+        )
 
-    def _here(self, at: int) -> list[Member]:
+    def _members_on_device(self, at: int) -> list[Member]:
         """What is on the device when a bucket's turn comes: for a step on the host nothing."""
         return [] if at in self.on_host else self.members[at]
 
-    def _flags(self, at: int) -> list[tuple[Record, int]]:
+    def _access_flags_by_record(self, at: int) -> list[tuple[Record, int]]:
         """What a bucket's update does to each of its records."""
         found: dict[int, tuple[Record, int]] = {}
         scaled = getattr(self.optimizer, "grad_scale", None) is not None  # and divides by that, untold
         read_only = not (scaled or self.whole or self.about.seen.writes_gradients)
-        for tensor, record in self._here(at):
+        for tensor, record in self._members_on_device(at):
             if record is not None:
                 flags = READ if read_only and id(tensor) in self.gradients else READ | WRITE
                 found[record.key] = record, found.get(record.key, (record, 0))[1] | flags
         return list(found.values())
 
-    def _kernel(self, members: list[Member]) -> str:
+    def _kernel_name(self, members: list[Member]) -> str:
         first = next((record.name for _, record in members if record is not None), "")
         return f"{type(self.optimizer).__name__}.step {first}".rstrip()
 
-    def _lacking(self) -> Need | None:
+    def _first_unmet_need(self) -> Need | None:
         """What one of the buckets needs when all else is away, if that does not fit: to be known before the
         first of them is stepped."""
         residency = self.engine.residency
-        residency.bury()
+        residency.forget_dead_records()
         for at, members in enumerate(self.members):
-            kernel_bytes = sum(r.size_bytes for r in _movable(members).values()) + self._live_bytes(at)
-            need = Need(residency.fixed_bytes, kernel_bytes, self._kernel(members))
-            if residency.lacks(need):
+            kernel_bytes = sum(
+                r.size_bytes for r in _evictable_records_among(members).values()
+            ) + self._temporary_and_new_bytes(at)
+            need = Need(residency.fixed_bytes, kernel_bytes, self._kernel_name(members))
+            if residency.is_over_budget(need):
                 return need
         return None
 
-    @with_the_lock
-    def open(self, at: int) -> None:
+    @hold_lock_during_method
+    def open_bucket(self, at: int) -> None:
         """All of the bucket is here and plain; the one before may leave."""
-        self.close()
-        engine, program, members = self.engine, self.program, self._here(at)
+        self.close_bucket()
+        engine, program, members = self.engine, self.program, self._members_on_device(at)
         assert program is not None
         running = engine.tracker.running
-        with self._whole_or_torn(at, begun=bool(self.visited)):
+        with self._mark_torn_on_error(at, begun=bool(self.visited)):
             if at in self.visited or (running is not None and running.program is not program):
                 engine.residency.serial += 1
                 needed = [record for _, record in members if record is not None]
-                engine.residency.ensure(needed, self._live_bytes(at), self._kernel(members), None)
-                for record, flags in self._flags(at):
+                engine.residency.make_resident_within_budget(
+                    needed, self._temporary_and_new_bytes(at), self._kernel_name(members), None
+                )
+                for record, flags in self._access_flags_by_record(at):
                     record.clean = record.clean and not flags & WRITE
             else:
-                engine.visit(program, at + 1, (), self._live_bytes(at))
+                engine.run_slot(program, at + 1, (), self._temporary_and_new_bytes(at))
         if not self.visited:
-            SIGNALS.begin(step_code(self.optimizer))
+            SIGNALS.begin_optimizer_step(code_of_step_function(self.optimizer))
         self.visited.add(at)
         self.current = at
         tensors = [tensor for tensor, _ in members]
         if not self.closure:  # that runs programs: what has to leave for them is fetched when it is read
-            engine.user.lend(tensors)
+            engine.user.begin_optimizer_update(tensors)
 
     @contextmanager
-    def _whole_or_torn(self, at: int, begun: bool) -> Iterator[None]:
+    def _mark_torn_on_error(self, at: int, begun: bool) -> Iterator[None]:
         """What goes wrong with the store when some buckets have been stepped leaves no whole step."""
         try:
             yield
         except BaseException as error:
-            self.engine.abandon()
+            self.engine.abandon_call()
             if not isinstance(error, TeraioError) or not begun:
                 raise
             self.engine.residency.torn, self.engine.residency.torn_is_known = error, True
@@ -241,65 +251,72 @@ class OptimizerCall:
                 f"after teraio.reset()"
             ) from error
 
-    @with_the_lock
-    def close(self) -> None:
+    @hold_lock_during_method
+    def close_bucket(self) -> None:
         """The bucket has been stepped: the states that were made for it are known from here on."""
         if self.current is None:
             return
         at, self.current = self.current, None
         known = {id(tensor) for tensor, _ in self.members[at]}
         self.members[at] += [
-            (tensor, self.engine.registry.state(tensor, name))
+            (tensor, self.engine.registry.register_optimizer_state(tensor, name))
             for parameter, base in self.stepped[at]
-            for tensor, name in self._states(parameter, base)
+            for tensor, name in self._named_states_of_parameter(parameter, base)
             if id(tensor) not in known
         ]
-        self.engine.known_tensors.notice_other_bytes([tensor for tensor, _ in self.members[at]])
-        self.engine.user.take_back()
+        self.engine.known_tensors.remove_rebound([tensor for tensor, _ in self.members[at]])
+        self.engine.user.end_optimizer_update()
 
     @property
-    def updates(self) -> bool:
+    def is_update_running(self) -> bool:
         """Whether the optimizer's own update runs at this moment, on what is lent to it."""
         if self.current is None or self.closure:
             return False
-        return runs(step_code(self.optimizer), inspect.currentframe())
+        return is_code_on_stack(code_of_step_function(self.optimizer), inspect.currentframe())
 
-    @with_the_lock
+    @hold_lock_during_method
     def end(self) -> None:
-        self.close()
+        self.close_bucket()
         if self.program is not None:
             if any(self.born_bytes):  # so that the first step is like the others
-                self._gather(self.buckets)
-                self.program, bound = self._program()
+                self._gather_bucket_tensors(self.buckets)
+                self.program, bound = self._program_and_its_records()
                 self.program.bound = bound
-                self.engine.tracker.replace(self.program)
-            self.engine.visit(self.program, self.program.last, (), 0)
-        self.engine.optimizer_stepped()
-        SIGNALS.end()
+                self.engine.tracker.replace_running_program(self.program)
+            self.engine.run_slot(self.program, self.program.last, (), 0)
+        self.engine.finish_optimizer_step()
+        SIGNALS.end_optimizer_step()
 
     # ---- what belongs to a bucket
 
-    def _gather(self, buckets: list[Bucket]) -> None:
+    def _gather_bucket_tensors(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
         with DisableTorchFunctionSubclass():
-            self.stepped = [list(self._stepped(bucket, at)) for at, bucket in enumerate(buckets)]
-            states = [[[*self._states(p, base)] for p, base in stepped] for stepped in self.stepped]
+            self.stepped = [
+                list(self._named_parameters_to_step(bucket, at)) for at, bucket in enumerate(buckets)
+            ]
+            states = [
+                [[*self._named_states_of_parameter(p, base)] for p, base in stepped]
+                for stepped in self.stepped
+            ]
             self.gradients = {id(p.grad) for bucket in self.stepped for p, _ in bucket}
-            self.engine.registry.adopt_states(pair for bucket in states for pairs in bucket for pair in pairs)
-            self.members = [self._members(*both) for both in zip(self.stepped, states)]
-            self.on_host = {at for at in range(len(buckets)) if self._goes_to_host(at)}
-            self.born_bytes = [self._born_bytes(at) for at in range(len(buckets))]
-            self.own_bytes = [self._own_bytes(at) for at in range(len(buckets))]
+            self.engine.registry.copy_foreign_states(
+                pair for bucket in states for pairs in bucket for pair in pairs
+            )
+            self.members = [self._register_tensors_of_bucket(*both) for both in zip(self.stepped, states)]
+            self.on_host = {at for at in range(len(buckets)) if self._is_host_bucket(at)}
+            self.born_bytes = [self._new_state_bytes(at) for at in range(len(buckets))]
+            self.own_bytes = [self._temporary_bytes(at) for at in range(len(buckets))]
 
-    def _goes_to_host(self, at: int) -> bool:
+    def _is_host_bucket(self, at: int) -> bool:
         bucket = self.buckets[at]
         if self.host is None or bucket.slices > 1 or not self.about.met:  # of a model that is not ours
             return False
         parameters = [parameter for parameter, _ in self.stepped[at]]
-        kernel = self._kernel(self.members[at])
-        return self.host.takes_bucket(kernel, self.optimizer, bucket.group, parameters)
+        kernel = self._kernel_name(self.members[at])
+        return self.host.is_host_bucket(kernel, self.optimizer, bucket.group, parameters)
 
-    def _stepped(self, bucket: Bucket, at: int) -> Iterator[tuple[torch.Tensor, str]]:
+    def _named_parameters_to_step(self, bucket: Bucket, at: int) -> Iterator[tuple[torch.Tensor, str]]:
         """The parameters that have gradients, with the names of their weights, or what they are called where
         no program knows them."""
         for place, parameter in enumerate(bucket.parameters):
@@ -311,43 +328,45 @@ class OptimizerCall:
                     f"optimizer {self.about.number}.{at}.{place}" if record is None else record.name,
                 )
 
-    def _members(
+    def _register_tensors_of_bucket(
         self, stepped: list[tuple[torch.Tensor, str]], states: list[list[tuple[torch.Tensor, str]]]
     ) -> list[Member]:
         """Its parameters, their gradients and states, with their records."""
         registry = self.engine.registry
         members: list[Member] = []
         for (parameter, base), pairs in zip(stepped, states):
-            members.append((parameter, registry.count(parameter, base, "outside")))
+            members.append((parameter, registry.register_immovable(parameter, base, "outside")))
             gradient = parameter.grad
             if gradient is not None:
-                members.append((gradient, registry.count(gradient, f"{base}.grad", "grad")))
-            members += [(tensor, registry.state(tensor, name)) for tensor, name in pairs]
+                members.append((gradient, registry.register_immovable(gradient, f"{base}.grad", "grad")))
+            members += [(tensor, registry.register_optimizer_state(tensor, name)) for tensor, name in pairs]
         return members
 
-    def _states(self, parameter: torch.Tensor, base: str) -> Iterator[tuple[torch.Tensor, str]]:
+    def _named_states_of_parameter(
+        self, parameter: torch.Tensor, base: str
+    ) -> Iterator[tuple[torch.Tensor, str]]:
         for name, value in self.optimizer.state.get(parameter, {}).items():
-            yield from tensors_of(value, f"{base}.{name}")
+            yield from named_tensors_in(value, f"{base}.{name}")
 
-    def _live_bytes(self, at: int) -> int:
+    def _temporary_and_new_bytes(self, at: int) -> int:
         return self.own_bytes[at] + self.born_bytes[at]
 
-    def _born_bytes(self, at: int) -> int:
+    def _new_state_bytes(self, at: int) -> int:
         """The states of parameters that have none yet."""
         without = [p.nbytes for p, _ in self.stepped[at] if not self.optimizer.state.get(p)]
         return int(self.about.seen.born * sum(without))
 
-    def _own_bytes(self, at: int) -> int:
+    def _temporary_bytes(self, at: int) -> int:
         if at in self.on_host:
             return 0
         seen, bucket = self.about.seen, self.buckets[at]
-        own = own_bytes(bucket, [p.nbytes for p, _ in self.stepped[at]], seen.temporaries)
+        own = temporary_bytes(bucket, [p.nbytes for p, _ in self.stepped[at]], seen.temporaries)
         if bucket.slices > 1 and self.born_bytes[at]:  # a slice's, before they are joined
-            own += int(seen.born * slice_bytes(bucket))
+            own += int(seen.born * largest_slice_bytes(bucket))
         return own
 
 
-def schedule_of(
+def make_optimizer_schedule(
     arguments: Sequence[tuple[str, int]],
     kernels: Sequence[str],
     touched: Sequence[Sequence[tuple[int, int]]],
@@ -363,34 +382,34 @@ def schedule_of(
     return Schedule("optimizer", buffers, (*slots, Slot("exit", (), (), 0)))
 
 
-def own_bytes(bucket: Bucket, sizes: list[int], temporaries: float) -> int:
+def temporary_bytes(bucket: Bucket, sizes: list[int], temporaries: float) -> int:
     """What the update of a bucket holds besides, given the bytes of its parameters. A loop over parameters
     holds one parameter's temporaries at a time, or those of one slice; fused kernels have none."""
     if not sizes or bucket.group.get("fused"):
         return 0
     if bucket.slices > 1:
-        return int(temporaries * slice_bytes(bucket))
+        return int(temporaries * largest_slice_bytes(bucket))
     loops = bucket.group.get("foreach") is False or (
         bucket.group.get("foreach", "") is None and bucket.parameters[0].device.type == "cpu"
     )
     return int(temporaries * (max(sizes) if loops else sum(sizes)))
 
 
-def _movable(members: Iterable[Member]) -> dict[int, Record]:
+def _evictable_records_among(members: Iterable[Member]) -> dict[int, Record]:
     return {record.key: record for _, record in members if record is not None and record.evictable}
 
 
-def step_code(optimizer: torch.optim.Optimizer) -> CodeType | None:
+def code_of_step_function(optimizer: torch.optim.Optimizer) -> CodeType | None:
     """Of the function around `step` that calls the hooks: on the stack from the first hook to the last."""
     code: CodeType | None = getattr(getattr(type(optimizer), "step", None), "__code__", None)
     return code
 
 
-def plainly_called(optimizer: torch.optim.Optimizer) -> bool:
+def is_step_uncompiled(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a hook of the step was called by torch's own code around it, in a call that nobody compiles:
     neither is it what a compiler made of that code, nor does a compiler look at what that calls."""
     frame = inspect.currentframe()
-    wrapper = step_code(optimizer)
+    wrapper = code_of_step_function(optimizer)
     while frame is not None and not frame.f_code.co_filename.endswith("optim/optimizer.py"):
         frame = frame.f_back
     if frame is None or frame.f_code is not wrapper:

@@ -26,7 +26,7 @@ TRYING: list[torch.optim.Optimizer] = []  # on clones, whose steps are not ours
 
 
 @contextmanager
-def trying(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def mark_on_trial(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     TRYING.append(optimizer)
     try:
         yield
@@ -48,30 +48,30 @@ class Strategy:
         self.limit_bytes = 0
         self.said: set[str] = set()
 
-    def bucket_bytes(self, budget_bytes: int) -> int:
+    def bucket_limit_bytes(self, budget_bytes: int) -> int:
         """How large its buckets may be. Another budget changes nothing: the step would be another one."""
         if not self.limit_bytes:
             self.limit_bytes = min(max(budget_bytes // BUDGET_PARTS, BUCKET_MIN_BYTES), BUCKET_MAX_BYTES)
         return self.limit_bytes
 
-    def ask(self, optimizer: torch.optim.Optimizer) -> None:
+    def run_trial_if_changed(self, optimizer: torch.optim.Optimizer) -> None:
         """Once, and again when its groups have become others, or a rule of its own was switched on."""
-        if trial.question(optimizer, self.seen.counts) != self.asked:
+        if trial.trial_key(optimizer, self.seen.counts) != self.asked:
             self.by_rows = None
-            with trying(optimizer):
-                self.seen = self._ask(optimizer)
-            self.asked = trial.question(optimizer, self.seen.counts)
+            with mark_on_trial(optimizer):
+                self.seen = self._try_in_buckets(optimizer)
+            self.asked = trial.trial_key(optimizer, self.seen.counts)
 
-    def _ask(self, optimizer: torch.optim.Optimizer) -> trial.Outcome:
-        if "buckets" in switches.off():
+    def _try_in_buckets(self, optimizer: torch.optim.Optimizer) -> trial.Outcome:
+        if "buckets" in switches.disabled_features():
             seen = trial.Outcome(f"{switches.VARIABLE} names buckets")
         else:
-            seen = trial.outcome(optimizer)
+            seen = trial.try_in_buckets(optimizer)
         if seen.reason is not None:
-            self.warn_whole(optimizer, seen.reason)
+            self.warn_of_whole_step(optimizer, seen.reason)
         return seen
 
-    def warn_whole(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
+    def warn_of_whole_step(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         """Once per reason."""
         if reason not in self.said:
             self.said.add(reason)
@@ -82,11 +82,11 @@ class Strategy:
                 reason,
             )
 
-    def goes_by_rows(self, optimizer: torch.optim.Optimizer) -> bool:
+    def can_step_by_rows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Asked where nothing else fits."""
         if self.by_rows is None:
-            with trying(optimizer):
-                self.by_rows = trial.by_rows(optimizer)
+            with mark_on_trial(optimizer):
+                self.by_rows = trial.can_step_by_rows(optimizer)
             if self.by_rows:
                 log.info(
                     "teraio: %s steps its largest parameters some rows at a time: whole, with what their "
@@ -95,7 +95,7 @@ class Strategy:
                 )
         return self.by_rows
 
-    def program(self, key: tuple[Any, ...], schedule: Callable[[], Schedule]) -> Program:
+    def cached_program(self, key: tuple[Any, ...], schedule: Callable[[], Schedule]) -> Program:
         """The same object each time: a step is recognised by the programs that run in it."""
         if key not in self.programs:
             while len(self.programs) >= PROGRAMS_MAX:

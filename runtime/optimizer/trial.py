@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .buckets import Bucket, Group, buckets_of, same, stand_in
-from .slices import passes_over
+from .buckets import Bucket, Group, is_bitwise_equal, make_stand_in, split_into_buckets
+from .slices import slices_of_bucket
 
 GROUPS_MAX = 4
 EDGE_MAX = 5  # elements of a clone along each dimension
@@ -47,48 +47,50 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TrialRun:
     parameters: list[torch.Tensor]
     left: list[Any]  # by each step: parameters, states, groups, gradients
     random_numbers: torch.Tensor
     wrote_gradients: bool
     counts: frozenset[str]
 
-    def same(self, other: Tried) -> bool:
-        return same([self.left, self.random_numbers], [other.left, other.random_numbers])
+    def has_same_results(self, other: TrialRun) -> bool:
+        return is_bitwise_equal([self.left, self.random_numbers], [other.left, other.random_numbers])
 
 
-def by_rows(optimizer: torch.optim.Optimizer) -> bool:
+def can_step_by_rows(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a parameter may be stepped some rows at a time, of an optimizer that is stepped in buckets."""
     try:
         run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-        whole, parts = (_try(optimizer, run, slices, edge=WIDE_EDGE_MAX) for slices in (0, 2))
-        return any(p.ndim and p.shape[0] > 1 for p in whole.parameters) and whole.same(parts)
+        whole, parts = (_run_trial(optimizer, run, slices, edge=WIDE_EDGE_MAX) for slices in (0, 2))
+        return any(p.ndim and p.shape[0] > 1 for p in whole.parameters) and whole.has_same_results(parts)
     except Exception:  # noqa: BLE001  whatever a third party's step does with clones
         return False
 
 
-def outcome(optimizer: torch.optim.Optimizer) -> Outcome:
-    if (reason := _unfit(optimizer)) is not None:
+def try_in_buckets(optimizer: torch.optim.Optimizer) -> Outcome:
+    if (reason := _reason_against_buckets(optimizer)) is not None:
         return Outcome(reason)
     run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     try:
-        whole = _try(optimizer, run)
-        parts = _try(optimizer, run, 1)
+        whole = _run_trial(optimizer, run)
+        parts = _run_trial(optimizer, run, 1)
         seen = Allocations()
         with torch.compiler.set_stance(
             "force_eager"
         ):  # a step that compiles its update, under a mode of ours
-            watched = _try(optimizer, run, 1, seen)
+            watched = _run_trial(optimizer, run, 1, seen)
     except Exception as error:  # noqa: BLE001  whatever a third party's step does with clones
         return Outcome(f"it could not be tried on clones: {type(error).__name__}: {error}")
-    if not whole.same(parts):
+    if not whole.has_same_results(parts):
         return Outcome("its update of one parameter depends on the others")
     wrote = any(tried.wrote_gradients for tried in (whole, parts, watched))
-    return Outcome(None, seen.born, seen.temporaries, wrote or not _torchs_own(optimizer), whole.counts)
+    return Outcome(
+        None, seen.born, seen.temporaries, wrote or not _is_torch_optimizer(optimizer), whole.counts
+    )
 
 
-def _torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+def _is_torch_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Of which it is known that its update changes gradients always or never, for these options. Another's
     may do so from some step on, or for some values, by ways that move no version."""
     kind = type(optimizer)
@@ -96,12 +98,12 @@ def _torchs_own(optimizer: torch.optim.Optimizer) -> bool:
     return all(module.startswith("torch.optim.") for module in (kind.__module__, step.__wrapped__.__module__))
 
 
-def _unfit(optimizer: torch.optim.Optimizer) -> str | None:
+def _reason_against_buckets(optimizer: torch.optim.Optimizer) -> str | None:
     """What needs no trial."""
     if not hasattr(type(optimizer).step, "__wrapped__"):
         return "its step is not the one that torch wraps"
-    for name, value in attributes(optimizer).items():
-        if not _plain(value):
+    for name, value in extra_attributes(optimizer).items():
+        if not _is_plain_value(value):
             return f"it keeps more than its groups and states: {name}"
     for group in optimizer.param_groups:
         if group.get("differentiable"):
@@ -137,7 +139,7 @@ class Allocations(TorchDispatchMode):
         self.alive = {key: kept for key, kept in self.alive.items() if not kept[0].expired()}
         return sum(size_bytes for _, size_bytes in self.alive.values())
 
-    def bucket(self, parameters: list[torch.Tensor], before: int) -> int:
+    def measure_bucket(self, parameters: list[torch.Tensor], before: int) -> int:
         """One has been stepped; what is alive now."""
         after = self.alive_bytes()
         own = sum(parameter.nbytes for parameter in parameters)
@@ -148,7 +150,7 @@ class Allocations(TorchDispatchMode):
         return after
 
 
-def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def extra_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -156,101 +158,101 @@ def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> bool:
+def _is_plain_value(value: Any) -> bool:
     """Numbers and names, however nested, and tensors of one element such as a GradScaler leaves."""
     if isinstance(value, torch.Tensor):
         return value.numel() <= 1
     if isinstance(value, dict):
-        return all(_plain(part) for pair in value.items() for part in pair)
+        return all(_is_plain_value(part) for pair in value.items() for part in pair)
     if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_plain, value))
+        return all(map(_is_plain_value, value))
     return isinstance(value, PLAIN) or (callable(value) and not hasattr(value, "__self__"))
 
 
-def _try(
+def _run_trial(
     optimizer: torch.optim.Optimizer,
     run: Callable[..., Any],
     slices: int = 0,
     seen: Allocations | None = None,
     edge: int = EDGE_MAX,
-) -> Tried:
+) -> TrialRun:
     """Parameters, states and groups after the steps, and what the random numbers have become. Of steps of all
     parameters at once, of one at a time, or of so many slices of one."""
     clone = object.__new__(type(optimizer))
-    vars(clone).update({**vars(optimizer), **copy.deepcopy(attributes(optimizer))})
-    with torch.random.fork_rng(devices=_devices(optimizer)), _others_random_numbers():
+    vars(clone).update({**vars(optimizer), **copy.deepcopy(extra_attributes(optimizer))})
+    with torch.random.fork_rng(devices=_cuda_devices_of(optimizer)), _restore_random_states():
         torch.manual_seed(0)
-        groups = [_clone(group, edge) for group in optimizer.param_groups[:GROUPS_MAX]]
+        groups = [_clone_group(group, edge) for group in optimizer.param_groups[:GROUPS_MAX]]
         vars(clone).update(state=defaultdict(dict), param_groups=groups, step=None)
         del vars(clone)["step"]
 
-        def walk() -> Iterator[Bucket]:
+        def iterate_buckets() -> Iterator[Bucket]:
             alive = seen.alive_bytes() if seen is not None else 0
-            for bucket in buckets_of(groups, 0):
+            for bucket in split_into_buckets(groups, 0):
                 rows = bucket.parameters[0].shape[:1].numel() if bucket.parameters else 1
                 cut = Bucket(bucket.group, bucket.parameters, min(slices, max(rows, 1)))
                 with seen or nullcontext():
-                    yield from passes_over(clone, cut)
+                    yield from slices_of_bucket(clone, cut)
                 if seen is not None:
-                    alive = seen.bucket(bucket.parameters, alive)
+                    alive = seen.measure_bucket(bucket.parameters, alive)
 
-        subject = stand_in(clone, walk) if slices else clone
+        subject = make_stand_in(clone, iterate_buckets) if slices else clone
         parameters = [parameter for group in groups for parameter in group["params"]]
-        wrote, left, before = False, [], _decides(clone)
+        wrote, left, before = False, [], _deciding_options(clone)
         for scale in SCALES:
             for parameter in parameters:
-                parameter.grad = _scale(scale, parameter.dtype) * torch.randn_like(parameter)
+                parameter.grad = _scale_fitting_dtype(scale, parameter.dtype) * torch.randn_like(parameter)
             given = [parameter.grad.clone() for parameter in parameters]
             run(subject)
-            wrote |= not same(given, [parameter.grad for parameter in parameters])
+            wrote |= not is_bitwise_equal(given, [parameter.grad for parameter in parameters])
             gradients = [parameter.grad for parameter in parameters]
             states = [clone.state.get(parameter, {}) for parameter in parameters]
             outside = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            left.append(_copied([parameters, states, outside, gradients]))
+            left.append(_clone_tensors_in([parameters, states, outside, gradients]))
         counts = {
             name
-            for one, other in zip(before, _decides(clone))
+            for one, other in zip(before, _deciding_options(clone))
             for name in one.keys() | other.keys()
             if one.get(name, MISSING) != other.get(name, MISSING)
         }
-        return Tried(parameters, left, torch.get_rng_state(), wrote, frozenset(counts))
+        return TrialRun(parameters, left, torch.get_rng_state(), wrote, frozenset(counts))
 
 
-def _decides(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _deciding_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """What may decide which implementation runs, or which rule."""
-    about = (attributes(optimizer), *optimizer.param_groups)
+    about = (extra_attributes(optimizer), *optimizer.param_groups)
     return [{k: value for k, value in each.items() if isinstance(value, DECIDES)} for each in about]
 
 
-def question(optimizer: torch.optim.Optimizer, counts: frozenset[str]) -> tuple[Any, ...]:
+def trial_key(optimizer: torch.optim.Optimizer, counts: frozenset[str]) -> tuple[Any, ...]:
     """Names and signs, and of numbers whether they are zero, but for what its own steps change."""
     return tuple(
-        tuple((name, _turned(value)) for name, value in about.items() if name not in counts)
-        for about in _decides(optimizer)
+        tuple((name, _value_as_switch(value)) for name, value in about.items() if name not in counts)
+        for about in _deciding_options(optimizer)
     )
 
 
-def _turned(value: Any) -> Any:
+def _value_as_switch(value: Any) -> Any:
     """On or off, or which."""
     return value if value is None or isinstance(value, str) else bool(value)
 
 
-def _copied(value: Any) -> Any:
+def _clone_tensors_in(value: Any) -> Any:
     """With the tensors as they are now."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: _copied(part) for key, part in value.items()}
-    return type(value)(map(_copied, value)) if type(value) in {list, tuple} else value
+        return {key: _clone_tensors_in(part) for key, part in value.items()}
+    return type(value)(map(_clone_tensors_in, value)) if type(value) in {list, tuple} else value
 
 
-def _scale(wanted: float, dtype: torch.dtype) -> float:
+def _scale_fitting_dtype(wanted: float, dtype: torch.dtype) -> float:
     """As far as its square has a number there."""
     return min(wanted, torch.finfo(dtype).max ** 0.5 / 64)
 
 
 @contextmanager
-def _others_random_numbers() -> Iterator[None]:
+def _restore_random_states() -> Iterator[None]:
     """Python's and numpy's are the user's: a trial takes none of them."""
     numpy: Any = sys.modules.get("numpy")
     mine = random.getstate(), numpy.random.get_state() if numpy else None
@@ -262,34 +264,34 @@ def _others_random_numbers() -> Iterator[None]:
             numpy.random.set_state(mine[1])
 
 
-def _devices(optimizer: torch.optim.Optimizer) -> list[torch.device]:
+def _cuda_devices_of(optimizer: torch.optim.Optimizer) -> list[torch.device]:
     found = {p.device for group in optimizer.param_groups for p in group["params"]}
     return [device for device in found if device.type == "cuda"]
 
 
-def _clone(group: Group, edge: int) -> Group:
+def _clone_group(group: Group, edge: int) -> Group:
     """The group with small parameters like its own."""
-    made = [_like(parameter, edge) for parameter in _kinds(group["params"])]
+    made = [_small_parameter_like(parameter, edge) for parameter in _one_parameter_per_kind(group["params"])]
     return {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": made}
 
 
-def _kinds(own: list[torch.Tensor]) -> list[torch.Tensor]:
+def _one_parameter_per_kind(own: list[torch.Tensor]) -> list[torch.Tensor]:
     """One of each kind that an optimizer may tell apart, and the last."""
     found: dict[Any, torch.Tensor] = {}
     for parameter in own:
-        marks = sorted((name, repr(value)) for name, value in _marks(parameter).items())
+        marks = sorted((name, repr(value)) for name, value in _plain_attributes(parameter).items())
         found.setdefault((parameter.ndim, parameter.dtype, parameter.device, *marks), parameter)
     return [*[*found.values()][:KINDS_MAX], *own[-1:]]
 
 
-def _like(parameter: torch.Tensor, edge: int) -> torch.nn.Parameter:
+def _small_parameter_like(parameter: torch.Tensor, edge: int) -> torch.nn.Parameter:
     edges = [edge - at if at < 2 else max(EDGE_MAX - at, 1) for at in range(parameter.ndim)]
     sizes = [min(size, most) for size, most in zip(parameter.shape, edges)]
     made = torch.nn.Parameter(torch.randn(sizes, dtype=parameter.dtype, device=parameter.device))
-    vars(made).update(_marks(parameter))
+    vars(made).update(_plain_attributes(parameter))
     return made
 
 
-def _marks(parameter: torch.Tensor) -> dict[str, Any]:
+def _plain_attributes(parameter: torch.Tensor) -> dict[str, Any]:
     """What users hang onto parameters for an optimizer to see."""
-    return {name: value for name, value in vars(parameter).items() if _plain(value)}
+    return {name: value for name, value in vars(parameter).items() if _is_plain_value(value)}

@@ -30,16 +30,16 @@ CAPTURED = "a CUDA graph has its address"
 def install() -> None:
     graph = torch.cuda.CUDAGraph
     if not hasattr(graph.capture_begin, "teraio_captures"):
-        for name, wrap in (("capture_begin", beginning), ("capture_end", ending)):
+        for name, wrap in (("capture_begin", wrap_capture_begin), ("capture_end", wrap_capture_end)):
             setattr(graph, name, wrap(getattr(graph, name)))
 
 
-def beginning(function: Function) -> Function:
+def wrap_capture_begin(function: Function) -> Function:
     """Return a `capture_begin` after which nothing is moved."""
 
     @functools.wraps(function)
-    def begins(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = _engine.here()
+    def begin_without_moves(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = _engine.current_engine()
         if engine is None or engine.user.observer is None:
             return function(graph, *args, **kwargs)
         with engine.lock:
@@ -47,32 +47,32 @@ def beginning(function: Function) -> Function:
                 engine.mover.end_move(record)  # what is captured may not wait for a copy that is not
         result = function(graph, *args, **kwargs)
         with engine.lock:
-            engine.user.take_touches()
-            engine.user.refuses = _refuses
+            engine.user.note_touches()
+            engine.user.refuses = _refuse_in_capture
         return result
 
-    begins.teraio_captures = True  # type: ignore[attr-defined]
-    return begins
+    begin_without_moves.teraio_captures = True  # type: ignore[attr-defined]
+    return begin_without_moves
 
 
-def ending(function: Function) -> Function:
+def wrap_capture_end(function: Function) -> Function:
     """Return a `capture_end` after which what was used in the capture stays."""
 
     @functools.wraps(function)
-    def ends(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = _engine.here()
+    def end_and_keep_used(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = _engine.current_engine()
         try:
             return function(graph, *args, **kwargs)
         finally:
-            if engine is not None and engine.user.refuses is _refuses:
+            if engine is not None and engine.user.refuses is _refuse_in_capture:
                 engine.user.refuses = None
                 with engine.lock:
-                    _stay(engine.user)
+                    _keep_used_resident(engine.user)
 
-    return ends
+    return end_and_keep_used
 
 
-def _refuses(place: str, reads: Sequence[str] | None) -> None:
+def _refuse_in_capture(place: str, reads: Sequence[str] | None) -> None:
     """Refuse to read, or to run a program, in a capture."""
     if reads is None:
         raise UnsupportedError(
@@ -86,16 +86,16 @@ def _refuses(place: str, reads: Sequence[str] | None) -> None:
     )
 
 
-def _stay(user: UserCode) -> None:
+def _keep_used_resident(user: UserCode) -> None:
     """Keep resident for good what was used in the capture, by operators or through addresses."""
     observer, residency = user.observer, user.residency
     assert observer is not None
-    used = set(observer.touched())
-    used.update(key for key in (*residency.reachable, *user.handed_out) if observer.pointed(key))
-    known = residency.known(used)
+    used = set(observer.newly_touched_storage_keys())
+    used.update(key for key in (*residency.reachable, *user.handed_out) if observer.is_address_taken(key))
+    known = residency.records_of_storages(used)
     found = [r for r in known if (r.evictable or r.handed_out) and r.state is State.DEVICE]
     for record in found:
-        residency.keep(record, CAPTURED)
+        residency.forbid_eviction_for_good(record, CAPTURED)
     if found:
         size_bytes = sum(record.size_bytes for record in found)
         log.warning(

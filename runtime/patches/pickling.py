@@ -32,66 +32,68 @@ def install() -> None:
     global _installed
     if not _installed:
         _installed = True
-        _serialization._save = _streamed(_serialization._save)
-        _serialization._legacy_save = _kept(_serialization._legacy_save)
+        _serialization._save = _wrap_zip_save(_serialization._save)
+        _serialization._legacy_save = _wrap_legacy_save(_serialization._legacy_save)
 
 
-class _Saving(threading.local):
+class _SaveDepth(threading.local):
     depth = 0  # of calls of `torch.save` in this thread
 
 
-_SAVING = _Saving()
+_SAVING = _SaveDepth()
 
 
-def saving() -> bool:
+def is_saving() -> bool:
     """Return whether this thread saves, and asks storages for addresses only to compare them."""
     return _SAVING.depth > 0
 
 
-def _streamed(save: Any) -> Any:
-    def saves(obj: Any, zip_file: Any, pickle_module: Any, *rest: Any) -> None:
-        engine = _engine.here()
+def _wrap_zip_save(save: Any) -> Any:
+    def save_one_by_one(obj: Any, zip_file: Any, pickle_module: Any, *rest: Any) -> None:
+        engine = _engine.current_engine()
         if engine is None:
             return save(obj, zip_file, pickle_module, *rest)
         _SAVING.depth += 1
         try:
             with contextlib.ExitStack() as pinned:
                 if engine.user.observer is not None:
-                    pinned.enter_context(engine.user.observer.looking())
+                    pinned.enter_context(engine.user.observer.ignore_own_addresses())
                 stays = bool(_serialization._serialization_tls.skip_data)
-                pickling = _pickling(pickle_module, engine, pinned, stays)
-                return save(obj, Writer(zip_file, engine), pickling, *rest)
+                pickling = _wrap_pickle_module(pickle_module, engine, pinned, stays)
+                return save(obj, FetchingWriter(zip_file, engine), pickling, *rest)
         finally:
             _SAVING.depth -= 1
 
-    return saves
+    return save_one_by_one
 
 
-def _kept(save: Any) -> Any:
+def _wrap_legacy_save(save: Any) -> Any:
     """The old format: all of it stays until it is written."""
 
-    def saves(obj: Any, file: Any, pickle_module: Any, *rest: Any) -> None:
-        engine = _engine.here()
+    def save_all_resident(obj: Any, file: Any, pickle_module: Any, *rest: Any) -> None:
+        engine = _engine.current_engine()
         if engine is None:
             return save(obj, file, pickle_module, *rest)
         with contextlib.ExitStack() as pinned:
-            return save(obj, file, _pickling(pickle_module, engine, pinned, stays=True), *rest)
+            return save(obj, file, _wrap_pickle_module(pickle_module, engine, pinned, stays=True), *rest)
 
-    return saves
+    return save_all_resident
 
 
-def _pickling(module: Any, engine: _engine.Engine, pinned: contextlib.ExitStack, stays: bool) -> Any:
+def _wrap_pickle_module(
+    module: Any, engine: _engine.Engine, pinned: contextlib.ExitStack, stays: bool
+) -> Any:
     """The module's pickler, which asks us about tensors first."""
 
     class Pickler(module.Pickler):
         def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, torch.Tensor) and (record := _record(engine, obj)) is not None:
-                if not stays and not (_elsewhere(obj) and _pinned_copies()):
+            if isinstance(obj, torch.Tensor) and (record := _evictable_record_of(engine, obj)) is not None:
+                if not stays and not (_is_off_cpu(obj) and _saves_by_pinned_copies()):
                     reduced = obj.__reduce_ex__(2)  # reads no byte
-                    if _elsewhere(obj):
-                        pinned.enter_context(_copied_when_written(engine, record, reduced))
+                    if _is_off_cpu(obj):
+                        pinned.enter_context(_fetch_before_cpu_copy(engine, record, reduced))
                     return reduced
-                pinned.enter_context(engine.user.holding([record], "save"))
+                pinned.enter_context(engine.user.hold_resident([record], "save"))
             other = getattr(super(), "reducer_override", None)
             return NotImplemented if other is None else other(obj)
 
@@ -99,18 +101,18 @@ def _pickling(module: Any, engine: _engine.Engine, pinned: contextlib.ExitStack,
     return SimpleNamespace(**{**members, "Pickler": Pickler, "__name__": module.__name__})
 
 
-def _record(engine: _engine.Engine, tensor: torch.Tensor) -> Record | None:
+def _evictable_record_of(engine: _engine.Engine, tensor: torch.Tensor) -> Record | None:
     """Of a tensor that may be away, now or when it is written."""
     if type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
         return None
-    return engine.residency.leaving(tensor)
+    return engine.residency.evictable_record_of(tensor)
 
 
-def _elsewhere(tensor: torch.Tensor) -> bool:
+def _is_off_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def _pinned_copies() -> bool:
+def _saves_by_pinned_copies() -> bool:
     """torch then copies by itself, and does not ask the storage."""
     from torch.utils.serialization import config
 
@@ -118,16 +120,16 @@ def _pinned_copies() -> bool:
 
 
 @contextlib.contextmanager
-def _copied_when_written(engine: _engine.Engine, record: Record, reduced: Any) -> Iterator[None]:
+def _fetch_before_cpu_copy(engine: _engine.Engine, record: Record, reduced: Any) -> Iterator[None]:
     """A GPU's storage is copied by torch just before it is written: only then it comes back."""
 
-    def copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        with engine.user.holding([record], "save"):
+    def fetch_and_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        with engine.user.hold_resident([record], "save"):
             return torch.UntypedStorage.cpu(storage)
 
-    storages = [typed._untyped_storage for typed in _storages(reduced)]
+    storages = [typed._untyped_storage for typed in _storages_in(reduced)]
     for storage in storages:
-        storage.cpu = functools.partial(copied, storage)  # type: ignore[method-assign]
+        storage.cpu = functools.partial(fetch_and_copy, storage)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -135,15 +137,15 @@ def _copied_when_written(engine: _engine.Engine, record: Record, reduced: Any) -
             storage.__dict__.pop("cpu", None)
 
 
-def _storages(reduced: Any) -> Iterator[TypedStorage]:
+def _storages_in(reduced: Any) -> Iterator[TypedStorage]:
     for part in reduced:
         if isinstance(part, TypedStorage):
             yield part
         elif isinstance(part, tuple):
-            yield from _storages(part)
+            yield from _storages_in(part)
 
 
-class Writer:
+class FetchingWriter:
     """The archive that torch writes; a storage comes back just for its own record."""
 
     def __init__(self, archive: Any, engine: _engine.Engine) -> None:
@@ -161,5 +163,5 @@ class Writer:
         if record is None:
             self._archive.write_record(name, data, size_bytes)
             return
-        with self._engine.user.holding([record], "save"):
+        with self._engine.user.hold_resident([record], "save"):
             self._archive.write_record(name, data, record.size_bytes)

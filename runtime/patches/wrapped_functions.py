@@ -27,7 +27,7 @@ from ..eager import tensor_lists
 from ..eager.tensor_lists import tensors_in
 from ..engine import engine as _engine
 from ..ledger.record import Record
-from .pickling import saving
+from .pickling import is_saving
 
 Function = Callable[..., Any]
 
@@ -53,30 +53,30 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    _keep_out_dynamo()
+    _hide_runtime_from_dynamo()
     for name in READS.split():
         function = getattr(torch.UntypedStorage, name, None)
         if function is not None:
-            setattr(torch.UntypedStorage, name, _reading(function, name))
-    torch.Tensor.tolist = _reading(torch.Tensor.tolist, "tolist")  # type: ignore[method-assign]
+            setattr(torch.UntypedStorage, name, _wrap_read(function, name))
+    torch.Tensor.tolist = _wrap_read(torch.Tensor.tolist, "tolist")  # type: ignore[method-assign]
     for owner, name in ADDRESSES:
         if (function := getattr(owner, name, None)) is not None:
-            setattr(owner, name, _giving(function))
+            setattr(owner, name, _wrap_address_export(function))
     for name in dir(torch):
-        if tensor_lists.goes_by_elements(name):
-            setattr(torch, name, _by_elements(getattr(torch, name), name))
+        if tensor_lists.is_elementwise_list_function(name):
+            setattr(torch, name, _wrap_list_function(getattr(torch, name), name))
 
 
-def install_addresses() -> None:
+def wrap_address_functions() -> None:
     """For a torch that does not tell when an address is taken."""
     for owner, names in ((torch.Tensor, TAKES), (torch.UntypedStorage, ("data_ptr",))):
         for name in names:
             function = getattr(owner, name)
             if not hasattr(function, "teraio_takes"):
-                setattr(owner, name, _taking(function, name))
+                setattr(owner, name, _wrap_address_read(function, name))
 
 
-def _keep_out_dynamo() -> None:
+def _hide_runtime_from_dynamo() -> None:
     """Hooks of ours run in a backward that a compiled function calls: they are not to be compiled. What is
     wrapped here Dynamo goes through, as through what it wraps."""
     get_torch_obj_rule_map()  # notes torch's functions themselves
@@ -86,77 +86,81 @@ def _keep_out_dynamo() -> None:
             trace_rules.add(module.name)
 
 
-def _reading(function: Function, name: str) -> Function:
+def _wrap_read(function: Function, name: str) -> Function:
     @functools.wraps(function)
-    def reads(*args: Any, **kwargs: Any) -> Any:
-        engine = _engine.here()
-        records = [] if engine is None else _evictable(engine, args)
+    def fetch_and_call(*args: Any, **kwargs: Any) -> Any:
+        engine = _engine.current_engine()
+        records = [] if engine is None else _evictable_records_among(engine, args)
         if engine is None or not records:
             return function(*args, **kwargs)
-        with engine.user.holding(records, name):
+        with engine.user.hold_resident(records, name):
             try:
                 return function(*args, **kwargs)
             finally:
                 if name in WRITES:
                     records[0].clean = False
 
-    return reads
+    return fetch_and_call
 
 
-def _giving(function: Function) -> Function:
-    reading = _reading(function, "to_dlpack")
+def _wrap_address_export(function: Function) -> Function:
+    reading = _wrap_read(function, "to_dlpack")
 
     @functools.wraps(function)
-    def gives(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call_and_keep_resident(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = reading(tensor, *args, **kwargs)
-        if (engine := _engine.here()) is not None and not kwargs.get("copy"):
-            engine.user.gave_address(_key(tensor))
+        if (engine := _engine.current_engine()) is not None and not kwargs.get("copy"):
+            engine.user.keep_exported_resident(_storage_key(tensor))
         return result
 
-    return gives
+    return call_and_keep_resident
 
 
-def _taking(function: Function, name: str) -> Function:
+def _wrap_address_read(function: Function, name: str) -> Function:
     @functools.wraps(function)
-    def takes(value: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = _engine.here()
-        record = None if engine is None else engine.residency.records.get(_key(value))
+    def fetch_and_note_address(value: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = _engine.current_engine()
+        record = None if engine is None else engine.residency.records.get(_storage_key(value))
         moves = record is not None and (record.evictable or record.handed_out)
-        if engine is None or record is None or not moves or engine.lock.is_ours or saving():
+        if engine is None or record is None or not moves or engine.lock.is_held_by_this_thread or is_saving():
             return function(value, *args, **kwargs)
         assert engine.user.observer is not None
-        with engine.user.holding([record], name):
-            engine.user.observer.point(record.key)
+        with engine.user.hold_resident([record], name):
+            engine.user.observer.note_address_taken(record.key)
             return function(value, *args, **kwargs)
 
-    takes.teraio_takes = True  # type: ignore[attr-defined]
-    return takes
+    fetch_and_note_address.teraio_takes = True  # type: ignore[attr-defined]
+    return fetch_and_note_address
 
 
-def _by_elements(function: Function, name: str) -> Function:
+def _wrap_list_function(function: Function, name: str) -> Function:
     @functools.wraps(function)
-    def each(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling() and (engine := _engine.here()) is not None:
+    def run_by_elements(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and (engine := _engine.current_engine()) is not None:
             observer, tensors = engine.user.observer, tensors_in(args)
             if len(tensors) > 1 and observer is not None and observer.some_are_evicted(tensors):
-                elements = tensor_lists.length(name, args, kwargs)
-                if elements > 1 and not _makes_a_graph(tensors):
-                    return tensor_lists.one_by_one(function, args, kwargs, elements)
+                elements = tensor_lists.count_elements(name, args, kwargs)
+                if elements > 1 and not _is_recorded_by_autograd(tensors):
+                    return tensor_lists.call_for_each_element(function, args, kwargs, elements)
         return function(*args, **kwargs)
 
-    return each
+    return run_by_elements
 
 
-def _makes_a_graph(tensors: Iterable[torch.Tensor]) -> bool:
+def _is_recorded_by_autograd(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether autograd keeps the list as one."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _evictable(engine: _engine.Engine, values: Iterable[Any]) -> list[Record]:
-    return [record for record in engine.residency.known(map(_key, values)) if record.evictable]
+def _evictable_records_among(engine: _engine.Engine, values: Iterable[Any]) -> list[Record]:
+    return [
+        record
+        for record in engine.residency.records_of_storages(map(_storage_key, values))
+        if record.evictable
+    ]
 
 
-def _key(value: Any) -> int:
+def _storage_key(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return torch.Tensor.untyped_storage(value)._cdata if torch._C._has_storage(value) else 0
     return value._cdata if isinstance(value, torch.UntypedStorage) else 0

@@ -29,7 +29,7 @@ from .tracker import StepTracker
 NOISE_BYTES = 2**20
 
 
-class Stretch(NamedTuple):
+class EagerStretch(NamedTuple):
     """User code runs, after this call."""
 
     call: int
@@ -55,34 +55,34 @@ class EagerMemory:
         self.overrun = overrun
         self.stays = stays  # whenever user code runs
         residency.overrun = overrun
-        self.stretch: Stretch | None = None
+        self.stretch: EagerStretch | None = None
         self.taken_bytes = 0  # in this stretch, and in the ledger by now: gradients that eager code made
         self.first = (0, -1)  # as this step began: bytes that the ledger does not know, programs
         self.off = False  # the system does not say
 
-    def room(self, live_bytes: int, tick: int | None) -> None:
+    def make_room_for_eager(self, live_bytes: int, tick: int | None) -> None:
         """Before user code runs: makes free what it took after this call the last time."""
         self.taken_bytes = 0
-        wanted = self.to_come()
+        wanted = self.bytes_still_expected()
         if wanted:
-            short, _ = self.residency.free(live_bytes + wanted, tick, self.stays)
+            short, _ = self.residency.evict_until_fits(live_bytes + wanted, tick, self.stays)
             if short > 0:
                 self.overrun(short, f"after call {self.tracker.number}")
 
-    def to_come(self) -> int:
+    def bytes_still_expected(self) -> int:
         """What user code takes before the next program begins, as far as it is not in the ledger by now."""
         tracker = self.tracker
         wanted = tracker.expected.outside.get(tracker.at - 1, 0) if tracker.base is not None else 0
         return max(0, wanted - self.taken_bytes)
 
-    def took(self, size_bytes: int) -> None:
+    def note_bytes_entering_ledger(self, size_bytes: int) -> None:
         """User code has made something that the ledger counts from now on."""
         self.taken_bytes += size_bytes
 
-    def begins(self) -> None:
+    def begin_user_code_measure(self) -> None:
         """A program has returned, or an optimizer steps. When that is done, its own stretch goes on."""
         tracker = self.tracker
-        if self.off or not (tracker.running or self._unseen(tracker.expected.outside)):
+        if self.off or not (tracker.running or self._is_unmeasured_call(tracker.expected.outside)):
             self.stretch = None
         elif self.stretch is None:
             kind = tracker.programs[-1].schedule.kind
@@ -92,18 +92,18 @@ class EagerMemory:
             except OSError:
                 self.off = True
                 return
-            self.residency.bury()
+            self.residency.forget_dead_records()
             mover = self.residency.mover
-            known, counted = mover.resident_bytes, mover.counted_bytes
-            self.stretch = Stretch(tracker.number, kind, used, known, counted, Program.made_count)
+            known, counted = mover.resident_bytes, mover.device_counted_bytes
+            self.stretch = EagerStretch(tracker.number, kind, used, known, counted, Program.made_count)
 
-    def keeps(self) -> None:
+    def reserve_kept_bytes(self) -> None:
         """A program has begun: what has been kept since the step began, and is no one's, is there while it
         runs."""
         tracker, number = self.tracker, self.tracker.number
         counts = not self.device.sees_pages  # then a look is cheap, and right at any time
-        looks = tracker.running or (counts and number == 0) or self._unseen(tracker.expected.kept)
-        if looks and (counts or self._nothing_arrives()):
+        looks = tracker.running or (counts and number == 0) or self._is_unmeasured_call(tracker.expected.kept)
+        if looks and (counts or self._has_no_fetch_in_flight()):
             unknown = self._unknown_bytes()
             if number == 0:
                 self.first = unknown, Program.made_count
@@ -111,52 +111,52 @@ class EagerMemory:
                 kept = unknown - self.first[0]
                 tracker.kept[number] = kept if kept >= NOISE_BYTES else 0
         expected = tracker.expected.kept.get(tracker.at - 1, 0) if tracker.base is not None else 0
-        self.residency.hold(tracker.kept.get(number, expected))
+        self.residency.reserve_for_user_code(tracker.kept.get(number, expected))
 
     def _unknown_bytes(self) -> int:
         try:
             used = 0 if self.off else self.device.used_bytes()
         except OSError:
             self.off, used = True, 0
-        self.residency.bury()
-        return max(0, used - self.residency.mover.counted_bytes)
+        self.residency.forget_dead_records()
+        return max(0, used - self.residency.mover.device_counted_bytes)
 
-    def ends(self) -> None:
+    def end_user_code_measure(self) -> None:
         """The next program begins."""
         stretch, self.stretch = self.stretch, None
-        self.residency.hold(0)
-        if stretch is None or not self._comes_again(stretch):
+        self.residency.reserve_for_user_code(0)
+        if stretch is None or not self._is_repeatable(stretch):
             return
         residency = self.residency
         grown = self.device.peak_bytes() - stretch.used_bytes
-        grown -= max(0, residency.mover.counted_bytes - stretch.counted_bytes - self.taken_bytes)
+        grown -= max(0, residency.mover.device_counted_bytes - stretch.counted_bytes - self.taken_bytes)
         outside = grown if grown >= NOISE_BYTES else 0
         self.tracker.outside[stretch.call] = outside
         known = stretch.known_bytes
         if residency.elastic:  # the next step evicts the others before user code runs
-            known = min(known, residency.fixed_bytes + self._staying_bytes())
+            known = min(known, residency.fixed_bytes + self._required_resident_bytes())
         short = known + outside + residency.reserve_bytes - residency.budget_bytes
         if outside and short > 0:
             self.overrun(short, f"after call {stretch.call}, {stretch.kind}")
 
-    def _staying_bytes(self) -> int:
+    def _required_resident_bytes(self) -> int:
         return sum(record.size_bytes for record in self.residency.reachable.values() if self.stays(record))
 
-    def _comes_again(self, stretch: Stretch) -> bool:
+    def _is_repeatable(self, stretch: EagerStretch) -> bool:
         """What was seen is user code, and of the next step too."""
         if stretch.made_count != Program.made_count or (
             stretch.kind == "optimizer" and not self.tracker.known
         ):
             return False
         # What came and went meanwhile would count as user code's: better than to know nothing of it.
-        return self._nothing_arrives() or self._unseen(self.tracker.expected.outside)
+        return self._has_no_fetch_in_flight() or self._is_unmeasured_call(self.tracker.expected.outside)
 
-    def _unseen(self, known: Mapping[int, int]) -> bool:
+    def _is_unmeasured_call(self, known: Mapping[int, int]) -> bool:
         """The step is one that is known, but for this: so it is when the plan of an earlier run is followed,
         and it was first seen when programs were compiled. Where pages are counted there is no telling."""
         tracker = self.tracker
         return tracker.base is not None and not self.device.sees_pages and tracker.at - 1 not in known
 
-    def _nothing_arrives(self) -> bool:
+    def _has_no_fetch_in_flight(self) -> bool:
         """What arrives is in the ledger. Where the system counts pages, they are not all there yet."""
         return not any(record.state is State.ARRIVING for record in self.residency.records.values())

@@ -33,51 +33,51 @@ class PlanFollower:
         self.residency = residency
         self.mover = mover
 
-    def follow(self, here: SlotPosition, stays: Iterable[Record]) -> None:
+    def follow_plan_at_slot(self, here: SlotPosition, stays: Iterable[Record]) -> None:
         """`stays`: what the next kernel needs, whatever the plan says of it."""
         for needed in stays:
             needed.used_at = self.residency.serial
         for operation in here.expected.table.get(here.tick, ()) if here.tick is not None else ():
-            self.carry_out(operation, here)
-        self.catch_up(here)
+            self.carry_out_operation(operation, here)
+        self.begin_late_fetches(here)
 
-    def carry_out(self, operation: Operation, here: SlotPosition) -> None:
+    def carry_out_operation(self, operation: Operation, here: SlotPosition) -> None:
         what, name, tier = operation
         counts, late = self.mover.counts, here.expected.late
         if what == FETCH and late:
-            self.catch_up(here)
+            self.begin_late_fetches(here)
         late.pop(name, None)
         record = self.residency.by_name.get(name)
-        if record is not None and not record.dead() and self._move(what, record, tier, here):
+        if record is not None and not record.is_dead() and self._try_move(what, record, tier, here):
             counts.planned_moves += 1
             return
         counts.skipped_moves += 1
         if what == FETCH and record is not None and record.state is State.AWAY:
             late[name] = None
 
-    def catch_up(self, here: SlotPosition) -> None:
+    def begin_late_fetches(self, here: SlotPosition) -> None:
         """In the plan's order, as many as there is room for. What is here, or gone, is not late any more."""
-        self.residency.pending_evictions.end_done()
+        self.residency.pending_evictions.end_evictions_already_written()
         late = here.expected.late
         for name in list(late):
             record = self.residency.by_name.get(name)
             if (
                 record is not None
                 and record.state is State.AWAY
-                and not (record.dead() or self._fetches(record, here))
+                and not (record.is_dead() or self._make_room_and_fetch(record, here))
             ):
                 return
             del late[name]
 
-    def _fetches(self, record: Record, here: SlotPosition) -> bool:
-        room = self.residency.makes_way(record.size_bytes + here.live_bytes, here.tick)
-        return room and self.residency.shortage.tries_to_fetch(record)
+    def _make_room_and_fetch(self, record: Record, here: SlotPosition) -> bool:
+        room = self.residency.try_room_by_planned_evictions(record.size_bytes + here.live_bytes, here.tick)
+        return room and self.residency.shortage.begin_fetch_if_memory(record)
 
-    def _move(self, what: int, record: Record, tier: str | None, here: SlotPosition) -> bool:
+    def _try_move(self, what: int, record: Record, tier: str | None, here: SlotPosition) -> bool:
         if what == FETCH:
             if record.state is not State.AWAY:
-                return self.residency.pending_evictions.stays(record)
-            return self._fetches(record, here)
+                return self.residency.pending_evictions.cancel_eviction(record)
+            return self._make_room_and_fetch(record, here)
         if (
             not record.evictable
             or self.residency.in_use(record)
@@ -87,13 +87,13 @@ class PlanFollower:
             return False
         try:
             if record.state is State.DEVICE:
-                self.residency.evict(record, tier)
+                self.residency.begin_evict_if_resizable(record, tier)
             if what == FREE and record.state is State.LEAVING:
-                if self.residency.pending_evictions.is_done(record):
+                if self.residency.pending_evictions.is_write_done(record):
                     self.mover.end_evict(record)
                 else:
                     self.residency.pending_evictions.add(record, by_plan=True)
         except StoreError as error:
-            self.residency.keep_failed(record, error)
+            self.residency.note_failed_eviction(record, error)
             return False
         return True

@@ -32,24 +32,24 @@ class Program:
     def __init__(self, schedule: Schedule) -> None:
         Program.made_count += 1
         self.schedule = schedule
-        self.identity = schedule.identity
+        self.identity = schedule.identity_hash
         self.labels: tuple[str, ...] = ()  # the user's names of the arguments, where known
         self.bound: list[Record | None] = [None] * len(schedule.buffers)
-        self.stops = _stops(schedule)
+        self.stops = _needs_by_slot(schedule)
         self.last = len(self.stops) - 1
         self.unseen_bytes = [0] * len(self.stops)  # by slot: what its kernel was seen to take besides
         # By slot: what came and went in its kernel's first measured run; None before that.
         self.tried_bytes: list[int | None] = [None] * len(self.stops)
-        self.growth_bytes = _growth_bytes(schedule, self.stops)
+        self.growth_bytes = _peak_made_bytes(schedule, self.stops)
         self.checked = False  # its largest kernel was compared with the budget
 
-    def live_bytes(self, index: int, told_bytes: int | None = None) -> int:
+    def unmovable_bytes_at_slot(self, index: int, told_bytes: int | None = None) -> int:
         """What no one can move at this slot: what the program tells of, by the schedule if it does not tell
         now, and what its kernel was seen to take besides."""
         told = self.stops[index].live_bytes if told_bytes is None else told_bytes
         return told + self.unseen_bytes[index]
 
-    def label(self, buffer: int) -> str:
+    def label_of_buffer(self, buffer: int) -> str:
         label = self.labels[buffer] if buffer < len(self.labels) else ""
         return label or self.schedule.buffers[buffer].name
 
@@ -65,7 +65,7 @@ class Program:
         arguments = sum(buffer.role == "argument" for buffer in self.schedule.buffers)
         self.labels = tuple(labels) if len(labels) == arguments else ()
 
-    def floor(
+    def largest_kernel_need(
         self, fixed_bytes: int, leaves: Callable[[Buffer], bool] = lambda about: False
     ) -> tuple[int, int, str]:
         """The most bytes that must be there at once while it runs, with everything else away: those that
@@ -75,7 +75,7 @@ class Program:
         them."""
         most = (fixed_bytes, 0, "")
         results = 0
-        let_go = self._let_go()
+        let_go = self._released_arguments()
         sizes = [self._movable_bytes(number, leaves) for number in range(len(self.bound))]
         for index, stop in enumerate(self.stops):
             for _, buffer in stop.made:
@@ -87,7 +87,7 @@ class Program:
                 most = (stays, movable + results + stop.live_bytes, stop.kernel)
         return most
 
-    def _let_go(self) -> list[tuple[int, int]]:
+    def _released_arguments(self) -> list[tuple[int, int]]:
         """Arguments that cannot move and no one needs to keep: the last slot that needs each, and its bytes.
         Those of a forward are held by its caller."""
         if self.schedule.kind != "backward":
@@ -107,7 +107,7 @@ class Program:
         return record.size_bytes if record.evictable else 0
 
 
-def _growth_bytes(schedule: Schedule, stops: Sequence[SlotNeeds]) -> int:
+def _peak_made_bytes(schedule: Schedule, stops: Sequence[SlotNeeds]) -> int:
     """The most that a call holds at once beside its arguments, if nothing leaves."""
     most = made = 0
     for stop in stops:
@@ -117,7 +117,7 @@ def _growth_bytes(schedule: Schedule, stops: Sequence[SlotNeeds]) -> int:
     return most
 
 
-def _stops(schedule: Schedule) -> tuple[SlotNeeds, ...]:
+def _needs_by_slot(schedule: Schedule) -> tuple[SlotNeeds, ...]:
     given: set[int] = set()
     stops: list[SlotNeeds] = []
     for slot in schedule.slots:
@@ -126,12 +126,12 @@ def _stops(schedule: Schedule) -> tuple[SlotNeeds, ...]:
             if flags & MADE or buffer not in given:
                 made.append((position, buffer))
                 given.add(buffer)
-        touched = _with_flags(slot.buffers, slot.flags, READ | WRITE)
-        written = _with_flags(slot.buffers, slot.flags, WRITE)
-        returned = _with_flags(slot.buffers, slot.flags, RETURNED)
+        touched = _buffers_having_flag(slot.buffers, slot.flags, READ | WRITE)
+        written = _buffers_having_flag(slot.buffers, slot.flags, WRITE)
+        returned = _buffers_having_flag(slot.buffers, slot.flags, RETURNED)
         stops.append(SlotNeeds(slot.kernel, tuple(made), touched, written, returned, slot.live_bytes))
     return tuple(stops)
 
 
-def _with_flags(buffers: Sequence[int], flags: Sequence[int], wanted: int) -> tuple[int, ...]:
+def _buffers_having_flag(buffers: Sequence[int], flags: Sequence[int], wanted: int) -> tuple[int, ...]:
     return tuple(buffer for buffer, flag in zip(buffers, flags) if flag & wanted)

@@ -29,9 +29,9 @@ class QuietCall:
         self.program: Program | None = None  # whose call this is, if it is a calm one
         self.at = 0  # the last slot that it was at
         self.made: list[tuple[int, Any]] = []  # buffers, and the tensors that they are
-        self.is_off = "quiet_calls" in switches.off()
+        self.is_off = "quiet_calls" in switches.disabled_features()
 
-    def begins(self, program: Program) -> None:
+    def begin_if_quiet(self, program: Program) -> None:
         """At the first slot: nothing of the call before is left to count."""
         self.at = 0
         self.program = program if self._is_calm(program) else None
@@ -46,14 +46,14 @@ class QuietCall:
             return False
         return residency.fits(program.growth_bytes + max(program.unseen_bytes, default=0))
 
-    def passes(self, index: int, tensors: Sequence[Any]) -> None:
+    def collect_made_tensors(self, index: int, tensors: Sequence[Any]) -> None:
         """A slot of this call, neither the first nor the last."""
         assert self.program is not None
         self.at = index
         for position, buffer in self.program.stops[index].made:
             self.made.append((buffer, tensors[position]))
 
-    def ends(self) -> None:
+    def register_collected_tensors(self) -> None:
         """What was put down is counted: the last slot comes, or another program's first."""
         program, self.program = self.program, None
         if program is None:
@@ -69,7 +69,7 @@ class QuietCall:
                 if (record := bound[buffer]) is not None:
                     record.used_at = serial
             residency.mark_written(bound, stop.written)
-            total_bytes = mover.resident_bytes + program.live_bytes(index)
+            total_bytes = mover.resident_bytes + program.unmovable_bytes_at_slot(index)
             mover.counts.peak_bytes = max(mover.counts.peak_bytes, total_bytes)
         mover.counts.slots += self.at
 

@@ -66,33 +66,36 @@ class StepMeter:
     def __init__(self, mover: Mover) -> None:
         self.mover = mover
         self.begun = 0
-        moment = mover.device.moment()
+        moment = mover.device.moment_after_kernels()
         self.began = moment
         self.took: tuple[Any, Any] = moment, moment  # the last step: from when to when
         self.ended_ns = 0  # when that was by the host's clock; 0 while a step goes on
-        self.at_begin: tuple[int, ...] = self._sums()
+        self.at_begin: tuple[int, ...] = self._totals_since_start()
         self.peak_bytes = 0  # before this step
         self.last: Stats = {}
 
-    def _sums(self) -> tuple[int, ...]:
+    def _totals_since_start(self) -> tuple[int, ...]:
         mover, counts = self.mover, self.mover.counts
-        return counts.stall_ns, counts.misses, mover.store.written_bytes, mover.read_bytes
+        return counts.stall_ns, counts.misses, mover.store.total_written_bytes, mover.bytes_read_from_ssd
 
-    def begins(self) -> None:
+    def begin_step(self) -> None:
         """The first program of a step runs next."""
         self.begun += 1
-        self.began, self.ended_ns = self.mover.device.moment(), 0
-        self.at_begin = self._sums()
+        self.began, self.ended_ns = self.mover.device.moment_after_kernels(), 0
+        self.at_begin = self._totals_since_start()
         counts = self.mover.counts
         self.peak_bytes = max(self.peak_bytes, counts.peak_bytes)
         if self.last:  # what user code got after the optimizer's step
             self.last["step_overrun_bytes"] = counts.step_overrun_bytes
         counts.peak_bytes = counts.step_overrun_bytes = 0
 
-    def ends(self, reserve_bytes: int) -> Any:
+    def end_step(self, reserve_bytes: int) -> Any:
         """An optimizer has stepped; where there are several, each ends it anew. The moment."""
-        stall_ns, misses, written, read = (n - b for n, b in zip(self._sums(), self.at_begin))
-        self.took, self.ended_ns = (self.began, self.mover.device.moment()), time.perf_counter_ns()
+        stall_ns, misses, written, read = (n - b for n, b in zip(self._totals_since_start(), self.at_begin))
+        self.took, self.ended_ns = (
+            (self.began, self.mover.device.moment_after_kernels()),
+            time.perf_counter_ns(),
+        )
         self.last = {
             "step": self.begun,
             "step_stall_ns": stall_ns,
@@ -118,7 +121,7 @@ class StepMeter:
         return self.took[1]
 
     def _step_ns(self) -> int:
-        began_ns, ended_ns = self.mover.device.times_ns(self.took)
+        began_ns, ended_ns = self.mover.device.moments_in_ns(self.took)
         return ended_ns - began_ns
 
     def stats(self, expected: Expectation, budget_bytes: int, reserve_bytes: int) -> Stats:
@@ -129,9 +132,9 @@ class StepMeter:
         sums["reserve_bytes"] = reserve_bytes
         sums["user_code_bytes"] = max((*expected.outside.values(), *expected.kept.values()), default=0)
         overrun = sums.pop("step_overrun_bytes")
-        sums["written_bytes"], sums["read_bytes"] = mover.store.written_bytes, mover.read_bytes
+        sums["written_bytes"], sums["read_bytes"] = mover.store.total_written_bytes, mover.bytes_read_from_ssd
         if mover.device.counts_all:
-            sums["device_peak_bytes"] = mover.device.highest_bytes()
+            sums["device_peak_bytes"] = mover.device.highest_used_bytes()
             sums["device_reserved_peak_bytes"] = mover.device.highest_reserved_bytes()
         sums["phase"] = expected.phase
         sums["step"] = 0

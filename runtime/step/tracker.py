@@ -26,7 +26,7 @@ EXPECTATIONS_MAX = 8
 TensorFacts = tuple[str, str, int, bool]  # name, kind, size_bytes, persistent
 
 
-class Running:
+class MeasuredCall:
     """A call, as it is measured: between which moments it stood at each slot."""
 
     def __init__(self, program: Program) -> None:
@@ -36,15 +36,15 @@ class Running:
         self.live_bytes = [0] * slots
         self.tensors: tuple[str, ...] = ()
 
-    def close(self) -> None:
+    def note_tensor_names(self) -> None:
         """Its program may be called again: who its buffers were is kept here."""
         self.tensors = tuple(record.name if record else "" for record in self.program.bound)
 
 
-def _calls(measured: Sequence[Running], ended: Any, clock: Clock) -> tuple[tuple[Call, ...], int]:
+def _timed_calls(measured: Sequence[MeasuredCall], ended: Any, clock: Clock) -> tuple[tuple[Call, ...], int]:
     """What the clock says of a whole step: its calls, and when it was over."""
     stood = [each for running in measured for each in running.stood if each is not None]
-    times = clock.times_ns([*(moment for each in stood for moment in each), ended])
+    times = clock.moments_in_ns([*(moment for each in stood for moment in each), ended])
     calls, at = [], 0
     for running in measured:
         at_ns, stall_ns = [], []
@@ -80,19 +80,19 @@ class Expectation:
         self.planned = False
         self.predicted: Predicted | None = None  # by its plan
 
-    def follow(self, plan: Plan, table: Table) -> None:
+    def set_plan(self, plan: Plan, table: Table) -> None:
         self.table, self.late = table, {}
         self.to_host = {move.tensor for move in plan.moves if isinstance(move, Evict) and move.to == HOST}
         self.planned, self.predicted = plan.planner != "none", plan.predicted
 
-    def moves_at(self, tick: int | None) -> bool:
+    def has_moves_at(self, tick: int | None) -> bool:
         return tick is not None and (tick in self.table or bool(self.late))
 
     @property
     def phase(self) -> Literal["measuring", "planned", "on demand"]:
         return "planned" if self.planned else "on demand" if self.settled else "measuring"
 
-    def learn(self, step: Step) -> None:
+    def learn_uses_from_step(self, step: Step) -> None:
         """When each tensor was used in such a step."""
         uses: dict[str, list[float]] = {}
         for number, call in enumerate(step.calls):
@@ -120,8 +120,8 @@ class StepTracker:
         self.base: int | None = None  # the tick of the running call's first slot
         self.number = 0  # of the call that runs, within the step
         self.programs: list[Program] = []  # that ran so far in this step
-        self.calls: list[Running] = []  # as far as they were measured
-        self.running: Running | None = None
+        self.calls: list[MeasuredCall] = []  # as far as they were measured
+        self.running: MeasuredCall | None = None
         self.outside: dict[int, int] = {}  # of this step, as in Expectation
         self.kept: dict[int, int] = {}  # likewise
         self.touched: dict[int, list[str]] = {}
@@ -135,17 +135,17 @@ class StepTracker:
         self.lead: tuple[str, ...] = ()  # programs before the last training step, and its first
 
     @property
-    def length(self) -> int:
+    def tick_count(self) -> int:
         return self.expected.length
 
     @property
-    def label(self) -> str:
+    def call_label(self) -> str:
         """The running call in the names of what it makes: its place in the step, whatever foreign ran."""
         if self.foreign:
             return f"x{self.number}"
         return str(self.number if self.base is None else self.at - 1)
 
-    def is_over(self, program: Program, mark: Any) -> bool:
+    def is_step_over_before(self, program: Program, mark: Any) -> bool:
         """Whether the step so far ends before this program: an optimizer has stepped, or there was nothing
         but inference, and it comes round again or a training step begins."""
         if self.stepped is not None:
@@ -158,8 +158,8 @@ class StepTracker:
             return False  # programs that train nothing come first in this step, and gradients were wanted
         return (*(each.identity for each in self.programs), program.identity) != self.lead
 
-    def enter(self, program: Program, mark: Any = None) -> None:
-        self._close()
+    def begin_call(self, program: Program, mark: Any = None) -> None:
+        self._end_measured_call()
         self.number = len(self.programs)
         if not self.programs:
             self.first = (program.identity, mark)
@@ -167,13 +167,13 @@ class StepTracker:
         self.programs.append(program)
         self.training |= program.schedule.kind != "inference"
         self.without_grad |= not self.grad_mode and mark is not None
-        self.base = self._place(program.identity)
+        self.base = self._find_call_tick(program.identity)
         self.foreign = self.base is None and bool(self.known)
         settled = self.base is not None and self.expected.settled
         whole = len(self.calls) == self.number  # else no step can be made of them
-        self.running = Running(program) if whole and not settled else None
+        self.running = MeasuredCall(program) if whole and not settled else None
 
-    def _place(self, identity: str) -> int | None:
+    def _find_call_tick(self, identity: str) -> int | None:
         """The tick of this call's first slot, if the step is one that is known."""
         expected = self.expected
         if self.at < len(expected.programs) and expected.programs[self.at] == identity:
@@ -187,34 +187,34 @@ class StepTracker:
                 return other.base[self.at - 1]
         return None
 
-    def replace(self, program: Program) -> None:
+    def replace_running_program(self, program: Program) -> None:
         """What the running call turned out to be: with the same slots, but it knows more tensors."""
         self.programs[-1] = program
         if self.running is not None:
             self.running.program = program
 
-    def tick(self, index: int) -> int | None:
+    def tick_of_slot(self, index: int) -> int | None:
         """The tick of this slot, or None where the step does not follow one that is known."""
         return None if self.base is None else self.base + index
 
-    def visited(self, index: int, began: Any, left: Any, live_bytes: int) -> None:
+    def note_slot_measure(self, index: int, began: Any, left: Any, live_bytes: int) -> None:
         running = self.running
         assert running is not None
         running.stood[index] = began, left
         running.live_bytes[index] = live_bytes
 
-    def takes(self, index: int, more_bytes: int) -> None:
+    def add_measured_bytes(self, index: int, more_bytes: int) -> None:
         """The kernel of this slot was seen to take more than was counted on."""
         if self.running is not None:
             self.running.live_bytes[index] += more_bytes
 
-    def _close(self) -> None:
+    def _end_measured_call(self) -> None:
         if self.running is not None:
-            self.running.close()
+            self.running.note_tensor_names()
             self.calls.append(self.running)
             self.running = None
 
-    def drop(self) -> None:
+    def forget_step(self) -> None:
         """The step has become too long to be one: what it was so far is forgotten, and what was expected."""
         self.programs, self.calls, self.running, self.training = [], [], None, False
         self.without_grad = False
@@ -222,15 +222,15 @@ class StepTracker:
         self.outside, self.kept, self.touched = {}, {}, {}
         self.expected, self.at, self.base = Expectation((), ()), 0, None
 
-    def step_of(self, order: tuple[str, ...]) -> Expectation:
+    def expectation_of(self, order: tuple[str, ...]) -> Expectation:
         """The step of these programs; without any, the one that is expected."""
         return self.known[order] if order else self.expected
 
-    def measure_again(self, order: tuple[str, ...]) -> None:
+    def request_measuring(self, order: tuple[str, ...]) -> None:
         """A step of these programs, the next time it comes."""
         self.known[order].settled = False
 
-    def abandon(self) -> None:
+    def abandon_call(self) -> None:
         """The call that runs ended with an exception: it is no part of the step, nor does the step go on."""
         if self.programs:
             self.programs.pop()
@@ -238,7 +238,7 @@ class StepTracker:
         self.base = None
         self.at = len(self.expected.programs)
 
-    def _led(self, order: tuple[str, ...], training: bool) -> None:
+    def _note_leading_inference(self, order: tuple[str, ...], training: bool) -> None:
         """Keep in mind which inference came before this step, if that came once."""
         if not training:
             self.inferred = [*self.inferred[-1:], order]
@@ -253,7 +253,7 @@ class StepTracker:
         exposed: frozenset[tuple[int, str]],
     ) -> Step | None:
         """Ends the step and expects another one like it; returns it if all of it was measured."""
-        self._close()
+        self._end_measured_call()
         ended, self.stepped = self.stepped, None
         programs, self.programs = self.programs, []
         measured, self.calls = self.calls, []
@@ -266,7 +266,7 @@ class StepTracker:
         if not programs:
             return None
         order = tuple(program.identity for program in programs)
-        self._led(order, training)
+        self._note_leading_inference(order, training)
         lengths = tuple(len(program.schedule.slots) for program in programs)
         self.expected = self.known.pop(order) if order in self.known else Expectation(order, lengths)
         self.known[order] = self.expected
@@ -277,7 +277,7 @@ class StepTracker:
             del self.known[next(iter(self.known))]
         if len(measured) < len(programs):
             return None
-        calls, ended_ns = _calls(measured, ended or self.clock.moment(), self.clock)
+        calls, ended_ns = _timed_calls(measured, ended or self.clock.moment_after_kernels(), self.clock)
         names = {name for call in calls for name in call.tensors if name}
         kinds = tuple(sorted(k for name in names if (k := describe(name)) is not None))
         taken = tuple(self.expected.outside.get(call, 0) for call in range(len(calls)))

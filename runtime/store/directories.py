@@ -43,11 +43,11 @@ class Directory:
     kind: str
 
     @property
-    def in_memory(self) -> bool:
+    def is_in_memory(self) -> bool:
         return self.kind in _IN_MEMORY
 
     @property
-    def network(self) -> bool:
+    def is_on_network(self) -> bool:
         return self.kind in _NETWORK
 
     def free_bytes(self) -> int:
@@ -56,7 +56,7 @@ class Directory:
         return about.f_bavail * about.f_frsize
 
 
-def refuse(path: Path, why: str, error: int = 0, remedy: str = GIVE_ANOTHER) -> StoreError:
+def directory_error(path: Path, why: str, error: int = 0, remedy: str = GIVE_ANOTHER) -> StoreError:
     """The error for a directory that cannot be used."""
     code = f" ({errno.errorcode.get(error, error)})" if error else ""
     return StoreError(
@@ -66,7 +66,7 @@ def refuse(path: Path, why: str, error: int = 0, remedy: str = GIVE_ANOTHER) -> 
     )
 
 
-def kind_of(fd: int) -> str:
+def file_system_name(fd: int) -> str:
     """The file system's name, or `other`."""
     about = (ctypes.c_long * 64)()  # struct statfs is 120 bytes; its first word is the type
     if _LIBC.fstatfs(fd, about) != 0:
@@ -74,68 +74,70 @@ def kind_of(fd: int) -> str:
     return _MAGIC.get(about[0] & 0xFFFFFFFF, "other")
 
 
-def open_place(path: Path, accept: Sequence[str] = (), parents: bool = False) -> Directory:
+def open_store_directory(path: Path, accept: Sequence[str] = (), parents: bool = False) -> Directory:
     """Opens the directory, makes it if only its last part (or with `parents` any) is missing, and checks it.
 
     `accept` may hold "tmpfs" (it is memory, and counted as such) and "network".
     """
     path = Path(os.path.abspath(path))
-    fd = _open(path, parents)
+    fd = _open_or_make_directory(path, parents)
     try:
-        _check_owner(path, os.fstat(fd))
-        place = Directory(path, fd, os.fstat(fd).st_dev, kind_of(fd))
-        if place.in_memory and "tmpfs" not in accept:
-            raise refuse(path, f"it lies on {place.kind}, which is memory, not a disk")
-        if place.network and "network" not in accept:
-            raise refuse(path, f"it lies on {place.kind}: every fetch would cross the network")
+        _refuse_untrusted_directory(path, os.fstat(fd))
+        place = Directory(path, fd, os.fstat(fd).st_dev, file_system_name(fd))
+        if place.is_in_memory and "tmpfs" not in accept:
+            raise directory_error(path, f"it lies on {place.kind}, which is memory, not a disk")
+        if place.is_on_network and "network" not in accept:
+            raise directory_error(path, f"it lies on {place.kind}: every fetch would cross the network")
         if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
-            raise refuse(path, f"it is not writable{_whose(os.fstat(fd))}", errno.EACCES)
+            raise directory_error(path, f"it is not writable{_owner_text(os.fstat(fd))}", errno.EACCES)
         if os.fstatvfs(fd).f_flag & os.ST_RDONLY:
-            raise refuse(path, "the file system is mounted read-only", errno.EROFS)
+            raise directory_error(path, "the file system is mounted read-only", errno.EROFS)
     except BaseException:
         os.close(fd)
         raise
     return place
 
 
-def _open(path: Path, parents: bool) -> int:
+def _open_or_make_directory(path: Path, parents: bool) -> int:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     for attempt in range(2):
         try:
             return os.open(path, flags)
         except FileNotFoundError:
             if attempt == 0:
-                _make(path, parents)
+                _make_private_directory(path, parents)
         except OSError as error:
-            raise _explain(path, error) from None
-    raise refuse(path, "it vanished while it was being opened", errno.ENOENT)
+            raise _error_for_failed_open(path, error) from None
+    raise directory_error(path, "it vanished while it was being opened", errno.ENOENT)
 
 
-def _make(path: Path, parents: bool) -> None:
+def _make_private_directory(path: Path, parents: bool) -> None:
     """0700 from the start, whatever the umask takes away."""
     try:
         path.mkdir(mode=0o700, parents=parents)
-        os.close(open_private(path, path))
+        os.close(open_private_directory(path, path))
     except FileExistsError:
         return
     except FileNotFoundError:
-        raise refuse(
+        raise directory_error(
             path,
             f"its parent {path.parent} is missing",
             errno.ENOENT,
             "Mount or make the parent first, or give another directory",
         ) from None
     except OSError as error:
-        raise refuse(path, "it is missing and cannot be made", error.errno or 0) from None
+        raise directory_error(path, "it is missing and cannot be made", error.errno or 0) from None
 
 
-def open_private(root: Path, name: str | Path, root_fd: int | None = None) -> int:
+def open_private_directory(root: Path, name: str | Path, root_fd: int | None = None) -> int:
     """Opens a directory just made: ours, 0700, no link, whatever the umask, whoever plays with names."""
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
     try:
         about = os.fstat(handle)
         if about.st_uid != os.geteuid():
-            raise refuse(root, f"{name} was replaced by a directory of uid {about.st_uid}", errno.EPERM)
+            raise directory_error(
+                root, f"{name} was replaced by a directory of uid {about.st_uid}", errno.EPERM
+            )
         if stat.S_IMODE(about.st_mode) != 0o700:
             os.chmod(f"/proc/self/fd/{handle}", 0o700)
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=handle)
@@ -143,33 +145,35 @@ def open_private(root: Path, name: str | Path, root_fd: int | None = None) -> in
         os.close(handle)
 
 
-def _explain(path: Path, error: OSError) -> StoreError:
+def _error_for_failed_open(path: Path, error: OSError) -> StoreError:
     if os.path.islink(path):
-        return refuse(
+        return directory_error(
             path, "it is a symbolic link", error.errno or 0, f"Give its target, {os.path.realpath(path)}"
         )
     if error.errno == errno.ENOTDIR:
-        return refuse(path, "it is not a directory", errno.ENOTDIR)
+        return directory_error(path, "it is not a directory", errno.ENOTDIR)
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return refuse(path, "too many files are open", error.errno, "Raise the limit: ulimit -n 4096")
-    return refuse(path, error.strerror or "it cannot be opened", error.errno or 0)
+        return directory_error(
+            path, "too many files are open", error.errno, "Raise the limit: ulimit -n 4096"
+        )
+    return directory_error(path, error.strerror or "it cannot be opened", error.errno or 0)
 
 
-def _whose(about: os.stat_result) -> str:
+def _owner_text(about: os.stat_result) -> str:
     return f" (it belongs to uid {about.st_uid}, mode {stat.S_IMODE(about.st_mode):04o})"
 
 
-def _check_owner(path: Path, about: os.stat_result) -> None:
+def _refuse_untrusted_directory(path: Path, about: os.stat_result) -> None:
     """Nobody may put things in our way: the owner is we or root, and strangers cannot rename in it."""
     if about.st_uid not in (os.geteuid(), 0):
-        raise refuse(
+        raise directory_error(
             path,
             f"it belongs to uid {about.st_uid}",
             errno.EPERM,
             f"Give a directory of your own in it, such as {path / f'teraio-{os.geteuid()}'}",
         )
     if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
-        raise refuse(
+        raise directory_error(
             path,
             "everyone may write to it and it has no sticky bit",
             errno.EPERM,
@@ -177,31 +181,31 @@ def _check_owner(path: Path, about: os.stat_result) -> None:
         )
 
 
-def free_bytes_in(places: Sequence[Directory]) -> int:
+def total_free_bytes(places: Sequence[Directory]) -> int:
     """Of all file systems together, each counted once."""
-    return sum(_free(places).values())
+    return sum(_free_bytes_by_device(places).values())
 
 
-def _free(places: Sequence[Directory]) -> dict[int, int]:
+def _free_bytes_by_device(places: Sequence[Directory]) -> dict[int, int]:
     return {place.device: place.free_bytes() for place in places}
 
 
-def check_room(places: Sequence[Directory], size_bytes: int | None) -> list[int]:
+def divide_free_bytes(places: Sequence[Directory], size_bytes: int | None) -> list[int]:
     """Bytes each place may take: all that is free less 5 %, or all of it if a size is asked for and fits.
 
     Places on one file system share its room in equal parts.
     """
-    free = _free(places)
+    free = _free_bytes_by_device(places)
     shared = {device: sum(place.device == device for place in places) for device in free}
     where = ", ".join(str(place.path) for place in places)
     total = sum(free.values())
     if size_bytes is None and not any(free.values()):
-        raise _full(
+        raise _store_full_error(
             f"the disk is full: no bytes are free in {where}. Free some, or give another directory in store",
             where,
         )
     if size_bytes is not None and total < size_bytes:
-        raise _full(
+        raise _store_full_error(
             f"the store shall be {fmt_bytes(size_bytes, up=True)}, {fmt_bytes(total)} are free in {where}. "
             f"Give a smaller store_size, free {fmt_bytes(size_bytes - total, up=True)}, or "
             f"add another directory to store",
@@ -211,25 +215,25 @@ def check_room(places: Sequence[Directory], size_bytes: int | None) -> list[int]
     return [free[place.device] // shared[place.device] * part // 100 for place in places]
 
 
-def _full(message: str, path: str) -> StoreError:
+def _store_full_error(message: str, path: str) -> StoreError:
     from teraio.errors import StoreFullError
 
     return StoreFullError(message, errno=errno.ENOSPC, path=path)
 
 
-def default_directories() -> tuple[Path, ...]:
+def choose_default_directories() -> tuple[Path, ...]:
     """On the roomier of the cache directory's and the temp directory's disks; made when it is opened."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "teraio" / "store"
     temp = Path(tempfile.gettempdir()) / f"teraio-{os.geteuid()}"
     rooms = {}
     for path in (cache, temp):
         try:
-            fd = os.open(_existing(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = os.open(_nearest_existing_folder(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:  # its file system is gone
             continue
         try:
-            place = Directory(path, fd, 0, kind_of(fd))
-            if not place.in_memory and not place.network:
+            place = Directory(path, fd, 0, file_system_name(fd))
+            if not place.is_in_memory and not place.is_on_network:
                 rooms[path] = place.free_bytes()
         finally:
             os.close(fd)
@@ -242,7 +246,7 @@ def default_directories() -> tuple[Path, ...]:
     return (max(rooms, key=rooms.__getitem__),)
 
 
-def _existing(path: Path) -> Path:
+def _nearest_existing_folder(path: Path) -> Path:
     """The nearest that is there. OSError: its file system does not answer."""
     while True:
         try:

@@ -42,10 +42,10 @@ class NoAnswer(Exception):
     """The text says which drive, and why."""
 
 
-def of_drives(path: Path) -> tuple[DriveHealth | NoAnswer, ...]:
+def health_of_drives(path: Path) -> tuple[DriveHealth | NoAnswer, ...]:
     """One entry per drive below the path's file system; a single reason if no drive is found."""
     try:
-        disks = disks_below(device_of(path))
+        disks = disks_of_block_device(device_number_of_path(path))
     except NoAnswer as why:
         return (why,)
     except OSError as error:  # in a container, say, where /dev has not what is mounted
@@ -53,13 +53,13 @@ def of_drives(path: Path) -> tuple[DriveHealth | NoAnswer, ...]:
     found: list[DriveHealth | NoAnswer] = []
     for disk in disks:
         try:
-            found.append(read(disk))
+            found.append(read_drive_health(disk))
         except NoAnswer as why:
             found.append(why)
     return tuple(found)
 
 
-def device_of(path: Path) -> str:
+def device_number_of_path(path: Path) -> str:
     """Its number, `major:minor`: of the directory, else of what is mounted there."""
     number = os.stat(path).st_dev
     own = f"{os.major(number)}:{os.minor(number)}"
@@ -74,7 +74,7 @@ def device_of(path: Path) -> str:
     raise NoAnswer(f"the file system of {path} does not say which drive it is on")
 
 
-def disks_below(number: str) -> list[str]:
+def disks_of_block_device(number: str) -> list[str]:
     """Names in /dev of the disks that a block device is a partition of, or is put together from."""
     place = (BLOCKS / number).resolve()
     if not place.exists():
@@ -84,10 +84,12 @@ def disks_below(number: str) -> list[str]:
     parts = sorted(place.glob("slaves/*"))
     if not parts:
         return [place.name]
-    return sorted({disk for part in parts for disk in disks_below((part / "dev").read_text().strip())})
+    return sorted(
+        {disk for part in parts for disk in disks_of_block_device((part / "dev").read_text().strip())}
+    )
 
 
-def read(disk: str) -> DriveHealth:
+def read_drive_health(disk: str) -> DriveHealth:
     """Ask an NVMe drive."""
     if not disk.startswith("nvme"):
         raise NoAnswer(f"{disk} is no NVMe drive")
@@ -96,14 +98,14 @@ def read(disk: str) -> DriveHealth:
     except OSError as error:
         raise NoAnswer(f"/dev/{disk}: {error.strerror}; root may ask it") from error
     try:
-        return told(disk, _page(descriptor))
+        return parse_smart_page(disk, _read_smart_page(descriptor))
     except OSError as error:
         raise NoAnswer(f"/dev/{disk} does not tell: {error.strerror}") from error
     finally:
         os.close(descriptor)
 
 
-class _Command(ctypes.Structure):
+class _NvmeCommand(ctypes.Structure):
     """struct nvme_admin_cmd of linux/nvme_ioctl.h."""
 
     _fields_ = (
@@ -122,9 +124,9 @@ class _Command(ctypes.Structure):
     )
 
 
-def _page(descriptor: int) -> bytes:
+def _read_smart_page(descriptor: int) -> bytes:
     page = ctypes.create_string_buffer(PAGE_BYTES)
-    command = _Command(opcode=GET_LOG_PAGE, namespace=EVERY_NAMESPACE, timeout_ms=TIMEOUT_MS)
+    command = _NvmeCommand(opcode=GET_LOG_PAGE, namespace=EVERY_NAMESPACE, timeout_ms=TIMEOUT_MS)
     command.address, command.data_bytes = ctypes.addressof(page), PAGE_BYTES
     command.words10[0] = SMART_PAGE | (PAGE_BYTES // 4 - 1) << 16
     status = fcntl.ioctl(descriptor, ADMIN_COMMAND, command)
@@ -133,10 +135,10 @@ def _page(descriptor: int) -> bytes:
     return page.raw
 
 
-def told(disk: str, page: bytes) -> DriveHealth:
+def parse_smart_page(disk: str, page: bytes) -> DriveHealth:
     """What the page says (NVM Express, SMART / health information)."""
 
-    def number(at: int, size: int) -> int:
+    def number_at(at: int, size: int) -> int:
         return int.from_bytes(page[at : at + size], "little")
 
     return DriveHealth(
@@ -144,7 +146,7 @@ def told(disk: str, page: bytes) -> DriveHealth:
         used_percent=page[5],
         spare_percent=page[3],
         spare_least_percent=page[4],
-        written_bytes=number(48, 16) * UNIT_BYTES,
-        media_errors=number(160, 16),
+        written_bytes=number_at(48, 16) * UNIT_BYTES,
+        media_errors=number_at(160, 16),
         warnings=page[0],
     )

@@ -21,13 +21,13 @@ STRIPE_BYTES = 4 << 20  # dealt to one file at a time: the smallest transfer at 
 GATHER_BYTES = 1 << 20  # smaller runs are gathered only when nothing else is left
 
 
-def rounded(size_bytes: int) -> int:
+def round_up_to_blocks(size_bytes: int) -> int:
     """Up to whole blocks."""
     return -(-size_bytes // BLOCK) * BLOCK
 
 
 class FileSpace:
-    """The free bytes of one file. `take` and `give` in whole blocks."""
+    """The free bytes of one file. `reserve_pieces` and `release_pieces` in whole blocks."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes // BLOCK * BLOCK
@@ -37,68 +37,68 @@ class FileSpace:
         self._sizes: dict[int, int] = {}  # offset -> bytes
         self._by_size: list[tuple[int, int]] = []  # (bytes, offset), ascending
 
-    def runs(self) -> list[tuple[int, int]]:
+    def list_free_runs(self) -> list[tuple[int, int]]:
         """(offset, bytes) of the free bytes before `end`, ascending."""
         return [(offset, self._sizes[offset]) for offset in self._offsets]
 
-    def take(self, size: int) -> list[tuple[int, int]]:
+    def reserve_runs(self, size: int) -> list[tuple[int, int]]:
         """(offset, bytes) that cover `size`: the tightest run, else large runs, else fresh bytes, else
         all."""
         assert 0 < size <= self.free_bytes and size % BLOCK == 0, (size, self.free_bytes)
         self.free_bytes -= size
         fit = bisect_left(self._by_size, (size, 0))
         if fit < len(self._by_size):
-            return [self._cut(self._by_size[fit][1], size)]
+            return [self._cut_from_run(self._by_size[fit][1], size)]
         fresh = self.limit_bytes - self.end
         large = sum(run for run, _ in self._by_size if run >= GATHER_BYTES)
         taken: list[tuple[int, int]] = []
         if large < size and fresh:
-            taken.append(self._extend(min(fresh, size)))
+            taken.append(self._reserve_fresh_bytes(min(fresh, size)))
             size -= taken[-1][1]
         while size:
             run, offset = self._by_size[-1]
-            taken.append(self._cut(offset, min(run, size)))
+            taken.append(self._cut_from_run(offset, min(run, size)))
             size -= taken[-1][1]
         return taken
 
-    def limit(self, limit_bytes: int) -> None:
+    def set_limit(self, limit_bytes: int) -> None:
         """The file turned out smaller, or may be larger again."""
         limit_bytes = limit_bytes // BLOCK * BLOCK
         assert limit_bytes >= self.end
         self.free_bytes += limit_bytes - self.limit_bytes
         self.limit_bytes = limit_bytes
 
-    def give(self, offset: int, size: int) -> None:
+    def release_run(self, offset: int, size: int) -> None:
         """Free again, merged with its neighbours."""
         assert size > 0 and offset % BLOCK == 0 and size % BLOCK == 0 and offset + size <= self.end
         self.free_bytes += size
         at = bisect_left(self._offsets, offset)
         if at < len(self._offsets) and self._offsets[at] == offset + size:
-            size += self._drop(at)
+            size += self._remove_run(at)
         if at > 0 and self._offsets[at - 1] + self._sizes[self._offsets[at - 1]] == offset:
             offset = self._offsets[at - 1]
-            size += self._drop(at - 1)
+            size += self._remove_run(at - 1)
         if offset + size == self.end:
             self.end = offset
         else:
-            self._add(offset, size)
+            self._insert_run(offset, size)
 
-    def _extend(self, size: int) -> tuple[int, int]:
+    def _reserve_fresh_bytes(self, size: int) -> tuple[int, int]:
         offset, self.end = self.end, self.end + size
         return offset, size
 
-    def _cut(self, offset: int, size: int) -> tuple[int, int]:
-        run = self._drop(bisect_left(self._offsets, offset))
+    def _cut_from_run(self, offset: int, size: int) -> tuple[int, int]:
+        run = self._remove_run(bisect_left(self._offsets, offset))
         if run > size:
-            self._add(offset + size, run - size)
+            self._insert_run(offset + size, run - size)
         return offset, size
 
-    def _add(self, offset: int, size: int) -> None:
+    def _insert_run(self, offset: int, size: int) -> None:
         insort(self._offsets, offset)
         insort(self._by_size, (size, offset))
         self._sizes[offset] = size
 
-    def _drop(self, at: int) -> int:
+    def _remove_run(self, at: int) -> int:
         offset = self._offsets.pop(at)
         size = self._sizes.pop(offset)
         del self._by_size[bisect_left(self._by_size, (size, offset))]
@@ -131,49 +131,49 @@ class Extents:
         room = sum(file.free_bytes for file in self.files) + self._recent_bytes
         return min(room, self.capacity_bytes - self.used_bytes)
 
-    def take(self, size_bytes: int) -> tuple[Piece, ...] | None:
+    def reserve_pieces(self, size_bytes: int) -> tuple[Piece, ...] | None:
         """Pieces that cover `size_bytes` in order; None if that many are not free."""
-        need = rounded(size_bytes)
+        need = round_up_to_blocks(size_bytes)
         if need > self.free_bytes:
             return None
         recent = self._recent.get(size_bytes)
         if recent:
             self._recent_bytes -= need
             return recent.pop()
-        self._dissolve()
-        return self._stripe(size_bytes)
+        self._merge_recent_into_runs()
+        return self._reserve_striped_pieces(size_bytes)
 
-    def give(self, pieces: Sequence[Piece], keep_whole: bool = True) -> None:
+    def release_pieces(self, pieces: Sequence[Piece], keep_whole: bool = True) -> None:
         """The extent is free again, but for what is dead by now."""
-        whole = [(file, offset, rounded(size)) for file, offset, size in pieces]
-        rest = [left for piece in whole for left in _without(piece, self._dead)]
+        whole = [(file, offset, round_up_to_blocks(size)) for file, offset, size in pieces]
+        rest = [left for piece in whole for left in _subtract_dead_parts(piece, self._dead)]
         if rest != whole or not keep_whole:
             for file, offset, size in rest:
-                self.files[file].give(offset, size)
+                self.files[file].release_run(offset, size)
             return
         size_bytes = sum(size for _, _, size in pieces)
         self._recent.setdefault(size_bytes, []).append(tuple(pieces))
-        self._recent_bytes += rounded(size_bytes)
+        self._recent_bytes += round_up_to_blocks(size_bytes)
 
-    def bury(self, pieces: Iterable[Piece]) -> None:
+    def retire_pieces(self, pieces: Iterable[Piece]) -> None:
         """Parts of extents in use that must never be used again, though their extents be given back."""
         for file, offset, size in pieces:
-            for left in _without((file, offset, rounded(size)), self._dead):
+            for left in _subtract_dead_parts((file, offset, round_up_to_blocks(size)), self._dead):
                 self._dead.append(left)
                 self.dead_bytes += left[2]
 
-    def _dissolve(self) -> None:
+    def _merge_recent_into_runs(self) -> None:
         for extents in self._recent.values():
             for pieces in extents:
                 for file, offset, size in pieces:
-                    self.files[file].give(offset, rounded(size))
+                    self.files[file].release_run(offset, round_up_to_blocks(size))
         self._recent.clear()
         self._recent_bytes = 0
 
-    def _stripe(self, size_bytes: int) -> tuple[Piece, ...]:
-        dealt = self._deal(rounded(size_bytes))
+    def _reserve_striped_pieces(self, size_bytes: int) -> tuple[Piece, ...]:
+        dealt = self._deal_stripes_to_files(round_up_to_blocks(size_bytes))
         totals = [sum(size for file, size in dealt if file == number) for number in range(len(self.files))]
-        taken = [file.take(total)[::-1] if total else [] for file, total in zip(self.files, totals)]
+        taken = [file.reserve_runs(total)[::-1] if total else [] for file, total in zip(self.files, totals)]
         pieces: list[Piece] = []
         for file, stripe in dealt:
             left = stripe
@@ -189,10 +189,10 @@ class Extents:
                 else:
                     pieces.append((file, offset, part))
         file, offset, part = pieces[-1]
-        pieces[-1] = (file, offset, part - (rounded(size_bytes) - size_bytes))
+        pieces[-1] = (file, offset, part - (round_up_to_blocks(size_bytes) - size_bytes))
         return tuple(pieces)
 
-    def _deal(self, need: int) -> list[tuple[int, int]]:
+    def _deal_stripes_to_files(self, need: int) -> list[tuple[int, int]]:
         """(file, bytes) in the order of the tensor's bytes: a stripe goes where it raises the load least."""
         if len(self.files) == 1:
             return [(0, need)]
@@ -214,15 +214,15 @@ class Extents:
         return dealt
 
 
-def _without(piece: Piece, dead: Iterable[Piece]) -> list[Piece]:
+def _subtract_dead_parts(piece: Piece, dead: Iterable[Piece]) -> list[Piece]:
     """What is left of a piece."""
     left = [piece]
     for file, start, size in dead:
-        left = [part for one in left for part in _cut_out(one, file, start, start + size)]
+        left = [part for one in left for part in _subtract_range(one, file, start, start + size)]
     return left
 
 
-def _cut_out(piece: Piece, file: int, start: int, stop: int) -> list[Piece]:
+def _subtract_range(piece: Piece, file: int, start: int, stop: int) -> list[Piece]:
     number, offset, size = piece
     if number != file or offset >= stop or offset + size <= start:
         return [piece]

@@ -26,7 +26,7 @@ from teraio.errors import StoreError, StoreFullError
 from teraio.units import fmt_bytes
 
 from . import kill_points
-from .directories import Directory, open_private, refuse
+from .directories import Directory, directory_error, open_private_directory
 from .extents import BLOCK
 
 PREFIX = "teraio-"
@@ -49,14 +49,14 @@ class StoreFile:
         self.limit_bytes = limit_bytes // BLOCK * BLOCK
         self.allocated_bytes = 0
         self.reserves = True  # fallocate works; else blocks come with the first write, and so may ENOSPC
-        self.fd, self.direct = _make_file(place)
+        self.fd, self.direct = _make_unnamed_file(place)
 
     @property
-    def path(self) -> str:
+    def directory_path(self) -> str:
         """For messages: the directory. The file itself has no name."""
         return str(self.place.path)
 
-    def grow(self, size_bytes: int) -> None:
+    def grow_to_at_least(self, size_bytes: int) -> None:
         """Makes the file at least that large: in doubling steps, so that calls are few and little is idle."""
         assert size_bytes <= self.limit_bytes, (size_bytes, self.limit_bytes)
         kill_points.reach("growing")
@@ -64,13 +64,13 @@ class StoreFile:
             here = self.allocated_bytes
             eager = min(max(here, FIRST_BYTES), STEP_BYTES, self.limit_bytes - here)
             least = min(size_bytes - here, STEP_BYTES)
-            error = self._extend(max(eager, least)) if eager > least else errno.ENOSPC
-            error = self._extend(least) if error else 0
+            error = self._try_to_extend(max(eager, least)) if eager > least else errno.ENOSPC
+            error = self._try_to_extend(least) if error else 0
             if error:
-                raise self._grow_error(size_bytes - here, error)
+                raise self._error_for_failed_growth(size_bytes - here, error)
         kill_points.reach("grown")
 
-    def _extend(self, size_bytes: int) -> int:
+    def _try_to_extend(self, size_bytes: int) -> int:
         """0 or an errno. A failure leaves the file as it was: ext4 keeps what it got until that is cut
         off."""
         try:
@@ -92,36 +92,36 @@ class StoreFile:
             self.allocated_bytes += size_bytes
         return error
 
-    def _grow_error(self, more_bytes: int, error: int) -> StoreError:
-        what = f"the store in {self.path} cannot grow by {fmt_bytes(more_bytes, up=True)}"
-        has = f"it has {fmt_bytes(self.allocated_bytes)}{self._free()}"
+    def _error_for_failed_growth(self, more_bytes: int, error: int) -> StoreError:
+        what = f"the store in {self.directory_path} cannot grow by {fmt_bytes(more_bytes, up=True)}"
+        has = f"it has {fmt_bytes(self.allocated_bytes)}{self._free_space_text()}"
         if error == errno.EFBIG:
             return StoreFullError(
                 f"{what}: the file size limit is reached ({has}). Raise it: ulimit -f unlimited",
                 errno=error,
-                path=self.path,
+                path=self.directory_path,
             )
         if error in (errno.ENOSPC, errno.EDQUOT):
             return StoreFullError(
                 f"{what}: {os.strerror(error)} ({has}). Free space there, give a smaller store_size "
                 f"or another directory in store",
                 errno=error,
-                path=self.path,
+                path=self.directory_path,
             )
         return StoreError(
             f"{what}: {os.strerror(error)} ({has}). Check the drive (dmesg), or give another directory "
             f"in store",
             errno=error,
-            path=self.path,
+            path=self.directory_path,
         )
 
-    def _free(self) -> str:
+    def _free_space_text(self) -> str:
         try:
             return f", {fmt_bytes(self.place.free_bytes())} are free"
         except OSError:  # the drive is gone
             return ""
 
-    def check_direct(self) -> bool:
+    def try_direct_io(self) -> bool:
         """Writes and reads one block: some file systems take O_DIRECT at open and refuse it after that."""
         with mmap.mmap(-1, BLOCK) as page:
             try:
@@ -129,7 +129,7 @@ class StoreFile:
                 os.preadv(self.fd, [page], 0)
             except OSError as error:
                 if error.errno != errno.EINVAL or not self.direct:
-                    raise refuse(
+                    raise directory_error(
                         self.place.path,
                         f"the first block could not be written: {error.strerror}",
                         error.errno or 0,
@@ -163,43 +163,43 @@ def _fallocate(fd: int, offset: int, size_bytes: int) -> int:
     return 0
 
 
-def _make_file(place: Directory) -> tuple[int, bool]:
+def _make_unnamed_file(place: Directory) -> tuple[int, bool]:
     """(fd, whether it is direct) of a fresh file without a name."""
     try:
-        name, directory = _make_directory(place)
+        name, directory = _make_locked_directory(place)
         try:
-            fd, direct = _create(directory)
+            fd, direct = _open_new_file(directory)
             try:
                 os.unlink(NAME, dir_fd=directory)
                 kill_points.reach("unlinked")
-                _check_file(place, fd)
+                _refuse_file_not_private(place, fd)
             except BaseException:
                 os.close(fd)
                 raise
         finally:
-            _forget(directory)  # an exception may have come between making and unlinking
-            _remove(place, name)  # before the fd is closed, and with it the lock
+            _unlink_file(directory)  # an exception may have come between making and unlinking
+            _remove_directory(place, name)  # before the fd is closed, and with it the lock
             os.close(directory)
     except OSError as error:
         remedy = "Raise the limit: ulimit -n 4096" if error.errno in (errno.EMFILE, errno.ENFILE) else None
         why = f"the file could not be made: {error.strerror}"
         raise (
-            refuse(place.path, why, error.errno or 0, remedy)
+            directory_error(place.path, why, error.errno or 0, remedy)
             if remedy
-            else refuse(place.path, why, error.errno or 0)
+            else directory_error(place.path, why, error.errno or 0)
         ) from None
     kill_points.reach("removed")
     return fd, direct
 
 
-def _remove(place: Directory, name: str) -> None:
+def _remove_directory(place: Directory, name: str) -> None:
     with contextlib.suppress(
         OSError
     ):  # gone: somebody found it before we had locked it; full: not ours any more
         os.rmdir(name, dir_fd=place.fd)
 
 
-def _make_directory(place: Directory) -> tuple[str, int]:
+def _make_locked_directory(place: Directory) -> tuple[str, int]:
     """(name, fd) of a private directory that is locked. Whoever clears leftovers may win the race for the
     lock."""
     for _ in range(16):
@@ -207,21 +207,21 @@ def _make_directory(place: Directory) -> tuple[str, int]:
         os.mkdir(name, 0o700, dir_fd=place.fd)
         kill_points.reach("made")
         try:
-            fd = open_private(place.path, name, place.fd)
+            fd = open_private_directory(place.path, name, place.fd)
         except FileNotFoundError:
             continue
         except BaseException:  # too many open files, for one
-            _remove(place, name)
+            _remove_directory(place, name)
             raise
-        if _lock(place, name, fd):
+        if _try_to_lock_directory(place, name, fd):
             kill_points.reach("locked")
             return name, fd
-        _remove(place, name)
+        _remove_directory(place, name)
         os.close(fd)
-    raise refuse(place.path, "somebody removes our directory as often as it is made")
+    raise directory_error(place.path, "somebody removes our directory as often as it is made")
 
 
-def _lock(place: Directory, name: str, fd: int) -> bool:
+def _try_to_lock_directory(place: Directory, name: str, fd: int) -> bool:
     """False: somebody looks whether the directory is a leftover, or has just removed it as one."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,36 +231,36 @@ def _lock(place: Directory, name: str, fd: int) -> bool:
     return os.path.samestat(here, os.fstat(fd))
 
 
-def _create(directory: int) -> tuple[int, bool]:
+def _open_new_file(directory: int) -> tuple[int, bool]:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd, direct = os.open(NAME, flags | os.O_DIRECT, 0o600, dir_fd=directory), True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        _forget(directory)  # some kernels make the file before they find out that it cannot be direct
+        _unlink_file(directory)  # some kernels make the file before they find out that it cannot be direct
         fd, direct = os.open(NAME, flags, 0o600, dir_fd=directory), False
     kill_points.reach("created")
     os.fchmod(fd, 0o600)
     return fd, direct
 
 
-def _forget(directory: int) -> None:
+def _unlink_file(directory: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(NAME, dir_fd=directory)
 
 
-def _check_file(place: Directory, fd: int) -> None:
+def _refuse_file_not_private(place: Directory, fd: int) -> None:
     about = os.fstat(fd)
     if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_nlink != 0:
-        raise refuse(
+        raise directory_error(
             place.path,
             f"the new file has {about.st_nlink} more names, uid {about.st_uid} and mode "
             f"{about.st_mode:o}: somebody interferes",
             errno.EPERM,
         )
     if stat.S_IMODE(about.st_mode) != 0o600:
-        raise refuse(
+        raise directory_error(
             place.path,
             f"files made there have mode {stat.S_IMODE(about.st_mode):04o} instead of 0600",
             errno.EPERM,

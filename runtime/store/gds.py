@@ -60,11 +60,11 @@ class Stage(Protocol):
     slabs: list[Any]
     slab_bytes: int
 
-    def fill(self, slab: Any, storage: Any, at: int, size_bytes: int, mark: Mark) -> None:
+    def copy_storage_to_slab(self, slab: Any, storage: Any, at: int, size_bytes: int, mark: Mark) -> None:
         """storage[at : at + size_bytes] -> slab, after the mark."""
         ...
 
-    def empty(self, slab: Any, storage: Any, at: int, size_bytes: int, mark: Mark) -> None:
+    def copy_slab_to_storage(self, slab: Any, storage: Any, at: int, size_bytes: int, mark: Mark) -> None:
         """slab -> storage[at : at + size_bytes], after the mark."""
         ...
 
@@ -110,18 +110,18 @@ class CudaStage:
             self._streams.put(torch.cuda.Stream(self.device))
         kvikio.buffer.memory_register(self._bytes)
 
-    def fill(self, slab: Any, storage: Any, at: int, size_bytes: int, mark: Mark) -> None:
-        self._copy(slab[:size_bytes], self._part(storage, at, size_bytes), mark)
+    def copy_storage_to_slab(self, slab: Any, storage: Any, at: int, size_bytes: int, mark: Mark) -> None:
+        self._copy_and_wait(slab[:size_bytes], self._view_of_storage(storage, at, size_bytes), mark)
 
-    def empty(self, slab: Any, storage: Any, at: int, size_bytes: int, mark: Mark) -> None:
-        self._copy(self._part(storage, at, size_bytes), slab[:size_bytes], mark)
+    def copy_slab_to_storage(self, slab: Any, storage: Any, at: int, size_bytes: int, mark: Mark) -> None:
+        self._copy_and_wait(self._view_of_storage(storage, at, size_bytes), slab[:size_bytes], mark)
 
-    def _part(self, storage: Any, at: int, size_bytes: int) -> Any:
+    def _view_of_storage(self, storage: Any, at: int, size_bytes: int) -> Any:
         import torch
 
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[at : at + size_bytes]
 
-    def _copy(self, target: Any, source: Any, mark: Mark) -> None:
+    def _copy_and_wait(self, target: Any, source: Any, mark: Mark) -> None:
         import torch
 
         stream = self._streams.get()
@@ -163,8 +163,8 @@ class DirectTicket:
 
 
 class DirectFile:
-    """One file of the store. Its `write` and `read` return what `Device.begin_copy_out` and `begin_copy_in`
-    take."""
+    """One file of the store. `copy_out_starter` and `copy_in_starter` return what `Device.begin_copy_out` and
+    `begin_copy_in` take."""
 
     def __init__(
         self, path: Path, stage: Stage, *, direct: bool = True, deadline_s: float = DEADLINE_S
@@ -184,37 +184,41 @@ class DirectFile:
         self._orders: queue.PriorityQueue[tuple[int, int, Callable[[Any], None]]] = queue.PriorityQueue()
         # Daemons: a drive that hangs must not keep the interpreter from ending.
         self._threads = [
-            threading.Thread(target=self._work, args=(slab,), name="teraio-gds", daemon=True)
+            threading.Thread(target=self._run_queued_transfers, args=(slab,), name="teraio-gds", daemon=True)
             for slab in stage.slabs
         ]
         for thread in self._threads:
             thread.start()
 
-    def write(self, offset: int, name: str = "", demand: bool = False) -> Start:
-        return lambda storage, mark: self._submit(self._write, offset, storage, mark, name, demand)
+    def copy_out_starter(self, offset: int, name: str = "", demand: bool = False) -> Start:
+        return lambda storage, mark: self._queue_transfer(
+            self._write_through_slab, offset, storage, mark, name, demand
+        )
 
-    def read(self, offset: int, name: str = "", demand: bool = False) -> Start:
-        return lambda storage, mark: self._submit(self._read, offset, storage, mark, name, demand)
+    def copy_in_starter(self, offset: int, name: str = "", demand: bool = False) -> Start:
+        return lambda storage, mark: self._queue_transfer(
+            self._read_through_slab, offset, storage, mark, name, demand
+        )
 
-    def _submit(
+    def _queue_transfer(
         self, move: Callable[..., None], offset: int, storage: Any, mark: Mark, name: str, demand: bool
     ) -> DirectTicket:
         assert offset % BLOCK == 0, f"offset {offset} is no multiple of {BLOCK}"
         future: Future[None] = Future()
 
-        def order(slab: Any) -> None:
+        def run_transfer(slab: Any) -> None:
             try:
-                self._all(move, slab, offset, storage, mark, name)
+                self._transfer_slab_by_slab(move, slab, offset, storage, mark, name)
             except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
                 future.set_exception(error)
             else:
                 future.set_result(None)
 
-        self._orders.put((int(not demand), next(self._count), order))
-        what = "write" if move == self._write else "read"
+        self._orders.put((int(not demand), next(self._count), run_transfer))
+        what = "write" if move == self._write_through_slab else "read"
         return DirectTicket(future, what, self.path, name, self.deadline_s)
 
-    def _work(self, slab: Any) -> None:
+    def _run_queued_transfers(self, slab: Any) -> None:
         """One thread per slab: one that hangs keeps its slab, and nobody else ever gets it."""
         while True:
             urgency, _, order = self._orders.get()
@@ -222,21 +226,25 @@ class DirectFile:
                 return
             order(slab)
 
-    def _all(
+    def _transfer_slab_by_slab(
         self, move: Callable[..., None], slab: Any, offset: int, storage: Any, mark: Mark, name: str
     ) -> None:
         for at in range(0, total := storage.nbytes(), self.stage.slab_bytes):
             move(slab, storage, at, min(self.stage.slab_bytes, total - at), offset + at, mark, name)
 
-    def _write(self, slab: Any, storage: Any, at: int, size: int, offset: int, mark: Mark, name: str) -> None:
-        self.stage.fill(slab, storage, at, size, mark)
-        self._whole(self._file.pwrite, slab, size, offset, StoreWriteError, name)
+    def _write_through_slab(
+        self, slab: Any, storage: Any, at: int, size: int, offset: int, mark: Mark, name: str
+    ) -> None:
+        self.stage.copy_storage_to_slab(slab, storage, at, size, mark)
+        self._transfer_whole_blocks(self._file.pwrite, slab, size, offset, StoreWriteError, name)
 
-    def _read(self, slab: Any, storage: Any, at: int, size: int, offset: int, mark: Mark, name: str) -> None:
-        self._whole(self._file.pread, slab, size, offset, StoreReadError, name)
-        self.stage.empty(slab, storage, at, size, mark)
+    def _read_through_slab(
+        self, slab: Any, storage: Any, at: int, size: int, offset: int, mark: Mark, name: str
+    ) -> None:
+        self._transfer_whole_blocks(self._file.pread, slab, size, offset, StoreReadError, name)
+        self.stage.copy_slab_to_storage(slab, storage, at, size, mark)
 
-    def _whole(
+    def _transfer_whole_blocks(
         self, call: Callable[..., Any], slab: Any, size: int, offset: int, kind: type[StoreError], name: str
     ) -> None:
         """Whole blocks, in one task: the extent is taken up to the next multiple of 4096 behind the bytes."""
@@ -244,13 +252,13 @@ class DirectFile:
         try:
             moved = call(slab, padded, offset, task_size=padded).get()
         except (RuntimeError, OSError, ValueError) as error:
-            raise self._error(kind, name, offset, str(error)) from error
+            raise self._store_error_from_text(kind, name, offset, str(error)) from error
         if moved != padded:
-            raise self._error(kind, name, offset, f"{moved} of {padded} bytes")
+            raise self._store_error_from_text(kind, name, offset, f"{moved} of {padded} bytes")
 
-    def _error(self, kind: type[StoreError], name: str, offset: int, text: str) -> StoreError:
+    def _store_error_from_text(self, kind: type[StoreError], name: str, offset: int, text: str) -> StoreError:
         """kvikio raises RuntimeError with a text and no errno: the number is read from the text."""
-        number = errno_in(text)
+        number = errno_named_in_text(text)
         if kind is StoreWriteError and number in (errno.ENOSPC, errno.EDQUOT):
             kind = StoreFullError
         verb = "read" if kind is StoreReadError else "written"
@@ -275,7 +283,7 @@ class DirectFile:
         return True
 
 
-def errno_in(text: str) -> int:
+def errno_named_in_text(text: str) -> int:
     """The system's error number that a text names by symbol, by number or in words; 0 if it names none."""
     symbol = re.search(r"\b(E[A-Z0-9]{3,})\b", text)
     if symbol and hasattr(errno, symbol[1]):
@@ -289,12 +297,12 @@ def errno_in(text: str) -> int:
 # ---- is it direct?
 
 
-def reason_without(folder: Path) -> str | None:
+def reason_without_gds(folder: Path) -> str | None:
     """Why files in `folder` cannot be reached directly; None if one was, just now. Tried in a process of its
     own, and only where torch has a device."""
     from ..device import cuda
 
-    missing = cuda.reason_without()
+    missing = cuda.reason_without_gpu()
     if missing is not None:
         return f"no GPU ({missing})"
     if importlib.util.find_spec("kvikio") is None:
@@ -314,11 +322,11 @@ def reason_without(folder: Path) -> str | None:
     return ran.stdout.strip() or (ran.stderr.strip().splitlines() or ["the trial crashed"])[-1]
 
 
-def strict_configuration(folder: Path) -> None:
+def install_strict_cufile_configuration(folder: Path) -> None:
     """Lets cuFile read a copy of its configuration in which going through host memory is not allowed; to be
     called before it is loaded. Its log goes to `folder` too, and not to wherever this process was started."""
     source = Path(os.environ.get("CUFILE_ENV_PATH_JSON", "/etc/cufile.json"))
-    found = read_configuration(source.read_text()) if source.exists() else {}
+    found = parse_cufile_json(source.read_text()) if source.exists() else {}
     found.setdefault("properties", {})["allow_compat_mode"] = False
     copy = folder / "cufile.json"
     copy.write_text(json.dumps(found))
@@ -326,7 +334,7 @@ def strict_configuration(folder: Path) -> None:
     os.environ.setdefault("CUFILE_LOGFILE_PATH", str(folder / "cufile.log"))
 
 
-def read_configuration(text: str) -> dict[str, Any]:
+def parse_cufile_json(text: str) -> dict[str, Any]:
     """cufile.json is JSON with `//` comments and, as it is shipped, commas before closing brackets."""
     plain = re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*', lambda match: match[1] or "", text)
     found = json.loads(re.sub(r",(\s*[}\]])", r"\1", plain))
@@ -335,7 +343,7 @@ def read_configuration(text: str) -> dict[str, Any]:
     return found
 
 
-def open_direct(path: Path, stage: Stage) -> DirectFile:
+def open_direct_file(path: Path, stage: Stage) -> DirectFile:
     """The file, tried: a block goes out and comes back. StoreError tells what is not direct about it."""
     import kvikio.cufile_driver
 
@@ -349,25 +357,28 @@ def open_direct(path: Path, stage: Stage) -> DirectFile:
     return file
 
 
-def trial(folder: Path) -> str | None:
+def try_gds_round_trip(folder: Path) -> str | None:
     """Writes and reads a block of device memory in a private file; what went wrong, or None."""
     import torch
 
     from ..device.cuda import CudaDevice
 
     with tempfile.TemporaryDirectory(prefix="teraio-gds-") as private:
-        strict_configuration(Path(private))
+        install_strict_cufile_configuration(Path(private))
         device = CudaDevice()
         stage = CudaStage(device, TRIAL_BYTES, 1)
         handle, name = tempfile.mkstemp(prefix="teraio-", dir=folder)
         try:
             os.ftruncate(handle, TRIAL_BYTES)
-            file = open_direct(Path(name), stage)
+            file = open_direct_file(Path(name), stage)
             os.unlink(name)
             sent = torch.randint(0, 255, (TRIAL_BYTES,), dtype=torch.uint8, device=device.device)
             came = torch.zeros_like(sent)
-            for start, tensor in ((file.write(0, "trial"), sent), (file.read(0, "trial"), came)):
-                start(tensor.untyped_storage(), device.mark()).wait()
+            for start, tensor in (
+                (file.copy_out_starter(0, "trial"), sent),
+                (file.copy_in_starter(0, "trial"), came),
+            ):
+                start(tensor.untyped_storage(), device.mark_compute_stream()).wait()
             same = bool(torch.equal(sent, came))
             file.close()
             stage.close()
@@ -381,6 +392,6 @@ def trial(folder: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    WRONG = trial(Path(sys.argv[1]))
+    WRONG = try_gds_round_trip(Path(sys.argv[1]))
     sys.stdout.write(WRONG or "")
     sys.exit(WRONG is not None)

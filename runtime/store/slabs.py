@@ -25,10 +25,10 @@ class DeviceSide(Protocol):
 
     @property
     def copier(self) -> _native.Copier | None: ...
-    def slabs(self, slab_bytes: int, count: int) -> _native.Slabs: ...
+    def allocate_slabs(self, slab_bytes: int, count: int) -> _native.Slabs: ...
 
 
-def slab_shape(memory_bytes: int | None, files: int) -> tuple[int, int]:
+def slab_size_and_count(memory_bytes: int | None, files: int) -> tuple[int, int]:
     """(slab bytes, count): one per lane, of at most 2 MiB; at most 64 MiB and a 20th of the memory in all."""
     share = SLABS_AT_MOST if memory_bytes is None else min(SLABS_AT_MOST, memory_bytes // MEMORY_SHARE)
     share = max(HUGE_PAGE, share // HUGE_PAGE * HUGE_PAGE)  # pages are taken whole
@@ -36,9 +36,9 @@ def slab_shape(memory_bytes: int | None, files: int) -> tuple[int, int]:
     return max(BLOCK, min(SLAB_BYTES, share // count // BLOCK * BLOCK)), count
 
 
-def slab_bytes(memory_bytes: int | None, files: int) -> int:
+def slab_bytes_total(memory_bytes: int | None, files: int) -> int:
     """Memory that they will take, whole pages."""
-    size, count = slab_shape(memory_bytes, files)
+    size, count = slab_size_and_count(memory_bytes, files)
     return -(-size * count // HUGE_PAGE) * HUGE_PAGE
 
 
@@ -46,10 +46,10 @@ def make_slabs(
     device: DeviceSide | None, memory_bytes: int | None, files: int, fall_back: Callable[[str], None]
 ) -> _native.Slabs:
     """Slabs that the device can copy from and to; None: tensors are in RAM."""
-    size, count = slab_shape(memory_bytes, files)
+    size, count = slab_size_and_count(memory_bytes, files)
     while True:
         try:
-            return device.slabs(size, count) if device is not None else _native.Slabs(size, count)
+            return device.allocate_slabs(size, count) if device is not None else _native.Slabs(size, count)
         except OSError as error:
             if size * count <= HUGE_PAGE or size % (2 * BLOCK):
                 raise StoreError(

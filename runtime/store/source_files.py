@@ -36,15 +36,15 @@ class WeightFile:
         weakref.finalize(self, os.close, self.descriptor)
         if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
             raise FileFormatError(f"{path} is not a regular file")
-        self.state = self._state()
+        self.state = self._size_and_mtime()
 
-    def _state(self) -> tuple[int, int]:
+    def _size_and_mtime(self) -> tuple[int, int]:
         about = os.fstat(self.descriptor)
         return about.st_size, about.st_mtime_ns
 
     def read(self, begin: int, size_bytes: int, address: int, name: str) -> None:
         """Bytes of the file to memory."""
-        self._check(name)
+        self._refuse_if_file_changed(name)
         at = 0
         while at < size_bytes:
             wanted = min(CHUNK_BYTES, size_bytes - at)
@@ -61,10 +61,10 @@ class WeightFile:
             if not count:
                 break
             at += count
-        self._check(name)  # a file that was cut is not the file that was opened
+        self._refuse_if_file_changed(name)  # a file that was cut is not the file that was opened
 
-    def _check(self, name: str) -> None:
-        if self._state() != self.state:
+    def _refuse_if_file_changed(self, name: str) -> None:
+        if self._size_and_mtime() != self.state:
             raise CorruptTensorError(
                 f"{name} was to come back from {self.path}, which has been changed since it was loaded. "
                 f"{REMEDY}",
@@ -83,10 +83,10 @@ class FileCopy:
     checked: bool
     digest: int | None = None
 
-    def read(self, address: int, name: str) -> FileTicket:
-        return FileTicket(_threads().submit(self.fill, address, name))
+    def start_reading(self, address: int, name: str) -> FileTicket:
+        return FileTicket(_reader_threads().submit(self.read_and_check_digest, address, name))
 
-    def fill(self, address: int, name: str) -> None:
+    def read_and_check_digest(self, address: int, name: str) -> None:
         self.file.read(self.begin, self.size_bytes, address, name)
         if not self.checked:
             return
@@ -115,5 +115,5 @@ class FileTicket:
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
+def _reader_threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, "teraio-file")

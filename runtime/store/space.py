@@ -17,7 +17,7 @@ from teraio.errors import StoreError, StoreFullError, TransferTimeoutError
 from teraio.units import fmt_bytes
 
 from . import kill_points
-from .extents import Extents, Piece, rounded
+from .extents import Extents, Piece, round_up_to_blocks
 from .files import StoreFile
 
 if TYPE_CHECKING:
@@ -60,32 +60,32 @@ class Space:
         self.pid = os.getpid()
         self.dropped: deque[tuple[int, Extent]] = deque()  # transfers whose tickets nobody holds any more
         self.keeps_times = False  # tickets say when their transfers ran
-        self.shut = weakref.finalize(self, _shut, transfers, files, self.pid)
+        self.shut = weakref.finalize(self, _close_transfers_and_files, transfers, files, self.pid)
         _SPACES.add(self)
 
     @property
-    def path(self) -> str:
+    def path_for_errors(self) -> str:
         """The file that errors name where no other is known."""
-        return self.files[0].path
+        return self.files[0].directory_path
 
     @property
     def is_open(self) -> bool:
         return self.shut.alive
 
-    def check_pid(self) -> None:
+    def refuse_in_fork(self) -> None:
         """Raise an error in a fork of the process that opened the store."""
         if os.getpid() != self.pid:
             raise StoreError(
                 f"this store belongs to process {self.pid}; in its fork {os.getpid()} nothing of it can "
                 f"be reached. Use the model in the parent only, or start workers with 'spawn'",
-                path=self.path,
+                path=self.path_for_errors,
             )
 
-    def check_open(self) -> None:
+    def refuse_if_closed_or_forked(self) -> None:
         """Raise an error if the store is closed, or another process's."""
-        self.check_pid()
+        self.refuse_in_fork()
         if not self.is_open:
-            raise StoreError("the store is closed", path=self.path)
+            raise StoreError("the store is closed", path=self.path_for_errors)
 
     # ---- room
 
@@ -94,39 +94,39 @@ class Space:
         """How much it may hold, less what drives have spoilt."""
         return self.extents.capacity_bytes - self.extents.dead_bytes
 
-    def take(self, size_bytes: int, name: str) -> tuple[Piece, ...]:
+    def reserve_pieces(self, size_bytes: int, name: str) -> tuple[Piece, ...]:
         """Return pieces in files that are large enough. A file that cannot grow now is left out for this
         once."""
         limits = [space.limit_bytes for space in self.extents.files]
         refused: StoreError | None = None
         try:
             for _ in range(len(limits) + 1):
-                pieces = self.extents.take(size_bytes)
+                pieces = self.extents.reserve_pieces(size_bytes)
                 if pieces is None:
                     break
-                refused = self._grow(pieces)
+                refused = self._grow_files_for_pieces(pieces)
                 if refused is None:
                     return pieces
         finally:
             for space, limit in zip(self.extents.files, limits):
-                space.limit(limit)
-        raise self._full(size_bytes, name, refused)
+                space.set_limit(limit)
+        raise self._no_room_error(size_bytes, name, refused)
 
-    def _grow(self, pieces: Sequence[Piece]) -> StoreError | None:
+    def _grow_files_for_pieces(self, pieces: Sequence[Piece]) -> StoreError | None:
         for file, space in zip(self.files, self.extents.files):
             if space.end <= file.allocated_bytes:
                 continue
             try:
-                file.grow(space.end)
+                file.grow_to_at_least(space.end)
             except StoreError as error:
-                self.extents.give(pieces, keep_whole=False)
-                space.limit(file.allocated_bytes)
+                self.extents.release_pieces(pieces, keep_whole=False)
+                space.set_limit(file.allocated_bytes)
                 return error
         return None
 
-    def _full(self, size_bytes: int, name: str, refused: StoreError | None) -> StoreError:
-        where = ", ".join(file.path for file in self.files)
-        need, free, capacity = rounded(size_bytes), self.extents.free_bytes, self.capacity_bytes
+    def _no_room_error(self, size_bytes: int, name: str, refused: StoreError | None) -> StoreError:
+        where = ", ".join(file.directory_path for file in self.files)
+        need, free, capacity = round_up_to_blocks(size_bytes), self.extents.free_bytes, self.capacity_bytes
         if refused is not None:
             return type(refused)(
                 f"no room for tensor '{name}' of {fmt_bytes(size_bytes)}: {refused}",
@@ -142,44 +142,44 @@ class Space:
             path=where,
         )
 
-    def give(self, pieces: Sequence[Piece]) -> None:
+    def release_pieces(self, pieces: Sequence[Piece]) -> None:
         """Take these pieces back: their bytes are worth nothing any more."""
         self.transfers.forget(pieces)
-        self.extents.give(pieces)
+        self.extents.release_pieces(pieces)
 
-    def give_back(self, extent: Extent) -> None:
+    def release_idle_extent(self, extent: Extent) -> None:
         """Take the extent's pieces back, once no transfer is under way in it."""
         if extent.pending or not extent.pieces:
             return
         pieces, extent.pieces = extent.pieces, ()
-        self.give(pieces)
+        self.release_pieces(pieces)
 
     # ---- ends of transfers
 
-    def bury_lost(self) -> None:
+    def retire_lost_pieces(self) -> None:
         """Never use the blocks of writes again that never came back: they may still come."""
-        self.extents.bury(self.transfers.lost())
+        self.extents.retire_pieces(self.transfers.lost())
 
-    def bury_block(self, failure: Any) -> None:
+    def retire_failed_block(self, failure: Any) -> None:
         """Never use the block of this failed write again. The native engine adds where it happened."""
-        self.extents.bury([(failure.file, failure.offset, failure.bytes)])
+        self.extents.retire_pieces([(failure.file, failure.offset, failure.bytes)])
 
-    def move_out(self, extent: Extent) -> None:
+    def abandon_extent_pieces(self, extent: Extent) -> None:
         """Give the extent's place up, into which a late write may still come; take back the rest of it."""
-        self.bury_lost()
+        self.retire_lost_pieces()
         pieces, extent.pieces = extent.pieces, ()
-        self.give(pieces)
+        self.release_pieces(pieces)
 
-    def leave(self, extent: Extent, number: int) -> None:
+    def note_transfer_finished(self, extent: Extent, number: int) -> None:
         """Note that this transfer is over. The extent goes if it was only waiting for that."""
-        self.bury_lost()
+        self.retire_lost_pieces()
         extent.pending.discard(number)
         if extent.writing == number:
             extent.writing = None
         if extent.released:
-            self.give_back(extent)
+            self.release_idle_extent(extent)
 
-    def reap(self) -> None:
+    def finish_transfers_without_ticket(self) -> None:
         """Settle dropped transfers that have ended, without a second try."""
         for _ in range(len(self.dropped)):
             number, extent = self.dropped.popleft()
@@ -190,10 +190,10 @@ class Space:
                 self.transfers.wait(number)
             except TransferTimeoutError:
                 if extent.writing == number:
-                    self.move_out(extent)
+                    self.abandon_extent_pieces(extent)
             except StoreError:
                 pass  # nobody asks
-            self.leave(extent, number)
+            self.note_transfer_finished(extent, number)
 
 
 # ---- the end, and forks
@@ -201,7 +201,7 @@ class Space:
 _SPACES: weakref.WeakSet[Space] = weakref.WeakSet()
 
 
-def _shut(transfers: _native.Transfers, files: Sequence[StoreFile], pid: int) -> None:
+def _close_transfers_and_files(transfers: _native.Transfers, files: Sequence[StoreFile], pid: int) -> None:
     if os.getpid() != pid:
         return
     kill_points.reach("closing")
@@ -210,7 +210,7 @@ def _shut(transfers: _native.Transfers, files: Sequence[StoreFile], pid: int) ->
         file.close(give_back=joined)
 
 
-def _leave_to_parent() -> None:
+def _close_files_in_forked_child() -> None:
     """Let go of the files in the child of a fork, or their blocks would outlive a parent that is killed."""
     for space in list(_SPACES):
         if space.is_open:
@@ -220,4 +220,4 @@ def _leave_to_parent() -> None:
         space.shut.detach()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_close_files_in_forked_child)

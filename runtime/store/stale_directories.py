@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .directories import open_place
+from .directories import open_store_directory
 from .files import NAME, PREFIX
 
 _OURS = re.compile(re.escape(PREFIX) + r"([0-9]{1,10})-[0-9a-f]{16}", re.ASCII)
@@ -36,7 +36,7 @@ class StaleDirectory:
     state: State
 
 
-def absent(root: Path) -> bool:
+def is_missing(root: Path) -> bool:
     """False, too, where that cannot be known: then opening it says why."""
     try:
         os.lstat(root)
@@ -45,40 +45,48 @@ def absent(root: Path) -> bool:
     return False
 
 
-def leftovers(root: Path) -> list[StaleDirectory]:
+def list_store_directories(root: Path) -> list[StaleDirectory]:
     """Directories of this user's stores in `root`, and the nameless files that running stores have there."""
-    if absent(root):
+    if is_missing(root):
         return []
-    place = open_place(root, accept=("tmpfs", "network"))
+    place = open_store_directory(root, accept=("tmpfs", "network"))
     try:
-        found = [_look(place.fd, root, name, remove=False) for name in _names(place.fd)]
+        found = [
+            _classify_directory_maybe_remove(place.fd, root, name, remove=False)
+            for name in _store_directory_names(place.fd)
+        ]
     finally:
         os.close(place.fd)
-    return [one for one in found if one is not None] + running(root)
+    return [one for one in found if one is not None] + list_unlinked_files_in_use(root)
 
 
-def clear(root: Path) -> list[StaleDirectory]:
+def remove_dead_directories(root: Path) -> list[StaleDirectory]:
     """Removes what is dead and returns it."""
-    if absent(root):
+    if is_missing(root):
         return []
-    place = open_place(root, accept=("tmpfs", "network"))
+    place = open_store_directory(root, accept=("tmpfs", "network"))
     try:
-        return clear_in(place.fd, root)
+        return remove_dead_directories_in_opened(place.fd, root)
     finally:
         os.close(place.fd)
 
 
-def clear_in(root_fd: int, root: Path) -> list[StaleDirectory]:
+def remove_dead_directories_in_opened(root_fd: int, root: Path) -> list[StaleDirectory]:
     """The same in a directory that is open already."""
-    found = [_look(root_fd, root, name, remove=True) for name in _names(root_fd)]
+    found = [
+        _classify_directory_maybe_remove(root_fd, root, name, remove=True)
+        for name in _store_directory_names(root_fd)
+    ]
     return [one for one in found if one is not None and one.state == "dead"]
 
 
-def _names(root_fd: int) -> list[str]:
+def _store_directory_names(root_fd: int) -> list[str]:
     return sorted(name for name in os.listdir(root_fd) if _OURS.fullmatch(name))
 
 
-def _look(root_fd: int, root: Path, name: str, remove: bool) -> StaleDirectory | None:
+def _classify_directory_maybe_remove(
+    root_fd: int, root: Path, name: str, remove: bool
+) -> StaleDirectory | None:
     """What a directory is; with `remove` it is gone if it was dead. None: it vanished, or is not ours."""
     match = _OURS.fullmatch(name)
     assert match is not None
@@ -92,15 +100,17 @@ def _look(root_fd: int, root: Path, name: str, remove: bool) -> StaleDirectory |
     try:
         if os.fstat(fd).st_uid != os.geteuid():
             return None
-        size_bytes, known = _contents(fd)
-        return StaleDirectory(path, pid, size_bytes, _state(root_fd, name, fd, known, remove))
+        size_bytes, known = _size_and_is_ours(fd)
+        return StaleDirectory(
+            path, pid, size_bytes, _classify_by_lock_maybe_remove(root_fd, name, fd, known, remove)
+        )
     except FileNotFoundError:  # it was removed while we looked
         return None
     finally:
         os.close(fd)
 
 
-def _state(root_fd: int, name: str, fd: int, known: bool, remove: bool) -> State:
+def _classify_by_lock_maybe_remove(root_fd: int, name: str, fd: int, known: bool, remove: bool) -> State:
     """Takes the lock, or finds it taken; removes under it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,11 +119,11 @@ def _state(root_fd: int, name: str, fd: int, known: bool, remove: bool) -> State
     if not known:
         return "foreign"
     if remove:
-        _remove(root_fd, name, fd)
+        _remove_locked_directory(root_fd, name, fd)
     return "dead"
 
 
-def _contents(fd: int) -> tuple[int, bool]:
+def _size_and_is_ours(fd: int) -> tuple[int, bool]:
     """(bytes on disk, whether it holds nothing but what we make)."""
     size_bytes, known = 0, True
     for name in os.listdir(fd):
@@ -125,7 +135,7 @@ def _contents(fd: int) -> tuple[int, bool]:
     return size_bytes, known
 
 
-def _remove(root_fd: int, name: str, fd: int) -> None:
+def _remove_locked_directory(root_fd: int, name: str, fd: int) -> None:
     """Only while the name is still the directory that we have locked."""
     with contextlib.suppress(FileNotFoundError):
         here = os.stat(name, dir_fd=root_fd, follow_symlinks=False)
@@ -137,7 +147,7 @@ def _remove(root_fd: int, name: str, fd: int) -> None:
             os.rmdir(name, dir_fd=root_fd)
 
 
-def running(root: Path) -> list[StaleDirectory]:
+def list_unlinked_files_in_use(root: Path) -> list[StaleDirectory]:
     """Unlinked files of stores in `root` that this user's processes hold open, one per process and file."""
     prefix = os.path.join(os.path.abspath(root), PREFIX)
     seen: dict[tuple[int, int, int], StaleDirectory] = {}

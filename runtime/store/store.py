@@ -24,12 +24,12 @@ from . import stale_directories
 from .directories import (
     GIVE_ANOTHER,
     Directory,
-    check_room,
-    default_directories,
-    free_bytes_in,
-    open_place,
+    choose_default_directories,
+    divide_free_bytes,
+    open_store_directory,
+    total_free_bytes,
 )
-from .extents import Extents, rounded
+from .extents import Extents, round_up_to_blocks
 from .files import StoreFile
 from .slabs import HUGE_PAGE, LANES, DeviceSide, make_slabs
 from .space import Extent, Space
@@ -75,9 +75,13 @@ class Store:
         self._tags = 0
         self._files: list[StoreFile] = []
         try:
-            room, limit = self._open(_paths(directories), size_bytes, accept, parents=directories is None)
-            self._slabs = make_slabs(device, memory_bytes, len(self._files), self._fall_back)
-            transfers = self._start(wrap, checksums, deadline_s, device.copier if device else None)
+            room, limit = self._open_files(
+                _list_directory_paths(directories), size_bytes, accept, parents=directories is None
+            )
+            self._slabs = make_slabs(device, memory_bytes, len(self._files), self._report_fallback)
+            transfers = self._start_transfer_engine(
+                wrap, checksums, deadline_s, device.copier if device else None
+            )
         except BaseException:
             for file in self._files:
                 file.close()
@@ -89,19 +93,19 @@ class Store:
         """The same as `Store(...)`."""
         return cls(directories, size_bytes, **settings)
 
-    def _open(
+    def _open_files(
         self, paths: Sequence[Path], size_bytes: Size, accept: Sequence[str], parents: bool
     ) -> tuple[list[int], int | None]:
         """Opens the files; returns how large each may become, and all of them together."""
         places: list[Directory] = []
         try:
             for path in paths:
-                places.append(open_place(path, accept, parents))
+                places.append(open_store_directory(path, accept, parents))
                 with contextlib.suppress(OSError):  # what cannot be cleared now is cleared another time
-                    stale_directories.clear_in(places[-1].fd, places[-1].path)
+                    stale_directories.remove_dead_directories_in_opened(places[-1].fd, places[-1].path)
             if callable(size_bytes):
-                size_bytes = size_bytes(free_bytes_in(places))
-            room = check_room(places, size_bytes)
+                size_bytes = size_bytes(total_free_bytes(places))
+            room = divide_free_bytes(places, size_bytes)
             while places:
                 self._files.append(StoreFile(places[0], room[len(self._files)]))
                 del places[0]
@@ -109,23 +113,26 @@ class Store:
             for place in places:
                 os.close(place.fd)
         for file in self._files:
-            file.grow(min(rounded(1), file.limit_bytes))
-            if not file.check_direct():
-                self._fall_back(
-                    f"no direct I/O in {file.path} ({file.place.kind}): bytes go through the page cache, at "
+            file.grow_to_at_least(min(round_up_to_blocks(1), file.limit_bytes))
+            if not file.try_direct_io():
+                self._report_fallback(
+                    f"no direct I/O in {file.directory_path} ({file.place.kind}): bytes go through the "
+                    "page cache, at "
                     f"about a quarter of the speed and 15 times the CPU time"
                 )
             if not file.reserves:
-                self._fall_back(
-                    f"{file.path} ({file.place.kind}) cannot reserve space: a full disk shows only in mid-run"
+                self._report_fallback(
+                    f"{file.directory_path} ({file.place.kind}) cannot reserve space: a full disk "
+                    "shows only in mid-run"
                 )
-            if file.place.in_memory:
-                self._fall_back(
-                    f"{file.path} is memory ({file.place.kind}): what is evicted there still takes RAM"
+            if file.place.is_in_memory:
+                self._report_fallback(
+                    f"{file.directory_path} is memory ({file.place.kind}): what is evicted there still "
+                    "takes RAM"
                 )
         return room, size_bytes
 
-    def _start(
+    def _start_transfer_engine(
         self,
         wrap: Callable[[_native.Io], _native.Io] | None,
         checksums: bool,
@@ -134,22 +141,24 @@ class Store:
     ) -> _native.Transfers:
         try:
             self._inherited: list[int] = []
-            io: _native.Io = _native.ThreadIo([(file.fd, file.path) for file in self._files], LANES)
-            self._inherited = _same_files(self._files)
+            io: _native.Io = _native.ThreadIo([(file.fd, file.directory_path) for file in self._files], LANES)
+            self._inherited = _descriptors_of_files(self._files)
         except OSError as error:
             raise StoreError(
                 f"the store's {LANES * len(self._files)} threads or file descriptors are refused: {error}. "
                 f"Raise ulimit -u or ulimit -n",
                 errno=error.errno or 0,
-                path=self._files[0].path,
+                path=self._files[0].directory_path,
             ) from None
         return _native.Transfers(
             wrap(io) if wrap else io, self._slabs, checksums=checksums, deadline_s=deadline_s, copier=copier
         )
 
-    def _fall_back(self, what: str) -> None:
+    def _report_fallback(self, what: str) -> None:
         if self._on_fallback == "error":
-            raise StoreError(f"{what} (on_fallback is 'error'). {GIVE_ANOTHER}.", path=self._files[0].path)
+            raise StoreError(
+                f"{what} (on_fallback is 'error'). {GIVE_ANOTHER}.", path=self._files[0].directory_path
+            )
         if what not in self.fallbacks:
             self.fallbacks.append(what)
             log.warning("teraio: %s", what)
@@ -159,11 +168,11 @@ class Store:
     def reserve(self, size_bytes: int, name: str) -> Extent:
         """Room for a tensor. StoreFullError says what it needs and what there is."""
         assert size_bytes > 0, name
-        self.space.check_open()
+        self.space.refuse_if_closed_or_forked()
         with self.space.lock:
-            self.space.reap()
+            self.space.finish_transfers_without_ticket()
             self._tags += 1
-            return Extent(size_bytes, name, self._tags, self.space.take(size_bytes, name))
+            return Extent(size_bytes, name, self._tags, self.space.reserve_pieces(size_bytes, name))
 
     def release(self, extent: Extent) -> None:
         """The room is free again, once no transfer is under way in it."""
@@ -172,8 +181,8 @@ class Store:
         with self.space.lock:
             assert not extent.released, extent.name
             extent.released = True
-            self.space.reap()
-            self.space.give_back(extent)
+            self.space.finish_transfers_without_ticket()
+            self.space.release_idle_extent(extent)
 
     # ---- transfers
 
@@ -182,16 +191,16 @@ class Store:
     ) -> StoreTicket:
         """Memory to the extent, once the device's `event` has come. The bytes must stay as they are until the
         ticket is finished."""
-        self.space.check_open()
+        self.space.refuse_if_closed_or_forked()
         if self.allowance is not None:
-            self.allowance.before(extent.size_bytes)
+            self.allowance.wait_until_allowed(extent.size_bytes)
         with self.space.lock:
-            self.space.reap()
+            self.space.finish_transfers_without_ticket()
             assert not extent.released and not extent.pending, (
                 f"{name}: a transfer of this extent is still under way"
             )
             if not extent.pieces:  # its place was lost to a drive that hung
-                extent.pieces = self.space.take(extent.size_bytes, name)
+                extent.pieces = self.space.reserve_pieces(extent.size_bytes, name)
             return StoreTicket(self.space, "write", extent, address, name, demand, event)
 
     def read(
@@ -199,9 +208,9 @@ class Store:
     ) -> StoreTicket:
         """The extent to memory, which holds anything until the ticket is done. A demand overtakes
         prefetches."""
-        self.space.check_open()
+        self.space.refuse_if_closed_or_forked()
         with self.space.lock:
-            self.space.reap()
+            self.space.finish_transfers_without_ticket()
             assert not extent.released and extent.writing is None, f"{name}: it is still being written"
             return StoreTicket(self.space, "read", extent, address, name, demand, event)
 
@@ -226,25 +235,25 @@ class Store:
         return -(-self._slabs.arena_bytes // HUGE_PAGE) * HUGE_PAGE
 
     @property
-    def host_memory_bytes(self) -> int:
+    def tmpfs_limit_bytes(self) -> int:
         """What files in memory (tmpfs) may take: counted as host memory."""
-        return sum(file.limit_bytes for file in self._files if file.place.in_memory)
+        return sum(file.limit_bytes for file in self._files if file.place.is_in_memory)
 
     @property
-    def direct(self) -> bool:
+    def is_direct(self) -> bool:
         return (
             all(file.direct for file in self._files) and self.space.transfers.stats()["buffered_files"] == 0
         )
 
     @property
-    def written_bytes(self) -> int:
+    def total_written_bytes(self) -> int:
         return int(self.space.transfers.stats()["bytes_written"])
 
     @property
-    def read_bytes(self) -> int:
+    def total_read_bytes(self) -> int:
         return int(self.space.transfers.stats()["bytes_read"])
 
-    def keep_times(self) -> None:
+    def enable_transfer_times(self) -> None:
         """Have tickets say when their transfers ran."""
         self.space.keeps_times = True
 
@@ -253,16 +262,16 @@ class Store:
         self.space.shut()
 
 
-def _paths(directories: Directories) -> list[Path]:
+def _list_directory_paths(directories: Directories) -> list[Path]:
     if directories is None:
-        return list(default_directories())
+        return list(choose_default_directories())
     if isinstance(directories, str | Path):
         return [Path(directories)]
     assert directories, "give at least one directory"
     return [Path(directory) for directory in directories]
 
 
-def _same_files(files: Sequence[StoreFile]) -> list[int]:
+def _descriptors_of_files(files: Sequence[StoreFile]) -> list[int]:
     """All of this process's descriptors of these files: ours and the transfer engine's."""
     wanted = {(about.st_dev, about.st_ino) for about in (os.fstat(file.fd) for file in files)}
     found = []

@@ -65,18 +65,18 @@ class StoreTicket:
         self._number = 0
         self.times = (0, 0, 0)  # submitted, started, finished in ns, where the store keeps them
         try:
-            self._submit()
+            self._submit_transfer()
         except BaseException:  # Ctrl-C: nobody has this ticket, and its memory goes to others
             self.cancel()
             raise
 
-    def _submit(self) -> None:
+    def _submit_transfer(self) -> None:
         extent, transfers = self._extent, self._space.transfers
         if not extent.pieces:
             raise StoreError(
                 f"tensor '{self._name}' has no bytes in the store: its last write failed",
                 tensor=self._name,
-                path=self._space.path,
+                path=self._space.path_for_errors,
             )
         if self._op == "write":
             extent.generation += 1
@@ -93,7 +93,7 @@ class StoreTicket:
             )
         except _native.QueueFull as full:
             raise StoreError(
-                f"tensor '{self._name}': {full}", tensor=self._name, path=self._space.path
+                f"tensor '{self._name}': {full}", tensor=self._name, path=self._space.path_for_errors
             ) from None
         kill_points.reach("submitted")
         self._finished = False
@@ -103,26 +103,26 @@ class StoreTicket:
 
     def done(self) -> bool:
         """Finished, well or badly; `wait` says which and then does not block."""
-        self._space.check_pid()
+        self._space.refuse_in_fork()
         with self._space.lock:
             if self._finished:
                 return True
-            return self._space.transfers.state(self._number) != "active" and self._settle()
+            return self._space.transfers.state(self._number) != "active" and self._collect_result()
 
     def wait(self) -> None:
         """Returns when the bytes have arrived. Raises the StoreError of what failed, or KeyboardInterrupt;
         the transfer is over then as well."""
         try:
-            self._space.check_pid()
+            self._space.refuse_in_fork()
             while not self._finished:
-                self._wait_once()
+                self._wait_and_collect_result()
         except BaseException:  # Ctrl-C, anywhere in there
             self.cancel()
             raise
         if self._failure is not None:
             raise self._failure
 
-    def _wait_once(self) -> None:
+    def _wait_and_collect_result(self) -> None:
         number = self._number
         try:
             self._space.transfers.wait(number, self._name, keep=True)
@@ -131,9 +131,9 @@ class StoreTicket:
         except ValueError:
             with self._space.lock:  # another thread that waits has settled it
                 assert self._finished or self._number != number
-        self._settle()
+        self._collect_result()
 
-    def promote(self) -> bool:
+    def promote_to_demand(self) -> bool:
         """Somebody needs it now: it overtakes prefetches. False: it was a demand already, or is under way."""
         self._demand = True
         return not self._finished and self._space.transfers.promote(self._number)
@@ -143,41 +143,41 @@ class StoreTicket:
         finished."""
         if self._finished:
             return False
-        self._space.check_pid()
+        self._space.refuse_in_fork()
         interrupt: KeyboardInterrupt | None = None
         transfers = self._space.transfers
-        while not self._finished and self._give_up():
+        while not self._finished and self._cancel_queued_part():
             try:
                 transfers.wait(self._number, self._name, keep=True)
             except StoreError:
                 break
             except KeyboardInterrupt as signal:  # once more Ctrl-C: what runs must end all the same
                 interrupt = signal
-        self._settle(again=False)
+        self._collect_result(again=False)
         if interrupt is not None:
             raise interrupt
         return self._failure is not None
 
-    def _give_up(self) -> bool:
+    def _cancel_queued_part(self) -> bool:
         """Drops what is queued; whether something of it still runs."""
         with self._space.lock:
             try:
                 self._space.transfers.cancel(self._number)
                 return self._space.transfers.state(self._number) == "active"
             except ValueError:  # released already: Ctrl-C came while its result was taken
-                self._failure = self._failure or self._given_up()
-                self._space.leave(self._extent, self._number)
+                self._failure = self._failure or self._cancelled_error()
+                self._space.note_transfer_finished(self._extent, self._number)
                 self._finished = True
                 return False
 
-    def _given_up(self) -> StoreError:
+    def _cancelled_error(self) -> StoreError:
         return StoreError(
             f"the {self._op} of tensor '{self._name}' was given up",
             tensor=self._name,
-            path=self._space.path,
+            path=self._space.path_for_errors,
         )
 
-    def _settle(self, again: bool = True) -> bool:
+    def _collect_result(self, again: bool = True) -> bool:
         """Takes the result of a transfer that has ended. False: it was submitted once more."""
         space = self._space
         with space.lock:
@@ -188,25 +188,25 @@ class StoreTicket:
                 self.times = space.transfers.times(self._number)
             try:
                 if not space.transfers.wait(self._number, self._name):
-                    failure = self._given_up()
+                    failure = self._cancelled_error()
             except StoreError as error:
                 failure = error
-            if again and self._try_elsewhere(failure):
+            if again and self._resubmit_failed_write_elsewhere(failure):
                 return False
             # Ctrl-C may come between any two lines: `_finished` is last, doing the rest twice does no harm.
             self._failure = failure
             if self._first is not None:
                 (refused, pieces), self._first = self._first, None
                 if failure is None:  # else the whole drive fails, and no block is to blame
-                    space.bury_block(refused)
-                space.give(pieces)
+                    space.retire_failed_block(refused)
+                space.release_pieces(pieces)
             if isinstance(failure, TransferTimeoutError) and self._op == "write":
-                space.move_out(self._extent)
-            space.leave(self._extent, self._number)
+                space.abandon_extent_pieces(self._extent)
+            space.note_transfer_finished(self._extent, self._number)
             self._finished = True
             return True
 
-    def _try_elsewhere(self, failure: StoreError | None) -> bool:
+    def _resubmit_failed_write_elsewhere(self, failure: StoreError | None) -> bool:
         """A block that cannot be written is no reason to give up: once, the tensor goes to another extent."""
         if not isinstance(failure, StoreWriteError) or failure.errno != errno.EIO or self._first is not None:
             return False
@@ -214,14 +214,14 @@ class StoreTicket:
         if extent.released or not space.is_open:
             return False
         try:
-            elsewhere = space.take(extent.size_bytes, self._name)
+            elsewhere = space.reserve_pieces(extent.size_bytes, self._name)
         except StoreError:
             return False
         extent.pending.discard(self._number)
         self._first = (failure, extent.pieces)
         extent.pieces = elsewhere
         try:
-            self._submit()
+            self._submit_transfer()
         except StoreError:
             return False
         return True

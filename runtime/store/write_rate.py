@@ -34,24 +34,24 @@ class WriteRate:
         self._said_s = 0.0
         self.waited_s = 0.0
 
-    def before(self, size_bytes: int) -> None:
+    def wait_until_allowed(self, size_bytes: int) -> None:
         """Returns when so many bytes may be written."""
-        self._fill()
+        self._refill_level()
         wanted = min(size_bytes, self.full_bytes)
         while (missing := wanted - self.level_bytes) >= 1:
             wait_s = missing / self.rate
-            self._say(wait_s)
+            self._warn_of_waiting(wait_s)
             self._sleep(wait_s)
             self.waited_s += wait_s
-            self._fill()
+            self._refill_level()
         self.level_bytes -= size_bytes
 
-    def _fill(self) -> None:
+    def _refill_level(self) -> None:
         now = self._now()
         self.level_bytes = min(self.full_bytes, self.level_bytes + (now - self._seen_s) * self.rate)
         self._seen_s = now
 
-    def _say(self, wait_s: float) -> None:
+    def _warn_of_waiting(self, wait_s: float) -> None:
         """At first, and each time the waiting has doubled."""
         if self.waited_s + wait_s > 2 * self._said_s:
             self._said_s = self.waited_s + wait_s

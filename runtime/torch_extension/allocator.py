@@ -34,7 +34,7 @@ OTHER = "another allocator of tensors is installed"
 def install() -> str:
     """Tensors take their memory from here from now on; out: why not, or nothing. It stays until the process
     ends: blocks go back to whom they were taken from."""
-    reason = _install()
+    reason = _build_and_install()
     if reason and reason != OTHER:
         log.warning(
             "teraio: freed memory goes back to the system at once, and the pages of every tensor are cleared "
@@ -44,18 +44,18 @@ def install() -> str:
     return reason
 
 
-def _install() -> str:
+def _build_and_install() -> str:
     try:
-        library = build.load(SOURCE, ["c10"])
+        library = build.build_and_load(SOURCE, ["c10"])
     except (OSError, subprocess.SubprocessError) as error:
-        return build.told(error)
+        return build.first_error_line(error)
     library.teraio_install.restype = ctypes.c_bool
     if not library.teraio_install(*map(ctypes.c_void_p, _native.spare_functions())):
-        return "" if _is_asked() else OTHER
+        return "" if _is_behind_other_allocator() else OTHER
     return ""
 
 
-def _is_asked() -> bool:
+def _is_behind_other_allocator() -> bool:
     """Whether another allocator, as one that counts, takes its memory from ours."""
     block = torch.empty(2**20, dtype=torch.uint8)
     return _native.spare().holds(block.data_ptr())

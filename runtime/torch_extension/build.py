@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from teraio.formats.plan_cache import built_folder, untrusted
+from teraio.formats.plan_cache import compiled_extension_folder, reason_to_distrust
 
 COMPILERS = ("g++", "clang++", "c++")
 BUILD_S = 120  # a compiler that takes longer than this is stuck
@@ -26,15 +26,15 @@ BUILD_S = 120  # a compiler that takes longer than this is stuck
 FLAGS = ("-O2", "-DNDEBUG", "-std=c++20", "-shared", "-fPIC")
 
 
-def load(source: Path, libraries: Sequence[str]) -> ctypes.CDLL:
+def build_and_load(source: Path, libraries: Sequence[str]) -> ctypes.CDLL:
     """Load what this source is built to. OSError or SubprocessError: it cannot be built or loaded."""
     with contextlib.ExitStack() as ends:
-        return ctypes.CDLL(str(build(source, libraries, _folder(ends))))
+        return ctypes.CDLL(str(build_unless_built(source, libraries, _folder_for_built_libraries(ends))))
 
 
-def _folder(ends: contextlib.ExitStack) -> Path:
+def _folder_for_built_libraries(ends: contextlib.ExitStack) -> Path:
     """Where it was built before; without such a place one that is gone when the library is loaded."""
-    folder = built_folder()
+    folder = compiled_extension_folder()
     if folder is not None:
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -42,16 +42,16 @@ def _folder(ends: contextlib.ExitStack) -> Path:
     return Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="teraio-built-")))
 
 
-def build(source: Path, libraries: Sequence[str], folder: Path) -> Path:
+def build_unless_built(source: Path, libraries: Sequence[str], folder: Path) -> Path:
     """The library for this torch, compiler and platform: as it was built before, or now."""
-    compiler, flags = _compiler(), _flags(libraries)
+    compiler, flags = _compiler_command(), _compiler_flags(libraries)
     about = (torch.__version__, platform.machine(), *compiler, *flags)
     # Its own headers are named after it.
     parts = [source, *sorted(source.parent.glob(f"{source.stem}_*.h"))]
     digest = hashlib.sha256("\0".join(about).encode() + b"".join(part.read_bytes() for part in parts))
     name = digest.hexdigest()[:32]
     target = folder / f"{source.stem}-{name}.so"
-    if refused := untrusted(folder) or untrusted(target):
+    if refused := reason_to_distrust(folder) or reason_to_distrust(target):
         raise OSError(refused)
     if not target.exists():
         handle, partial = tempfile.mkstemp(suffix=".so", dir=folder)
@@ -65,11 +65,11 @@ def build(source: Path, libraries: Sequence[str], folder: Path) -> Path:
     return target
 
 
-def _compiler() -> list[str]:
+def _compiler_command() -> list[str]:
     return os.environ.get("CXX", "").split() or [next(filter(shutil.which, COMPILERS), "")]
 
 
-def _flags(libraries: Sequence[str]) -> list[str]:
+def _compiler_flags(libraries: Sequence[str]) -> list[str]:
     """The last of them belongs behind the source."""
     root = Path(torch.__file__).parent
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={torch._C._GLIBCXX_USE_CXX11_ABI:d}"
@@ -83,7 +83,7 @@ def _compile(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S)
 
 
-def told(error: OSError | subprocess.SubprocessError) -> str:
+def first_error_line(error: OSError | subprocess.SubprocessError) -> str:
     """One line of what a compiler has to say."""
     lines = str(getattr(error, "stderr", None) or error).splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else type(error).__name__)

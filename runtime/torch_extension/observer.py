@@ -1,8 +1,9 @@
 """The observer: sees every read of an evicted tensor from below Python (`observer.cpp`), and has it fetched.
 
-    evict     `leave`     the bytes are freed, or go to a block; the storage keeps its size, not its pointer
-    fetch     `block`     fresh memory, filled while the storage still has no pointer
-              `arrive`    the storage has these bytes from now on
+    evict     `empty_storage`: the bytes are freed, or go to a block; the storage keeps its size, not its
+              pointer
+    fetch     `make_empty_block`: fresh memory, filled while the storage still has no pointer
+              `give_block_to_storage`: the storage has these bytes from now on
     read      an operator begins, in any thread: the storages of its arguments are in use until it ends, and
               those that are evicted are fetched by `owner`, with the GIL
     write     noted by what operators say of their arguments, and by who takes a mutable address
@@ -58,11 +59,11 @@ class WrittenError(NotEvicted):
 class Owner(Protocol):
     """The engine, as the observer needs it."""
 
-    def fetch_for(self, keys: Sequence[int], place: str) -> None:
+    def fetch_for_reader(self, keys: Sequence[int], place: str) -> None:
         """Make these storages resident: an operator, or whoever asks for an address, is about to use them."""
         ...
 
-    def lost(self, error: BaseException) -> None:
+    def note_failed_fetch(self, error: BaseException) -> None:
         """Someone reads memory whose bytes could not be fetched, and finds NaN."""
         ...
 
@@ -73,17 +74,17 @@ class Observer:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self.owner: Owner | None = None
-        self._fetch = FETCH(self._fetches)  # as long as C++ may call it
+        self._fetch = FETCH(self._fetch_or_refuse)  # as long as C++ may call it
         self._found = (ctypes.c_void_p * LISTED_MOST)()
         self._streams = (ctypes.c_int64 * STREAMS_MOST)()
-        self._names()
+        self._declare_c_functions()
         state = ctypes.cast(ctypes.pythonapi.PyGILState_GetThisThreadState, ctypes.c_void_p)
         library.teraio_blocks(_native.spare_functions()[1], _native.spare_vacate())
         library.teraio_observe(self._fetch, state)
-        threading.Thread(target=self._serve, name="teraio-fetches", daemon=True).start()
+        threading.Thread(target=self._fetch_for_foreign_threads, name="teraio-fetches", daemon=True).start()
         atexit.register(library.teraio_end)
 
-    def _names(self) -> None:
+    def _declare_c_functions(self) -> None:
         pointer, flag, whole = ctypes.c_void_p, ctypes.c_bool, ctypes.c_int
         addresses = ctypes.POINTER(ctypes.c_void_p)
         for name, result, *arguments in (
@@ -125,73 +126,73 @@ class Observer:
             function = getattr(self.library, f"teraio_{name}")
             function.restype, function.argtypes = result, arguments
 
-    def observes(self, on: bool) -> None:
+    def set_observing(self, on: bool) -> None:
         """Switch it off, to measure what it costs; nothing is seen meanwhile."""
         self.library.teraio_switch(on)
 
     @property
-    def sees_addresses(self) -> bool:
+    def can_notice_taken_addresses(self) -> bool:
         """Whether this torch tells when a mutable address is taken."""
         return bool(self.library.teraio_materializes())
 
     # ---- moves
 
-    def copied(self, storage: Any) -> None:
+    def watch_for_writes(self, storage: Any) -> None:
         """Note who writes into it from now on: it has a copy that is good."""
-        self.copy_begins(storage)
-        self.copy_began(storage)
+        self.begin_write_watch(storage)
+        self.arm_write_watch(storage)
 
-    def copy_begins(self, storage: Any) -> None:
+    def begin_write_watch(self, storage: Any) -> None:
         """Note who writes into it from now on. This thread asks for its address to copy it, until
-        `copy_began`."""
+        `arm_write_watch`."""
         if not self.library.teraio_copied(storage._cdata):
             raise InUseError
 
-    def copy_began(self, storage: Any) -> None:
+    def arm_write_watch(self, storage: Any) -> None:
         self.library.teraio_watch(storage._cdata)
 
-    def leave(self, storage: Any, unwritten: bool, block: Any = None) -> None:
+    def empty_storage(self, storage: Any, unwritten: bool, block: Any = None) -> None:
         """Free its bytes, or move them into this block."""
         into = None if block is None else block._cdata
         if (refused := self.library.teraio_leave(storage._cdata, into, unwritten)) != 0:
             raise InUseError if refused == 1 else WrittenError
 
-    def block(self, storage: Any) -> Any:
+    def make_empty_block(self, storage: Any) -> Any:
         """Return an empty storage on the same device, whose bytes come from where tensors' bytes do."""
         block = torch.UntypedStorage(0, device=storage.device)
         if storage.device.type == "cpu":
             self.library.teraio_like_tensors(block._cdata)
         return block
 
-    def arrive(self, storage: Any, block: Any) -> bool:
+    def give_block_to_storage(self, storage: Any, block: Any) -> bool:
         """The bytes of the block are the storage's from now on. Return whether it has a copy of them, at an
         address that someone has, and the block is to be freed."""
         return bool(self.library.teraio_arrive(storage._cdata, block._cdata))
 
-    def renewed(self, storage: Any) -> None:
+    def note_new_address(self, storage: Any) -> None:
         """Its bytes are at another address, and nobody has the old one."""
         self.library.teraio_renewed(storage._cdata)
 
-    def rearm(self) -> None:
+    def rearm_address_watch(self) -> None:
         """See who takes an address again, where kernels took it meanwhile."""
         self.library.teraio_rearm()
 
-    def point(self, key: int) -> None:
+    def note_address_taken(self, key: int) -> None:
         """Someone takes the address of this storage."""
         self.library.teraio_point(key)
 
-    def forget_addresses(self) -> None:
+    def forget_taken_addresses(self) -> None:
         """Take it that nobody has an address any more that he asked for."""
         self.library.teraio_unpoint()
 
-    def forget(self, key: int, alive: bool) -> None:
+    def forget_storage(self, key: int, alive: bool) -> None:
         self.library.teraio_forget(key, alive)
 
-    def written(self, key: int) -> bool:
+    def is_written_since_copy(self, key: int) -> bool:
         """Whether someone wrote into it since it was copied."""
         return bool(self.library.teraio_flags(key) & WRITTEN)
 
-    def pointed(self, key: int) -> bool:
+    def is_address_taken(self, key: int) -> bool:
         """Whether someone has taken its address in this step."""
         return bool(self.library.teraio_flags(key) & POINTED)
 
@@ -199,30 +200,30 @@ class Observer:
         addresses = (ctypes.c_void_p * len(tensors))(*[tensor._cdata for tensor in tensors])
         return bool(self.library.teraio_some_evicted(addresses, len(tensors)))
 
-    def used(self) -> list[int]:
+    def storage_keys_in_use(self) -> list[int]:
         """Return what operators use now, in any thread."""
-        return self._listed(self.library.teraio_used)
+        return self._read_storage_keys_from(self.library.teraio_used)
 
-    def touched(self) -> list[int]:
+    def newly_touched_storage_keys(self) -> list[int]:
         """Return what operators have used since the last call, each once."""
-        return self._listed(self.library.teraio_touched)
+        return self._read_storage_keys_from(self.library.teraio_touched)
 
-    def streams(self, device: int) -> list[int]:
+    def newly_used_streams(self, device: int) -> list[int]:
         """Return on which streams of this device operators out of programs have used what can be evicted,
         since the last call."""
         count = self.library.teraio_streams(device, self._streams, STREAMS_MOST)
         return self._streams[:count]
 
-    def _listed(self, function: Any) -> list[int]:
+    def _read_storage_keys_from(self, function: Any) -> list[int]:
         count = function(self._found, LISTED_MOST)
         return [key for key in self._found[:count] if key is not None]
 
-    def program(self, change: int) -> None:
+    def change_program_depth(self, change: int) -> None:
         """Begin (+1) or end (-1) a stretch in which what this thread uses is no touch of user code's."""
         self.library.teraio_program(change)
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def ignore_own_addresses(self) -> Iterator[None]:
         """In the block this thread asks for addresses and reads nothing."""
         self.library.teraio_engine(1)
         try:
@@ -233,25 +234,25 @@ class Observer:
 
     # ---- reads
 
-    def _fetches(self, storages: Any, count: int, place: bytes) -> int:
+    def _fetch_or_refuse(self, storages: Any, count: int, place: bytes) -> int:
         """In the thread of whoever reads, with the GIL. What is not resident afterwards cannot be read."""
         keys = [storages[at] for at in range(count)]
         prior = set_eval_frame(None)  # Dynamo runs the frame that reads, and would compile us
         try:
             if self.owner is None:
                 raise RuntimeError("no engine is there to fetch it")
-            self.owner.fetch_for(keys, place.decode())
+            self.owner.fetch_for_reader(keys, place.decode())
             return 0
         except BaseException as error:  # noqa: BLE001  C++ called this
             for key in keys:
                 self.library.teraio_refuse(key, f"teraio: {error}".encode())
             if place == FAULT and self.owner is not None:
-                self.owner.lost(error)
+                self.owner.note_failed_fetch(error)
             return 1
         finally:
             set_eval_frame(prior)
 
-    def _serve(self) -> None:
+    def _fetch_for_foreign_threads(self) -> None:
         """A thread: fetches for threads that Python does not know."""
         library = self.library
         storages, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_int()
@@ -259,20 +260,20 @@ class Observer:
         while (request := library.teraio_serve()) is not None:
             if library.teraio_take(request, *map(ctypes.byref, (storages, count, place))):
                 try:
-                    self._fetches(storages, count.value, place.value or b"")
+                    self._fetch_or_refuse(storages, count.value, place.value or b"")
                 finally:
                     library.teraio_served(request)
 
 
 @cache
-def observer() -> Observer | None:
+def observer_of_process() -> Observer | None:
     """The one of this process; None if it cannot be built, which is said."""
     try:
-        return Observer(build.load(SOURCE, LIBRARIES))
+        return Observer(build.build_and_load(SOURCE, LIBRARIES))
     except (OSError, subprocess.SubprocessError) as error:
         log.warning(
             "teraio: weights, gradients and optimizer states stay in memory, because nobody would see who "
             "reads them; what forwards save is evicted (%s)",
-            build.told(error),
+            build.first_error_line(error),
         )
         return None

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
-from teraio.cli.report.picture_data import row_of
+from teraio.cli.report.picture_data import picture_row_reached_by
 from teraio.errors import TeraioError
-from teraio.progress import stage, tell
+from teraio.progress import show_stage, tell_progress
 from teraio.units import fmt_bytes
 
 WARMUP = 5  # steps before those that count: compile, one that makes the optimizer states, three that measure
@@ -46,17 +46,19 @@ exit codes: 0 losses are equal, 1 they are not or a run failed"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("--part", type=_part, default=1 / 3, help="memory, as a part of the plain peak")
+    parser.add_argument(
+        "--part", type=_parse_part_of_peak, default=1 / 3, help="memory, as a part of the plain peak"
+    )
     parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="inner program")
-    parser.add_argument("--steps", type=_count, default=5, help="measured steps")
-    parser.add_argument("--layers", type=_count, default=6, help="layers of the model")
-    parser.add_argument("--batch", type=_count, default=8, help="sequences in a batch")
-    parser.add_argument("--length", type=_count, default=256, help="tokens in a sequence")
+    parser.add_argument("--steps", type=_parse_count, default=5, help="measured steps")
+    parser.add_argument("--layers", type=_parse_count, default=6, help="layers of the model")
+    parser.add_argument("--batch", type=_parse_count, default=8, help="sequences in a batch")
+    parser.add_argument("--length", type=_parse_count, default=256, help="tokens in a sequence")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
-def _part(text: str) -> float:
+def _parse_part_of_peak(text: str) -> float:
     try:
         part = float(text)
     except ValueError:
@@ -68,7 +70,7 @@ def _part(text: str) -> float:
     return part
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
     return int(text)
@@ -76,7 +78,7 @@ def _count(text: str) -> int:
 
 def main(args: argparse.Namespace) -> int:
     if args.child is not None:
-        print(json.dumps(_train(args)))
+        print(json.dumps(_train_and_measure(args)))
         return 0
     say = (lambda text: None) if args.json else print
     say(
@@ -84,21 +86,21 @@ def main(args: argparse.Namespace) -> int:
         f"{WARMUP} + {args.steps} steps, inner program {args.inner}."
     )
     say("1/2 plainly ...")
-    plain = _run(args, 0)
+    plain = _train_in_child(args, 0)
     budget = int(plain["tensor_peak_bytes"] * args.part)
     say(f"    {fmt_bytes(plain['tensor_peak_bytes'])}, {plain['step_s']:.2f} s per step")
     say(f"2/2 within {fmt_bytes(budget)} ({args.part:.0%} of that) ...")
-    ours = _run(args, budget)
+    ours = _train_in_child(args, budget)
     equal = all(one == other for one, other in zip(plain["losses"], ours["losses"]))
     if args.json:
         print(json.dumps({"plain": plain, "teraio": ours, "budget_bytes": budget, "equal": equal}))
     else:
-        print(_table(plain, ours, budget, equal))
-        print(_picture(plain["memory"], ours["memory"], budget))
+        print(_comparison_table(plain, ours, budget, equal))
+        print(_memory_picture(plain["memory"], ours["memory"], budget))
     return 0 if equal else 1
 
 
-def _run(args: argparse.Namespace, budget: int) -> dict[str, Any]:
+def _train_in_child(args: argparse.Namespace, budget: int) -> dict[str, Any]:
     """One training run in a process of its own."""
     command = [sys.executable, "-m", "teraio", "demo", "--child", str(budget), "--inner", args.inner]
     for name in ("steps", "layers", "batch", "length"):
@@ -109,7 +111,7 @@ def _run(args: argparse.Namespace, budget: int) -> dict[str, Any]:
             command, env=environment, stdout=subprocess.PIPE, stderr=said, text=True
         ) as run:
             assert run.stdout is not None
-            result = _followed(run.stdout, args, "within the budget" if budget else "plainly")
+            result = _read_child_output(run.stdout, args, "within the budget" if budget else "plainly")
         said.seek(0)
         if run.returncode != 0:
             raise TeraioError(
@@ -118,22 +120,24 @@ def _run(args: argparse.Namespace, budget: int) -> dict[str, Any]:
     return result
 
 
-def _followed(lines: Iterable[str], args: argparse.Namespace, how: str) -> dict[str, Any]:
+def _read_child_output(lines: Iterable[str], args: argparse.Namespace, how: str) -> dict[str, Any]:
     """Reads what a run prints, a line for each step and then its figures; says how far it is."""
     told: dict[str, Any] = {}
     steps, found = WARMUP + args.steps + 1, (json.loads(line) for line in lines if line.startswith("{"))
-    with stage("teraio demo"):
-        with stage(f"{how}, step 1 of {steps}: compiling" if args.inner == "inductor" else f"{how}, step 1"):
+    with show_stage("teraio demo"):
+        with show_stage(
+            f"{how}, step 1 of {steps}: compiling" if args.inner == "inductor" else f"{how}, step 1"
+        ):
             told = next(found, told)
-        with stage(how):
-            tell(f"step 2 of {steps}")
+        with show_stage(how):
+            tell_progress(f"step 2 of {steps}")
             for told in found:
                 if "step" in told:
-                    tell(f"step {told['step'] + 1} of {max(steps, told['step'] + 1)}")
+                    tell_progress(f"step {told['step'] + 1} of {max(steps, told['step'] + 1)}")
     return told
 
 
-def _train(args: argparse.Namespace) -> dict[str, Any]:
+def _train_and_measure(args: argparse.Namespace) -> dict[str, Any]:
     """In the child: trains, and returns losses, times and memory."""
     import torch
 
@@ -142,7 +146,9 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     from teraio.session import session
 
     here = cpu.CpuDevice()
-    here.keep_within(here.capacity_bytes())  # plainly: what is freed may stay, as it does with malloc
+    here.limit_tensors_and_spare_memory(
+        here.capacity_bytes()
+    )  # plainly: what is freed may stay, as it does with malloc
     # One compute thread: with two, plain differs from plain in the last bit (sums by atomics).
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -155,7 +161,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     losses: list[float] = []
     times: list[float] = []
 
-    def step() -> None:
+    def train_one_step() -> None:
         tokens = torch.randint(0, model.shape.vocabulary, (args.batch, args.length + 1), generator=random)
         began = time.perf_counter()
         loss = compiled(tokens[:, :-1], tokens[:, 1:])
@@ -166,19 +172,19 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
         times.append(time.perf_counter() - began)
         print(json.dumps({"step": len(losses)}), flush=True)
 
-    while len(losses) < WARMUP or not (_settled(budget) or len(losses) > WARMUP_MOST):
-        step()
+    while len(losses) < WARMUP or not (_is_following_plan(budget) or len(losses) > WARMUP_MOST):
+        train_one_step()
     for _ in range(args.steps):
-        step()
+        train_one_step()
     stats = session.stats()
     time.sleep(PAUSE_S)  # what is on its way into memory is there, for the step that memory is taken of
-    alive = stats["resident_bytes"] if budget else _alive_bytes(optimizer)
+    alive = stats["resident_bytes"] if budget else _weight_and_state_bytes(optimizer)
     base = 0 if here.spares else here.used_bytes() - alive  # else it counts all that is in the process
     here.reset_peak()
     rss.reset_peak()
     memory: list[int] = []
-    with _Sampler(memory, here.used_bytes):
-        step()
+    with _MemorySampler(memory, here.used_bytes):
+        train_one_step()
     return {
         "losses": losses,
         "step_s": median(times[-args.steps - 1 : -1]),
@@ -190,13 +196,13 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _settled(budget: int) -> bool:
+def _is_following_plan(budget: int) -> bool:
     from teraio.session import session
 
     return not budget or session.stats()["phase"] == "planned"
 
 
-def _alive_bytes(optimizer: Any) -> int:
+def _weight_and_state_bytes(optimizer: Any) -> int:
     """Bytes of weights and states between two steps, where all of them are in memory: to look is to touch."""
     import torch
 
@@ -207,14 +213,14 @@ def _alive_bytes(optimizer: Any) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-class _Sampler:
+class _MemorySampler:
     """Appends the bytes that are used to a list, every few milliseconds, while the block runs."""
 
     def __init__(self, into: list[int], used_bytes: Callable[[], int]) -> None:
         self.into = into
         self.used_bytes = used_bytes
         self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._sample, daemon=True)
+        self.thread = threading.Thread(target=self._sample_until_stopped, daemon=True)
 
     def __enter__(self) -> None:
         self.thread.start()
@@ -223,12 +229,12 @@ class _Sampler:
         self.stop.set()
         self.thread.join()
 
-    def _sample(self) -> None:
+    def _sample_until_stopped(self) -> None:
         while not self.stop.wait(0.004):
             self.into.append(self.used_bytes())
 
 
-def _table(plain: dict[str, Any], ours: dict[str, Any], budget: int, equal: bool) -> str:
+def _comparison_table(plain: dict[str, Any], ours: dict[str, Any], budget: int, equal: bool) -> str:
     stats = ours["stats"]
     rows = [
         ("", "plain", "teraio"),
@@ -258,20 +264,20 @@ def _table(plain: dict[str, Any], ours: dict[str, Any], budget: int, equal: bool
     return "\n".join(f"  {name:<32}{one:>14}{other:>26}" for name, one, other in rows)
 
 
-def _picture(plain: list[int], ours: list[int], budget: int, width: int = 72, height: int = 12) -> str:
+def _memory_picture(plain: list[int], ours: list[int], budget: int, width: int = 72, height: int = 12) -> str:
     """Memory over one step as a text picture: plain run, ours, and the budget line."""
     top = max([*plain, *ours, 1])
 
-    def columns(samples: list[int]) -> list[int]:
+    def peak_per_column(samples: list[int]) -> list[int]:
         count = max(1, len(samples))
         return [max(samples[i * count // width : (i + 1) * count // width + 1] or [0]) for i in range(width)]
 
-    one, other = columns(plain), columns(ours)
+    one, other = peak_per_column(plain), peak_per_column(ours)
     lines = []
     for row in range(height, 0, -1):
         level = top * (row - 0.5) / height
         line = "".join("#" if b >= level else ":" if a >= level else " " for a, b in zip(one, other))
-        if row == row_of(budget, top, height):
+        if row == picture_row_reached_by(budget, top, height):
             line = "".join(c if c == "#" else "-" for c in line)
         lines.append(f"  {fmt_bytes(int(top * row / height)):>10} |{line}")
     lines.append(f"  {'':>10} +{'-' * width}")

@@ -31,8 +31,12 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         batch, length, hidden = x.shape
-        q = rotate(self.q_proj(x).view(batch, length, self.heads, self.width).transpose(1, 2), cos, sin)
-        k = rotate(self.k_proj(x).view(batch, length, self.key_heads, self.width).transpose(1, 2), cos, sin)
+        q = apply_rotary_positions(
+            self.q_proj(x).view(batch, length, self.heads, self.width).transpose(1, 2), cos, sin
+        )
+        k = apply_rotary_positions(
+            self.k_proj(x).view(batch, length, self.key_heads, self.width).transpose(1, 2), cos, sin
+        )
         v = self.v_proj(x).view(batch, length, self.key_heads, self.width).transpose(1, 2)
         groups = self.heads // self.key_heads
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -40,7 +44,7 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, hidden))
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary_positions(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

@@ -24,8 +24,8 @@ from teraio.cli import doctor_findings as findings
 from teraio.cli.doctor_findings import Finding, Verdict
 from teraio.errors import StoreError
 from teraio.formats.machine import Machine
-from teraio.progress import stage, tell
-from teraio.session.measured_machine import machine_of
+from teraio.progress import show_stage, tell_progress
+from teraio.session.measured_machine import machine_from_links
 from teraio.units import fmt_ns, fmt_rate
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Report:
             if finding.fix:
                 lines.append(f"      {'':{wide}}  fix: {finding.fix}")
         for link in self.links:
-            lines += ["", *_link_text(link)]
+            lines += ["", *_link_as_lines(link)]
         count = sum(finding.verdict is Verdict.WARN for finding in self.findings)
         warnings = f"usable, with {count} warning{'s' if count > 1 else ''}"
         return "\n".join([*lines, "", ("usable", warnings, "not usable: see FAIL above")[self.exit_code]])
@@ -68,13 +68,17 @@ class Report:
         """For a program: one object; the verdicts are words, all figures integers."""
         found = [{**asdict(finding), "verdict": finding.verdict.value} for finding in self.findings]
         links = [
-            {**asdict(link), "shares": link.shares, "shared_bytes_per_s": link.shared_bytes_per_s}
+            {
+                **asdict(link),
+                "shares": link.is_shared_by_directions,
+                "shared_bytes_per_s": link.shared_bytes_per_s,
+            }
             for link in self.links
         ]
         return json.dumps({"exit_code": self.exit_code, "findings": found, "links": links}, sort_keys=True)
 
 
-def _link_text(link: LinkRates) -> list[str]:
+def _link_as_lines(link: LinkRates) -> list[str]:
     rows = (
         (
             "evict",
@@ -96,11 +100,14 @@ def _link_text(link: LinkRates) -> list[str]:
         lines.append(f"{move:6}{name:16}{fmt_rate(alone):>12}{fmt_rate(both):>15}{fmt_ns(latency):>12}")
     total = link.evict_bytes_per_s + link.fetch_bytes_per_s
     sharing = f"{fmt_rate(link.together_bytes_per_s)} together, {fmt_rate(total)} if they did not meet"
-    lines.append(f"{'':6}the two {'share one bandwidth' if link.shares else 'do not share'}: {sharing}")
+    lines.append(
+        f"{'':6}the two {'share one bandwidth' if link.is_shared_by_directions else 'do not share'}: "
+        f"{sharing}"
+    )
     return lines
 
 
-def run(
+def examine_machine(
     store: Path | None = None,
     *,
     seconds: float = 2.0,
@@ -111,47 +118,51 @@ def run(
     `seconds`: per measurement, of which there are five; `name`: what the machine file calls this machine."""
     found: list[Finding] = []
     links: list[LinkRates] = []
-    if not _software(found, progress):
+    if not _add_software_findings(found, progress):
         return Report(tuple(found), (), None)
-    used = _device(found, links, seconds, progress)
+    used = _add_device_findings(found, links, seconds, progress)
     if used is None:
         return Report(tuple(found), (), None)
-    _memory(found, progress)
-    ssd_bytes = _store(found, links, used, store, seconds, progress)
+    _add_memory_findings(found, progress)
+    ssd_bytes = _add_store_findings(found, links, used, store, seconds, progress)
     capacity = used.capacity_bytes()
-    return Report(tuple(found), tuple(links), machine_of(name, links, capacity, ssd_bytes))
+    return Report(tuple(found), tuple(links), machine_from_links(name, links, capacity, ssd_bytes))
 
 
-def _software(found: list[Finding], progress: Progress) -> bool:
+def _add_software_findings(found: list[Finding], progress: Progress) -> bool:
     """False: there is no point in going on."""
     progress("loading torch")
     if sys.platform != "linux":
-        found.append(findings.fail("system", platform.platform(), "teraio runs on Linux"))
+        found.append(findings.fail_finding("system", platform.platform(), "teraio runs on Linux"))
         return False
-    found.append(findings.good("system", f"Linux {platform.release()}, Python {platform.python_version()}"))
+    found.append(
+        findings.pass_finding("system", f"Linux {platform.release()}, Python {platform.python_version()}")
+    )
     try:
         from teraio import _native  # noqa: F401
     except ImportError as error:
-        found.append(findings.fail("native engine", str(error), "pip install --force-reinstall teraio"))
+        found.append(
+            findings.fail_finding("native engine", str(error), "pip install --force-reinstall teraio")
+        )
         return False
-    found.append(findings.good("native engine", "loaded"))
-    found.append(findings.torch_version(_version("torch"), _requirement("torch")))
+    found.append(findings.pass_finding("native engine", "loaded"))
+    found.append(findings.judge_torch_version(_installed_version("torch"), _declared_requirement("torch")))
     found.append(
-        findings.compiler(
+        findings.judge_compiler(
             shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
         )
     )
     return found[-2].verdict is not Verdict.FAIL
 
 
-def _version(package: str) -> str:
+def _installed_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
-def _requirement(package: str) -> str:
+def _declared_requirement(package: str) -> str:
     """What this teraio declares: pyproject.toml is the one place that says which versions were tested."""
     try:
         declared = importlib.metadata.requires("teraio") or []
@@ -160,7 +171,7 @@ def _requirement(package: str) -> str:
     return next((text for text in declared if text.startswith(package)), "")
 
 
-def _device(
+def _add_device_findings(
     found: list[Finding], links: list[LinkRates], seconds: float, progress: Progress
 ) -> device.Device | None:
     """The device that teraio would use; None if there is one that does not work."""
@@ -168,19 +179,19 @@ def _device(
     from teraio.runtime.store import link_probe
 
     progress("looking for a GPU")
-    reason = cuda.reason_without()
-    found.append(findings.gpu(cuda.driver_devices(), reason))
+    reason = cuda.reason_without_gpu()
+    found.append(findings.judge_gpu(cuda.gpu_names_from_driver(), reason))
     pinned = ""
-    used = choose.current("cpu")
+    used = choose.choose_device("cpu")
     if reason is None:
         try:
             used = gpu = cuda.CudaDevice()
-            measured = cuda.measure_host(
-                gpu, gpu.host(cuda.LOOK_BYTES), seconds, link_probe.MEMORY_BYTES, progress
+            measured = cuda.measure_host_tier_link(
+                gpu, gpu.make_host_tier(cuda.LOOK_BYTES), seconds, link_probe.MEMORY_BYTES, progress
             )
         except RuntimeError as error:
             fix = "see nvidia-smi: the GPU may be full or in a fault; CUDA_VISIBLE_DEVICES= trains on the CPU"
-            found[-1] = findings.fail("GPU", str(error).splitlines()[0], fix)
+            found[-1] = findings.fail_finding("GPU", str(error).splitlines()[0], fix)
             return None
         if isinstance(measured, str):
             pinned = measured
@@ -188,30 +199,34 @@ def _device(
             links.append(measured)
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     known = None if limit == resource.RLIM_INFINITY else limit
-    found.append(findings.locked_memory(known, reason is None, pinned))
+    found.append(findings.judge_locked_memory(known, reason is None, pinned))
     return used
 
 
-def _memory(found: list[Finding], progress: Progress) -> None:
+def _add_memory_findings(found: list[Finding], progress: Progress) -> None:
     from teraio.runtime.device import limits
 
-    ram = limits.read()
+    ram = limits.read_memory_limits()
     group = ram.group
     limit, used = (group.limit_bytes, group.used_bytes) if group else (None, 0)
     budget = ram.obtainable_bytes * 9 // 10
     where = str(group.path) if group else ""
-    found.append(findings.memory(ram.available_bytes, ram.total_bytes, limit, used, where, budget))
-    found.append(findings.huge_pages(_thp()))
+    found.append(findings.judge_memory(ram.available_bytes, ram.total_bytes, limit, used, where, budget))
+    found.append(findings.judge_huge_pages(_huge_pages_setting()))
     progress("freeing memory")
-    limits.return_freed_memory()
-    found.append(findings.freed_bytes(CHURN_BYTES, churn(CHURN_BYTES), os.environ.get("LD_PRELOAD", "")))
+    limits.make_malloc_return_memory()
+    found.append(
+        findings.judge_freed_memory(
+            CHURN_BYTES, measure_unreturned_bytes(CHURN_BYTES), os.environ.get("LD_PRELOAD", "")
+        )
+    )
 
 
-def _thp() -> str:
+def _huge_pages_setting() -> str:
     return THP.read_text() if THP.exists() else ""
 
 
-def churn(total_bytes: int) -> int:
+def measure_unreturned_bytes(total_bytes: int) -> int:
     """Allocates tensors of mixed sizes, frees them, and returns how many bytes stayed with this process."""
     import torch
 
@@ -228,7 +243,7 @@ def churn(total_bytes: int) -> int:
     return max(0, rss.resident_bytes() - before)
 
 
-def _store(
+def _add_store_findings(
     found: list[Finding],
     links: list[LinkRates],
     used: device.Device,
@@ -240,32 +255,32 @@ def _store(
     from teraio.runtime.store import directories, drive_health, gds, link_probe
 
     try:
-        path = store or directories.default_directories()[0]
-        place = directories.open_place(path, parents=store is None)
+        path = store or directories.choose_default_directories()[0]
+        place = directories.open_store_directory(path, parents=store is None)
     except StoreError as error:
         what, _, fix = str(error).partition(". ")
-        found.append(findings.fail("store", what, fix))
+        found.append(findings.fail_finding("store", what, fix))
         return 0
     try:
-        found.append(findings.file_system(place.kind, str(place.path)))
+        found.append(findings.judge_file_system(place.kind, str(place.path)))
         free = place.free_bytes()
-        found.append(findings.room(free))
+        found.append(findings.judge_free_space(free))
         if found[-1].verdict is Verdict.FAIL:
             return 0
         found += [
-            findings.drive_unasked(str(told))
+            findings.judge_drive_of_unknown_wear(str(told))
             if isinstance(told, drive_health.NoAnswer)
-            else findings.drive_wear(**asdict(told))
-            for told in drive_health.of_drives(place.path)
+            else findings.judge_drive_wear(**asdict(told))
+            for told in drive_health.health_of_drives(place.path)
         ]
-        reason = gds.reason_without(place.path)
-        found.append(findings.direct_storage(used.kind == "cuda", reason))
-        measured = link_probe.store_link(
+        reason = gds.reason_without_gds(place.path)
+        found.append(findings.judge_gpu_direct_storage(used.kind == "cuda", reason))
+        measured = link_probe.measure_store_link(
             place.path, seconds, min(512 * 2**20, free // 4), progress, device=used
         )
     except (StoreError, OSError) as error:
         found.append(
-            findings.fail(
+            findings.fail_finding(
                 "store speed", str(error), "see the kernel's log, or name another directory with --store"
             )
         )
@@ -273,9 +288,11 @@ def _store(
     finally:
         os.close(place.fd)
     link = measured.link
-    found.append(findings.slab_pages(measured.page_bytes, _thp()))
-    found.append(findings.direct_io(measured.direct))
-    found.append(findings.store_rate(link.evict_bytes_per_s, link.fetch_bytes_per_s, measured.cpu_ns_per_gb))
+    found.append(findings.judge_slab_pages(measured.page_bytes, _huge_pages_setting()))
+    found.append(findings.judge_direct_io(measured.direct))
+    found.append(
+        findings.judge_store_rate(link.evict_bytes_per_s, link.fetch_bytes_per_s, measured.cpu_ns_per_gb)
+    )
     links.append(link)
     return free
 
@@ -311,8 +328,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """The exit code: 0 usable, 1 warnings, 2 unusable."""
     name = args.output.name.split(".")[0] if args.output else ""
-    with stage("teraio doctor"):
-        report = run(args.store, seconds=args.seconds, name=name or "here", progress=tell)
+    with show_stage("teraio doctor"):
+        report = examine_machine(
+            args.store, seconds=args.seconds, name=name or "here", progress=tell_progress
+        )
     print(report.json() if args.json else report.text())
     if args.output and report.machine and report.links:
         report.machine.write(args.output)

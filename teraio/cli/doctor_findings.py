@@ -34,164 +34,170 @@ class Finding:
     fix: str = ""
 
 
-def good(name: str, found: str) -> Finding:
+def pass_finding(name: str, found: str) -> Finding:
     return Finding(name, Verdict.PASS, found)
 
 
-def warn(name: str, found: str, fix: str) -> Finding:
+def warn_finding(name: str, found: str, fix: str) -> Finding:
     return Finding(name, Verdict.WARN, found, fix)
 
 
-def fail(name: str, found: str, fix: str) -> Finding:
+def fail_finding(name: str, found: str, fix: str) -> Finding:
     return Finding(name, Verdict.FAIL, found, fix)
 
 
 # ---- software
 
 
-def torch_version(version: str, requirement: str) -> Finding:
+def judge_torch_version(version: str, requirement: str) -> Finding:
     """`requirement` is what the package declares, such as `torch<2.14,>=2.11`."""
     name = "torch"
     bounds = re.findall(r"(<=|>=|<|>)\s*(\d+)\.(\d+)", requirement)
     match = re.match(r"(\d+)\.(\d+)", version)
     if not version or not match:
-        return fail(name, "not installed", f"pip install '{requirement or 'torch'}'")
+        return fail_finding(name, "not installed", f"pip install '{requirement or 'torch'}'")
     own = (int(match[1]), int(match[2]))
     for sign, major, minor in bounds:
         bound = (int(major), int(minor))
         if (sign == ">=" and own < bound) or (sign == "<" and own >= bound):
-            return warn(
+            return warn_finding(
                 name,
                 f"{version} was not tested with this teraio ({requirement} was)",
                 f"pip install '{requirement}', or use inner='eager', which knows less of torch's insides",
             )
-    return good(name, f"{version}, in the tested range {requirement}")
+    return pass_finding(name, f"{version}, in the tested range {requirement}")
 
 
-def compiler(path: str | None) -> Finding:
+def judge_compiler(path: str | None) -> Finding:
     """On the CPU, Inductor writes C++."""
     if path:
-        return good("compiler", path)
-    return warn("compiler", "no C++ compiler", "apt install g++, or use inner='eager' (slower kernels)")
+        return pass_finding("compiler", path)
+    return warn_finding(
+        "compiler", "no C++ compiler", "apt install g++, or use inner='eager' (slower kernels)"
+    )
 
 
 # ---- memory
 
 
-def memory(available: int, total: int, limit: int | None, used: int, where: str, budget: int) -> Finding:
+def judge_memory(
+    available: int, total: int, limit: int | None, used: int, where: str, budget: int
+) -> Finding:
     name = "memory"
     found = f"{fmt_bytes(available)} available of {fmt_bytes(total)}; memory={fmt_bytes(budget)} by default"
     if limit is None:
-        return good(name, found + "; no control group limits it")
+        return pass_finding(name, found + "; no control group limits it")
     found += f"; the control group {where} allows {fmt_bytes(limit)} and uses {fmt_bytes(used)}"
     if budget > limit - used:
-        return warn(
+        return warn_finding(
             name,
             found,
             f"memory='{(limit - used) * 9 // 10 >> 20}MiB' leaves the others in the group what they use",
         )
-    return good(name, found)
+    return pass_finding(name, found)
 
 
-def huge_pages(setting: str) -> Finding:
+def judge_huge_pages(setting: str) -> Finding:
     """`setting` is the text of transparent_hugepage/enabled, with the choice in brackets."""
     name = "huge pages"
     chosen = re.search(r"\[(\w+)\]", setting)
     if not chosen:
-        return warn(
+        return warn_finding(
             name, "this kernel has none", "boot a kernel with transparent huge pages: 2 to 3 times the rate"
         )
     if chosen[1] == "never":
         fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
-        return warn(name, "switched off (never): slabs run at a half to a third of the rate", fix)
-    return good(name, f"{chosen[1]}: slabs ask for them")
+        return warn_finding(name, "switched off (never): slabs run at a half to a third of the rate", fix)
+    return pass_finding(name, f"{chosen[1]}: slabs ask for them")
 
 
-def slab_pages(page_bytes: int, setting: str) -> Finding:
+def judge_slab_pages(page_bytes: int, setting: str) -> Finding:
     name = "slab pages"
     if page_bytes >= HUGE_BYTES:
-        return good(name, f"{fmt_bytes(page_bytes)} in effect")
+        return pass_finding(name, f"{fmt_bytes(page_bytes)} in effect")
     fix = "free some memory (echo 1 | sudo tee /proc/sys/vm/compact_memory) and try again"
     if "[never]" in setting:
         fix = "as for huge pages"
-    return warn(name, f"{fmt_bytes(page_bytes)} in effect: the kernel gave no huge pages", fix)
+    return warn_finding(name, f"{fmt_bytes(page_bytes)} in effect: the kernel gave no huge pages", fix)
 
 
-def freed_bytes(allocated: int, kept: int, preload: str) -> Finding:
+def judge_freed_memory(allocated: int, kept: int, preload: str) -> Finding:
     name = "freed memory"
     if kept * 100 <= allocated * KEPT_WARN_PERCENT:
-        return good(name, "goes back to the system at once")
+        return pass_finding(name, "goes back to the system at once")
     fix = f"start without LD_PRELOAD={preload}" if preload else "start with MALLOC_MMAP_THRESHOLD_=65536"
-    return warn(
+    return warn_finding(
         name, f"the C allocator keeps {fmt_bytes(kept)} of {fmt_bytes(allocated)}: budgets are overrun", fix
     )
 
 
-def locked_memory(limit: int | None, gpu: bool, pinned: str) -> Finding:
+def judge_locked_memory(limit: int | None, gpu: bool, pinned: str) -> Finding:
     """`pinned`: what pinning a slab arena said, empty when it worked or was not tried."""
     found = "no limit" if limit is None else f"limit {fmt_bytes(limit)}"
     if not gpu:
-        return good("locked memory", f"{found}; nothing is pinned without a GPU")
+        return pass_finding("locked memory", f"{found}; nothing is pinned without a GPU")
     if pinned:
-        return warn(
+        return warn_finding(
             "locked memory",
             f"{found}; pinning failed: {pinned}",
             "ulimit -l unlimited, or --ulimit memlock=-1",
         )
-    return good("locked memory", f"{found}; slabs can be pinned")
+    return pass_finding("locked memory", f"{found}; slabs can be pinned")
 
 
 # ---- store
 
 
-def file_system(kind: str, path: str) -> Finding:
+def judge_file_system(kind: str, path: str) -> Finding:
     if kind in ("overlayfs", "FUSE", "9p", "other"):
         found = f"{path} lies on {kind}"
-        return warn(
+        return warn_finding(
             "file system", found, "name a directory of a mounted disk with --store, if these rates are low"
         )
-    return good("file system", f"{path} lies on {kind}")
+    return pass_finding("file system", f"{path} lies on {kind}")
 
 
-def room(free: int) -> Finding:
+def judge_free_space(free: int) -> Finding:
     found = f"{fmt_bytes(free)} free"
     if free < ROOM_FAIL_BYTES:
-        return fail("free space", found, "free at least 1 GiB, or name another directory with --store")
+        return fail_finding(
+            "free space", found, "free at least 1 GiB, or name another directory with --store"
+        )
     if free < ROOM_WARN_BYTES:
-        return warn(
+        return warn_finding(
             "free space",
             found,
             "large models need more: weights and optimizer states are 16 bytes a parameter",
         )
-    return good("free space", found)
+    return pass_finding("free space", found)
 
 
-def direct_io(direct: bool) -> Finding:
+def judge_direct_io(direct: bool) -> Finding:
     if direct:
-        return good("direct I/O", "O_DIRECT is taken")
-    return warn(
+        return pass_finding("direct I/O", "O_DIRECT is taken")
+    return warn_finding(
         "direct I/O",
         "refused: bytes go through the page cache, at 5 times the CPU time and more",
         "name a directory on ext4 or xfs with --store",
     )
 
 
-def store_rate(evict: int, fetch: int, cpu_ns_per_gb: int) -> Finding:
+def judge_store_rate(evict: int, fetch: int, cpu_ns_per_gb: int) -> Finding:
     found = f"evict {fmt_rate(evict)}, fetch {fmt_rate(fetch)}, {cpu_ns_per_gb / 1e9:.2f} s of CPU per GB"
     if min(evict, fetch) < SLOW_BYTES_PER_S:
-        return warn(
+        return warn_finding(
             "store speed",
             found,
             "training will wait for this drive: use an NVMe SSD, or several, with --store",
         )
     if cpu_ns_per_gb > CPU_WARN_NS_PER_GB:
-        return warn(
+        return warn_finding(
             "store speed", found, "see huge pages and direct I/O above; checksum='off' saves about a half"
         )
-    return good("store speed", found)
+    return pass_finding("store speed", found)
 
 
-def drive_wear(
+def judge_drive_wear(
     drive: str,
     used_percent: int,
     spare_percent: int,
@@ -208,37 +214,39 @@ def drive_wear(
     worn = f"{drive}: {used_percent} % of its rated life used, {fmt_bytes(written_bytes)} written"
     found = "; ".join((worn, f"{spare_percent} % of its spare blocks left", *said))
     if said or spare_percent <= spare_least_percent:
-        return warn(name, found, "save what is on it, and name a directory on another drive with --store")
+        return warn_finding(
+            name, found, "save what is on it, and name a directory on another drive with --store"
+        )
     if used_percent >= WORN_WARN_PERCENT:
         fix = "options={'max_write_per_day': ...} caps what teraio writes; or another drive, with --store"
-        return warn(name, found, fix)
-    return good(name, found)
+        return warn_finding(name, found, fix)
+    return pass_finding(name, found)
 
 
-def drive_unasked(reason: str) -> Finding:
-    return good("drive wear", f"not known: {reason}")
+def judge_drive_of_unknown_wear(reason: str) -> Finding:
+    return pass_finding("drive wear", f"not known: {reason}")
 
 
 # ---- device
 
 
-def gpu(names: Sequence[str], reason: str | None) -> Finding:
+def judge_gpu(names: Sequence[str], reason: str | None) -> Finding:
     """`reason`: why torch cannot use one, None where it can."""
     if reason is None:
-        return good("GPU", ", ".join(names))
+        return pass_finding("GPU", ", ".join(names))
     if names:
-        return warn(
+        return warn_finding(
             "GPU", f"{', '.join(names)}, but {reason}", "install a CUDA build of torch: https://pytorch.org"
         )
-    return good("GPU", f"none ({reason}): the device is RAM, and tensors are evicted to the store")
+    return pass_finding("GPU", f"none ({reason}): the device is RAM, and tensors are evicted to the store")
 
 
-def direct_storage(gpu_there: bool, reason: str | None) -> Finding:
+def judge_gpu_direct_storage(gpu_there: bool, reason: str | None) -> Finding:
     """`reason`: why bytes do not go from the drive to the GPU directly, None where they do."""
     if not gpu_there:
-        return good("GPUDirect", "not used: there is no GPU")
+        return pass_finding("GPUDirect", "not used: there is no GPU")
     if reason is None:
-        return good("GPUDirect", "direct, verified on a file of the store")
-    return good(
+        return pass_finding("GPUDirect", "direct, verified on a file of the store")
+    return pass_finding(
         "GPUDirect", f"not used: {reason}. One or two drives lose nothing; with more it spares CPU and RAM"
     )

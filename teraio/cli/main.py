@@ -26,7 +26,7 @@ from teraio.cli.commands import (
     simulate,
     store,
 )
-from teraio.cli.commands.parser import Parser
+from teraio.cli.commands.parser import SuggestingParser
 from teraio.errors import FileFormatError, OptionError, TeraioError
 
 DESCRIPTION = """\
@@ -64,7 +64,7 @@ COMMANDS: tuple[tuple[str, Command, str], ...] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(arguments)
+    args = _make_parser().parse_args(arguments)
     try:
         return int(args.run(args))
     except (FileFormatError, OptionError) as error:
@@ -80,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _parser() -> argparse.ArgumentParser:
-    whole = Parser(
+def _make_parser() -> argparse.ArgumentParser:
+    whole = SuggestingParser(
         prog="teraio",
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -29,9 +29,9 @@ from teraio.passes.fx import program
 from teraio.passes.synth import operator_costs
 from teraio.runtime.ledger.adoption import SMALLEST_BYTES
 from teraio.runtime.step.program import Program
-from teraio.session.session import count_as_ours
+from teraio.session.session import count_graph_as_ours
 
-from .torch_errors import INSTEAD, place
+from .torch_errors import INSTEAD, last_line_of_stack
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Record:
 
 
 @dataclass
-class Running:
+class RunningCall:
     """A call, as its slots see it."""
 
     schedule: Schedule
@@ -54,7 +54,7 @@ class Running:
     at_ns: list[int] = field(default_factory=list)
     live_bytes: list[int] = field(default_factory=list)
 
-    def finish(self) -> Call:
+    def as_measured_call(self) -> Call:
         names = tuple("" if record is None else record.name for record in self.bound)
         stalls = (0,) * len(self.at_ns)
         return Call(self.schedule, names, tuple(self.at_ns), tuple(self.live_bytes), stalls)
@@ -69,11 +69,11 @@ class Ledger:
         self.records: dict[int, Record] = {}  # by address of the storage
         self.met: list[Record] = []
         self.names: set[str] = set()
-        self.calls: list[Running] = []
+        self.calls: list[RunningCall] = []
         self.outside: dict[int, int] = {}
         self.now_ns = 0
 
-    def record(self, tensor: torch.Tensor) -> Record | None:
+    def record_of(self, tensor: torch.Tensor) -> Record | None:
         key = tensor.untyped_storage()._cdata
         found = self.records.get(key)
         if found is not None and found.storage.expired():  # another storage has its address now
@@ -81,7 +81,7 @@ class Ledger:
             return None
         return found
 
-    def add(self, tensor: torch.Tensor, name: str, kind: str, movable: bool) -> Record | None:
+    def add_record(self, tensor: torch.Tensor, name: str, kind: str, movable: bool) -> Record | None:
         """None: too small to be worth a record, as in a run."""
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALLEST_BYTES:
@@ -92,37 +92,37 @@ class Ledger:
         self.names.add(name)
         return record
 
-    def rename(self, record: Record, name: str, kind: str) -> None:
+    def rename_and_make_movable(self, record: Record, name: str, kind: str) -> None:
         record.name, record.kind, record.movable = name, kind, True
         self.names.add(name)
 
     @property
-    def fixed_bytes(self) -> int:
+    def immovable_bytes(self) -> int:
         """Of what is there and cannot move: the batch, what programs gave the user."""
         stays = (record for record in self.records.values() if not record.movable)
         return sum(record.size_bytes for record in stays if not record.storage.expired())
 
-    def enter(self, schedule: Schedule) -> Running:
-        running = Running(schedule, [None] * len(schedule.buffers))
+    def start_call(self, schedule: Schedule) -> RunningCall:
+        running = RunningCall(schedule, [None] * len(schedule.buffers))
         self.calls.append(running)
         return running
 
-    def stand(self, running: Running, live_bytes: int, cost_ns: int) -> None:
+    def log_slot_and_advance_clock(self, running: RunningCall, live_bytes: int, cost_ns: int) -> None:
         """At a slot, whose kernel then takes this long."""
         running.at_ns.append(self.now_ns)
-        running.live_bytes.append(live_bytes + self.fixed_bytes + self.reserve_bytes)
+        running.live_bytes.append(live_bytes + self.immovable_bytes + self.reserve_bytes)
         self.now_ns += cost_ns
 
-    def mark(self) -> tuple[int, int]:
+    def rewind_point(self) -> tuple[int, int]:
         return len(self.calls), self.now_ns
 
-    def back_to(self, mark: tuple[int, int]) -> None:
+    def rewind_to(self, mark: tuple[int, int]) -> None:
         """What ran since then did not."""
         calls, self.now_ns = mark
         del self.calls[calls:]
 
-    def step(self) -> Step:
-        calls = tuple(running.finish() for running in self.calls)
+    def as_measured_step(self) -> Step:
+        calls = tuple(running.as_measured_call() for running in self.calls)
         seen = {name for call in calls for name in call.tensors}
         kinds = {
             record.name: (record.name, record.kind, record.size_bytes, record.kind in ("weight", "state"))
@@ -133,15 +133,15 @@ class Ledger:
         return Step(calls, self.now_ns, tuple(kinds[n] for n in sorted(kinds)), frozenset(), outside)
 
 
-class Slotted:
+class SlottedProgram:
     """A program of the model: its schedule, and what its kernels cost by slot."""
 
     def __init__(
         self, ledger: Ledger, speeds: operator_costs.Speeds, graph: torch.fx.GraphModule, kind: ProgramKind
     ):
         self.ledger = ledger
-        self.running: Running | None = None
-        by_node = dict(operator_costs.of_nodes(graph))
+        self.running: RunningCall | None = None
+        by_node = dict(operator_costs.costs_of_nodes(graph))
         schedule, connect = program.insert_slots(graph, kind)
         self.program = Program(schedule)
         self.cost_ns = [0] * len(schedule.slots)
@@ -151,41 +151,45 @@ class Slotted:
                 at = node.args[0]
             elif at >= 0:
                 self.cost_ns[at] += sum(map(speeds.duration_ns, by_node.get(node, ())))
-        connect(self.slot)
+        connect(self.simulate_slot)
 
-    def slot(self, index: int, tensors: Sequence[torch.Tensor], live_bytes: int | None = None) -> None:
+    def simulate_slot(
+        self, index: int, tensors: Sequence[torch.Tensor], live_bytes: int | None = None
+    ) -> None:
         if index == 0:
-            self.running = self.ledger.enter(self.program.schedule)
+            self.running = self.ledger.start_call(self.program.schedule)
         assert self.running is not None
         stop, bound = self.program.stops[index], self.running.bound
         for position, buffer in stop.made:
-            bound[buffer] = self.ledger.record(tensors[position]) or self.add(buffer, tensors[position])
+            bound[buffer] = self.ledger.record_of(tensors[position]) or self.add_record_of_buffer(
+                buffer, tensors[position]
+            )
         for buffer in stop.returned:
             record = bound[buffer]
             if record is not None and record.kind != "weight":
                 record.movable = False  # its memory is the caller's from here on
-        self.ledger.stand(self.running, stop.live_bytes, self.cost_ns[index])
+        self.ledger.log_slot_and_advance_clock(self.running, stop.live_bytes, self.cost_ns[index])
 
-    def add(self, buffer: int, tensor: torch.Tensor) -> Record | None:
+    def add_record_of_buffer(self, buffer: int, tensor: torch.Tensor) -> Record | None:
         """Named and typed as the registry of a run does it."""
         schedule, number = self.program.schedule, len(self.ledger.calls) - 1
         about = schedule.buffers[buffer]
         if about.role == "argument" and self.program.is_weight(buffer, tensor):
-            label = self.program.label(buffer)
+            label = self.program.label_of_buffer(buffer)
             name = label if label not in self.ledger.names else f"{number}.{label}"
-            return self.ledger.add(tensor, name, "weight", not about.held)
+            return self.ledger.add_record(tensor, name, "weight", not about.held)
         kind = {"argument": "input"}.get(about.role, "activation")
         if schedule.kind == "backward" and about.role == "result":
             kind = "grad"
         movable = about.role == "saved" or about.edge >= 0  # a weight's gradient may leave at once
-        return self.ledger.add(tensor, f"{number}.{about.name}", kind, movable)
+        return self.ledger.add_record(tensor, f"{number}.{about.name}", kind, movable)
 
 
 # What code gets that asks a fake tensor for a number that torch does not know either.
 NUMBERS = {torch.bool: False, torch.float64: 1.0, torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
 
 
-class Counted(TorchDispatchMode):
+class CostCounter(TorchDispatchMode):
     """What code outside of programs takes: its time, and the most bytes of it that are alive at once."""
 
     def __init__(self, speeds: operator_costs.Speeds) -> None:
@@ -202,10 +206,10 @@ class Counted(TorchDispatchMode):
             if func is torch.ops.aten._local_scalar_dense.default:
                 return NUMBERS.get(args[0].dtype, 1)
             raise
-        cost = operator_costs.of_call(func, args, kwargs or {}, result)
+        cost = operator_costs.cost_of_call(func, args, kwargs or {}, result)
         self.ns += self.speeds.duration_ns(cost)
-        given = {t.untyped_storage()._cdata for t in operator_costs.tensors((args, kwargs))}
-        for tensor in operator_costs.tensors(result):
+        given = {t.untyped_storage()._cdata for t in operator_costs.strided_tensors_in((args, kwargs))}
+        for tensor in operator_costs.strided_tensors_in(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in given:
                 self.alive[storage._cdata] = StorageWeakRef(storage), int(storage.nbytes())
@@ -217,49 +221,49 @@ class Counted(TorchDispatchMode):
 _NUMBERS = itertools.count(1)
 
 
-def _call(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_model(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return model(*args, **kwargs)
 
 
-def own_code() -> FunctionType:
-    """`_call` with a code object of its own: what Dynamo learns of it (programs, which sizes change) goes
-    with it, and nothing of that meets the user's own compiles."""
-    code: CodeType = _call.__code__.replace(co_filename=f"<teraio.estimate {next(_NUMBERS)}>")
+def copy_call_with_fresh_code() -> FunctionType:
+    """`_call_model` with a code object of its own: what Dynamo learns of it (programs, which sizes change)
+    goes with it, and nothing of that meets the user's own compiles."""
+    code: CodeType = _call_model.__code__.replace(co_filename=f"<teraio.estimate {next(_NUMBERS)}>")
     return FunctionType(code, {"__builtins__": __builtins__})
 
 
-def _refuse_unknown_sizes(gm: torch.fx.GraphModule) -> None:
+def _refuse_data_dependent_sizes(gm: torch.fx.GraphModule) -> None:
     """All sizes that are given are numbers, so one that is none depends on what is computed."""
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
             raise UnsupportedError(
                 f"estimate: the size of {node.name} depends on numbers, and none are computed"
-                f"{place(node.stack_trace or '')}. {INSTEAD}"
+                f"{last_line_of_stack(node.stack_trace or '')}. {INSTEAD}"
             )
 
 
-def captured(
+def compile_with_ledger(
     model: torch.nn.Module, ledger: Ledger, speeds: operator_costs.Speeds
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     """The model, compiled so that its programs write themselves into the ledger when they run."""
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        count_as_ours()  # a training that runs within a budget learns that it is no foreign program
-        _refuse_unknown_sizes(gm)
-        labels = aot.placeholder_names(gm)
+        count_graph_as_ours()  # a training that runs within a budget learns that it is no foreign program
+        _refuse_data_dependent_sizes(gm)
+        labels = aot.weight_and_buffer_names(gm)
 
-        def slot(graph: torch.fx.GraphModule, kind: ProgramKind) -> None:
-            slotted = Slotted(ledger, speeds, graph, kind)
+        def add_slots(graph: torch.fx.GraphModule, kind: ProgramKind) -> None:
+            slotted = SlottedProgram(ledger, speeds, graph, kind)
             if kind != "backward":
                 slotted.program.name_arguments(labels)
 
         # The backward is compiled here, and not in the middle of autograd, where all tensors that are made
         # are fake: constants of the graph are copied.
         with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
-            return program.compiler(slot)(gm, inputs)
+            return program.make_aot_backend(add_slots)(gm, inputs)
 
-    compiled = torch.compile(own_code(), backend=backend, fullgraph=True, dynamic=False)
+    compiled = torch.compile(copy_call_with_fresh_code(), backend=backend, fullgraph=True, dynamic=False)
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # What a model says to its logger is no part of the step.
@@ -270,7 +274,7 @@ def captured(
     return run
 
 
-def forward_and_backward(
+def simulate_forward_and_backward(
     model: torch.nn.Module,
     batch: tuple[tuple[Any, ...], dict[str, Any]],
     loss: Callable[[Any], Any] | None,
@@ -278,23 +282,23 @@ def forward_and_backward(
     speeds: operator_costs.Speeds,
 ) -> str:
     """Into the ledger, and the parameters get gradients. Returns what was taken for the loss."""
-    output = captured(model, ledger, speeds)(*batch)
+    output = compile_with_ledger(model, ledger, speeds)(*batch)
     told = "the loss is the one that was given"
     root = None
     if loss is None:
-        root, told = own_loss(output)
-        loss = _sum
+        root, told = find_loss_in_output(output)
+        loss = _sum_of_outputs
     if root is not None:
         del output
         root.backward()
     else:
-        _through(output, loss, ledger, Counted(speeds))
+        _run_backward_through_loss(output, loss, ledger, CostCounter(speeds))
     for name, parameter in model.named_parameters():
-        _adopt_gradient(ledger, name, parameter)
+        _record_gradient(ledger, name, parameter)
     return told
 
 
-def own_loss(output: Any) -> tuple[torch.Tensor | None, str]:
+def find_loss_in_output(output: Any) -> tuple[torch.Tensor | None, str]:
     """The loss that a model returns: a scalar, by itself, under `loss`, or first."""
     first = output[0] if isinstance(output, tuple | list) and output else output
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -304,14 +308,16 @@ def own_loss(output: Any) -> tuple[torch.Tensor | None, str]:
     return None, "the loss is the sum of what the model returns, which has none: give loss="
 
 
-def _sum(output: Any) -> torch.Tensor:
-    return sum(tensor.sum() for tensor in operator_costs.tensors(output) if tensor.requires_grad)  # type: ignore[return-value]
+def _sum_of_outputs(output: Any) -> torch.Tensor:
+    return sum(tensor.sum() for tensor in operator_costs.strided_tensors_in(output) if tensor.requires_grad)  # type: ignore[return-value]
 
 
-def _through(output: Any, loss: Callable[[Any], Any], ledger: Ledger, counted: Counted) -> None:
+def _run_backward_through_loss(
+    output: Any, loss: Callable[[Any], Any], ledger: Ledger, counted: CostCounter
+) -> None:
     """Backward from a loss that the loop computes from what the model returned: that is no program, so its
     time and the most it holds are those of the call that ended."""
-    ends = {id(t): t for t in operator_costs.tensors(output) if t.requires_grad}
+    ends = {id(t): t for t in operator_costs.strided_tensors_in(output) if t.requires_grad}
     if not ends:
         raise UnsupportedError("estimate: nothing that the model returns requires a gradient")
     cut = {key: tensor.detach().requires_grad_() for key, tensor in ends.items()}
@@ -320,7 +326,8 @@ def _through(output: Any, loss: Callable[[Any], Any], ledger: Ledger, counted: C
         value = loss(seen)
         if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
             raise OptionError(
-                f"estimate: loss gives {_described(value)}; expected a scalar tensor that depends on what "
+                f"estimate: loss gives {_describe_value(value)}; expected a scalar tensor that depends "
+                "on what "
                 f"the model returns"
             )
         gradients = torch.autograd.grad(value, list(cut.values()), allow_unused=True)
@@ -330,14 +337,14 @@ def _through(output: Any, loss: Callable[[Any], Any], ledger: Ledger, counted: C
     torch.autograd.backward([end for end, _ in reached], [gradient for _, gradient in reached])
 
 
-def _described(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:60]
 
 
-def _adopt_gradient(ledger: Ledger, name: str, parameter: torch.nn.Parameter) -> None:
-    weight, gradient = ledger.record(parameter), parameter.grad
+def _record_gradient(ledger: Ledger, name: str, parameter: torch.nn.Parameter) -> None:
+    weight, gradient = ledger.record_of(parameter), parameter.grad
     if weight is None or gradient is None:
         return
-    record = ledger.record(gradient) or ledger.add(gradient, f"{name}.grad", "grad", True)
+    record = ledger.record_of(gradient) or ledger.add_record(gradient, f"{name}.grad", "grad", True)
     if record is not None and record.kind != "weight":
-        ledger.rename(record, f"{weight.name}.grad", "grad")
+        ledger.rename_and_make_movable(record, f"{weight.name}.grad", "grad")

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from teraio.errors import OptionError, UnsupportedError
-from teraio.formats.fields import nearest
+from teraio.formats.fields import suggest_nearest_name
 
-from .torch_errors import reason
+from .torch_errors import reason_of_error
 
 Parameters = list[nn.Parameter]
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
@@ -34,24 +34,24 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
 
 
 @dataclass
-class Fakes:
+class FakeCopies:
     """One fake storage per storage, on the device that the model will train on."""
 
     device: torch.device
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     storages: dict[int, torch.Tensor] = field(default_factory=dict)  # address of the first -> bytes on meta
 
-    def tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def copy_tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Its like: same shape, strides and place in its storage, none of its bytes."""
         if type(tensor) not in PLAIN or tensor.layout != torch.strided:
             raise UnsupportedError(
                 f"estimate: {name} is a {type(tensor).__name__} of layout {tensor.layout}; sizes are known "
                 f"of plain dense tensors. Estimate the model before its weights are converted or sharded"
             )
-        with unseen():
+        with without_fetching():
             extent = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) + 1
             needed = (tensor.storage_offset() + extent) * tensor.element_size() if tensor.numel() else 0
-            storage = self._storage(tensor.untyped_storage(), int(needed))
+            storage = self._fake_storage_of(tensor.untyped_storage(), int(needed))
             like = torch.empty(0, dtype=tensor.dtype, device="meta")
             like.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
             device = self.device if tensor.device.type == "meta" else tensor.device
@@ -60,7 +60,7 @@ class Fakes:
             return nn.Parameter(made, tensor.requires_grad)
         return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
-    def _storage(self, storage: torch.UntypedStorage, needed: int) -> torch.UntypedStorage:
+    def _fake_storage_of(self, storage: torch.UntypedStorage, needed: int) -> torch.UntypedStorage:
         """Evicted storages are empty, and are given the bytes that their tensors speak of."""
         known = self.storages.get(storage._cdata)
         if known is None or known.nbytes < needed:
@@ -69,39 +69,40 @@ class Fakes:
             self.storages[storage._cdata] = known
         return known.untyped_storage()
 
-    def model(self, model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
+    def copy_model(self, model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
         """The copy, and what became of each of the model's tensors."""
         memo: dict[int, Any] = {}
         for path, module in model.named_modules():
             own = {name: value for name, value in vars(module).items() if name != "_modules"}
             for tensor in tree_leaves(list(own.values())):
                 if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
-                    memo[id(tensor)] = self.tensor(tensor, path or type(module).__name__)
+                    memo[id(tensor)] = self.copy_tensor(tensor, path or type(module).__name__)
         try:
             return copy.deepcopy(model, memo), memo
         except Exception as error:
             raise UnsupportedError(
-                f"estimate: {type(model).__name__} cannot be copied ({reason(error)}), and the model "
+                f"estimate: {type(model).__name__} cannot be copied ({reason_of_error(error)}), and "
+                "the model "
                 f"itself is not to be touched. Let copy.deepcopy(model) work, or give the part that does"
             ) from error
 
-    def batch(self, batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def copy_batch(self, batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """As the model is called with it."""
 
         once: dict[int, torch.Tensor] = {}  # labels are often the inputs themselves
 
-        def made(value: Any) -> Any:
-            return tree_map_only(torch.Tensor, one, value)
+        def copy_nested(value: Any) -> Any:
+            return tree_map_only(torch.Tensor, copy_once, value)
 
-        def one(tensor: torch.Tensor) -> torch.Tensor:
+        def copy_once(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in once:
-                once[id(tensor)] = self.tensor(tensor, "a tensor of the batch")
+                once[id(tensor)] = self.copy_tensor(tensor, "a tensor of the batch")
             return once[id(tensor)]
 
         args: tuple[Any, ...] = (batch,) if isinstance(batch, torch.Tensor) else ()
         kwargs: dict[str, Any] = {}
         if isinstance(batch, Mapping):
-            kwargs = {str(name): made(value) for name, value in batch.items()}
+            kwargs = {str(name): copy_nested(value) for name, value in batch.items()}
         elif isinstance(batch, tuple | list):
             args = tuple(batch)
         elif not args:
@@ -109,7 +110,7 @@ class Fakes:
                 f"estimate: batch is of type {type(batch).__name__}; give a tensor, a tuple of arguments or "
                 f"a dict of keyword arguments; tensors on meta will do"
             )
-        args = tuple(map(made, args))
+        args = tuple(map(copy_nested, args))
         try:
             signature(model.forward).bind(*args, **kwargs)
         except TypeError as error:
@@ -120,13 +121,13 @@ class Fakes:
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def without_fetching() -> Iterator[None]:
     """The model may be trained within a budget right now: what is asked of its weights brings none back."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         yield
 
 
-def device_of(model: nn.Module) -> torch.device:
+def training_device(model: nn.Module) -> torch.device:
     """Where a model will train whose tensors may be on meta."""
     found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     return next((device for device in found if device.type not in ("meta", "cpu")), torch.device("cpu"))
@@ -135,19 +136,19 @@ def device_of(model: nn.Module) -> torch.device:
 Asked = str | torch.optim.Optimizer | Callable[[Parameters], torch.optim.Optimizer]
 
 
-def optimizer_of(
+def optimizer_for_copy(
     asked: Asked, model: nn.Module, copied: nn.Module, memo: dict[int, Any], mode: FakeTensorMode
 ) -> torch.optim.Optimizer:
     """The optimizer that was asked for, with the copy's parameters in place of the model's, and no state."""
     if isinstance(asked, torch.optim.Optimizer):
-        return _copied(asked, model, memo)
+        return _copy_optimizer(asked, model, memo)
     trained = [parameter for parameter in copied.parameters() if parameter.requires_grad]
     if not trained:
         raise OptionError(f"estimate: no parameter of {type(model).__name__} requires a gradient")
     if isinstance(asked, str):
         known = OPTIMIZERS.get(asked.lower())
         if known is None:
-            near = nearest(asked.lower(), list(OPTIMIZERS))
+            near = suggest_nearest_name(asked.lower(), list(OPTIMIZERS))
             raise OptionError(f"estimate: optimizer {asked!r} is none of torch.optim{near}")
         asked = known
     if not callable(asked):
@@ -161,14 +162,17 @@ def optimizer_of(
     except Exception as error:
         what = getattr(asked, "__name__", type(asked).__name__)
         raise OptionError(
-            f"estimate: {what} cannot be made for the parameters of {type(model).__name__}: {reason(error)}"
+            f"estimate: {what} cannot be made for the parameters of {type(model).__name__}: "
+            f"{reason_of_error(error)}"
         ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise OptionError(f"estimate: optimizer makes a {type(made).__name__}, not a torch.optim.Optimizer")
     return made
 
 
-def _copied(given: torch.optim.Optimizer, model: nn.Module, memo: dict[int, Any]) -> torch.optim.Optimizer:
+def _copy_optimizer(
+    given: torch.optim.Optimizer, model: nn.Module, memo: dict[int, Any]
+) -> torch.optim.Optimizer:
     own = {id(parameter) for parameter in model.parameters()}
     parameters = [parameter for group in given.param_groups for parameter in group["params"]]
     strange = sum(id(parameter) not in own for parameter in parameters)

@@ -27,9 +27,13 @@ from teraio.passes.synth import roofline
 from teraio.passes.synth.operator_costs import Speeds
 from teraio.passes.synth.roofline import Rates
 from teraio.runtime.device import choose
-from teraio.runtime.store.directories import default_directories, free_bytes_in, open_place
-from teraio.session.measured_machine import machine_of
-from teraio.session.tiers import drives
+from teraio.runtime.store.directories import (
+    choose_default_directories,
+    open_store_directory,
+    total_free_bytes,
+)
+from teraio.session.measured_machine import machine_from_links
+from teraio.session.tiers import measure_drives
 from teraio.units import fmt_rate
 
 GIGA = 10**9
@@ -40,7 +44,7 @@ LAUNCHES = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Basis:
+class MachineWithSpeeds:
     """A machine, what it computes with, and where both figures come from. `available_bytes`: what a share of
     memory is a share of. `files`: directories of the store, whose buffers are in the same memory as tensors;
     0 where they are not."""
@@ -54,20 +58,22 @@ class Basis:
     device: torch.device  # of the model
 
 
-def basis_of(asked: str | os.PathLike[str] | Machine | None, on: torch.device) -> Basis:
+def find_machine_and_speeds(
+    asked: str | os.PathLike[str] | Machine | None, on: torch.device
+) -> MachineWithSpeeds:
     """OptionError or FileFormatError names what is wrong with what was asked for."""
     if asked is None:
-        return _here(on)
+        return _measure_this_machine(on)
     if isinstance(asked, Machine):
         machine, origin = asked, "given"
     else:
-        path = shipped_files.path(asked, shipped_files.MACHINES)
+        path = shipped_files.find_named_file(asked, shipped_files.MACHINES)
         machine = Machine.read(path)
-        built_in = path == str(shipped_files.MACHINES.file(machine.name))
+        built_in = path == str(shipped_files.MACHINES.path_of(machine.name))
         origin = "from data sheets, not measured" if built_in else f"from {path}"
     capacity = next(tier.capacity_bytes for tier in machine.tiers if tier.name == "device")
-    if known := roofline.known(machine.name):
-        return Basis(
+    if known := roofline.accelerator_name_in(machine.name):
+        return MachineWithSpeeds(
             machine,
             Speeds(*roofline.ACCELERATORS[known]),
             capacity,
@@ -81,43 +87,45 @@ def basis_of(asked: str | os.PathLike[str] | Machine | None, on: torch.device) -
             f"estimate: machine {machine.name!r} does not say what computes on {on.type}; its name must "
             f"begin with one of {', '.join(roofline.ACCELERATORS)}"
         )
-    speeds, compute = _processor()
-    return Basis(machine, speeds, capacity, origin, compute, 1, on)
+    speeds, compute = _measure_processor()
+    return MachineWithSpeeds(machine, speeds, capacity, origin, compute, 1, on)
 
 
-def _here(on: torch.device) -> Basis:
+def _measure_this_machine(on: torch.device) -> MachineWithSpeeds:
     if on.type != "cpu":
         raise UnsupportedError(
             f"estimate: the model is on {on.type}, which is not measured here; name the machine: "
             f"machine={shipped_files.MACHINES.names()[0]!r}, or a file by `teraio doctor -o`"
         )
-    options, used = Settings.parse(), choose.current("cpu")
-    directories = [Path(path) for path in options.directories] or list(default_directories())
-    places = [open_place(path, parents=not options.directories) for path in directories]
+    options, used = Settings.parse(), choose.choose_device("cpu")
+    directories = [Path(path) for path in options.store_directories] or list(choose_default_directories())
+    places = [open_store_directory(path, parents=not options.store_directories) for path in directories]
     try:
-        free_bytes = free_bytes_in(places)
-        link, _ = drives([place.path for place in places], used)
+        free_bytes = total_free_bytes(places)
+        link, _ = measure_drives([place.path for place in places], used)
     finally:
         for place in places:
             os.close(place.fd)
-    speeds, compute = _processor()
-    machine = machine_of("here", [link], used.capacity_bytes(), free_bytes)
+    speeds, compute = _measure_processor()
+    machine = machine_from_links("here", [link], used.capacity_bytes(), free_bytes)
     origin = f"measured just now; store in {', '.join(map(str, directories))}"
-    return Basis(machine, speeds, used.default_budget_bytes(), origin, compute, len(places), on)
+    return MachineWithSpeeds(machine, speeds, used.default_budget_bytes(), origin, compute, len(places), on)
 
 
 @cache
-def _processor() -> tuple[Speeds, str]:
+def _measure_processor() -> tuple[Speeds, str]:
     """What this processor reaches, by a product of matrices of each kind and a copy."""
-    bandwidth = _copied_per_s()
-    launch_ns = _launch_ns()
-    rates = [Rates(_flop_per_s(dtype), bandwidth, launch_ns) for dtype in (torch.bfloat16, torch.float32)]
+    bandwidth = _measure_memory_bandwidth()
+    launch_ns = _measure_launch_ns()
+    rates = [
+        Rates(_measure_flop_per_s(dtype), bandwidth, launch_ns) for dtype in (torch.bfloat16, torch.float32)
+    ]
     gflop = rates[1].flop_per_s / GIGA
     told = f"times by what this processor did just now: {gflop:.0f} GFLOP/s in fp32, {fmt_rate(bandwidth)}"
     return Speeds(*rates), told
 
 
-def _best_ns(work: Callable[[], object], times: int) -> int:
+def _fastest_run_ns(work: Callable[[], object], times: int) -> int:
     """The fastest of some: what else runs only makes them slower."""
     spent = []
     with torch.no_grad():
@@ -128,21 +136,21 @@ def _best_ns(work: Callable[[], object], times: int) -> int:
     return max(1, min(spent))
 
 
-def _flop_per_s(dtype: torch.dtype) -> int:
+def _measure_flop_per_s(dtype: torch.dtype) -> int:
     left, right = torch.ones(SIDE, SIDE, dtype=dtype), torch.ones(SIDE, SIDE, dtype=dtype)
-    return 2 * SIDE**3 * 10**9 // _best_ns(lambda: left @ right, 4)
+    return 2 * SIDE**3 * 10**9 // _fastest_run_ns(lambda: left @ right, 4)
 
 
-def _copied_per_s() -> int:
+def _measure_memory_bandwidth() -> int:
     source, target = torch.ones(COPY_BYTES // 4), torch.empty(COPY_BYTES // 4)
-    return 2 * COPY_BYTES * 10**9 // _best_ns(lambda: target.copy_(source), 4)
+    return 2 * COPY_BYTES * 10**9 // _fastest_run_ns(lambda: target.copy_(source), 4)
 
 
-def _launch_ns() -> int:
+def _measure_launch_ns() -> int:
     one = torch.ones(1)
 
-    def launches() -> None:
+    def launch_many_kernels() -> None:
         for _ in range(LAUNCHES):
             one.add(1)
 
-    return _best_ns(launches, 2) // LAUNCHES
+    return _fastest_run_ns(launch_many_kernels, 2) // LAUNCHES

@@ -10,15 +10,15 @@ from teraio.errors import UnsupportedError
 from teraio.formats.schedule import READ, WRITE
 from teraio.passes.synth import operator_costs
 from teraio.runtime.optimizer import trial
-from teraio.runtime.optimizer.buckets import Bucket, buckets_of, stand_in, tensors_of
-from teraio.runtime.optimizer.slices import in_slices
-from teraio.runtime.optimizer.step_call import own_bytes, schedule_of
+from teraio.runtime.optimizer.buckets import Bucket, make_stand_in, named_tensors_in, split_into_buckets
+from teraio.runtime.optimizer.slices import split_into_slices
+from teraio.runtime.optimizer.step_call import make_optimizer_schedule, temporary_bytes
 
-from .dry_run import Counted, Ledger, Record
-from .torch_errors import reason
+from .dry_run import CostCounter, Ledger, Record
+from .torch_errors import reason_of_error
 
 
-def step(
+def simulate_optimizer_step(
     ledger: Ledger,
     optimizer: torch.optim.Optimizer,
     limit_bytes: int,
@@ -27,35 +27,39 @@ def step(
 ) -> str:
     """Into the ledger, in buckets of so many bytes of parameters, larger ones in slices, if that is asked for
     and can be. Returns what is to be known of it."""
-    name, seen = type(optimizer).__name__, trial.outcome(optimizer)
-    by_rows = by_rows and seen.reason is None and trial.by_rows(optimizer)
-    buckets = (in_slices if by_rows else buckets_of)(optimizer.param_groups, limit_bytes)
+    name, seen = type(optimizer).__name__, trial.try_in_buckets(optimizer)
+    by_rows = by_rows and seen.reason is None and trial.can_step_by_rows(optimizer)
+    buckets = (split_into_slices if by_rows else split_into_buckets)(optimizer.param_groups, limit_bytes)
     if seen.reason is not None:
         every = [parameter for bucket in buckets for parameter in bucket.parameters]
         buckets = [Bucket({**buckets[0].group, "foreach": True}, every)]
     try:
         with ledger.mode:
-            _run(optimizer, buckets, Counted(speeds))  # makes the states
-            spent = _run(optimizer, buckets, Counted(speeds))
+            _step_buckets_counting_ns(optimizer, buckets, CostCounter(speeds))  # makes the states
+            spent = _step_buckets_counting_ns(optimizer, buckets, CostCounter(speeds))
     except Exception as error:
         raise UnsupportedError(
-            f"estimate: {name} cannot be stepped without numbers ({reason(error)}). Estimate "
+            f"estimate: {name} cannot be stepped without numbers ({reason_of_error(error)}). Estimate "
             f"with another optimizer with as many states, such as 'adamw' (2 per parameter) or 'sgd'"
         ) from error
-    members = [_members(ledger, optimizer, bucket, at) for at, bucket in enumerate(buckets)]
+    members = [
+        _find_or_add_bucket_records(ledger, optimizer, bucket, at) for at, bucket in enumerate(buckets)
+    ]
     gradients = () if seen.writes_gradients else [p.grad for b in buckets for p in b.parameters]
-    read_only = {id(ledger.record(gradient)) for gradient in gradients if gradient is not None}
+    read_only = {id(ledger.record_of(gradient)) for gradient in gradients if gradient is not None}
     sizes = [[p.nbytes for p in bucket.parameters if p.grad is not None] for bucket in buckets]
-    own = [own_bytes(bucket, of, seen.temporaries) for bucket, of in zip(buckets, sizes)]
-    _call(ledger, name, members, own, spent, read_only)
+    own = [temporary_bytes(bucket, of, seen.temporaries) for bucket, of in zip(buckets, sizes)]
+    _add_optimizer_call(ledger, name, members, own, spent, read_only)
     return "" if seen.reason is None else f"{name} steps all of its parameters at once: {seen.reason}"
 
 
-def _run(optimizer: torch.optim.Optimizer, buckets: list[Bucket], counted: Counted) -> list[int]:
+def _step_buckets_counting_ns(
+    optimizer: torch.optim.Optimizer, buckets: list[Bucket], counted: CostCounter
+) -> list[int]:
     """The optimizer's own code, bucket after bucket; the time each takes."""
     spent: list[int] = []
 
-    def walk() -> Iterator[Bucket]:
+    def yield_timed_buckets() -> Iterator[Bucket]:
         for bucket in buckets:
             before = counted.ns
             yield bucket
@@ -63,25 +67,29 @@ def _run(optimizer: torch.optim.Optimizer, buckets: list[Bucket], counted: Count
 
     run = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
     with counted, torch.compiler.set_stance("force_eager"):
-        run(stand_in(optimizer, walk))
+        run(make_stand_in(optimizer, yield_timed_buckets))
     return spent
 
 
-def _members(ledger: Ledger, optimizer: torch.optim.Optimizer, bucket: Bucket, at: int) -> dict[int, Record]:
+def _find_or_add_bucket_records(
+    ledger: Ledger, optimizer: torch.optim.Optimizer, bucket: Bucket, at: int
+) -> dict[int, Record]:
     """Of a bucket's parameters, their gradients and states, in the order of a run."""
     found: dict[int, Record] = {}
     for place, parameter in enumerate(p for p in bucket.parameters if p.grad is not None):
-        record = ledger.record(parameter)
+        record = ledger.record_of(parameter)
         base = f"optimizer 0.{at}.{place}" if record is None else record.name
-        states = tensors_of(optimizer.state.get(parameter, {}), base)
+        states = named_tensors_in(optimizer.state.get(parameter, {}), base)
         gradient = parameter.grad
-        known = [record, ledger.record(gradient) if gradient is not None else None]
-        known += [ledger.record(state) or ledger.add(state, name, "state", True) for state, name in states]
+        known = [record, ledger.record_of(gradient) if gradient is not None else None]
+        known += [
+            ledger.record_of(state) or ledger.add_record(state, name, "state", True) for state, name in states
+        ]
         found.update((id(each), each) for each in known if each is not None)
     return found
 
 
-def _call(
+def _add_optimizer_call(
     ledger: Ledger,
     name: str,
     members: list[dict[int, Record]],
@@ -96,8 +104,8 @@ def _call(
     kernels = [f"{name}.step {first}".rstrip() for first in firsts]
     flags = {key: READ if key in read_only else READ | WRITE for key in index}
     touched = [tuple((index[key], flags[key]) for key in bucket if key in index) for bucket in members]
-    schedule = schedule_of(arguments, kernels, touched, own)
-    running = ledger.enter(schedule)
+    schedule = make_optimizer_schedule(arguments, kernels, touched, own)
+    running = ledger.start_call(schedule)
     running.bound = list(records.values())
     for slot, cost_ns in zip(schedule.slots, (0, *spent, 0)):
-        ledger.stand(running, slot.live_bytes, cost_ns)
+        ledger.log_slot_and_advance_clock(running, slot.live_bytes, cost_ns)

@@ -19,7 +19,7 @@ INSTEAD = (
 SPEAKS = "torch._subclasses.fake_tensor"  # of each operator that fails, with a traceback
 
 
-def reason(error: BaseException) -> str:
+def reason_of_error(error: BaseException) -> str:
     """What the innermost exception says; where Dynamo met it, the line of the model, too."""
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         error = error.inner_exception
@@ -28,17 +28,20 @@ def reason(error: BaseException) -> str:
     if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
         return f"{type(error).__name__}: {first}".rstrip(": ")
     told = GOT.search(text) or EXPLANATION.search(text)
-    return f"{first}{': ' + told[1].rstrip('.') if told else ''}{place(text.partition('from user code')[2])}"
+    return (
+        f"{first}{': ' + told[1].rstrip('.') if told else ''}"
+        f"{last_line_of_stack(text.partition('from user code')[2])}"
+    )
 
 
-def place(stack: str) -> str:
+def last_line_of_stack(stack: str) -> str:
     """The last line of a printed stack, in brackets."""
     where = PLACE.findall(stack)
     return f" ({where[-1][0]}:{where[-1][1]}: {where[-1][2].strip()})" if where else ""
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_operator_errors() -> Iterator[None]:
     """What fails is said once, by us."""
     logger = logging.getLogger(SPEAKS)
     level = logger.level

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from teraio.units import LIMIT, shown
+from teraio.units import LIMIT, printable_line
 
 TEXT_CHARS_MAX = 1024
 TICKS_END = 2**32  # a tick in a profile
@@ -47,67 +47,77 @@ class _Required:
 REQUIRED: Any = _Required()
 
 
-def integer(low: int = 0, end: int = LIMIT) -> Check:
+def make_integer_check(low: int = 0, end: int = LIMIT) -> Check:
     """An integer in [low, end); `True` is not an integer."""
 
-    def check(value: Any) -> str:
+    def complaint_of_value(value: Any) -> str:
         if type(value) is not int:
-            return f"is {_shown(value)}; expected an integer"
-        return "" if low <= value < end else f"is {_shown(value)}; expected an integer in [{low}, {end})"
+            return f"is {_short_json_text(value)}; expected an integer"
+        return (
+            ""
+            if low <= value < end
+            else f"is {_short_json_text(value)}; expected an integer in [{low}, {end})"
+        )
 
-    return check
+    return complaint_of_value
 
 
-def text(chars_min: int = 1, chars_max: int = TEXT_CHARS_MAX) -> Check:
+def make_safe_text_check(chars_min: int = 1, chars_max: int = TEXT_CHARS_MAX) -> Check:
     """A name: of bounded length and without characters that a terminal would obey."""
 
-    def check(value: Any) -> str:
+    def complaint_of_value(value: Any) -> str:
         if type(value) is not str:
-            return f"is {_shown(value)}; expected a string"
+            return f"is {_short_json_text(value)}; expected a string"
         if not chars_min <= len(value) <= chars_max:
             return f"has {len(value)} characters; expected {chars_min} to {chars_max}"
         if not (value.isascii() and value.isprintable()) and (unsafe := _UNSAFE.search(value)):
-            return f"holds {shown(unsafe[0])} in {_shown(value)}; control characters are refused in names"
+            return (
+                f"holds {printable_line(unsafe[0])} in {_short_json_text(value)}; control characters "
+                "are refused in names"
+            )
         return ""
 
-    return check
+    return complaint_of_value
 
 
-def one_of(*names: str) -> Check:
+def make_one_of_check(*names: str) -> Check:
     """One of a few words."""
 
-    def check(value: Any) -> str:
+    def complaint_of_value(value: Any) -> str:
         if type(value) is str and value in names:
             return ""
-        return f"is {_shown(value)}; expected one of {', '.join(names)}{nearest(value, names)}"
+        return (
+            f"is {_short_json_text(value)}; expected one of {', '.join(names)}"
+            f"{suggest_nearest_name(value, names)}"
+        )
 
-    return check
+    return complaint_of_value
 
 
-def boolean(value: Any) -> str:
+def boolean_complaint(value: Any) -> str:
     """`true` or `false`."""
-    return "" if type(value) is bool else f"is {_shown(value)}; expected true or false"
+    return "" if type(value) is bool else f"is {_short_json_text(value)}; expected true or false"
 
 
-def ticks(value: Any) -> str:
+def ticks_complaint(value: Any) -> str:
     """A list of ticks, ascending, each once."""
     if type(value) is not tuple:
-        return f"is {_shown(value)}; expected a list of ticks"
+        return f"is {_short_json_text(value)}; expected a list of ticks"
     last = -1
     for tick in value:
         if type(tick) is not int or not 0 <= tick < TICKS_END:
-            return f"holds {_shown(tick)}; expected integers in [0, {TICKS_END})"
+            return f"holds {_short_json_text(tick)}; expected integers in [0, {TICKS_END})"
         if tick <= last:
             return f"holds {tick} after {last}; ticks ascend and appear once"
         last = tick
     return ""
 
 
-def _shown(value: Any) -> str:
+def _short_json_text(value: Any) -> str:
     """A value as JSON would show it, short."""
     match value:
         case str():
-            return f'"{shown(value)}"'
+            return f'"{printable_line(value)}"'
         case bool():
             return str(value).lower()
         case None:
@@ -115,10 +125,10 @@ def _shown(value: Any) -> str:
         case list() | tuple():
             return f"a list of {len(value)}"
         case _:
-            return shown(value)
+            return printable_line(value)
 
 
-def nearest(name: Any, names: Sequence[str]) -> str:
+def suggest_nearest_name(name: Any, names: Sequence[str]) -> str:
     """`; did you mean memory?`, or nothing. Long names are not compared: that is quadratic."""
     if not isinstance(name, str) or len(name) > 64:
         return ""
@@ -135,30 +145,30 @@ class Field(NamedTuple):
     attribute: str = ""  # where it differs from the key, such as "source" for "from"
 
     @property
-    def name(self) -> str:
+    def attribute_name(self) -> str:
         return self.attribute or self.key
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ObjectFormat:
     """One object in a file and the dataclass it becomes."""
 
     build: Callable[..., Any]
     fields: tuple[Field, ...]
     view: Callable[[Any], Any] = lambda value: value  # gives a plain tuple its names
 
-    def decode(self, pairs: Pairs) -> Any:
+    def decode_pairs(self, pairs: Pairs) -> Any:
         """The pairs of one JSON object -> the dataclass; Fault with a path relative to the object."""
-        return self.make(_values(pairs))
+        return self.decode_dict(_dict_of_unique_keys(pairs))
 
-    def make(self, values: dict[str, Any]) -> Any:
-        """As `decode`, from keys that are known to appear once; `values` is used up."""
+    def decode_dict(self, values: dict[str, Any]) -> Any:
+        """As `decode_pairs`, from keys that are known to appear once; `values` is used up."""
         arguments = []
         for key, check, default, _ in self.fields:
             value = values.pop(key, REQUIRED)
             if value is REQUIRED:
                 if default is REQUIRED:
-                    self._refuse_unknown(values)
+                    self._refuse_unknown_keys(values)
                     raise Fault(f".{key}", "is missing")
                 value = default
             else:
@@ -168,75 +178,76 @@ class Record:
                     raise Fault(f".{key}", complaint)
             arguments.append(value)
         if values:
-            self._refuse_unknown(values)
+            self._refuse_unknown_keys(values)
         return self.build(*arguments)
 
-    def _refuse_unknown(self, values: dict[str, Any]) -> None:
+    def _refuse_unknown_keys(self, values: dict[str, Any]) -> None:
         known = [field.key for field in self.fields]
         for key in values:
             if key not in known:
                 raise Fault(
-                    path_key(key), f"is unknown{nearest(key, known)}; known keys are {', '.join(known)}"
+                    json_path_step(key),
+                    f"is unknown{suggest_nearest_name(key, known)}; known keys are {', '.join(known)}",
                 )
 
-    def encode(self, value: Any) -> dict[str, Any]:
+    def json_object_of_value(self, value: Any) -> dict[str, Any]:
         """The dataclass -> a JSON object; absent where the value is None."""
         value = self.view(value)
-        return {f.key: got for f in self.fields if (got := getattr(value, f.name)) is not None}
+        return {f.key: got for f in self.fields if (got := getattr(value, f.attribute_name)) is not None}
 
-    def complaints(self, value: Any) -> None:
+    def refuse_invalid_values(self, value: Any) -> None:
         """Fault for the first value that its field refuses."""
         value = self.view(value)
         for field in self.fields:
-            got = getattr(value, field.name)
+            got = getattr(value, field.attribute_name)
             if (got is not None or field.default is not None) and (complaint := field.check(got)):
                 raise Fault(f".{field.key}", complaint)
 
 
 @dataclass(frozen=True, slots=True)
-class Variants:
+class TaggedObjectFormat:
     """Objects of several kinds, told apart by one key; `tag_of` picks the kind for writing."""
 
     key: str
-    tags: dict[str, Record]
+    tags: dict[str, ObjectFormat]
     tag_of: Callable[[Any], str]
 
-    def decode(self, pairs: Pairs) -> Any:
+    def decode_pairs(self, pairs: Pairs) -> Any:
         """As a Record's, by the tag among the pairs."""
-        values = _values(pairs)
+        values = _dict_of_unique_keys(pairs)
         tag = values.pop(self.key, None)
         record = self.tags.get(tag) if type(tag) is str else None
         if record is None:
             what = (
-                one_of(*self.tags)(tag)
+                make_one_of_check(*self.tags)(tag)
                 if tag is not None
                 else f"is missing; expected {' or '.join(self.tags)}"
             )
             raise Fault(f".{self.key}", what)
-        return record.make(values)
+        return record.decode_dict(values)
 
-    def encode(self, value: Any) -> dict[str, Any]:
+    def json_object_of_value(self, value: Any) -> dict[str, Any]:
         tag = self.tag_of(value)
-        return {self.key: tag} | self.tags[tag].encode(value)
+        return {self.key: tag} | self.tags[tag].json_object_of_value(value)
 
-    def complaints(self, value: Any) -> None:
-        self.tags[self.tag_of(value)].complaints(value)
-
-
-Form = Record | Variants
+    def refuse_invalid_values(self, value: Any) -> None:
+        self.tags[self.tag_of(value)].refuse_invalid_values(value)
 
 
-def _values(pairs: Pairs) -> dict[str, Any]:
+Form = ObjectFormat | TaggedObjectFormat
+
+
+def _dict_of_unique_keys(pairs: Pairs) -> dict[str, Any]:
     """The pairs of one JSON object, none of whose keys may appear twice."""
     values = dict(pairs)
     if len(values) != len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise Fault(path_key(twice), "appears twice")
+        raise Fault(json_path_step(twice), "appears twice")
     return values
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TopLevelKey:
     """One key at the top of a file. `form` says how its value looks:
 
     value    a number or a string, checked by `check`
@@ -261,24 +272,26 @@ class Format:
     name: str
     size_max_bytes: int
     build: Callable[..., Any]
-    parts: tuple[Part, ...]
+    parts: tuple[TopLevelKey, ...]
     law: Callable[[Any], None]  # what no single field can know: Fault if broken
     version: int = 1
 
 
-def path_key(key: str) -> str:
+def json_path_step(key: str) -> str:
     """A step in a JSON path; keys that are not plain words are quoted and escaped."""
-    return f".{key}" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,40}", key) else f'["{shown(key, 40)}"]'
+    return (
+        f".{key}" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,40}", key) else f'["{printable_line(key, 40)}"]'
+    )
 
 
 def validate(form: Format, value: Any) -> None:
     """Fault for the first thing in `value` that a file of this format may not hold."""
     for part in form.parts:
-        _validate_part(part, getattr(value, part.key))
+        _validate_top_level_value(part, getattr(value, part.key))
     form.law(value)
 
 
-def _validate_part(part: Part, got: Any) -> None:
+def _validate_top_level_value(part: TopLevelKey, got: Any) -> None:
     if part.form == "value":
         assert part.check is not None
         if complaint := part.check(got):
@@ -286,7 +299,7 @@ def _validate_part(part: Part, got: Any) -> None:
         return
     if part.form == "record":
         assert part.record is not None
-        _within(part.key, part.record.complaints, got)
+        _call_prefixing_faults(part.key, part.record.refuse_invalid_values, got)
         return
     if type(got) is not tuple:
         raise Fault(part.key, f"is a {type(got).__name__}; expected a tuple")
@@ -299,10 +312,10 @@ def _validate_part(part: Part, got: Any) -> None:
                 raise Fault(f"{part.key}[{index}]", complaint)
         else:
             assert part.record is not None
-            _within(f"{part.key}[{index}]", part.record.complaints, entry)
+            _call_prefixing_faults(f"{part.key}[{index}]", part.record.refuse_invalid_values, entry)
 
 
-def _within(path: str, act: Callable[[Any], Any], value: Any) -> Any:
+def _call_prefixing_faults(path: str, act: Callable[[Any], Any], value: Any) -> Any:
     """Run `act`, with `path` put before the path of a Fault."""
     try:
         return act(value)
@@ -310,16 +323,18 @@ def _within(path: str, act: Callable[[Any], Any], value: Any) -> Any:
         raise Fault(path + fault.path, fault.what) from None
 
 
-def unique(path: str, names: Iterator[Any], key: str = "") -> None:
+def refuse_duplicates(path: str, names: Iterator[Any], key: str = "") -> None:
     """Fault for the first name that appears twice; `path` is the list's."""
     seen: dict[Any, int] = {}
     for index, name in enumerate(names):
         if seen.setdefault(name, index) != index:
-            shown_name = " to ".join(map(shown, name)) if isinstance(name, tuple) else _shown(name)
+            shown_name = (
+                " to ".join(map(printable_line, name)) if isinstance(name, tuple) else _short_json_text(name)
+            )
             raise Fault(f"{path}[{index}]{key}", f"{shown_name} appears already at {path}[{seen[name]}]")
 
 
-def encode(form: Format, value: Any) -> str:
+def encode_file_text(form: Format, value: Any) -> str:
     """The text of a file: keys sorted, one entry of a list or table per line, a newline at the end."""
     lines = {"format": _json(form.name), "version": _json(form.version)}
     for part in form.parts:
@@ -328,25 +343,27 @@ def encode(form: Format, value: Any) -> str:
             lines[part.key] = _json(got)
         elif part.form == "record":
             assert part.record is not None
-            lines[part.key] = _json(part.record.encode(got))
+            lines[part.key] = _json(part.record.json_object_of_value(got))
         elif part.form == "names":
-            lines[part.key] = _listed("[", [_json(name) for name in got], "]")
+            lines[part.key] = _join_one_per_line("[", [_json(name) for name in got], "]")
         elif part.form == "records":
             assert part.record is not None
-            lines[part.key] = _listed("[", [_json(part.record.encode(entry)) for entry in got], "]")
+            lines[part.key] = _join_one_per_line(
+                "[", [_json(part.record.json_object_of_value(entry)) for entry in got], "]"
+            )
         else:
-            assert isinstance(part.record, Record)
-            lines[part.key] = _table(part.record, got)
+            assert isinstance(part.record, ObjectFormat)
+            lines[part.key] = _table_text(part.record, got)
     return "{\n" + ",\n".join(f"{_json(key)}:{lines[key]}" for key in sorted(lines)) + "\n}\n"
 
 
-def _table(record: Record, rows: Sequence[Any]) -> str:
+def _table_text(record: ObjectFormat, rows: Sequence[Any]) -> str:
     first = record.fields[0].key
-    objects = sorted((entry.pop(first), entry) for entry in map(record.encode, rows))
-    return _listed("{", [f"{_json(name)}:{_json(entry)}" for name, entry in objects], "}")
+    objects = sorted((entry.pop(first), entry) for entry in map(record.json_object_of_value, rows))
+    return _join_one_per_line("{", [f"{_json(name)}:{_json(entry)}" for name, entry in objects], "}")
 
 
-def _listed(left: str, entries: list[str], right: str) -> str:
+def _join_one_per_line(left: str, entries: list[str], right: str) -> str:
     return left + "\n" + ",\n".join(entries) + "\n" + right if entries else left + right
 
 

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 from teraio.errors import FileFormatError
 from teraio.formats import fields, json_text
 from teraio.formats.fields import Fault, Format
-from teraio.units import fmt_bytes, shown
+from teraio.units import fmt_bytes, printable_line
 
 PIECE_BYTES = 64 * 2**10
 SCAN_BYTES = 16 * 2**20  # below it, what a file can make is bounded well enough: 3 bytes of memory per byte
@@ -47,65 +47,65 @@ T = TypeVar("T")
 def read(form: Format, path: str | os.PathLike[str]) -> Any:
     """A file -> the dataclass of its format."""
     name = os.fsdecode(path)
-    return _refusing(name, lambda: _read(form, name))
+    return _call_converting_faults(name, lambda: _read(form, name))
 
 
 def loads(form: Format, data: str | bytes, name: str) -> Any:
     """The text of a file, or its bytes (plain or gzip) -> the dataclass; `name` is what errors call it."""
-    return _refusing(name, lambda: _loads(form, data))
+    return _call_converting_faults(name, lambda: _loads(form, data))
 
 
 def dumps(form: Format, value: Any) -> str:
     """The text of a file; FileFormatError if it could not be read back."""
-    return _refusing(f"<{form.name}>", lambda: _dumps(form, value))
+    return _call_converting_faults(f"<{form.name}>", lambda: _dumps(form, value))
 
 
 def validate(form: Format, value: Any) -> None:
     """FileFormatError for the first thing that a file of this format may not hold."""
-    _refusing(f"<{form.name}>", lambda: fields.validate(form, value))
+    _call_converting_faults(f"<{form.name}>", lambda: fields.validate(form, value))
 
 
 def write(form: Format, value: Any, path: str | os.PathLike[str]) -> None:
     """The dataclass -> a file, whole or not at all; packed if its name ends in `.gz`."""
     name = os.fsdecode(path)
-    _refusing(name, lambda: _write(form, value, name))
+    _call_converting_faults(name, lambda: _write(form, value, name))
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Anything -> a file, whole or not at all."""
     name = os.fsdecode(path)
-    _refusing(name, lambda: _replace(name, data))
+    _call_converting_faults(name, lambda: _replace_file_atomically(name, data))
 
 
-def _refusing(name: str, act: Callable[[], T]) -> T:
+def _call_converting_faults(name: str, act: Callable[[], T]) -> T:
     """Run `act`; what it cannot take becomes one line of bounded length without control characters."""
     try:
         return act()
     except Fault as fault:
         places = [fault.path] if fault.path else []
         places += ["line {}, column {}".format(*fault.place)] if fault.place else []
-        raise FileFormatError(_line(name, *places, fault.what)) from None
+        raise FileFormatError(_error_line(name, *places, fault.what)) from None
     except OSError as error:
-        raise FileFormatError(_line(name, error.strerror or str(error))) from None
+        raise FileFormatError(_error_line(name, error.strerror or str(error))) from None
 
 
-def _line(name: str, *parts: str) -> str:
-    return shown(": ".join((shown(name, 200), *parts)), MESSAGE_CHARS_MAX)
+def _error_line(name: str, *parts: str) -> str:
+    return printable_line(": ".join((printable_line(name, 200), *parts)), MESSAGE_CHARS_MAX)
 
 
 def _read(form: Format, path: str) -> Any:
     if "\0" in path:
         raise Fault("", "the path holds a NUL character")
     # Looked at before it is opened: opening a FIFO would wake its writer, and a device may act on it.
-    _regular(os.stat(path))
+    _refuse_non_regular_file(os.stat(path))
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         status = os.fstat(fd)
-        _regular(status)
+        _refuse_non_regular_file(status)
         if status.st_size > form.size_max_bytes:
-            raise Fault("", _too_large(form, f"is {fmt_bytes(status.st_size)}"))
-        ends = _peek(fd, 0), _peek(fd, max(0, status.st_size - json_text.HEAD_CHARS))
-        _check_ends(form, status.st_size, *ends)
+            raise Fault("", _too_large_message(form, f"is {fmt_bytes(status.st_size)}"))
+        ends = _read_chunk_at(fd, 0), _read_chunk_at(fd, max(0, status.st_size - json_text.HEAD_CHARS))
+        _refuse_bad_head_or_tail(form, status.st_size, *ends)
 
         def pieces() -> Iterator[bytes]:
             os.lseek(fd, 0, os.SEEK_SET)
@@ -117,7 +117,7 @@ def _read(form: Format, path: str) -> Any:
         os.close(fd)
 
 
-def _regular(status: os.stat_result) -> None:
+def _refuse_non_regular_file(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO"}.get(
             stat.S_IFMT(status.st_mode), "a device"
@@ -125,11 +125,11 @@ def _regular(status: os.stat_result) -> None:
         raise Fault("", f"is {kind}; expected a regular file")
 
 
-def _peek(fd: int, offset: int) -> bytes:
+def _read_chunk_at(fd: int, offset: int) -> bytes:
     return os.pread(fd, json_text.HEAD_CHARS, offset)
 
 
-def _check_ends(form: Format, size: int, head: bytes, tail: bytes) -> None:
+def _refuse_bad_head_or_tail(form: Format, size: int, head: bytes, tail: bytes) -> None:
     """What the two ends tell without reading the rest."""
     if not head:
         raise Fault("", f"is empty; expected a {form.name} file")
@@ -138,22 +138,24 @@ def _check_ends(form: Format, size: int, head: bytes, tail: bytes) -> None:
             tail[-4:], "little"
         )  # the gzip trailer's hint, modulo 2**32; counted again later
         if unpacked > form.size_max_bytes:
-            raise Fault("", _too_large(form, f"claims {fmt_bytes(unpacked)} unpacked, or is truncated"))
+            raise Fault(
+                "", _too_large_message(form, f"claims {fmt_bytes(unpacked)} unpacked, or is truncated")
+            )
     elif size > TAIL_BYTES and tail.rstrip(b" \t\r\n")[-1:] != b"}":
         raise Fault("", f"does not end in }} after {size} bytes; was the file truncated?")
 
 
-def _too_large(form: Format, what: str) -> str:
+def _too_large_message(form: Format, what: str) -> str:
     return f"{what}; a {form.name} file holds at most {fmt_bytes(form.size_max_bytes)}"
 
 
 def _loads(form: Format, data: str | bytes) -> Any:
     if isinstance(data, str):
         if len(data) > form.size_max_bytes:
-            raise Fault("", _too_large(form, f"is {len(data)} characters"))
+            raise Fault("", _too_large_message(form, f"is {len(data)} characters"))
         text = data
         cursor = json_text.Cursor(text[at : at + PIECE_BYTES] for at in range(0, len(text), PIECE_BYTES))
-        return _walk(form, cursor, make=True, tail=b"")
+        return _parse_and_check_rules(form, cursor, make=True, tail=b"")
     view = memoryview(data)
 
     def pieces() -> Iterator[bytes]:
@@ -166,28 +168,28 @@ def _parse(form: Format, pieces: Callable[[], Iterable[bytes]], *, size: int, ta
     """Pieces of `size` bytes in all, packed or not; `pieces` may be asked for twice."""
     value = None
     # A gzip stream unpacks to 1032 times its size at most.
-    large = size * 1032 > SCAN_BYTES if _packed(pieces) else size > SCAN_BYTES
+    large = size * 1032 > SCAN_BYTES if _is_gzip(pieces) else size > SCAN_BYTES
     for make in (False, True) if large and form.size_max_bytes > SCAN_BYTES else (True,):
-        cursor = json_text.Cursor(_decoded(_unpacked(form, pieces())))
-        value = _walk(form, cursor, make=make, tail=tail)
+        cursor = json_text.Cursor(_decode_utf8(_unpack_bounded(form, pieces())))
+        value = _parse_and_check_rules(form, cursor, make=make, tail=tail)
     return value
 
 
-def _packed(pieces: Callable[[], Iterable[bytes]]) -> bool:
+def _is_gzip(pieces: Callable[[], Iterable[bytes]]) -> bool:
     return next(iter(pieces()), b"")[:2] == _GZIP
 
 
-def _walk(form: Format, cursor: json_text.Cursor, *, make: bool, tail: bytes) -> Any:
+def _parse_and_check_rules(form: Format, cursor: json_text.Cursor, *, make: bool, tail: bytes) -> Any:
     try:
-        value = json_text.walk(form, cursor, make=make)
+        value = json_text.parse_document(form, cursor, make=make)
         if make:
             form.law(value)
         return value
     except Fault as fault:
-        raise _other_file(form, cursor.head, tail.decode("ascii", "replace")) or fault from None
+        raise _wrong_header_fault(form, cursor.head, tail.decode("ascii", "replace")) or fault from None
 
 
-def _other_file(form: Format, head: str, tail: str) -> Fault | None:
+def _wrong_header_fault(form: Format, head: str, tail: str) -> Fault | None:
     """A better reason than the first fault: this is another kind of file, or of a newer version.
 
     Keys are sorted, so `format` and `version` may stand after things that another kind words differently.
@@ -200,17 +202,17 @@ def _other_file(form: Format, head: str, tail: str) -> Fault | None:
     return None
 
 
-def _unpacked(form: Format, pieces: Iterable[bytes]) -> Iterator[bytes]:
+def _unpack_bounded(form: Format, pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Bytes as they are, or out of one gzip stream; never more than the format holds, in bounded pieces."""
     total = 0
-    for piece in _members(iter(pieces)):
+    for piece in _gunzip_pieces(iter(pieces)):
         total += len(piece)
         if total > form.size_max_bytes:
-            raise Fault("", _too_large(form, "is larger unpacked"))
+            raise Fault("", _too_large_message(form, "is larger unpacked"))
         yield piece
 
 
-def _members(pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _gunzip_pieces(pieces: Iterator[bytes]) -> Iterator[bytes]:
     first = next(pieces, b"")
     if first[:2] != _GZIP:
         if first:
@@ -235,7 +237,7 @@ def _members(pieces: Iterator[bytes]) -> Iterator[bytes]:
         raise Fault("", "the gzip stream ends in the middle; was the file truncated?")
 
 
-def _decoded(pieces: Iterable[bytes]) -> Iterator[str]:
+def _decode_utf8(pieces: Iterable[bytes]) -> Iterator[str]:
     """UTF-8, strictly, without a byte order mark."""
     decoder = codecs.getincrementaldecoder("utf-8")("strict")
     offset = 0
@@ -254,10 +256,10 @@ def _decoded(pieces: Iterable[bytes]) -> Iterator[str]:
 
 def _dumps(form: Format, value: Any) -> str:
     fields.validate(form, value)
-    text = fields.encode(form, value)
+    text = fields.encode_file_text(form, value)
     size = len(text) if text.isascii() else len(text.encode())
     if size > form.size_max_bytes:
-        raise Fault("", _too_large(form, f"would be {fmt_bytes(size)}"))
+        raise Fault("", _too_large_message(form, f"would be {fmt_bytes(size)}"))
     return text
 
 
@@ -268,15 +270,15 @@ def _write(form: Format, value: Any, path: str) -> None:
             6, zlib.DEFLATED, 31
         )  # its header has no time and no name: the same bytes each time
         data = packer.compress(data) + packer.flush()
-    _replace(path, data)
+    _replace_file_atomically(path, data)
 
 
-def _replace(path: str, data: bytes) -> None:
+def _replace_file_atomically(path: str, data: bytes) -> None:
     target = os.path.realpath(path)  # through a link the user made, to the file it names
     mode = None
     with contextlib.suppress(FileNotFoundError):
         status = os.stat(target)
-        _regular(status)  # never rename over /dev/stdout
+        _refuse_non_regular_file(status)  # never rename over /dev/stdout
         mode = stat.S_IMODE(status.st_mode)
     folder, base = os.path.split(target)
     temporary = os.path.join(folder, f".{base[:100]}.{secrets.token_hex(6)}.tmp")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 
-from teraio.units import shown
+from teraio.units import printable_line
 
 Finding = tuple[str, int, str]  # path below what was expected, position, what is wrong
 
@@ -35,95 +35,97 @@ _SPACES = "white space goes on for more than an entry may take; write one entry 
 _CUT = "the text ends here, in the middle; was the file truncated?"
 
 
-def explain(text: str, pos: int, at_end: bool, expected: str) -> Finding:
+def explain_mismatch(text: str, pos: int, at_end: bool, expected: str) -> Finding:
     """Why nothing of the expected kind stands at `pos`; `at_end`: the window reaches the end of the file."""
     match expected:
         case "key" | "name":
-            return _string(text, pos, at_end)
+            return _find_string_error(text, pos, at_end)
         case "value":
-            return _value(text, pos, at_end, "a number or a string")[:3]
+            return _find_value_error(text, pos, at_end, "a number or a string")[:3]
         case _:
-            return _entry(text, pos, at_end)
+            return _find_object_error(text, pos, at_end)
 
 
-def instead(text: str, pos: int, expected: str) -> str:
+def describe_unexpected_mark(text: str, pos: int, expected: str) -> str:
     """What stands at `pos` instead of a mark."""
     if pos >= len(text):
         return f"the text ends here; expected {expected}; was the file truncated?"
     if text[pos] in " \t\r\n":
         return _SPACES
     word = _WORD.match(text, pos)
-    return f"found {shown(word[0] if word else text[pos], 20)}; expected {expected}"
+    return f"found {printable_line(word[0] if word else text[pos], 20)}; expected {expected}"
 
 
-def _entry(text: str, pos: int, at_end: bool) -> Finding:
+def _find_object_error(text: str, pos: int, at_end: bool) -> Finding:
     """Walk one flat object until something is wrong."""
     if text[pos : pos + 1] != "{":
-        return _wrong(text, pos, at_end, "an object")
-    at, path = _skip(text, pos + 1), ""
+        return _describe_unexpected(text, pos, at_end, "an object")
+    at, path = _skip_whitespace(text, pos + 1), ""
     if text[at : at + 1] == "}":
         return "", pos, "is an empty object"
     while True:
         key = _STRING.match(text, at)
         if key is None:
-            return (path, *_string(text, at, at_end)[1:])
-        path = f".{shown(key[1], 40)}"
-        at = _skip(text, key.end())
+            return (path, *_find_string_error(text, at, at_end)[1:])
+        path = f".{printable_line(key[1], 40)}"
+        at = _skip_whitespace(text, key.end())
         if text[at : at + 1] != ":":
-            return _wrong(text, at, at_end, ":", path)
-        _, where, what, end = _value(
-            text, _skip(text, at + 1), at_end, "a number, a string or a list of ticks"
+            return _describe_unexpected(text, at, at_end, ":", path)
+        _, where, what, end = _find_value_error(
+            text, _skip_whitespace(text, at + 1), at_end, "a number, a string or a list of ticks"
         )
         if what:
             return path, where, what
-        at = _skip(text, end)
+        at = _skip_whitespace(text, end)
         mark = text[at : at + 1]
         if mark != ",":
             return (
-                _wrong(text, at, at_end, ", or }", path) if mark != "}" else (path, at, "cannot be read here")
+                _describe_unexpected(text, at, at_end, ", or }", path)
+                if mark != "}"
+                else (path, at, "cannot be read here")
             )
-        at = _skip(text, at + 1)
+        at = _skip_whitespace(text, at + 1)
 
 
-def _value(text: str, pos: int, at_end: bool, expected: str) -> tuple[str, int, str, int]:
+def _find_value_error(text: str, pos: int, at_end: bool, expected: str) -> tuple[str, int, str, int]:
     """A path (always empty), position, what is wrong or "", and where the value ends."""
     mark = text[pos : pos + 1]
     if mark == '"':
         whole = _STRING.match(text, pos)
         if whole:
             return "", pos, "", whole.end()
-        return (*_string(text, pos, at_end), pos)
+        return (*_find_string_error(text, pos, at_end), pos)
     if mark == "[" and "list" in expected:
-        return _ticks(text, pos, at_end)
+        return _find_integer_list_error(text, pos, at_end)
     word = _WORD.match(text, pos)
     if word is None:
-        return (*_wrong(text, pos, at_end, expected), pos)
+        return (*_describe_unexpected(text, pos, at_end, expected), pos)
     if word.end() == len(text) and at_end:
         return "", pos, _CUT, pos
-    return "", pos, "" if word[0] in ("true", "false") else _number(word[0]), word.end()
+    return "", pos, "" if word[0] in ("true", "false") else _integer_complaint(word[0]), word.end()
 
 
-def _ticks(text: str, pos: int, at_end: bool) -> tuple[str, int, str, int]:
+def _find_integer_list_error(text: str, pos: int, at_end: bool) -> tuple[str, int, str, int]:
     """A list of integers."""
-    at = _skip(text, pos + 1)
+    at = _skip_whitespace(text, pos + 1)
     if text[at : at + 1] == "]":
         return "", pos, "", at + 1
     while True:
         word = _WORD.match(text, at)
         if word is None:
-            return (*_wrong(text, at, at_end, "an integer"), at)
-        if what := _number(word[0]):
+            return (*_describe_unexpected(text, at, at_end, "an integer"), at)
+        if what := _integer_complaint(word[0]):
             return "", at, _CUT if word.end() == len(text) and at_end else what, at
-        at = _skip(text, word.end())
+        at = _skip_whitespace(text, word.end())
         mark = text[at : at + 1]
         if mark == "]":
             return "", pos, "", at + 1
         if mark != ",":
-            return (*_wrong(text, at, at_end, ", or ]"), at)
-        at = _skip(text, at + 1)
+            return (*_describe_unexpected(text, at, at_end, ", or ]"), at)
+        at = _skip_whitespace(text, at + 1)
 
 
-def _number(word: str) -> str:
+def _integer_complaint(word: str) -> str:
     """What is wrong with a bare word where an integer stands, or ""."""
     if _INTEGER.fullmatch(word):
         return (
@@ -131,24 +133,24 @@ def _number(word: str) -> str:
         )
     for pattern, what in _BAD_NUMBERS:
         if pattern.fullmatch(word):
-            return f"is {shown(word, 24)}{what}"
-    return f"is {shown(word, 24)}, which is not JSON; expected an integer"
+            return f"is {printable_line(word, 24)}{what}"
+    return f"is {printable_line(word, 24)}, which is not JSON; expected an integer"
 
 
-def _string(text: str, pos: int, at_end: bool) -> Finding:
+def _find_string_error(text: str, pos: int, at_end: bool) -> Finding:
     """Why no string stands at `pos`."""
     start = _STRING_START.match(text, pos)
     if start is None:
-        return _wrong(text, pos, at_end, "a string")
+        return _describe_unexpected(text, pos, at_end, "a string")
     at = start.end()
     if at >= len(text) or (text[at] == "\\" and at + 6 > len(text)):
-        return _wrong(text, len(text), at_end, 'the closing "')
+        return _describe_unexpected(text, len(text), at_end, 'the closing "')
     if text[at] == "\\":
-        return "", at, f"a string holds {shown(text[at : at + 6])}, which is not an escape"
-    return "", at, f"a string holds the control character {shown(text[at])}; names are plain text"
+        return "", at, f"a string holds {printable_line(text[at : at + 6])}, which is not an escape"
+    return "", at, f"a string holds the control character {printable_line(text[at])}; names are plain text"
 
 
-def _wrong(text: str, pos: int, at_end: bool, expected: str, path: str = "") -> Finding:
+def _describe_unexpected(text: str, pos: int, at_end: bool, expected: str, path: str = "") -> Finding:
     """Something else, or nothing, stands where something was expected."""
     if pos >= len(text):
         return path, pos, _CUT if at_end else "one entry is longer than 2**20 characters; no entry needs that"
@@ -158,11 +160,11 @@ def _wrong(text: str, pos: int, at_end: bool, expected: str, path: str = "") -> 
         return path, pos, _SPACES
     if kind is None:
         word = _WORD.match(text, pos)
-        kind = f"found {shown(word[0] if word else mark, 24)}"
+        kind = f"found {printable_line(word[0] if word else mark, 24)}"
     return path, pos, f"{kind}; expected {expected}"
 
 
-def _skip(text: str, pos: int) -> int:
+def _skip_whitespace(text: str, pos: int) -> int:
     space = _SPACE.match(text, pos)
     assert space is not None
     return space.end()

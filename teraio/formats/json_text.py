@@ -14,9 +14,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from teraio.formats import json_errors
-from teraio.formats.fields import REQUIRED, Fault, Format, Part, Record, nearest, path_key
+from teraio.formats.fields import (
+    REQUIRED,
+    Fault,
+    Format,
+    ObjectFormat,
+    TopLevelKey,
+    json_path_step,
+    suggest_nearest_name,
+)
 from teraio.formats.json_errors import INSIDE, ONCE
-from teraio.units import shown
+from teraio.units import printable_line
 
 ENTRY_CHARS_MAX = 2**20  # one entry of a list: a tensor with all its uses
 WINDOW_CHARS = 2 * ENTRY_CHARS_MAX
@@ -47,10 +55,10 @@ class Cursor:
         self.at_end = False
         self._lines = 0  # line ends in the text that was forgotten
         self._column = 0  # characters after the last of them
-        self.fill()
+        self.fill_window()
         self.head = self.text[:HEAD_CHARS]
 
-    def fill(self) -> None:
+    def fill_window(self) -> None:
         """Let the window hold at least one longest entry, or the rest of the text."""
         ahead = len(self.text) - self.pos
         if self.at_end or ahead >= ENTRY_CHARS_MAX:
@@ -68,88 +76,90 @@ class Cursor:
             ahead += len(piece)
         self.text, self.pos = "".join(parts), 0
 
-    def place(self, pos: int) -> tuple[int, int]:
+    def line_and_column(self, pos: int) -> tuple[int, int]:
         """Line and column of a position in the window, both from 1."""
         ends = self.text.count("\n", 0, pos)
         column = pos - self.text.rfind("\n", 0, pos) + (0 if ends else self._column)
         return self._lines + ends + 1, column
 
-    def peek(self) -> str:
+    def peek_after_whitespace(self) -> str:
         """The next character that is not white space, or "" at the end."""
-        self.fill()
+        self.fill_window()
         match = SPACE.match(self.text, self.pos)
         assert match is not None
         self.pos = match.end()
-        self.fill()
+        self.fill_window()
         return self.text[self.pos : self.pos + 1]
 
-    def take(self, marks: str, path: str) -> str:
+    def consume_mark(self, marks: str, path: str) -> str:
         """One of a few marks, which is consumed."""
-        mark = self.peek()
+        mark = self.peek_after_whitespace()
         if not mark or mark not in marks:
-            raise self.fault(path, self.pos, json_errors.instead(self.text, self.pos, " or ".join(marks)))
+            raise self.fault_at(
+                path, self.pos, json_errors.describe_unexpected_mark(self.text, self.pos, " or ".join(marks))
+            )
         self.pos += 1
         return mark
 
-    def match(self, pattern: re.Pattern[str], path: str, expected: str) -> str:
+    def consume_match(self, pattern: re.Pattern[str], path: str, expected: str) -> str:
         """The text that matches here, which is consumed; a Fault that explains why if nothing does."""
-        self.peek()
+        self.peek_after_whitespace()
         match = pattern.match(self.text, self.pos)
         if match is None:
-            raise self.explained(path, expected)
+            raise self.fault_for_mismatch(path, expected)
         self.pos = match.end()
         return match[0]
 
-    def fault(self, path: str, pos: int, what: str) -> Fault:
-        return Fault(path, what, self.place(pos))
+    def fault_at(self, path: str, pos: int, what: str) -> Fault:
+        return Fault(path, what, self.line_and_column(pos))
 
-    def explained(self, path: str, expected: str) -> Fault:
+    def fault_for_mismatch(self, path: str, expected: str) -> Fault:
         """The Fault for what stands here in the place of something expected."""
-        below, pos, what = json_errors.explain(self.text, self.pos, self.at_end, expected)
-        return self.fault(path + below, pos, what)
+        below, pos, what = json_errors.explain_mismatch(self.text, self.pos, self.at_end, expected)
+        return self.fault_at(path + below, pos, what)
 
 
-def walk(form: Format, cursor: Cursor, *, make: bool) -> Any:
+def parse_document(form: Format, cursor: Cursor, *, make: bool) -> Any:
     """The whole text -> the dataclass; without `make` its structure is checked and nothing kept."""
     parts = {part.key: part for part in form.parts}
     values: dict[str, Any] = {}
-    cursor.take("{", "")
-    more = cursor.peek() != "}" or cursor.take("}", "") != "}"
+    cursor.consume_mark("{", "")
+    more = cursor.peek_after_whitespace() != "}" or cursor.consume_mark("}", "") != "}"
     while more:
         at = cursor.pos
-        key = json.loads(cursor.match(STRING, "", "key"))
+        key = json.loads(cursor.consume_match(STRING, "", "key"))
         if key in values:
-            raise cursor.fault(path_key(key).lstrip("."), at, "appears twice")
-        cursor.take(":", shown(key, 40))
+            raise cursor.fault_at(json_path_step(key).lstrip("."), at, "appears twice")
+        cursor.consume_mark(":", printable_line(key, 40))
         if key in ("format", "version"):
-            values[key] = _header(form, cursor, key)
+            values[key] = _parse_header_value(form, cursor, key)
         elif key in parts:
-            values[key] = _part(parts[key], cursor, make)
+            values[key] = _parse_top_level_value(parts[key], cursor, make)
         else:
             known = ["format", "version", *parts]
-            what = f"is unknown{nearest(key, known)}; known keys are {', '.join(known)}"
-            raise cursor.fault(path_key(key).lstrip("."), at, what)
-        more = cursor.take(",}", "") == ","
-    if cursor.peek():
-        raise cursor.fault("", cursor.pos, "something follows the end of the object; expected nothing")
+            what = f"is unknown{suggest_nearest_name(key, known)}; known keys are {', '.join(known)}"
+            raise cursor.fault_at(json_path_step(key).lstrip("."), at, what)
+        more = cursor.consume_mark(",}", "") == ","
+    if cursor.peek_after_whitespace():
+        raise cursor.fault_at("", cursor.pos, "something follows the end of the object; expected nothing")
     for key in ("format", "version", *(part.key for part in form.parts if part.default is REQUIRED)):
         if key not in values:
             raise Fault(key, "is missing")
     return form.build(*(values.get(part.key, part.default) for part in form.parts)) if make else None
 
 
-def _header(form: Format, cursor: Cursor, key: str) -> Any:
-    cursor.peek()
+def _parse_header_value(form: Format, cursor: Cursor, key: str) -> Any:
+    cursor.peek_after_whitespace()
     at = cursor.pos
-    got = json.loads(cursor.match(SCALAR, key, "value"))
+    got = json.loads(cursor.consume_match(SCALAR, key, "value"))
     if what := header_complaint(form, key, got):
-        raise cursor.fault(key, at, what)
+        raise cursor.fault_at(key, at, what)
     return got
 
 
 def header_complaint(form: Format, key: str, got: Any) -> str:
     """What is wrong with a file's `format` or `version`, or ""."""
-    shown_got = f'"{shown(got)}"' if isinstance(got, str) else shown(got)
+    shown_got = f'"{printable_line(got)}"' if isinstance(got, str) else printable_line(got)
     if key == "format":
         return "" if got == form.name else f'is {shown_got}; expected "{form.name}": another kind of file'
     if got == form.version and type(got) is int:
@@ -160,89 +170,96 @@ def header_complaint(form: Format, key: str, got: Any) -> str:
     return f"is {shown_got}; this teraio reads version {form.version}{remedy}"
 
 
-def _part(part: Part, cursor: Cursor, make: bool) -> Any:
+def _parse_top_level_value(part: TopLevelKey, cursor: Cursor, make: bool) -> Any:
     """The value of one key at the top."""
-    cursor.peek()
+    cursor.peek_after_whitespace()
     at = cursor.pos
     if part.form == "value":
         assert part.check is not None
-        got = json.loads(cursor.match(SCALAR, part.key, "value"))
+        got = json.loads(cursor.consume_match(SCALAR, part.key, "value"))
         if complaint := part.check(got):
-            raise cursor.fault(part.key, at, complaint)
+            raise cursor.fault_at(part.key, at, complaint)
         return got
     if part.form == "record":
-        return _one(part, cursor, part.key, ()) if make else cursor.match(RECORD, part.key, "entry")
+        return (
+            _parse_object(part, cursor, part.key, ())
+            if make
+            else cursor.consume_match(RECORD, part.key, "entry")
+        )
     if part.form == "table":
-        return _table(part, cursor)
-    return _entries(part, cursor, make)
+        return _parse_table(part, cursor)
+    return _parse_list(part, cursor, make)
 
 
-def _one(part: Part, cursor: Cursor, path: str, first: tuple[tuple[str, Any], ...]) -> Any:
+def _parse_object(part: TopLevelKey, cursor: Cursor, path: str, first: tuple[tuple[str, Any], ...]) -> Any:
     """One object; `first` goes before its pairs."""
     assert part.record is not None
-    text = cursor.match(RECORD, path, "entry")
+    text = cursor.consume_match(RECORD, path, "entry")
     at = cursor.pos - len(text)
     try:
-        return part.record.decode([*first, *json.loads(text, object_pairs_hook=list)])
+        return part.record.decode_pairs([*first, *json.loads(text, object_pairs_hook=list)])
     except Fault as fault:
-        raise cursor.fault(path + fault.path, at, fault.what) from None
+        raise cursor.fault_at(path + fault.path, at, fault.what) from None
 
 
-def _table(part: Part, cursor: Cursor) -> tuple[Any, ...]:
+def _parse_table(part: TopLevelKey, cursor: Cursor) -> tuple[Any, ...]:
     """An object of objects, sorted by the outer key."""
-    assert isinstance(part.record, Record)
+    assert isinstance(part.record, ObjectFormat)
     first = part.record.fields[0].key
     rows: list[Any] = []
-    cursor.take("{", part.key)
-    more = cursor.peek() != "}" or cursor.take("}", part.key) != "}"
+    cursor.consume_mark("{", part.key)
+    more = cursor.peek_after_whitespace() != "}" or cursor.consume_mark("}", part.key) != "}"
     while more:
         if len(rows) >= part.count_max:
-            raise cursor.fault(part.key, cursor.pos, f"has more than {part.count_max} entries")
-        name = json.loads(cursor.match(STRING, part.key, "key"))
-        cursor.take(":", part.key)
-        rows.append(_one(part, cursor, part.key + path_key(name), ((first, name),)))
-        more = cursor.take(",}", part.key) == ","
+            raise cursor.fault_at(part.key, cursor.pos, f"has more than {part.count_max} entries")
+        name = json.loads(cursor.consume_match(STRING, part.key, "key"))
+        cursor.consume_mark(":", part.key)
+        rows.append(_parse_object(part, cursor, part.key + json_path_step(name), ((first, name),)))
+        more = cursor.consume_mark(",}", part.key) == ","
     return tuple(sorted(rows, key=lambda row: str(getattr(row, first))))
 
 
-def _entries(part: Part, cursor: Cursor, make: bool) -> tuple[Any, ...]:
+def _parse_list(part: TopLevelKey, cursor: Cursor, make: bool) -> tuple[Any, ...]:
     """A list of objects or of names, a window at a time."""
     entries: list[Any] = []
     pattern, expected = (STRINGS, "name") if part.form == "names" else (RECORDS, "entry")
-    cursor.take("[", part.key)
-    more = cursor.peek() != "]" or cursor.take("]", part.key) != "]"
+    cursor.consume_mark("[", part.key)
+    more = cursor.peek_after_whitespace() != "]" or cursor.consume_mark("]", part.key) != "]"
     while more:
-        cursor.peek()
+        cursor.peek_after_whitespace()
         match = pattern.match(cursor.text, cursor.pos)
         if match is None:
             # Without `make` nobody has counted; the line tells where, as files have one entry per line.
             index = str(len(entries)) if make else "..."
-            raise cursor.explained(f"{part.key}[{index}]", expected)
+            raise cursor.fault_for_mismatch(f"{part.key}[{index}]", expected)
         if make:
-            _decode(part, cursor, match[0], entries)
+            _decode_entries(part, cursor, match[0], entries)
         cursor.pos = match.end()
-        more = cursor.take(",]", part.key) == ","
+        more = cursor.consume_mark(",]", part.key) == ","
     return tuple(entries)
 
 
-def _decode(part: Part, cursor: Cursor, text: str, entries: list[Any]) -> None:
+def _decode_entries(part: TopLevelKey, cursor: Cursor, text: str, entries: list[Any]) -> None:
     """Add the entries in `text`, which stands at the cursor; each is checked before the next is made."""
     start = len(entries)
     try:
         if part.record is None:
             for name in json.loads(f"[{text}]"):
-                _add(part, name, entries)
+                _check_and_append_entry(part, name, entries)
         else:
-            decode = part.record.decode
-            json.loads(f"[{text}]", object_pairs_hook=lambda pairs: _add(part, decode(pairs), entries))
+            decode = part.record.decode_pairs
+            json.loads(
+                f"[{text}]",
+                object_pairs_hook=lambda pairs: _check_and_append_entry(part, decode(pairs), entries),
+            )
     except Fault as fault:
         pattern = STRING if part.record is None else RECORD
         places = pattern.finditer(cursor.text, cursor.pos)
         at = next(place for index, place in enumerate(places, start) if index == len(entries)).start()
-        raise cursor.fault(f"{part.key}[{len(entries)}]{fault.path}", at, fault.what) from None
+        raise cursor.fault_at(f"{part.key}[{len(entries)}]{fault.path}", at, fault.what) from None
 
 
-def _add(part: Part, entry: Any, entries: list[Any]) -> None:
+def _check_and_append_entry(part: TopLevelKey, entry: Any, entries: list[Any]) -> None:
     if part.check and (complaint := part.check(entry)):
         raise Fault("", complaint)
     if len(entries) >= part.count_max:

@@ -7,8 +7,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from teraio.formats import files
-from teraio.formats.fields import Fault, Field, Format, Part, Record, integer, nearest, text, unique
-from teraio.units import shown
+from teraio.formats.fields import (
+    Fault,
+    Field,
+    Format,
+    ObjectFormat,
+    TopLevelKey,
+    make_integer_check,
+    make_safe_text_check,
+    refuse_duplicates,
+    suggest_nearest_name,
+)
+from teraio.units import printable_line
 
 ENTRIES_MAX = 1024  # tiers, links, and shared bandwidths
 
@@ -62,33 +72,35 @@ class Machine:
         files.validate(FORMAT, self)
 
 
-class _Shared(NamedTuple):
+class _SharedBandwidth(NamedTuple):
     name: str
     bandwidth_bytes_per_s: int
 
 
-def _law(machine: Machine) -> None:
+def _check_across_fields(machine: Machine) -> None:
     """What no single field can know: names appear once and refer to something."""
     tiers = [tier.name for tier in machine.tiers]
-    unique("tiers", iter(tiers), ".name")
-    unique("shared", (name for name, _ in machine.shared), ".name")
-    unique("links", ((link.source, link.target) for link in machine.links))
+    refuse_duplicates("tiers", iter(tiers), ".name")
+    refuse_duplicates("shared", (name for name, _ in machine.shared), ".name")
+    refuse_duplicates("links", ((link.source, link.target) for link in machine.links))
     if "device" not in tiers:
-        raise Fault("tiers", f"has no tier named device; found {', '.join(map(shown, tiers)) or 'none'}")
+        raise Fault(
+            "tiers", f"has no tier named device; found {', '.join(map(printable_line, tiers)) or 'none'}"
+        )
     shared = [name for name, _ in machine.shared]
     for index, link in enumerate(machine.links):
         refers = ("from", link.source, tiers), ("to", link.target, tiers), ("shares", link.shares, shared)
         for key, name, names in refers:
             if name is not None and name not in names:
                 known = (
-                    f"expected one of {', '.join(map(shown, names[:8]))}"
+                    f"expected one of {', '.join(map(printable_line, names[:8]))}"
                     if names
                     else "no such name is known"
                 )
-                what = f'is "{shown(name)}"; {known}{nearest(name, names)}'
+                what = f'is "{printable_line(name)}"; {known}{suggest_nearest_name(name, names)}'
                 raise Fault(f"links[{index}].{key}", what)
         if link.source == link.target:
-            raise Fault(f"links[{index}].to", f'is "{shown(link.target)}", where the link starts')
+            raise Fault(f"links[{index}].to", f'is "{printable_line(link.target)}", where the link starts')
 
 
 FORMAT = Format(
@@ -96,39 +108,48 @@ FORMAT = Format(
     size_max_bytes=16 * 2**20,
     build=Machine,
     parts=(
-        Part("name", "value", check=text(0)),
-        Part(
+        TopLevelKey("name", "value", check=make_safe_text_check(0)),
+        TopLevelKey(
             "tiers",
             "table",
-            Record(Tier, (Field("name", text(chars_max=64)), Field("capacity_bytes", integer()))),
-            count_max=ENTRIES_MAX,
-        ),
-        Part(
-            "links",
-            "records",
-            Record(
-                Link,
+            ObjectFormat(
+                Tier,
                 (
-                    Field("from", text(chars_max=64), attribute="source"),
-                    Field("to", text(chars_max=64), attribute="target"),
-                    Field("bandwidth_bytes_per_s", integer(1)),
-                    Field("latency_ns", integer(), 0),
-                    Field("shares", text(chars_max=64), None),
+                    Field("name", make_safe_text_check(chars_max=64)),
+                    Field("capacity_bytes", make_integer_check()),
                 ),
             ),
             count_max=ENTRIES_MAX,
         ),
-        Part(
+        TopLevelKey(
+            "links",
+            "records",
+            ObjectFormat(
+                Link,
+                (
+                    Field("from", make_safe_text_check(chars_max=64), attribute="source"),
+                    Field("to", make_safe_text_check(chars_max=64), attribute="target"),
+                    Field("bandwidth_bytes_per_s", make_integer_check(1)),
+                    Field("latency_ns", make_integer_check(), 0),
+                    Field("shares", make_safe_text_check(chars_max=64), None),
+                ),
+            ),
+            count_max=ENTRIES_MAX,
+        ),
+        TopLevelKey(
             "shared",
             "table",
-            Record(
-                _Shared,
-                (Field("name", text(chars_max=64)), Field("bandwidth_bytes_per_s", integer(1))),
-                view=_Shared._make,
+            ObjectFormat(
+                _SharedBandwidth,
+                (
+                    Field("name", make_safe_text_check(chars_max=64)),
+                    Field("bandwidth_bytes_per_s", make_integer_check(1)),
+                ),
+                view=_SharedBandwidth._make,
             ),
             default=(),
             count_max=ENTRIES_MAX,
         ),
     ),
-    law=_law,
+    law=_check_across_fields,
 )

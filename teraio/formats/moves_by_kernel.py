@@ -29,16 +29,16 @@ class Act:
     tensor: str
     of: str
 
-    def line(self) -> str:
+    def as_text(self) -> str:
         arrow = {"evict": f" -> {self.of}", "fetch": f" <- {self.of}", "wait": f" ({self.of})"}
         return f"{self.verb} {self.tensor}{arrow.get(self.verb, '')}"
 
 
-def acts(plan: Plan, length: int) -> dict[int, tuple[Act, ...]]:
+def acts_by_tick(plan: Plan, length: int) -> dict[int, tuple[Act, ...]]:
     """By tick, for a step of so many ticks. A tick of the next step is the same one of every step."""
     found: dict[int, list[tuple[int, Act]]] = {}
     for move in plan.moves:
-        for tick, order, act in _of(move):
+        for tick, order, act in _acts_of_move(move):
             found.setdefault(tick % length, []).append((order, act))
     return {
         tick: tuple(act for _, act in sorted(there, key=lambda each: each[0]))
@@ -46,17 +46,17 @@ def acts(plan: Plan, length: int) -> dict[int, tuple[Act, ...]]:
     }
 
 
-def listing(plan: Plan, kernels: Sequence[str]) -> str:
+def plan_listing(plan: Plan, kernels: Sequence[str]) -> str:
     """Return a plan as lines for people: before which of the step's kernels what is begun and waited for."""
     told = [
         f"plan of {plan.planner}: {fmt_count(len(plan.moves), 'move')} in {fmt_count(len(kernels), 'tick')}"
     ]
-    for tick, before in acts(plan, max(len(kernels), 1)).items():
-        told.append(f"  {tick:4}  before {kernels[tick]}: {'; '.join(act.line() for act in before)}")
+    for tick, before in acts_by_tick(plan, max(len(kernels), 1)).items():
+        told.append(f"  {tick:4}  before {kernels[tick]}: {'; '.join(act.as_text() for act in before)}")
     return "\n".join(told)
 
 
-def _of(move: Move) -> Iterator[tuple[int, int, Act]]:
+def _acts_of_move(move: Move) -> Iterator[tuple[int, int, Act]]:
     """(tick, order before its kernel, act)"""
     match move:
         case Evict(tensor, to, free, None):

@@ -25,12 +25,12 @@ from teraio.formats.fields import (
     Fault,
     Field,
     Format,
-    Part,
-    Record,
-    Variants,
-    integer,
-    text,
-    unique,
+    ObjectFormat,
+    TaggedObjectFormat,
+    TopLevelKey,
+    make_integer_check,
+    make_safe_text_check,
+    refuse_duplicates,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Fetch:
 Move = Evict | Fetch
 
 
-def moved_bytes(plan: Plan, profile: Profile, tier: str, *, evict: bool) -> dict[str, int]:
+def moved_bytes_by_kind(plan: Plan, profile: Profile, tier: str, *, evict: bool) -> dict[str, int]:
     """Bytes per step to (or from) tiers whose name begins like this, by kind of tensor. Drops move none."""
     tensors = {tensor.name: tensor for tensor in profile.tensors}
     sums: dict[str, int] = {}
@@ -77,7 +77,7 @@ def moved_bytes(plan: Plan, profile: Profile, tier: str, *, evict: bool) -> dict
 
 
 @dataclass(frozen=True, slots=True)
-class Remade:
+class RecomputedNode:
     """A node of a joint graph, by the graph's hash, that the compiled programs make again instead of saving
     it."""
 
@@ -101,7 +101,7 @@ class Plan:
     moves: tuple[Move, ...] = ()
     recompute: tuple[str, ...] = ()
     predicted: Predicted = Predicted()
-    remade: tuple[Remade, ...] = ()
+    remade: tuple[RecomputedNode, ...] = ()
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Plan:
@@ -130,10 +130,10 @@ class Plan:
         files.validate(FORMAT, self)
 
 
-def _law(plan: Plan) -> None:
+def _check_across_fields(plan: Plan) -> None:
     """What no single field can know. Whether a plan fits a profile is for the check to say."""
-    unique("homes", (home.tensor for home in plan.homes), ".tensor")
-    unique("recompute", iter(plan.recompute))
+    refuse_duplicates("homes", (home.tensor for home in plan.homes), ".tensor")
+    refuse_duplicates("recompute", iter(plan.recompute))
     for index, move in enumerate(plan.moves):
         end_key, end = ("free", move.free) if isinstance(move, Evict) else ("ready", move.ready)
         if move.trigger is not None and move.trigger > end:
@@ -143,64 +143,72 @@ def _law(plan: Plan) -> None:
             raise Fault(f"moves[{index}].{tier_key}", "is device; expected a slower tier")
 
 
-def _tag_of(move: Move) -> str:
+def _tag_of_move(move: Move) -> str:
     return "evict" if isinstance(move, Evict) else "fetch"
 
 
-_TIER = text(chars_max=64)
-_TICK = integer(end=2 * TICKS_END)  # a tick of this step or the next
-_EVICT = (Field("tensor", text()), Field("to", _TIER), Field("free", _TICK))
+_TIER = make_safe_text_check(chars_max=64)
+_TICK = make_integer_check(end=2 * TICKS_END)  # a tick of this step or the next
+_EVICT = (Field("tensor", make_safe_text_check()), Field("to", _TIER), Field("free", _TICK))
 
 FORMAT = Format(
     name="teraio-plan",
     size_max_bytes=16 * 2**20,
     build=Plan,
     parts=(
-        Part("fingerprint", "value", check=text(0)),
-        Part("planner", "value", check=text(0, 64)),
-        Part("budget_bytes", "value", check=integer()),
-        Part("homes", "records", Record(Home, (Field("tensor", text()), Field("tier", _TIER))), default=()),
-        Part(
+        TopLevelKey("fingerprint", "value", check=make_safe_text_check(0)),
+        TopLevelKey("planner", "value", check=make_safe_text_check(0, 64)),
+        TopLevelKey("budget_bytes", "value", check=make_integer_check()),
+        TopLevelKey(
+            "homes",
+            "records",
+            ObjectFormat(Home, (Field("tensor", make_safe_text_check()), Field("tier", _TIER))),
+            default=(),
+        ),
+        TopLevelKey(
             "moves",
             "records",
-            Variants(
+            TaggedObjectFormat(
                 "move",
                 {
-                    "evict": Record(Evict, (*_EVICT, Field("trigger", _TICK, None))),
-                    "fetch": Record(
+                    "evict": ObjectFormat(Evict, (*_EVICT, Field("trigger", _TICK, None))),
+                    "fetch": ObjectFormat(
                         Fetch,
                         (
-                            Field("tensor", text()),
+                            Field("tensor", make_safe_text_check()),
                             Field("from", _TIER, attribute="source"),
                             Field("trigger", _TICK),
                             Field("ready", _TICK),
                         ),
                     ),
-                    "drop": Record(Evict, _EVICT),  # another spelling of an evict without a trigger
+                    "drop": ObjectFormat(Evict, _EVICT),  # another spelling of an evict without a trigger
                 },
-                _tag_of,
+                _tag_of_move,
             ),
         ),
-        Part("recompute", "names", check=text(), default=()),
-        Part(
+        TopLevelKey("recompute", "names", check=make_safe_text_check(), default=()),
+        TopLevelKey(
             "predicted",
             "record",
-            Record(
+            ObjectFormat(
                 Predicted,
                 (
-                    Field("step_ns", integer(), 0),
-                    Field("bound_ns", integer(), 0),
-                    Field("peak_bytes", integer(), 0),
+                    Field("step_ns", make_integer_check(), 0),
+                    Field("bound_ns", make_integer_check(), 0),
+                    Field("peak_bytes", make_integer_check(), 0),
                 ),
             ),
             default=Predicted(),
         ),
-        Part(
+        TopLevelKey(
             "remade",
             "records",
-            Record(Remade, (Field("graph", text(chars_max=64)), Field("node", text()))),
+            ObjectFormat(
+                RecomputedNode,
+                (Field("graph", make_safe_text_check(chars_max=64)), Field("node", make_safe_text_check())),
+            ),
             default=(),
         ),
     ),
-    law=_law,
+    law=_check_across_fields,
 )

@@ -18,13 +18,13 @@ from pathlib import Path
 from teraio.errors import FileFormatError
 from teraio.formats.plan import Plan
 from teraio.formats.profile import Profile
-from teraio.units import shown
+from teraio.units import printable_line
 
 SUFFIX = ".plan.json.gz"
 ENTRIES_MAX = 512  # the least recently used go; a plan of a 70B step packs to 130 KB, so 64 MB at most
 
 
-def fingerprint_of(profile: Profile) -> str:
+def fingerprint_of_profile(profile: Profile) -> str:
     """Hash of everything a plan refers to: the kernels in order, the tensors with their sizes and uses.
 
     Times are left out: a plan for the same step on another day is still a plan for this step.
@@ -37,12 +37,12 @@ def fingerprint_of(profile: Profile) -> str:
     return digest.hexdigest()[:32]
 
 
-def key_of(fingerprint: str, *also: str) -> str:
+def cache_key_of(fingerprint: str, *also: str) -> str:
     """The name of an entry: the step, and what else a plan depends on."""
     return hashlib.sha256("\0".join((fingerprint, *also)).encode()).hexdigest()[:32]
 
 
-def directory(environ: Mapping[str, str] | None = None) -> Path | None:
+def find_cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     """Where plans are kept; None if that is turned off."""
     environ = os.environ if environ is None else environ
     asked = environ.get("TERAIO_CACHE_DIR", "").strip()
@@ -54,14 +54,14 @@ def directory(environ: Mapping[str, str] | None = None) -> Path | None:
     return None if home.startswith("~") else Path(home) / "teraio" / "plans"  # a user without a home
 
 
-def built_folder() -> Path | None:
+def compiled_extension_folder() -> Path | None:
     """Where the little that is compiled for the torch that is here stays, whether plans are kept or not."""
-    plans = directory() or directory({**os.environ, "TERAIO_CACHE_DIR": ""})
+    plans = find_cache_folder() or find_cache_folder({**os.environ, "TERAIO_CACHE_DIR": ""})
     return None if plans is None else plans.with_name("built")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CachedPlan:
     path: Path
     size_bytes: int
     used_at_s: int
@@ -74,11 +74,11 @@ class PlanCache:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def find(self, key: str, fingerprint: str | None) -> tuple[Plan | None, str]:
+    def read_plan(self, key: str, fingerprint: str | None) -> tuple[Plan | None, str]:
         """The plan of a key, or why what is there was refused (empty if there is nothing). Without a
         `fingerprint` it may be of any step."""
         path = self.folder / f"{key}{SUFFIX}"
-        if refused := untrusted(self.folder) or untrusted(path):
+        if refused := reason_to_distrust(self.folder) or reason_to_distrust(path):
             return None, refused
         if not path.exists():
             return None, ""
@@ -87,16 +87,16 @@ class PlanCache:
         except FileFormatError as error:
             return None, str(error)
         if fingerprint is not None and plan.fingerprint != fingerprint:
-            return None, f"{path} is a plan for another step (fingerprint {shown(plan.fingerprint)})"
+            return None, f"{path} is a plan for another step (fingerprint {printable_line(plan.fingerprint)})"
         with contextlib.suppress(OSError):
             os.utime(path)
         return plan, ""
 
-    def keep(self, key: str, plan: Plan) -> str:
+    def write_plan(self, key: str, plan: Plan) -> str:
         """Write a plan. Out: why it could not be, or nothing."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if refused := untrusted(self.folder):
+            if refused := reason_to_distrust(self.folder):
                 return refused
             path = self.folder / f"{key}{SUFFIX}"
             if path.is_symlink():  # else what it points to would be written
@@ -109,16 +109,16 @@ class PlanCache:
             old.path.unlink(missing_ok=True)
         return ""
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CachedPlan]:
         """What is there, the most recently used first."""
         found = []
         for path in sorted(self.folder.glob(f"*{SUFFIX}")) if os.path.isdir(self.folder) else ():
             with contextlib.suppress(OSError):  # another process has removed it
                 status = path.lstat()
-                found.append(Entry(path, status.st_size, int(status.st_mtime)))
+                found.append(CachedPlan(path, status.st_size, int(status.st_mtime)))
         return sorted(found, key=lambda entry: -entry.used_at_s)
 
-    def clear(self) -> list[Entry]:
+    def clear(self) -> list[CachedPlan]:
         """Remove all plans; what else is in the folder stays."""
         gone = self.entries()
         for entry in gone:
@@ -126,7 +126,7 @@ class PlanCache:
         return gone
 
 
-def untrusted(path: Path) -> str:
+def reason_to_distrust(path: Path) -> str:
     """Why this file or folder may be somebody else's doing; nothing if it is ours, or is not there."""
     try:
         status = path.lstat()

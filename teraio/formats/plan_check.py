@@ -35,7 +35,7 @@ from teraio.errors import PlanError
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Evict, Fetch, Move, Plan
 from teraio.formats.profile import Profile, Tensor
-from teraio.formats.recompute import as_planned
+from teraio.formats.recompute import apply_plan_recompute
 
 DEVICE = "device"
 _State = Literal["on the device", "leaving", "away", "arriving", "not yet made"]
@@ -60,27 +60,29 @@ class Verdict:
     problems: tuple[str, ...]
 
 
-def check(plan: Plan, profile: Profile, machine: Machine | None = None) -> Verdict:
+def check_plan_against_profile(plan: Plan, profile: Profile, machine: Machine | None = None) -> Verdict:
     """Follow every tensor through the step. Without a machine, links and capacities are not looked at."""
     problems: list[str] = []
     try:
-        plan, profile = as_planned(plan, profile)
+        plan, profile = apply_plan_recompute(plan, profile)
     except PlanError as error:
         problems.append(str(error))
-    moves, homes = _by_tensor(plan, profile, problems)
+    moves, homes = _moves_and_homes_by_tensor(plan, profile, problems)
     if machine is not None:
-        problems += _routes(plan, machine)
+        problems += _problems_of_missing_links(plan, machine)
     ticks = max(len(profile.kernels), 1)
     change = [0] * (ticks + 1)
     held: dict[str, list[int]] = defaultdict(lambda: [0] * (ticks + 1))
     for tensor in profile.tensors:
-        walk = _Walk(tensor, profile, homes.get(tensor.name, DEVICE), moves.get(tensor.name, ()))
-        problem = walk.around()
+        walk = _TensorWalk(tensor, profile, homes.get(tensor.name, DEVICE), moves.get(tensor.name, ()))
+        problem = walk.find_problem()
         if problem:
             problems.append(problem)
-        for tick, delta_bytes in walk.resident() if not problem else walk.always_resident():
+        for tick, delta_bytes in (
+            walk.resident_byte_changes() if not problem else walk.byte_changes_if_never_moved()
+        ):
             change[tick] += delta_bytes
-        for tier, first, end in walk.copies_held() if not problem else ():
+        for tier, first, end in walk.copy_spans_by_tier() if not problem else ():
             held[tier][first] += tensor.size_bytes
             held[tier][end] -= tensor.size_bytes
     ledger = list(accumulate(change))[:ticks]
@@ -90,16 +92,16 @@ def check(plan: Plan, profile: Profile, machine: Machine | None = None) -> Verdi
     where = ledger.index(peak)
     if peak > plan.budget_bytes:
         problems.append(
-            f"{_at(profile, where)}: {peak} bytes are on the device, the plan's budget is"
+            f"{_describe_tick(profile, where)}: {peak} bytes are on the device, the plan's budget is"
             f" {plan.budget_bytes} ({peak - plan.budget_bytes} too many)"
         )
     if machine is not None:
-        problems += _capacities(machine, peak, held)
+        problems += _problems_of_overfull_tiers(machine, peak, held)
     return Verdict(not problems, peak, where, tuple(problems))
 
 
 @dataclass(slots=True)
-class _Walk:
+class _TensorWalk:
     """One tensor's way around the step."""
 
     tensor: Tensor
@@ -111,21 +113,21 @@ class _Walk:
     copies: set[str] = field(default_factory=set)  # slow tiers whose copy is good
     written: set[int] = field(default_factory=set)
 
-    def around(self) -> str:
+    def find_problem(self) -> str:
         """Walk once; twice if persistent, because the first lap finds which copies the step before left good.
 
         Out: the first problem, or an empty string.
         """
-        problem = self._malformed() or self._start()
+        problem = self._find_malformed_move() or self._set_start_state()
         if problem:
             return problem
         start = (self.state, self.pending)
-        events = self._events()
+        events = self._sorted_moves_and_uses()
         for judged in (False, True) if self.tensor.persistent else (True,):
             for tick, order, move in events:
-                problem = self._take(tick, order, move, judged)
+                problem = self._apply_event(tick, order, move, judged)
                 if problem:
-                    return f"{_at(self.profile, tick)}: {problem}"
+                    return f"{_describe_tick(self.profile, tick)}: {problem}"
             if self.tensor.persistent and (self.state, self.pending) != start:
                 return (
                     f"end of the step: {self.tensor.name!r} is {self.state}, but at its start it is"
@@ -133,7 +135,7 @@ class _Walk:
                 )
         return ""
 
-    def _life(self) -> tuple[int, int]:
+    def _lifetime_ticks(self) -> tuple[int, int]:
         """First and last tick at which the tensor exists; (0, -1) if it is short-lived and never used."""
         uses = (*self.tensor.reads, *self.tensor.writes)
         if self.tensor.persistent:
@@ -142,36 +144,40 @@ class _Walk:
             return 0, -1
         return 0 if self.tensor.kind == "input" else min(uses), max(uses)
 
-    def _malformed(self) -> str:
+    def _find_malformed_move(self) -> str:
         """Ticks that mean nothing, whatever the state is."""
         name, ticks = self.tensor.name, len(self.profile.kernels)
-        first, last = self._life()
+        first, last = self._lifetime_ticks()
         for move in self.moves:
-            start, end = _span(move)
-            if DEVICE in _tiers((move,)):
-                return f"{_words(move)}: the device is not a tier to move to or from"
+            start, end = _tick_span(move)
+            if DEVICE in _slow_tiers_of((move,)):
+                return f"{_describe_move(move)}: the device is not a tier to move to or from"
             if not 0 <= start <= end < start + ticks or start >= 2 * ticks:
-                return f"{_words(move)}: ticks {start} to {end} are no span within {ticks} kernels"
+                return f"{_describe_move(move)}: ticks {start} to {end} are no span within {ticks} kernels"
             born = first if self.tensor.kind == "input" else first + 1
             if not self.tensor.persistent and not born <= start <= end <= last:
                 return (
-                    f"{_words(move)}: ticks {start} to {end} lie outside the life of {name!r}, which is"
+                    f"{_describe_move(move)}: ticks {start} to {end} lie outside the life of {name!r}, "
+                    "which is"
                     f" made at tick {first} and last used at {last}"
                 )
         if not self.tensor.persistent and self.home != DEVICE:
             return f"home of {name!r} is {self.home!r}, but it does not live beyond the end of the step"
         return ""
 
-    def _start(self) -> str:
+    def _set_start_state(self) -> str:
         """The state at the start of the step, from the home and from the move that is in flight there."""
         ticks = len(self.profile.kernels)
         self.written = set(self.tensor.writes)
         if not self.tensor.persistent:
             self.state = "on the device" if self.tensor.kind == "input" else "not yet made"
             return ""
-        flying = [move for move in self.moves if _span(move)[1] % ticks < _span(move)[0] % ticks]
+        flying = [move for move in self.moves if _tick_span(move)[1] % ticks < _tick_span(move)[0] % ticks]
         if len(flying) > 1:
-            return f"{_words(flying[0])} and {_words(flying[1])}: both are in flight at the end of the step"
+            return (
+                f"{_describe_move(flying[0])} and {_describe_move(flying[1])}: both are in flight "
+                "at the end of the step"
+            )
         self.state = "on the device" if self.home == DEVICE else "away"
         for move in flying:
             self.pending = move
@@ -179,7 +185,7 @@ class _Walk:
             expected = DEVICE if isinstance(move, Evict) else move.source
             if self.home != expected:
                 return (
-                    f"{_words(move)}: in flight at the end of the step, so the home is {expected!r},"
+                    f"{_describe_move(move)}: in flight at the end of the step, so the home is {expected!r},"
                     f" not {self.home!r}"
                 )
         self.copies = {self.home}
@@ -187,14 +193,14 @@ class _Walk:
             self.copies |= {move.to for move in self.moves if isinstance(move, Evict)}
         return ""
 
-    def _events(self) -> list[tuple[int, int, Move | None]]:
+    def _sorted_moves_and_uses(self) -> list[tuple[int, int, Move | None]]:
         """(tick within the step, order within the tick, move); uses have no move."""
         ticks = len(self.profile.kernels)
         events: list[tuple[int, int, Move | None]] = [
             (tick, _USE, None) for tick in sorted({*self.tensor.reads, *self.tensor.writes})
         ]
         for move in self.moves:
-            start, end = _span(move)
+            start, end = _tick_span(move)
             match move:
                 case Fetch():
                     events += [(start % ticks, _ISSUE_IN, move), (end % ticks, _READY, move)]
@@ -204,23 +210,25 @@ class _Walk:
                     events += [(start % ticks, _ISSUE_OUT, move), (end % ticks, _FREE, move)]
         return sorted(events, key=lambda event: event[:2])
 
-    def _take(self, tick: int, order: int, move: Move | None, judged: bool) -> str:
+    def _apply_event(self, tick: int, order: int, move: Move | None, judged: bool) -> str:
         """One event. Out: what is wrong with it, or "". `judged`: it is known which copies are good."""
         if move is None:
-            return self._use(tick)
+            return self._apply_use(tick)
         needed, after = _STEPS[order]
         if self.state != needed:
-            return f"{_words(move)}: it is {self.state}, not {needed}"
+            return f"{_describe_move(move)}: it is {self.state}, not {needed}"
         if order in (_FREE, _READY) and self.pending is not move:
-            return f"{_words(move)}: another move of it is in flight"
+            return f"{_describe_move(move)}: another move of it is in flight"
         if judged and isinstance(move, Evict) and move.trigger is None and move.to not in self.copies:
             return (
-                f"{_words(move)}: there is no good copy in {move.to!r} (good ones: {sorted(self.copies)};"
+                f"{_describe_move(move)}: there is no good copy in {move.to!r} (good ones: "
+                f"{sorted(self.copies)};"
                 f" written by the kernels at ticks {sorted(self.written)})"
             )
         if judged and isinstance(move, Fetch) and move.source not in self.copies:
             return (
-                f"{_words(move)}: there is no good copy in {move.source!r} (good ones: {sorted(self.copies)})"
+                f"{_describe_move(move)}: there is no good copy in {move.source!r} (good ones: "
+                f"{sorted(self.copies)})"
             )
         if order == _FREE and isinstance(move, Evict):
             self.copies.add(move.to)
@@ -228,7 +236,7 @@ class _Walk:
         self.pending = move if order in (_ISSUE_OUT, _ISSUE_IN) else None
         return ""
 
-    def _use(self, tick: int) -> str:
+    def _apply_use(self, tick: int) -> str:
         """A kernel reads or writes the tensor."""
         if self.state in ("away", "arriving"):
             return f"used by the kernel, but {self.tensor.name!r} is {self.state}"
@@ -240,34 +248,36 @@ class _Walk:
             self.state = "on the device"
         return ""
 
-    def resident(self) -> Iterator[tuple[int, int]]:
+    def resident_byte_changes(self) -> Iterator[tuple[int, int]]:
         """(tick, change in bytes) of a walk without problems, as rows for the ledger."""
         size, ticks = self.tensor.size_bytes, len(self.profile.kernels)
-        first, last = self._life()
-        if self.home == DEVICE or any(_span(m)[1] % ticks < _span(m)[0] % ticks for m in self.moves):
+        first, last = self._lifetime_ticks()
+        if self.home == DEVICE or any(
+            _tick_span(m)[1] % ticks < _tick_span(m)[0] % ticks for m in self.moves
+        ):
             yield first, size  # a fetch in flight at the end of the step counts in full
         for move in self.moves:
             yield (move.trigger % ticks, size) if isinstance(move, Fetch) else (move.free % ticks, -size)
         yield last + 1, -size  # only the row after the last tick of a persistent one
 
-    def always_resident(self) -> Iterator[tuple[int, int]]:
+    def byte_changes_if_never_moved(self) -> Iterator[tuple[int, int]]:
         """The same for a walk that failed: counted as never moving, so that the peak is not flattered."""
-        first, last = self._life()
+        first, last = self._lifetime_ticks()
         yield first, self.tensor.size_bytes
         yield last + 1, -self.tensor.size_bytes
 
-    def copies_held(self) -> Iterator[tuple[str, int, int]]:
+    def copy_spans_by_tier(self) -> Iterator[tuple[str, int, int]]:
         """(tier, first tick, tick after the last) for each slow tier that holds a copy."""
         ticks = len(self.profile.kernels)
-        for tier in sorted(_tiers(self.moves) | ({self.home} - {DEVICE})):
+        for tier in sorted(_slow_tiers_of(self.moves) | ({self.home} - {DEVICE})):
             if self.tensor.persistent:
                 yield tier, 0, ticks
             else:
-                spans = [_span(m) for m in self.moves if tier in _tiers((m,))]
+                spans = [_tick_span(m) for m in self.moves if tier in _slow_tiers_of((m,))]
                 yield tier, min(start for start, _ in spans), max(end for _, end in spans) + 1
 
 
-def _by_tensor(
+def _moves_and_homes_by_tensor(
     plan: Plan, profile: Profile, problems: list[str]
 ) -> tuple[dict[str, list[Move]], dict[str, str]]:
     """Moves and homes by tensor name; unknown names and second homes become problems."""
@@ -275,9 +285,9 @@ def _by_tensor(
     moves: dict[str, list[Move]] = defaultdict(list)
     for move in plan.moves:
         if move.tensor not in known:
-            problems.append(f"{_words(move)}: no tensor of that name in profile {profile.name!r}")
+            problems.append(f"{_describe_move(move)}: no tensor of that name in profile {profile.name!r}")
         elif not profile.kernels:
-            problems.append(f"{_words(move)}: the step has no kernels, so nothing can move")
+            problems.append(f"{_describe_move(move)}: the step has no kernels, so nothing can move")
         else:
             moves[move.tensor].append(move)
     homes: dict[str, str] = {}
@@ -291,14 +301,14 @@ def _by_tensor(
     return moves, homes
 
 
-def _routes(plan: Plan, machine: Machine) -> Iterator[str]:
+def _problems_of_missing_links(plan: Plan, machine: Machine) -> Iterator[str]:
     """Tiers and links that the plan uses and the machine lacks, each said once."""
     tiers = {tier.name for tier in machine.tiers}
     links = {(link.source, link.target) for link in machine.links}
     wanted: dict[tuple[str, str], str] = {}
     for move in plan.moves:
         route = (DEVICE, move.to) if isinstance(move, Evict) else (move.source, DEVICE)
-        wanted.setdefault(route, _words(move))
+        wanted.setdefault(route, _describe_move(move))
     for route, who in wanted.items():
         if route not in links:
             yield f"{who}: machine {machine.name!r} has no link from {route[0]!r} to {route[1]!r}"
@@ -307,7 +317,7 @@ def _routes(plan: Plan, machine: Machine) -> Iterator[str]:
             yield f"home of {home.tensor!r}: machine {machine.name!r} has no tier {home.tier!r}"
 
 
-def _capacities(machine: Machine, peak: int, held: dict[str, list[int]]) -> Iterator[str]:
+def _problems_of_overfull_tiers(machine: Machine, peak: int, held: dict[str, list[int]]) -> Iterator[str]:
     """Tiers that must hold more than they can."""
     highest = {tier: max(accumulate(change)) for tier, change in held.items()}
     highest[DEVICE] = peak
@@ -319,18 +329,18 @@ def _capacities(machine: Machine, peak: int, held: dict[str, list[int]]) -> Iter
             )
 
 
-def _span(move: Move) -> tuple[int, int]:
+def _tick_span(move: Move) -> tuple[int, int]:
     """First and last tick of a move; a drop has only one."""
     if isinstance(move, Fetch):
         return move.trigger, move.ready
     return (move.free if move.trigger is None else move.trigger), move.free
 
 
-def _tiers(moves: Iterable[Move]) -> set[str]:
+def _slow_tiers_of(moves: Iterable[Move]) -> set[str]:
     return {move.to if isinstance(move, Evict) else move.source for move in moves}
 
 
-def _words(move: Move) -> str:
+def _describe_move(move: Move) -> str:
     """A move as people say it."""
     match move:
         case Fetch():
@@ -341,7 +351,7 @@ def _words(move: Move) -> str:
             return f"evict of {move.tensor!r} to {move.to!r} (ticks {move.trigger} to {move.free})"
 
 
-def _at(profile: Profile, tick: int) -> str:
+def _describe_tick(profile: Profile, tick: int) -> str:
     if not profile.kernels:
         return "a step without kernels"
     return f"tick {tick} (kernel {profile.kernels[tick].name!r})"

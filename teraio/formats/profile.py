@@ -16,14 +16,14 @@ from teraio.formats.fields import (
     Fault,
     Field,
     Format,
-    Part,
-    Record,
-    boolean,
-    integer,
-    one_of,
-    text,
-    ticks,
-    unique,
+    ObjectFormat,
+    TopLevelKey,
+    boolean_complaint,
+    make_integer_check,
+    make_one_of_check,
+    make_safe_text_check,
+    refuse_duplicates,
+    ticks_complaint,
 )
 from teraio.units import LIMIT
 
@@ -98,14 +98,14 @@ class Profile:
         files.validate(FORMAT, self)
 
 
-def _law(profile: Profile) -> None:
+def _check_across_fields(profile: Profile) -> None:
     """What no single field can know. Sums are bounded so that planners may add in 64 bits."""
-    unique("tensors", (tensor.name for tensor in profile.tensors), ".name")
-    _sum_below("kernels", "duration_ns", profile.compute_ns)
-    _sum_below("tensors", "size_bytes", sum(tensor.size_bytes for tensor in profile.tensors))
+    refuse_duplicates("tensors", (tensor.name for tensor in profile.tensors), ".name")
+    _refuse_large_sum("kernels", "duration_ns", profile.compute_ns)
+    _refuse_large_sum("tensors", "size_bytes", sum(tensor.size_bytes for tensor in profile.tensors))
     uses = 0
     for index, tensor in enumerate(profile.tensors):
-        _check_ticks(f"tensors[{index}]", tensor, len(profile.kernels))
+        _refuse_impossible_ticks(f"tensors[{index}]", tensor, len(profile.kernels))
         own = len(tensor.reads) + len(tensor.writes) + len(tensor.recompute_from)
         if own > TENSOR_USES_MAX:
             raise Fault(f"tensors[{index}]", f"has {own} uses; at most {TENSOR_USES_MAX} are taken")
@@ -114,7 +114,7 @@ def _law(profile: Profile) -> None:
             raise Fault(f"tensors[{index}]", f"brings the uses to {uses}; at most {USES_MAX} are taken")
 
 
-def _check_ticks(path: str, tensor: Tensor, kernels: int) -> None:
+def _refuse_impossible_ticks(path: str, tensor: Tensor, kernels: int) -> None:
     for key in ("reads", "writes", "recompute_from"):
         if (ticks_ := getattr(tensor, key)) and ticks_[-1] >= kernels:
             raise Fault(f"{path}.{key}", f"holds tick {ticks_[-1]}; there are {kernels} kernels")
@@ -127,7 +127,7 @@ def _check_ticks(path: str, tensor: Tensor, kernels: int) -> None:
         raise Fault(f"{path}.reads", f"starts at tick {tensor.reads[0]}, before the first write at {born}")
 
 
-def _sum_below(path: str, key: str, total: int) -> None:
+def _refuse_large_sum(path: str, key: str, total: int) -> None:
     if total >= LIMIT:
         raise Fault(path, f"{key} adds up to {total}; expected less than 2**53")
 
@@ -137,41 +137,41 @@ FORMAT = Format(
     size_max_bytes=256 * 2**20,
     build=Profile,
     parts=(
-        Part("name", "value", check=text(0)),
-        Part("step_ns", "value", check=integer()),
-        Part(
+        TopLevelKey("name", "value", check=make_safe_text_check(0)),
+        TopLevelKey("step_ns", "value", check=make_integer_check()),
+        TopLevelKey(
             "kernels",
             "records",
-            Record(
+            ObjectFormat(
                 Kernel,
                 (
-                    Field("name", text()),
-                    Field("call", integer(end=TICKS_END)),
-                    Field("duration_ns", integer()),
-                    Field("workspace_bytes", integer(), 0),
-                    Field("p90_ns", integer(), None),
-                    Field("busy_ns", integer(), None),
+                    Field("name", make_safe_text_check()),
+                    Field("call", make_integer_check(end=TICKS_END)),
+                    Field("duration_ns", make_integer_check()),
+                    Field("workspace_bytes", make_integer_check(), 0),
+                    Field("p90_ns", make_integer_check(), None),
+                    Field("busy_ns", make_integer_check(), None),
                 ),
             ),
             count_max=ENTRIES_MAX,
         ),
-        Part(
+        TopLevelKey(
             "tensors",
             "records",
-            Record(
+            ObjectFormat(
                 Tensor,
                 (
-                    Field("name", text()),
-                    Field("kind", one_of(*get_args(Kind))),
-                    Field("size_bytes", integer()),
-                    Field("persistent", boolean),
-                    Field("reads", ticks),
-                    Field("writes", ticks),
-                    Field("recompute_from", ticks, ()),
+                    Field("name", make_safe_text_check()),
+                    Field("kind", make_one_of_check(*get_args(Kind))),
+                    Field("size_bytes", make_integer_check()),
+                    Field("persistent", boolean_complaint),
+                    Field("reads", ticks_complaint),
+                    Field("writes", ticks_complaint),
+                    Field("recompute_from", ticks_complaint, ()),
                 ),
             ),
             count_max=ENTRIES_MAX,
         ),
     ),
-    law=_law,
+    law=_check_across_fields,
 )

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from teraio.errors import FileFormatError
 from teraio.formats.fields import Fault
 from teraio.formats.json_text import RECORD, STRING, Cursor
-from teraio.units import fmt_bytes, shown
+from teraio.units import fmt_bytes, printable_line
 
 HEADER_BYTES_MAX = 16 * 2**20  # about 150,000 tensors; the format itself allows 100 MB
 PIECE_BYTES = 64 * 2**10
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor: its bytes are those of the file from `begin` to `end`."""
 
     dtype: str
@@ -49,17 +49,17 @@ class Entry:
     end: int
 
 
-def read_header(descriptor: int, path: str) -> dict[str, Entry]:
+def read_header(descriptor: int, path: str) -> dict[str, TensorEntry]:
     """The tensors of an open file by their names."""
-    return _refusing(path, lambda: _header(descriptor))
+    return _call_converting_faults(path, lambda: _parse_header(descriptor))
 
 
 def read_index(path: str) -> dict[str, str]:
     """Which file beside this one has which tensor."""
-    return _refusing(path, lambda: _index(path))
+    return _call_converting_faults(path, lambda: _parse_index(path))
 
 
-def _refusing(path: str, read: Callable[[], T]) -> T:
+def _call_converting_faults(path: str, read: Callable[[], T]) -> T:
     try:
         return read()
     except Fault as fault:
@@ -69,7 +69,7 @@ def _refusing(path: str, read: Callable[[], T]) -> T:
         raise FileFormatError(f"{path} cannot be read: {error}") from None
 
 
-def _header(descriptor: int) -> dict[str, Entry]:
+def _parse_header(descriptor: int) -> dict[str, TensorEntry]:
     file_bytes = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if file_bytes < 8 or length > file_bytes - 8:
@@ -78,22 +78,22 @@ def _header(descriptor: int) -> dict[str, Entry]:
         raise Fault("", f"a header of {fmt_bytes(length)}; at most {fmt_bytes(HEADER_BYTES_MAX)} are read")
     if os.pread(descriptor, 1, 8) != b"{":
         raise Fault("", "the header does not begin with '{'")
-    cursor = Cursor(_pieces(descriptor, 8, length))
-    entries: dict[str, Entry] = {}
+    cursor = Cursor(_read_text_pieces(descriptor, 8, length))
+    entries: dict[str, TensorEntry] = {}
     seen: set[str] = set()
-    for name in _keys(cursor, ""):
+    for name in _parse_keys_of_object(cursor, ""):
         if name in seen:
-            raise Fault(shown(name), "the name comes twice")
+            raise Fault(printable_line(name), "the name comes twice")
         seen.add(name)
-        record = _record(cursor, name)
+        record = _parse_flat_object(cursor, name)
         if name != METADATA:
-            entries[name] = _entry(name, record, 8 + length, file_bytes)
-    _at_end(cursor)
-    _covered(entries, 8 + length, file_bytes)
+            entries[name] = _validated_entry(name, record, 8 + length, file_bytes)
+    _refuse_trailing_text(cursor)
+    _refuse_holes_and_overlaps(entries, 8 + length, file_bytes)
     return entries
 
 
-def _pieces(descriptor: int, at: int, length: int) -> Iterator[str]:
+def _read_text_pieces(descriptor: int, at: int, length: int) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     end = at + length
     while at < end:
@@ -104,37 +104,41 @@ def _pieces(descriptor: int, at: int, length: int) -> Iterator[str]:
         yield decoder.decode(piece, final=at == end)
 
 
-def _keys(cursor: Cursor, path: str) -> Iterator[str]:
+def _parse_keys_of_object(cursor: Cursor, path: str) -> Iterator[str]:
     """The keys of the object that begins here; between them the caller consumes their values."""
-    cursor.take("{", path)
-    if cursor.peek() == "}":
-        cursor.take("}", path)
+    cursor.consume_mark("{", path)
+    if cursor.peek_after_whitespace() == "}":
+        cursor.consume_mark("}", path)
         return
     while True:
-        name: str = json.loads(cursor.match(STRING, path, "a name"))
-        cursor.take(":", path)
+        name: str = json.loads(cursor.consume_match(STRING, path, "a name"))
+        cursor.consume_mark(":", path)
         yield name
-        if cursor.take(",}", path) == "}":
+        if cursor.consume_mark(",}", path) == "}":
             return
 
 
-def _record(cursor: Cursor, name: str) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _parse_flat_object(cursor: Cursor, name: str) -> dict[str, Any]:
+    def dict_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) != len(pairs):
-            raise Fault(shown(name), "a key comes twice")
+            raise Fault(printable_line(name), "a key comes twice")
         return dict(pairs)
 
-    found: dict[str, Any] = json.loads(cursor.match(RECORD, shown(name), "an object"), object_pairs_hook=once)
+    found: dict[str, Any] = json.loads(
+        cursor.consume_match(RECORD, printable_line(name), "an object"), object_pairs_hook=dict_of_unique_keys
+    )
     return found
 
 
-def _entry(name: str, record: dict[str, Any], base: int, file_bytes: int) -> Entry:
-    where = shown(name)
+def _validated_entry(name: str, record: dict[str, Any], base: int, file_bytes: int) -> TensorEntry:
+    where = printable_line(name)
     if record.keys() != {"dtype", "shape", "data_offsets"}:
-        raise Fault(where, f"has the keys {shown(sorted(record))}; expected dtype, shape and data_offsets")
+        raise Fault(
+            where, f"has the keys {printable_line(sorted(record))}; expected dtype, shape and data_offsets"
+        )
     dtype, shape, offsets = record["dtype"], record["shape"], record["data_offsets"]
     if not isinstance(dtype, str) or dtype not in SIZES:
-        raise Fault(where, f"dtype is {shown(dtype)}; torch has {', '.join(SIZES)}")
+        raise Fault(where, f"dtype is {printable_line(dtype)}; torch has {', '.join(SIZES)}")
     if not isinstance(shape, list) or len(shape) > DIMENSIONS_MAX:
         raise Fault(where, f"shape is not a list of at most {DIMENSIONS_MAX} numbers")
     if not isinstance(offsets, list) or len(offsets) != 2:
@@ -143,42 +147,42 @@ def _entry(name: str, record: dict[str, Any], base: int, file_bytes: int) -> Ent
     if not base <= begin <= end <= file_bytes:
         raise Fault(where, f"data_offsets are {offsets}; the file has {file_bytes - base} bytes of data")
     if end - begin != prod(shape) * SIZES[dtype]:
-        raise Fault(where, f"{end - begin} bytes for {dtype} of shape {shown(shape)}")
-    return Entry(dtype, tuple(shape), begin, end)
+        raise Fault(where, f"{end - begin} bytes for {dtype} of shape {printable_line(shape)}")
+    return TensorEntry(dtype, tuple(shape), begin, end)
 
 
-def _at_end(cursor: Cursor) -> None:
-    if cursor.peek():
+def _refuse_trailing_text(cursor: Cursor) -> None:
+    if cursor.peek_after_whitespace():
         raise Fault("", "text behind the end of the header")
 
 
-def _covered(entries: dict[str, Entry], base: int, file_bytes: int) -> None:
+def _refuse_holes_and_overlaps(entries: dict[str, TensorEntry], base: int, file_bytes: int) -> None:
     end = base
     for name, entry in sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)):
         if entry.begin != end:
             what = "overlaps the one before it" if entry.begin < end else "begins behind a hole"
-            raise Fault(shown(name), what)
+            raise Fault(printable_line(name), what)
         end = entry.end
     if end != file_bytes:
         raise Fault("", f"{file_bytes - end} bytes that belong to no tensor")
 
 
-def _index(path: str) -> dict[str, str]:
+def _parse_index(path: str) -> dict[str, str]:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         size_bytes = os.fstat(descriptor).st_size
         if size_bytes > HEADER_BYTES_MAX:
             raise Fault("", f"{fmt_bytes(size_bytes)}; at most {fmt_bytes(HEADER_BYTES_MAX)} are read")
-        cursor = Cursor(_pieces(descriptor, 0, size_bytes))
+        cursor = Cursor(_read_text_pieces(descriptor, 0, size_bytes))
         files: dict[str, str] | None = None
-        for key in _keys(cursor, ""):
+        for key in _parse_keys_of_object(cursor, ""):
             if key == "weight_map" and files is None:
-                files = dict(_weight_map(cursor))
+                files = dict(_parse_weight_map(cursor))
             elif key == "metadata":
-                _record(cursor, key)
+                _parse_flat_object(cursor, key)
             else:
-                raise Fault(shown(key), "expected metadata and weight_map, once each")
-        _at_end(cursor)
+                raise Fault(printable_line(key), "expected metadata and weight_map, once each")
+        _refuse_trailing_text(cursor)
     finally:
         os.close(descriptor)
     if files is None:
@@ -186,13 +190,16 @@ def _index(path: str) -> dict[str, str]:
     return files
 
 
-def _weight_map(cursor: Cursor) -> Iterator[tuple[str, str]]:
+def _parse_weight_map(cursor: Cursor) -> Iterator[tuple[str, str]]:
     seen: set[str] = set()
-    for name in _keys(cursor, "weight_map"):
-        file = json.loads(cursor.match(STRING, shown(name), "the name of a file"))
+    for name in _parse_keys_of_object(cursor, "weight_map"):
+        file = json.loads(cursor.consume_match(STRING, printable_line(name), "the name of a file"))
         if name in seen:
-            raise Fault(shown(name), "the name comes twice")
+            raise Fault(printable_line(name), "the name comes twice")
         if os.path.basename(file) != file or not file.endswith(".safetensors") or "\0" in file:
-            raise Fault(shown(name), f"{shown(file)} is not the name of a safetensors file beside the index")
+            raise Fault(
+                printable_line(name),
+                f"{printable_line(file)} is not the name of a safetensors file beside the index",
+            )
         seen.add(name)
         yield name, file

@@ -70,12 +70,12 @@ class Schedule:
     graph: str = ""  # of a forward: the joint graph that it was cut from
 
     @cached_property
-    def text(self) -> str:
+    def as_json_text(self) -> str:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     @cached_property
-    def identity(self) -> str:
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+    def identity_hash(self) -> str:
+        return hashlib.sha256(self.as_json_text.encode()).hexdigest()[:16]
 
     @staticmethod
     def parse(text: str) -> Schedule:
@@ -97,11 +97,11 @@ class Schedule:
         )
 
 
-def listing(schedule: Schedule) -> str:
+def schedule_listing(schedule: Schedule) -> str:
     """Return a schedule as lines for people: at each slot, what it gets and what the next kernel uses."""
     names = [f"{buffer.name} ({fmt_bytes(buffer.size_bytes)}, {buffer.role})" for buffer in schedule.buffers]
     told = [
-        f"schedule {schedule.identity} of a {schedule.kind} program: "
+        f"schedule {schedule.identity_hash} of a {schedule.kind} program: "
         f"{fmt_count(len(schedule.slots), 'slot')}, {fmt_count(len(schedule.buffers), 'buffer')}"
         f"{', sizes depend on the batch' * schedule.symbolic}"
     ]

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from teraio.formats import files
-from teraio.formats.fields import TICKS_END, Fault, Field, Format, Part, Record, integer, one_of, text
+from teraio.formats.fields import (
+    TICKS_END,
+    Fault,
+    Field,
+    Format,
+    ObjectFormat,
+    TopLevelKey,
+    make_integer_check,
+    make_one_of_check,
+    make_safe_text_check,
+)
 
 ENTRIES_MAX = 2**17  # spans, counters and stalls: what 16 MiB hold
 
@@ -88,7 +98,7 @@ class Timeline:
         files.validate(FORMAT, self)
 
 
-def _law(timeline: Timeline) -> None:
+def _check_across_fields(timeline: Timeline) -> None:
     """What no single field can know."""
     for index, span in enumerate(timeline.spans):
         if span.start_ns > span.end_ns:
@@ -100,57 +110,57 @@ FORMAT = Format(
     size_max_bytes=16 * 2**20,
     build=Timeline,
     parts=(
-        Part("kind", "value", check=one_of("measured", "predicted")),
-        Part(
+        TopLevelKey("kind", "value", check=make_one_of_check("measured", "predicted")),
+        TopLevelKey(
             "spans",
             "records",
-            Record(
+            ObjectFormat(
                 Span,
                 (
-                    Field("track", text()),
-                    Field("name", text(0)),
-                    Field("start_ns", integer()),
-                    Field("end_ns", integer()),
-                    Field("bytes", integer(), 0),
-                    Field("tensor", text(0), ""),
+                    Field("track", make_safe_text_check()),
+                    Field("name", make_safe_text_check(0)),
+                    Field("start_ns", make_integer_check()),
+                    Field("end_ns", make_integer_check()),
+                    Field("bytes", make_integer_check(), 0),
+                    Field("tensor", make_safe_text_check(0), ""),
                 ),
             ),
             default=(),
             count_max=ENTRIES_MAX,
         ),
-        Part(
+        TopLevelKey(
             "counters",
             "records",
-            Record(
+            ObjectFormat(
                 Counter,
                 (
-                    Field("tier", text(chars_max=64)),
-                    Field("kind", text(chars_max=64)),
-                    Field("at_ns", integer()),
-                    Field("bytes", integer()),
+                    Field("tier", make_safe_text_check(chars_max=64)),
+                    Field("kind", make_safe_text_check(chars_max=64)),
+                    Field("at_ns", make_integer_check()),
+                    Field("bytes", make_integer_check()),
                 ),
             ),
             default=(),
             count_max=ENTRIES_MAX,
         ),
-        Part(
+        TopLevelKey(
             "stalls",
             "records",
-            Record(
+            ObjectFormat(
                 Stall,
                 (
-                    Field("tick", integer(end=2 * TICKS_END)),
-                    Field("tensor", text(0)),
-                    Field("ns", integer()),
-                    Field("cause", text(chars_max=64)),
+                    Field("tick", make_integer_check(end=2 * TICKS_END)),
+                    Field("tensor", make_safe_text_check(0)),
+                    Field("ns", make_integer_check()),
+                    Field("cause", make_safe_text_check(chars_max=64)),
                 ),
             ),
             default=(),
             count_max=ENTRIES_MAX,
         ),
-        Part("budget_bytes", "value", check=integer(), default=0),
-        Part("step_ns", "value", check=integer(), default=0),
-        Part("overrun_bytes", "value", check=integer(), default=0),
+        TopLevelKey("budget_bytes", "value", check=make_integer_check(), default=0),
+        TopLevelKey("step_ns", "value", check=make_integer_check(), default=0),
+        TopLevelKey("overrun_bytes", "value", check=make_integer_check(), default=0),
     ),
-    law=_law,
+    law=_check_across_fields,
 )

@@ -36,7 +36,7 @@ Order = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class BucketEstimate:
     """One slot of an optimizer's step, and what it takes on the host."""
 
     kernel: str
@@ -46,7 +46,7 @@ class Bucket:
     host_ns: int
 
     @property
-    def bytes_there(self) -> int:
+    def host_bytes(self) -> int:
         return sum(t.size_bytes for t in self.tensors if t.kind != "grad")
 
 
@@ -56,18 +56,18 @@ class HostChoice:
         self.device_ns = 0  # of the step that the host took over from, as it was planned
         self.left: Order = ()
 
-    def changes(self, profile: Profile, step: Step, plan: Plan, make: Make) -> bool:
+    def switch_if_faster(self, profile: Profile, step: Step, plan: Plan, make: Make) -> bool:
         """Whether the step runs otherwise from now on, and is to be measured anew."""
-        order = tuple(call.schedule.identity for call in step.calls)
-        if self.device_ns and order != self.left and _is_on_host(step):
-            return self._goes_back(plan)
-        if not self.is_open or host_step.of(self.engine) is None or not _optimizer_ticks(step):
+        order = tuple(call.schedule.identity_hash for call in step.calls)
+        if self.device_ns and order != self.left and _has_bucket_on_host(step):
+            return self._undo_if_slower(plan)
+        if not self.is_open or host_step.host_step_of(self.engine) is None or not _optimizer_ticks(step):
             return False
         self.is_open = False
-        buckets = self._worthwhile(profile, step, plan)
+        buckets = self._buckets_faster_on_host(profile, step, plan)
         if not buckets:
             return False
-        there = make(on_host(profile, buckets))
+        there = make(profile_with_host_buckets(profile, buckets))
         here_ns, there_ns = plan.predicted.step_ns, there.predicted.step_ns
         if not 0 < there_ns < here_ns * (100 - WORTH_PERCENT) // 100:
             return False
@@ -79,10 +79,10 @@ class HostChoice:
             fmt_ns(here_ns),
         )
         self.device_ns, self.left = here_ns, order
-        host_step.begin(self.engine, {bucket.kernel for bucket in buckets})
+        host_step.set_host_buckets(self.engine, {bucket.kernel for bucket in buckets})
         return True
 
-    def _goes_back(self, plan: Plan) -> bool:
+    def _undo_if_slower(self, plan: Plan) -> bool:
         """Measured, it is what counts."""
         here_ns, self.device_ns = self.device_ns, 0
         if plan.predicted.step_ns <= here_ns:
@@ -92,11 +92,11 @@ class HostChoice:
             fmt_ns(plan.predicted.step_ns),
             fmt_ns(here_ns),
         )
-        host_step.begin(self.engine, ())
-        self.engine.tracker.measure_again(self.left)
+        host_step.set_host_buckets(self.engine, ())
+        self.engine.tracker.request_measuring(self.left)
         return True
 
-    def _worthwhile(self, profile: Profile, step: Step, plan: Plan) -> list[Bucket]:
+    def _buckets_faster_on_host(self, profile: Profile, step: Step, plan: Plan) -> list[BucketEstimate]:
         """The buckets whose tensors take longer to come and go than the host takes to step them, as many as
         host memory has room for."""
         ticks = len(profile.kernels)
@@ -104,22 +104,22 @@ class HostChoice:
         kinds = {tensor.name: tensor.kind for tensor in profile.tensors}
         if not any(kinds[name] == "state" for name, _ in fetched):
             return []
-        there = host_step.of(self.engine)
+        there = host_step.host_step_of(self.engine)
         assert there is not None
         could = there.could
-        buckets = self._buckets(profile, step, fetched, update_bytes_per_s())
+        buckets = self._estimate_buckets(profile, step, fetched, measure_update_bytes_per_s())
         faster = [b for b in buckets if b.kernel in could and b.host_ns < b.moved_ns]
         room = next((tier.capacity_bytes for tier in self.machine.tiers if tier.name == "host"), 0)
         taken = []
         for bucket in sorted(faster, key=lambda bucket: bucket.host_ns / bucket.moved_ns):
-            room -= bucket.bytes_there
+            room -= bucket.host_bytes
             if room >= 0:
                 taken.append(bucket)
         return taken
 
-    def _buckets(
+    def _estimate_buckets(
         self, profile: Profile, step: Step, fetched: Mapping[tuple[str, int], str], rate: int
-    ) -> list[Bucket]:
+    ) -> list[BucketEstimate]:
         touched: dict[int, list[Tensor]] = {}
         for tensor in profile.tensors:
             for tick in {*tensor.reads, *tensor.writes}:
@@ -129,22 +129,24 @@ class HostChoice:
             tensors = touched.get(tick, [])
             away = {t.name: fetched[t.name, tick] for t in tensors if (t.name, tick) in fetched}
             written = [t for t in tensors if t.name in away and t.kind != "grad"]
-            come = sum(self._ns(t.size_bytes, away[t.name], "device") for t in tensors if t.name in away)
-            go = sum(self._ns(t.size_bytes, "device", away[t.name]) for t in written)
+            come = sum(
+                self._transfer_ns(t.size_bytes, away[t.name], "device") for t in tensors if t.name in away
+            )
+            go = sum(self._transfer_ns(t.size_bytes, "device", away[t.name]) for t in written)
             here = [t for t in tensors if t.name not in away]
-            down = sum(self._ns(t.size_bytes, "device", "host") for t in here if t.kind == "grad")
-            up = sum(self._ns(t.size_bytes, "host", "device") for t in here if t.kind == "weight")
+            down = sum(self._transfer_ns(t.size_bytes, "device", "host") for t in here if t.kind == "grad")
+            up = sum(self._transfer_ns(t.size_bytes, "host", "device") for t in here if t.kind == "weight")
             touched_bytes = sum(t.size_bytes * (1 if t.kind == "grad" else 2) for t in tensors)
             host_ns = max(down, up, touched_bytes * 10**9 // rate)  # beside those of its neighbours
-            buckets.append(Bucket(kernel, tick, tuple(tensors), max(come, go), host_ns))
+            buckets.append(BucketEstimate(kernel, tick, tuple(tensors), max(come, go), host_ns))
         return buckets
 
-    def _ns(self, size_bytes: int, source: str, target: str) -> int:
+    def _transfer_ns(self, size_bytes: int, source: str, target: str) -> int:
         ways = [link for link in self.machine.links if (link.source, link.target) == (source, target)]
         return sum(size_bytes * 10**9 // link.bandwidth_bytes_per_s for link in ways)
 
 
-def on_host(profile: Profile, buckets: Sequence[Bucket]) -> Profile:
+def profile_with_host_buckets(profile: Profile, buckets: Sequence[BucketEstimate]) -> Profile:
     """The step as it would be measured if the host took these buckets."""
     taken = {bucket.tick: bucket for bucket in buckets}
     kernels = [
@@ -172,11 +174,11 @@ def _optimizer_ticks(step: Step) -> list[tuple[str, int]]:
     return found
 
 
-def _is_on_host(step: Step) -> bool:
+def _has_bucket_on_host(step: Step) -> bool:
     return any(kernel.endswith(" on the host") for kernel, _ in _optimizer_ticks(step))
 
 
-def update_bytes_per_s() -> int:
+def measure_update_bytes_per_s() -> int:
     """What torch's fused update reads and writes in a second, on the threads that torch has."""
     parameter = torch.nn.Parameter(torch.zeros(TRIED_ELEMENTS, device="cpu"))
     parameter.grad = torch.ones_like(parameter)

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 import torch
 
 from teraio.errors import OptionError
-from teraio.formats.fields import nearest
+from teraio.formats.fields import suggest_nearest_name
 from teraio.formats.plan import Evict, Plan
 from teraio.formats.profile import Profile
-from teraio.passes.planner.simulate.simulate import device_bytes
-from teraio.units import fmt_bytes, fmt_count, fmt_ns, shown
+from teraio.passes.planner.simulate.simulate import device_bytes_by_kind
+from teraio.units import fmt_bytes, fmt_count, fmt_ns, printable_line
 
 log = logging.getLogger("teraio")
 
@@ -34,12 +34,13 @@ LEVELS = {
 }
 
 
-def speak(environ: Mapping[str, str] | None = None) -> None:
+def set_up_logging(environ: Mapping[str, str] | None = None) -> None:
     """Shows our lines, unless the program has said where log lines go."""
     asked = (os.environ if environ is None else environ).get("TERAIO_LOG", "").strip().lower()
     if asked and asked not in LEVELS:
         raise OptionError(
-            f"TERAIO_LOG: '{shown(asked)}' is not one of {', '.join(LEVELS)}{nearest(asked, list(LEVELS))}"
+            f"TERAIO_LOG: '{printable_line(asked)}' is not one of {', '.join(LEVELS)}"
+            f"{suggest_nearest_name(asked, list(LEVELS))}"
         )
     if FIRST_RANK not in log.filters:
         log.addFilter(FIRST_RANK)
@@ -70,13 +71,13 @@ def rank() -> int:
     return int(told) if told.isdecimal() else 0
 
 
-def outlook(plan: Plan, profile: Profile) -> str:
+def describe_plan(plan: Plan, profile: Profile) -> str:
     """What a plan promises, in one line."""
     if not plan.moves:
         budget = fmt_bytes(plan.budget_bytes)
         return f"planned by {plan.planner}: the step fits into {budget} whole: nothing moves"
     plain, kept = (
-        [sum(column) for column in zip(*device_bytes(each, profile).values())]
+        [sum(column) for column in zip(*device_bytes_by_kind(each, profile).values())]
         for each in (Plan("", "", 0), plan)
     )
     away = max((one - other for one, other in zip(plain, kept)), default=0)
@@ -95,7 +96,7 @@ def outlook(plan: Plan, profile: Profile) -> str:
     return told
 
 
-def artifact(name: str, text: Callable[[], str]) -> None:
+def add_trace_artifact(name: str, text: Callable[[], str]) -> None:
     """A file of ours in the trace that TORCH_TRACE asks for, where tlparse finds it. Torch promises nothing
     about how, so a torch that does it otherwise gets none."""
     try:

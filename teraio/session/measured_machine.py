@@ -9,7 +9,7 @@ from teraio.runtime.device import limits
 from teraio.runtime.device.link_rates import LinkRates
 
 
-def machine_of(
+def machine_from_links(
     name: str,
     links: Sequence[LinkRates],
     device_bytes: int,
@@ -20,14 +20,14 @@ def machine_of(
     None: all host memory that can be had."""
     capacities = {
         "ssd": ssd_bytes,
-        "host": limits.read().obtainable_bytes if host_bytes is None else host_bytes,
+        "host": limits.read_memory_limits().obtainable_bytes if host_bytes is None else host_bytes,
     }
     tiers = [Tier("device", device_bytes)]
     tiers += [Tier(link.tier, capacities[link.tier]) for link in links]
     directed: list[Link] = []
     shared: list[tuple[str, int]] = []
     for link in links:
-        shares = f"device_{link.tier}" if link.shares else None
+        shares = f"device_{link.tier}" if link.is_shared_by_directions else None
         if shares:
             shared.append((shares, link.shared_bytes_per_s))
         directed.append(Link("device", link.tier, link.evict_bytes_per_s, link.evict_latency_ns, shares))

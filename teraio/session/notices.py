@@ -8,25 +8,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from fnmatch import fnmatchcase
 
-from teraio.formats.fields import nearest
+from teraio.formats.fields import suggest_nearest_name
 from teraio.formats.schedule import Step
 from teraio.options import VARIABLES, Settings, env_name
-from teraio.units import fmt_bytes, shown
+from teraio.units import fmt_bytes, printable_line
 
 SHOWN = 3  # names that stand for all others
 
 
-def unknown_environment(environ: Mapping[str, str]) -> list[str]:
+def unknown_variable_lines(environ: Mapping[str, str]) -> list[str]:
     """Variables that look like ours and are not: a typo leaves its option at the default, unnoticed."""
     known = [*VARIABLES, *(env_name(field.name) for field in fields(Settings))]
     return [
-        f"the environment variable {shown(name)} is no option and has no effect{nearest(name, known)}"
+        f"the environment variable {printable_line(name)} is no option and has no "
+        f"effect{suggest_nearest_name(name, known)}"
         for name, value in sorted(environ.items())
         if name.startswith("TERAIO_") and name not in known and value.strip()
     ]
 
 
-def more_than_there_is(budget_bytes: int, capacity_bytes: int) -> list[str]:
+def oversized_budget_lines(budget_bytes: int, capacity_bytes: int) -> list[str]:
     """A budget that nothing keeps to: memory is full before it is."""
     if budget_bytes <= capacity_bytes:
         return []
@@ -39,7 +40,7 @@ def more_than_there_is(budget_bytes: int, capacity_bytes: int) -> list[str]:
     ]
 
 
-def without_match(globs: Sequence[str], names: Iterable[str]) -> list[str]:
+def unmatched_keep_lines(globs: Sequence[str], names: Iterable[str]) -> list[str]:
     """Name globs of `keep` that keep nothing. Weights have the user's names, others begin with a digit."""
     names = sorted(names, key=lambda name: (name[:1].isdigit(), name))
     parts = sorted({part for name in names for part in name.split(".")})
@@ -47,19 +48,20 @@ def without_match(globs: Sequence[str], names: Iterable[str]) -> list[str]:
     lines = []
     for glob in dict.fromkeys(globs):
         if not any(fnmatchcase(name, glob) for name in names):
-            meant = nearest(max(re.split(r"[][.*?!]+", glob), key=len), parts)
+            meant = suggest_nearest_name(max(re.split(r"[][.*?!]+", glob), key=len), parts)
             lines.append(
-                f"option 'keep': '{shown(glob)}' matches none of the {len(names)} tensors of 4 KiB and more "
+                f"option 'keep': '{printable_line(glob)}' matches none of the {len(names)} tensors of "
+                "4 KiB and more "
                 f"that were used{meant}; there are {some}"
             )
     return lines
 
 
-def names_of(step: Step) -> set[str]:
+def tensor_names_in(step: Step) -> set[str]:
     return {name for call in step.calls for name in call.tensors if name}
 
 
-def described(step: Step) -> str:
+def describe_step(step: Step) -> str:
     """`forward, backward, optimizer (310 MiB of activations)`: which step this is, where there are several.
     The sizes tell batches of different shapes apart."""
     kinds = Counter(call.schedule.kind for call in step.calls)

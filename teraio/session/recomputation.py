@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import CodeType
 
-from teraio.formats.plan import Plan, Remade
+from teraio.formats.plan import Plan, RecomputedNode
 from teraio.formats.schedule import Step
 from teraio.session.plan_reuse import LATEST
 from teraio.units import fmt_bytes, fmt_count
@@ -29,7 +29,7 @@ log = logging.getLogger("teraio")
 Find = Callable[[str], Plan | None]
 
 
-class Remaking:
+class Recomputation:
     """`find`: the plan that an earlier run kept for a joint graph."""
 
     def __init__(self, replay: Plan | None, find: Find, wanted: bool) -> None:
@@ -39,43 +39,45 @@ class Remaking:
         self.due: set[str] = set()  # graphs whose code is to be compiled anew
         self.looked: set[str] = set()
         if replay is not None:
-            self._take(replay.remade)
+            self._add_nodes_to_recompute(replay.remade)
         elif wanted and (latest := find(LATEST)) is not None:
-            self._take(latest.remade)
+            self._add_nodes_to_recompute(latest.remade)
 
     @property
-    def key(self) -> str:
+    def cache_key(self) -> str:
         """All sets, in a stable form: what is compiled with others is another program."""
         rows = [f"{graph} {sorted(nodes)}" for graph, nodes in sorted(self.sets.items()) if nodes]
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
 
-    def loaded(self, graph: str) -> None:
+    def note_loaded_program(self, graph: str) -> None:
         """A program of this graph is there; from a cache it comes without being asked for."""
-        code = _compiling()
+        code = _code_being_compiled()
         if code is not None:
             self.codes[graph].add(code)
         self.due.discard(graph)
 
-    def asked(self, graph: str) -> Collection[str]:
+    def nodes_to_recompute(self, graph: str) -> Collection[str]:
         """Called while a joint graph is cut."""
         if self.wanted and graph not in self.sets and graph not in self.looked:
             self.looked.add(graph)
             kept = self.find(graph)
             if kept is not None:
-                self._take(kept.remade)
+                self._add_nodes_to_recompute(kept.remade)
         return self.sets.get(graph, ())
 
-    def open(self, step: Step) -> bool:
+    def is_recompute_undecided(self, step: Step) -> bool:
         """Whether it is still to be decided what of this step is made again."""
-        return self.wanted and not any(graph in self.sets for graph in graphs_of(step))
+        return self.wanted and not any(graph in self.sets for graph in joint_graphs_of_step(step))
 
-    def of(self, step: Step) -> tuple[Remade, ...]:
+    def recomputed_nodes_of(self, step: Step) -> tuple[RecomputedNode, ...]:
         """For a plan of this step: what its programs were compiled with."""
         return tuple(
-            Remade(graph, node) for graph in graphs_of(step) for node in sorted(self.sets.get(graph, ()))
+            RecomputedNode(graph, node)
+            for graph in joint_graphs_of_step(step)
+            for node in sorted(self.sets.get(graph, ()))
         )
 
-    def decide(self, step: Step, names: Collection[str]) -> bool:
+    def mark_tensors_for_recompute(self, step: Step, names: Collection[str]) -> bool:
         """These tensors of the step are to be made again. A program that runs several times in it makes its
         tensor again in all of its calls or in none: where more bytes of it are than are not. Out: whether
         anything is compiled anew."""
@@ -86,7 +88,7 @@ class Remaking:
                 if buffer.again and name in sizes:
                     sign = 1 if name in names else -1
                     votes[call.schedule.graph, buffer.nodes] += sign * max(sizes[name], 1)
-        chosen: dict[str, set[str]] = {graph: set() for graph in graphs_of(step)}
+        chosen: dict[str, set[str]] = {graph: set() for graph in joint_graphs_of_step(step)}
         for (graph, nodes), bytes_for in votes.items():
             if bytes_for > 0:
                 chosen[graph] |= set(nodes)
@@ -102,10 +104,10 @@ class Remaking:
             )
         return bool(self.due)
 
-    def at_rest(self) -> None:
+    def reset_code_of_due_graphs(self) -> None:
         """Between two steps, if no compiled program is on the stack."""
         codes = {code for graph in self.due for code in self.codes[graph]}
-        if not codes or _running(codes):
+        if not codes or _is_any_code_on_stack(codes):
             return
         from torch._C._dynamo.eval_frame import reset_code
 
@@ -113,17 +115,17 @@ class Remaking:
         for code in codes:
             reset_code(code)
 
-    def _take(self, remade: Iterable[Remade]) -> None:
+    def _add_nodes_to_recompute(self, remade: Iterable[RecomputedNode]) -> None:
         for each in remade:
             self.sets[each.graph] = self.sets.get(each.graph, frozenset()) | {each.node}
 
 
-def graphs_of(step: Step) -> tuple[str, ...]:
+def joint_graphs_of_step(step: Step) -> tuple[str, ...]:
     """The joint graphs of a step's forwards, each once."""
     return tuple(dict.fromkeys(call.schedule.graph for call in step.calls if call.schedule.graph))
 
 
-def _compiling() -> CodeType | None:
+def _code_being_compiled() -> CodeType | None:
     """The code that Dynamo compiles now."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -135,15 +137,15 @@ def _compiling() -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def compiled_function() -> str:
+def describe_compiling_function() -> str:
     """Says which function Dynamo compiles now: `Llama.forward (model.py:61)`."""
-    code = _compiling()
+    code = _code_being_compiled()
     if code is None or "_dynamo" in Path(code.co_filename).parts:  # Dynamo's own, around a layer of torch's
         return "a model"
     return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
-def _running(codes: Collection[CodeType]) -> bool:
+def _is_any_code_on_stack(codes: Collection[CodeType]) -> bool:
     """Whether one of them, or what Dynamo made of it, is on the stack."""
     places = {(code.co_filename, code.co_firstlineno) for code in codes}
     frame = sys._getframe()

@@ -23,7 +23,7 @@ from teraio.runtime.device.device import Device
 from teraio.runtime.device.link_rates import LinkRates
 from teraio.runtime.store import link_probe
 from teraio.runtime.store.store import Store
-from teraio.session.measured_machine import machine_of
+from teraio.session.measured_machine import machine_from_links
 from teraio.units import fmt_bytes
 
 log = logging.getLogger("teraio")
@@ -39,25 +39,25 @@ class Tiers:
         in_ram = device.kind == "cpu"
         size = options.store_size
         self.store = Store.open(
-            options.directories or None,
+            options.store_directories or None,
             None if size is None else lambda free_bytes: size.resolve(free_bytes, 0),
             checksums=options.checksum,
             memory_bytes=budget_bytes if in_ram else None,
             device=None if in_ram else device,
             on_fallback=options.on_fallback,
             write_per_day_bytes=options.max_write_per_day,
-            **({"wrap": _in_memory} if options.store == (NULL_STORE,) else {}),
+            **({"wrap": _make_memory_io} if options.store == (NULL_STORE,) else {}),
         )
-        most = link_probe.memory_bytes(budget_bytes)
-        link, weights = drives(self.store.directories, device, most)
+        most = link_probe.memory_bytes_for_probe(budget_bytes)
+        link, weights = measure_drives(self.store.directories, device, most)
         self.store.space.extents.weights[:] = weights
         links = [link]
-        self.host_bytes = host_bytes(options)
-        self.host = device.host(self.host_bytes) if self.host_bytes else None
+        self.host_bytes = host_limit_bytes(options)
+        self.host = device.make_host_tier(self.host_bytes) if self.host_bytes else None
         if self.host is not None:
-            carried = device.host_link(self.host, LOOK_S, most)
+            carried = device.measure_host_link(self.host, LOOK_S, most)
             if isinstance(carried, str):
-                self._no_host(carried, options)
+                self._go_without_host_memory(carried, options)
             else:
                 links.append(carried)
         if self.host is None and options.optimizer_step == "host":
@@ -66,13 +66,13 @@ class Tiers:
                 "option 'optimizer_step' is 'host', and no host memory is used; give 'host_memory', or leave "
                 "it out"
             )
-        device.forget_highest()
+        device.forget_highest_counts()
         capacity = max(budget_bytes, device.capacity_bytes())
-        self.machine: Machine = machine_of(
+        self.machine: Machine = machine_from_links(
             "here", links, capacity, self.store.capacity_bytes, self.host_bytes if self.host else None
         )
 
-    def _no_host(self, reason: str, options: Settings) -> None:
+    def _go_without_host_memory(self, reason: str, options: Settings) -> None:
         what = f"no host memory is used, all that leaves goes to the SSD: {reason}"
         if options.on_fallback == "error":
             self.store.close()
@@ -81,19 +81,19 @@ class Tiers:
         self.host = None
 
     @property
-    def where(self) -> str:
+    def places_text(self) -> str:
         """In words."""
         host = f"up to {fmt_bytes(self.host_bytes)} of host memory; " if self.host else ""
         return f"{host}store in {', '.join(map(str, self.store.directories))}"
 
 
-def _in_memory(io: _native.Io) -> _native.Io:
+def _make_memory_io(io: _native.Io) -> _native.Io:
     """Return a store's I/O that keeps its bytes in memory, in place of that with drives."""
     log.warning("teraio: the store is '%s': what is evicted stays in this process's memory", NULL_STORE)
     return _native.MemoryIo(size_bytes=2**62, depth=4)
 
 
-def refuse_host(options: Settings, kind: str) -> None:
+def refuse_host_options_without_gpu(options: Settings, kind: str) -> None:
     if options.optimizer_step == "host" and kind in {"cpu", "meta"}:
         raise UnsupportedError(
             "option 'optimizer_step': 'host' is for a GPU: here tensors are in host memory already; leave "
@@ -106,30 +106,33 @@ def refuse_host(options: Settings, kind: str) -> None:
         )
 
 
-def host_bytes(options: Settings) -> int:
+def host_limit_bytes(options: Settings) -> int:
     """How much may be pinned; what can be had now is what a share is of."""
-    return (options.host_memory or HOST_SHARE).resolve(limits.read().obtainable_bytes, 0)
+    return (options.host_memory or HOST_SHARE).resolve(limits.read_memory_limits().obtainable_bytes, 0)
 
 
-def drives(
+def measure_drives(
     directories: Sequence[Path], device: Device, memory_bytes: int = link_probe.MEMORY_BYTES
 ) -> tuple[LinkRates, list[int]]:
     """All drives of a store as one link, and how fast each directory is: several on one drive divide it."""
     numbers = [os.stat(directory).st_dev for directory in directories]
     links = {
-        number: _link(directory, device, memory_bytes) for number, directory in zip(numbers, directories)
+        number: _measure_link_once(directory, device, memory_bytes)
+        for number, directory in zip(numbers, directories)
     }
     rates = {n: link.evict_bytes_per_s + link.fetch_bytes_per_s for n, link in links.items()}
-    return link_rates.joined(list(links.values())), [max(rates[n] // numbers.count(n), 1) for n in numbers]
+    return link_rates.link_of_drives(list(links.values())), [
+        max(rates[n] // numbers.count(n), 1) for n in numbers
+    ]
 
 
 _KNOWN: dict[tuple[Path, torch.device], LinkRates] = {}  # by directory and device: once per process
 
 
-def _link(directory: Path, device: Device, memory_bytes: int) -> LinkRates:
+def _measure_link_once(directory: Path, device: Device, memory_bytes: int) -> LinkRates:
     """How fast the store is, in about half a second, with so much of the device's memory."""
     if (directory, device.device) not in _KNOWN:
-        measured = link_probe.store_link(
+        measured = link_probe.measure_store_link(
             directory, LOOK_S, limit_bytes=64 * 2**20, device=device, memory_bytes=memory_bytes
         )
         _KNOWN[directory, device.device] = measured.link

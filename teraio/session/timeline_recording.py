@@ -13,7 +13,7 @@ import time
 from teraio.errors import TeraioError
 from teraio.runtime.engine.engine import Engine
 from teraio.runtime.ledger.recorder import Recorder
-from teraio.session.log_lines import artifact, rank
+from teraio.session.log_lines import add_trace_artifact, rank
 
 log = logging.getLogger("teraio")
 
@@ -27,7 +27,7 @@ class Recording:
         self.path = path
         self.recorder = Recorder(residency.budget_bytes, residency.reserve_bytes)
         self.recorder.on_complete = self.write_if_due
-        engine.record(self.recorder)
+        engine.attach_recorder(self.recorder)
         self.due_s = 0.0
         self.planned = False  # the step in the file is
         self.said = False
@@ -42,22 +42,22 @@ class Recording:
         """`ended`: nothing is under way any more, so that the last step is whole, too."""
         began_s = time.monotonic()
         try:
-            step, line = self.recorder.whole(ended), self.recorder.line(ended)
+            step, line = self.recorder.last_whole_step(ended), self.recorder.timeline(ended)
             if line is not None:
-                artifact("teraio_timeline", line.dumps)
+                add_trace_artifact("teraio_timeline", line.dumps)
                 if rank() == 0:  # one file, one writer
                     line.write(self.path)
                 self.planned = step is not None and step.rank[1]
             elif step is not None:
-                self._say("a step has more kernels and transfers than a timeline file holds")
+                self._warn_once("a step has more kernels and transfers than a timeline file holds")
             elif ended:
-                self._say("no step was whole")
+                self._warn_once("no step was whole")
         except TeraioError as error:
-            self._say(str(error))
+            self._warn_once(str(error))
         now_s = time.monotonic()
         self.due_s = now_s + max(REST_MIN_S, REST_PARTS * (now_s - began_s))
 
-    def _say(self, why: str) -> None:
+    def _warn_once(self, why: str) -> None:
         if not self.said:
             self.said = True
             log.warning("teraio: the timeline was not written: %s", why)

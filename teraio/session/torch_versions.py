@@ -23,30 +23,33 @@ VERDICTS: dict[tuple[str, str, str], str] = {}  # (torch, inner, device) -> the 
 SAID: set[str] = set()  # warnings given, each once per process
 
 
-def tested(version: str) -> bool:
+def is_tested(version: str) -> bool:
     """A release of a tested series: `2.13.0+cpu`, `2.13.1`, and no alpha, release candidate or build from
     source."""
     release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+(cpu|cu\d+|rocm[\d.]+|xpu))?", version)
     return release is not None and release[1] in TESTED
 
 
-def check(inner: str, version: str, device: str, self_test: SelfTest, on_fallback: str = "warn") -> str:
+def choose_inner_program(
+    inner: str, version: str, device: str, self_test: SelfTest, on_fallback: str = "warn"
+) -> str:
     """The inner program to use with this torch, for a model on this kind of device."""
-    if tested(version):
+    if is_tested(version):
         return inner
-    _say(
+    _warn_once(
         f"teraio was not tested with torch {version} (but with {', '.join(TESTED)}): it is tried on a small "
         f"graph first"
     )
-    failed = {inner: _verdict(inner, version, device, self_test)}
+    failed = {inner: _self_test_once(inner, version, device, self_test)}
     if failed[inner] and inner != "eager" and on_fallback != "error":
-        failed["eager"] = _verdict("eager", version, device, self_test)
+        failed["eager"] = _self_test_once("eager", version, device, self_test)
     if not failed[inner]:
         return inner
     if not failed.get("eager", "not asked"):
-        _say(
+        _warn_once(
             f"torch {version}: teraio's slots fail in inner={inner!r} ({failed[inner]}), so inner='eager' is "
-            f"used: nothing is fused, steps take longer, more memory is needed. Install torch {_range()} for "
+            "used: nothing is fused, steps take longer, more memory is needed. Install torch "
+            f"{_tested_range()} for "
             f"{inner}"
         )
         return "eager"
@@ -54,22 +57,22 @@ def check(inner: str, version: str, device: str, self_test: SelfTest, on_fallbac
     other = ", or inner='eager'" if len(failed) == 1 and inner != "eager" else ""
     raise UnsupportedError(
         f"teraio cannot work with torch {version}: the self-test of its slots fails in {told}. Install torch "
-        f"{_range()}{other}"
+        f"{_tested_range()}{other}"
     )
 
 
-def _verdict(inner: str, version: str, device: str, self_test: SelfTest) -> str:
+def _self_test_once(inner: str, version: str, device: str, self_test: SelfTest) -> str:
     key = version, inner, device
     if key not in VERDICTS:
         VERDICTS[key] = self_test(inner, device)
     return VERDICTS[key]
 
 
-def _say(text: str) -> None:
+def _warn_once(text: str) -> None:
     if text not in SAID:
         SAID.add(text)
         log.warning("teraio: %s", text)
 
 
-def _range() -> str:
+def _tested_range() -> str:
     return f"{TESTED[0]} to {TESTED[-1]}"

@@ -18,12 +18,12 @@ from teraio.cli import main
 from teraio.errors import PlanError
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Evict, Fetch, Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
 from teraio.formats.timeline import Timeline
 from teraio.passes.planner import planners
 from teraio.passes.planner.bound import bound
-from teraio.passes.planner.problem.problem import build
+from teraio.passes.planner.problem.problem import build_problem
 
 ROOT = tree.ROOT
 DIAMOND_PLAN = Plan("", "hand", 8, (), (Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 6, 9)))
@@ -61,7 +61,7 @@ def test_plan_prints_the_figures_of_the_plan(files: dict[str, str], out: Any) ->
     # 4 bytes in 12 us are 4 * 86,400 * 10^9 / 12,000 a day: 28.8 GB, more than the drives are rated for.
     assert (made["ssd_write_bytes_per_day"], made["ssd_life_days"]) == (28_800_000_000, 0)
     assert made["feasible"] and made["memory_bytes"] == 8 and made["plan_ns"] > 0
-    assert check(Plan.read(files["out"]), toys.diamond(), toys.machine()).feasible
+    assert check_plan_against_profile(Plan.read(files["out"]), toys.diamond(), toys.machine()).feasible
     text = out(*arguments, "--endurance", "300TB")
     assert "a step of 12 µs" in text and "28.5 years until" in text
     assert "8 hours until" in out(*arguments, "--endurance", "10GB")
@@ -169,7 +169,7 @@ def test_the_bound_of_a_step_is_one_number(files: dict[str, str], out: Any) -> N
     made = json.loads(
         out("plan", *where, "--memory", str(budget), "-o", files["plan"], "--timeline", line, "--json")
     )
-    assert made["bound_ns"] > bound.lower_bound_ns(build(profile, machine), budget)
+    assert made["bound_ns"] > bound.simple_bound_ns(build_problem(profile, machine), budget)
     for by in ("bound", "plan"):
         told = json.loads(out("explain", files["plan"], *where, "--what-if", by, "--json"))
         assert told["what_if"][0]["change"] == "planned again"
@@ -290,7 +290,7 @@ def test_commands_in_the_docs_are_commands() -> None:
     lines = re.findall(r"^(?:\$ )?teraio (.*?)(?:  +#.*)?$", blocks, re.MULTILINE)
     assert len(lines) >= 8
     for line in lines:
-        assert callable(main._parser().parse_args(shlex.split(line)).run), line
+        assert callable(main._make_parser().parse_args(shlex.split(line)).run), line
 
 
 @pytest.mark.parametrize("command", [name for name, _, _ in main.COMMANDS])

@@ -41,7 +41,7 @@ def test_bash_completes_commands_flags_and_words(script: str, typed: list[str], 
 
 @pytest.mark.parametrize("script", ["bash", "zsh", "fish"], indirect=True)
 def test_every_command_and_flag_is_in_every_script(script: str) -> None:
-    for level in completion.levels(main._parser()):
+    for level in completion.completions_of_commands(main._make_parser()):
         for name in (*(name for name, _ in level.commands), *level.words):
             assert name in script
         for flag in level.flags:
@@ -52,7 +52,7 @@ def test_every_command_and_flag_is_in_every_script(script: str) -> None:
 def test_fish_gets_one_command_per_line(script: str) -> None:
     assert all(line.startswith("complete -c teraio") for line in script.strip().splitlines())
     assert "-n '__fish_seen_subcommand_from plan' -l planner" in script
-    assert completion._quoted("it's a\n \\ of 100%%") == "'it\\'s a \\\\ of 100%'"
+    assert completion._quote_for_fish("it's a\n \\ of 100%%") == "'it\\'s a \\\\ of 100%'"
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_losses_that_differ_are_said_and_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = iter([run_of([2.0, 1.5]), run_of([2.0, 1.25])])
-    monkeypatch.setattr("teraio.cli.demo._run", lambda args, budget: next(runs))
+    monkeypatch.setattr("teraio.cli.demo._train_in_child", lambda args, budget: next(runs))
     assert main.main(["demo", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["equal"] is False
 
@@ -77,17 +77,17 @@ def run_of(losses: list[float]) -> dict[str, object]:
 @pytest.mark.parametrize("budget", [400, 399, 401, 350, 1200, 1])
 def test_the_picture_has_one_line_for_the_budget(budget: int) -> None:
     """400 of 1200 bytes is the edge between two rows of twelve, as near to one as to the other."""
-    picture = demo_command._picture([1200], [0], budget)
+    picture = demo_command._memory_picture([1200], [0], budget)
     rows = [row.partition("|")[2] for row in picture.splitlines() if "|" in row]
     assert [at for at, row in enumerate(rows) if "-" in row] == [12 - -(-budget * 12 // 1200)]
 
 
 def test_a_budget_above_all_that_was_used_is_not_in_the_picture() -> None:
-    assert "|-" not in demo_command._picture([1200], [0], 1201)
+    assert "|-" not in demo_command._memory_picture([1200], [0], 1201)
 
 
 def test_the_steps_of_a_run_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = main._parser().parse_args(["demo", "--steps", "1"])
+    args = main._make_parser().parse_args(["demo", "--steps", "1"])
     said: list[str] = []
 
     def lines() -> Iterator[str]:
@@ -97,8 +97,8 @@ def test_the_steps_of_a_run_are_followed(monkeypatch: pytest.MonkeyPatch) -> Non
             yield line
         yield json.dumps({"losses": [1.0]})
 
-    monkeypatch.setattr(progress, "quiet", lambda: False)
-    assert demo_command._followed(lines(), args, "plainly") == {"losses": [1.0]}
+    monkeypatch.setattr(progress, "is_quiet", lambda: False)
+    assert demo_command._read_child_output(lines(), args, "plainly") == {"losses": [1.0]}
     assert said[0] == "teraio demo: plainly, step 1 of 7: compiling"
     assert [text.rpartition(": ")[2] for text in said[2:6]] == [f"step {n} of 7" for n in range(2, 6)]
     assert said[-1] == "teraio demo: plainly: step 8 of 8"  # more were needed than was thought

@@ -22,6 +22,7 @@ from teraio.runtime.device.cpu import CpuDevice
 from teraio.runtime.device.device import Scratch
 from teraio.runtime.device.link_rates import LinkRates
 from teraio.runtime.store import link_probe, slabs
+from teraio.session.measured_machine import machine_from_links
 
 pytestmark = pytest.mark.alone
 
@@ -35,7 +36,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(disk: Path) -> doctor.Report:
-    return doctor.run(disk, seconds=0.2, name="toy")
+    return doctor.examine_machine(disk, seconds=0.2, name="toy")
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -92,7 +93,7 @@ def test_nothing_is_left_behind_and_nobody_else_can_look(
         return real(path, flags, mode)
 
     monkeypatch.setattr(os, "open", watched)
-    with link_probe.private_file(disk) as (fd, _):
+    with link_probe.open_private_file(disk) as (fd, _):
         about = os.fstat(fd)
         assert about.st_nlink == 0
         assert stat.S_IMODE(about.st_mode) == 0o600
@@ -105,7 +106,7 @@ def test_nothing_is_left_behind_and_nobody_else_can_look(
 def test_an_unusable_store_is_exit_code_2_with_the_path(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    report = doctor.run(blocked, seconds=0.1)
+    report = doctor.examine_machine(blocked, seconds=0.1)
     assert report.exit_code == 2
     assert any(
         finding.verdict is Verdict.FAIL and str(blocked) in finding.found for finding in report.findings
@@ -133,7 +134,7 @@ def faulty(**fault: Any) -> Any:
 def test_a_crawling_drive_is_refused_in_bounded_time(disk: Path) -> None:
     begun = time.monotonic()
     with pytest.raises(StoreError, match=r"writes .*/s; a store needs 4 MB/s and more"):
-        link_probe.store_link(disk, 0.2, around=faulty(kind="delay", delay_s=1.5))
+        link_probe.measure_store_link(disk, 0.2, around=faulty(kind="delay", delay_s=1.5))
     assert time.monotonic() - begun < 40
 
 
@@ -142,30 +143,32 @@ class Full(CpuDevice):
 
     asked = 0
 
-    def scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
+    def allocate_scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
         self.asked = most_bytes
         return None
 
 
 def test_a_drive_is_measured_from_ram_where_the_device_has_no_memory_free(disk: Path) -> None:
     full = Full()
-    measured = link_probe.store_link(disk, 0.05, 64 * 2**20, device=full, memory_bytes=2**22)
+    measured = link_probe.measure_store_link(disk, 0.05, 64 * 2**20, device=full, memory_bytes=2**22)
     assert measured.link.evict_bytes_per_s > 0 and full.asked == 2**22
 
 
 def test_a_drive_is_measured_with_as_little_memory_as_is_given(disk: Path) -> None:
-    measured = link_probe.store_link(disk, 0.05, 64 * 2**20, memory_bytes=link_probe.MEMORY_LEAST_BYTES)
+    measured = link_probe.measure_store_link(
+        disk, 0.05, 64 * 2**20, memory_bytes=link_probe.MEMORY_LEAST_BYTES
+    )
     assert measured.link.evict_bytes_per_s > 0 and measured.link.fetch_bytes_per_s > 0
 
 
 def test_a_drive_that_fails_is_named(disk: Path) -> None:
     with pytest.raises(StoreError, match="a measured block"):
-        link_probe.store_link(disk, 0.1, around=faulty(kind="EIO", op="read"))
+        link_probe.measure_store_link(disk, 0.1, around=faulty(kind="EIO", op="read"))
 
 
 def test_a_slow_drive_is_measured_with_small_blocks_and_as_fast_as_a_fast_one(disk: Path) -> None:
     begun = time.monotonic()
-    measured = link_probe.store_link(disk, 0.4, around=faulty(kind="delay", delay_s=0.05))
+    measured = link_probe.measure_store_link(disk, 0.4, around=faulty(kind="delay", delay_s=0.05))
     assert time.monotonic() - begun < 40
     assert measured.link.evict_latency_ns > 50 * 10**6
     assert measured.link.evict_bytes_per_s < 8 * slabs.SLAB_BYTES * 20 * 1.2  # 8 slabs per 50 ms at most
@@ -175,18 +178,18 @@ def test_a_gpus_link_to_host_memory_is_measured(monkeypatch: pytest.MonkeyPatch)
     """Its rates are among the links, and drives are measured from the GPU's memory."""
 
     class Gpu(Full):
-        def host(self, limit_bytes: int) -> Any:
+        def make_host_tier(self, limit_bytes: int) -> Any:
             return limit_bytes
 
     def measured(gpu: Gpu, host: int, seconds: float, memory_bytes: int, progress: Any) -> LinkRates:
         assert (host, seconds, memory_bytes) == (cuda.LOOK_BYTES, 0.05, link_probe.MEMORY_BYTES)
         return link(7, 8, 5, 6)
 
-    monkeypatch.setattr(cuda, "reason_without", lambda: None)
+    monkeypatch.setattr(cuda, "reason_without_gpu", lambda: None)
     monkeypatch.setattr(cuda, "CudaDevice", Gpu)
-    monkeypatch.setattr(cuda, "measure_host", measured)
+    monkeypatch.setattr(cuda, "measure_host_tier_link", measured)
     found, links = list[Finding](), list[LinkRates]()
-    used = doctor._device(found, links, 0.05, lambda doing: None)
+    used = doctor._add_device_findings(found, links, 0.05, lambda doing: None)
     assert isinstance(used, Gpu) and links == [link(7, 8, 5, 6)]
 
 
@@ -194,10 +197,10 @@ def test_a_gpu_that_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     def broken() -> CpuDevice:
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    monkeypatch.setattr(cuda, "reason_without", lambda: None)
+    monkeypatch.setattr(cuda, "reason_without_gpu", lambda: None)
     monkeypatch.setattr(cuda, "CudaDevice", broken)
     found, links = list[Finding](), list[LinkRates]()
-    assert doctor._device(found, links, 0.05, lambda doing: None) is None
+    assert doctor._add_device_findings(found, links, 0.05, lambda doing: None) is None
     (told,) = found
     assert told.verdict is Verdict.FAIL and "illegal memory access" in told.found and not links
 
@@ -222,16 +225,16 @@ def link(evict: int, fetch: int, both_evict: int, both_fetch: int) -> LinkRates:
 def test_links_share_when_both_at_once_carry_clearly_less(
     rates: tuple[int, int, int, int], shares: bool, shared: int
 ) -> None:
-    assert link(*rates).shares is shares
+    assert link(*rates).is_shared_by_directions is shares
     assert link(*rates).shared_bytes_per_s == shared
 
 
 def test_a_shared_bandwidth_is_in_the_machine_file() -> None:
-    machine = doctor.machine_of("toy", [link(100, 100, 50, 50)], 10**9, 10**9)
+    machine = machine_from_links("toy", [link(100, 100, 50, 50)], 10**9, 10**9)
     assert machine.shared == (("device_ssd", 100),)
     assert {one.shares for one in machine.links} == {"device_ssd"}
     assert Machine.loads(machine.dumps()) == machine
-    assert doctor.machine_of("toy", [link(100, 100, 100, 100)], 10**9, 10**9).shared == ()
+    assert machine_from_links("toy", [link(100, 100, 100, 100)], 10**9, 10**9).shared == ()
 
 
 # ---- single findings
@@ -240,50 +243,70 @@ def test_a_shared_bandwidth_is_in_the_machine_file() -> None:
 @pytest.mark.parametrize(
     ("finding", "verdict", "word"),
     [
-        (doctor_findings.torch_version("2.13.0+cpu", "torch<2.14,>=2.11"), Verdict.PASS, "tested"),
-        (doctor_findings.torch_version("2.14.1", "torch<2.14,>=2.11"), Verdict.WARN, "not tested"),
-        (doctor_findings.torch_version("2.10.0", "torch<2.14,>=2.11"), Verdict.WARN, "not tested"),
-        (doctor_findings.torch_version("", "torch>=2.11"), Verdict.FAIL, "not installed"),
-        (doctor_findings.compiler(None), Verdict.WARN, "no C++ compiler"),
-        (doctor_findings.huge_pages("always madvise [never]"), Verdict.WARN, "never"),
-        (doctor_findings.huge_pages("always [madvise] never"), Verdict.PASS, "madvise"),
-        (doctor_findings.huge_pages(""), Verdict.WARN, "none"),
-        (doctor_findings.slab_pages(4096, "[madvise]"), Verdict.WARN, "4 KiB"),
-        (doctor_findings.slab_pages(2 * MIB, "[madvise]"), Verdict.PASS, "2 MiB"),
-        (doctor_findings.freed_bytes(100 * MIB, 50 * MIB, "/usr/lib/libjemalloc.so"), Verdict.WARN, "50 MiB"),
-        (doctor_findings.freed_bytes(100 * MIB, 0, ""), Verdict.PASS, "at once"),
-        (doctor_findings.locked_memory(65536, False, ""), Verdict.PASS, "nothing is pinned"),
-        (doctor_findings.locked_memory(65536, True, "error 2"), Verdict.WARN, "error 2"),
-        (doctor_findings.file_system("overlayfs", "/tmp"), Verdict.WARN, "overlayfs"),
-        (doctor_findings.room(100 * MIB), Verdict.FAIL, "100 MiB"),
-        (doctor_findings.room(2**33), Verdict.WARN, "8 GiB"),
-        (doctor_findings.direct_io(False), Verdict.WARN, "page cache"),
-        (doctor_findings.store_rate(10**8, 10**8, 10**8), Verdict.WARN, "100 MB/s"),
-        (doctor_findings.store_rate(10**10, 10**10, 2 * 10**9), Verdict.WARN, "2.00 s of CPU"),
+        (doctor_findings.judge_torch_version("2.13.0+cpu", "torch<2.14,>=2.11"), Verdict.PASS, "tested"),
+        (doctor_findings.judge_torch_version("2.14.1", "torch<2.14,>=2.11"), Verdict.WARN, "not tested"),
+        (doctor_findings.judge_torch_version("2.10.0", "torch<2.14,>=2.11"), Verdict.WARN, "not tested"),
+        (doctor_findings.judge_torch_version("", "torch>=2.11"), Verdict.FAIL, "not installed"),
+        (doctor_findings.judge_compiler(None), Verdict.WARN, "no C++ compiler"),
+        (doctor_findings.judge_huge_pages("always madvise [never]"), Verdict.WARN, "never"),
+        (doctor_findings.judge_huge_pages("always [madvise] never"), Verdict.PASS, "madvise"),
+        (doctor_findings.judge_huge_pages(""), Verdict.WARN, "none"),
+        (doctor_findings.judge_slab_pages(4096, "[madvise]"), Verdict.WARN, "4 KiB"),
+        (doctor_findings.judge_slab_pages(2 * MIB, "[madvise]"), Verdict.PASS, "2 MiB"),
         (
-            doctor_findings.memory(2**34, 2**35, 2**33, 2**32, "/sys/fs/cgroup/a", 2**33 - 1),
+            doctor_findings.judge_freed_memory(100 * MIB, 50 * MIB, "/usr/lib/libjemalloc.so"),
+            Verdict.WARN,
+            "50 MiB",
+        ),
+        (doctor_findings.judge_freed_memory(100 * MIB, 0, ""), Verdict.PASS, "at once"),
+        (doctor_findings.judge_locked_memory(65536, False, ""), Verdict.PASS, "nothing is pinned"),
+        (doctor_findings.judge_locked_memory(65536, True, "error 2"), Verdict.WARN, "error 2"),
+        (doctor_findings.judge_file_system("overlayfs", "/tmp"), Verdict.WARN, "overlayfs"),
+        (doctor_findings.judge_free_space(100 * MIB), Verdict.FAIL, "100 MiB"),
+        (doctor_findings.judge_free_space(2**33), Verdict.WARN, "8 GiB"),
+        (doctor_findings.judge_direct_io(False), Verdict.WARN, "page cache"),
+        (doctor_findings.judge_store_rate(10**8, 10**8, 10**8), Verdict.WARN, "100 MB/s"),
+        (doctor_findings.judge_store_rate(10**10, 10**10, 2 * 10**9), Verdict.WARN, "2.00 s of CPU"),
+        (
+            doctor_findings.judge_memory(2**34, 2**35, 2**33, 2**32, "/sys/fs/cgroup/a", 2**33 - 1),
             Verdict.WARN,
             "/sys/fs/cgroup/a",
         ),
-        (doctor_findings.memory(2**34, 2**35, None, 0, "", 2**33), Verdict.PASS, "no control group"),
+        (doctor_findings.judge_memory(2**34, 2**35, None, 0, "", 2**33), Verdict.PASS, "no control group"),
         (
-            doctor_findings.drive_wear("nvme0n1", 3, 100, 10, 45 * 10**12, 0, 0),
+            doctor_findings.judge_drive_wear("nvme0n1", 3, 100, 10, 45 * 10**12, 0, 0),
             Verdict.PASS,
             "3 % of its rated",
         ),
-        (doctor_findings.drive_wear("nvme0n1", 80, 100, 10, 10**15, 0, 0), Verdict.WARN, "80 % of its rated"),
-        (doctor_findings.drive_wear("nvme0n1", 3, 10, 10, 10**12, 0, 0), Verdict.WARN, "10 % of its spare"),
-        (doctor_findings.drive_wear("nvme0n1", 3, 100, 10, 10**12, 2, 0), Verdict.WARN, "2 media errors"),
         (
-            doctor_findings.drive_wear("nvme0n1", 3, 100, 10, 10**12, 0, 0b1010),
+            doctor_findings.judge_drive_wear("nvme0n1", 80, 100, 10, 10**15, 0, 0),
+            Verdict.WARN,
+            "80 % of its rated",
+        ),
+        (
+            doctor_findings.judge_drive_wear("nvme0n1", 3, 10, 10, 10**12, 0, 0),
+            Verdict.WARN,
+            "10 % of its spare",
+        ),
+        (
+            doctor_findings.judge_drive_wear("nvme0n1", 3, 100, 10, 10**12, 2, 0),
+            Verdict.WARN,
+            "2 media errors",
+        ),
+        (
+            doctor_findings.judge_drive_wear("nvme0n1", 3, 100, 10, 10**12, 0, 0b1010),
             Verdict.WARN,
             "too hot; read-only",
         ),
-        (doctor_findings.drive_unasked("vda is no NVMe drive"), Verdict.PASS, "not known: vda"),
-        (doctor_findings.gpu(("H100",), "torch is built without CUDA"), Verdict.WARN, "H100, but"),
-        (doctor_findings.gpu((), "torch is built without CUDA"), Verdict.PASS, "none"),
-        (doctor_findings.gpu(("H100",), None), Verdict.PASS, "H100"),
-        (doctor_findings.direct_storage(True, "the file is in compat mode"), Verdict.PASS, "compat"),
+        (doctor_findings.judge_drive_of_unknown_wear("vda is no NVMe drive"), Verdict.PASS, "not known: vda"),
+        (doctor_findings.judge_gpu(("H100",), "torch is built without CUDA"), Verdict.WARN, "H100, but"),
+        (doctor_findings.judge_gpu((), "torch is built without CUDA"), Verdict.PASS, "none"),
+        (doctor_findings.judge_gpu(("H100",), None), Verdict.PASS, "H100"),
+        (
+            doctor_findings.judge_gpu_direct_storage(True, "the file is in compat mode"),
+            Verdict.PASS,
+            "compat",
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, Finding) else None,
 )
@@ -302,9 +325,9 @@ def test_exit_codes_follow_the_worst_finding() -> None:
 
 def test_kept_memory_is_noticed() -> None:
     """Blocks of 64 KiB come from the heap; one that lies behind them keeps all of them with the process."""
-    limits.return_freed_memory()
-    doctor.churn(32 * MIB)
-    assert doctor.churn(64 * MIB) < 6 * MIB
+    limits.make_malloc_return_memory()
+    doctor.measure_unreturned_bytes(32 * MIB)
+    assert doctor.measure_unreturned_bytes(64 * MIB) < 6 * MIB
 
 
 # ---- memory and control groups
@@ -328,7 +351,7 @@ V1 = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n
 
 
 def test_without_a_control_group_memory_is_what_is_available(tmp_path: Path) -> None:
-    found = limits.read(tree(tmp_path, "0::/\n", V2, {"sys/fs/cgroup/cgroup.procs": ""}))
+    found = limits.read_memory_limits(tree(tmp_path, "0::/\n", V2, {"sys/fs/cgroup/cgroup.procs": ""}))
     assert (found.obtainable_bytes, found.capacity_bytes, found.group) == (2**33, 2**34, None)
 
 
@@ -341,7 +364,7 @@ def test_the_lowest_limit_above_the_process_counts(tmp_path: Path) -> None:
         "sys/fs/cgroup/a/b/c/memory.max": f"{2**33}\n",
         "sys/fs/cgroup/a/b/c/memory.current": "5\n",
     }
-    found = limits.read(tree(tmp_path, "0::/a/b/c\n", V2, files))
+    found = limits.read_memory_limits(tree(tmp_path, "0::/a/b/c\n", V2, files))
     assert found.obtainable_bytes == found.capacity_bytes == 2**32
     assert found.group is not None
     assert found.group.path.name == "a"
@@ -356,7 +379,7 @@ def test_version_1_beside_version_2(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "7\n",
     }
     groups = "9:name=systemd:/\n4:cpu,memory:/job\n0::/\n"
-    assert limits.read(tree(tmp_path, groups, V1 + V2, files)).obtainable_bytes == 2**31
+    assert limits.read_memory_limits(tree(tmp_path, groups, V1 + V2, files)).obtainable_bytes == 2**31
 
 
 def test_in_a_container_the_mount_shows_only_the_own_part_of_the_tree(tmp_path: Path) -> None:
@@ -365,7 +388,10 @@ def test_in_a_container_the_mount_shows_only_the_own_part_of_the_tree(tmp_path: 
         "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**30}\n",
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "7\n",
     }
-    assert limits.read(tree(tmp_path, "4:memory:/docker/abc\n", mounts, files)).obtainable_bytes == 2**30
+    assert (
+        limits.read_memory_limits(tree(tmp_path, "4:memory:/docker/abc\n", mounts, files)).obtainable_bytes
+        == 2**30
+    )
 
 
 def test_a_tree_that_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
@@ -375,6 +401,6 @@ def test_a_tree_that_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
         V2,
         {"sys/fs/cgroup/memory.max": "garbage", "sys/fs/cgroup/memory.current": ""},
     )
-    assert limits.read(root).obtainable_bytes == 2**33
+    assert limits.read_memory_limits(root).obtainable_bytes == 2**33
     (root / "proc/self/mountinfo").unlink()
-    assert limits.read(root).group is None
+    assert limits.read_memory_limits(root).group is None

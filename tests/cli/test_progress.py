@@ -16,7 +16,7 @@ from teraio import progress
 from teraio.cli import main
 from teraio.passes.planner import planners
 from teraio.passes.planner.problem import progress_lines
-from teraio.progress import stage, tell
+from teraio.progress import show_stage, tell_progress
 
 
 class Terminal(io.StringIO):
@@ -35,7 +35,7 @@ Read = Callable[[], str]
 @pytest.fixture
 def err(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Read:
     """Reads what is new on stderr, where five seconds are none and every look is ours."""
-    monkeypatch.setattr(progress, "quiet", lambda: False)
+    monkeypatch.setattr(progress, "is_quiet", lambda: False)
     monkeypatch.setattr(progress, "AFTER_S", 0.0)
     monkeypatch.setattr(progress, "EVERY_S", 60.0)
     return lambda: capsys.readouterr().err
@@ -43,16 +43,16 @@ def err(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def look() -> None:
     assert progress._LINE is not None
-    progress._LINE.look()
+    progress._LINE.show_if_due()
 
 
 def test_elsewhere_each_stage_has_one_line(err: Read) -> None:
-    with stage("fit"):
-        with stage("planning by auto", limit_s=30):
-            tell(lambda: "search, best so far 13.4 s")
+    with show_stage("fit"):
+        with show_stage("planning by auto", limit_s=30):
+            tell_progress(lambda: "search, best so far 13.4 s")
             look()
             look()
-        with stage("writing"):
+        with show_stage("writing"):
             look()
         look()
     assert err().splitlines() == [
@@ -67,9 +67,9 @@ def test_on_a_terminal_one_line_is_written_over_and_taken_away(
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr("os.get_terminal_size", lambda fd: os.terminal_size((40, 9)))
-    with stage("demo"):
+    with show_stage("demo"):
         for step in range(2):
-            tell(f"step {step + 1} of 2, and a text that is longer than this terminal is wide")
+            tell_progress(f"step {step + 1} of 2, and a text that is longer than this terminal is wide")
             look()
     lines = terminal.getvalue().split("\r\033[K")
     assert [line[:27] for line in lines] == [
@@ -83,16 +83,16 @@ def test_on_a_terminal_one_line_is_written_over_and_taken_away(
 
 def test_what_is_short_or_not_wanted_says_nothing(err: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "AFTER_S", 5.0)
-    with stage("short"):
+    with show_stage("short"):
         look()
     monkeypatch.undo()
-    assert progress.quiet()  # this is a test
-    with stage("silent"):
+    assert progress.is_quiet()  # this is a test
+    with show_stage("silent"):
         assert progress._LINE is None
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     for word, silent in {"": False, "info": False, " Warning": True, "error": True, "off": True}.items():
         monkeypatch.setenv("TERAIO_LOG", word)
-        assert progress.quiet() is silent
+        assert progress.is_quiet() is silent
     assert err() == ""
 
 
@@ -101,7 +101,7 @@ def test_the_thread_looks_by_itself_and_ends_with_the_block(
 ) -> None:
     monkeypatch.setattr(progress, "EVERY_S", 0.001)
     with pytest.raises(ValueError, match="of the block"):
-        with stage("waiting"):
+        with show_stage("waiting"):
             ends = time.monotonic() + 10
             while not (shown := err()) and time.monotonic() < ends:
                 time.sleep(0.001)
@@ -114,8 +114,8 @@ def test_the_thread_looks_by_itself_and_ends_with_the_block(
 def test_a_training_says_it_to_its_logger(err: Read, caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("teraio")
     caplog.set_level(logging.INFO, "teraio")
-    with stage("compiling", say=log.info):
-        with stage("the forward of 9 operators"):
+    with show_stage("compiling", say=log.info):
+        with show_stage("the forward of 9 operators"):
             look()
         look()
     assert caplog.messages == ["teraio: compiling: the forward of 9 operators; 0 s"]
@@ -124,10 +124,10 @@ def test_a_training_says_it_to_its_logger(err: Read, caplog: pytest.LogCaptureFi
 
 def test_another_thread_and_a_forked_child_show_nothing(err: Read) -> None:
     def beside() -> None:
-        with stage("beside"):
-            tell("nothing of this")
+        with show_stage("beside"):
+            tell_progress("nothing of this")
 
-    with stage("mine"):
+    with show_stage("mine"):
         other = threading.Thread(target=beside)
         other.start()
         other.join()
@@ -153,7 +153,7 @@ def test_planning_tells_who_plans_and_how_good_it_is(
         progress._LINE.stages[-1].told = text
         said.add(": ".join(each.text() for each in progress._LINE.stages))
 
-    monkeypatch.setattr(progress_lines, "tell", heard)
+    monkeypatch.setattr(progress_lines, "tell_progress", heard)
     known = {name: planners.PLANNERS[name] for name in ("greedy", "auto")}
     monkeypatch.setattr(planners, "PLANNERS", known)
     arguments = [profile, "--machine", machine, "--memory", "1500B", "--plan-time", "2s"]

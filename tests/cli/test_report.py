@@ -76,7 +76,9 @@ def measured() -> Timeline:
 
 
 def made(line: Timeline, **more: Any) -> Page:
-    return Page(html_page.page(content.content(content.Sources(line, "run.timeline.json", **more))))
+    return Page(
+        html_page.report_as_html(content.assemble_content(content.Sources(line, "run.timeline.json", **more)))
+    )
 
 
 @pytest.fixture
@@ -136,7 +138,7 @@ def test_its_numbers_are_those_of_the_timeline(page: Page) -> None:
     assert (got["step"], got["budget"], got["measured"]) == (12_000, 8, True)
     names = got["names"]
     assert [names[name] for name in got["kernels"]["name"]] == [f"k{i}" for i in range(10)]
-    assert got["kernels"]["start"] == [span.start_ns for span in picture_data.kernels(line)]
+    assert got["kernels"]["start"] == [span.start_ns for span in picture_data.kernel_spans(line)]
     assert [names[name] for name in got["moves"]["tensor"]] == ["a", "a"]
     assert got["moves"]["bytes"] == [4, 4]
     assert [lane["track"] for lane in got["lanes"]] == ["evict:ssd", "fetch:ssd"]
@@ -170,7 +172,7 @@ def test_names_in_files_are_text_and_nothing_else() -> None:
     )
     sources = content.Sources(line, HOSTILE, profile)
     plain = made(measured(), profile=toys.diamond())
-    page = Page(html_page.page(content.content(sources)))
+    page = Page(html_page.report_as_html(content.assemble_content(sources)))
     assert [tag for tag, _ in page.elements if tag == "script"] == ["script"] * 2
     assert {tag for tag, _ in page.elements} <= {tag for tag, _ in plain.elements} | {"button"}
     assert page.inside["script"][-1] == plain.inside["script"][-1]
@@ -179,7 +181,7 @@ def test_names_in_files_are_text_and_nothing_else() -> None:
     assert (
         HOSTILE in page.inside["title"][0] and HOSTILE in page.inside["caption"][0] + page.inside["table"][-2]
     )
-    shown = terminal_text.text(content.content(sources))
+    shown = terminal_text.report_as_text(content.assemble_content(sources))
     assert "\x1b" not in shown and all(c == "\n" or c.isprintable() for c in shown)
 
 
@@ -197,18 +199,23 @@ def test_a_forgotten_escape_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(line=files_made.timelines, other=files_made.timelines, plan=files_made.plans)
 def test_any_timeline_that_a_reader_takes_has_a_report(line: Timeline, other: Timeline, plan: Plan) -> None:
-    told = content.content(content.Sources(line, "any", toys.diamond(), plan, None, other))
-    page = Page(html_page.page(told))
+    told = content.assemble_content(content.Sources(line, "any", toys.diamond(), plan, None, other))
+    page = Page(html_page.report_as_html(told))
     assert page.numbers()["step"] == picture_data.step_ns(line)
-    assert all(row == "\n" or row.isprintable() for row in terminal_text.text(told))
-    assert json.loads(chrome_trace.trace(line))["otherData"]["kind"] == line.kind
+    assert all(row == "\n" or row.isprintable() for row in terminal_text.report_as_text(told))
+    assert json.loads(chrome_trace.timeline_as_trace(line))["otherData"]["kind"] == line.kind
 
 
 def test_a_step_of_nothing_has_a_page_too() -> None:
     page = made(Timeline("predicted"))
     assert "Compute waits for nothing." in page.inside["body"][0]
-    assert terminal_text.text(content.content(content.Sources(Timeline("predicted"), "t"))).count("\n") > 2
-    assert json.loads(chrome_trace.trace(Timeline("measured")))["traceEvents"]
+    assert (
+        terminal_text.report_as_text(
+            content.assemble_content(content.Sources(Timeline("predicted"), "t"))
+        ).count("\n")
+        > 2
+    )
+    assert json.loads(chrome_trace.timeline_as_trace(Timeline("measured")))["traceEvents"]
 
 
 # ---- what pictures need
@@ -218,7 +225,7 @@ def test_in_a_row_nothing_overlaps() -> None:
     spans = [
         Span("fetch:ssd", "", start, end) for start, end in [(0, 5), (1, 2), (2, 9), (5, 6), (5, 5), (9, 9)]
     ]
-    rows = picture_data.rows(spans)
+    rows = picture_data.assign_rows_without_overlap(spans)
     assert rows == [0, 1, 1, 0, 0, 1] or max(rows) == 1
     for row in set(rows):
         of = sorted((s.start_ns, s.end_ns) for s, r in zip(spans, rows) if r == row)
@@ -229,26 +236,26 @@ def test_a_wait_ends_where_its_kernel_begins_or_lies_in_your_own_code() -> None:
     kernels = (Span("compute", "a", 0, 10), Span("compute", "b", 40, 50), Span("compute", "exit", 50, 90))
     stalls = (Stall(1, "x", 20, "miss"), Stall(1, "y", 10, "miss"), Stall(2, "z", 15, "miss"))
     line = Timeline("measured", kernels, (), stalls)
-    assert [(w.start_ns, w.end_ns) for w in picture_data.waits(line)] == [(10, 30), (30, 40), (75, 90)]
+    assert [(w.start_ns, w.end_ns) for w in picture_data.timed_stalls(line)] == [(10, 30), (30, 40), (75, 90)]
 
 
 def test_a_budget_on_the_edge_of_two_rows_is_drawn_once() -> None:
     counters = (Counter("device", "weight", 0, 0), Counter("device", "weight", 99, 28))
     line = Timeline("measured", (), counters, (), budget_bytes=14, step_ns=100)
-    picture = terminal_text.picture(content.content(content.Sources(line, "t")), height=14)
+    picture = terminal_text.memory_picture(content.assemble_content(content.Sources(line, "t")), height=14)
     assert [row.split()[0] for row in picture.splitlines() if "|=" in row] == ["14"]
 
 
 def test_shares_of_slices_are_exact() -> None:
     spans = [Span("", "", 0, 10), Span("", "", 5, 20), Span("", "", 30, 35)]
     assert picture_data.busy_ns(spans) == 25
-    assert picture_data.shares(spans, [0, 10, 20, 30, 40]) == [1.0, 1.0, 0.0, 0.5]
+    assert picture_data.covered_share_by_slice(spans, [0, 10, 20, 30, 40]) == [1.0, 1.0, 0.0, 0.5]
 
 
 def test_no_peak_is_lost_between_two_slices() -> None:
     counters = [Counter("device", "weight", at, size) for at, size in [(0, 1), (5, 9), (6, 2), (25, 3)]]
-    held = picture_data.memory(Timeline("measured", (), tuple(counters)))
-    assert picture_data.most_per_slice(held, [0, 10, 20, 30]) == [(9,), (2,), (3,)]
+    held = picture_data.memory_curve(Timeline("measured", (), tuple(counters)))
+    assert picture_data.peak_by_slice(held, [0, 10, 20, 30]) == [(9,), (2,), (3,)]
 
 
 # ---- the trace
@@ -257,7 +264,7 @@ def test_no_peak_is_lost_between_two_slices() -> None:
 def test_a_trace_has_a_track_per_lane_in_which_nothing_overlaps() -> None:
     spans = (*measured().spans, Span("fetch:ssd", "b", 0, 12_000, 6, "b"))
     line = replace(measured(), spans=spans)
-    told = json.loads(chrome_trace.trace(line))
+    told = json.loads(chrome_trace.timeline_as_trace(line))
     events = told["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert list(tracks.values()) == [

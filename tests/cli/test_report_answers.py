@@ -25,7 +25,7 @@ NAMES = (UP, f"{UP}.exp_avg", MOMENT, f"{UP}.grad", "layers.17.mlp.up_proj.weigh
 
 def ask(sources: content.Sources, expression: str) -> Any:
     """What this expression is in the page, which is given as JSON."""
-    numbers = json.dumps(html_page._numbers(sources))
+    numbers = json.dumps(html_page._data_for_page_scripts(sources))
     folder = files("teraio.cli.report") / "assets"
     script = "\n".join((folder / name).read_text() for name in ("format.js", "model.js", "answer.js"))
     page = f"const document = {{ getElementById: () => ({{ textContent: {json.dumps(numbers)} }}) }};"

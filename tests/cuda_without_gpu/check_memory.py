@@ -87,7 +87,7 @@ def train(memory: int | None, steps: int = STEPS) -> tuple[list[float], list[int
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         if session.SESSION is not None:
-            session.SESSION.device.forget_highest()
+            session.SESSION.device.forget_highest_counts()
         x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
         loss = run(x)
         loss.backward()
@@ -133,16 +133,16 @@ def check_what_a_library_keeps_is_in_reserve_at_once() -> None:
 
 def check_links_are_measured_within_an_eighth_of_the_budget_and_memory_goes_back() -> None:
     seen: list[int] = []
-    forget = CudaMemory.forget_highest
+    forget = CudaMemory.forget_highest_counts
 
     def looks(self: CudaMemory) -> None:
-        seen.append(self.highest_bytes())
+        seen.append(self.highest_used_bytes())
         forget(self)
 
     for budget in (16 * MIB, 64 * MIB, 512 * MIB):
         tiers._KNOWN.clear()
         seen.clear()
-        with ended(), patch.object(CudaMemory, "forget_highest", looks):
+        with ended(), patch.object(CudaMemory, "forget_highest_counts", looks):
             torch.cuda.reset_peak_memory_stats()
             before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             numbers = torch.get_rng_state(), torch.cuda.get_rng_state()

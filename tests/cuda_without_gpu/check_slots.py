@@ -34,7 +34,7 @@ class Slots:
         self.still: list[int] = []
         self.moving: list[int] = []
         self.measured = 0  # slots of steps that were measured
-        visit: Callable[..., Any] = Engine.visit
+        visit: Callable[..., Any] = Engine.run_slot
 
         def timed(engine: Engine, *arguments: Any) -> Any:
             counts = engine.residency.mover.counts
@@ -46,7 +46,7 @@ class Slots:
             (self.moving if moved else self.still).append(used)
             return result
 
-        setattr(Engine, "visit", timed)  # noqa: B010
+        setattr(Engine, "run_slot", timed)  # noqa: B010
 
     def clear(self) -> None:
         self.still.clear()

@@ -31,7 +31,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.device = CudaDevice()
-        self.host = self.device.host(64 << 20)
+        self.host = self.device.make_host_tier(64 << 20)
         place = self.host.reserve(BYTES)
         assert place is not None
         self.place = place
@@ -52,7 +52,7 @@ class Bench:
         """Have the observer forget the storages of a scene: those of the next may be where they were."""
         assert self.device.observer is not None
         for key in self.used:
-            self.device.observer.forget(key, alive=False)
+            self.device.observer.forget_storage(key, alive=False)
         self.used.clear()
 
     def storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -62,10 +62,12 @@ class Bench:
         return storage
 
     def begin_copy_out(self, tensor: torch.Tensor) -> Any:
-        return self.device.begin_copy_out(self.storage(tensor), self.host.write(self.place))
+        return self.device.begin_copy_out(self.storage(tensor), self.host.copy_out_starter(self.place))
 
     def begin_copy_in(self, tensor: torch.Tensor) -> Any:
-        return self.device.begin_copy_in(tensor.untyped_storage(), BYTES, self.host.read(self.place))
+        return self.device.begin_copy_in(
+            tensor.untyped_storage(), BYTES, self.host.copy_in_starter(self.place)
+        )
 
     def fill_place(self, value: int) -> None:
         ctypes.memset(self.place.address, value, BYTES)
@@ -78,13 +80,13 @@ class Bench:
         """A tensor whose memory the allocator may give to the next one of its size."""
         tensor = self.full_of(NEW)
         torch.cuda.synchronize()
-        self.device.drop(self.storage(tensor), unwritten=False)
+        self.device.drop_bytes(self.storage(tensor), unwritten=False)
         return tensor
 
 
 def evict(bench: Bench) -> bool:
     pending = bench.begin_copy_out(bench.full_of(OLD))
-    bench.device.end_copy_out(pending)
+    bench.device.end_copy_and_free(pending)
     torch.cuda.synchronize()
     return bench.in_place() == {OLD}
 
@@ -92,7 +94,7 @@ def evict(bench: Bench) -> bool:
 def evict_frees(bench: Bench) -> bool:
     tensor = bench.full_of(OLD)
     torch.cuda.synchronize()
-    bench.device.end_copy_out(bench.begin_copy_out(tensor))
+    bench.device.end_copy_and_free(bench.begin_copy_out(tensor))
     taken = bench.in_freed(NEW)
     torch.cuda.synchronize()
     del taken
@@ -102,7 +104,7 @@ def evict_frees(bench: Bench) -> bool:
 def keep_and_write(bench: Bench) -> bool:
     tensor = bench.full_of(OLD)
     torch.cuda.synchronize()
-    bench.device.keep(bench.begin_copy_out(tensor))
+    bench.device.end_copy_without_freeing(bench.begin_copy_out(tensor))
     tensor.fill_(NEW)
     torch.cuda.synchronize()
     return bench.in_place() == {OLD}
@@ -129,10 +131,10 @@ def fetch_and_read(bench: Bench) -> bool:
 
 def other_stream(bench: Bench) -> bool:
     tensor = bench.full_of(OLD)
-    bench.device.mark()  # as each slot does
+    bench.device.mark_compute_stream()  # as each slot does
     with torch.cuda.stream(torch.cuda.Stream()):
         pending = bench.begin_copy_out(tensor)
-        bench.device.keep(pending)
+        bench.device.end_copy_without_freeing(pending)
     torch.cuda.synchronize()
     return bench.in_place() == {OLD}
 
@@ -152,7 +154,7 @@ def failed_fetch(bench: Bench) -> bool:
     tensor = bench.emptied()
 
     def start(storage: Any, mark: Mark) -> _Fails:
-        bench.host.read(bench.place)(storage, mark)
+        bench.host.copy_in_starter(bench.place)(storage, mark)
         return _Fails()
 
     pending = bench.device.begin_copy_in(bench.storage(tensor), BYTES, start)
@@ -170,7 +172,7 @@ def broken_off_fetch(bench: Bench) -> bool:
     tensor = bench.emptied()
 
     def start(storage: Any, mark: Mark) -> Any:
-        bench.host.read(bench.place)(storage, mark)
+        bench.host.copy_in_starter(bench.place)(storage, mark)
         raise KeyboardInterrupt
 
     with contextlib.suppress(KeyboardInterrupt):
@@ -185,7 +187,7 @@ def evict_of_another_streams_memory(bench: Bench) -> bool:
     tensor = bench.full_of(OLD)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        bench.device.end_copy_out(bench.begin_copy_out(tensor))
+        bench.device.end_copy_and_free(bench.begin_copy_out(tensor))
     taken = bench.in_freed(NEW)  # on the default stream: the next batch
     torch.cuda.synchronize()
     del taken
@@ -197,7 +199,7 @@ def drop_of_another_streams_memory(bench: Bench) -> bool:
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         read = tensor + 0
-        bench.device.drop(bench.storage(tensor))
+        bench.device.drop_bytes(bench.storage(tensor))
     taken = bench.in_freed(NEW)
     torch.cuda.synchronize()
     del taken
@@ -206,8 +208,8 @@ def drop_of_another_streams_memory(bench: Bench) -> bool:
 
 def host_reads(bench: Bench) -> bool:
     tensor = bench.full_of(OLD)
-    bench.device.keep(bench.begin_copy_out(tensor))
-    bench.device.idle()
+    bench.device.end_copy_without_freeing(bench.begin_copy_out(tensor))
+    bench.device.wait_until_idle()
     return bench.in_place() == {OLD}
 
 
@@ -233,7 +235,7 @@ def store_evict(bench: Bench) -> bool:
         pending = bench.device.begin_copy_out(
             storage, lambda _, mark: store.write(extent, address, "t", event=mark.handle)
         )
-        bench.device.end_copy_out(pending)
+        bench.device.end_copy_and_free(pending)
         back = torch.empty_like(tensor)
         store.read(extent, back.data_ptr(), "t").wait()
         return set(back.cpu().tolist()) == {OLD}
@@ -245,7 +247,7 @@ def store_fetch(bench: Bench) -> bool:
         torch.cuda.synchronize()
         storage = bench.storage(tensor)
         store.write(extent, storage.data_ptr(), "t").wait()
-        bench.device.drop(storage, unwritten=False)
+        bench.device.drop_bytes(storage, unwritten=False)
         bench.full_of(NEW)  # in the memory that was freed
         pending = bench.device.begin_copy_in(
             storage, BYTES, lambda to, mark: store.read(extent, to.data_ptr(), "t", event=mark.handle)

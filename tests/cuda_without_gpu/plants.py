@@ -18,7 +18,7 @@ from teraio.runtime.device.pending_transfer import Mark, Pending
 
 def _no_wait_for_kernels(which: bool) -> None:
     """Lets copies out of the device, or those into it, begin at once, whatever kernels still run."""
-    issue = pinned_host._issue
+    issue = pinned_host._issue_copy
 
     def planted(
         copier: Any, stream: Any, mark: Mark, storage: Any, place: Any, out: bool
@@ -28,7 +28,7 @@ def _no_wait_for_kernels(which: bool) -> None:
         long_ago = torch.cuda.Event()  # never recorded: a stream does not wait for it
         return issue(copier, stream, replace(mark, event=long_ago), storage, place, out)
 
-    pinned_host._issue = planted
+    pinned_host._issue_copy = planted
 
 
 def evict_waits_not() -> None:
@@ -48,11 +48,11 @@ def _ends(name: str, plant: Callable[[cuda.CudaDevice, Pending], bool | None]) -
 def freed_before_copied() -> None:
     """Memory of an evicted tensor is given to others while it is still copied."""
 
-    def end_copy_out(self: cuda.CudaDevice, pending: Pending) -> None:
+    def end_copy_and_free(self: cuda.CudaDevice, pending: Pending) -> None:
         pending.ticket.wait()
-        self.drop(pending.storage)
+        self.drop_bytes(pending.storage)
 
-    _ends("end_copy_out", end_copy_out)
+    _ends("end_copy_out", end_copy_and_free)
 
 
 def used_before_fetched() -> None:
@@ -60,7 +60,7 @@ def used_before_fetched() -> None:
 
     def end_copy_in(self: cuda.CudaDevice, pending: Pending) -> bool:
         pending.ticket.wait()
-        return self.arrives(pending)
+        return self.give_block_to_storage(pending)
 
     _ends("end_copy_in", end_copy_in)
 
@@ -68,16 +68,16 @@ def used_before_fetched() -> None:
 def written_while_copied() -> None:
     """Kernels write to a tensor whose copy is kept while it is still copied out."""
 
-    def keep(self: cuda.CudaDevice, pending: Pending) -> None:
+    def end_copy_without_freeing(self: cuda.CudaDevice, pending: Pending) -> None:
         pending.ticket.wait()
 
-    _ends("keep", keep)
+    _ends("keep", end_copy_without_freeing)
 
 
 def store_waits_not() -> None:
     """The copier's streams take a tensor before the kernel that writes it has run."""
-    mark = cuda.CudaDevice.mark
-    cuda.CudaDevice.mark = lambda self: replace(mark(self), handle=0)  # type: ignore[method-assign]
+    mark = cuda.CudaDevice.mark_compute_stream
+    cuda.CudaDevice.mark_compute_stream = lambda self: replace(mark(self), handle=0)  # type: ignore[method-assign]
 
 
 def store_fetch_not_awaited() -> None:
@@ -85,8 +85,8 @@ def store_fetch_not_awaited() -> None:
 
     def end_copy_in(self: cuda.CudaDevice, pending: Pending) -> bool:
         if getattr(pending.ticket, "event", None) is not None:
-            self.join(pending.ticket)
-        return self.arrives(pending)
+            self.wait_for_copy(pending.ticket)
+        return self.give_block_to_storage(pending)
 
     _ends("end_copy_in", end_copy_in)
 
@@ -94,33 +94,33 @@ def store_fetch_not_awaited() -> None:
 def streams_not_joined() -> None:
     """Kernels of a stream that has become current do not wait for those of the one before."""
 
-    def compute(self: cuda.CudaDevice) -> torch.cuda.Stream:
+    def current_compute_stream(self: cuda.CudaDevice) -> torch.cuda.Stream:
         with contextlib.suppress(AttributeError):
             self._compute = torch.cuda.current_stream(self.device)
         return self._compute
 
-    cuda.CudaDevice.compute = compute  # type: ignore[method-assign]
+    cuda.CudaDevice.current_compute_stream = current_compute_stream  # type: ignore[method-assign]
 
 
 def failed_fetch_not_drained() -> None:
     """Memory of a fetch that failed is given to others while its copies still run."""
-    cuda.CudaDevice.drain = lambda self: None  # type: ignore[method-assign]
+    cuda.CudaDevice.wait_for_copies = lambda self: None  # type: ignore[method-assign]
 
 
 def freed_to_another_stream() -> None:
     """Memory goes back to the stream that it was made on, whatever the current one still does with it."""
 
-    def resize(self: cuda.CudaDevice, storage: Any, size_bytes: int) -> None:
+    def resize_storage(self: cuda.CudaDevice, storage: Any, size_bytes: int) -> None:
         storage.resize_(size_bytes)
 
-    setattr(cuda.CudaDevice, "resize", resize)  # noqa: B010
+    setattr(cuda.CudaDevice, "resize_storage", resize_storage)  # noqa: B010
 
 
 def side_streams_not_joined() -> None:
     """User code on a stream of its own is not put behind what was given, nor what comes later behind it."""
-    cuda.CudaDevice.user_code_runs = lambda self: None  # type: ignore[method-assign]
+    cuda.CudaDevice.join_user_streams = lambda self: None  # type: ignore[method-assign]
 
 
 def not_idle() -> None:
     """The host reads what was copied out before it is there."""
-    cuda.CudaDevice.idle = lambda self: None  # type: ignore[method-assign]
+    cuda.CudaDevice.wait_until_idle = lambda self: None  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from generated_blocks import BLOCKS
 from generated_models import MANNERS, OPTIMIZERS, STYLES, make
 from generated_plans import gaps, moved_share, random_plan, resident_bytes, working_set_bytes
 
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 
 # A sample that holds every block, style, manner and optimizer. tests/long/differential.py runs all of NAMED.
 # In the last, a checkpoint between two runs once kept all gradients of the next backward in memory.
@@ -157,7 +157,7 @@ def test_random_plans_are_valid_at_every_budget_down_to_the_smallest() -> None:
             for level in (0.0, draw.random(), 1.0):
                 budget = lowest + int(level * (highest - lowest))
                 plan = random_plan(profile, budget, share, draw.randrange(2**32))
-                assert check(plan, profile).feasible
+                assert check_plan_against_profile(plan, profile).feasible
                 assert plan.budget_bytes == budget
                 assert moved_share(profile, plan) >= share
                 tried += 1

@@ -16,7 +16,7 @@ from touch_child import World, is_away, record_of, send_away
 
 from teraio.errors import StoreError, StoreFullError, StoreReadError, TornStepError
 from teraio.runtime.engine import engine
-from teraio.runtime.ledger.restore import bring_back
+from teraio.runtime.ledger.restore import make_records_resident
 from teraio.runtime.store.store import Store
 
 CHILD = tree.SUPPORT / "fault_loop.py"
@@ -119,7 +119,7 @@ def test_a_weight_that_cannot_be_brought_back_is_no_number_and_ends_the_training
     assert record is not None and engine.ENGINE is not None
     with monkeypatch.context() as lost:
         lost.setattr(Store, "read", lambda *_, **__: Fails(StoreReadError("the drive is gone")))
-        bring_back(engine.ENGINE.residency, [record])
+        make_records_resident(engine.ENGINE.residency, [record])
     assert not is_away(weight) and bool(torch.isnan(weight).all())
     with pytest.raises(TornStepError, match=r"the drive is gone.*last checkpoint"):
         world.train(1)

@@ -29,7 +29,7 @@ from teraio.cli.report import content, terminal_text
 from teraio.errors import BudgetError, UnsupportedError
 from teraio.formats.timeline import Timeline
 from teraio.runtime.ledger.record import Record
-from teraio.runtime.ledger.resident_reasons import largest
+from teraio.runtime.ledger.resident_reasons import name_largest_resident
 
 WIDTH, STEPS = 256, 4
 CHILD = tree.SUPPORT / "first_compile_child.py"
@@ -297,7 +297,7 @@ def test_an_overrun_is_told_beside_the_peak(tmp_path: Path) -> None:
     teraio.reset()
     line = Timeline.read(timeline)
     assert line.overrun_bytes >= 16 << 20
-    told = terminal_text.text(content.content(content.Sources(line, "run")))
+    told = terminal_text.report_as_text(content.assemble_content(content.Sources(line, "run")))
     assert re.search(r"got [\d.]+ MiB beyond the budget", told), told
 
 
@@ -379,7 +379,7 @@ def test_the_reasons_of_the_largest_are_given() -> None:
     tensors = [torch.zeros(1 << 16 >> n) for n in range(4)]
     records = [Record(t.untyped_storage(), f"w{n}", "weight", True) for n, t in enumerate(tensors)]
     records[1].pins, records[2].evictable, records[2].because = 1, False, "the option 'keep' names it"
-    assert largest(records, {records[0].key}, lambda record: record is records[3]) == (
+    assert name_largest_resident(records, {records[0].key}, lambda record: record is records[3]) == (
         "w1 (128 KiB: your code is using it); w2 (64 KiB: the option 'keep' names it); "
         "w3 (32 KiB: your code asked for its address (data_ptr, a storage object))"
     )

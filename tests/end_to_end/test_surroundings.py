@@ -63,14 +63,14 @@ def test_a_drive_is_measured_in_the_room_that_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_mib: int
 ) -> None:
     written: list[int] = []
-    out = link_probe.Bench.evict
+    out = link_probe.DriveBench.submit_evict
 
-    def evict(bench: link_probe.Bench, place: int, size_bytes: int = 0) -> int:
+    def evict(bench: link_probe.DriveBench, place: int, size_bytes: int = 0) -> int:
         written.append((place + 1) * bench.block_bytes)
         return out(bench, place, size_bytes)
 
-    monkeypatch.setattr(link_probe.Bench, "evict", evict)
+    monkeypatch.setattr(link_probe.DriveBench, "submit_evict", evict)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (room_mib * MIB, room_mib * MIB))
-    link = link_probe.store_link(tmp_path, seconds=0.02, limit_bytes=64 * MIB).link
+    link = link_probe.measure_store_link(tmp_path, seconds=0.02, limit_bytes=64 * MIB).link
     assert 0 < max(written) <= min(room_mib, 64) * MIB
     assert link.evict_bytes_per_s > 10**6 < link.fetch_bytes_per_s

@@ -23,9 +23,9 @@ from teraio.errors import FileFormatError, OptionError, TeraioError, Unsupported
 from teraio.estimating import machines
 from teraio.estimating.answer import Estimate
 from teraio.formats import shipped_files
-from teraio.formats.plan_cache import fingerprint_of
+from teraio.formats.plan_cache import fingerprint_of_profile
 from teraio.formats.profile import Profile
-from teraio.passes.planner.problem.problem import build
+from teraio.passes.planner.problem.problem import build_problem
 from teraio.passes.synth import operator_costs
 from teraio.passes.synth.roofline import Rates
 from teraio.runtime.device import choose, rss
@@ -115,18 +115,18 @@ def test_the_step_is_the_one_that_a_run_measures(name: str, toy: str, tmp_path: 
     measured = Profile.read(path)
     assert [k.name for k in estimated.kernels] == [k.name for k in measured.kernels]
     assert {t.name: t for t in estimated.tensors} == {t.name: t for t in measured.tensors}
-    assert fingerprint_of(estimated) == fingerprint_of(measured)
+    assert fingerprint_of_profile(estimated) == fingerprint_of_profile(measured)
     ours, theirs = ([k.workspace_bytes for k in of.kernels] for of in (estimated, measured))
     if name == "llama":
         assert ours == theirs
     assert all(one + 4096 > other for one, other in zip(ours, theirs)), list(zip(ours, theirs))
-    peaks = [int(build(of).live.max()) for of in (estimated, measured)]
+    peaks = [int(build_problem(of).live.max()) for of in (estimated, measured)]
     assert 1 <= peaks[0] / peaks[1] <= 1.04
 
 
 def test_the_memory_it_names_is_what_plain_training_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """To half a percent, counted by the allocator."""
-    here = choose.current("cpu")
+    here = choose.choose_device("cpu")
     if not here.spares:  # type: ignore[attr-defined]
         pytest.skip("no compiler: nothing counts the bytes of tensors")
     monkeypatch.setenv("TERAIO_DISABLE", "1")
@@ -161,7 +161,7 @@ def test_the_other_commands_go_on_from_its_profile(
 ) -> None:
     found = Case("perceptron").estimate()
     found.profile.write(tmp_path / "run.profile.json")
-    machine = str(shipped_files.MACHINES.file(H100))
+    machine = str(shipped_files.MACHINES.path_of(H100))
     told = ["--machine", machine, "--memory", "20MiB", "--planner", "greedy", "--json"]
     assert main.main(["plan", str(tmp_path / "run.profile.json"), *told]) == 0
     made = json.loads(capsys.readouterr().out)
@@ -178,8 +178,8 @@ def test_a_model_of_gigabytes_takes_none_of_them() -> None:
     found = teraio.estimate(model, (tokens, tokens), "15GiB", machine=H100)
     assert rss.peak_bytes() - before < 200 * MIB
     assert weights > 5 * 2**30 and found.fits
-    assert found.size_bytes("weight") == found.size_bytes("grad") == weights
-    assert found.size_bytes("state") == 2 * weights
+    assert found.bytes_of_kind("weight") == found.bytes_of_kind("grad") == weights
+    assert found.bytes_of_kind("state") == 2 * weights
     assert found.smallest_bytes < 15 * 2**30 < 4 * weights < found.peak_bytes
     assert found.step_ns is not None and found.bound_ns is not None
     assert found.compute_ns <= found.bound_ns <= found.step_ns
@@ -247,8 +247,8 @@ def test_tied_frozen_and_shared_tensors_count_once() -> None:
     ids = torch.zeros(4, 128, dtype=torch.long)
     found = teraio.estimate(Tied(), {"ids": ids, "labels": ids}, "1GiB", machine=H100)
     table, fixed = 512 * 64 * 4, 64 * 64 * 4
-    assert found.size_bytes("weight") == table + fixed
-    assert (found.size_bytes("grad"), found.size_bytes("state")) == (table, 2 * table)
+    assert found.bytes_of_kind("weight") == table + fixed
+    assert (found.bytes_of_kind("grad"), found.bytes_of_kind("state")) == (table, 2 * table)
 
 
 def test_it_can_be_read(toy: str) -> None:
@@ -277,7 +277,7 @@ def test_this_machine_is_measured() -> None:
 def test_each_machine_that_comes_along_is_known() -> None:
     assert len(shipped_files.MACHINES.names()) == 8
     for name in shipped_files.MACHINES.names():
-        basis = machines.basis_of(name, torch.device("cpu"))
+        basis = machines.find_machine_and_speeds(name, torch.device("cpu"))
         assert basis.machine.name == name and basis.compute.startswith("times by "), name
         assert basis.speeds.half.flop_per_s > basis.speeds.full.flop_per_s
 
@@ -287,21 +287,22 @@ def test_kernels_take_what_their_shapes_say() -> None:
     aten = torch.ops.aten
     with FakeTensorMode():
         x, w, table = torch.empty(64, 128), torch.empty(128, 32), torch.empty(1000, 32)
-        product = operator_costs.of_call(aten.mm.default, (x, w), {}, x @ w)
+        product = operator_costs.cost_of_call(aten.mm.default, (x, w), {}, x @ w)
         assert product == operator_costs.Cost(2 * 64 * 128 * 32, 4 * (64 * 128 + 128 * 32 + 64 * 32))
         assert speeds.duration_ns(product) == -(-product.flop // 1000)
-        half = operator_costs.of_call(aten.mm.default, (x.half(), w.half()), {}, (x @ w).half())
+        half = operator_costs.cost_of_call(aten.mm.default, (x.half(), w.half()), {}, (x @ w).half())
         assert half.half and half.flop == product.flop and 2 * half.moved_bytes == product.moved_bytes
-        assert operator_costs.of_call(aten.t.default, (x,), {}, x.t()) == operator_costs.NOTHING
+        assert operator_costs.cost_of_call(aten.t.default, (x,), {}, x.t()) == operator_costs.NOTHING
         assert speeds.duration_ns(operator_costs.NOTHING) == 0
-        assert operator_costs.of_call(aten.add_.Tensor, (x, x), {}, x).moved_bytes == 3 * x.nbytes
+        assert operator_costs.cost_of_call(aten.add_.Tensor, (x, x), {}, x).moved_bytes == 3 * x.nbytes
         ids = torch.zeros(10, dtype=torch.long)
-        looked_up = operator_costs.of_call(aten.embedding.default, (table, ids), {}, table[ids])
+        looked_up = operator_costs.cost_of_call(aten.embedding.default, (table, ids), {}, table[ids])
         assert looked_up.moved_bytes == 2 * 10 * 32 * 4 + 80
         q = torch.empty(2, 4, 64, 32)
         attention = aten._scaled_dot_product_flash_attention_for_cpu.default
         assert (
-            operator_costs.of_call(attention, (q, q, q), {}, (q + 0, q + 0)).flop == 4 * 2 * 4 * 64 * 64 * 32
+            operator_costs.cost_of_call(attention, (q, q, q), {}, (q + 0, q + 0)).flop
+            == 4 * 2 * 4 * 64 * 64 * 32
         )
 
 
@@ -357,10 +358,10 @@ def test_what_cannot_be_is_refused_by_name(
 
 
 def test_a_machine_may_be_given_as_it_is() -> None:
-    known = shipped_files.machine(H100)
+    known = shipped_files.read_named_machine(H100)
     slower = replace(known, tiers=tuple(t for t in known.tiers if t.name != "host"))
     links = tuple(link for link in known.links if "host" not in (link.source, link.target))
     case = Case("perceptron")
     found = case.estimate(machine=replace(slower, links=links))
-    assert found.origin == "given" and not found.moved_bytes("host", evict=True)
-    assert found.moved_bytes("ssd", evict=True)
+    assert found.origin == "given" and not found.moved_bytes_by_kind("host", evict=True)
+    assert found.moved_bytes_by_kind("ssd", evict=True)

@@ -10,7 +10,7 @@ import pytest
 import toys
 
 from teraio.formats.plan import Evict, Fetch, Home, Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Kernel, Profile, Tensor
 from teraio.passes.planner.planners import plan
 from teraio.passes.planner.problem.problem import smallest_budget
@@ -23,7 +23,7 @@ def plan_of(*moves: Evict | Fetch, budget: int = 8, homes: dict[str, str] | None
 
 
 def only_problem(made: Plan, profile: Profile) -> str:
-    verdict = check(made, profile, MACHINE)
+    verdict = check_plan_against_profile(made, profile, MACHINE)
     assert not verdict.feasible
     assert len(verdict.problems) == 1, verdict.problems
     return verdict.problems[0]
@@ -44,14 +44,14 @@ AWAY = (Evict("a", "ssd", free=4, trigger=1), Fetch("a", "ssd", trigger=6, ready
 
 def test_a_plan_that_fits_is_accepted_with_its_peak() -> None:
     # a (4) is gone for ticks 4 and 5, where b (6) lives: 4 4 4 4 6 6 4 4 4 4.
-    verdict = check(plan_of(*AWAY), toys.diamond(), MACHINE)
+    verdict = check_plan_against_profile(plan_of(*AWAY), toys.diamond(), MACHINE)
     assert (verdict.feasible, verdict.peak_bytes, verdict.peak_tick, verdict.problems) == (True, 6, 4, ())
 
 
 def test_bytes_count_until_free_and_from_trigger() -> None:
     # Free one tick late: a is still there at tick 4 beside b. Triggered one tick early: at tick 5.
-    late = check(plan_of(replace(AWAY[0], free=5), AWAY[1]), toys.diamond(), MACHINE)
-    early = check(plan_of(AWAY[0], replace(AWAY[1], trigger=5)), toys.diamond(), MACHINE)
+    late = check_plan_against_profile(plan_of(replace(AWAY[0], free=5), AWAY[1]), toys.diamond(), MACHINE)
+    early = check_plan_against_profile(plan_of(AWAY[0], replace(AWAY[1], trigger=5)), toys.diamond(), MACHINE)
     assert (late.peak_bytes, late.peak_tick) == (10, 4)
     assert (early.peak_bytes, early.peak_tick) == (10, 5)
     assert "10 bytes are on the device, the plan's budget is 8 (2 too many)" in late.problems[0]
@@ -66,7 +66,9 @@ def test_a_gap_may_cross_the_end_of_the_step() -> None:
     # w (4) is used at ticks 3 and 5 of 10 and away from 7 to 1 of the next step; written at 5, so not clean.
     profile = toys.profile([toys.weight("w", 4, (3,), (5,)), toys.activation("b", 6, 8, (9,))], 10)
     for fetch in (Fetch("w", "ssd", 1, 3), Fetch("w", "ssd", 11, 13)):  # the same move, said in two ways
-        verdict = check(plan_of(Evict("w", "ssd", 7, 6), fetch, homes={"w": "ssd"}), profile, MACHINE)
+        verdict = check_plan_against_profile(
+            plan_of(Evict("w", "ssd", 7, 6), fetch, homes={"w": "ssd"}), profile, MACHINE
+        )
         assert (verdict.problems, verdict.peak_bytes, verdict.peak_tick) == ((), 6, 8)
 
 
@@ -75,8 +77,8 @@ def test_a_move_may_be_in_flight_at_the_end_of_the_step() -> None:
     profile = toys.profile([toys.weight("w", 4, (4,), (5,))], 10)
     leaving = plan_of(Evict("w", "ssd", 11, 8), Fetch("w", "ssd", 3, 4))
     arriving = plan_of(Evict("w", "ssd", 7, 6), Fetch("w", "ssd", 9, 14), homes={"w": "ssd"})
-    assert check(leaving, profile, MACHINE).problems == ()
-    assert check(arriving, profile, MACHINE).problems == ()
+    assert check_plan_against_profile(leaving, profile, MACHINE).problems == ()
+    assert check_plan_against_profile(arriving, profile, MACHINE).problems == ()
     leaving, arriving = replace(leaving, homes=arriving.homes), replace(arriving, homes=leaving.homes)
     assert "so the home is 'device', not 'ssd'" in only_problem(leaving, profile)
     assert "so the home is 'ssd', not 'device'" in only_problem(arriving, profile)
@@ -84,31 +86,40 @@ def test_a_move_may_be_in_flight_at_the_end_of_the_step() -> None:
 
 def test_a_clean_tensor_is_dropped_without_a_write() -> None:
     # w is written at 9 and written out after it; between 0 and 8 it is clean: the second absence is a drop.
-    assert check(plan_of(*CYCLE_MOVES, homes={"w": "ssd"}), CYCLE, MACHINE).problems == ()
+    assert (
+        check_plan_against_profile(plan_of(*CYCLE_MOVES, homes={"w": "ssd"}), CYCLE, MACHINE).problems == ()
+    )
 
 
 def test_a_tensor_that_no_kernel_writes_is_always_clean() -> None:
     profile = toys.profile([toys.weight("frozen", 4, (3, 8))], 12)
-    assert check(plan_of(Evict("frozen", "ssd", 4), Fetch("frozen", "ssd", 7, 8)), profile, MACHINE).feasible
+    assert check_plan_against_profile(
+        plan_of(Evict("frozen", "ssd", 4), Fetch("frozen", "ssd", 7, 8)), profile, MACHINE
+    ).feasible
 
 
 def test_an_unused_tensor_may_live_elsewhere_without_moves() -> None:
     profile = toys.profile([toys.weight("spare", 100, ())], 3)
-    assert check(plan_of(homes={"spare": "ssd"}), profile, MACHINE).peak_bytes == 0
-    assert "100 bytes are on the device" in check(plan_of(), profile, MACHINE).problems[0]
+    assert check_plan_against_profile(plan_of(homes={"spare": "ssd"}), profile, MACHINE).peak_bytes == 0
+    assert (
+        "100 bytes are on the device" in check_plan_against_profile(plan_of(), profile, MACHINE).problems[0]
+    )
 
 
 def test_a_tensor_may_be_read_but_not_written_while_it_leaves() -> None:
     reads = toys.profile([toys.activation("a", 4, 0, (2, 9))], 10)
     writes = toys.profile([Tensor("a", "activation", 4, False, (9,), (0, 2))], 10)
-    assert check(plan_of(*AWAY), reads, MACHINE).feasible
+    assert check_plan_against_profile(plan_of(*AWAY), reads, MACHINE).feasible
     assert "its copy would be torn" in only_problem(plan_of(*AWAY), writes)
 
 
 def test_a_step_without_kernels_holds_what_is_persistent() -> None:
     profile = toys.profile([toys.weight("w", 4, ())], 0)
-    assert check(plan_of(), profile, MACHINE).peak_bytes == 4
-    assert "no kernels" in check(plan_of(Evict("w", "ssd", 0)), profile, MACHINE).problems[0]
+    assert check_plan_against_profile(plan_of(), profile, MACHINE).peak_bytes == 4
+    assert (
+        "no kernels"
+        in check_plan_against_profile(plan_of(Evict("w", "ssd", 0)), profile, MACHINE).problems[0]
+    )
 
 
 # ---- faults: a right plan, one thing wrong ----
@@ -137,7 +148,7 @@ EVICT, FETCH = AWAY
     ],
 )
 def test_a_fault_is_found_and_named(moves: tuple[Evict | Fetch, ...], says: str) -> None:
-    problems = check(plan_of(*moves), toys.diamond()).problems
+    problems = check_plan_against_profile(plan_of(*moves), toys.diamond()).problems
     assert any(says in problem for problem in problems), problems
 
 
@@ -161,7 +172,7 @@ def test_a_fault_is_found_and_named(moves: tuple[Evict | Fetch, ...], says: str)
 def test_a_fault_around_the_end_of_the_step_is_found(
     moves: tuple[Evict | Fetch, ...], homes: dict[str, str], says: str
 ) -> None:
-    problems = check(plan_of(*moves, homes=homes), CYCLE, MACHINE).problems
+    problems = check_plan_against_profile(plan_of(*moves, homes=homes), CYCLE, MACHINE).problems
     assert any(part in problem for problem in problems for part in says.split("|")), problems
 
 
@@ -173,10 +184,10 @@ def test_a_stale_copy_is_not_good_enough_for_a_drop() -> None:
 
 def test_two_homes_recompute_and_small_tiers_are_refused() -> None:
     twice = replace(plan_of(), homes=(Home("a", "ssd"), Home("a", "device")))
-    assert "both 'ssd' and 'device'" in check(twice, toys.diamond()).problems[0]
+    assert "both 'ssd' and 'device'" in check_plan_against_profile(twice, toys.diamond()).problems[0]
     again = replace(plan_of(*AWAY), recompute=("a",))
-    assert "recompute of 'a' is not possible" in check(again, toys.diamond()).problems[0]
-    full = check(plan_of(*AWAY), toys.diamond(), toys.machine(device=5, ssd=3)).problems
+    assert "recompute of 'a' is not possible" in check_plan_against_profile(again, toys.diamond()).problems[0]
+    full = check_plan_against_profile(plan_of(*AWAY), toys.diamond(), toys.machine(device=5, ssd=3)).problems
     assert full == (
         "tier 'device': the plan puts 6 bytes there, its capacity is 5",
         "tier 'ssd': the plan puts 4 bytes there, its capacity is 3",
@@ -192,7 +203,7 @@ def test_short_lived_copies_share_a_tier_in_time() -> None:
         Evict("b", "ssd", 8, 7),
         Fetch("b", "ssd", 10, 11),
     )
-    assert check(plan_of(*moves), profile, toys.machine(ssd=4)).feasible
+    assert check_plan_against_profile(plan_of(*moves), profile, toys.machine(ssd=4)).feasible
 
 
 # ---- against a slow and obvious ledger ----
@@ -284,7 +295,7 @@ def naive_ledger(made: Plan, profile: Profile) -> list[int] | None:
 
 def budget_between(profile: Profile, share: float) -> int:
     floor = smallest_budget(profile)
-    everything = check(Plan("", "", 0), profile).peak_bytes
+    everything = check_plan_against_profile(Plan("", "", 0), profile).peak_bytes
     return floor + int(share * (everything - floor))
 
 
@@ -327,7 +338,7 @@ def test_the_check_agrees_with_steps_laid_end_to_end(block: int) -> None:
         machine = toys.machine(device=10_000, ssd=10_000, host=seed % 2 * 40)
         made = plan(profile, machine, budget_between(profile, seed % 5 / 5))
         for tried in (made, *(nudged(made, len(profile.kernels), random) for _ in range(16))):
-            rows, verdict = naive_ledger(tried, profile), check(tried, profile)
+            rows, verdict = naive_ledger(tried, profile), check_plan_against_profile(tried, profile)
             assert verdict.feasible == (rows is not None and max(rows) <= tried.budget_bytes), (seed, tried)
             if rows is not None:
                 assert (verdict.peak_bytes, verdict.peak_tick) == (max(rows), rows.index(max(rows))), seed
@@ -337,7 +348,12 @@ def test_the_check_agrees_with_steps_laid_end_to_end(block: int) -> None:
 
 # Each takes one move out of a right plan or bends it; what is left cannot be right.
 def _faults(made: Plan, profile: Profile, random: Random) -> list[tuple[str, Plan]]:
-    out = [("budget below the peak", replace(made, budget_bytes=check(made, profile).peak_bytes - 1))]
+    out = [
+        (
+            "budget below the peak",
+            replace(made, budget_bytes=check_plan_against_profile(made, profile).peak_bytes - 1),
+        )
+    ]
     written = {tensor.name for tensor in profile.tensors if tensor.writes}
     for index in random.sample(range(len(made.moves)), min(3, len(made.moves))):
         move = made.moves[index]
@@ -371,9 +387,9 @@ def test_planted_faults_are_found(block: int) -> None:
     for seed in range(block * 75, block * 75 + 75):
         profile = toys.random_profile(seed)
         made = plan(profile, toys.machine(device=10_000, ssd=10_000), budget_between(profile, seed % 3 / 4))
-        assert check(made, profile).feasible
+        assert check_plan_against_profile(made, profile).feasible
         for name, broken in _faults(made, profile, Random(seed)):
-            assert not check(broken, profile).feasible, (seed, name, broken)
+            assert not check_plan_against_profile(broken, profile).feasible, (seed, name, broken)
             planted[name] = planted.get(name, 0) + 1
     assert len(planted) >= 9, planted
     assert sum(planted.values()) > 300, planted
@@ -396,5 +412,7 @@ def test_four_thousand_kernels_are_checked_in_a_second() -> None:
     homes = tuple(Home(f"w{i}", "ssd") for i in range(7_000) if 2_003 + i % 2_000 < 4_000)
     made = Plan("", "hand", 10_000, homes, tuple(moves))
     with cpu_limit.at_most(0.5):
-        verdict = check(made, Profile("big", 0, kernels, tensors), toys.machine(device=10_000, ssd=10_000))
+        verdict = check_plan_against_profile(
+            made, Profile("big", 0, kernels, tensors), toys.machine(device=10_000, ssd=10_000)
+        )
     assert verdict.problems == ()

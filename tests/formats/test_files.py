@@ -189,7 +189,7 @@ def test_reading_knows_every_rule_that_writing_knows(value: Data, change: dict[s
     forms: dict[type, fields.Format] = {
         Plan: plan.FORMAT, Profile: profile.FORMAT, Machine: machine.FORMAT, Timeline: timeline.FORMAT
     }  # fmt: skip
-    text = fields.encode(forms[type(value)], dataclasses.replace(value, **change))
+    text = fields.encode_file_text(forms[type(value)], dataclasses.replace(value, **change))
     if "tuple" in words:  # a list is what a file has
         return
     with pytest.raises(FileFormatError):

@@ -16,51 +16,56 @@ import toys
 from teraio.cli import main
 from teraio.errors import PlanError
 from teraio.formats.plan import Evict, Fetch, Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Kernel, Profile, Tensor
-from teraio.formats.recompute import as_planned, cuts, recomputed, replayed
+from teraio.formats.recompute import (
+    apply_plan_recompute,
+    find_recompute_gaps,
+    profile_with_recomputation,
+    replay_with_copies,
+)
 from teraio.passes.planner import joint_recompute, planners
 from teraio.passes.planner.bound import recompute_terms as again_rows
 from teraio.passes.planner.bound.bound import lower_bound
-from teraio.passes.planner.bound.recompute_terms import Again
-from teraio.passes.planner.problem.problem import Problem, build, smallest_budget
+from teraio.passes.planner.bound.recompute_terms import RecomputeOption
+from teraio.passes.planner.problem.problem import Problem, build_problem, smallest_budget
 from teraio.passes.planner.simulate import event_simulation
-from teraio.passes.synth.profiles import Request, synth
-from teraio.passes.synth.roofline import Rates, Recorder
+from teraio.passes.synth.profiles import ProfileRequest, synth
+from teraio.passes.synth.roofline import ProfileBuilder, Rates
 
 
 @cache
 def gpt() -> Profile:
-    return synth("gpt2", Request(batch=4, layers=2))
+    return synth("gpt2", ProfileRequest(batch=4, layers=2))
 
 
 def network(seed: int) -> Profile:
     """A random forward graph whose backward reads, in reverse, what each kernel read and made."""
     random = Random(seed)
-    recorder = Recorder(Rates(10**9, 10**9, 1_000))
+    recorder = ProfileBuilder(Rates(10**9, 10**9, 1_000))
     recorder.forward.add(0)
-    live = [recorder.tensor("x", "input", 1)]
+    live = [recorder.add_tensor("x", "input", 1)]
     ran: list[tuple[list[int], list[int]]] = []
     for number in range(random.randint(3, 7)):
-        weight = recorder.tensor(f"w{number}", "weight", random.choice((2, 5)), True)
+        weight = recorder.add_tensor(f"w{number}", "weight", random.choice((2, 5)), True)
         reads = random.sample(live, min(len(live), random.choice((1, 1, 2))))
         if live[-1] not in reads:
             reads.append(live[-1])
         made = [
-            recorder.tensor(f"a{number}.{part}", "activation", random.choice((3, 8, 20)))
+            recorder.add_tensor(f"a{number}.{part}", "activation", random.choice((3, 8, 20)))
             for part in range(random.choice((1, 1, 2)))
         ]
-        recorder.kernel(f"f{number}", [*reads, weight], made, flop=random.choice((0, 2_000, 40_000)))
+        recorder.add_kernel(f"f{number}", [*reads, weight], made, flop=random.choice((0, 2_000, 40_000)))
         ran.append(([*reads, weight], made))
         live += made
-    recorder.call, grad = 1, recorder.tensor("loss", "activation", 1)
-    recorder.kernel("loss", [live[-1]], [grad])
+    recorder.call, grad = 1, recorder.add_tensor("loss", "activation", 1)
+    recorder.add_kernel("loss", [live[-1]], [grad])
     for number, (reads, made) in reversed(list(enumerate(ran))):
         saved = [tensor for tensor in (*reads, *made) if random.random() < 0.7]
-        after = recorder.tensor(f"g{number}", "activation", random.choice((3, 8)))
-        recorder.kernel(f"b{number}", [grad, *saved], [after], flop=2_000)
+        after = recorder.add_tensor(f"g{number}", "activation", random.choice((3, 8)))
+        recorder.add_kernel(f"b{number}", [grad, *saved], [after], flop=2_000)
         grad = after
-    return recorder.profile(f"network-{seed}")
+    return recorder.build_profile(f"network-{seed}")
 
 
 def values_read(profile: Profile) -> dict[str, list[object]]:
@@ -82,7 +87,7 @@ def values_read(profile: Profile) -> dict[str, list[object]]:
 
 
 def subsets(profile: Profile, seed: int, count: int) -> list[tuple[str, ...]]:
-    random, names = Random(seed), [profile.tensors[index].name for index in cuts(profile)]
+    random, names = Random(seed), [profile.tensors[index].name for index in find_recompute_gaps(profile)]
     picked = [tuple(n for n in names if random.random() < share) for share in (0.2, 0.5, 0.8)[:count]]
     return [*picked, tuple(names)]
 
@@ -91,8 +96,8 @@ def subsets(profile: Profile, seed: int, count: int) -> list[tuple[str, ...]]:
 def test_every_kernel_reads_what_it_read_and_runs_again_at_most_once(seed: int) -> None:
     profile = network(seed)
     for names in subsets(profile, seed, 3):
-        recomputed(profile, names).validate()
-        step, _ = replayed(profile, names)
+        profile_with_recomputation(profile, names).validate()
+        step, _ = replay_with_copies(profile, names)
         once, twice = values_read(profile), values_read(step)
         assert once.keys() == twice.keys()
         for kernel, reads in twice.items():
@@ -101,13 +106,13 @@ def test_every_kernel_reads_what_it_read_and_runs_again_at_most_once(seed: int) 
 
 def test_a_whole_model_reads_what_it_read() -> None:
     for names in subsets(gpt(), 1, 2):
-        once, twice = values_read(gpt()), values_read(replayed(gpt(), names)[0])
+        once, twice = values_read(gpt()), values_read(replay_with_copies(gpt(), names)[0])
         assert {kernel: set(reads) for kernel, reads in once.items()} == {k: set(r) for k, r in twice.items()}
 
 
 def closure_by_hand(profile: Profile, names: tuple[str, ...]) -> set[str]:
     """Which kernels must run again, worked out tensor by tensor, at each use."""
-    possible = cuts(profile)
+    possible = find_recompute_gaps(profile)
     chosen = {i: c for i, c in possible.items() if profile.tensors[i].name in names}
     there: set[int] = set()
     ran: set[str] = set()
@@ -137,7 +142,9 @@ def closure_by_hand(profile: Profile, names: tuple[str, ...]) -> set[str]:
 def test_the_kernels_that_run_again_are_those_worked_out_by_hand(seed: int) -> None:
     profile = network(seed)
     for names in subsets(profile, seed + 100, 3):
-        again = [k.name for k in recomputed(profile, names).kernels if k.name.endswith(".again")]
+        again = [
+            k.name for k in profile_with_recomputation(profile, names).kernels if k.name.endswith(".again")
+        ]
         assert sorted(again) == sorted(f"{name}.again" for name in closure_by_hand(profile, names))
 
 
@@ -156,47 +163,54 @@ def two_layers(last_read_of_b: int = 2) -> Profile:
 
 
 def test_a_tensor_is_not_there_between_its_last_use_forward_and_its_first_backward() -> None:
-    step, _ = replayed(two_layers(), ["b"])
+    step, _ = replay_with_copies(two_layers(), ["b"])
     assert [kernel.name for kernel in step.kernels] == ["k0", "k1", "k2", "k3", "k1.again", "k4", "k5"]
     tensors = {tensor.name: tensor for tensor in step.tensors}
     assert (tensors["b"].writes, tensors["b"].reads) == ((1,), (2,))
     assert (tensors["b.again"].writes, tensors["b.again"].reads) == ((4,), (5,))
     assert tensors["a"].reads == (1, 4, 6)
     assert step.kernels[4].call == 1
-    inside = recomputed(two_layers(), ["b"])  # b is made again inside a program: it cannot move
+    inside = profile_with_recomputation(
+        two_layers(), ["b"]
+    )  # b is made again inside a program: it cannot move
     assert [kernel.workspace_bytes for kernel in inside.kernels] == [0, 0, 0, 6, 6, 6, 0]
     assert inside.tensors == step.tensors[:3]
 
 
 def test_what_cannot_be_made_again_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match="'nobody': no tensor of that name in profile 'two'"):
-        recomputed(two_layers(), ["nobody"])
+        profile_with_recomputation(two_layers(), ["nobody"])
     with pytest.raises(PlanError, match=r"recompute of 'a' .* names no kernels"):
-        recomputed(two_layers(), ["a"])
+        profile_with_recomputation(two_layers(), ["a"])
     tensors = list(two_layers().tensors)
     tensors[0] = toys.activation("a", 4, 0, (1,))  # dead before the backward
     with pytest.raises(PlanError, match=r"recompute of 'b' .* would not find what they read"):
-        recomputed(replace(two_layers(), tensors=tuple(tensors)), ["b"])
+        profile_with_recomputation(replace(two_layers(), tensors=tuple(tensors)), ["b"])
     weight = Tensor("w", "weight", 1, True, (1,), (2,))  # written between the first run and the second
     with pytest.raises(PlanError, match=r"recompute of 'b'"):
-        recomputed(replace(two_layers(), tensors=(*two_layers().tensors, weight)), ["b"])
+        profile_with_recomputation(replace(two_layers(), tensors=(*two_layers().tensors, weight)), ["b"])
     state = Tensor("s", "state", 1, True, (1,), (1,))  # a kernel that adds to a state would add twice
     with pytest.raises(PlanError, match=r"recompute of 'b'"):
-        recomputed(replace(two_layers(), tensors=(*two_layers().tensors, state)), ["b"])
+        profile_with_recomputation(replace(two_layers(), tensors=(*two_layers().tensors, state)), ["b"])
 
 
 def test_the_check_follows_a_plan_through_the_longer_step() -> None:
     """The moves' ticks are those of the step in which b is made again."""
     plan = Plan("", "hand", 11, recompute=("b",))
-    assert check(plan, two_layers()).feasible  # a, b and c at tick 2; a, c and the workspace at 3
-    less = check(replace(plan, budget_bytes=10), two_layers())
+    assert check_plan_against_profile(
+        plan, two_layers()
+    ).feasible  # a, b and c at tick 2; a, c and the workspace at 3
+    less = check_plan_against_profile(replace(plan, budget_bytes=10), two_layers())
     assert not less.feasible and less.peak_bytes == 11
-    assert check(replace(plan, recompute=()), two_layers()).peak_bytes == 17
+    assert check_plan_against_profile(replace(plan, recompute=()), two_layers()).peak_bytes == 17
     away = replace(plan, moves=(Evict("a", "ssd", 3, 2), Fetch("a", "ssd", 3, 4)))
-    assert check(away, two_layers()).feasible
+    assert check_plan_against_profile(away, two_layers()).feasible
     late = replace(plan, moves=(Evict("a", "ssd", 3, 2), Fetch("a", "ssd", 5, 6)))
-    assert "'k1.again'): used by the kernel, but 'a' is away" in check(late, two_layers()).problems[0]
-    unknown = check(replace(plan, recompute=("a",)), two_layers()).problems
+    assert (
+        "'k1.again'): used by the kernel, but 'a' is away"
+        in check_plan_against_profile(late, two_layers()).problems[0]
+    )
+    unknown = check_plan_against_profile(replace(plan, recompute=("a",)), two_layers()).problems
     assert "recompute of 'a' is not possible" in unknown[0]
 
 
@@ -205,16 +219,16 @@ def test_two_simulators_agree_on_a_step_with_recompute() -> None:
     for seed in range(6):
         profile = network(seed)
         for names in subsets(profile, seed, 1):
-            step = recomputed(profile, names)
+            step = profile_with_recomputation(profile, names)
             budget = max(smallest_budget(step), 30)
             plan = planners.plan(step, machine, budget, planner="greedy", time_limit_s=5.0)
-            assert event_simulation.run(plan, step, machine).step_ns == plan.predicted.step_ns
+            assert event_simulation.simulate_by_events(plan, step, machine).step_ns == plan.predicted.step_ns
 
 
-def shortfall(seed: int, candidates_of: Callable[[Problem], tuple[Again, ...]]) -> int:
+def shortfall(seed: int, candidates_of: Callable[[Problem], tuple[RecomputeOption, ...]]) -> int:
     """By how much the bound is above the best of some plans for some sets; 0 or less if it is true."""
     profile, machine = network(seed), toys.machine(device=10**9, rate=toys.BYTE_PER_US // 4)
-    problem = build(profile, machine)
+    problem = build_problem(profile, machine)
     budget = (int(problem.live.max()) + smallest_budget(profile)) // 2
     candidates = candidates_of(problem)
     bound = lower_bound(problem, machine, budget, time_limit_s=10.0, again=candidates)
@@ -222,7 +236,7 @@ def shortfall(seed: int, candidates_of: Callable[[Problem], tuple[Again, ...]]) 
     sets = [chosen for count in range(len(names) + 1) for chosen in combinations(names, count)]
     steps = []
     for chosen in Random(seed).sample(sets, min(len(sets), 12)):
-        step = recomputed(profile, chosen)
+        step = profile_with_recomputation(profile, chosen)
         if smallest_budget(step) <= budget:
             plan = planners.plan(step, machine, budget, planner="greedy", time_limit_s=5.0)
             steps.append(plan.predicted.step_ns)
@@ -232,13 +246,15 @@ def shortfall(seed: int, candidates_of: Callable[[Problem], tuple[Again, ...]]) 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_set_of_tensors_and_no_plan_for_it_beats_the_bound(seed: int) -> None:
     """Some sets, each with a plan; the bound knows none of them."""
-    assert shortfall(seed, again_rows.candidates) <= 0
+    assert shortfall(seed, again_rows.find_recompute_options) <= 0
 
 
 def test_a_bound_that_counts_too_many_kernels_is_beaten() -> None:
-    def too_many(problem: Problem) -> tuple[Again, ...]:
+    def too_many(problem: Problem) -> tuple[RecomputeOption, ...]:
         forward = [tick for tick, kernel in enumerate(problem.profile.kernels) if kernel.call == 0]
-        return tuple(replace(each, kernels=tuple(forward)) for each in again_rows.candidates(problem))
+        return tuple(
+            replace(each, kernels=tuple(forward)) for each in again_rows.find_recompute_options(problem)
+        )
 
     assert any(shortfall(seed, too_many) > 0 for seed in range(8))
 
@@ -250,9 +266,11 @@ def test_making_again_beats_a_slow_link_and_the_plan_says_what() -> None:
     made = planners.plan(two_layers(), machine, 12, time_limit_s=5.0, recompute=True)
     assert fixed.recompute == () and "b" in made.recompute
     assert made.predicted.bound_ns <= made.predicted.step_ns < fixed.predicted.step_ns
-    assert check(made, two_layers(), machine).feasible
-    alone, step = as_planned(made, two_layers())
-    assert check(alone, step, machine) == check(made, two_layers(), machine)
+    assert check_plan_against_profile(made, two_layers(), machine).feasible
+    alone, step = apply_plan_recompute(made, two_layers())
+    assert check_plan_against_profile(alone, step, machine) == check_plan_against_profile(
+        made, two_layers(), machine
+    )
 
 
 def test_nothing_is_made_again_where_everything_fits() -> None:
@@ -265,8 +283,8 @@ def test_a_set_whose_kernels_do_not_fit_is_not_chosen() -> None:
     kernels = list(two_layers().kernels)
     kernels[1] = replace(kernels[1], workspace_bytes=9)
     step = replace(two_layers(), kernels=tuple(kernels))
-    assert joint_recompute._that_fit(step, ("b",), 18) == ()
-    assert joint_recompute._that_fit(step, ("b",), 19) == ("b",)
+    assert joint_recompute._trim_set_to_memory(step, ("b",), 18) == ()
+    assert joint_recompute._trim_set_to_memory(step, ("b",), 19) == ("b",)
 
 
 def test_of_a_set_that_does_not_fit_as_much_is_made_again_as_does() -> None:
@@ -274,11 +292,11 @@ def test_of_a_set_that_does_not_fit_as_much_is_made_again_as_does() -> None:
     parts = set()
     for seed in range(12):
         for names in filter(None, subsets(network(seed), seed, 4)):
-            most = int(build(recomputed(network(seed), names)).floor.max())
-            assert joint_recompute._that_fit(network(seed), names, most) == names
-            fit = joint_recompute._that_fit(network(seed), names, most - 1)
+            most = int(build_problem(profile_with_recomputation(network(seed), names)).floor.max())
+            assert joint_recompute._trim_set_to_memory(network(seed), names, most) == names
+            fit = joint_recompute._trim_set_to_memory(network(seed), names, most - 1)
             assert set(fit) < set(names)
-            assert not fit or build(recomputed(network(seed), fit)).floor.max() < most
+            assert not fit or build_problem(profile_with_recomputation(network(seed), fit)).floor.max() < most
             parts.add(bool(fit))
     assert True in parts
 
@@ -292,9 +310,9 @@ def test_what_is_alike_but_for_a_number_is_made_again_with_most_of_it() -> None:
         "layers.2.add2.out",
         "layers.0.mul",
     ]
-    added = set(joint_recompute._with_alike(taken, names)) - set(taken)
+    added = set(joint_recompute._add_alike_tensors(taken, names)) - set(taken)
     assert added == {"layers.2.add1.out"}
-    assert joint_recompute._with_alike([], names) == ()
+    assert joint_recompute._add_alike_tensors([], names) == ()
 
 
 def test_of_sets_that_are_as_fast_the_one_with_the_lowest_bound_is_chosen() -> None:
@@ -302,9 +320,13 @@ def test_of_sets_that_are_as_fast_the_one_with_the_lowest_bound_is_chosen() -> N
     machine = toys.machine(device=12)
     sets: list[tuple[str, ...]] = [(), ("b",)]
     for given in (sets, sets[::-1]):
-        steps = {names: build(recomputed(two_layers(), names), machine) for names in given}
-        assert joint_recompute._lowest(steps, machine, 12, monotonic() + 60) == ("b",)
-        assert joint_recompute._lowest(steps, machine, 12, 0.0) == given[0]
+        steps = {
+            names: build_problem(profile_with_recomputation(two_layers(), names), machine) for names in given
+        }
+        assert joint_recompute._recompute_set_with_lowest_bound(steps, machine, 12, monotonic() + 60) == (
+            "b",
+        )
+        assert joint_recompute._recompute_set_with_lowest_bound(steps, machine, 12, 0.0) == given[0]
 
 
 def test_the_command_prints_what_is_made_again_and_explains_the_plan(

@@ -47,9 +47,9 @@ def test_a_file_of_that_name_goes_first_and_a_folder_does_not(
     toys.diamond().write(empty / "gpt2")
     (empty / "h100-4ssd").mkdir()
     (empty / "gpt2-b16").mkdir()
-    assert shipped_files.machine("rtx4090-1ssd") == toys.machine()
-    assert shipped_files.machine("h100-4ssd").name == "h100-4ssd"
-    assert shipped_files.profile("gpt2-b16").name.startswith("gpt2-s1024")
+    assert shipped_files.read_named_machine("rtx4090-1ssd") == toys.machine()
+    assert shipped_files.read_named_machine("h100-4ssd").name == "h100-4ssd"
+    assert shipped_files.read_named_profile("gpt2-b16").name.startswith("gpt2-s1024")
     made = json.loads(ran(capsys, "plan", "gpt2", "--machine", "rtx4090-1ssd", "--json"))
     assert made["compute_ns"] == toys.diamond().compute_ns
 
@@ -127,7 +127,9 @@ def test_flags_may_still_be_cut_short_and_a_dash_ends_them(
 @pytest.mark.parametrize(
     "shelf", [shipped_files.PROFILES, shipped_files.MACHINES], ids=["profile", "machine"]
 )
-def test_what_comes_along_is_listed(shelf: shipped_files.Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_comes_along_is_listed(
+    shelf: shipped_files.ShippedFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = ran(capsys, shelf.kind, "list")
     told: dict[str, Any] = json.loads(ran(capsys, shelf.kind, "list", "--json"))
     about = shipped_files.ABOUT_PROFILES if shelf is shipped_files.PROFILES else shipped_files.ABOUT_MACHINES

@@ -28,7 +28,7 @@ from teraio.formats.schedule import Step
 from teraio.formats.timeline import Stall, Timeline
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.record import State
-from teraio.runtime.ledger.recorder import Happened, RecordedMove, Recorder
+from teraio.runtime.ledger.recorder import RecordedMove, RecordedStep, Recorder
 from teraio.session import session
 from teraio.session.planning import Planning
 
@@ -154,7 +154,7 @@ def test_its_counters_are_the_ledger_and_stay_within_the_budget(ran: Ran) -> Non
 
 def test_a_forgotten_end_is_noticed(ran: Ran, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The bug: what leaves is not told. Then the counters grow out of the budget."""
-    monkeypatch.setattr(Recorder, "leaves", lambda self, record: None)
+    monkeypatch.setattr(Recorder, "subtract_resident_bytes", lambda self, record: None)
     for _ in train(3, timeline=str(tmp_path / "t.json")):
         pass
     teraio.reset()
@@ -184,13 +184,13 @@ def test_it_is_there_while_the_run_goes_on(tmp_path: Path) -> None:
 def test_the_time_a_plan_took_to_make_belongs_to_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, thought_s = Planning.plan, 2.0
+    make, thought_s = Planning.choose_plan, 2.0
 
     def slow(self: Planning, profile: Profile, step: Step) -> Plan | None:
         time.sleep(thought_s)
         return make(self, profile, step)
 
-    monkeypatch.setattr(Planning, "plan", slow)
+    monkeypatch.setattr(Planning, "choose_plan", slow)
     monkeypatch.setenv("TERAIO_CACHE_DIR", "off")
     path = tmp_path / "run.timeline.json"
     began_s = time.perf_counter()
@@ -232,12 +232,12 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_runs() -> None:
 def test_a_step_that_an_exception_ended_is_not_shown() -> None:
     recorder = Recorder(100, 10)
     recorder.step.kernels.append(("k", 1, 2))
-    recorder.abandoned()
+    recorder.mark_step_broken()
     recorder.end_step(3, training=True, planned=True)
-    assert recorder.line(all_has_ended=True) is None
+    assert recorder.timeline(all_has_ended=True) is None
     recorder.step.kernels.append(("k", 1, 2))
     recorder.end_step(3, training=True, planned=True)
-    line = recorder.line(all_has_ended=True)
+    line = recorder.timeline(all_has_ended=True)
     assert line is not None and [span.name for span in line.spans] == ["k"]
 
 
@@ -261,10 +261,10 @@ def test_at_any_moment_its_bytes_are_those_that_the_engine_counts(seed: int, tmp
     run = engine_run.Run(seed, tmp_path)
     mover = run.engine.mover
     recorder = Recorder(run.engine.residency.budget_bytes, 0)
-    run.engine.record(recorder)
+    run.engine.attach_recorder(recorder)
     assert not run.engine.residency.records, "what is there already was missed"
     wrong: list[int] = []
-    counted = recorder._is
+    counted = recorder._set_bytes_of_kind
 
     def looked(kind: str, size_bytes: int) -> None:
         counted(kind, size_bytes)
@@ -272,13 +272,13 @@ def test_at_any_moment_its_bytes_are_those_that_the_engine_counts(seed: int, tmp
             told = sum(size for name, size in recorder.bytes.items() if name != "workspace")
             wrong.append(told - mover.resident_bytes)
 
-    recorder._is = looked  # type: ignore[method-assign]
+    recorder._set_bytes_of_kind = looked  # type: ignore[method-assign]
     with contextlib.suppress(BudgetError):
         for _ in range(engine_run.STEPS):
             run.step()
             assert sum(size for _, size in recorder.here.values()) == mover.resident_bytes
     assert len(wrong) > 10 and not any(wrong)
-    line = recorder.line()
+    line = recorder.timeline()
     assert line is None or line.spans
 
 
@@ -326,19 +326,19 @@ def test_layers_that_share_a_program_and_your_own_code_are_in_it(tmp_path: Path)
 def test_what_your_own_code_does_between_two_steps_stands_at_the_begin_of_the_next() -> None:
     """A step ends at 100. What is fetched at 150, and has come at 160, is there when the next begins."""
     recorder = Recorder(1_000, 10)
-    recorder.step = Happened(50, {})
+    recorder.step = RecordedStep(50, {})
     recorder.step.kernels.append(("k0", 60, 200))
     recorder.step.moves.append(RecordedMove("fetch:ssd", "w", 4, True, 150, 151, 160))
     recorder.step.stalls.append((160, Stall(0, "w", 10, "miss")))
     recorder.entered_ns = 200
     recorder.end_step(100, training=True, planned=True)
     recorder.step.kernels.append(("k1", 205, 240))
-    first = recorder.line(all_has_ended=True)
+    first = recorder.timeline(all_has_ended=True)
     assert first is not None and first.step_ns == 50
     assert [(span.name, span.start_ns, span.end_ns) for span in first.spans] == [("k0", 10, 50)]
     assert first.stalls == ()
     recorder.end_step(230, training=True, planned=True)
-    second = recorder.line(all_has_ended=True)
+    second = recorder.timeline(all_has_ended=True)
     assert second is not None
     assert second.dumps(), "it can be written"
     assert [(span.name, span.start_ns, span.end_ns) for span in second.spans] == [("k1", 5, 30), ("w", 0, 0)]
@@ -351,18 +351,18 @@ def test_what_a_recorder_has_not_met_is_no_part_of_a_step(monkeypatch: pytest.Mo
     record: Any = SimpleNamespace(
         key=1, name="w", kind="weight", size_bytes=4, home="ssd", state=State.DEVICE
     )
-    recorder.leaves(record)
-    recorder.becomes(record)
-    recorder.ended(record, None, 10**6)
+    recorder.subtract_resident_bytes(record)
+    recorder.note_kind_change(record)
+    recorder.note_move_end(record, None, 10**6)
     assert (recorder.bytes, recorder.step.stalls, recorder.step.moves) == ({}, [], [])
-    recorder.enters(record)
+    recorder.add_resident_bytes(record)
     record.kind = "grad"
-    recorder.becomes(record)
+    recorder.note_kind_change(record)
     assert recorder.bytes == {"weight": 0, "grad": 4}
     monkeypatch.setattr("teraio.runtime.ledger.recorder.ENTRIES_MAX", 2)
     for number in range(4):
-        recorder.slot_begins(0)
-        recorder.kernel_begins(f"k{number}", 0)
+        recorder.note_slot_begin(0)
+        recorder.note_kernel_begin(f"k{number}", 0)
     assert recorder.step.broken and len(recorder.step.kernels) < 4
 
 

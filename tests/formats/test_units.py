@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teraio.units import LIMIT, fmt_bytes, fmt_ns, fmt_rate, parse_bytes, parse_ns, parse_rate, shown
+from teraio.units import LIMIT, fmt_bytes, fmt_ns, fmt_rate, parse_bytes, parse_ns, parse_rate, printable_line
 
 
 @pytest.mark.parametrize(
@@ -94,5 +94,5 @@ def test_rounding_up_never_tells_too_little(size_bytes: int) -> None:
 
 @given(st.text(max_size=200))
 def test_anything_can_be_shown(text: str) -> None:
-    line = shown(text, 20)
+    line = printable_line(text, 20)
     assert line.isprintable() and len(line) <= 20 * 10 + 3

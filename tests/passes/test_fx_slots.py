@@ -20,7 +20,7 @@ from torch.utils._sympy import functions
 import teraio
 from teraio.formats.schedule import Schedule
 from teraio.passes.fx import program
-from teraio.passes.fx.symbols import Symbols
+from teraio.passes.fx.symbols import GraphSymbols
 
 HERE = tree.SUPPORT
 
@@ -85,7 +85,7 @@ def slotted(model: torch.nn.Module, batch: torch.Tensor) -> list[tuple[GraphModu
         graphs.append((gm, schedule))
 
     torch._dynamo.reset()
-    torch.compile(model, backend=program.compiler(transform), dynamic=True)(batch).backward()
+    torch.compile(model, backend=program.make_aot_backend(transform), dynamic=True)(batch).backward()
     return graphs
 
 
@@ -190,8 +190,8 @@ SIZES = (
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_any_size_becomes_nodes_that_compute_it(size: Any) -> None:
     graph = torch.fx.Graph()
-    symbols = Symbols({symbol: (0, graph.placeholder(str(symbol)), None) for symbol in (S, T)})
-    graph.output(symbols.code(graph, size, at=2))
+    symbols = GraphSymbols({symbol: (0, graph.placeholder(str(symbol)), None) for symbol in (S, T)})
+    graph.output(symbols.insert_size_node(graph, size, at=2))
     computed = GraphModule(torch.nn.Module(), graph)
     for values in ((17, 4), (3, 9), (100, 7)):
         found = computed(*values)

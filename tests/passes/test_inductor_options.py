@@ -25,7 +25,7 @@ from teraio.errors import OptionError, UnsupportedError
 from teraio.passes import selftest
 from teraio.passes.inductor import codegen as inductor
 from teraio.passes.inductor import options as inductor_options
-from teraio.passes.inductor.options import UNFIT, Unfit, settings
+from teraio.passes.inductor.options import UNFIT, UnfitSetting, merge_checked_settings
 from teraio.session import session
 
 SMALL = {"memory": "1GiB"}
@@ -52,29 +52,31 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def compiled(**options: Any) -> Any:
     """A small graph handed to the backend, as Dynamo does it."""
-    return backend.backend(selftest.graph(), selftest.inputs("cpu"), options={**SMALL, **options})
+    return backend.backend(
+        selftest.make_test_graph(), selftest.make_test_inputs("cpu"), options={**SMALL, **options}
+    )
 
 
 # ---- what Inductor knows
 
 
 def test_what_is_asked_for_reaches_inductor_by_its_own_names() -> None:
-    assert settings(None, {}) == {}
-    assert settings("default", {}) == {}
-    assert settings("max-autotune-no-cudagraphs", {}) == {
+    assert merge_checked_settings(None, {}) == {}
+    assert merge_checked_settings("default", {}) == {}
+    assert merge_checked_settings("max-autotune-no-cudagraphs", {}) == {
         "max_autotune": True,
         "coordinate_descent_tuning": True,
     }
-    assert settings(None, {"max-autotune": False, "cpp.simdlen": 8}) == {
+    assert merge_checked_settings(None, {"max-autotune": False, "cpp.simdlen": 8}) == {
         "max_autotune": False,
         "cpp.simdlen": 8,
     }
 
 
 def test_a_setting_by_name_wins_over_the_mode() -> None:
-    asked = settings("max-autotune", {"triton.cudagraphs": False})
+    asked = merge_checked_settings("max-autotune", {"triton.cudagraphs": False})
     assert asked == {"max_autotune": True, "triton.cudagraphs": False, "coordinate_descent_tuning": True}
-    inductor_options.refuse_unfit(asked, "max-autotune")
+    inductor_options.refuse_unfit_settings(asked, "max-autotune")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_a_value_of_the_wrong_type_fails(
 
 
 def test_a_whole_number_is_a_number() -> None:
-    assert settings(None, {"min_overlap_ratio": 2}) == {"min_overlap_ratio": 2}
+    assert merge_checked_settings(None, {"min_overlap_ratio": 2}) == {"min_overlap_ratio": 2}
 
 
 @pytest.mark.parametrize("options", [{"mode": "lite"}, {"inductor": {"max_autotune": True}}])
@@ -137,7 +139,7 @@ def test_torch_compile_itself_hands_over_a_mode(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("unfit", UNFIT, ids=lambda unfit: unfit.name)
 def test_what_slots_cannot_live_with_is_refused_by_name(
-    unfit: Unfit, monkeypatch: pytest.MonkeyPatch
+    unfit: UnfitSetting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with nothing_compiled(monkeypatch):
         with pytest.raises(UnsupportedError) as asked:
@@ -152,23 +154,23 @@ def test_what_slots_cannot_live_with_is_refused_by_name(
 
 @pytest.mark.parametrize("mode", torch._inductor.list_mode_options())
 def test_a_mode_with_cuda_graphs_is_refused_and_the_others_are_not(mode: str) -> None:
-    asked = settings(mode, {})
+    asked = merge_checked_settings(mode, {})
     if asked.get("triton.cudagraphs"):
         with pytest.raises(UnsupportedError, match=f"by option 'mode' .'{mode}'.*max-autotune-no-cudagraphs"):
-            inductor_options.refuse_unfit(asked, mode)
+            inductor_options.refuse_unfit_settings(asked, mode)
     else:
-        inductor_options.refuse_unfit(asked, mode)
+        inductor_options.refuse_unfit_settings(asked, mode)
 
 
 LOOK = """
 from torch._inductor import config
 from teraio.errors import UnsupportedError
-from teraio.passes.inductor.options import UNFIT, refuse_unfit
+from teraio.passes.inductor.options import UNFIT, refuse_unfit_settings
 for one in UNFIT:
     if one.variable:
         with config.patch({other.name: False for other in UNFIT if other is not one}):
             try:
-                refuse_unfit({})
+                refuse_unfit_settings({})
             except UnsupportedError as error:
                 print(one.variable, f"by {one.variable} in the environment" in str(error))
 """
@@ -220,7 +222,7 @@ def test_a_wrapper_of_another_library_is_not_silently_replaced(monkeypatch: pyte
 
 def trained(**options: Any) -> None:
     run = compiled(**options)
-    (loss,) = run(*selftest.inputs("cpu"))
+    (loss,) = run(*selftest.make_test_inputs("cpu"))
     loss.backward()
 
 
@@ -229,7 +231,7 @@ def test_a_program_that_comes_back_without_slots_is_an_error(monkeypatch: pytest
     def lost(_: Any) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(inductor, "slotted_codegen", lost)
+    monkeypatch.setattr(inductor, "use_slotted_wrapper", lost)
     with pytest.raises(Exception, match=r"UnsupportedError.*without teraio's slots|without teraio's slots"):
         trained()
 
@@ -241,7 +243,7 @@ def test_a_compiler_that_asks_us_for_nothing_is_an_error(monkeypatch: pytest.Mon
 
 
 def test_a_program_that_does_not_report_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teraio.runtime.engine.engine.programs_loaded", lambda meets: nullcontext([]))
+    monkeypatch.setattr("teraio.runtime.engine.engine.collect_loaded_programs", lambda meets: nullcontext([]))
     with pytest.raises(Exception, match="did not report to teraio"):
         trained()
 
@@ -256,7 +258,7 @@ def keys(registry: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     with monkeypatch.context() as patched, suppress(UnsupportedError):
         patched.setattr(inductor, "compile_fx", compile_fx)
         inductor.compile_program(None, None, print, lambda: nullcontext([]), registry=registry)  # type: ignore[arg-type]
-    with inductor.slotted_codegen(inductor.Compilation("forward", 1, frozenset(), print, registry, True)):
+    with inductor.use_slotted_wrapper(inductor.Compilation("forward", 1, frozenset(), print, registry, True)):
         key: Any = config.post_grad_custom_post_pass
         return whole[0], key.uuid()
 
@@ -273,7 +275,7 @@ def test_a_cached_program_that_calls_a_module_by_its_old_name_is_compiled_anew(
 
 def test_a_setting_that_changes_before_the_backward_is_found_there() -> None:
     run = compiled()
-    (loss,) = run(*selftest.inputs("cpu"))
+    (loss,) = run(*selftest.make_test_inputs("cpu"))
     with config.patch(cpp_wrapper=True), pytest.raises(Exception, match="'cpp_wrapper' is on"):
         loss.backward()
 

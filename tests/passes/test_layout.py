@@ -14,7 +14,7 @@ from slots_checker import check, launch, lay, signature
 from teraio.formats.schedule import MADE, READ, RETURNED, WRITE, Schedule
 from teraio.passes.slots import layout as slots
 from teraio.passes.slots.events import Alias, Event, Forget, Make, Signature
-from teraio.passes.slots.layout import SlotPlace, own_bytes, whole_program
+from teraio.passes.slots.layout import SlotPlace, live_bytes_per_launch, schedule_as_one_kernel
 from teraio.runtime.step.program import Program
 
 # ---- by hand
@@ -128,7 +128,7 @@ def test_sizes_of_symbols_add_up_to_one_expression() -> None:
     assert schedule.symbolic
     assert places[1].live.text == "0+s*4+16"
     assert schedule.slots[1].live_bytes == 24
-    (own,) = own_bytes(events)
+    (own,) = live_bytes_per_launch(events)
     assert (own.size_bytes, own.size.text) == (24, "0+s*4+16")
 
 
@@ -141,8 +141,8 @@ def test_own_bytes_are_what_a_program_takes_at_each_launch_beside_its_outputs() 
         Forget(4, "a"),
         launch(5, "third", "b"),
     ]
-    assert [made.size_bytes for made in own_bytes(events)] == [8, 24, 16]
-    assert [made.size_bytes for made in own_bytes(events, ["b"])] == [8, 8, 0]
+    assert [made.size_bytes for made in live_bytes_per_launch(events)] == [8, 24, 16]
+    assert [made.size_bytes for made in live_bytes_per_launch(events, ["b"])] == [8, 8, 0]
 
 
 def test_an_activation_whose_memory_becomes_a_gradient_is_the_callers_in_the_end() -> None:
@@ -164,7 +164,7 @@ def test_a_weight_that_is_saved_for_the_backward_is_not_given_away() -> None:
 
 def test_a_program_that_cannot_be_slotted_needs_every_argument_and_moves_no_output() -> None:
     about = signature("a w", saved=[0], arguments="w x")
-    schedule, places = whole_program(about, "program", Make(0, "own", 50), 9, [("a", 8), ("w", 100)])
+    schedule, places = schedule_as_one_kernel(about, "program", Make(0, "own", 50), 9, [("a", 8), ("w", 100)])
     assert [place.at for place in places] == [0, 0, 9]
     assert [slot.live_bytes for slot in schedule.slots] == [0, 50, 8]
     assert schedule.slots[1].flags == (READ | WRITE,) * 2
@@ -285,19 +285,19 @@ def test_a_wrong_schedule_is_found(bug: Callable[..., tuple[Schedule, list[SlotP
     ("where", "bug"),
     [
         # the name that the storage has at the kernel, not at the slot: a reuse may have renamed it
-        ("at_mark", lambda self, root: self._variables(root)),
+        ("variables_at_mark", lambda self, root: self._live_variables_of_storage(root)),
         # a name that is gone
         (
-            "_variables",
+            "_live_variables_of_storage",
             lambda self, root: tuple(n for n, r in self.root.items() if r == root and n.isidentifier()),
         ),
         # a storage dies with its first name
         (
-            "forget",
+            "remove_name",
             lambda self, name: self.root.get(name) if self.alive.pop(self.root.get(name), None) else None,
         ),
         # an alias is a storage of its own
-        ("alias", lambda self, new, old: self.make(new)),
+        ("add_alias", lambda self, new, old: self.add_storage(new)),
     ],
 )
 def test_wrong_names_are_found(where: str, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,29 +308,29 @@ def test_wrong_names_are_found(where: str, bug: Callable[..., Any], monkeypatch:
 def forget_at_once(layout: slots._Layout, event: Event) -> None:
     """What dies between a slot and its kernel is not counted at that slot."""
     if isinstance(event, Forget):
-        layout.live.pop(layout.names.forget(event.name) or "", None)
+        layout.live.pop(layout.names.remove_name(event.name) or "", None)
     else:
         ADD(layout, event)
 
 
 def stand_at_the_last_allocation(layout: slots._Layout, at: int) -> None:
     layout.before = at
-    layout.names.mark()
+    layout.names.mark_current_names()
 
 
 def hand_over_nothing(layout: slots._Layout, at: int) -> None:
-    layout._place(at, "exit", {})
+    layout._append_slot(at, "exit", {})
 
 
-ADD = slots._Layout.add
+ADD = slots._Layout.apply_event
 
 
 @pytest.mark.parametrize(
     ("where", "bug"),
     [
-        ("add", forget_at_once),
-        ("_stand_here", stand_at_the_last_allocation),
-        ("leave", hand_over_nothing),
+        ("apply_event", forget_at_once),
+        ("_set_next_slot_position", stand_at_the_last_allocation),
+        ("lay_exit_slot", hand_over_nothing),
     ],
 )
 def test_a_wrong_layout_is_found(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from teraio.formats.plan import Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.schedule import MADE, READ, Buffer, Call, Schedule, Slot, Step
 from teraio.passes.planner.problem.problem import smallest_budget
 from teraio.passes.slots.events import Event, Launch, Make, Signature
 from teraio.passes.slots.layout import lay_slots
-from teraio.passes.slots.lifetimes import profile_of
-from teraio.session.planning import as_far_as_it_fits
+from teraio.passes.slots.lifetimes import profile_of_steps
+from teraio.session.planning import cut_workspaces_to_budget
 
 
 def test_a_saved_output_counts_once_at_the_kernel_that_makes_it() -> None:
@@ -27,14 +27,14 @@ def test_a_saved_output_counts_once_at_the_kernel_that_makes_it() -> None:
     live = tuple(slot.live_bytes for slot in schedule.slots)
     call = Call(schedule, names, times, live, (0,) * len(times))
     kinds = (("s", "activation", 100, False), ("w", "weight", 10, True))
-    profile = profile_of([Step((call,), len(times), kinds, frozenset())], "toy")
+    profile = profile_of_steps([Step((call,), len(times), kinds, frozenset())], "toy")
     assert [(k.name, k.workspace_bytes) for k in profile.kernels] == [
         ("enter", 0),
         ("k1", 0),
         ("k2", 1),
         ("exit", 1),
     ]
-    assert check(Plan("", "none", 2**40), profile).peak_bytes == 111
+    assert check_plan_against_profile(Plan("", "none", 2**40), profile).peak_bytes == 111
 
 
 def test_what_user_code_takes_after_a_program_counts_where_it_ends() -> None:
@@ -45,9 +45,9 @@ def test_what_user_code_takes_after_a_program_counts_where_it_ends() -> None:
     call = Call(schedule, ("w",), tuple(range(slots)), (0,) * slots, (0,) * slots)
     kinds = (("w", "weight", 10, True),)
     measured = Step((call,), slots, kinds, frozenset(), (30,))
-    profile = profile_of([measured], "toy")
+    profile = profile_of_steps([measured], "toy")
     assert [kernel.workspace_bytes for kernel in profile.kernels] == [0] * (slots - 1) + [30]
-    floors = {budget: smallest_budget(as_far_as_it_fits(profile, budget)) for budget in (50, 30, 25)}
+    floors = {budget: smallest_budget(cut_workspaces_to_budget(profile, budget)) for budget in (50, 30, 25)}
     assert floors == {50: 30, 30: 30, 25: 25}
 
 
@@ -58,7 +58,7 @@ def test_a_gradient_that_eager_code_made_is_there_from_its_first_use_on() -> Non
     for schedules, writes in (((step,), (0,)), ((step, step, backward), (0, 1))):
         calls = tuple(Call(s, ("w.grad",), (0,), (0,), (0,)) for s in schedules)
         kinds = (("w.grad", "grad", 10, False),)
-        profile = profile_of([Step(calls, 1, kinds, frozenset())], "toy")
+        profile = profile_of_steps([Step(calls, 1, kinds, frozenset())], "toy")
         profile.validate()
         assert profile.tensors[0].reads == tuple(range(len([s for s in schedules if s is step])))
         assert profile.tensors[0].writes == writes

@@ -38,7 +38,7 @@ from torch.fx import GraphModule
 
 from teraio.cli import main
 from teraio.cli.commands import step_listing as listing
-from teraio.formats.moves_by_kernel import acts
+from teraio.formats.moves_by_kernel import acts_by_tick
 from teraio.formats.plan import Evict, Fetch, Plan
 from teraio.passes.fx import materialize
 from teraio.passes.fx import program as fx
@@ -141,24 +141,30 @@ def printed(text: str) -> dict[int, list[str]]:
 
 def test_explain_prints_what_is_in_the_graphs(told: Training) -> None:
     assert told.plan is not None and told.profile is not None
-    found = printed(listing.listing(told.plan, told.profile))
+    found = printed(listing.step_listing_as_text(told.plan, told.profile))
     graphs = [[*lines_of(gm, program)] for gm, (_, program) in zip(told.written, told.graphs)]
     assert len(graphs) == 2 and all(len(lines) > 30 for lines in graphs)
     assert [found[0], found[1]] == graphs
     for bug in (without("evict"), too_late, turned_round):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(listing, "acts", lambda *given: bug(acts(*given)))  # noqa: B023  called at once
-            assert printed(listing.listing(told.plan, told.profile))[0] != graphs[0]
+            patch.setattr(listing, "acts_by_tick", lambda *given: bug(acts_by_tick(*given)))  # noqa: B023  called at once
+            assert printed(listing.step_listing_as_text(told.plan, told.profile))[0] != graphs[0]
 
 
 def test_explain_says_which_part_has_no_graph(told: Training) -> None:
     assert told.plan is not None and told.profile is not None
-    parts = [*listing.parts(told.plan, told.profile)]
+    parts = [*listing.list_calls(told.plan, told.profile)]
     assert [part.optimizer for part in parts] == [False, False, True]
-    heads = [line for line in listing.listing(told.plan, told.profile).splitlines() if line[:4] == "call"]
+    heads = [
+        line
+        for line in listing.step_listing_as_text(told.plan, told.profile).splitlines()
+        if line[:4] == "call"
+    ]
     assert ["no graph" in line for line in heads] == [False, False, True]
     shown = [act for part in parts for line in part.lines for act in line.before]
-    assert shown == [act for there in acts(told.plan, len(told.profile.kernels)).values() for act in there]
+    assert shown == [
+        act for there in acts_by_tick(told.plan, len(told.profile.kernels)).values() for act in there
+    ]
 
 
 def test_explain_prints_a_listing_and_the_same_as_json(
@@ -242,7 +248,7 @@ def test_acts_are_the_tables_operations_and_the_waits_for_reads() -> None:
         at_once = {
             (m.trigger % ticks, m.tensor) for m in plan.moves if isinstance(m, Evict) and m.trigger == m.free
         }
-        for tick, there in acts(plan, ticks).items():
+        for tick, there in acts_by_tick(plan, ticks).items():
             for act in there:
                 if (act.verb, act.of) == ("wait", "fetch"):
                     continue
@@ -255,7 +261,7 @@ def test_acts_are_the_tables_operations_and_the_waits_for_reads() -> None:
         ready = {(m.ready % ticks, m.tensor) for m in plan.moves if isinstance(m, Fetch)}
         waits = [
             (tick, act.tensor)
-            for tick, there in acts(plan, ticks).items()
+            for tick, there in acts_by_tick(plan, ticks).items()
             for act in there
             if (act.verb, act.of) == ("wait", "fetch")
         ]
@@ -281,13 +287,13 @@ def test_a_graph_for_any_batch_says_how_many_bytes_live() -> None:
     def transform(gm: GraphModule, kind: Any) -> None:
         schedule, _ = fx.insert_slots(gm, kind)
         before = gm.code
-        made = materialize.materialize(gm, plan, 0, len(schedule.slots), noted)
+        made = materialize.copy_graph_with_moves(gm, plan, 0, len(schedule.slots), noted)
         assert gm.code == before and "teraio_fetch" not in before
         made.graph.lint()
         gm.graph = made.graph
 
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=fx.compiler(transform), dynamic=True)
+    compiled = torch.compile(model, backend=fx.make_aot_backend(transform), dynamic=True)
     batch = torch.randn(4, WIDTH)
     assert compiled(batch) == model(batch)
     torch._dynamo.reset()
@@ -308,7 +314,7 @@ def test_a_graph_that_was_made_to_be_read_says_so_when_it_runs() -> None:
 
     graph.call_function(teraio_slot, (0, (given,)))
     graph.output(given)
-    made = materialize.materialize(GraphModule({}, graph), Plan("", "hand", 0), 0, 1)
+    made = materialize.copy_graph_with_moves(GraphModule({}, graph), Plan("", "hand", 0), 0, 1)
     assert "teraio_slot(0, (given,))" in made.code
     with pytest.raises(AssertionError, match="to be read"):
         made(torch.ones(1))

@@ -49,7 +49,7 @@ def commands() -> dict[str, list[str]]:
 @pytest.mark.parametrize("model", models.MODELS)
 def test_parameters_are_those_of_the_published_model(model: str) -> None:
     profile = profiles.synth(model)
-    assert profiles.parameters(profile) == models.MODELS[model][1]
+    assert profiles.count_parameters(profile) == models.MODELS[model][1]
     states = sum(t.size_bytes for t in profile.tensors if t.kind == "state")
     assert states == 12 * models.MODELS[model][1]  # fp32 master copy and two moments
     profile.validate()
@@ -59,18 +59,20 @@ def test_products_are_six_operations_per_parameter_and_token(toy: str) -> None:
     # Per layer wq 16, wk and wv 8 each, wo 16, three of 32 in the MLP: 144; the head 40. Two operations per
     # weight and token forward, four backward. Attention: 2 sequences, 4 * 6 * 6 * 4 / 2 = 288 each per
     # layer forward, and 2.5 times as much backward. All the rest computes nothing.
-    profile = profiles.synth(toy, profiles.Request(batch=2, loss_chunks=3, rates=FREE))
+    profile = profiles.synth(toy, profiles.ProfileRequest(batch=2, loss_chunks=3, rates=FREE))
     products = 6 * (3 * 144 + 40) * 12
     attention = 3 * 2 * 288 * 7 // 2
     assert products_ns(profile) == products + attention
-    again = profiles.synth(toy, profiles.Request(batch=2, loss_chunks=3, rates=FREE, checkpoint=True))
+    again = profiles.synth(toy, profiles.ProfileRequest(batch=2, loss_chunks=3, rates=FREE, checkpoint=True))
     once_more = 3 * (2 * 144 * 12 + 2 * 288)  # the layers' forward
     assert products_ns(again) == products_ns(profile) + once_more
 
 
 def test_a_kernel_takes_the_larger_of_compute_and_memory(toy: str) -> None:
     rates = roofline.Rates(10**9, 10**9, 7)
-    kernels = {k.name: k for k in profiles.synth(toy, profiles.Request(loss_chunks=1, rates=rates)).kernels}
+    kernels = {
+        k.name: k for k in profiles.synth(toy, profiles.ProfileRequest(loss_chunks=1, rates=rates)).kernels
+    }
     # 6 tokens of 4 numbers in and out, 16 weights, 2 bytes each: 48 + 48 + 32; 2 * 6 * 16 operations.
     assert kernels["layers.0.wq"].duration_ns == 7 + max(128, 192)
     assert kernels["layers.0.add1"].duration_ns == 7 + 3 * 48
@@ -89,16 +91,16 @@ def saved_bytes(profile: Profile) -> int:
 def test_what_a_layer_saves_is_what_its_backward_reads(toy: str) -> None:
     # Numbers per token: x, norm1, q, attention, add1 and norm2 of 4, k and v of 2, gate, up and swiglu of 8,
     # all of 2 bytes; 4 fp32 statistics, of two norms and of attention per head. The last x and its statistic.
-    request = profiles.Request(loss_chunks=1)
+    request = profiles.ProfileRequest(loss_chunks=1)
     layer = 6 * (2 * (6 * 4 + 2 * 2 + 3 * 8) + 4 * 4)
     head = 6 * (2 * 4 + 4) + 2 * 6 * 4  # and its gradient, which the loss makes in the forward
     assert saved_bytes(profiles.synth(toy, request)) == 3 * layer + head
-    checkpointed = profiles.synth(toy, profiles.Request(loss_chunks=1, checkpoint=True))
+    checkpointed = profiles.synth(toy, profiles.ProfileRequest(loss_chunks=1, checkpoint=True))
     assert saved_bytes(checkpointed) == 3 * 6 * 2 * 4 + head  # each layer's input
 
 
 def test_gradients_are_added_up_over_micro_batches(toy: str) -> None:
-    profile = profiles.synth(toy, profiles.Request(micro_batches=3, loss_chunks=1, clip=True))
+    profile = profiles.synth(toy, profiles.ProfileRequest(micro_batches=3, loss_chunks=1, clip=True))
     grad = by_name(profile)["layers.1.wq.grad"]
     calls = [kernel.call for kernel in profile.kernels]
     assert [calls[tick] for tick in grad.writes] == [1, 3, 5, 6]  # three backwards, and the clipping
@@ -110,7 +112,7 @@ def test_gradients_are_added_up_over_micro_batches(toy: str) -> None:
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "vit-b-16"])
 def test_what_is_run_again_finds_its_inputs(model: str) -> None:
     """What a chain reads is a weight, an input, made by it before, or alive as long as its tensor."""
-    profile = profiles.synth(model, profiles.Request(batch=4, layers=2))
+    profile = profiles.synth(model, profiles.ProfileRequest(batch=4, layers=2))
     reads: dict[int, list[Tensor]] = {}
     for tensor in profile.tensors:
         for tick in tensor.reads:
@@ -127,7 +129,7 @@ def test_what_is_run_again_finds_its_inputs(model: str) -> None:
 
 
 def test_experts_are_read_once_per_micro_batch_and_product() -> None:
-    profile = profiles.synth("qwen3-30b-a3b", profiles.Request(layers=1))
+    profile = profiles.synth("qwen3-30b-a3b", profiles.ProfileRequest(layers=1))
     experts = by_name(profile)["layers.0.experts.gate_up"]
     assert experts.size_bytes == 2 * 128 * 2048 * 2 * 768
     assert len(experts.reads) == 2 and len(experts.writes) == 1  # forward, its input's gradient; AdamW
@@ -165,7 +167,7 @@ def test_every_shipped_file_is_read_and_named_in_the_readme() -> None:
     measured = Profile.read(FOLDER / "llama-cpu-160MiB.profile.json.gz")
     about = shipped_files.ABOUT_PROFILES["llama-cpu-160MiB"]
     assert problem.smallest_budget(measured) == about.smallest_bytes
-    assert (measured.compute_ns, int(problem.build(measured).live.max())) == (
+    assert (measured.compute_ns, int(problem.build_problem(measured).live.max())) == (
         about.compute_ns,
         about.peak_bytes,
     )

@@ -251,7 +251,9 @@ def test_every_page_is_on_the_map() -> None:
 
 def test_the_page_of_options_is_what_the_code_says() -> None:
     """Made by `teraio options > docs/options.md`."""
-    assert (tree.ROOT / "docs" / "options.md").read_text() == options_page.as_markdown(main._parser())
-    names = list(options_page.public_names())
-    assert len(names) == len(teraio.__all__) and all(options_page.public_names().values())
+    assert (tree.ROOT / "docs" / "options.md").read_text() == options_page.options_as_markdown(
+        main._make_parser()
+    )
+    names = list(options_page.describe_public_names())
+    assert len(names) == len(teraio.__all__) and all(options_page.describe_public_names().values())
     assert all(one.lower() <= other.lower() for one, other in pairwise(name.split("(")[0] for name in names))

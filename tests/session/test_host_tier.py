@@ -36,8 +36,8 @@ OPTIONS: dict[str, Any] = {"inner": "eager", "memory": 15 * MIB, "warmup": 1}
 @pytest.fixture
 def host(one_thread: None, steady_plans: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def of(limit_bytes: int) -> None:
-        monkeypatch.setattr(choose, "current", lambda kind=None: RamDevice())
-        monkeypatch.setattr(tiers, "host_bytes", lambda options: limit_bytes)
+        monkeypatch.setattr(choose, "choose_device", lambda kind=None: RamDevice())
+        monkeypatch.setattr(tiers, "host_limit_bytes", lambda options: limit_bytes)
 
     return of
 
@@ -115,15 +115,15 @@ def test_a_plan_uses_both_tiers_and_is_followed(
     moved: Counter[str] = Counter()
     files = {name: str(tmp_path / f"run.{name}.json") for name in ("timeline", "profile")}
     installed: list[Plan] = []
-    install = engine.Engine.install
+    install = engine.Engine.follow_plan
 
     def seen(self: engine.Engine, plan: Plan) -> None:
         installed.append(plan)
         install(self, plan)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.Engine, "install", seen)
-        patch.setattr(engine.Engine, "settle", lambda self, plan, *order: seen(self, plan))
+        patch.setattr(engine.Engine, "follow_plan", seen)
+        patch.setattr(engine.Engine, "settle_plan", lambda self, plan, *order: seen(self, plan))
         run = train(**files)
     assert same(run, plain)
     for move in installed[0].moves:
@@ -150,7 +150,7 @@ class Moving:
         """Where it was meanwhile."""
         self.mover.begin_evict(record, tier)
         self.mover.end_evict(record)
-        home = record.home
+        home = record.copy_tier
         self.mover.begin_fetch(record)
         self.mover.end_fetch(record)
         assert torch.equal(self.tensors[record.name], self.wanted[record.name])
@@ -175,7 +175,7 @@ def test_a_plan_has_the_places_of_copies_that_it_wants_elsewhere(moving: Moving)
 def test_a_place_in_host_memory_is_no_copy_before_bytes_were_written_there(moving: Moving) -> None:
     """Whatever copy there was: on the SSD, or in a place that was given up."""
     assert moving.away_and_back(moving.one, "ssd") == "ssd" and moving.mover.is_clean(moving.one)
-    assert moving.mover.make_place(moving.one) and not moving.mover.is_clean(moving.one)
+    assert moving.mover.reserve_host_place(moving.one) and not moving.mover.is_clean(moving.one)
     assert moving.away_and_back(moving.one, None) == "host"
 
 
@@ -198,21 +198,21 @@ def test_host_memory_that_cannot_be_pinned_is_done_without_and_said(
     (line,) = [r.getMessage() for r in caplog.records if "host memory" in r.getMessage()]
     assert "refuses to pin 1 GiB" in line
     with pytest.raises(UnsupportedError, match="refuses to pin 1 GiB"):
-        session.start(Settings.parse({**OPTIONS, "on_fallback": "error"}, {}))
+        session.ensure_session(Settings.parse({**OPTIONS, "on_fallback": "error"}, {}))
     assert session.SESSION is None
 
 
 def test_on_a_cpu_it_is_refused_with_the_reason() -> None:
     with pytest.raises(UnsupportedError, match="for a GPU: here tensors are in host memory"):
-        session.start(Settings.parse({"memory": "1GiB", "host_memory": "1GiB"}, {}))
+        session.ensure_session(Settings.parse({"memory": "1GiB", "host_memory": "1GiB"}, {}))
 
 
 def test_how_much_is_pinned_at_most() -> None:
     for asked, part in ({"host_memory": "3GiB"}, None), ({}, 0.5), ({"host_memory": "25%"}, 0.25):
-        most = tiers.host_bytes(Settings.parse(asked, {}))
-        there = tiers.limits.read().obtainable_bytes
+        most = tiers.host_limit_bytes(Settings.parse(asked, {}))
+        there = tiers.limits.read_memory_limits().obtainable_bytes
         assert most == 3 * 2**30 if part is None else abs(most / there - part) < 0.05
-    assert tiers.host_bytes(Settings.parse({"host_memory": "min"}, {})) == 0
+    assert tiers.host_limit_bytes(Settings.parse({"host_memory": "min"}, {})) == 0
 
 
 def test_a_planted_bug_changes_the_numbers(
@@ -220,5 +220,5 @@ def test_a_planted_bug_changes_the_numbers(
 ) -> None:
     """More of them are in test_engine_schedules.py."""
     host(6 * MIB)
-    monkeypatch.setattr(Ram, "write", lambda ram, place: lambda storage, mark: Arrived())
+    monkeypatch.setattr(Ram, "copy_out_starter", lambda ram, place: lambda storage, mark: Arrived())
     assert not same(train(), plain)

@@ -40,21 +40,21 @@ def plain_logger() -> Iterator[logging.Logger]:
 def test_a_plan_is_told_in_bytes_that_are_away_and_times_that_are_longer() -> None:
     """The diamond takes 10 bytes if nothing moves; its `a` of 4 is away while `b` is there."""
     plan = replace(DIAMOND_PLAN, predicted=Predicted(12_000, 11_000, 8))
-    assert log_lines.outlook(plan, toys.diamond()) == (
+    assert log_lines.describe_plan(plan, toys.diamond()) == (
         "planned by hand: up to 4 B of 10 B live on the SSD, 2 moves; a step of 12 µs, 1.20x of unlimited, "
         "9% above the bound"
     )
-    assert log_lines.outlook(DIAMOND_PLAN, toys.diamond()).endswith("live on the SSD, 2 moves")
+    assert log_lines.describe_plan(DIAMOND_PLAN, toys.diamond()).endswith("live on the SSD, 2 moves")
     fits = replace(DIAMOND_PLAN, moves=())
     assert (
-        log_lines.outlook(fits, toys.diamond())
+        log_lines.describe_plan(fits, toys.diamond())
         == "planned by hand: the step fits into 8 B whole: nothing moves"
     )
 
 
 def test_all_tiers_are_named() -> None:
     moves = (*DIAMOND_PLAN.moves, Evict("b", "host", 7, 6))
-    told = log_lines.outlook(replace(DIAMOND_PLAN, moves=moves), toys.diamond())
+    told = log_lines.describe_plan(replace(DIAMOND_PLAN, moves=moves), toys.diamond())
     assert "live on the host and the SSD" in told
 
 
@@ -62,27 +62,27 @@ def test_a_program_that_says_nothing_gets_lines_and_one_that_does_decides(
     plain_logger: logging.Logger,
 ) -> None:
     logging.getLogger().handlers.clear()
-    log_lines.speak({})
+    log_lines.set_up_logging({})
     assert len(plain_logger.handlers) == 1 and plain_logger.level == logging.INFO
-    log_lines.speak({})
+    log_lines.set_up_logging({})
     assert len(plain_logger.handlers) == 1
     plain_logger.handlers.clear()
     plain_logger.setLevel(logging.NOTSET)
     logging.getLogger().addHandler(logging.NullHandler())  # as basicConfig does
-    log_lines.speak({})
+    log_lines.set_up_logging({})
     assert plain_logger.handlers == [] and plain_logger.level == logging.NOTSET
 
 
 def test_the_level_is_the_one_that_was_asked_for(plain_logger: logging.Logger) -> None:
     logging.getLogger().handlers.clear()
-    log_lines.speak({"TERAIO_LOG": " Warning"})
+    log_lines.set_up_logging({"TERAIO_LOG": " Warning"})
     assert plain_logger.level == logging.WARNING
-    log_lines.speak({"TERAIO_LOG": "debug"})
+    log_lines.set_up_logging({"TERAIO_LOG": "debug"})
     assert plain_logger.level == logging.DEBUG and len(plain_logger.handlers) == 1
-    log_lines.speak({"TERAIO_LOG": "off"})
+    log_lines.set_up_logging({"TERAIO_LOG": "off"})
     assert not plain_logger.isEnabledFor(logging.CRITICAL)
     with pytest.raises(OptionError, match="did you mean warning"):
-        log_lines.speak({"TERAIO_LOG": "warnning"})
+        log_lines.set_up_logging({"TERAIO_LOG": "warnning"})
 
 
 def test_other_ranks_say_only_what_is_wrong(
@@ -96,7 +96,7 @@ def test_other_ranks_say_only_what_is_wrong(
 
     plain_logger.addHandler(Kept())
     plain_logger.setLevel(logging.DEBUG)
-    log_lines.speak({})
+    log_lines.set_up_logging({})
     for rank in ("0", "1", "no number"):
         monkeypatch.setenv("RANK", rank)
         plain_logger.info("rank %s measures", rank)
@@ -159,11 +159,11 @@ def test_a_compile_that_takes_long_is_told_with_what_it_is(
 ) -> None:
     def slow(*args: Any, **kwargs: Any) -> Any:
         assert progress._LINE is not None
-        progress._LINE.look()
+        progress._LINE.show_if_due()
         raise RuntimeError("it took too long")
 
     monkeypatch.setattr(codegen, "compile_fx_inner", slow)
-    monkeypatch.setattr(progress, "quiet", lambda: False)
+    monkeypatch.setattr(progress, "is_quiet", lambda: False)
     monkeypatch.setattr(progress, "AFTER_S", 0.0)
     monkeypatch.setattr(progress, "EVERY_S", 60.0)
     caplog.set_level(logging.INFO, "teraio")
@@ -181,7 +181,7 @@ def test_a_compile_that_takes_long_is_told_with_what_it_is(
 
 def test_a_torch_that_traces_otherwise_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._logging.trace_structured", lambda name: None)
-    log_lines.artifact("teraio_plan", DIAMOND_PLAN.dumps)
+    log_lines.add_trace_artifact("teraio_plan", DIAMOND_PLAN.dumps)
 
 
 def test_at_debug_a_run_prints_its_schedules_its_plan_and_what_passes_changed(

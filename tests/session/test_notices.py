@@ -29,7 +29,12 @@ from teraio.runtime.device import choose, cpu, device, limits
 from teraio.runtime.device.link_rates import LinkRates
 from teraio.runtime.step.tracker import EXPECTATIONS_MAX
 from teraio.session import session, tiers
-from teraio.session.notices import described, more_than_there_is, unknown_environment, without_match
+from teraio.session.notices import (
+    describe_step,
+    oversized_budget_lines,
+    unknown_variable_lines,
+    unmatched_keep_lines,
+)
 from teraio.units import fmt_bytes, fmt_count
 
 WIDTH = 64
@@ -38,7 +43,7 @@ SMALL: dict[str, Any] = {"inner": "eager", "memory": "1GiB", "warmup": 2}
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    session._look_at_environment.cache_clear()
+    session._warn_of_unknown_variables.cache_clear()
     yield
     teraio.reset()
     torch._dynamo.reset()
@@ -81,8 +86,8 @@ def train(*batches: int, momentum: float = 0.0, **options: Any) -> None:
 
 def test_a_variable_that_is_no_option_is_named_with_what_was_meant() -> None:
     known = {"TERAIO_MEMORY": "1GiB", "TERAIO_DISABLE": "1", "PATH": "/bin", "TERAIO_EMPTY": " "}
-    assert unknown_environment(known) == []
-    first, second = unknown_environment({**known, "TERAIO_STROE": "/mnt", "TERAIO_MEMROY": "1GiB"})
+    assert unknown_variable_lines(known) == []
+    first, second = unknown_variable_lines({**known, "TERAIO_STROE": "/mnt", "TERAIO_MEMROY": "1GiB"})
     assert "TERAIO_MEMROY is no option" in first
     assert "did you mean TERAIO_MEMORY?" in first
     assert "TERAIO_STROE" in second
@@ -103,7 +108,7 @@ def test_it_is_said_once_in_a_process(monkeypatch: pytest.MonkeyPatch, said: Any
 
 
 def test_more_memory_than_there_is_is_said_with_both_numbers(said: Any) -> None:
-    capacity = limits.read().capacity_bytes
+    capacity = limits.read_memory_limits().capacity_bytes
     train(8, memory=3 * capacity)
     (line,) = said("there are only")
     assert f"memory is {fmt_bytes(3 * capacity, up=True)}" in line
@@ -111,13 +116,13 @@ def test_more_memory_than_there_is_is_said_with_both_numbers(said: Any) -> None:
 
 
 def test_all_memory_that_there_is_may_be_asked_for() -> None:
-    assert more_than_there_is(2**30, 2**30) == []
-    (line,) = more_than_there_is(2**30 + 1, 2**30 - 1)
+    assert oversized_budget_lines(2**30, 2**30) == []
+    (line,) = oversized_budget_lines(2**30 + 1, 2**30 - 1)
     assert fmt_bytes(2**30 + 1, up=True) in line
 
 
 def test_numbers_that_would_read_the_same_are_said_in_bytes() -> None:
-    (line,) = more_than_there_is(3 * 2**29, 3 * 2**29 - 1)
+    (line,) = oversized_budget_lines(3 * 2**29, 3 * 2**29 - 1)
     assert "memory is 1610612736 bytes, but there are only 1610612735 bytes" in line
 
 
@@ -146,7 +151,7 @@ def test_each_glob_is_said_once_and_what_matches_is_not(said: Any) -> None:
     assert len(said("nothing moves")) == 2
     (line,) = said("option 'keep'")
     assert "'no such tensor' matches none of the" in line
-    assert without_match(["first.*", "1.*"], ["first.weight", "1.mm"]) == []
+    assert unmatched_keep_lines(["first.*", "1.*"], ["first.weight", "1.mm"]) == []
 
 
 class Wrapped(nn.Module):
@@ -172,7 +177,7 @@ def test_a_weight_has_the_name_that_its_model_gives_it() -> None:
         names: list[str] = []
 
         def look(gm: torch.fx.GraphModule, inputs: Any, names: list[str] = names) -> Any:
-            names += aot.placeholder_names(gm)
+            names += aot.weight_and_buffer_names(gm)
             return gm.forward
 
         torch.compile(model, backend=look)(torch.ones(1, WIDTH))
@@ -204,7 +209,7 @@ def test_what_is_wrong_with_an_option_reaches_the_user_as_it_is(
     options: dict[str, str], kind: type[TeraioError], words: str
 ) -> None:
     with pytest.raises(kind) as plain:
-        backend._compile(torch.fx.GraphModule(nn.Module(), torch.fx.Graph()), [], {**SMALL, **options})
+        backend._compile_graph(torch.fx.GraphModule(nn.Module(), torch.fx.Graph()), [], {**SMALL, **options})
     compiled: Any = torch.compile(Model(), backend="teraio", options={**SMALL, **options})
     with pytest.raises(kind) as caught:
         compiled(torch.ones(8, WIDTH))
@@ -240,7 +245,7 @@ def test_steps_are_described_by_what_runs_in_them() -> None:
     kinds = ["forward", "inference", "forward", "backward", "backward", "optimizer"]
     facts = (("a", "activation", 2**20, False), ("w", "weight", 2**30, True))
     step = Step(tuple(call(kind) for kind in kinds), 1, facts, frozenset())
-    assert described(step) == "2 forward, inference, 2 backward, optimizer (1 MiB of activations)"
+    assert describe_step(step) == "2 forward, inference, 2 backward, optimizer (1 MiB of activations)"
 
 
 def test_one_of_a_thing_is_one() -> None:
@@ -254,19 +259,19 @@ def test_steps_of_ever_new_kinds_are_forgotten_again() -> None:
     """As many are kept as the engine expects; one that comes often enough is planned all the same."""
     running = session.Session(Settings.parse({**SMALL, "warmup": 3}))
     planned: list[Any] = []
-    running.engine.settle = planned.append  # type: ignore[assignment,method-assign]
+    running.engine.settle_plan = planned.append  # type: ignore[assignment,method-assign]
     try:
         for number in range(100):
-            running.on_step(step_of(f"k{number}"))
+            running.add_measured_step(step_of(f"k{number}"))
             if number in (20, 27, 34, 41):  # seven others in between
-                running.on_step(step_of("again"))
+                running.add_measured_step(step_of("again"))
             assert len(running.steps) <= EXPECTATIONS_MAX
         assert len(planned) == 1
         for _ in range(4):
-            running.on_step(step_of("soon"))
+            running.add_measured_step(step_of("soon"))
         assert len(planned) == 2
     finally:
-        running.engine.shut_down()
+        running.engine.fetch_all_and_close()
 
 
 def test_a_plan_counts_on_all_drives_and_a_store_on_how_fast_each_is(
@@ -279,19 +284,19 @@ def test_a_plan_counts_on_all_drives_and_a_store_on_how_fast_each_is(
 
     paths = [tmp_path / name for name in ("slow", "fast", "slow too")]
     drives = dict(zip(paths, (1, 2, 1)))
-    monkeypatch.setattr(tiers, "_link", link)
+    monkeypatch.setattr(tiers, "_measure_link_once", link)
     monkeypatch.setattr(session.os, "stat", lambda path: SimpleNamespace(st_dev=drives[path]))
-    together, weights = tiers.drives(paths, cpu.CpuDevice(), 2**20)
+    together, weights = tiers.measure_drives(paths, cpu.CpuDevice(), 2**20)
     assert together.evict_bytes_per_s == together.fetch_bytes_per_s == 4 * 10**9
     assert (together.evict_latency_ns, together.fetch_latency_ns) == (50_001, 80_000)
     assert weights == [10**9, 6 * 10**9, 10**9]
 
 
 def test_a_process_has_one_device() -> None:
-    session.start(Settings.parse(SMALL))
+    session.ensure_session(Settings.parse(SMALL))
     try:
         with pytest.raises(UnsupportedError, match="a program on cuda was compiled"):
-            session.start(Settings.parse(SMALL), "cuda")
+            session.ensure_session(Settings.parse(SMALL), "cuda")
     finally:
         session.reset()
 
@@ -304,7 +309,7 @@ def test_a_graph_of_scalars_is_one_of_the_device_that_the_process_has(
     rate, batch = torch.tensor(0.1), torch.ones(4)
 
     def on(*graphs: list[Any]) -> list[str]:
-        return [str(backend._device_of(graph_of(), graph)) for graph in graphs]
+        return [str(backend._device_of_graph(graph_of(), graph)) for graph in graphs]
 
     found = on([loss], [weight, rate], [rate], [batch], [], [1, "a"])
     assert found == ["cuda:0", "cuda:0", "cpu", "cpu", "cpu", "cpu"]
@@ -326,22 +331,22 @@ def test_a_graph_on_two_gpus_is_refused_by_their_names() -> None:
     """Also where only a node within it is on the other one."""
     with FakeTensorMode():
         one, two = torch.empty(4, device="cuda:0"), torch.empty(4, device="cuda:1")
-    assert backend._device_of(graph_of(one), [one]) == torch.device("cuda", 0)
+    assert backend._device_of_graph(graph_of(one), [one]) == torch.device("cuda", 0)
     with pytest.raises(UnsupportedError, match=r"cuda:0 and cuda:1.*Put the model on one device"):
-        backend._device_of(graph_of(one, two), [one, two])
+        backend._device_of_graph(graph_of(one, two), [one, two])
     with pytest.raises(UnsupportedError, match="cuda:0 and cuda:1"):
-        backend._device_of(graph_of(one, (two, 1)), [one])
+        backend._device_of_graph(graph_of(one, (two, 1)), [one])
 
 
 def test_a_process_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = Settings.parse(SMALL)
     gpu = SimpleNamespace(device=torch.device("cuda", 1))
     monkeypatch.setattr(session, "SESSION", SimpleNamespace(device=gpu, options=parsed))
-    session.start(parsed, torch.device("cuda", 1))
+    session.ensure_session(parsed, torch.device("cuda", 1))
     with pytest.raises(
         UnsupportedError, match=r"memory of cuda:1 .* on cuda:0 was compiled.*teraio.reset\(\)"
     ):
-        session.start(parsed, torch.device("cuda", 0))
+        session.ensure_session(parsed, torch.device("cuda", 0))
 
 
 def test_the_device_is_the_one_that_programs_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,9 +356,9 @@ def test_the_device_is_the_one_that_programs_run_on(monkeypatch: pytest.MonkeyPa
         asked.append(on)
         raise StopIteration
 
-    monkeypatch.setattr(choose, "current", one)
+    monkeypatch.setattr(choose, "choose_device", one)
     with pytest.raises(StopIteration):
-        session.start(Settings.parse(SMALL), "cuda:1")
+        session.ensure_session(Settings.parse(SMALL), "cuda:1")
     assert asked == [torch.device("cuda", 1)] and session.SESSION is None
 
 

@@ -20,11 +20,11 @@ from teraio.options import (
     Memory,
     Settings,
     add_flags,
-    disabled,
     env_name,
     flag_name,
-    from_flags,
+    is_disabled,
     options_table,
+    settings_from_flags,
 )
 
 NAMES = [field.name for field in dataclasses.fields(Settings)]
@@ -81,13 +81,13 @@ def test_three_doors_lead_to_the_same_value(name: str, text: str, value: Any) ->
     by_environment = Settings.parse({}, {env_name(name): text})
     parser = argparse.ArgumentParser()
     add_flags(parser, NAMES)
-    by_flag = from_flags(parser.parse_args([flag_name(name), text]), {})
+    by_flag = settings_from_flags(parser.parse_args([flag_name(name), text]), {})
     assert getattr(by_dict, name) == value
     assert by_dict == by_environment == by_flag
     # and what was parsed parses again
     if name != "plan_time":  # whose bare numbers are seconds
         assert Settings.parse({name: getattr(by_dict, name)}, {}) == by_dict
-    assert by_dict.key() == by_environment.key() != Settings().key()
+    assert by_dict.cache_key() == by_environment.cache_key() != Settings().cache_key()
     assert hash(by_dict) == hash(by_flag)
 
 
@@ -161,11 +161,11 @@ def test_memory_becomes_bytes() -> None:
 
 def test_a_key_tells_apart_what_was_asked_and_what_shapes_the_program() -> None:
     some = Settings.parse({"memory": "2GiB", "inner": "eager"}, {})
-    assert some.key() == "memory=2147483648B inner='eager'"
-    assert some.key(program_only=True) == "inner='eager'"
-    assert Settings().key() == "defaults"
+    assert some.cache_key() == "memory=2147483648B inner='eager'"
+    assert some.cache_key(program_only=True) == "inner='eager'"
+    assert Settings().cache_key() == "defaults"
     inductor = [
-        Settings.parse({"inductor": order}, {}).key() for order in ({"a": 1, "b": 2}, {"b": 2, "a": 1})
+        Settings.parse({"inductor": order}, {}).cache_key() for order in ({"a": 1, "b": 2}, {"b": 2, "a": 1})
     ]
     assert inductor[0] == inductor[1]
 
@@ -179,15 +179,19 @@ def test_paths_and_lists_are_taken_as_python_has_them(tmp_path: Path) -> None:
     assert Settings.parse({"plan_time": 2.5}, {}).plan_time == 2_500_000_000  # seconds
     parser = argparse.ArgumentParser()
     add_flags(parser, ["keep", "memory"])
-    assert from_flags(parser.parse_args(["--keep", "a", "--keep", "b"]), {}).keep == ("a", "b")
+    assert settings_from_flags(parser.parse_args(["--keep", "a", "--keep", "b"]), {}).keep == ("a", "b")
     assert "--memory" in parser.format_help() and "--store" not in parser.format_help()
 
 
 def test_teraio_disable() -> None:
-    assert not disabled({}) and not disabled({"TERAIO_DISABLE": ""}) and not disabled({"TERAIO_DISABLE": "0"})
-    assert disabled({"TERAIO_DISABLE": "1"})
+    assert (
+        not is_disabled({})
+        and not is_disabled({"TERAIO_DISABLE": ""})
+        and not is_disabled({"TERAIO_DISABLE": "0"})
+    )
+    assert is_disabled({"TERAIO_DISABLE": "1"})
     with pytest.raises(OptionError, match="TERAIO_DISABLE"):
-        disabled({"TERAIO_DISABLE": "perhaps"})
+        is_disabled({"TERAIO_DISABLE": "perhaps"})
 
 
 def test_the_table_has_a_row_with_words_for_each_option() -> None:

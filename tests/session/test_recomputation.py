@@ -15,12 +15,12 @@ from functorch.compile import aot_function, min_cut_rematerialization_partition,
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from teraio.errors import UnsupportedError
-from teraio.formats.plan import Plan, Remade
+from teraio.formats.plan import Plan, RecomputedNode
 from teraio.formats.schedule import Buffer, Call, Schedule, Slot, Step
 from teraio.options import Settings
 from teraio.passes.capture import recompute_cut
 from teraio.session import session
-from teraio.session.recomputation import Remaking
+from teraio.session.recomputation import Recomputation
 
 BUDGETS = {"mlp": 11_000_000, "attention": 19_500_000, "checkpoint": 11_000_000}  # the second has dropout
 
@@ -108,7 +108,7 @@ def cut(
     *inputs: torch.Tensor,
     again: tuple[str, ...] = (),
     needs: recompute_cut.Needs = lambda backward: 0,
-) -> tuple[recompute_cut.Partition, torch.fx.GraphModule, torch.fx.GraphModule]:
+) -> tuple[recompute_cut.JointGraphCut, torch.fx.GraphModule, torch.fx.GraphModule]:
     """The cut of a function's joint graph: what is known of it, forward and backward."""
     seen: list[torch.fx.GraphModule] = []
 
@@ -117,11 +117,11 @@ def cut(
         return nop(gm, example_inputs)
 
     least = min_cut_rematerialization_partition
-    partitioner = functools.partial(recompute_cut.cut_as_asked, least, lambda graph: (again, 0), needs)
+    partitioner = functools.partial(recompute_cut.cut_with_recompute, least, lambda graph: (again, 0), needs)
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     compiled = aot_function(function, fw_compiler=look, bw_compiler=look, partition_fn=partitioner)
     compiled(*leaves).sum().backward()
-    found = recompute_cut.of(seen[0])
+    found = recompute_cut.read_cut_from_forward_meta(seen[0])
     assert found is not None
     return found, seen[0], seen[1]
 
@@ -139,13 +139,13 @@ def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def test_what_is_asked_for_is_made_again_and_the_rest_stays_saved() -> None:
     about, _, backward = cut(chain, SQUARE, SQUARE)
-    assert {"tanh", "tanh_1"} <= about.possible
+    assert {"tanh", "tanh_1"} <= about.recomputable_nodes
     assert "aten.tanh.default" not in targets(backward)
     again, forward, backward = cut(chain, SQUARE, SQUARE, again=("tanh",))
     assert again.graph == about.graph
     assert "tanh" not in again.nodes and "tanh_1" in again.nodes
     assert targets(backward).count("aten.tanh.default") == 1
-    assert not recompute_cut.of(backward) and forward
+    assert not recompute_cut.read_cut_from_forward_meta(backward) and forward
 
 
 def test_what_does_not_fit_is_saved() -> None:
@@ -181,15 +181,15 @@ def masks(forward: torch.fx.GraphModule) -> set[str]:
 
 def test_random_numbers_are_not_made_again() -> None:
     about, forward, _ = cut(noisy, SQUARE, SQUARE)
-    assert masks(forward) & {*about.nodes} and not masks(forward) & about.possible
+    assert masks(forward) & {*about.nodes} and not masks(forward) & about.recomputable_nodes
     _, _, backward = cut(noisy, SQUARE, SQUARE, again=about.nodes)
     assert not masks(backward)
 
 
 def test_a_planted_random_operator_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute_cut, "_repeatable", lambda node, wanted: True)
+    monkeypatch.setattr(recompute_cut, "_is_recomputable", lambda node, wanted: True)
     about, forward, _ = cut(noisy, SQUARE, SQUARE)
-    assert masks(forward) & about.possible
+    assert masks(forward) & about.recomputable_nodes
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -201,7 +201,7 @@ def test_what_reads_an_argument_that_the_graph_writes_is_not_made_again(writes: 
         graph.call_function(aten.copy_.default, (running, made))
     for node in graph.nodes:
         node.meta["val"] = SQUARE
-    chain = recompute_cut._chain(made, set(), recompute_cut._written(graph))
+    chain = recompute_cut._recompute_chain(made, set(), recompute_cut._written_arguments(graph))
     assert (chain is None) == writes
 
 
@@ -219,25 +219,25 @@ def test_the_users_own_choice_stays() -> None:
         made: torch.Tensor = checkpoint(chain, x, w, use_reentrant=False, context_fn=contexts)
         return made.sigmoid() @ w
 
-    compiled: list[recompute_cut.Partition] = []
+    compiled: list[recompute_cut.JointGraphCut] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         from teraio.passes.fx import program
 
         def look(graph: torch.fx.GraphModule, kind: str) -> None:
             if kind == "forward":
-                found = recompute_cut.of(graph)
+                found = recompute_cut.read_cut_from_forward_meta(graph)
                 assert found is not None
                 compiled.append(found)
 
-        return program.compiler(look)(gm, inputs)
+        return program.make_aot_backend(look)(gm, inputs)
 
     leaves = [torch.ones(8, 8, requires_grad=True) for _ in range(2)]
     torch.compile(model, backend=backend)(*leaves).sum().backward()
     torch._dynamo.reset()
     (about,) = compiled
     assert any(node.startswith("mm") for node in about.nodes)
-    assert not any(node.startswith("mm") for node in about.possible)
+    assert not any(node.startswith("mm") for node in about.recomputable_nodes)
     assert not any(node.startswith("tanh") for node in about.nodes)
 
 
@@ -259,28 +259,34 @@ def step_of(*calls: tuple[str, str]) -> Step:
 
 def test_a_program_of_several_calls_makes_again_what_most_of_them_want() -> None:
     step = step_of(("g", "0.a"), ("g", "1.a"), ("g", "2.a"), ("h", "3.a"))
-    most = Remaking(None, lambda name: None, True)
-    assert most.open(step) and most.decide(step, ("0.a", "2.a"))
-    assert most.asked("g") == {"node_a"} and not most.asked("h") and not most.open(step)
-    assert most.of(step) == (Remade("g", "node_a"),)
-    few = Remaking(None, lambda name: None, True)
-    assert not few.decide(step, ("0.a",)) and not few.open(step)
+    most = Recomputation(None, lambda name: None, True)
+    assert most.is_recompute_undecided(step) and most.mark_tensors_for_recompute(step, ("0.a", "2.a"))
+    assert (
+        most.nodes_to_recompute("g") == {"node_a"}
+        and not most.nodes_to_recompute("h")
+        and not most.is_recompute_undecided(step)
+    )
+    assert most.recomputed_nodes_of(step) == (RecomputedNode("g", "node_a"),)
+    few = Recomputation(None, lambda name: None, True)
+    assert not few.mark_tensors_for_recompute(step, ("0.a",)) and not few.is_recompute_undecided(step)
 
 
 def test_the_key_of_caches_has_all_that_is_made_again() -> None:
-    none, one = (Remaking(None, lambda name: None, True) for _ in range(2))
-    one.decide(step_of(("g", "0.a")), ("0.a",))
-    file = Remaking(Plan("", "", 0, remade=(Remade("g", "node_a"),)), lambda name: None, False)
-    assert none.key != one.key == file.key and file.asked("g") == {"node_a"}
+    none, one = (Recomputation(None, lambda name: None, True) for _ in range(2))
+    one.mark_tensors_for_recompute(step_of(("g", "0.a")), ("0.a",))
+    file = Recomputation(Plan("", "", 0, remade=(RecomputedNode("g", "node_a"),)), lambda name: None, False)
+    assert none.cache_key != one.cache_key == file.cache_key and file.nodes_to_recompute("g") == {"node_a"}
 
 
 def test_another_partitioner_is_not_replaced() -> None:
     from teraio.passes.inductor import partition as inductor_partition
 
-    session._refuse(Settings.parse({"recompute": "auto"}, {}), "cpu")
+    session._refuse_impossible_options(Settings.parse({"recompute": "auto"}, {}), "cpu")
     with inductor_partition.config.patch({inductor_partition.SETTING: object()}):
         with pytest.raises(UnsupportedError, match="custom_partitioner_fn"):
-            inductor_partition.refuse_other(True)
-        inductor_partition.refuse_other(False)
-        assert inductor_partition.patch(lambda graph: ((), 0), "", "") == {}
-    assert inductor_partition.patch(lambda graph: ((), 0), "", "").keys() == {inductor_partition.SETTING}
+            inductor_partition.refuse_other_partitioner(True)
+        inductor_partition.refuse_other_partitioner(False)
+        assert inductor_partition.partitioner_config_patch(lambda graph: ((), 0), "", "") == {}
+    assert inductor_partition.partitioner_config_patch(lambda graph: ((), 0), "", "").keys() == {
+        inductor_partition.SETTING
+    }

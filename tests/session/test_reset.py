@@ -182,12 +182,12 @@ def test_a_failed_compilation_leaves_nothing_registered() -> None:
     """Whom programs report to is known as long as a compilation goes on, however it ends."""
     met: list[Program] = []
     with (
-        engine.programs_loaded(met.append),
+        engine.collect_loaded_programs(met.append),
         suppress(ValueError),
-        engine.programs_loaded(lambda program: None),
+        engine.collect_loaded_programs(lambda program: None),
     ):
         raise ValueError("a compilation fails")
-    text = Schedule("forward", (), (Slot("enter", (), (), 0),)).text
+    text = Schedule("forward", (), (Slot("enter", (), (), 0),)).as_json_text
     engine.program(text)
     assert met == []
 

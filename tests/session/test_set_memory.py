@@ -159,4 +159,4 @@ def test_what_a_few_bytes_are_missing_to_is_told_in_bytes() -> None:
     residency = engine.ENGINE.residency  # type: ignore[union-attr]
     need = Need(0, given - residency.reserve_bytes + 1, "k")
     with pytest.raises(BudgetError, match=rf"needs {given + 1} bytes at kernel k .*{given} bytes"):
-        residency.refuse(need)
+        residency.raise_budget_error(need)

@@ -56,11 +56,11 @@ def counted(
 def seen() -> Iterator[Counter[str]]:
     """Yield a count, by feature, of what no run without it does."""
     spies: dict[str, tuple[type, str, Callable[[Any, Any], int]]] = {
-        "quiet_calls": (QuietCall, "begins", lambda call, _: call.program is not None),
-        "prefetch": (Prefetch, "_fetch", lambda _, begun: bool(begun)),
-        "early_gradients": (Gradients, "leaves_early", lambda _, weight: weight is not None),
-        "results": (UserCode, "take_up", lambda _, moves: bool(moves)),
-        "buckets": (OptimizerCall, "close", lambda call, _: len(call.buckets) > 1),
+        "quiet_calls": (QuietCall, "begin_if_quiet", lambda call, _: call.program is not None),
+        "prefetch": (Prefetch, "_try_fetch_ahead", lambda _, begun: bool(begun)),
+        "early_gradients": (Gradients, "weight_of_early_edge", lambda _, weight: weight is not None),
+        "results": (UserCode, "reclaim_result", lambda _, moves: bool(moves)),
+        "buckets": (OptimizerCall, "close_bucket", lambda call, _: len(call.buckets) > 1),
     }
     lists: dict[str, list[int]] = {}
     total: Counter[str] = Counter()
@@ -130,18 +130,18 @@ def test_without_a_feature_the_numbers_are_the_same(
 
 
 def test_an_unknown_feature_is_answered_with_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert switches.off({}) == frozenset()
+    assert switches.disabled_features({}) == frozenset()
     with pytest.raises(
         OptionError, match=r"TERAIO_WITHOUT: 'prefech' is not a feature; did you mean prefetch"
     ):
-        switches.off({switches.VARIABLE: "prefech"})
+        switches.disabled_features({switches.VARIABLE: "prefech"})
 
 
 def test_a_store_that_is_none_keeps_the_numbers_and_no_file(
     whole: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TERAIO_STORE", "null")
-    assert Settings.parse({}).directories == ()
+    assert Settings.parse({}).store_directories == ()
     found, _ = trained(TIGHT)
     assert all(map(torch.equal, found, whole[TIGHT][0]))
     assert "what is evicted stays in this process's memory" in caplog.text

@@ -59,13 +59,13 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_tested_version_is_taken_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     for version in ("2.13.0+cpu", "2.13.1", "2.15.0", "2.11.0+cu130"):
         nothing = SelfTest(inductor="asked", eager="asked")
-        assert torch_versions.check("inductor", version, "cpu", nothing) == "inductor"
+        assert torch_versions.choose_inner_program("inductor", version, "cpu", nothing) == "inductor"
         assert not nothing.asked
     assert not warnings(caplog)
 
 
 def test_the_tests_ran_with_this_version_and_the_metadata_claims_no_other() -> None:
-    assert torch_versions.tested(torch.__version__)
+    assert torch_versions.is_tested(torch.__version__)
     first, last = torch_versions.TESTED[0], torch_versions.TESTED[-1].split(".")
     project = tomllib.loads((tree.ROOT / "pyproject.toml").read_text())["project"]
     assert f"torch>={first},<{last[0]}.{int(last[1]) + 1}" in project["dependencies"]
@@ -75,8 +75,8 @@ def test_the_tests_ran_with_this_version_and_the_metadata_claims_no_other() -> N
 def test_any_other_is_warned_of_once_and_tried_once(version: str, caplog: pytest.LogCaptureFixture) -> None:
     passing = SelfTest()
     for _ in range(3):
-        assert torch_versions.check("inductor", version, "cpu", passing) == "inductor"
-    assert torch_versions.check("eager", version, "cpu", passing) == "eager"
+        assert torch_versions.choose_inner_program("inductor", version, "cpu", passing) == "inductor"
+    assert torch_versions.choose_inner_program("eager", version, "cpu", passing) == "eager"
     assert passing.asked == ["inductor", "eager"]
     (warning,) = warnings(caplog)
     assert f"not tested with torch {version} " in warning
@@ -86,14 +86,14 @@ def test_any_other_is_warned_of_once_and_tried_once(version: str, caplog: pytest
 def test_each_kind_of_device_is_tried() -> None:
     passing = SelfTest()
     for device in ("cpu", "cuda", "cpu", "cuda"):
-        torch_versions.check("eager", UNKNOWN, device, passing)
+        torch_versions.choose_inner_program("eager", UNKNOWN, device, passing)
     assert passing.asked == ["eager", "eager"]
 
 
 def test_where_inductor_fails_eager_is_used_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     failing = SelfTest(inductor="slot 3 came where slot 2 was due")
     for _ in range(2):
-        assert torch_versions.check("inductor", UNKNOWN, "cpu", failing) == "eager"
+        assert torch_versions.choose_inner_program("inductor", UNKNOWN, "cpu", failing) == "eager"
     assert failing.asked == ["inductor", "eager"]
     _, said = warnings(caplog)
     for part in (
@@ -110,7 +110,7 @@ def test_a_fallback_that_is_not_wanted_is_an_error() -> None:
     failing = SelfTest(inductor="no such line")
     for _ in range(2):
         with pytest.raises(UnsupportedError) as error:
-            torch_versions.check("inductor", UNKNOWN, "cpu", failing, "error")
+            torch_versions.choose_inner_program("inductor", UNKNOWN, "cpu", failing, "error")
         for part in (f"torch {UNKNOWN}", "no such line", "Install torch 2.", "or inner='eager'"):
             assert part in str(error.value)
     assert failing.asked == ["inductor"]
@@ -119,11 +119,11 @@ def test_a_fallback_that_is_not_wanted_is_an_error() -> None:
 def test_where_both_fail_the_version_is_refused() -> None:
     failing = SelfTest(inductor="no such line", eager="no such graph")
     with pytest.raises(UnsupportedError) as error:
-        torch_versions.check("inductor", UNKNOWN, "cpu", failing)
+        torch_versions.choose_inner_program("inductor", UNKNOWN, "cpu", failing)
     for part in (f"torch {UNKNOWN}", "no such line", "no such graph", "Install torch 2."):
         assert part in str(error.value)
     with pytest.raises(UnsupportedError, match="no such graph"):
-        torch_versions.check("eager", UNKNOWN, "cpu", failing)
+        torch_versions.choose_inner_program("eager", UNKNOWN, "cpu", failing)
 
 
 # ---- the self-test itself
@@ -131,7 +131,7 @@ def test_where_both_fail_the_version_is_refused() -> None:
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_slots_work_here(inner: str) -> None:
-    assert selftest.run(inner) == ""
+    assert selftest.find_fault_in_slots(inner) == ""
 
 
 def test_the_self_test_leaves_the_engine_and_random_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +144,9 @@ def test_the_self_test_leaves_the_engine_and_random_numbers_alone(monkeypatch: p
     torch._dynamo.reset()  # or Dynamo tells the engine about this compile: an earlier test had it listen
     monkeypatch.setattr(engine, "ENGINE", Untouched())
     before = torch.get_rng_state()
-    with engine.programs_loaded(lambda program: None) as loaded:
+    with engine.collect_loaded_programs(lambda program: None) as loaded:
         for inner in ("eager", "inductor"):
-            assert selftest.run(inner) == ""
+            assert selftest.find_fault_in_slots(inner) == ""
     assert not loaded
     assert torch.equal(before, torch.get_rng_state())
     assert not selftest.WATCH
@@ -242,7 +242,7 @@ def test_it_finds_a_planted_bug_at_any_kernel(
 
         with monkeypatch.context() as patch:
             planted(program, plant, patch)
-            found[at] = selftest.run("eager") or found[at]
+            found[at] = selftest.find_fault_in_slots("eager") or found[at]
         at += 1 if kind == "forward" else 3
     print(found)
     assert len(found) > 4
@@ -258,7 +258,7 @@ def test_it_finds_a_dropped_slot_in_inductors_programs(monkeypatch: pytest.Monke
     for at in range(1, 5):
         with monkeypatch.context() as patch:
             planted(inductor, partial(drop_the_slot, at), patch)
-            found.append(selftest.run("inductor"))
+            found.append(selftest.find_fault_in_slots("inductor"))
     assert all(found), found
     assert any("without a tensor it reads" in each for each in found), found
 
@@ -280,17 +280,17 @@ import torch._inductor.codegen.wrapper as wrapper
 from teraio.passes import selftest
 there = common.aot_autograd
 del common.aot_autograd
-eager = selftest.run("eager")
+eager = selftest.find_fault_in_slots("eager")
 common.aot_autograd = there
 del wrapper.WrapperLine
-print(json.dumps([selftest.run("inductor"), eager]))
+print(json.dumps([selftest.find_fault_in_slots("inductor"), eager]))
 """
 
 
 def test_a_self_test_that_crashes_is_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os; os.kill(os.getpid(), 11)")
     monkeypatch.syspath_prepend(tmp_path)
-    assert selftest.run_apart("eager", "cpu").startswith("its process ended with -11")
+    assert selftest.run_selftest_in_subprocess("eager", "cpu").startswith("its process ended with -11")
 
 
 # ---- all of it

@@ -13,7 +13,15 @@ import torch
 from for_now import folder_for_now
 from torch import nn
 
-from teraio.runtime.ledger.adoption import MOSTLY_UNUSED, NUMPY, OVERLAP, SHARED, SUBCLASS, UNSEEN, adopt
+from teraio.runtime.ledger.adoption import (
+    MOSTLY_UNUSED,
+    NUMPY,
+    OVERLAP,
+    SHARED,
+    SUBCLASS,
+    UNSEEN,
+    make_resizable,
+)
 
 SIZE = 2048
 FOLDER = folder_for_now("adopt")
@@ -261,6 +269,6 @@ def outcomes() -> dict[str, str]:
         name: (state_of(c), digest(c), c.tensor.untyped_storage().data_ptr()) for name, c in cases.items()
     }
     asked = [(name, t) for name, case in cases.items() for t in (case.tensor, *case.also)]
-    result = adopt(asked)
+    result = make_resizable(asked)
     reasons = {refused.name: refused.reason for refused in result.refused}
     return {name: verdict(case, *before[name], reasons.get(name)) for name, case in cases.items()}

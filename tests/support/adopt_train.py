@@ -46,7 +46,7 @@ class Watch:
         self.patches = contextlib.ExitStack()
         self.patches.enter_context(patch.object(Mover, "end_evict", self._end_evict(Mover.end_evict)))
         self.patches.enter_context(
-            patch.object(adoption, "give_own_bytes", self._own(adoption.give_own_bytes))
+            patch.object(adoption, "copy_to_torch_allocator", self._own(adoption.copy_to_torch_allocator))
         )
 
     def __exit__(self, *_: Any) -> None:
@@ -158,7 +158,7 @@ def run(source: str, budget: int, counting: counting_allocator.Counting) -> dict
         take(model, {name: tensor.clone() for name, tensor in load(source).items()})
         train(source, model, compiled, watch, 1)
         take(model, load(source))
-        session.start(Settings.parse(settings["options"]))
+        session.ensure_session(Settings.parse(settings["options"]))
     with watch, patch.object(adoption, "EXCHANGES", adoption.EXCHANGES and source != "torch 2.11"):
         result = train(source, model, compiled, watch, 6)
     del arrays

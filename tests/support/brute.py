@@ -12,9 +12,9 @@ from itertools import product
 
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
-from teraio.formats.plan_check import check
-from teraio.passes.planner.greedy.choose import Choice
-from teraio.passes.planner.greedy.greedy import as_plan
+from teraio.formats.plan_check import check_plan_against_profile
+from teraio.passes.planner.greedy.choose import GapChoice
+from teraio.passes.planner.greedy.greedy import plan_of_absences
 from teraio.passes.planner.greedy.timing import Absence
 from teraio.passes.planner.problem.problem import Gap, Problem, Route, transfer_ns
 from teraio.passes.planner.simulate.simulate import step_ns
@@ -41,8 +41,8 @@ def plans(problem: Problem, budget_bytes: int) -> Iterator[Plan]:
         for taken in product(*ways):
             away = [absence for absence in taken if absence is not None]
             away.sort(key=lambda a: (_age(problem, a.gap), a.gap))
-            choice = Choice(budget_bytes, (*unused, *(a.gap for a in away)), routes)
-            yield as_plan(problem, choice, away, budget_bytes)
+            choice = GapChoice(budget_bytes, (*unused, *(a.gap for a in away)), routes)
+            yield plan_of_absences(problem, choice, away, budget_bytes)
 
 
 def _age(problem: Problem, index: int) -> int:
@@ -63,7 +63,7 @@ def best(problem: Problem, machine: Machine, budget_bytes: int) -> tuple[int, Pl
     """The shortest step of all plans that the check accepts, and one of them; None if it accepts none."""
     found: tuple[int, Plan] | None = None
     for plan in plans(problem, budget_bytes):
-        if check(plan, problem.profile, machine).feasible:
+        if check_plan_against_profile(plan, problem.profile, machine).feasible:
             took_ns = step_ns(plan, problem.profile, machine)
             if found is None or took_ns < found[0]:
                 found = took_ns, plan

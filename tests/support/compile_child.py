@@ -58,8 +58,8 @@ def looked_up() -> dict[str, int]:
 def interrupted(run: Callable[[], Any]) -> int:
     """How often the engine heard of a program that Ctrl-C ended."""
     with (
-        patch.object(engine.Engine, "visit", side_effect=KeyboardInterrupt),
-        patch.object(engine.Engine, "abandon") as abandon,
+        patch.object(engine.Engine, "run_slot", side_effect=KeyboardInterrupt),
+        patch.object(engine.Engine, "abandon_call") as abandon,
         suppress(KeyboardInterrupt),
     ):
         run()
@@ -94,7 +94,7 @@ def train(asked: dict[str, Any], counting: counting_allocator.Counting) -> dict[
             peaks.append(counting.peak_bytes() - others)
             counts.append(dict(teraio.stats()))
             del loss
-    stats, ran = teraio.stats(), engine.ENGINE.tracker.length if engine.ENGINE is not None else 0
+    stats, ran = teraio.stats(), engine.ENGINE.tracker.tick_count if engine.ENGINE is not None else 0
     abandoned = interrupted(lambda: compiled(tokens[:, :-1], tokens[:, 1:])) if budget else 0
     teraio.reset()
     return {
@@ -158,7 +158,7 @@ def twins(asked: dict[str, Any], counting: counting_allocator.Counting) -> dict[
 
 def slotted(asked: dict[str, Any], counting: counting_allocator.Counting) -> dict[str, Any]:
     """A model of slots_models.py under the tightest engine, with settings of Inductor's."""
-    settings = inductor_options.settings(asked.get("mode"), asked.get("inductor", {}))
+    settings = inductor_options.merge_checked_settings(asked.get("mode"), asked.get("inductor", {}))
     with sources() as printed:
         result = slots_child.run({**asked, "inner": "inductor", "settings": settings}, counting)
     return {**result, "printed": printed}

@@ -19,7 +19,7 @@ from teraio.runtime.store.store import Store
 @contextlib.contextmanager
 def scaled_gradients() -> Iterator[None]:
     """Every backward program returns its results times 1.01."""
-    slot_eager = backend._slot_eager
+    slot_eager = backend._insert_eager_slots
 
     def scaled(graph: torch.fx.GraphModule, kind: Any, labels: Any) -> None:
         output = graph.graph.output_node()
@@ -29,7 +29,7 @@ def scaled_gradients() -> Iterator[None]:
             output.args = (tuple(results),)
         slot_eager(graph, kind, labels)
 
-    with patch.object(backend, "_slot_eager", scaled):
+    with patch.object(backend, "_insert_eager_slots", scaled):
         yield
 
 
@@ -68,7 +68,7 @@ def dropped_wait() -> Iterator[None]:
     def unwaited(self: CpuDevice, pending: Pending) -> bool:
         late.append(pending)
         assert self.observer is not None
-        return self.observer.arrive(pending.storage, pending.block)
+        return self.observer.give_block_to_storage(pending.storage, pending.block)
 
     def settled(name: str) -> Any:
         original = getattr(CpuDevice, name)
@@ -79,7 +79,7 @@ def dropped_wait() -> Iterator[None]:
 
         return patch.object(CpuDevice, name, call)
 
-    moves = (settled(name) for name in ("begin_copy_out", "drop", "resize"))
+    moves = (settled(name) for name in ("begin_copy_out", "drop_bytes", "resize_storage"))
     with contextlib.ExitStack() as during:
         for change in (*moves, patch.object(CpuDevice, "end_copy_in", unwaited)):
             during.enter_context(change)

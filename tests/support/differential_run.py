@@ -42,7 +42,7 @@ from teraio.formats.plan import Plan
 from teraio.formats.profile import Profile
 from teraio.formats.schedule import Step
 from teraio.options import Settings
-from teraio.passes.slots.lifetimes import profile_of
+from teraio.passes.slots.lifetimes import profile_of_steps
 from teraio.runtime.device.cpu import CpuDevice
 from teraio.runtime.device.pending_transfer import Pending
 from teraio.runtime.engine import engine
@@ -77,7 +77,7 @@ WAITS = Waits()
 def watched_device() -> Iterator[None]:
     """Counts early waits, and fills fetched memory with NaN before its read begins: bytes that are used too
     early show."""
-    end_copy_in, resize = CpuDevice.end_copy_in, CpuDevice.resize
+    end_copy_in, resize = CpuDevice.end_copy_in, CpuDevice.resize_storage
 
     def counted(self: CpuDevice, pending: Pending) -> bool:
         ticket: Any = pending.ticket
@@ -89,7 +89,7 @@ def watched_device() -> Iterator[None]:
         if size_bytes:
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
 
-    with patch.object(CpuDevice, "end_copy_in", counted), patch.object(CpuDevice, "resize", poisoned):
+    with patch.object(CpuDevice, "end_copy_in", counted), patch.object(CpuDevice, "resize_storage", poisoned):
         yield
 
 
@@ -193,16 +193,16 @@ class Rig:
     def measure(self, steps: int) -> tuple[Seen, Profile]:
         """Everything fits: the order of the step, its tensors, and what each kernel takes."""
         measured: list[Step] = []
-        session.start(Settings.parse(self.options))
+        session.ensure_session(Settings.parse(self.options))
         running().on_step = measured.append
         seen = self.run(self.ours, steps)
         running().end_step()  # or the next step would tell of the last, which has the largest batch
         running().on_step = None
-        return seen, profile_of(measured[-1:], "generated")
+        return seen, profile_of_steps(measured[-1:], "generated")
 
     def follow(self, plan: Plan, budget_bytes: int, steps: int, row: Row) -> Seen:
         residency = running().residency
-        running().install(plan)
+        running().follow_plan(plan)
         before, WAITS.early = teraio.stats(), 0
         seen: Seen = {}
         try:

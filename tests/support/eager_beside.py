@@ -47,10 +47,10 @@ def send_away() -> int:
     assert engine.ENGINE is not None
     user, residency = engine.ENGINE.user, engine.ENGINE.residency
     assert user.observer is not None
-    user.observer.forget_addresses()
+    user.observer.forget_taken_addresses()
     residency.serial += 1
     before = residency.mover.counts.evictions
-    residency.free(2**40, None, user.stays)
+    residency.evict_until_fits(2**40, None, user.must_be_resident)
     return residency.mover.counts.evictions - before
 
 

@@ -112,7 +112,7 @@ class EngineDevice(FakeDevice):
         storage = tensor.untyped_storage()
         fake = Storage(name, cells)
         self.known[storage._cdata] = (fake, storage._weak_ref())
-        super().resize(fake, cells)
+        super().resize_storage(fake, cells)
         return torch.nn.Parameter(tensor, requires_grad=False) if parameter else tensor
 
     def sweep(self) -> None:
@@ -122,7 +122,7 @@ class EngineDevice(FakeDevice):
                 torch.UntypedStorage._free_weak_ref(weak)
                 del self.known[key]
                 if fake.at is not None:
-                    super().resize(fake, 0)
+                    super().resize_storage(fake, 0)
 
     def default_budget_bytes(self) -> int:
         return self.size * CELL
@@ -130,10 +130,10 @@ class EngineDevice(FakeDevice):
     def used_bytes(self) -> int:
         return (self.size - sum(size for _, size in self._free)) * CELL
 
-    def resize(self, storage: Any, size_bytes: int) -> None:
+    def resize_storage(self, storage: Any, size_bytes: int) -> None:
         self.sweep()
         storage.resize_(size_bytes)
-        super().resize(self.place(storage), size_bytes // CELL)
+        super().resize_storage(self.place(storage), size_bytes // CELL)
 
     def storage_at(self, address: int) -> Storage:
         cell = (address - self.arena.address) // CELL
@@ -159,8 +159,8 @@ class EngineDevice(FakeDevice):
 
         return begin
 
-    def mark(self) -> Mark:
-        event = super().mark().event
+    def mark_compute_stream(self) -> Mark:
+        event = super().mark_compute_stream().event
         return Mark(event, self.number_of(event))
 
     def number_of(self, event: Event) -> int:
@@ -242,10 +242,10 @@ class FakeHost:
     def release(self, place: HostPlace) -> None:
         self.free.setdefault(place.size, []).append(place)
 
-    def write(self, place: HostPlace) -> Start:
+    def copy_out_starter(self, place: HostPlace) -> Start:
         return lambda storage, mark: self._start(self.device.copy_out(place), storage, mark)
 
-    def read(self, place: HostPlace, demand: bool = False) -> Start:
+    def copy_in_starter(self, place: HostPlace, demand: bool = False) -> Start:
         return lambda storage, mark: self._start(self.device.copy_in(place), storage, mark)
 
     def _start(self, copy: Callable[[Storage, Mark], Any], storage: Any, mark: Mark) -> Any:
@@ -260,9 +260,9 @@ class StreamStore:
 
     def __init__(self, device: EngineDevice) -> None:
         self.device = device
-        self.slab_bytes_total = self.written_bytes = self.read_bytes = 0
+        self.slab_bytes_total = self.total_written_bytes = self.total_read_bytes = 0
 
-    def keep_times(self) -> None:
+    def enable_transfer_times(self) -> None:
         """Its tickets have no times."""
 
     def reserve(self, size_bytes: int, name: str) -> Place:
@@ -301,7 +301,7 @@ def native_store(device: EngineDevice, seed: int, folder: Path) -> Store:
     device.question = QUESTION(device.answer)  # type: ignore[attr-defined]  # C++ keeps only the address
     library.asked_by(device.question)  # type: ignore[attr-defined]
     side = SimpleNamespace(
-        copier=_native.CudaCopier(path), slabs=lambda size, count: _native.Slabs(CELL, SLABS)
+        copier=_native.CudaCopier(path), allocate_slabs=lambda size, count: _native.Slabs(CELL, SLABS)
     )
     io = _native.MemoryIo(size_bytes=64 << 20, depth=2, jitter=3.0, seed=seed)
     return Store(folder, 4 << 20, accept=("tmpfs",), device=side, wrap=lambda _: io)

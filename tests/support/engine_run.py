@@ -218,14 +218,14 @@ class Run:
         for at in range(len(compiled.events) + 1):
             for index, place in compiled.slots.get(at, ()):
                 self.place = f"slot {index} of a {compiled.signature.kind}"
-                self.engine.visit(compiled.program, index, [env[n].tensor for n in place.names], None)
+                self.engine.run_slot(compiled.program, index, [env[n].tensor for n in place.names], None)
                 self.place = ""
             if at == stop:
                 raise Broken
             if at < len(compiled.events):
                 self._event(compiled, compiled.events[at], env)
         outputs = [env[name] for name in compiled.signature.outputs if name is not None]
-        self.engine.returned([value.tensor for value in outputs])
+        self.engine.end_call([value.tensor for value in outputs])
         return outputs
 
     def _event(self, compiled: Compiled, event: Event, env: dict[str, Value]) -> None:
@@ -274,7 +274,7 @@ class Run:
         optimizer: Any = SimpleNamespace(param_groups=[{"params": parameters}], state=self.states)
         call = OptimizerCall(self.engine, optimizer, self.about, closure=False)
         call.closure = True  # gradients are not the parameters' own here
-        for bucket in call.walk():
+        for bucket in call.iterate_buckets():
             for parameter in bucket.parameters:
                 weight = values[id(parameter)]
                 state = self.moments.get(id(parameter))
@@ -310,7 +310,7 @@ class Run:
         try:
             self._execute(block.forward, arguments, breaks=True)
         except Broken:
-            self.engine.abandon()
+            self.engine.abandon_call()
 
     def go(self) -> list[str]:
         """Everything; what went wrong."""
@@ -318,7 +318,7 @@ class Run:
             if self.random.random() < 0.1:
                 self._broken_batch()
             self.step()
-        self.engine.shut_down()
+        self.engine.fetch_all_and_close()
         for value in [*[value for block in self.weights for value in block], *self.moments.values()]:
             self._launch([value], value)
         self.world.run_out()
@@ -334,7 +334,7 @@ class Run:
         }
         if self.plans in made:
             with contextlib.suppress(PlanError):  # the planner sees no way in this budget: on demand
-                self.engine.install(made[self.plans](lifetimes.profile_of([step], "fake")))
+                self.engine.follow_plan(made[self.plans](lifetimes.profile_of_steps([step], "fake")))
 
     def _tier(self) -> str:
         """Also where there is no host memory, or not enough: a plan is a hint."""
@@ -383,5 +383,5 @@ def run(seed: int, folder: Path, kind: type[EngineDevice] = EngineDevice) -> tup
         try:
             return one.go(), one
         except BudgetError:
-            one.engine.shut_down()
+            one.engine.fetch_all_and_close()
             more += 2

@@ -9,7 +9,7 @@ import brute
 import toys
 
 from teraio.formats.machine import Machine
-from teraio.passes.planner.problem.problem import Problem, build
+from teraio.passes.planner.problem.problem import Problem, build_problem
 
 ROOM = 10**6
 MOST_GAPS = 6  # up to which the exact planner claims to be exact
@@ -29,7 +29,7 @@ def cases(seeds: Iterable[int], most_ways: int) -> Iterator[tuple[int, Problem, 
         if seed % 3 == 1:  # without kernels to hide behind, every transfer shows
             kernels = tuple(replace(kernel, duration_ns=0) for kernel in profile.kernels)
             profile = replace(profile, kernels=kernels)
-        problem = build(profile, machine)
+        problem = build_problem(profile, machine)
         floor, live = int(problem.floor.max()), int(problem.live.max())
         used = sum(not gap.unused for gap in problem.gaps)
         if used <= MOST_GAPS and 10 < brute.ways(problem) < most_ways:

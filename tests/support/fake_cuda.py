@@ -200,6 +200,6 @@ def installed(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCud
         monkeypatch.delenv(name, raising=False)
     native = SimpleNamespace(Slabs=_native.Slabs, CudaCopier=lambda: _native.CudaCopier(library))
     monkeypatch.setattr(cuda, "_native", native)
-    monkeypatch.setattr(cuda, "observer", lambda: None)  # these are no storages of torch's
+    monkeypatch.setattr(cuda, "observer_of_process", lambda: None)  # these are no storages of torch's
     yield made
     made.synchronize()

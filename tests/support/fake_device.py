@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from teraio.runtime.device.device import Ordered
+from teraio.runtime.device.device import OrderedDevice
 from teraio.runtime.device.pending_transfer import Mark
 
 POISON = -1
@@ -180,7 +180,7 @@ class FakeStreamTicket(FakeTicket):
         self.event = event
 
 
-class FakeDevice(Ordered):
+class FakeDevice(OrderedDevice):
     """Device memory of `cells` cells; what is freed last is given out first, and at once."""
 
     kind = "fake"
@@ -195,7 +195,7 @@ class FakeDevice(Ordered):
 
     # ---- the primitives of a device
 
-    def resize(self, storage: Storage, size_bytes: int) -> None:
+    def resize_storage(self, storage: Storage, size_bytes: int) -> None:
         self.world.pass_time()
         if size_bytes:
             assert storage.at is None, f"{storage.name} has memory already"
@@ -208,17 +208,17 @@ class FakeDevice(Ordered):
             # From here on whatever the compute stream is given may lie there: something does at once.
             self.compute.give(lambda: None, lambda: self._poison(where))
 
-    def mark(self) -> Mark:
+    def mark_compute_stream(self) -> Mark:
         event = Event()
         self.compute.record(event)
         self.world.pass_time()
         return Mark(event)
 
-    def compute_waits(self, event: Any) -> None:
+    def make_kernels_wait_for_event(self, event: Any) -> None:
         self.compute.wait_event(event)
         self.world.pass_time()
 
-    def drain(self) -> None:
+    def wait_for_copies(self) -> None:
         self.world.run_until(lambda: all(stream.idle for stream in self.side))
 
     # ---- memory

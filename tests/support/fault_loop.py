@@ -99,7 +99,7 @@ class Loop:
             return Store(*places, **settings, wrap=wrap)
 
         with patch.object(Store, "open", opened):
-            session.open_with(self.options)
+            session.start_with_options(self.options)
         try:
             yield
         finally:

@@ -65,7 +65,7 @@ class Floor:
 
             return call
 
-        return fx.compiler(note, around)(gm, example_inputs)
+        return fx.make_aot_backend(note, around)(gm, example_inputs)
 
     def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, others: int) -> None:
         """With the step that is about to begin."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from teraio.runtime.device.device import Ordered
+from teraio.runtime.device.device import OrderedDevice
 
 STEPS, FULL_STEP = 8, 5
 Batch = Callable[[int], torch.Tensor]
@@ -19,7 +19,7 @@ class Full:
     def __init__(self, patch: Callable[[Any, str, Any], None]) -> None:
         self.now, self.after, self.once = False, 0, False
         self.refused = self.seen = 0
-        begin = Ordered.begin_copy_in
+        begin = OrderedDevice.begin_copy_in
 
         def begin_copy_in(device: Any, storage: Any, size_bytes: int, start: Any) -> Any:
             self.seen += self.now
@@ -29,7 +29,7 @@ class Full:
                 raise torch.OutOfMemoryError("out of memory. Tried to allocate ...")
             return begin(device, storage, size_bytes, start)
 
-        patch(Ordered, "begin_copy_in", begin_copy_in)
+        patch(OrderedDevice, "begin_copy_in", begin_copy_in)
 
     def begins(self, after: int) -> None:
         """From now on, fetches after so many find no memory."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from teraio.formats.plan import Evict, Fetch, Home, Move, Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile, Tensor
 
 TIER = "ssd"
@@ -100,7 +100,7 @@ def random_plan(profile: Profile, budget_bytes: int, share: float, seed: int) ->
     chosen = _within(profile, budget_bytes, todo, chosen, draw)
     chosen = _with_drops(profile, chosen, draw)
     plan = _plan(profile, budget_bytes, chosen)
-    verdict = check(plan, profile)
+    verdict = check_plan_against_profile(plan, profile)
     assert verdict.feasible, verdict.problems
     assert moved_share(profile, plan) >= share
     return plan
@@ -164,7 +164,7 @@ def _with_drops(profile: Profile, chosen: list[Absence], draw: Random) -> list[A
         old, chosen[index] = chosen[index], replace(chosen[index], drop=True)
         alone = replace(profile, kernels=kernels, tensors=(tensor,))
         same = [absence for absence in chosen if absence.gap.tensor is tensor]
-        if not check(_plan(alone, tensor.size_bytes, same), alone).feasible:
+        if not check_plan_against_profile(_plan(alone, tensor.size_bytes, same), alone).feasible:
             chosen[index] = old
     return chosen
 

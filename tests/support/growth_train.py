@@ -22,7 +22,7 @@ from torch import nn
 import teraio
 from teraio.options import Settings
 from teraio.runtime.device import rss
-from teraio.runtime.store.directories import default_directories
+from teraio.runtime.store.directories import choose_default_directories
 from teraio.session import session
 
 WIDTH, LAYERS = 64, 8
@@ -55,7 +55,7 @@ class Trainer:
     def begin(self, budget: int) -> None:
         teraio.reset()
         os.environ.update(TERAIO_MEMORY=str(budget), TERAIO_WARMUP="1")
-        session.start(Settings.parse({"inner": "eager"}))
+        session.ensure_session(Settings.parse({"inner": "eager"}))
         for batch in BATCHES * 3:  # compiled, measured, planned
             self.step(batch)
         gc.collect()
@@ -81,7 +81,7 @@ class Trainer:
             "peak": rss.peak_bytes(),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": len(os.listdir("/proc/self/task")),
-            "files": sum(len(files) for _, _, files in os.walk(default_directories()[0])),
+            "files": sum(len(files) for _, _, files in os.walk(choose_default_directories()[0])),
         }
 
 

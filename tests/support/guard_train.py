@@ -316,15 +316,21 @@ AFTER["frozen, written"] = writes_in_place
 AFTER["frozen, by pointer"] = writes_what_is_there
 
 
-LEAVE = observer.Observer.leave
+LEAVE = observer.Observer.empty_storage
 # Each of these bugs must change the numbers, or end in an error.
 PLANTS: dict[str, list[Any]] = {
-    "nothing is fetched": [patch.object(user_code.UserCode, "fetch_for", lambda self, keys, place: None)],
-    "no write is noted": [
-        patch.object(observer.Observer, "written", lambda self, key: False),
-        patch.object(observer.Observer, "leave", lambda self, storage, _: LEAVE(self, storage, False)),
+    "nothing is fetched": [
+        patch.object(user_code.UserCode, "fetch_for_reader", lambda self, keys, place: None)
     ],
-    "addresses are forgotten": [patch.object(user_code.UserCode, "gave_address", lambda self, key: None)],
+    "no write is noted": [
+        patch.object(observer.Observer, "is_written_since_copy", lambda self, key: False),
+        patch.object(
+            observer.Observer, "empty_storage", lambda self, storage, _: LEAVE(self, storage, False)
+        ),
+    ],
+    "addresses are forgotten": [
+        patch.object(user_code.UserCode, "keep_exported_resident", lambda self, key: None)
+    ],
 }
 
 

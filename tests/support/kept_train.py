@@ -72,5 +72,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with patch.object(EagerMemory, "keeps", lambda self: None) if "unseen" in sys.argv else patch.dict({}):
+    with (
+        patch.object(EagerMemory, "reserve_kept_bytes", lambda self: None)
+        if "unseen" in sys.argv
+        else patch.dict({})
+    ):
         main()

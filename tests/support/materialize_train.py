@@ -18,7 +18,7 @@ import teraio
 from teraio import backend
 from teraio.errors import StoreReadError
 from teraio.formats.machine import Link, Machine, Tier
-from teraio.formats.moves_by_kernel import Act, acts
+from teraio.formats.moves_by_kernel import Act, acts_by_tick
 from teraio.formats.plan import Evict, Fetch, Plan
 from teraio.formats.profile import Profile
 from teraio.passes.fx import materialize
@@ -139,7 +139,7 @@ class Losing(explicit_moves.ExplicitMoves):
         with pytest.MonkeyPatch.context() as patch:
             if move == "fetch" and not self.lost:
                 assert engine.ENGINE is not None
-                patch.setattr(engine.ENGINE.mover.device, "join", lost)
+                patch.setattr(engine.ENGINE.mover.device, "wait_for_copy", lost)
                 self.lost = True
             super().wait(tensor, move)
 
@@ -177,26 +177,26 @@ class Bench:
         self.log: list[Event] = []
         self.run: dict[GraphModule, Callable[..., Any]] = {}
         self.start = 0
-        self.boxed = fx.boxed
-        patch.setattr(fx, "boxed", self.exchangeable)
-        patch.setattr(backend, "_slot_eager", self.slot)
-        plan = planning.Planning.plan
-        patch.setattr(planning.Planning, "plan", lambda *given: self.planned(plan, *given))
+        self.boxed = fx.make_boxed_program
+        patch.setattr(fx, "make_boxed_program", self.exchangeable)
+        patch.setattr(backend, "_insert_eager_slots", self.slot)
+        plan = planning.Planning.choose_plan
+        patch.setattr(planning.Planning, "choose_plan", lambda *given: self.planned(plan, *given))
         for name in ("begin_evict", "end_evict", "undo_evict", "begin_fetch", "end_fetch"):
             patch.setattr(Mover, name, self.noting(name, getattr(Mover, name)))
 
-    def exchangeable(self, gm: GraphModule) -> fx.Boxed:
+    def exchangeable(self, gm: GraphModule) -> fx.BoxedProgram:
         own = self.boxed(gm).run
 
         def run(arguments: list[Any]) -> Any:
             return self.run.get(gm, own)(arguments)
 
-        return fx.Boxed(run)
+        return fx.BoxedProgram(run)
 
     def slot(self, gm: GraphModule, kind: Any, labels: tuple[str, ...]) -> None:
         schedule, connect = fx.insert_slots(gm, kind)
-        with backend._loads(labels) as loaded:
-            connect(engine.program(schedule.text))
+        with backend._label_loaded_programs(labels) as loaded:
+            connect(engine.program(schedule.as_json_text))
         self.told.graphs.append((gm, loaded[-1]))
 
     def planned(self, plan: Any, maker: Any, profile: Profile, step: Any) -> Plan | None:
@@ -227,17 +227,17 @@ class Bench:
         assert plan is not None and self.told.profile is not None
         if way in {HOSTILE_TABLE, HOSTILE_GRAPH}:
             plan = hostile(plan, self.told.profile)
-            running.install(plan)
+            running.follow_plan(plan)
         if way == HOSTILE_TABLE:
             return
         expected, losing = running.tracker.expected, iter((Losing,) if way == FAILING else ())
         written: list[GraphModule] = []
         with pytest.MonkeyPatch.context() as patch:
             bug = {**PLANTED, UNLAWFUL: unlawful}.get(way, dict)
-            patch.setattr(materialize, "acts", lambda *given: bug(acts(*given)))
+            patch.setattr(materialize, "acts_by_tick", lambda *given: bug(acts_by_tick(*given)))
             for base, (gm, program) in reversed([*zip(expected.base, self.told.graphs)]):
                 runs = next(losing, explicit_moves.ExplicitMoves)(program)
-                made = materialize.materialize(gm, plan, base, expected.length, runs)
+                made = materialize.copy_graph_with_moves(gm, plan, base, expected.length, runs)
                 self.run[gm] = self.boxed(made).run
                 written.insert(0, made)
         if way == "graph":

@@ -80,7 +80,7 @@ class World:
 def built() -> Path:
     """The extension, in the folder that the test gives to all cases."""
     folder = Path(os.environ.get("READER_FOLDER") or tempfile.mkdtemp())
-    return build.build(SOURCE, ("c10", "torch_cpu"), folder)
+    return build.build_unless_built(SOURCE, ("c10", "torch_cpu"), folder)
 
 
 class Reader:

@@ -29,7 +29,7 @@ from teraio.runtime.ledger import residency
 from teraio.runtime.ledger.mover import Mover
 from teraio.runtime.ledger.record import Record, State
 from teraio.runtime.optimizer import buckets, step_call, trial
-from teraio.runtime.optimizer.buckets import same
+from teraio.runtime.optimizer.buckets import is_bitwise_equal
 
 WIDTH, LAYERS, ROWS, STEPS = 192, 10, 32, 4
 BUDGET = 6 * 2**20  # 4 MiB of it in reserve; weights, gradients and Adam's states are 5.9 MiB
@@ -47,7 +47,7 @@ class Chain(torch.nn.Module):
         return x.square().mean()
 
 
-READ = Mover._read
+READ = Mover._read_starter_of_copy
 
 
 def not_gradients(mover: Mover, record: Record, demand: bool) -> Any:
@@ -62,10 +62,12 @@ PLANTS: dict[str, list[Any]] = {
         patch.object(residency.Residency, "mark_written", lambda self, bound, written: None),
     ],
     # autograd adds to what is not there
-    "gradients are not fetched": [patch.object(Mover, "_read", not_gradients)],
+    "gradients are not fetched": [patch.object(Mover, "_read_starter_of_copy", not_gradients)],
     # whatever the optimizer does, it is stepped in buckets
-    "nothing is tried": [patch.object(trial, "same", lambda one, other: True)],
-    "groups are not written back": [patch.object(buckets, "write_back", lambda groups, written: None)],
+    "nothing is tried": [patch.object(trial, "is_bitwise_equal", lambda one, other: True)],
+    "groups are not written back": [
+        patch.object(buckets, "write_back_group_options", lambda groups, written: None)
+    ],
     # user code writes gradients, and the copy of before comes back
     "operators write unnoted": unnoted.writes(),
 }
@@ -114,7 +116,7 @@ class Run:
         """What is away between steps."""
         if engine.ENGINE is not None:
             for record in engine.ENGINE.residency.records.values():
-                if record.state is State.AWAY and not record.dead():
+                if record.state is State.AWAY and not record.is_dead():
                     self.away[record.kind] = self.away.get(record.kind, 0) + 1
 
     def outcome(self) -> list[Any]:
@@ -131,13 +133,13 @@ def compare(scenario: str, counting: counting_allocator.Counting, bug: str) -> d
     expected = plain.outcome()
     del plain
     opened: list[int] = []
-    real = step_call.OptimizerCall.open
+    real = step_call.OptimizerCall.open_bucket
 
     def open_(self: Any, at: int) -> None:
         opened.append(at)
         real(self, at)
 
-    with planted(bug), patch.object(step_call.OptimizerCall, "open", open_):
+    with planted(bug), patch.object(step_call.OptimizerCall, "open_bucket", open_):
         held = counting.alive_bytes()
         ours = Run(scenario, WHOLE_BUDGET if scenario in WHOLE else BUDGET, counting)
         assert ours.others == held
@@ -145,7 +147,7 @@ def compare(scenario: str, counting: counting_allocator.Counting, bug: str) -> d
         counts = teraio.stats()
         teraio.reset()
     return {
-        "same": same(expected, ours.outcome()),
+        "same": is_bitwise_equal(expected, ours.outcome()),
         "peaks": ours.peaks,
         "buckets": max(opened, default=-1) + 1,
         "away": ours.away,

@@ -48,7 +48,7 @@ class Trainer:
         self.model.load_state_dict(self.start)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         os.environ.update(TERAIO_MEMORY=str(budget), TERAIO_WARMUP="2", TERAIO_PLANNER=asked["planner"])
-        session.start(Settings.parse({"inner": "eager"}))
+        session.ensure_session(Settings.parse({"inner": "eager"}))
         try:
             self.train(optimizer, asked["steps"], result)
         except TeraioError as error:

@@ -46,10 +46,10 @@ class Ram:
         self.used_bytes -= len(place.bytes)
         place.bytes[:] = b"\xff" * len(place.bytes)
 
-    def write(self, place: Bytes) -> Start:
+    def copy_out_starter(self, place: Bytes) -> Start:
         return lambda storage, mark: self._copy(place.address, storage.data_ptr(), place)
 
-    def read(self, place: Bytes, demand: bool = False) -> Start:
+    def copy_in_starter(self, place: Bytes, demand: bool = False) -> Start:
         return lambda storage, mark: self._copy(storage.data_ptr(), place.address, place)
 
     def _copy(self, target: int, source: int, place: Bytes) -> Arrived:
@@ -60,10 +60,10 @@ class Ram:
 class RamDevice(cpu.CpuDevice):
     refusal = ""
 
-    def host(self, limit_bytes: int) -> Host | None:
+    def make_host_tier(self, limit_bytes: int) -> Host | None:
         return Ram(limit_bytes)
 
-    def host_link(self, host: Host, seconds: float, memory_bytes: int = 0) -> LinkRates | str:
+    def measure_host_link(self, host: Host, seconds: float, memory_bytes: int = 0) -> LinkRates | str:
         return self.refusal or LinkRates("host", FAST, FAST, FAST, FAST, 10_000, 10_000)
 
 
@@ -84,7 +84,7 @@ class LateRam(Ram):
         place = super().reserve(size_bytes)
         return None if place is None else LateBytes(size_bytes)
 
-    def write(self, place: Bytes) -> Start:
+    def copy_out_starter(self, place: Bytes) -> Start:
         def start(storage: Any, mark: Any) -> Arrived:
             assert isinstance(place, LateBytes)
             place.coming = ctypes.string_at(storage.data_ptr(), len(place.bytes))
@@ -94,7 +94,7 @@ class LateRam(Ram):
 
         return start
 
-    def read(self, place: Bytes, demand: bool = False) -> Start:
+    def copy_in_starter(self, place: Bytes, demand: bool = False) -> Start:
         def start(storage: Any, mark: Any) -> Arrived:
             assert isinstance(place, LateBytes)
             coming = bytes(place.bytes) if place.coming is None else place.coming
@@ -117,9 +117,9 @@ class Late(RamDevice):
 
     arrived_late = 0
 
-    def host(self, limit_bytes: int) -> Host | None:
+    def make_host_tier(self, limit_bytes: int) -> Host | None:
         self.beside = LateRam(limit_bytes)
         return self.beside
 
-    def idle(self) -> None:
+    def wait_until_idle(self) -> None:
         Late.arrived_late += self.beside.arrive()

@@ -20,7 +20,7 @@ import toys
 
 from teraio.formats.machine import Link, Machine, Tier
 from teraio.formats.profile import Profile, Tensor
-from teraio.passes.planner.problem.problem import build
+from teraio.passes.planner.problem.problem import build_problem
 
 ROOM = 10**12
 FAMILIES = ("random", "training", "still", "crumbs", "peaks", "late", "equals", "cramped")
@@ -40,7 +40,7 @@ def cases(seeds: Iterable[int]) -> Iterator[Case]:
     for seed in seeds:
         family, random = FAMILIES[seed % len(FAMILIES)], Random(seed)
         profile = _profile(family, random)
-        problem = build(profile)
+        problem = build_problem(profile)
         floor, live = int(problem.floor.max()), int(problem.live.max())
         machine = _machine(family, random, live - floor)
         budget = floor + int(random.choice(PARTS) * (live - floor))

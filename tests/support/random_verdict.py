@@ -9,11 +9,11 @@ from random_cases import Case
 
 from teraio.errors import PlanError
 from teraio.formats.plan import Plan
-from teraio.formats.plan_check import check
-from teraio.passes.planner.bound.certificate import solve
-from teraio.passes.planner.bound.relaxation import relax
+from teraio.formats.plan_check import check_plan_against_profile
+from teraio.passes.planner.bound.certificate import solve_relaxation
+from teraio.passes.planner.bound.relaxation import build_relaxation
 from teraio.passes.planner.planners import plan
-from teraio.passes.planner.problem.problem import build
+from teraio.passes.planner.problem.problem import build_problem
 from teraio.passes.planner.simulate import event_simulation
 
 PUBLISHED = ("zero-infinity", "g10", "teraio-paper", "10cache")
@@ -48,11 +48,11 @@ def judge(case: Case, limit_s: float, seeds: int) -> Verdict:
         if "not proven" in verdict.refused:
             verdict.wrong.append(verdict.refused)
         return verdict
-    checked = check(made, profile, machine)
+    checked = check_plan_against_profile(made, profile, machine)
     if not checked.feasible or checked.peak_bytes > budget:
         verdict.wrong.append(f"the check refuses it: {checked}")
     verdict.step_ns, verdict.bound_ns = made.predicted.step_ns, made.predicted.bound_ns
-    if event_simulation.run(made, profile, machine).step_ns != made.predicted.step_ns:
+    if event_simulation.simulate_by_events(made, profile, machine).step_ns != made.predicted.step_ns:
         verdict.wrong.append("two simulators disagree")
     if verdict.bound_ns > verdict.step_ns:
         verdict.wrong.append("the bound is above the plan")
@@ -63,12 +63,12 @@ def judge(case: Case, limit_s: float, seeds: int) -> Verdict:
 
 def may_fit(case: Case) -> bool:
     """Whether a fluid would find room, looked at before every kernel."""
-    problem = build(case.profile, case.machine)
+    problem = build_problem(case.profile, case.machine)
     if int(problem.floor.max()) > case.budget_bytes or not problem.routes:
         return False
     ticks = range(len(problem.live))
-    relaxation = relax(problem, dict(case.machine.shared), case.budget_bytes, list(ticks))
-    return solve(relaxation.rows, 60.0) is not None
+    relaxation = build_relaxation(problem, dict(case.machine.shared), case.budget_bytes, list(ticks))
+    return solve_relaxation(relaxation.rows, 60.0) is not None
 
 
 def _beside_published(case: Case, verdict: Verdict, limit_s: float) -> None:
@@ -89,7 +89,7 @@ def _beside_published(case: Case, verdict: Verdict, limit_s: float) -> None:
 def _shaken(case: Case, made: Plan, verdict: Verdict, seeds: int) -> None:
     if not verdict.step_ns:
         return
-    still = event_simulation.run(
+    still = event_simulation.simulate_by_events(
         made, case.profile, case.machine, jitter=event_simulation.Jitter(0.0), steps=JITTER_STEPS
     )
     plain_ns = mean(still.took_ns[SETTLING:])
@@ -99,7 +99,7 @@ def _shaken(case: Case, made: Plan, verdict: Verdict, seeds: int) -> None:
             for seed in range(seeds):
                 jitter = event_simulation.Jitter(share, seed, by_step)
                 try:
-                    run = event_simulation.run(
+                    run = event_simulation.simulate_by_events(
                         made, case.profile, case.machine, jitter=jitter, steps=JITTER_STEPS
                     )
                 except PlanError as error:

@@ -132,14 +132,14 @@ def main(asked_for: str, folder: str) -> None:
     steady.plans(SLOW_BYTES_PER_S)
     plans: dict[str, str] = {}
     done: dict[str, Any] = {}
-    keep = plan_reuse.Earlier.keep
+    keep = plan_reuse.EarlierPlans.save_plan
     for asked in json.loads(asked_for):
 
-        def kept(self: plan_reuse.Earlier, plan: Plan, name: str = asked["name"]) -> None:
+        def kept(self: plan_reuse.EarlierPlans, plan: Plan, name: str = asked["name"]) -> None:
             plans[name] = plan.dumps()
             keep(self, plan)
 
-        plan_reuse.Earlier.keep = kept  # type: ignore[method-assign]
+        plan_reuse.EarlierPlans.save_plan = kept  # type: ignore[method-assign]
         done[asked["name"]] = run(asked, plans, counting, folder)
         done[asked["name"]]["kept"] = json.loads(plans.get(asked["name"], "{}"))
     print(json.dumps(done))

@@ -132,12 +132,12 @@ def backend(inner: str, slotted: bool, settings: dict[str, Any] | None = None) -
     def transform(gm: torch.fx.GraphModule, kind: Any) -> None:
         if slotted:
             schedule, connect = fx.insert_slots(gm, kind)
-            connect(program(schedule.text))
+            connect(program(schedule.as_json_text))
 
     def compile_graph(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         with functorch_config.patch(enable_autograd_cache=False):
             if inner == "eager":
-                return fx.compiler(transform)(gm, inputs)
+                return fx.make_aot_backend(transform)(gm, inputs)
             notice = WATCH[-1].notices.append if slotted else None
             return codegen.compile_program(gm, inputs, notice, registry="slots_child", settings=settings)
 

@@ -84,20 +84,20 @@ def foreign() -> dict[str, Any]:
     digests = [hashlib.sha256(t.numpy().tobytes()).digest() for t in map(torch.clone, tensors)]
     copies = [t.clone() for t in tensors]
     here = cpu.CpuDevice()
-    here.keep_within(8 * MIB)
+    here.limit_tensors_and_spare_memory(8 * MIB)
     before = [_native.spare().holds(t.data_ptr()) for t in tensors]
     used = here.used_bytes()
     for tensor in tensors:  # the first bytes go back to malloc
-        here.drop(tensor.untyped_storage())
+        here.drop_bytes(tensor.untyped_storage())
     for tensor, copy in zip(tensors, copies):
         assert here.observer is not None
-        block = here.observer.block(tensor.untyped_storage())
-        here.resize(block, MIB)
-        here.observer.arrive(tensor.untyped_storage(), block)
+        block = here.observer.make_empty_block(tensor.untyped_storage())
+        here.resize_storage(block, MIB)
+        here.observer.give_block_to_storage(tensor.untyped_storage(), block)
         tensor.copy_(copy)
     after = [_native.spare().holds(t.data_ptr()) for t in tensors]
     counted, full = here.used_bytes() - used, rss.resident_bytes()
-    here.keep_within(0)
+    here.limit_tensors_and_spare_memory(0)
     same = digests == [hashlib.sha256(t.numpy().tobytes()).digest() for t in tensors]
     del tensors, tensor, block
     return {
@@ -115,7 +115,7 @@ def refused() -> dict[str, Any]:
     reasons = []
     for changed in tries:
         with patch.dict(os.environ, changed):
-            reasons.append(allocator._install())
+            reasons.append(allocator._build_and_install())
     with patch.dict(os.environ, tries[0]):
         here = cpu.CpuDevice()
         cpu.CpuDevice()
@@ -123,7 +123,7 @@ def refused() -> dict[str, Any]:
     full = rss.resident_bytes()
     used_is_resident = here.used_bytes() > full // 2
     for tensor in tensors[::2] + tensors[1::2]:
-        here.drop(tensor.untyped_storage())
+        here.drop_bytes(tensor.untyped_storage())
     freed = full - rss.resident_bytes()
     return {"reasons": reasons, "used_is_resident": used_is_resident, "freed": freed}
 
@@ -131,7 +131,7 @@ def refused() -> dict[str, Any]:
 def fork() -> dict[str, Any]:
     """Children of a process whose other thread takes and gives all the time."""
     here = cpu.CpuDevice()
-    here.keep_within(64 * MIB)
+    here.limit_tensors_and_spare_memory(64 * MIB)
     stop = threading.Event()
 
     def churn() -> None:

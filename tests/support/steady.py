@@ -22,7 +22,12 @@ from teraio.session import plan_reuse, tiers
 KERNEL_NS = 10**6
 RATE = 10**9  # bytes per s
 LATENCY_NS = 10**5
-REPLACED = ((lifetimes, "_durations"), (tiers, "_link"), (plan_reuse, "DRIFT_PERCENT"), (Pending, "done"))
+REPLACED = (
+    (lifetimes, "_kernel_durations_ns"),
+    (tiers, "_measure_link_once"),
+    (plan_reuse, "DRIFT_PERCENT"),
+    (Pending, "done"),
+)
 
 
 def _durations(step: Step) -> list[int]:
@@ -41,8 +46,8 @@ def plans(rate: int = RATE) -> None:
     def link(directory: Path, device: object, memory_bytes: int) -> LinkRates:
         return LinkRates("ssd", rate, rate, rate, rate, LATENCY_NS, LATENCY_NS)
 
-    lifetimes._durations = _durations
-    tiers._link = link
+    lifetimes._kernel_durations_ns = _durations
+    tiers._measure_link_once = link
     Pending.done = _done  # type: ignore[method-assign]
     plan_reuse.DRIFT_PERCENT = 10**9  # none is planned again because it took another time
 

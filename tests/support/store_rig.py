@@ -18,7 +18,7 @@ from for_now import folder_for_now
 from teraio import _native
 from teraio.errors import StoreError
 from teraio.runtime.store import directories, kill_points, stale_directories
-from teraio.runtime.store.extents import Extents, Piece, rounded
+from teraio.runtime.store.extents import Extents, Piece, round_up_to_blocks
 from teraio.runtime.store.space import Extent
 from teraio.runtime.store.store import Store
 from teraio.runtime.store.ticket import StoreTicket
@@ -57,7 +57,7 @@ def disk_near(folder: Path) -> Path | None:
 def _on_disk(folder: Path) -> bool:
     fd = os.open(folder, os.O_RDONLY)
     try:
-        return not directories.Directory(folder, fd, 0, directories.kind_of(fd)).in_memory
+        return not directories.Directory(folder, fd, 0, directories.file_system_name(fd)).is_in_memory
     finally:
         os.close(fd)
 
@@ -102,7 +102,7 @@ def check_extents(extents: Extents, live: list[tuple[Piece, ...]]) -> None:
     owner: list[dict[int, str]] = [{} for _ in extents.files]
 
     def claim(file: int, offset: int, size: int, what: str, over: str = "") -> None:
-        for block in range(offset, offset + rounded(size), 4096):
+        for block in range(offset, offset + round_up_to_blocks(size), 4096):
             assert owner[file].get(block, over) == over, (
                 f"block {block} of file {file}: {what}, and {owner[file][block]}"
             )
@@ -117,7 +117,7 @@ def check_extents(extents: Extents, live: list[tuple[Piece, ...]]) -> None:
                 claim(*piece, what="recent")
     dead = {(f, b) for f, o, s in extents._dead for b in range(o, o + s, 4096)}
     for number, space in enumerate(extents.files):
-        runs = space.runs()
+        runs = space.list_free_runs()
         assert all(a + size < b for (a, size), (b, _) in pairwise(runs)), "runs that touch are one run"
         for offset, size in runs:
             claim(number, offset, size, "run")
@@ -149,7 +149,9 @@ def pressed_while_waiting(ticket: StoreTicket, seconds: float) -> bool:
         signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt as stop:
         frames = [frame.f_code for frame, _ in traceback.walk_tb(stop.__traceback__)]
-        return StoreTicket._wait_once.__code__ in frames or StoreTicket.cancel.__code__ in frames
+        return (
+            StoreTicket._wait_and_collect_result.__code__ in frames or StoreTicket.cancel.__code__ in frames
+        )
     return False
 
 
@@ -251,8 +253,8 @@ class Left:
         paths = list(root.rglob("*"))
         self.named_bytes = sum(p.stat().st_blocks * 512 for p in paths if p.is_file())
         self.names = len(paths)
-        self.owners = {one.pid for one in stale_directories.running(root)}
-        stale_directories.clear(root)
+        self.owners = {one.pid for one in stale_directories.list_unlinked_files_in_use(root)}
+        stale_directories.remove_dead_directories(root)
         self.names_after_start = len(list(root.rglob("*")))
 
 

@@ -27,7 +27,7 @@ from teraio.runtime.optimizer import step_call
 
 LOST = "layers.4.weight.exp_avg"
 REAL = mover.Mover.end_fetch
-OPEN = step_call.OptimizerCall.open
+OPEN = step_call.OptimizerCall.open_bucket
 
 
 def lose(self: Any, record: Any) -> None:
@@ -36,7 +36,7 @@ def lose(self: Any, record: Any) -> None:
         REAL(self, record)
         return
     record.pending.ticket.wait()
-    self.device.resize(record.pending.block, 0)
+    self.device.resize_storage(record.pending.block, 0)
     record.pending, record.state = None, State.AWAY
     self.resident_bytes -= record.size_bytes
     raise StoreReadError(f"{LOST} did not come back", tensor=LOST)
@@ -50,7 +50,7 @@ def press(call: Any, at: int) -> None:
 
 PLANTS: dict[str, Any] = {
     "lost": patch.object(mover.Mover, "end_fetch", lose),
-    "pressed": patch.object(step_call.OptimizerCall, "open", press),
+    "pressed": patch.object(step_call.OptimizerCall, "open_bucket", press),
 }
 
 

@@ -134,7 +134,7 @@ def send_away(tensors: list[torch.Tensor]) -> None:
     user.end_step()
     residency.serial += 1
     known = [record for tensor in tensors if (record := record_of(tensor))]
-    candidates = {record.key for record in residency._candidates()}
+    candidates = {record.key for record in residency._eviction_candidates()}
     residency._evict_each([record for record in known if record.key in candidates])
 
 
@@ -210,13 +210,15 @@ def judge(case: Case, ours: World, plain: World) -> str:
 STAY = WEIGHTS_ONLY = {"vector_to_parameters"}  # it has another storage from then on
 
 
-LEAVE = observer.Observer.leave
+LEAVE = observer.Observer.empty_storage
 # Each of these must end in a wrong result, or in a crash.
 PLANTS: dict[str, list[Any]] = {
-    "nothing is observed": [patch.object(observer.Observer, "_fetches", lambda self, *_: 1)],
+    "nothing is observed": [patch.object(observer.Observer, "_fetch_or_refuse", lambda self, *_: 1)],
     "no write is noted": [
-        patch.object(observer.Observer, "written", lambda self, key: False),
-        patch.object(observer.Observer, "leave", lambda self, storage, _: LEAVE(self, storage, False)),
+        patch.object(observer.Observer, "is_written_since_copy", lambda self, key: False),
+        patch.object(
+            observer.Observer, "empty_storage", lambda self, storage, _: LEAVE(self, storage, False)
+        ),
     ],
 }
 

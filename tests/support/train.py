@@ -88,7 +88,7 @@ def hostile(seed: int, running: engine.Engine) -> Plan:
     """A plan of random moves of tensors that exist, at ticks that exist: valid to look at and nothing
     else."""
     choose = random.Random(seed)
-    ticks = max(running.tracker.length, 1)
+    ticks = max(running.tracker.tick_count, 1)
     names = [*(r.name for r in running.residency.records.values()), *running.residency.uses, "no such tensor"]
     made: list[Evict | Fetch] = []
     for _ in range(choose.randrange(50, 400)):
@@ -137,7 +137,7 @@ class Trainer:
         try:
             if budget:
                 with faulty_store(asked.get("fault")):
-                    session.start(Settings.parse({"inner": self.inner}))
+                    session.ensure_session(Settings.parse({"inner": self.inner}))
             with planted(asked.get("plant")):
                 self._train(self.ours if budget else self.plain, optimizer, asked, result, counting)
                 teraio.reset()
@@ -174,7 +174,7 @@ class Trainer:
             result["counts"].append({key: stats[key] - last.get(key, 0) for key in stats})
             last = stats
             if "hostile" in asked and engine.ENGINE is not None:
-                engine.ENGINE.install(hostile(asked["hostile"] * 1000 + step, engine.ENGINE))
+                engine.ENGINE.follow_plan(hostile(asked["hostile"] * 1000 + step, engine.ENGINE))
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -22,8 +22,8 @@ class Done:
 
 def writes() -> list[Any]:
     """What is written by operators and by address is taken for unchanged."""
-    leave = Observer.leave
+    leave = Observer.empty_storage
     return [
-        patch.object(Observer, "written", lambda self, key: False),
-        patch.object(Observer, "leave", lambda self, storage, unwritten: leave(self, storage, False)),
+        patch.object(Observer, "is_written_since_copy", lambda self, key: False),
+        patch.object(Observer, "empty_storage", lambda self, storage, unwritten: leave(self, storage, False)),
     ]

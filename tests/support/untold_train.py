@@ -24,7 +24,7 @@ from torch import nn, optim
 
 import teraio
 from teraio.runtime.engine import engine
-from teraio.runtime.optimizer.buckets import same
+from teraio.runtime.optimizer.buckets import is_bitwise_equal
 
 WIDTH, LAYERS, ROWS, STEPS = 192, 12, 32, 6
 MIB = 2**20
@@ -279,7 +279,7 @@ def compare(scenario: str) -> dict[str, Any]:
     found = run.train(scenario)
     counts = {name: count for name, count in teraio.stats().items() if isinstance(count, int)}
     teraio.reset()
-    return {"same": same(expected, found), "counts": counts}
+    return {"same": is_bitwise_equal(expected, found), "counts": counts}
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ class Trainer:
         os.environ.update({f"TERAIO_{name}": str(value) for name, value in settings.items()})
         try:
             if budget:
-                session.start(Settings.parse({"inner": self.inner}))
+                session.ensure_session(Settings.parse({"inner": self.inner}))
             self._train(steps, optimizer, result)
         except BudgetError as error:
             result["error"] = str(error)
@@ -114,7 +114,7 @@ class Trainer:
         of those that may not."""
         assert engine.ENGINE is not None
         records = engine.ENGINE.residency.records
-        free = {key: record for key, record in records.items() if record.evictable and not record.dead()}
+        free = {key: record for key, record in records.items() if record.evictable and not record.is_dead()}
         managed = sum(r.size_bytes for r in free.values() if r.kind in {"weight", "activation"})
         names = {record.name for record in free.values()}
         named = [(n, p.nbytes, p.untyped_storage()._cdata) for n, p in self.model.named_parameters()]

@@ -14,11 +14,11 @@ from teraio.formats.machine import Machine
 from teraio.formats.profile import Profile
 from teraio.passes.planner import planners
 from teraio.passes.planner.bound.bound import lower_bound
-from teraio.passes.planner.problem.problem import build
+from teraio.passes.planner.problem.problem import build_problem
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.recorder import Recorder
 from teraio.session import session
-from teraio.session.planning import PAYS_BACK_STEPS, as_far_as_it_fits
+from teraio.session.planning import PAYS_BACK_STEPS, cut_workspaces_to_budget
 
 WATCHED = 5  # steps
 BOUND_S = 10.0  # for the linear program
@@ -50,8 +50,8 @@ def bounds(step: Callable[[], Any]) -> dict[str, Any]:
 
 
 def bound_of(profile: Profile, machine: Machine, budget: int) -> int:
-    fitting = as_far_as_it_fits(profile, budget)
-    problem = build(fitting, machine)
+    fitting = cut_workspaces_to_budget(profile, budget)
+    problem = build_problem(fitting, machine)
     return lower_bound(problem, machine, budget, time_limit_s=BOUND_S).step_ns
 
 
@@ -65,7 +65,7 @@ def while_planned(profile: Profile, step: Callable[[], Any]) -> tuple[Profile, i
     between: list[int] = []
     for _ in range(WATCHED):
         step()
-        happened = recorder.whole()
+        happened = recorder.last_whole_step()
         if happened is not None and len(happened.kernels) == len(profile.kernels):
             seen.append([end - begin for _, begin, end in happened.kernels])
             between.append(happened.end_ns - happened.began_ns - sum(seen[-1]))

@@ -24,10 +24,10 @@ import numpy as np
 from teraio.formats.machine import Machine
 
 from ..problem.problem import Bytes, Problem
-from ..problem.progress_lines import tell_checks
-from .certificate import Solution, certified_ns, solve
-from .recompute_terms import Again
-from .relaxation import Relaxation, relax
+from ..problem.progress_lines import show_bound_search
+from .certificate import Solution, certified_stall_bound_ns, solve_relaxation
+from .recompute_terms import RecomputeOption
+from .relaxation import Relaxation, build_relaxation
 
 # On four steps of Llama 8B (1,500 kernels, 40 and 80 GB, 4 and 8 SSDs) 16 checks and 4 more a round ended
 # after 4 to 8 rounds and 2 to 4 s at a bound 0 to 1.2 % above that of 96 checks in equal parts (10 to 19 s).
@@ -53,13 +53,13 @@ class Bound:
     again: tuple[tuple[int, float], ...] = ()  # tensor, and which fraction of it is made again
 
 
-def lower_bound_ns(problem: Problem, budget_bytes: int) -> int:
+def simple_bound_ns(problem: Problem, budget_bytes: int) -> int:
     """A true bound on the step time of any plan that keeps this budget, simple and not tight.
 
     Compute: kernels run one after another. Bytes: at every tick, what lives beyond the budget is away; all of
     it is used again (unused tensors are left out), so it is fetched once per step or more, over all links.
     """
-    forced_bytes = _beyond_bytes(problem, budget_bytes)
+    forced_bytes = _bytes_beyond_budget(problem, budget_bytes)
     rate = sum(route.back.bandwidth_bytes_per_s for route in problem.routes)
     fetch_ns = -(-forced_bytes * 1_000_000_000 // rate) if forced_bytes > 0 and rate else 0
     return max(_compute_ns(problem), fetch_ns)
@@ -71,34 +71,34 @@ def lower_bound(
     budget_bytes: int,
     *,
     time_limit_s: float,
-    again: Sequence[Again] = (),
+    again: Sequence[RecomputeOption] = (),
     refined: bool = True,
 ) -> Bound:
     """The best bound that the time allows, and never less than the simple one. `again`: it holds also for
     plans that make any of these again. Not `refined`: that of the first checks, within a percent of it."""
     stop = monotonic() + time_limit_s
-    simple = _compute_ns(problem) if again else lower_bound_ns(problem, budget_bytes)
+    simple = _compute_ns(problem) if again else simple_bound_ns(problem, budget_bytes)
     best = Bound(simple, simple)
-    if _beyond_bytes(problem, budget_bytes) <= 0 or not problem.routes:
+    if _bytes_beyond_budget(problem, budget_bytes) <= 0 or not problem.routes:
         return best
-    checks, took_s = first_checks(problem, FIRST_CHECKS), len(problem.gaps) * GAP_S
+    checks, took_s = pick_check_ticks(problem, FIRST_CHECKS), len(problem.gaps) * GAP_S
     while monotonic() + took_s < stop:
         began = monotonic()
-        tell_checks(len(checks))
-        relaxation = relax(problem, dict(machine.shared), budget_bytes, checks, again)
-        solution = solve(relaxation.rows, stop - monotonic())
+        show_bound_search(len(checks))
+        relaxation = build_relaxation(problem, dict(machine.shared), budget_bytes, checks, again)
+        solution = solve_relaxation(relaxation.rows, stop - monotonic())
         if solution is None:
             break
-        step_ns = _compute_ns(problem) + certified_ns(relaxation.rows, solution.prices)
+        step_ns = _compute_ns(problem) + certified_stall_bound_ns(relaxation.rows, solution.prices)
         if step_ns > best.step_ns or not best.checks:
-            stalls = _spread(problem, checks, solution.values[: len(checks)])
-            away = _away(problem, relaxation, solution.values)
+            stalls = _spread_stalls_by_tick(problem, checks, solution.values[: len(checks)])
+            away = _evicted_part_by_gap(problem, relaxation, solution.values)
             made = tuple((tensor, solution.values[column]) for tensor, column in relaxation.again.items())
-            towards = _towards(problem, relaxation, solution.values)
+            towards = _assign_route_per_tensor(problem, relaxation, solution.values)
             best = Bound(max(step_ns, best.step_ns), simple, tuple(checks), stalls, away, towards, made)
-        more = _more_checks(problem, relaxation, solution)
+        more = _split_intervals_where_prices_change(problem, relaxation, solution)
         if len(more) == len(checks) and step_ns == _compute_ns(problem) and len(checks) < CALM_CHECKS:
-            more = first_checks(problem, 2 * len(checks))
+            more = pick_check_ticks(problem, 2 * len(checks))
         if len(more) <= len(checks) or not refined:
             break
         took_s = (monotonic() - began) * (len(more) / len(checks)) ** 3
@@ -110,20 +110,20 @@ def _compute_ns(problem: Problem) -> int:
     return problem.profile.compute_ns
 
 
-def _beyond_bytes(problem: Problem, budget_bytes: int) -> int:
+def _bytes_beyond_budget(problem: Problem, budget_bytes: int) -> int:
     """What must be away at the fullest tick, and is used again."""
     return int(problem.live.max()) - sum(g.size_bytes for g in problem.gaps if g.unused) - budget_bytes
 
 
-def first_checks(problem: Problem, count: int) -> list[int]:
+def pick_check_ticks(problem: Problem, count: int) -> list[int]:
     """The fullest tick of each of so many parts of the step, which are equal in time and in bytes that begin
     or end a gap."""
     ticks = len(problem.live)
     if ticks <= count:
         return list(range(ticks))
-    weight = _edge_bytes(problem)
+    weight = _gap_edge_bytes(problem)
     weight /= max(weight.sum(), 1.0)
-    weight += _durations(problem) / max(_compute_ns(problem), 1) + 1e-9
+    weight += _kernel_durations_ns(problem) / max(_compute_ns(problem), 1) + 1e-9
     part = np.minimum((np.cumsum(weight) / weight.sum() * count).astype(np.int64), count - 1)
     checks = []
     for number in np.unique(part):
@@ -132,11 +132,11 @@ def first_checks(problem: Problem, count: int) -> list[int]:
     return checks
 
 
-def _durations(problem: Problem) -> Bytes:
+def _kernel_durations_ns(problem: Problem) -> Bytes:
     return np.array([kernel.duration_ns for kernel in problem.profile.kernels], np.float64)
 
 
-def _edge_bytes(problem: Problem) -> Bytes:
+def _gap_edge_bytes(problem: Problem) -> Bytes:
     """By tick, the bytes whose gaps begin or end there: what transfers have to do with it."""
     edges = np.zeros(len(problem.live), np.float64)
     for gap in problem.gaps:
@@ -146,9 +146,11 @@ def _edge_bytes(problem: Problem) -> Bytes:
     return edges
 
 
-def _spread(problem: Problem, checks: Sequence[int], stalls_ns: Sequence[float]) -> tuple[int, ...]:
+def _spread_stalls_by_tick(
+    problem: Problem, checks: Sequence[int], stalls_ns: Sequence[float]
+) -> tuple[int, ...]:
     """Stalls by tick: those of an interval in proportion to the bytes of gaps that begin or end in it."""
-    ticks, weight = len(problem.live), _edge_bytes(problem) + 1.0
+    ticks, weight = len(problem.live), _gap_edge_bytes(problem) + 1.0
     spread = np.zeros(ticks, np.float64)
     for (first, end), stall_ns in zip(pairwise([*checks, checks[0] + ticks]), stalls_ns, strict=True):
         inside = np.arange(first + 1, end + 1) % ticks  # the wait is before the kernel at `end`
@@ -156,7 +158,9 @@ def _spread(problem: Problem, checks: Sequence[int], stalls_ns: Sequence[float])
     return tuple(int(stall) for stall in spread)
 
 
-def _away(problem: Problem, relaxation: Relaxation, values: Sequence[float]) -> tuple[float, ...]:
+def _evicted_part_by_gap(
+    problem: Problem, relaxation: Relaxation, values: Sequence[float]
+) -> tuple[float, ...]:
     """For each gap the largest fraction that is away at a check in it."""
     away = [0.0] * len(problem.gaps)
     for each in relaxation.away:
@@ -166,7 +170,9 @@ def _away(problem: Problem, relaxation: Relaxation, values: Sequence[float]) -> 
     return tuple(away)
 
 
-def _towards(problem: Problem, relaxation: Relaxation, values: Sequence[float]) -> tuple[int, ...]:
+def _assign_route_per_tensor(
+    problem: Problem, relaxation: Relaxation, values: Sequence[float]
+) -> tuple[int, ...]:
     """A route for each tensor, so that of those that are alike the routes get the parts that they have in the
     relaxation, one after another in the order of the step."""
     routes = range(len(problem.routes))
@@ -190,7 +196,9 @@ def _towards(problem: Problem, relaxation: Relaxation, values: Sequence[float]) 
     return tuple(towards)
 
 
-def _more_checks(problem: Problem, relaxation: Relaxation, solution: Solution) -> list[int]:
+def _split_intervals_where_prices_change(
+    problem: Problem, relaxation: Relaxation, solution: Solution
+) -> list[int]:
     """The checks, and the middles of those intervals at whose ends the price of a lane changes the most.
 
     Where prices are alike, a transfer may as well run in the next interval, and a check between them changes
@@ -201,7 +209,7 @@ def _more_checks(problem: Problem, relaxation: Relaxation, solution: Solution) -
     prices = {lane: [0.0] * len(checks) for lane in lanes}
     for lane, interval, row in relaxation.timed:
         prices[lane][interval] = solution.prices[row]
-    ticks, durations, edges = len(problem.live), _durations(problem), _edge_bytes(problem) + 1.0
+    ticks, durations, edges = len(problem.live), _kernel_durations_ns(problem), _gap_edge_bytes(problem) + 1.0
     best: list[tuple[float, int]] = []
     for interval, (first, end) in enumerate(pairwise([*checks, checks[0] + ticks])):
         inside = np.arange(first + 1, end) % ticks

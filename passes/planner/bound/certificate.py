@@ -37,7 +37,7 @@ class Solution:
     prices: tuple[float, ...]  # by row, ns per unit
 
 
-def certified_ns(rows: Rows, prices: Sequence[float]) -> int:
+def certified_stall_bound_ns(rows: Rows, prices: Sequence[float]) -> int:
     """A lower bound on the sum of the stalls of everything that keeps the rows; 0 always is one."""
     one = 1 << GRID_BITS
     grid = [round(price * one) if isfinite(price) else 0 for price in prices]
@@ -63,15 +63,15 @@ def certified_ns(rows: Rows, prices: Sequence[float]) -> int:
     return max(-(-total // one), 0)
 
 
-def solve(rows: Rows, time_limit_s: float) -> Solution | None:
+def solve_relaxation(rows: Rows, time_limit_s: float) -> Solution | None:
     """What OR-Tools' simplex says, None if it says nothing within the time."""
-    if not solvers.there():
+    if not solvers.is_ortools_installed():
         return None
     from ortools.math_opt.python import mathopt
 
     unit_ns = [NS_PER_S if column < rows.stalls else 1 for column in range(rows.unknowns)]
-    units = _row_units(rows)
-    model = mathopt.Model.from_model_proto(_proto(rows, units, unit_ns))
+    units = _solver_units_by_row(rows)
+    model = mathopt.Model.from_model_proto(_build_solver_model(rows, units, unit_ns))
     # Without presolve GLOP took 0.6 s instead of 1.0 s for 28,000 unknowns.
     limits = mathopt.SolveParameters(
         time_limit=timedelta(seconds=max(time_limit_s, 0.001)), presolve=mathopt.Emphasis.OFF
@@ -91,7 +91,7 @@ def solve(rows: Rows, time_limit_s: float) -> Solution | None:
     )
 
 
-def _row_units(rows: Rows) -> list[int]:
+def _solver_units_by_row(rows: Rows) -> list[int]:
     """Rows of bytes and of ns have large factors, rows of fractions have 1."""
     units = [1] * len(rows.low)
     for row, factor in zip(rows.row, rows.factor, strict=True):
@@ -100,7 +100,7 @@ def _row_units(rows: Rows) -> list[int]:
     return units
 
 
-def _proto(rows: Rows, units: list[int], unit_ns: list[int]) -> Any:
+def _build_solver_model(rows: Rows, units: list[int], unit_ns: list[int]) -> Any:
     """The model in arrays: built by name it would take longer than its solution."""
     from ortools.math_opt import model_pb2
 

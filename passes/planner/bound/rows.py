@@ -23,11 +23,11 @@ class Rows:
     column: list[int] = field(default_factory=list)
     factor: list[int] = field(default_factory=list)
 
-    def unknown(self) -> int:
+    def add_unknown(self) -> int:
         self.unknowns += 1
         return self.unknowns - 1
 
-    def add(self, low: int | None, high: int | None, terms: Terms) -> None:
+    def add_row(self, low: int | None, high: int | None, terms: Terms) -> None:
         self.row += [len(self.low)] * len(terms)
         self.low.append(low)
         self.high.append(high)

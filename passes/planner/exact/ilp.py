@@ -14,16 +14,16 @@ from time import monotonic
 
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 
-from ..greedy.choose import Choice
-from ..greedy.greedy import as_plan, greedy
+from ..greedy.choose import GapChoice
+from ..greedy.greedy import greedy, plan_of_absences
 from ..greedy.timing import Absence
 from ..problem.problem import Problem, Route, transfer_ns
-from ..problem.progress_lines import tell_best
-from ..simulate.simulate import entered_ns
-from .integer_program import solve
-from .windows import Chosen, Free, State, Window
+from ..problem.progress_lines import show_best_step
+from ..simulate.simulate import tick_entries_and_period
+from .integer_program import solve_window
+from .windows import GapSolution, MovableGap, SimulatedPlan, Window
 
 FEW_GAPS = 6  # so many are one window
 MOST_TICKS = 400  # to choose from, of all gaps of that window; beyond it, every second, third, ... tick
@@ -37,44 +37,50 @@ def ilp(
     stop = monotonic() + time_limit_s
     share = GREEDY_SHARE * time_limit_s
     start = greedy(problem, machine, budget_bytes, bound_ns=bound_ns, seed=seed, time_limit_s=share)
-    return improve(problem, machine, start, bound_ns=bound_ns, seed=seed, stop=stop)
+    return improve_plan_by_windows(problem, machine, start, bound_ns=bound_ns, seed=seed, stop=stop)
 
 
-def improve(problem: Problem, machine: Machine, plan: Plan, *, bound_ns: int, seed: int, stop: float) -> Plan:
+def improve_plan_by_windows(
+    problem: Problem, machine: Machine, plan: Plan, *, bound_ns: int, seed: int, stop: float
+) -> Plan:
     """The plan, or a faster one."""
-    best, best_ns = plan, entered_ns(plan, problem.profile, machine)[1]
+    best, best_ns = plan, tick_entries_and_period(plan, problem.profile, machine)[1]
     if sum(not gap.unused for gap in problem.gaps) <= FEW_GAPS:
         if best_ns > bound_ns and monotonic() < stop:
-            chosen = solve(problem, _around(problem, best, best_ns), stop - monotonic(), seed)
-            best, _ = _better(problem, machine, best, best_ns, (), chosen, all_unused=True)
+            chosen = solve_window(
+                problem, _whole_step_window(problem, best, best_ns), stop - monotonic(), seed
+            )
+            best, _ = _plan_with_solutions_if_faster(
+                problem, machine, best, best_ns, (), chosen, all_unused=True
+            )
         return best
     tried: set[tuple[int, int]] = set()
-    state = State.of(problem, machine, best)
+    state = SimulatedPlan.from_plan(problem, machine, best)
     while best_ns > bound_ns and monotonic() < stop:
-        spot = next((spot for spot in state.spots() if spot not in tried), None)
+        spot = next((spot for spot in state.ranges_around_stalls() if spot not in tried), None)
         if spot is None:
             break
         tried.add(spot)
-        tell_best("ilp", best_ns)
-        window = state.window(*spot)
+        show_best_step("ilp", best_ns)
+        window = state.build_window(*spot)
         if window is None:
             continue
-        chosen = solve(problem, window, stop - monotonic(), seed)
+        chosen = solve_window(problem, window, stop - monotonic(), seed)
         kept = [a for a in state.absences if a.gap not in {free.index for free in window.free}]
-        improved, improved_ns = _better(problem, machine, best, best_ns, kept, chosen)
+        improved, improved_ns = _plan_with_solutions_if_faster(problem, machine, best, best_ns, kept, chosen)
         if improved_ns < best_ns:
-            best, best_ns, state = improved, improved_ns, State.of(problem, machine, improved)
+            best, best_ns, state = improved, improved_ns, SimulatedPlan.from_plan(problem, machine, improved)
             tried = {other for other in tried if other[1] <= spot[0] or spot[1] <= other[0]}
     return best
 
 
-def _better(
+def _plan_with_solutions_if_faster(
     problem: Problem,
     machine: Machine,
     best: Plan,
     best_ns: int,
     kept: Sequence[Absence],
-    chosen: Sequence[Chosen] | None,
+    chosen: Sequence[GapSolution] | None,
     all_unused: bool = False,
 ) -> tuple[Plan, int]:
     """The plan with what was chosen, if it is faster and good, else the one before."""
@@ -86,41 +92,41 @@ def _better(
         if each.route is not None:
             read_ns = transfer_ns(each.route.back, problem.gaps[each.index].size_bytes)
             absences.append(Absence(each.index, each.route, 0, read_ns, each.free, each.trigger))
-    absences.sort(key=lambda absence: _age(problem, absence.gap))
+    absences.sort(key=lambda absence: _age_sort_key(problem, absence.gap))
     routes = {problem.gaps[absence.gap].tensor: absence.route for absence in absences}
     unused = [
         index
         for index, gap in enumerate(problem.gaps)
         if gap.unused and (all_unused or problem.profile.tensors[gap.tensor].name in homes)
     ]
-    routes |= {problem.gaps[index].tensor: _home(problem, best, index) for index in unused}
-    choice = Choice(best.budget_bytes, (*unused, *(absence.gap for absence in absences)), routes)
-    plan = replace(as_plan(problem, choice, absences, best.budget_bytes), planner="ilp")
-    took_ns = entered_ns(plan, problem.profile, machine)[1]
-    if took_ns >= best_ns or not check(plan, problem.profile, machine).feasible:
+    routes |= {problem.gaps[index].tensor: _route_of_unused_tensor(problem, best, index) for index in unused}
+    choice = GapChoice(best.budget_bytes, (*unused, *(absence.gap for absence in absences)), routes)
+    plan = replace(plan_of_absences(problem, choice, absences, best.budget_bytes), planner="ilp")
+    took_ns = tick_entries_and_period(plan, problem.profile, machine)[1]
+    if took_ns >= best_ns or not check_plan_against_profile(plan, problem.profile, machine).feasible:
         return best, best_ns
     return plan, took_ns
 
 
-def _age(problem: Problem, index: int) -> tuple[int, int]:
+def _age_sort_key(problem: Problem, index: int) -> tuple[int, int]:
     """Gaps in the order in which those of one version come."""
-    return problem.gaps[index].age(len(problem.live)), index
+    return problem.gaps[index].ticks_since_write(len(problem.live)), index
 
 
-def _home(problem: Problem, plan: Plan, index: int) -> Route:
+def _route_of_unused_tensor(problem: Problem, plan: Plan, index: int) -> Route:
     """Where an unused tensor lives: as before, or on the fastest route."""
     name = problem.profile.tensors[problem.gaps[index].tensor].name
     tier = next((home.tier for home in plan.homes if home.tensor == name), problem.routes[0].tier)
     return next(route for route in problem.routes if route.tier == tier)
 
 
-def _around(problem: Problem, plan: Plan, below_ns: int) -> Window:
+def _whole_step_window(problem: Problem, plan: Plan, below_ns: int) -> Window:
     """All gaps of the step by age, every tick of them to choose from."""
-    ages = sorted(range(len(problem.gaps)), key=lambda index: _age(problem, index))
+    ages = sorted(range(len(problem.gaps)), key=lambda index: _age_sort_key(problem, index))
     used = [(index, problem.gaps[index]) for index in ages if not problem.gaps[index].unused]
     thin = max(1, -(-sum(gap.end - gap.start for _, gap in used) // MOST_TICKS))
     free = [
-        Free(
+        MovableGap(
             index,
             tuple(sorted({*range(gap.start + 1, gap.end, thin)})),
             tuple(sorted({*range(gap.end, gap.start + 1, -thin)})),
@@ -132,5 +138,5 @@ def _around(problem: Problem, plan: Plan, below_ns: int) -> Window:
     need = tuple(int(row) - sum(size for _, size in unused) - plan.budget_bytes for row in problem.live)
     room = {route: route.capacity_bytes for route in problem.routes}
     for index, size in unused:
-        room[_home(problem, plan, index)] -= size
+        room[_route_of_unused_tensor(problem, plan, index)] -= size
     return Window(True, 0, len(problem.live), tuple(free), need, below_ns, room_bytes=room)

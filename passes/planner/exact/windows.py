@@ -14,7 +14,7 @@ from teraio.formats.machine import Machine
 from teraio.formats.plan import Evict, Fetch, Move, Plan
 
 from ..greedy.timing import Absence, Clock
-from ..problem.problem import Ledger, Problem, Route
+from ..problem.problem import BytesByTick, Problem, Route
 from ..simulate.simulate import simulate
 
 WIDTHS = (24, 8, 48, 96)  # ticks, tried in turn
@@ -23,7 +23,7 @@ MOST_NEW = 10  # gaps among them that are not away yet, the largest
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class MovableGap:
     """A gap in the window. `frees` and `triggers`: ticks to choose from, rising, unrolled like the gap.
 
     `must`: it is away whatever else is chosen. `writes`: whether it writes when it is away, None if that is
@@ -55,7 +55,7 @@ class Window:
     around: bool
     first: int
     end: int
-    free: tuple[Free, ...]
+    free: tuple[MovableGap, ...]
     need_bytes: tuple[int, ...]
     below_ns: int
     busy_ns: dict[tuple[Route, bool], int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class GapSolution:
     """What the program says of a gap; `route` is None if it stays on the device."""
 
     index: int
@@ -74,7 +74,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class TransferTimes:
     """When a transfer ran, from the start of the step in which it was issued."""
 
     start_ns: int
@@ -82,7 +82,7 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class SimulatedPlan:
     """A plan, taken apart: absences, when ticks are entered, when transfers run (by gap), where it waits.
 
     `away`: how many gaps of each version are away. `runs`: every transfer by lane, with its tick.
@@ -92,27 +92,27 @@ class State:
     plan: Plan
     absences: tuple[Absence, ...]
     clock: Clock
-    writes: dict[int, Ran]
-    reads: dict[int, Ran]
+    writes: dict[int, TransferTimes]
+    reads: dict[int, TransferTimes]
     stalls_ns: dict[int, int]  # by tick
     away: dict[tuple[int, int | None], int]
-    runs: dict[tuple[Route, bool], list[tuple[int, Ran]]]
+    runs: dict[tuple[Route, bool], list[tuple[int, TransferTimes]]]
 
     @classmethod
-    def of(cls, problem: Problem, machine: Machine, plan: Plan) -> State:
+    def from_plan(cls, problem: Problem, machine: Machine, plan: Plan) -> SimulatedPlan:
         line, ticks = simulate(plan, problem.profile, machine), len(problem.live)
         entered = [0, *(span.end_ns for span in line.spans if span.track == "compute")]
         period_ns = entered.pop()
-        ran = [Ran(span.start_ns, span.end_ns) for span in line.spans if span.track != "compute"]
+        ran = [TransferTimes(span.start_ns, span.end_ns) for span in line.spans if span.track != "compute"]
         issued = [(m.trigger % ticks, isinstance(m, Fetch), m) for m in plan.moves if m.trigger is not None]
         issued.sort(key=lambda entry: entry[:2])
         by_move = dict(zip((move for _, _, move in issued), ran, strict=True))
         waits: dict[int, int] = defaultdict(int)
         for stall in line.stalls:
             waits[stall.tick] += stall.ns
-        absences, writes, reads = _taken_apart(problem, plan, by_move)
+        absences, writes, reads = _absences_with_times(problem, plan, by_move)
         away: dict[tuple[int, int | None], int] = defaultdict(int)
-        runs: dict[tuple[Route, bool], list[tuple[int, Ran]]] = defaultdict(list)
+        runs: dict[tuple[Route, bool], list[tuple[int, TransferTimes]]] = defaultdict(list)
         for absence in absences:
             gap = problem.gaps[absence.gap]
             away[gap.tensor, gap.version] += 1
@@ -121,7 +121,7 @@ class State:
                 runs[absence.route, True].append(((gap.start + 1) % ticks, writes[absence.gap]))
         return cls(problem, plan, absences, Clock(entered, period_ns), writes, reads, waits, away, runs)
 
-    def spots(self) -> list[tuple[int, int]]:
+    def ranges_around_stalls(self) -> list[tuple[int, int]]:
         """Where to look: windows that end soon after a stall, the longest first."""
         ticks, found = len(self.problem.live), []
         for width in WIDTHS:
@@ -130,62 +130,72 @@ class State:
                 found.append((max(end - width, 0), end))
         return found
 
-    def window(self, first: int, end: int) -> Window | None:
+    def build_window(self, first: int, end: int) -> Window | None:
         """The window of these ticks; None if too much or nothing happens in it."""
         view = _View(self, first, end)
-        free = [view.absent(absence) for absence in self.absences]
+        free = [view.movable_gap_of_absence(absence) for absence in self.absences]
         inside = [each for each in free if each is not None]
-        inside += view.present()
+        inside += view.movable_resident_gaps()
         if not 0 < len(inside) <= MOST_FREE:
             return None
         indices = {each.index for each in inside}
-        ledger = Ledger(self.problem.live)
+        ledger = BytesByTick(self.problem.live)
         for absence in self.absences:
             if absence.gap not in indices:
                 size = self.problem.gaps[absence.gap].size_bytes
-                ledger.add(absence.free, absence.trigger, -size)
+                ledger.add_bytes_between(absence.free, absence.trigger, -size)
         homes = {home.tensor for home in self.plan.homes}
         tensors = self.problem.profile.tensors
         unused = sum(g.size_bytes for g in self.problem.gaps if g.unused and tensors[g.tensor].name in homes)
         need = tuple(int(row) - unused - self.plan.budget_bytes for row in ledger.rows[first:end])
-        took_ns = self.clock.at(end) - self.clock.at(first)
-        return Window(False, first, end, tuple(inside), need, took_ns, *view.lanes())
+        took_ns = self.clock.ns_at_tick(end) - self.clock.ns_at_tick(first)
+        return Window(False, first, end, tuple(inside), need, took_ns, *view.lane_busy_and_late_ns())
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
     """A plan seen from a window."""
 
-    state: State
+    state: SimulatedPlan
     first: int
     end: int
 
-    def absent(self, absence: Absence) -> Free | None:
+    def movable_gap_of_absence(self, absence: Absence) -> MovableGap | None:
         """What of an absence lies in the window; None if nothing does."""
-        problem, at = self.state.problem, self.state.clock.at
+        problem, at = self.state.problem, self.state.clock.ns_at_tick
         gap, ticks = problem.gaps[absence.gap], len(problem.live)
         f, t, write = absence.free, absence.trigger, self.state.writes.get(absence.gap)
-        out, free, trigger, ready = (self._inside(x) for x in (gap.start + 1, f, t, gap.end))
+        out, free, trigger, ready = (self._is_in_window(x) for x in (gap.start + 1, f, t, gap.end))
         if not (free or trigger or (out and write) or ready):
             return None
-        frees = self._ticks(f, gap.start + 1, gap.end - 1 if trigger else t - 1) if free else (f,)
-        triggers = self._ticks(t, gap.start + 2 if free else f + 1, gap.end) if trigger else (t,)
+        frees = (
+            self._ticks_for_edge_in_window(f, gap.start + 1, gap.end - 1 if trigger else t - 1)
+            if free
+            else (f,)
+        )
+        triggers = (
+            self._ticks_for_edge_in_window(t, gap.start + 2 if free else f + 1, gap.end) if trigger else (t,)
+        )
         read = self.state.reads[absence.gap]
-        written_ns = write.end_ns - self._since(gap.start + 1, f) if write and free and not out else 0
-        return Free(
+        written_ns = (
+            write.end_ns - self._window_start_ns_since_issue(gap.start + 1, f)
+            if write and free and not out
+            else 0
+        )
+        return MovableGap(
             absence.gap,
             frees,
             triggers,
             (absence.route,),
-            must=not (free and trigger and self._lonely(absence.gap)),
+            must=not (free and trigger and self._has_no_evicted_sibling(absence.gap)),
             writes=write is not None and (out or free),
             written_ns=max(written_ns, 0),
-            read_ns=max(read.end_ns - self._since(t, gap.end), 0),
+            read_ns=max(read.end_ns - self._window_start_ns_since_issue(t, gap.end), 0),
             write_late_ns=at(f) - at((gap.start + 1) // ticks * ticks + self.end),
             read_late_ns=at(gap.end) - at(t // ticks * ticks + self.end),
         )
 
-    def present(self) -> Iterator[Free]:
+    def movable_resident_gaps(self) -> Iterator[MovableGap]:
         """Gaps that lie in the window and are not away yet."""
         problem, ticks = self.state.problem, len(self.state.problem.live)
         away = {absence.gap for absence in self.state.absences}
@@ -193,12 +203,12 @@ class _View:
         found = []
         for index, gap in enumerate(problem.gaps):
             inside = self.first <= gap.start + 1 and gap.end < self.end
-            if inside and index not in away and not gap.unused and self._lonely(index):
+            if inside and index not in away and not gap.unused and self._has_no_evicted_sibling(index):
                 found.append((-gap.size_bytes, index))
         for _, index in sorted(found)[:MOST_NEW]:
             gap = problem.gaps[index]
             assert gap.end < ticks, gap
-            yield Free(
+            yield MovableGap(
                 index,
                 tuple(range(gap.start + 1, gap.end)),
                 tuple(range(gap.start + 2, gap.end + 1)),
@@ -206,9 +216,9 @@ class _View:
                 writes=gap.version is not None,
             )
 
-    def lanes(self) -> tuple[dict[tuple[Route, bool], int], dict[tuple[Route, bool], int]]:
+    def lane_busy_and_late_ns(self) -> tuple[dict[tuple[Route, bool], int], dict[tuple[Route, bool], int]]:
         """For each lane, until when it is busy at the start of the window, and may be after its end."""
-        at, ticks = self.state.clock.at, len(self.state.problem.live)
+        at, ticks = self.state.clock.ns_at_tick, len(self.state.problem.live)
         begin_ns, end_ns, period_ns = at(self.first), at(self.end), at(ticks)
         busy: dict[tuple[Route, bool], int] = {}
         late: dict[tuple[Route, bool], int] = {}
@@ -220,29 +230,29 @@ class _View:
             late[lane] = max(served - end_ns, following - end_ns, 0)
         return busy, late
 
-    def _since(self, issued: int, waited: int) -> int:
+    def _window_start_ns_since_issue(self, issued: int, waited: int) -> int:
         """The start of the window in which something is waited for, from that of the step it is issued in."""
         ticks = len(self.state.problem.live)
-        return self.state.clock.at((waited // ticks - issued // ticks) * ticks + self.first)
+        return self.state.clock.ns_at_tick((waited // ticks - issued // ticks) * ticks + self.first)
 
-    def _inside(self, tick: int) -> bool:
+    def _is_in_window(self, tick: int) -> bool:
         return self.first <= tick % len(self.state.problem.live) < self.end
 
-    def _ticks(self, now: int, low: int, high: int) -> tuple[int, ...]:
+    def _ticks_for_edge_in_window(self, now: int, low: int, high: int) -> tuple[int, ...]:
         """Where an edge may be: in the window around where it is now."""
         lap = now - now % len(self.state.problem.live)
         return tuple(range(max(low, lap + self.first), min(high, lap + self.end - 1) + 1))
 
-    def _lonely(self, index: int) -> bool:
+    def _has_no_evicted_sibling(self, index: int) -> bool:
         """Whether no other gap that is away depends on who writes: then this one may come and go."""
         gap = self.state.problem.gaps[index]
         others = self.state.away.get((gap.tensor, gap.version), 0) - (index in self.state.reads)
         return gap.version is None or others == 0
 
 
-def _taken_apart(
-    problem: Problem, plan: Plan, ran: dict[Move, Ran]
-) -> tuple[tuple[Absence, ...], dict[int, Ran], dict[int, Ran]]:
+def _absences_with_times(
+    problem: Problem, plan: Plan, ran: dict[Move, TransferTimes]
+) -> tuple[tuple[Absence, ...], dict[int, TransferTimes], dict[int, TransferTimes]]:
     """The absences behind the moves, and when the write and the read of each gap ran."""
     ticks, routes = len(problem.live), {route.tier: route for route in problem.routes}
     names = {tensor.name: index for index, tensor in enumerate(problem.profile.tensors)}
@@ -250,8 +260,8 @@ def _taken_apart(
     for index, gap in enumerate(problem.gaps):
         gaps[gap.tensor].append(index)
     found: dict[int, Absence] = {}
-    writes: dict[int, Ran] = {}
-    reads: dict[int, Ran] = {}
+    writes: dict[int, TransferTimes] = {}
+    reads: dict[int, TransferTimes] = {}
     for move in plan.moves:
         if isinstance(move, Fetch):
             index = next(

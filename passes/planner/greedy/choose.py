@@ -21,13 +21,13 @@ import numpy as np
 
 from teraio.errors import PlanError
 
-from ..problem.problem import Bytes, Ledger, Problem, Route, transfer_ns
+from ..problem.problem import Bytes, BytesByTick, Problem, Route, transfer_ns
 
 CLASS_TICKS = 50_000  # sizes x ticks: with 12 sizes and 1,500 ticks a choice takes as long as with one size
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class GapChoice:
     """Indices into `problem.gaps`, and the tier of each tensor that moves."""
 
     target_bytes: int
@@ -35,17 +35,17 @@ class Choice:
     routes: dict[int, Route]
 
 
-class _Tiers:
+class _TierAssignment:
     """Where tensors go: where the problem says, else on the route on which they are done first; each to a
     tier with room."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.rows = {route: Ledger(np.zeros(len(problem.live), np.int64)) for route in problem.routes}
+        self.rows = {route: BytesByTick(np.zeros(len(problem.live), np.int64)) for route in problem.routes}
         self.load_ns = dict.fromkeys(problem.routes, 0)
         self.of: dict[int, Route] = {}
 
-    def place(self, gap: int) -> bool:
+    def try_assign_tier(self, gap: int) -> bool:
         """Give the gap's tensor a tier if it has none; False if no tier has room for it."""
         tensor, size = self.problem.gaps[gap].tensor, self.problem.gaps[gap].size_bytes
         if tensor in self.of:
@@ -55,7 +55,7 @@ class _Tiers:
         roomy = [
             route
             for route, rows in self.rows.items()
-            if int(rows.window(first, end).max()) + size <= route.capacity_bytes
+            if int(rows.rows_between(first, end).max()) + size <= route.capacity_bytes
         ]
         if not roomy:
             return False
@@ -63,7 +63,7 @@ class _Tiers:
         towards = self.problem.towards[tensor] if self.problem.towards else -1
         if towards >= 0 and self.problem.routes[towards] in roomy:
             best = self.problem.routes[towards]
-        self.rows[best].add(first, end, size)
+        self.rows[best].add_bytes_between(first, end, size)
         self.load_ns[best] += transfer_ns(best.back, size)
         self.of[tensor] = best
         return True
@@ -76,9 +76,9 @@ def lifetime(problem: Problem, tensor: int) -> tuple[int, int]:
     return (0, len(problem.live)) if it.persistent else (min(uses), max(uses) + 1)
 
 
-def choose(
+def choose_gaps(
     problem: Problem, targets: Sequence[int], windows: Sequence[tuple[int, int]], sparing: bool = False
-) -> Iterator[Choice]:
+) -> Iterator[GapChoice]:
     """One choice per target, which go down. Ends early when no gap that is left helps.
 
     `windows`: for each gap, from which tick up to which its bytes count as away, within its widest absence.
@@ -92,10 +92,10 @@ def choose(
     siblings: dict[tuple[int, int | None], list[int]] = {}
     for index, version in enumerate(versions):
         siblings.setdefault(version, []).append(index)
-    cost = np.array([_cost_ns(problem, index) for index in range(len(gaps))], np.float64)
+    cost = np.array([_round_trip_ns(problem, index) for index in range(len(gaps))], np.float64)
     classes, caps = _size_classes(size, ticks) if sparing else (np.zeros(len(gaps), np.int64), np.ones(1))
     alive = np.ones(len(gaps), bool)
-    ledger, tiers, taken = Ledger(problem.live), _Tiers(problem), []
+    ledger, tiers, taken = BytesByTick(problem.live), _TierAssignment(problem), []
     for target in targets:
         while (above := np.maximum(ledger.rows - target, 0)).any():
             area = np.zeros((len(caps), ticks + 1), np.float64)
@@ -108,14 +108,14 @@ def choose(
             if best < 0 or score[best] <= 0:
                 return
             alive[best] = False
-            if not tiers.place(best):
+            if not tiers.try_assign_tier(best):
                 continue
             taken.append(best)
-            ledger.add(int(first[best]), int(end[best]), -int(size[best]))
+            ledger.add_bytes_between(int(first[best]), int(end[best]), -int(size[best]))
             for other in siblings[versions[best]]:
                 cost[other] = max(transfer_ns(tiers.of[gaps[best].tensor].back, int(size[best])), 1)
-        needed = _needed(taken, windows, size, cost, ledger, target)
-        yield Choice(target, tuple(needed), dict(tiers.of))
+        needed = _prune_superfluous_gaps(taken, windows, size, cost, ledger, target)
+        yield GapChoice(target, tuple(needed), dict(tiers.of))
 
 
 def _size_classes(size: Bytes, ticks: int) -> tuple[Bytes, Bytes]:
@@ -130,26 +130,26 @@ def _size_classes(size: Bytes, ticks: int) -> tuple[Bytes, Bytes]:
     return part[classes], caps[last]
 
 
-def _needed(
+def _prune_superfluous_gaps(
     taken: list[int],
     windows: Sequence[tuple[int, int]],
     size: Bytes,
     cost: Bytes,
-    ledger: Ledger,
+    ledger: BytesByTick,
     target: int,
 ) -> list[int]:
     """Without the gaps that later ones made superfluous; the most expensive are let off first."""
-    room, kept = Ledger(ledger.rows), []
+    room, kept = BytesByTick(ledger.rows), []
     for index in sorted(taken, key=lambda i: (-cost[i], i)):
         first, end = windows[index]
-        if int(room.window(first, end).max()) + int(size[index]) <= target:
-            room.add(first, end, int(size[index]))
+        if int(room.rows_between(first, end).max()) + int(size[index]) <= target:
+            room.add_bytes_between(first, end, int(size[index]))
         else:
             kept.append(index)
     return sorted(kept)
 
 
-def _cost_ns(problem: Problem, index: int) -> int:
+def _round_trip_ns(problem: Problem, index: int) -> int:
     """What a gap's transfers take on the fastest route; never 0, so that it can divide."""
     gap = problem.gaps[index]
     if gap.unused or not problem.routes:
@@ -159,7 +159,7 @@ def _cost_ns(problem: Problem, index: int) -> int:
     return max(transfer_ns(route.back, gap.size_bytes) + write_ns, 1)
 
 
-def no_room(problem: Problem, budget_bytes: int) -> PlanError:
+def no_tier_room_error(problem: Problem, budget_bytes: int) -> PlanError:
     """The certificate when memory would do, but the slow tiers do not."""
     tick = int(problem.live.argmax())
     kernels = problem.profile.kernels

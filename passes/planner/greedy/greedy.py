@@ -22,11 +22,11 @@ from teraio.formats.machine import Machine
 from teraio.formats.plan import Evict, Fetch, Home, Move, Plan
 
 from ..problem.problem import Problem, transfer_ns
-from ..problem.progress_lines import tell_best
-from ..simulate.simulate import entered_ns
-from .choose import Choice, choose
-from .packing import packed
-from .timing import Absence, Clock, hidden_windows, time
+from ..problem.progress_lines import show_best_step
+from ..simulate.simulate import tick_entries_and_period
+from .choose import GapChoice, choose_gaps
+from .packing import pack_gaps_into_tiers
+from .timing import Absence, Clock, choose_absence_ticks, stall_free_tick_ranges
 
 # Shares of the way from the budget to the floor that a target goes down: room for transfers in flight. On
 # seven synthetic Llama steps (8 and 32 layers, 20 to 80 GB, 4 and 8 SSDs) the best share was 0 to 0.5.
@@ -50,7 +50,7 @@ def greedy(
     """The fastest plan found. Stops when one meets the bound or the time is up; `seed` changes nothing."""
     stop = monotonic() + time_limit_s
     best, best_ns = Plan("", "greedy", budget_bytes), -1
-    for plan, period_ns in portfolio(problem, machine, budget_bytes, bound_ns):
+    for plan, period_ns in greedy_plans_with_periods(problem, machine, budget_bytes, bound_ns):
         if best_ns < 0 or period_ns < best_ns:
             best, best_ns = plan, period_ns
         if best_ns <= bound_ns or monotonic() > stop:
@@ -58,31 +58,35 @@ def greedy(
     return best
 
 
-def portfolio(
+def greedy_plans_with_periods(
     problem: Problem, machine: Machine, budget_bytes: int, bound_ns: int
 ) -> Iterator[tuple[Plan, int]]:
     """Every plan with its period. PlanError at the end if there was none."""
     best_ns = -1
-    for choice, start, guided in _rungs(problem, budget_bytes):
+    for choice, start, guided in _choices_with_clocks(problem, budget_bytes):
         if not guided and 0 <= best_ns <= bound_ns * GOOD:
             break
-        for plan, period_ns in _timed(problem, machine, budget_bytes, choice, start, best_ns):
+        for plan, period_ns in _plans_from_retimed_choice(
+            problem, machine, budget_bytes, choice, start, best_ns
+        ):
             yield plan, period_ns
             best_ns = period_ns if best_ns < 0 else min(best_ns, period_ns)
-            tell_best("greedy", best_ns)
+            show_best_step("greedy", best_ns)
     if best_ns < 0:
-        choice = packed(problem, budget_bytes)
-        yield from _timed(problem, machine, budget_bytes, choice, _even_clock(problem, choice), best_ns)
+        choice = pack_gaps_into_tiers(problem, budget_bytes)
+        yield from _plans_from_retimed_choice(
+            problem, machine, budget_bytes, choice, _evenly_stretched_clock(problem, choice), best_ns
+        )
 
 
-def _timed(
-    problem: Problem, machine: Machine, budget_bytes: int, choice: Choice, clock: Clock, best_ns: int
+def _plans_from_retimed_choice(
+    problem: Problem, machine: Machine, budget_bytes: int, choice: GapChoice, clock: Clock, best_ns: int
 ) -> Iterator[tuple[Plan, int]]:
     """A choice, timed again and again, as long as it is not hopeless beside the best."""
     for lap, writes_first in enumerate(WRITES_FIRST):
-        absences = time(problem, choice, budget_bytes, clock, writes_first)
-        plan = as_plan(problem, choice, absences, budget_bytes)
-        entered, period_ns = entered_ns(plan, problem.profile, machine)
+        absences = choose_absence_ticks(problem, choice, budget_bytes, clock, writes_first)
+        plan = plan_of_absences(problem, choice, absences, budget_bytes)
+        entered, period_ns = tick_entries_and_period(plan, problem.profile, machine)
         yield plan, period_ns
         best_ns = period_ns if best_ns < 0 else min(best_ns, period_ns)
         if lap >= 1 and period_ns > best_ns * HOPELESS:
@@ -90,7 +94,7 @@ def _timed(
         clock = Clock(entered, period_ns)
 
 
-def _rungs(problem: Problem, budget_bytes: int) -> Iterator[tuple[Choice, Clock, bool]]:
+def _choices_with_clocks(problem: Problem, budget_bytes: int) -> Iterator[tuple[GapChoice, Clock, bool]]:
     """The portfolio: choices, each with the clock by which it is timed first, and whether it is guided."""
     room = budget_bytes - int(problem.floor.max())
     alone = replace(problem, towards=())
@@ -99,24 +103,26 @@ def _rungs(problem: Problem, budget_bytes: int) -> Iterator[tuple[Choice, Clock,
     tiers = (problem, alone) if len(problem.routes) > 1 else (alone,)
     told = ((each, one) for each in GUIDED for one in tiers)
     for (stretch, least_away, shares), one in told if problem.stalls_ns else ():
-        slow = _stretched(one, stretch)
+        slow = _stretch_kernels_by_stalls(one, stretch)
         windows = [
             window if part >= least_away or gap.unused else (gap.end, gap.end)
-            for window, part, gap in zip(hidden_windows(slow), problem.away, problem.gaps, strict=True)
+            for window, part, gap in zip(
+                stall_free_tick_ranges(slow), problem.away, problem.gaps, strict=True
+            )
         ]
-        for choice in choose(slow, [budget_bytes - int(share * room) for share in shares], windows):
-            yield choice, Clock.unhindered(slow.profile), True
+        for choice in choose_gaps(slow, [budget_bytes - int(share * room) for share in shares], windows):
+            yield choice, Clock.without_stalls(slow.profile), True
     problem = alone
     widest = [(gap.start + 1, gap.end) for gap in problem.gaps]
-    hidden = hidden_windows(problem)
+    hidden = stall_free_tick_ranges(problem)
     kinds = ((HIDDEN, hidden, False), (LADDER, widest, False), (HIDDEN, hidden, True), (LADDER, widest, True))
     for shares, windows, sparing in kinds:
         targets = [budget_bytes - int(share * room) for share in shares]
-        for choice in choose(problem, targets, windows, sparing):
-            yield choice, _even_clock(problem, choice), False
+        for choice in choose_gaps(problem, targets, windows, sparing):
+            yield choice, _evenly_stretched_clock(problem, choice), False
 
 
-def _stretched(problem: Problem, stretch: float) -> Problem:
+def _stretch_kernels_by_stalls(problem: Problem, stretch: float) -> Problem:
     """The same with kernels as long as they take together with the stalls before them."""
     kernels = tuple(
         replace(kernel, duration_ns=kernel.duration_ns + int(stretch * stall_ns))
@@ -125,7 +131,7 @@ def _stretched(problem: Problem, stretch: float) -> Problem:
     return replace(problem, profile=replace(problem.profile, kernels=kernels))
 
 
-def _even_clock(problem: Problem, choice: Choice) -> Clock:
+def _evenly_stretched_clock(problem: Problem, choice: GapChoice) -> Clock:
     """Kernel times, stretched evenly to what the busiest link needs: such steps wait somewhere anyway."""
     busy: dict[tuple[str, str], int] = {}
     seen: set[tuple[int, int | None]] = set()
@@ -149,7 +155,7 @@ def _even_clock(problem: Problem, choice: Choice) -> Clock:
     return Clock(entered, period_ns)
 
 
-def as_plan(problem: Problem, choice: Choice, absences: list[Absence], budget_bytes: int) -> Plan:
+def plan_of_absences(problem: Problem, choice: GapChoice, absences: list[Absence], budget_bytes: int) -> Plan:
     """Moves in the order in which an engine issues them, and homes of what is away when the step ends."""
     ticks = len(problem.live)
     tensors = problem.profile.tensors
@@ -159,7 +165,7 @@ def as_plan(problem: Problem, choice: Choice, absences: list[Absence], budget_by
         for gap in (problem.gaps[i] for i in choice.gaps)
         if gap.unused
     ]
-    for absence, writes in _writers(problem, absences):
+    for absence, writes in _absences_and_whether_each_writes(problem, absences):
         gap = problem.gaps[absence.gap]
         name, tier = tensors[gap.tensor].name, absence.route.tier
         out = gap.start + 1 if writes else absence.free
@@ -181,7 +187,9 @@ def as_plan(problem: Problem, choice: Choice, absences: list[Absence], budget_by
     )
 
 
-def _writers(problem: Problem, absences: list[Absence]) -> Iterator[tuple[Absence, bool]]:
+def _absences_and_whether_each_writes(
+    problem: Problem, absences: list[Absence]
+) -> Iterator[tuple[Absence, bool]]:
     """Each absence, and whether it writes: the first of a version that is left does (they come by age)."""
     seen: set[tuple[int, int | None]] = set()
     for absence in absences:

@@ -13,18 +13,20 @@ from teraio.errors import PlanError
 
 from ..problem import solvers
 from ..problem.problem import Problem
-from .choose import Choice, lifetime, no_room
+from .choose import GapChoice, lifetime, no_tier_room_error
 
 PACKING_S = 5.0  # for a solver that needs milliseconds where tensors are hundreds
 
 
-def packed(problem: Problem, budget_bytes: int) -> Choice:
+def pack_gaps_into_tiers(problem: Problem, budget_bytes: int) -> GapChoice:
     """PlanError with the certificate if nothing fits, or if none was found in time."""
     gaps, routes = problem.gaps, problem.routes
     if not routes:
-        raise no_room(problem, budget_bytes)
-    if not solvers.there():
-        raise PlanError(f"{no_room(problem, budget_bytes)} (ortools, which is missing, might find a way)")
+        raise no_tier_room_error(problem, budget_bytes)
+    if not solvers.is_ortools_installed():
+        raise PlanError(
+            f"{no_tier_room_error(problem, budget_bytes)} (ortools, which is missing, might find a way)"
+        )
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
@@ -36,8 +38,8 @@ def packed(problem: Problem, budget_bytes: int) -> Choice:
     away = [model.new_bool_var("") for _ in gaps]
     for gap, bit in zip(gaps, away, strict=True):
         model.add_bool_or(*places[gap.tensor], bit.negated())
-    _within_memory(problem, budget_bytes, model, away)
-    _within_tiers(problem, model, places)
+    _add_memory_limit(problem, budget_bytes, model, away)
+    _add_tier_limits(problem, model, places)
     model.minimize(sum(gap.size_bytes * bit for gap, bit in zip(gaps, away, strict=True)))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
@@ -45,9 +47,11 @@ def packed(problem: Problem, budget_bytes: int) -> Choice:
     solver.parameters.catch_sigint_signal = False
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:
-        raise no_room(problem, budget_bytes)
+        raise no_tier_room_error(problem, budget_bytes)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        raise PlanError(f"{no_room(problem, budget_bytes)} (this was not proven: {PACKING_S:g} s did not do)")
+        raise PlanError(
+            f"{no_tier_room_error(problem, budget_bytes)} (this was not proven: {PACKING_S:g} s did not do)"
+        )
     taken = tuple(index for index, bit in enumerate(away) if solver.boolean_value(bit))
     on = {
         gaps[index].tensor: next(
@@ -57,10 +61,10 @@ def packed(problem: Problem, budget_bytes: int) -> Choice:
         )
         for index in taken
     }
-    return Choice(budget_bytes, taken, on)
+    return GapChoice(budget_bytes, taken, on)
 
 
-def _within_memory(problem: Problem, budget_bytes: int, model: Any, away: list[Any]) -> None:
+def _add_memory_limit(problem: Problem, budget_bytes: int, model: Any, away: list[Any]) -> None:
     """At each tick, what is above the budget is away."""
     ticks = len(problem.live)
     inside: list[list[Any]] = [[] for _ in range(ticks)]
@@ -72,7 +76,7 @@ def _within_memory(problem: Problem, budget_bytes: int, model: Any, away: list[A
             model.add(sum(terms) >= int(problem.live[tick]) - budget_bytes)
 
 
-def _within_tiers(problem: Problem, model: Any, places: dict[int, list[Any]]) -> None:
+def _add_tier_limits(problem: Problem, model: Any, places: dict[int, list[Any]]) -> None:
     """A tier has room for its tensors, while they live."""
     sizes = {gap.tensor: gap.size_bytes for gap in problem.gaps}
     lives = {tensor: lifetime(problem, tensor) for tensor in places}

@@ -20,8 +20,8 @@ from itertools import accumulate
 
 from teraio.formats.profile import Profile
 
-from ..problem.problem import Ledger, Problem, Route, transfer_ns
-from .choose import Choice
+from ..problem.problem import BytesByTick, Problem, Route, transfer_ns
+from .choose import GapChoice
 
 
 @dataclass(slots=True)
@@ -44,96 +44,98 @@ class Clock:
         self.entered_ns = [t + lap * period_ns for lap in (-1, 0, 1, 2) for t in entered_ns]
 
     @classmethod
-    def unhindered(cls, profile: Profile) -> Clock:
+    def without_stalls(cls, profile: Profile) -> Clock:
         """Kernels one after another."""
         entered = [0, *accumulate(kernel.duration_ns for kernel in profile.kernels)]
         return cls(entered[:-1] or [0], max(entered[-1], 1))
 
-    def at(self, tick: int) -> int:
+    def ns_at_tick(self, tick: int) -> int:
         return self.entered_ns[tick + self.ticks]
 
-    def last_before(self, time_ns: int) -> int:
+    def last_tick_at_or_before(self, time_ns: int) -> int:
         """The last tick that is entered no later than this."""
         return bisect_right(self.entered_ns, time_ns) - 1 - self.ticks
 
-    def first_after(self, time_ns: int) -> int:
+    def first_tick_at_or_after(self, time_ns: int) -> int:
         """The first tick that is entered no earlier than this."""
         return bisect_left(self.entered_ns, time_ns) - self.ticks
 
 
-def time(
-    problem: Problem, choice: Choice, budget_bytes: int, clock: Clock, writes_first: bool
+def choose_absence_ticks(
+    problem: Problem, choice: GapChoice, budget_bytes: int, clock: Clock, writes_first: bool
 ) -> list[Absence]:
     """Absences of a choice, with as much overlap as the budget has room for; none for unused tensors."""
-    absences = _widest(problem, choice)
-    ledger = Ledger(problem.live)
+    absences = _widest_absences(problem, choice)
+    ledger = BytesByTick(problem.live)
     for index in choice.gaps:
         gap = problem.gaps[index]
-        ledger.add(gap.start + 1, gap.end, -gap.size_bytes)
+        ledger.add_bytes_between(gap.start + 1, gap.end, -gap.size_bytes)
 
-    def fetch_from(wanted: Callable[[Absence], int], absence: Absence) -> None:
+    def fetch_earlier(wanted: Callable[[Absence], int], absence: Absence) -> None:
         size = problem.gaps[absence.gap].size_bytes
         lowest = max(wanted(absence), absence.free)
-        earlier = ledger.earliest(lowest, absence.trigger, size, budget_bytes)
-        ledger.add(earlier, absence.trigger, size)
+        earlier = ledger.earliest_tick_with_room(lowest, absence.trigger, size, budget_bytes)
+        ledger.add_bytes_between(earlier, absence.trigger, size)
         absence.trigger = min(earlier, absence.trigger)
 
-    def free_at(wanted: Callable[[Absence], int], absence: Absence) -> None:
+    def evict_later(wanted: Callable[[Absence], int], absence: Absence) -> None:
         size = problem.gaps[absence.gap].size_bytes
         highest = min(wanted(absence), absence.trigger)
-        later = ledger.latest(absence.free, highest, size, budget_bytes)
-        ledger.add(absence.free, later, size)
+        later = ledger.latest_tick_with_room(absence.free, highest, size, budget_bytes)
+        ledger.add_bytes_between(absence.free, later, size)
         absence.free = max(later, absence.free)
 
     written = [absence for absence in absences if absence.write_ns]
     back = sorted(absences, key=lambda a: (problem.gaps[a.gap].end, a.gap))
     gone = sorted(written, key=lambda a: (problem.gaps[a.gap].start, a.gap))
     start_of, end_of = (lambda a: problem.gaps[a.gap].start + 1), (lambda a: problem.gaps[a.gap].end)
-    queued_reads = _latest_starts(absences, end_of, clock)
-    queued_writes = _earliest_ends(written, start_of, clock)
+    queued_reads = _latest_fetch_starts(absences, end_of, clock)
+    queued_writes = _earliest_write_ends(written, start_of, clock)
     rounds: list[tuple[Callable[[Absence], int], Callable[[Absence], int]]] = [
         (
-            lambda a: clock.last_before(clock.at(end_of(a)) - a.read_ns),
-            lambda a: clock.first_after(clock.at(start_of(a)) + a.write_ns),
+            lambda a: clock.last_tick_at_or_before(clock.ns_at_tick(end_of(a)) - a.read_ns),
+            lambda a: clock.first_tick_at_or_after(clock.ns_at_tick(start_of(a)) + a.write_ns),
         ),
         (lambda a: queued_reads[a.gap], lambda a: queued_writes[a.gap]),
     ]
     for reads, writes in rounds:
-        steps = [(fetch_from, reads, back), (free_at, writes, gone)]
+        steps = [(fetch_earlier, reads, back), (evict_later, writes, gone)]
         for extend, wanted, order in reversed(steps) if writes_first else steps:
             for absence in order:
                 extend(wanted, absence)
     for absence in sorted(absences, key=lambda a: (a.trigger, end_of(a), a.gap)):
-        fetch_from(start_of, absence)
+        fetch_earlier(start_of, absence)
     return [absence for absence in absences if absence.free < absence.trigger]
 
 
-def hidden_windows(problem: Problem) -> list[tuple[int, int]]:
+def stall_free_tick_ranges(problem: Problem) -> list[tuple[int, int]]:
     """For each gap the ticks for which its bytes can be away if transfers run behind kernels; may be none.
 
     Links are taken to be free, and the fastest.
     """
-    clock, now_ns = Clock.unhindered(problem.profile), problem.profile.compute_ns
+    clock, now_ns = Clock.without_stalls(problem.profile), problem.profile.compute_ns
     windows = []
     for gap in problem.gaps:
         first, end = gap.start + 1, gap.end
         if problem.routes and not gap.unused:
             route = problem.routes[0]
             write_ns = 0 if gap.version is None else transfer_ns(route.out, gap.size_bytes)
-            first = clock.first_after(clock.at(first) + write_ns) if write_ns < now_ns else end
+            first = (
+                clock.first_tick_at_or_after(clock.ns_at_tick(first) + write_ns) if write_ns < now_ns else end
+            )
             read_ns = min(transfer_ns(route.back, gap.size_bytes), now_ns)
-            end = clock.last_before(clock.at(end) - read_ns)
+            end = clock.last_tick_at_or_before(clock.ns_at_tick(end) - read_ns)
         # Kernels of no duration are all entered at once, so a tick by time may lie outside the gap.
         first, end = max(first, gap.start + 1), min(end, gap.end)
         windows.append((first, end) if first < end else (gap.end, gap.end))
     return windows
 
 
-def _widest(problem: Problem, choice: Choice) -> list[Absence]:
+def _widest_absences(problem: Problem, choice: GapChoice) -> list[Absence]:
     """The widest absences. The first gap of a version writes it, the others find a clean copy and drop."""
     ticks, seen = len(problem.live), set()
     absences = []
-    for index in sorted(choice.gaps, key=lambda i: (problem.gaps[i].age(ticks), i)):
+    for index in sorted(choice.gaps, key=lambda i: (problem.gaps[i].ticks_since_write(ticks), i)):
         gap = problem.gaps[index]
         if gap.unused:
             continue
@@ -147,7 +149,9 @@ def _widest(problem: Problem, choice: Choice) -> list[Absence]:
     return absences
 
 
-def _latest_starts(absences: list[Absence], end_of: Callable[[Absence], int], clock: Clock) -> dict[int, int]:
+def _latest_fetch_starts(
+    absences: list[Absence], end_of: Callable[[Absence], int], clock: Clock
+) -> dict[int, int]:
     """The tick at which each fetch should be issued if the link always serves the latest need last.
 
     Walks backwards over two steps, so that the first step's fetches queue behind those of the step after.
@@ -156,14 +160,16 @@ def _latest_starts(absences: list[Absence], end_of: Callable[[Absence], int], cl
     until_ns: dict[Route, int] = {}
     for lap in (1, 0):
         for absence in sorted(absences, key=lambda a: (-(end_of(a) % clock.ticks), -a.gap)):
-            need_ns = clock.at(end_of(absence) % clock.ticks + lap * clock.ticks)
+            need_ns = clock.ns_at_tick(end_of(absence) % clock.ticks + lap * clock.ticks)
             begin_ns = min(need_ns, until_ns.get(absence.route, need_ns)) - absence.read_ns
             until_ns[absence.route] = begin_ns
-            wanted[absence.gap] = clock.last_before(clock.at(end_of(absence)) - (need_ns - begin_ns))
+            wanted[absence.gap] = clock.last_tick_at_or_before(
+                clock.ns_at_tick(end_of(absence)) - (need_ns - begin_ns)
+            )
     return wanted
 
 
-def _earliest_ends(
+def _earliest_write_ends(
     absences: list[Absence], start_of: Callable[[Absence], int], clock: Clock
 ) -> dict[int, int]:
     """The tick by which each write is done if the link serves writes in the order in which gaps begin."""
@@ -171,8 +177,10 @@ def _earliest_ends(
     from_ns: dict[Route, int] = {}
     for lap in (0, 1):
         for absence in sorted(absences, key=lambda a: (start_of(a) % clock.ticks, a.gap)):
-            ready_ns = clock.at(start_of(absence) % clock.ticks + lap * clock.ticks)
+            ready_ns = clock.ns_at_tick(start_of(absence) % clock.ticks + lap * clock.ticks)
             done_ns = max(ready_ns, from_ns.get(absence.route, ready_ns)) + absence.write_ns
             from_ns[absence.route] = done_ns
-            wanted[absence.gap] = clock.first_after(clock.at(start_of(absence)) + (done_ns - ready_ns))
+            wanted[absence.gap] = clock.first_tick_at_or_after(
+                clock.ns_at_tick(start_of(absence)) + (done_ns - ready_ns)
+            )
     return wanted

@@ -37,7 +37,7 @@ class Gap:
     version: int | None
     unused: bool = False
 
-    def age(self, ticks: int) -> int:
+    def ticks_since_write(self, ticks: int) -> int:
         """Ticks since these bytes were made; the gaps of one version come in this order."""
         return 0 if self.version is None else (self.start - self.version) % ticks
 
@@ -70,7 +70,7 @@ class Problem:
     towards: tuple[int, ...] = ()
 
     @property
-    def ticks(self) -> int:
+    def ticks_per_step(self) -> int:
         return len(self.profile.kernels)
 
 
@@ -79,7 +79,7 @@ def transfer_ns(link: Link, size_bytes: int) -> int:
     return link.latency_ns - (-size_bytes * 1_000_000_000 // link.bandwidth_bytes_per_s)
 
 
-def build(profile: Profile, machine: Machine | None = None, keep: Collection[str] = ()) -> Problem:
+def build_problem(profile: Profile, machine: Machine | None = None, keep: Collection[str] = ()) -> Problem:
     """Gaps and ledgers of a profile. Inputs belong to the user and `keep` was asked to stay: no gaps."""
     ticks = max(len(profile.kernels), 1)
     live = np.zeros(ticks, np.int64)
@@ -97,11 +97,11 @@ def build(profile: Profile, machine: Machine | None = None, keep: Collection[str
             floor[first : last + 1] += tensor.size_bytes
             continue
         floor[uses] += tensor.size_bytes
-        gaps += _gaps(index, tensor, uses, ticks)
-    return Problem(profile, tuple(gaps), _routes(machine) if machine else (), live, floor)
+        gaps += _gaps_of_tensor(index, tensor, uses, ticks)
+    return Problem(profile, tuple(gaps), _routes_to_slow_tiers(machine) if machine else (), live, floor)
 
 
-def _gaps(index: int, tensor: Tensor, uses: list[int], ticks: int) -> list[Gap]:
+def _gaps_of_tensor(index: int, tensor: Tensor, uses: list[int], ticks: int) -> list[Gap]:
     """The idle intervals of one tensor, in the order of the step."""
     if tensor.size_bytes == 0:
         return []
@@ -118,7 +118,7 @@ def _gaps(index: int, tensor: Tensor, uses: list[int], ticks: int) -> list[Gap]:
     return gaps
 
 
-def _routes(machine: Machine) -> tuple[Route, ...]:
+def _routes_to_slow_tiers(machine: Machine) -> tuple[Route, ...]:
     """Slow tiers that can be reached and come back, the fastest first."""
     links = {(link.source, link.target): link for link in machine.links}
     routes = [
@@ -131,10 +131,10 @@ def _routes(machine: Machine) -> tuple[Route, ...]:
 
 def smallest_budget(profile: Profile, keep: Collection[str] = ()) -> int:
     """The bytes no plan can go below: a kernel's largest working set, with workspace and what must stay."""
-    return int(build(profile, None, keep).floor.max())
+    return int(build_problem(profile, None, keep).floor.max())
 
 
-def refuse_below_floor(problem: Problem, budget_bytes: int) -> None:
+def refuse_budget_below_floor(problem: Problem, budget_bytes: int) -> None:
     """Raise with the certificate if no plan can exist: the kernel whose working set exceeds the budget."""
     tick = int(problem.floor.argmax())
     needed = int(problem.floor[tick])
@@ -149,14 +149,14 @@ def refuse_below_floor(problem: Problem, budget_bytes: int) -> None:
     )
 
 
-class Ledger:
+class BytesByTick:
     """Bytes on the device by tick, around the step. Windows are [first, end), at most one step long."""
 
     def __init__(self, rows: Bytes) -> None:
         self.rows = rows.copy()
         self.ticks = len(rows)
 
-    def add(self, first: int, end: int, size_bytes: int) -> None:
+    def add_bytes_between(self, first: int, end: int, size_bytes: int) -> None:
         """Add bytes to a window; negative bytes take away."""
         if end <= first:
             return
@@ -166,23 +166,23 @@ class Ledger:
         if end > self.ticks:
             self.rows[: end - self.ticks] += size_bytes
 
-    def window(self, first: int, end: int) -> Bytes:
+    def rows_between(self, first: int, end: int) -> Bytes:
         """The rows of a window, in order."""
         first, end = first % self.ticks, first % self.ticks + end - first
         if end <= self.ticks:
             return self.rows[first:end]
         return np.concatenate((self.rows[first:], self.rows[: end - self.ticks]))
 
-    def earliest(self, first: int, end: int, size_bytes: int, limit: int) -> int:
+    def earliest_tick_with_room(self, first: int, end: int, size_bytes: int, limit: int) -> int:
         """The earliest tick from `first` on from which the bytes fit without a break up to `end`."""
         if end <= first:
             return end
-        full = np.flatnonzero(self.window(first, end) > limit - size_bytes)
+        full = np.flatnonzero(self.rows_between(first, end) > limit - size_bytes)
         return first + int(full[-1]) + 1 if len(full) else first
 
-    def latest(self, first: int, end: int, size_bytes: int, limit: int) -> int:
+    def latest_tick_with_room(self, first: int, end: int, size_bytes: int, limit: int) -> int:
         """The latest tick up to `end` until which the bytes fit without a break from `first` on."""
         if end <= first:
             return first
-        full = np.flatnonzero(self.window(first, end) > limit - size_bytes)
+        full = np.flatnonzero(self.rows_between(first, end) > limit - size_bytes)
         return first + int(full[0]) if len(full) else end

@@ -10,7 +10,7 @@ log = logging.getLogger("teraio")
 
 
 @cache
-def there() -> bool:
+def is_ortools_installed() -> bool:
     """Imported here for the first time: planning is what it is for. Says once if it is not there."""
     try:
         import_module("ortools")

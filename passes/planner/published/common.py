@@ -16,11 +16,11 @@ from teraio.errors import PlanError
 from teraio.formats.machine import Link, Machine
 from teraio.formats.plan import Evict, Fetch, Home, Move, Plan
 
-from ..problem.problem import Bytes, Gap, Ledger, Problem, Route
+from ..problem.problem import Bytes, BytesByTick, Gap, Problem, Route
 
 
 @dataclass(slots=True)
-class Away:
+class Absence:
     """A gap spent in a slow tier. Its eviction is issued when the gap begins; its bytes are gone from `free`
     on; its fetch is issued at `trigger`. Without `writes` a good copy is there already."""
 
@@ -31,7 +31,7 @@ class Away:
     writes: bool = True
 
 
-class Tiers:
+class TierRoom:
     """How full the slow tiers are. A tensor keeps its place for the whole step."""
 
     def __init__(self, problem: Problem) -> None:
@@ -42,13 +42,13 @@ class Tiers:
         there = self.of.get(gap.tensor)
         return there is route if there else self.left[route] >= gap.size_bytes
 
-    def place(self, gap: Gap, route: Route) -> None:
+    def assign_tier(self, gap: Gap, route: Route) -> None:
         if gap.tensor not in self.of:
             self.of[gap.tensor] = route
             self.left[route] -= gap.size_bytes
 
 
-class Bins:
+class LinkCapacity:
     """Bytes that a link can still carry while each kernel runs. Links that share a bandwidth do so here."""
 
     def __init__(self, problem: Problem, machine: Machine) -> None:
@@ -56,57 +56,59 @@ class Bins:
         self.shared = {name: self.durations * (rate / 1e9) for name, rate in machine.shared}
         self.own: dict[Link, Bytes] = {}
 
-    def left(self, link: Link) -> Bytes:
+    def bytes_left_by_tick(self, link: Link) -> Bytes:
         own = self.own.setdefault(link, self.durations * (link.bandwidth_bytes_per_s / 1e9))
         return np.minimum(own, self.shared[link.shares]) if link.shares else own
 
-    def first_done(self, link: Link, start: int, end: int, size_bytes: int) -> int:
+    def first_tick_transfer_is_done(self, link: Link, start: int, end: int, size_bytes: int) -> int:
         """The first tick by which a transfer that begins at `start` is done; `end` if it is not before."""
-        sums = np.cumsum(_window(self.left(link), start, end))
+        sums = np.cumsum(_rows_between(self.bytes_left_by_tick(link), start, end))
         return min(start + int(np.searchsorted(sums, size_bytes)) + 1, end)
 
-    def last_start(self, link: Link, start: int, end: int, size_bytes: int) -> int:
+    def last_tick_to_start_transfer(self, link: Link, start: int, end: int, size_bytes: int) -> int:
         """The last tick at which a transfer may begin to be done by `end`; `start` if none is after it."""
-        sums = np.cumsum(_window(self.left(link), start, end)[::-1])
+        sums = np.cumsum(_rows_between(self.bytes_left_by_tick(link), start, end)[::-1])
         return max(end - int(np.searchsorted(sums, size_bytes)) - 1, start)
 
-    def take(self, link: Link, start: int, end: int, size_bytes: int, *, backwards: bool = False) -> None:
+    def commit_transfer(
+        self, link: Link, start: int, end: int, size_bytes: int, *, backwards: bool = False
+    ) -> None:
         """Carry a transfer in this window, from its beginning or, backwards, from its end."""
         ticks = np.arange(start, end) % len(self.durations)
         ticks = ticks[::-1] if backwards else ticks
-        left = self.left(link)[ticks]
+        left = self.bytes_left_by_tick(link)[ticks]
         taken = np.clip(size_bytes - (np.cumsum(left) - left), 0, left)
         self.own[link][ticks] -= taken
         if link.shares:
             self.shared[link.shares][ticks] -= taken
 
 
-def _window(rows: Bytes, start: int, end: int) -> Bytes:
+def _rows_between(rows: Bytes, start: int, end: int) -> Bytes:
     ticks = len(rows)
     start, end = start % ticks, start % ticks + end - start
     return rows[start:end] if end <= ticks else np.concatenate((rows[start:], rows[: end - ticks]))
 
 
-def start(problem: Problem) -> tuple[Tiers, Ledger]:
+def tiers_and_ledger_without_unused(problem: Problem) -> tuple[TierRoom, BytesByTick]:
     """Tensors that no kernel uses are put away, each on the first tier with room; all else is there."""
-    tiers, ledger = Tiers(problem), Ledger(problem.live)
+    tiers, ledger = TierRoom(problem), BytesByTick(problem.live)
     for gap in problem.gaps:
         route = next((r for r in problem.routes if gap.unused and tiers.has_room(gap, r)), None)
         if route is not None:
-            tiers.place(gap, route)
-            ledger.add(0, len(problem.live), -gap.size_bytes)
+            tiers.assign_tier(gap, route)
+            ledger.add_bytes_between(0, len(problem.live), -gap.size_bytes)
     return tiers, ledger
 
 
-def clean_copies(problem: Problem, aways: Sequence[Away]) -> list[Away]:
+def mark_writing_absences(problem: Problem, aways: Sequence[Absence]) -> list[Absence]:
     """The first absence of a version writes it, the others find its copy good: for systems that know which
     tensors are unchanged. Absences of no time are left out."""
     ticks, seen, useful = len(problem.live), set(), []
 
-    def age(away: Away) -> tuple[int, int]:
-        return problem.gaps[away.gap].age(ticks), away.gap
+    def age_sort_key(away: Absence) -> tuple[int, int]:
+        return problem.gaps[away.gap].ticks_since_write(ticks), away.gap
 
-    for away in sorted(aways, key=age):
+    for away in sorted(aways, key=age_sort_key):
         gap = problem.gaps[away.gap]
         away.writes = gap.version is not None and (gap.tensor, gap.version) not in seen
         away.free = away.free if away.writes else gap.start + 1
@@ -116,16 +118,16 @@ def clean_copies(problem: Problem, aways: Sequence[Away]) -> list[Away]:
     return useful
 
 
-def plan_of(
-    problem: Problem, aways: Sequence[Away], tiers: Tiers, budget_bytes: int, name: str, fails: str
+def plan_of_absences(
+    problem: Problem, aways: Sequence[Absence], tiers: TierRoom, budget_bytes: int, name: str, fails: str
 ) -> Plan:
     """The plan of these absences, unless they leave more than the budget on the device: then PlanError with
     the bytes, and with what this means for the system (`fails`)."""
     aways = [away for away in aways if away.free < away.trigger]
     unused = [gap for gap in problem.gaps if gap.unused and gap.tensor in tiers.of]
-    _, ledger = start(problem)
+    _, ledger = tiers_and_ledger_without_unused(problem)
     for away in aways:
-        ledger.add(away.free, away.trigger, -problem.gaps[away.gap].size_bytes)
+        ledger.add_bytes_between(away.free, away.trigger, -problem.gaps[away.gap].size_bytes)
     tick = int(ledger.rows.argmax())
     over = int(ledger.rows[tick]) - budget_bytes
     if over > 0:

@@ -28,7 +28,7 @@ from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
 
 from ..problem.problem import Problem, Route
-from .common import Away, Bins, Tiers, plan_of, start
+from .common import Absence, LinkCapacity, TierRoom, plan_of_absences, tiers_and_ledger_without_unused
 
 SSD_FIRST = ("ssd", "host")  # analysis.cc: the host takes what the SSD's bandwidth does not
 
@@ -38,9 +38,9 @@ def g10(
 ) -> Plan:
     """Nothing is left to chance: `seed` changes nothing."""
     stop = monotonic() + time_limit_s
-    bins, (tiers, ledger) = Bins(problem, machine), start(problem)
+    bins, (tiers, ledger) = LinkCapacity(problem, machine), tiers_and_ledger_without_unused(problem)
     slots = np.array([kernel.duration_ns + 1 for kernel in problem.profile.kernels] or [1], np.float64)
-    aways: list[Away] = []
+    aways: list[Absence] = []
     # Areas shrink while memory falls and links fill, so an entry that is still the largest after it has been
     # worked out again is the largest of all: the order is that of sorting everything again each time, but for
     # a period that gains time where it goes over from the SSD to the host.
@@ -49,8 +49,8 @@ def g10(
     while heap and (ledger.rows > budget_bytes).any() and monotonic() < stop:
         *_, index = heapq.heappop(heap)
         gap = problem.gaps[index]
-        for away in absences(problem, index, bins, tiers):
-            over = np.where(ledger.window(away.free, away.trigger) > budget_bytes, 1.0, 0.0)
+        for away in stall_free_absences(problem, index, bins, tiers):
+            over = np.where(ledger.rows_between(away.free, away.trigger) > budget_bytes, 1.0, 0.0)
             lasting = slots[np.arange(away.free, away.trigger) % len(slots)]
             area = float((over * lasting).sum()) * gap.size_bytes
             if area > 0:
@@ -61,31 +61,33 @@ def g10(
         if heap and entry > heap[0]:
             heapq.heappush(heap, entry)
             continue
-        bins.take(away.route.out, gap.start + 1, away.free, gap.size_bytes)
-        bins.take(away.route.back, away.trigger, gap.end, gap.size_bytes, backwards=True)
-        tiers.place(gap, away.route)
-        ledger.add(away.free, away.trigger, -gap.size_bytes)
+        bins.commit_transfer(away.route.out, gap.start + 1, away.free, gap.size_bytes)
+        bins.commit_transfer(away.route.back, away.trigger, gap.end, gap.size_bytes, backwards=True)
+        tiers.assign_tier(gap, away.route)
+        ledger.add_bytes_between(away.free, away.trigger, -gap.size_bytes)
         aways.append(away)
     for away in sorted(aways, key=lambda a: (problem.gaps[a.gap].end, a.gap)):
         size = problem.gaps[away.gap].size_bytes
-        earlier = ledger.earliest(away.free, away.trigger, size, budget_bytes)
-        ledger.add(earlier, away.trigger, size)
+        earlier = ledger.earliest_tick_with_room(away.free, away.trigger, size, budget_bytes)
+        ledger.add_bytes_between(earlier, away.trigger, size)
         away.trigger = earlier
     fails = "it has no way to wait for a transfer, so it faults on pages there"
-    return plan_of(problem, aways, tiers, budget_bytes, "g10", fails)
+    return plan_of_absences(problem, aways, tiers, budget_bytes, "g10", fails)
 
 
-def absences(problem: Problem, index: int, bins: Bins, tiers: Tiers) -> Iterator[Away]:
+def stall_free_absences(
+    problem: Problem, index: int, bins: LinkCapacity, tiers: TierRoom
+) -> Iterator[Absence]:
     """From when to when the bytes can be gone if write and read run behind kernels, tier by tier."""
     gap = problem.gaps[index]
-    for route in ordered(problem, SSD_FIRST):
+    for route in routes_in_tier_order(problem, SSD_FIRST):
         if tiers.has_room(gap, route):
-            free = bins.first_done(route.out, gap.start + 1, gap.end, gap.size_bytes)
-            trigger = bins.last_start(route.back, free, gap.end, gap.size_bytes)
+            free = bins.first_tick_transfer_is_done(route.out, gap.start + 1, gap.end, gap.size_bytes)
+            trigger = bins.last_tick_to_start_transfer(route.back, free, gap.end, gap.size_bytes)
             if free < trigger:
-                yield Away(index, route, free, trigger)
+                yield Absence(index, route, free, trigger)
 
 
-def ordered(problem: Problem, names: tuple[str, ...]) -> list[Route]:
+def routes_in_tier_order(problem: Problem, names: tuple[str, ...]) -> list[Route]:
     """Routes in the order of these tier names (`ssd0`, `ssd1` are `ssd`); others are not used."""
     return [route for name in names for route in problem.routes if route.tier.rstrip("0123456789") == name]

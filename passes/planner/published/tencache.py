@@ -23,10 +23,10 @@ from collections import defaultdict
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
 
-from ..greedy.choose import no_room
+from ..greedy.choose import no_tier_room_error
 from ..problem.problem import Problem
-from .common import Away, clean_copies, plan_of, start
-from .g10 import ordered
+from .common import Absence, mark_writing_absences, plan_of_absences, tiers_and_ledger_without_unused
+from .g10 import routes_in_tier_order
 
 CACHE_PART = 2.5  # memory / 2.5 is the cache: the patch set's nvidia-smi free / 2.5
 WHOLE_CLASS = 2  # tensors: smaller classes are never divided
@@ -38,36 +38,38 @@ def tencache(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
     """A fixed schedule: neither time nor `seed` change it."""
-    classes = _classes(problem)
+    classes = _tensors_by_size(problem)
     total = sum(size * len(members) for size, members in classes.items())
     cache_bytes = int(budget_bytes / CACHE_PART)
     gaps_of: dict[int, list[int]] = defaultdict(list)
     for index, gap in enumerate(problem.gaps):
         gaps_of[gap.tensor].append(index)
-    aways: list[Away] = []
-    tiers, _ = start(problem)
+    aways: list[Absence] = []
+    tiers, _ = tiers_and_ledger_without_unused(problem)
     for members in classes.values():
-        buffers = max(cache_bytes * len(members) // max(total, 1), _at_once(problem, members))
+        buffers = max(cache_bytes * len(members) // max(total, 1), _most_tensors_per_kernel(problem, members))
         if len(members) <= WHOLE_CLASS or buffers >= len(members):
             continue
         table = _Table(problem, members)
         for tensor in members:
             for index in gaps_of[tensor]:
                 gap = problem.gaps[index]
-                trigger = table.enters(tensor, gap.end, buffers)
+                trigger = table.tick_to_fetch(tensor, gap.end, buffers)
                 if gap.unused or trigger <= gap.start + 1:
                     continue
-                route = next((r for r in ordered(problem, CPU_FIRST) if tiers.has_room(gap, r)), None)
+                route = next(
+                    (r for r in routes_in_tier_order(problem, CPU_FIRST) if tiers.has_room(gap, r)), None
+                )
                 if route is None:
-                    raise no_room(problem, budget_bytes)
-                tiers.place(gap, route)
-                aways.append(Away(index, route, gap.start + 1, min(trigger, gap.end)))
-    aways = clean_copies(problem, aways)
+                    raise no_tier_room_error(problem, budget_bytes)
+                tiers.assign_tier(gap, route)
+                aways.append(Absence(index, route, gap.start + 1, min(trigger, gap.end)))
+    aways = mark_writing_absences(problem, aways)
     fails = "it does not manage activations, and weights and states have their buffers beside them"
-    return plan_of(problem, aways, tiers, budget_bytes, "10cache", fails)
+    return plan_of_absences(problem, aways, tiers, budget_bytes, "10cache", fails)
 
 
-def _classes(problem: Problem) -> dict[int, list[int]]:
+def _tensors_by_size(problem: Problem) -> dict[int, list[int]]:
     """Tensors by size, each class in the order of first use."""
     classes: dict[int, list[int]] = defaultdict(list)
     tensors = problem.profile.tensors
@@ -78,7 +80,7 @@ def _classes(problem: Problem) -> dict[int, list[int]]:
     return dict(sorted(classes.items()))
 
 
-def _at_once(problem: Problem, members: list[int]) -> int:
+def _most_tensors_per_kernel(problem: Problem, members: list[int]) -> int:
     """The most that one kernel uses: with fewer buffers nothing would run."""
     count: dict[int, int] = defaultdict(int)
     for index in members:
@@ -92,7 +94,7 @@ class _Table:
     """The rows of one class, around the step."""
 
     def __init__(self, problem: Problem, members: list[int]) -> None:
-        ticks = max(problem.ticks, 1)
+        ticks = max(problem.ticks_per_step, 1)
         rows = [
             (tick, index)
             for index in members
@@ -101,7 +103,7 @@ class _Table:
         self.rows = sorted((tick + lap * ticks, index) for lap in range(3) for tick, index in rows)
         self.last_before: dict[tuple[int, int], int] = {row: at for at, row in enumerate(self.rows)}
 
-    def enters(self, tensor: int, tick: int, buffers: int) -> int:
+    def tick_to_fetch(self, tensor: int, tick: int, buffers: int) -> int:
         """The tick after the release that lets the row at `tick` into the window: before it, as many other
         tensors come first as there are buffers."""
         ticks_laps = self.last_before.get((tick, tensor))

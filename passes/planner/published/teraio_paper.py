@@ -25,10 +25,10 @@ import numpy as np
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
 
-from ..greedy.choose import no_room
-from ..problem.problem import Bytes, Ledger, Problem, Route, transfer_ns
-from .common import Away, Bins, Tiers, plan_of, start
-from .g10 import SSD_FIRST, absences, ordered
+from ..greedy.choose import no_tier_room_error
+from ..problem.problem import Bytes, BytesByTick, Problem, Route, transfer_ns
+from .common import Absence, LinkCapacity, TierRoom, plan_of_absences, tiers_and_ledger_without_unused
+from .g10 import SSD_FIRST, routes_in_tier_order, stall_free_absences
 
 
 def teraio_paper(
@@ -36,48 +36,56 @@ def teraio_paper(
 ) -> Plan:
     """Nothing is left to chance: `seed` changes nothing. Past its time the rest of the choices wait."""
     stop = monotonic() + time_limit_s
-    bins, (tiers, ledger) = Bins(problem, machine), start(problem)
-    routes = ordered(problem, SSD_FIRST)
+    bins, (tiers, ledger) = LinkCapacity(problem, machine), tiers_and_ledger_without_unused(problem)
+    routes = routes_in_tier_order(problem, SSD_FIRST)
 
-    def behind_kernels(index: int) -> Iterable[Away]:
-        return absences(problem, index, bins, tiers) if monotonic() < stop else ()
+    def stall_free_candidates(index: int) -> Iterable[Absence]:
+        return stall_free_absences(problem, index, bins, tiers) if monotonic() < stop else ()
 
-    def waited_for(index: int) -> Iterable[Away]:
+    def stalling_candidates(index: int) -> Iterable[Absence]:
         gap = problem.gaps[index]
         # No time is left behind kernels on the SSD's links: the host takes what it has room for.
         route = next((route for route in reversed(routes) if tiers.has_room(gap, route)), None)
-        return (Away(index, route, gap.start + 1, gap.end),) if route else ()
+        return (Absence(index, route, gap.start + 1, gap.end),) if route else ()
 
-    chosen = _best_first(problem, budget_bytes, ledger, tiers, behind_kernels, bins, set())
-    urgent = _best_first(
-        problem, budget_bytes, ledger, tiers, waited_for, None, {away.gap for away in chosen}
+    chosen = _choose_best_absences(problem, budget_bytes, ledger, tiers, stall_free_candidates, bins, set())
+    urgent = _choose_best_absences(
+        problem, budget_bytes, ledger, tiers, stalling_candidates, None, {away.gap for away in chosen}
     )
     if (ledger.rows > budget_bytes).any():  # chosen ones too, for all of their gaps
         for away in chosen:
             gap = problem.gaps[away.gap]
-            ledger.add(gap.start + 1, away.free, -gap.size_bytes)
-            ledger.add(away.trigger, gap.end, -gap.size_bytes)
+            ledger.add_bytes_between(gap.start + 1, away.free, -gap.size_bytes)
+            ledger.add_bytes_between(away.trigger, gap.end, -gap.size_bytes)
             away.free, away.trigger = gap.start + 1, gap.end
-        urgent += _best_first(
-            problem, budget_bytes, ledger, tiers, waited_for, None, {away.gap for away in (*chosen, *urgent)}
+        urgent += _choose_best_absences(
+            problem,
+            budget_bytes,
+            ledger,
+            tiers,
+            stalling_candidates,
+            None,
+            {away.gap for away in (*chosen, *urgent)},
         )
         urgent += chosen
         chosen = []
     if (ledger.rows > budget_bytes).any():
-        raise no_room(problem, budget_bytes)
-    _give_room(problem, urgent, ledger, budget_bytes, Bins(problem, machine))
-    return plan_of(problem, [*chosen, *urgent], tiers, budget_bytes, "teraio-paper", "memory is full")
+        raise no_tier_room_error(problem, budget_bytes)
+    _shorten_absences(problem, urgent, ledger, budget_bytes, LinkCapacity(problem, machine))
+    return plan_of_absences(
+        problem, [*chosen, *urgent], tiers, budget_bytes, "teraio-paper", "memory is full"
+    )
 
 
-def _best_first(
+def _choose_best_absences(
     problem: Problem,
     budget_bytes: int,
-    ledger: Ledger,
-    tiers: Tiers,
-    candidates: Callable[[int], Iterable[Away]],
-    bins: Bins | None,
+    ledger: BytesByTick,
+    tiers: TierRoom,
+    candidates: Callable[[int], Iterable[Absence]],
+    bins: LinkCapacity | None,
     taken: set[int],
-) -> list[Away]:
+) -> list[Absence]:
     """Lines 6 to 11. Benefits only shrink, so what is still the best after it has been worked out again is
     the best of all. Without `bins` no bandwidth is committed: kernels will wait."""
     slots = np.array([kernel.duration_ns + 1 for kernel in problem.profile.kernels] or [1], np.float64)
@@ -92,47 +100,51 @@ def _best_first(
         _, index = heapq.heappop(heap)
         gap = problem.gaps[index]
         for away in candidates(index):
-            above: Bytes = ledger.window(away.free, away.trigger) - budget_bytes
+            above: Bytes = ledger.rows_between(away.free, away.trigger) - budget_bytes
             lasting = slots[np.arange(away.free, away.trigger) % ticks]
             benefit = float((np.clip(above, 0, gap.size_bytes) * lasting).sum())
             if benefit > 0:
                 break
         else:
             continue
-        entry = (-benefit / _cost_ns(away.route, gap.size_bytes), index)
+        entry = (-benefit / _round_trip_ns(away.route, gap.size_bytes), index)
         if heap and entry > heap[0]:
             heapq.heappush(heap, entry)
             continue
         if bins is not None:
-            bins.take(away.route.out, gap.start + 1, away.free, gap.size_bytes)
-            bins.take(away.route.back, away.trigger, gap.end, gap.size_bytes, backwards=True)
-        tiers.place(gap, away.route)
-        ledger.add(away.free, away.trigger, -gap.size_bytes)
+            bins.commit_transfer(away.route.out, gap.start + 1, away.free, gap.size_bytes)
+            bins.commit_transfer(away.route.back, away.trigger, gap.end, gap.size_bytes, backwards=True)
+        tiers.assign_tier(gap, away.route)
+        ledger.add_bytes_between(away.free, away.trigger, -gap.size_bytes)
         aways.append(away)
     return aways
 
 
-def _cost_ns(route: Route, size_bytes: int) -> int:
+def _round_trip_ns(route: Route, size_bytes: int) -> int:
     return max(transfer_ns(route.out, size_bytes) + transfer_ns(route.back, size_bytes), 1)
 
 
-def _give_room(problem: Problem, urgent: list[Away], ledger: Ledger, budget_bytes: int, empty: Bins) -> None:
+def _shorten_absences(
+    problem: Problem, urgent: list[Absence], ledger: BytesByTick, budget_bytes: int, empty: LinkCapacity
+) -> None:
     """Where memory allows, first the time that each transfer takes on an empty link, then all there is for
     reads: what is urgent is under way at once, and a kernel waits only where its room is needed."""
     by_end = sorted(urgent, key=lambda a: (problem.gaps[a.gap].end, a.gap))
 
-    def fetch_from(away: Away, wanted: int) -> None:
+    def fetch_earlier(away: Absence, wanted: int) -> None:
         size = problem.gaps[away.gap].size_bytes
-        earlier = ledger.earliest(max(wanted, away.free), away.trigger, size, budget_bytes)
-        ledger.add(earlier, away.trigger, size)
+        earlier = ledger.earliest_tick_with_room(max(wanted, away.free), away.trigger, size, budget_bytes)
+        ledger.add_bytes_between(earlier, away.trigger, size)
         away.trigger = min(earlier, away.trigger)
 
     for away in by_end:
         gap, route = problem.gaps[away.gap], away.route
-        fetch_from(away, empty.last_start(route.back, gap.start + 1, gap.end, gap.size_bytes))
-        done = empty.first_done(route.out, gap.start + 1, gap.end, gap.size_bytes)
-        later = ledger.latest(away.free, min(done, away.trigger), gap.size_bytes, budget_bytes)
-        ledger.add(away.free, later, gap.size_bytes)
+        fetch_earlier(
+            away, empty.last_tick_to_start_transfer(route.back, gap.start + 1, gap.end, gap.size_bytes)
+        )
+        done = empty.first_tick_transfer_is_done(route.out, gap.start + 1, gap.end, gap.size_bytes)
+        later = ledger.latest_tick_with_room(away.free, min(done, away.trigger), gap.size_bytes, budget_bytes)
+        ledger.add_bytes_between(away.free, later, gap.size_bytes)
         away.free = max(later, away.free)
     for away in by_end:
-        fetch_from(away, away.free)
+        fetch_earlier(away, away.free)

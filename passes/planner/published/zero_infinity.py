@@ -27,10 +27,10 @@ from bisect import bisect_left, bisect_right
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
 
-from ..greedy.choose import no_room
+from ..greedy.choose import no_tier_room_error
 from ..problem.problem import Gap, Problem
-from .common import Away, clean_copies, plan_of, start
-from .g10 import ordered
+from .common import Absence, mark_writing_absences, plan_of_absences, tiers_and_ledger_without_unused
+from .g10 import routes_in_tier_order
 
 PREFETCH_BUCKET = 50_000_000  # elements; DeepSpeed's default
 MAX_REUSE_DISTANCE = 1_000_000_000  # elements; DeepSpeed's default
@@ -45,35 +45,41 @@ def zero_infinity(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
     """A fixed schedule: neither time nor `seed` change it."""
-    (tiers, _), tensors = start(problem), problem.profile.tensors
+    (tiers, _), tensors = tiers_and_ledger_without_unused(problem), problem.profile.tensors
     trace, states = _Trace(problem), _optimizer_ticks(problem)
-    aways: list[Away] = []
+    aways: list[Absence] = []
     for index, gap in enumerate(problem.gaps):
         kind = tensors[gap.tensor].kind
         if gap.unused or kind not in {"weight", "grad", "state"}:
             continue
-        if kind == "weight" and (gap.size_bytes < PERSISTENCE_THRESHOLD * ELEMENT_BYTES or trace.reused(gap)):
+        if kind == "weight" and (
+            gap.size_bytes < PERSISTENCE_THRESHOLD * ELEMENT_BYTES or trace.is_reused_soon(gap)
+        ):
             continue
-        route = next((r for r in ordered(problem, NVME_FIRST) if tiers.has_room(gap, r)), None)
+        route = next((r for r in routes_in_tier_order(problem, NVME_FIRST) if tiers.has_room(gap, r)), None)
         if route is None:
-            raise no_room(problem, budget_bytes)
-        tiers.place(gap, route)
-        before = _neighbour(states, gap.end, -1, problem.ticks)
-        trigger = trace.fetched_at(gap) if kind == "weight" else before
+            raise no_tier_room_error(problem, budget_bytes)
+        tiers.assign_tier(gap, route)
+        before = _neighbour_optimizer_tick(states, gap.end, -1, problem.ticks_per_step)
+        trigger = trace.tick_to_fetch(gap) if kind == "weight" else before
         # The write runs beside the next sub-group's update, and its buffer is wanted by the one after that.
-        written = _neighbour(states, gap.start, 2, problem.ticks) if kind == "state" else gap.start + 1
+        written = (
+            _neighbour_optimizer_tick(states, gap.start, 2, problem.ticks_per_step)
+            if kind == "state"
+            else gap.start + 1
+        )
         trigger = min(max(trigger, gap.start + 1), gap.end)
-        aways.append(Away(index, route, min(max(written, gap.start + 1), gap.end), trigger))
-    aways = clean_copies(problem, aways)
+        aways.append(Absence(index, route, min(max(written, gap.start + 1), gap.end), trigger))
+    aways = mark_writing_absences(problem, aways)
     fails = "its activations stay on the device, and weights stay for one module at a time"
-    return plan_of(problem, aways, tiers, budget_bytes, "zero-infinity", fails)
+    return plan_of_absences(problem, aways, tiers, budget_bytes, "zero-infinity", fails)
 
 
 class _Trace:
     """The order in which modules use weights, around the step, in elements."""
 
     def __init__(self, problem: Problem) -> None:
-        self.ticks = max(problem.ticks, 1)
+        self.ticks = max(problem.ticks_per_step, 1)
         uses = sorted(
             (tick, tensor.size_bytes // ELEMENT_BYTES)
             for tensor in problem.profile.tensors
@@ -86,15 +92,15 @@ class _Trace:
             for _, elements in uses:
                 self.sums.append(self.sums[-1] + elements)
 
-    def between(self, first: int, end: int) -> int:
+    def elements_between(self, first: int, end: int) -> int:
         """Elements used in the ticks from `first` up to `end`."""
         return self.sums[bisect_left(self.at, end)] - self.sums[bisect_left(self.at, first)]
 
-    def reused(self, gap: Gap) -> bool:
+    def is_reused_soon(self, gap: Gap) -> bool:
         """Soon enough to stay: no more elements than may live are used until then."""
-        return self.between(gap.start + 1, gap.end) < min(MAX_REUSE_DISTANCE, MAX_LIVE)
+        return self.elements_between(gap.start + 1, gap.end) < min(MAX_REUSE_DISTANCE, MAX_LIVE)
 
-    def fetched_at(self, gap: Gap) -> int:
+    def tick_to_fetch(self, gap: Gap) -> int:
         """When the module runs whose place in the trace is a bucket before this one: at least the one just
         before."""
         place = bisect_left(self.at, gap.end)
@@ -108,7 +114,7 @@ def _optimizer_ticks(problem: Problem) -> list[int]:
     return sorted({t for x in problem.profile.tensors if x.kind == "state" for t in (*x.reads, *x.writes)})
 
 
-def _neighbour(ticks_: list[int], tick: int, offset: int, ticks: int) -> int:
+def _neighbour_optimizer_tick(ticks_: list[int], tick: int, offset: int, ticks: int) -> int:
     """The sub-group so many places from this one, around the end of the step."""
     lap, inside = divmod(tick, max(ticks, 1))
     place = bisect_left(ticks_, inside) + offset

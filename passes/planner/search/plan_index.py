@@ -20,7 +20,7 @@ NO_ROUTE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class GapIndex:
     """Gaps in which a tensor can be away and come back, the ticks since the write of each, and versions."""
 
     problem: Problem
@@ -30,7 +30,7 @@ class Index:
 
 
 @dataclass(slots=True)
-class Position:
+class IndexedPlan:
     """What a plan decides. `homes`: tensors that live in a slow tier without any move."""
 
     absences: list[tuple[int, int, int, int]]
@@ -38,28 +38,34 @@ class Position:
     homes: list[Home] = field(default_factory=list)
 
 
-def index_of(problem: Problem) -> Index:
+def index_gaps(problem: Problem) -> GapIndex:
     gaps = tuple(gap for gap in problem.gaps if not gap.unused)
     numbers: dict[tuple[int, int], int] = {}
     versions = [
         NO_ROUTE if gap.version is None else numbers.setdefault((gap.tensor, gap.version), len(numbers))
         for gap in gaps
     ]
-    return Index(problem, gaps, tuple(gap.age(problem.ticks) for gap in gaps), tuple(versions))
+    return GapIndex(
+        problem, gaps, tuple(gap.ticks_since_write(problem.ticks_per_step) for gap in gaps), tuple(versions)
+    )
 
 
-def position_of(index: Index, plan: Plan) -> Position | None:
+def index_plan(index: GapIndex, plan: Plan) -> IndexedPlan | None:
     """What the plan decides, or None if it cannot be said by index: several absences in a gap, or tiers."""
-    problem, ticks = index.problem, index.problem.ticks
+    problem, ticks = index.problem, index.problem.ticks_per_step
     tiers = {route.tier: number for number, route in enumerate(problem.routes)}
     moves: dict[str, list[Move]] = defaultdict(list)
     for move in plan.moves:
         moves[move.tensor].append(move)
-    position = Position([], [NO_ROUTE] * len(problem.profile.tensors))
+    position = IndexedPlan([], [NO_ROUTE] * len(problem.profile.tensors))
     placed = 0
     for gap in index.gaps:
         tensor = problem.profile.tensors[gap.tensor]
-        inside = [(at, move) for move in moves.get(tensor.name, ()) for at in _within(gap, move, ticks)]
+        inside = [
+            (at, move)
+            for move in moves.get(tensor.name, ())
+            for at in _ticks_of_move_within_gap(gap, move, ticks)
+        ]
         evicts = [(at, move) for at, move in inside if isinstance(move, Evict)]
         fetches = [(at, move) for at, move in inside if isinstance(move, Fetch)]
         if not evicts and not fetches:
@@ -85,16 +91,16 @@ def position_of(index: Index, plan: Plan) -> Position | None:
     return position if placed == len(plan.moves) else None
 
 
-def _within(gap: Gap, move: Move, ticks: int) -> list[int]:
+def _ticks_of_move_within_gap(gap: Gap, move: Move, ticks: int) -> list[int]:
     """Where the bytes go or come within the gap, as the gap counts; an eviction is over before its end."""
     tick = (move.free if isinstance(move, Evict) else move.trigger) % ticks
     last = gap.end - 1 if isinstance(move, Evict) else gap.end
     return [at for at in (tick, tick + ticks) if gap.start < at <= last]
 
 
-def plan_of(index: Index, position: Position, budget_bytes: int) -> Plan:
+def plan_from_indices(index: GapIndex, position: IndexedPlan, budget_bytes: int) -> Plan:
     """Moves in the order in which the native search has simulated them, and the homes of what is away."""
-    problem, ticks = index.problem, index.problem.ticks
+    problem, ticks = index.problem, index.problem.ticks_per_step
     tensors = problem.profile.tensors
     writers: dict[int, tuple[int, int]] = {}
     for number, absence in enumerate(position.absences):
@@ -126,7 +132,7 @@ def plan_of(index: Index, position: Position, budget_bytes: int) -> Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrays:
+class SearchArrays:
     """An index as the native search takes it; OverflowError where 64 bits do not do."""
 
     durations_ns: Bytes
@@ -139,8 +145,8 @@ class Arrays:
     read_ns: Bytes
 
 
-def arrays_of(index: Index, homes: list[Home]) -> Arrays:
-    problem, ticks = index.problem, index.problem.ticks
+def build_search_arrays(index: GapIndex, homes: list[Home]) -> SearchArrays:
+    problem, ticks = index.problem, index.problem.ticks_per_step
     tensors, routes = problem.profile.tensors, problem.routes
     lives = []
     for tensor in tensors:
@@ -161,7 +167,7 @@ def arrays_of(index: Index, homes: list[Home]) -> Arrays:
     ]
     writes = [transfer_ns(route.out, gap.size_bytes) for gap in index.gaps for route in routes]
     reads = [transfer_ns(route.back, gap.size_bytes) for gap in index.gaps for route in routes]
-    return Arrays(
+    return SearchArrays(
         np.array([kernel.duration_ns for kernel in problem.profile.kernels], np.int64),
         np.array(live, np.int64),
         np.array(gaps, np.int64).reshape(-1, 6),

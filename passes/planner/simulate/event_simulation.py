@@ -64,7 +64,7 @@ class _Flight:
     done: bool = False
 
 
-def shares(machine: Machine) -> bool:
+def has_contended_links(machine: Machine) -> bool:
     """Whether links together can ask for more of a bandwidth than there is."""
     return any(
         sum(link.bandwidth_bytes_per_s for link in machine.links if link.shares == name) > bandwidth
@@ -72,7 +72,7 @@ def shares(machine: Machine) -> bool:
     )
 
 
-def run(
+def simulate_by_events(
     plan: Plan, profile: Profile, machine: Machine, *, jitter: Jitter | None = None, steps: int = 0
 ) -> Outcome:
     """Run steps until they repeat, or so many. With jitter they never do: the mean of all but the first two.
@@ -81,19 +81,19 @@ def run(
     """
     links = _Links(machine)
     device = _Device(plan, profile)
-    compute = _compute(plan, profile, links, device, _Shake(jitter))
-    begun, took, started_ns = [links.left()], list[int](), 0
+    compute = _yield_compute_waits(plan, profile, links, device, _JitterFactors(jitter))
+    begun, took, started_ns = [links.transfers_left()], list[int](), 0
     steps = steps or STEPS_MOST
     for waits_for in compute:
         if isinstance(waits_for, _Flight):
-            links.finish(waits_for)
+            links.advance_until_done(waits_for)
         elif waits_for >= 0:
-            links.pass_ns(waits_for)
+            links.advance_by_ns(waits_for)
         else:  # the end of a step
-            links.pass_ns(0)
+            links.advance_by_ns(0)
             took.append(links.now_ns - started_ns)
             started_ns = links.now_ns
-            begun.append(links.left())
+            begun.append(links.transfers_left())
             if len(took) >= steps or (jitter is None and begun[-1] in begun[:-1]):
                 break
     if jitter is not None:
@@ -101,12 +101,12 @@ def run(
     else:
         repeats = begun[-1] in begun[:-1]
         counted = took[-(begun[-2::-1].index(begun[-1]) + 1) :] if repeats else took[-max(steps // 2, 1) :]
-    least = 0 if jitter else max(device.compute_ns, links.busiest_ns(plan, profile))
+    least = 0 if jitter else max(device.compute_ns, links.busiest_link_ns(plan, profile))
     return Outcome(max(-(-sum(counted) // len(counted)), least), tuple(took), device.peak_bytes)
 
 
-def _compute(
-    plan: Plan, profile: Profile, links: _Links, device: _Device, shake: _Shake
+def _yield_compute_waits(
+    plan: Plan, profile: Profile, links: _Links, device: _Device, shake: _JitterFactors
 ) -> Generator[_Flight | int, None, None]:
     """Step after step. Yields what it waits for: a transfer, or so many ns, or -1 at the end of a step."""
     ticks = len(profile.kernels)
@@ -119,29 +119,33 @@ def _compute(
     pending: dict[Move, _Flight] = {}
 
     for _ in count():
-        device.begin_step()
-        shake.begin_step()
+        device.add_step_inputs()
+        shake.forget_step_factors()
         for tick, kernel in enumerate(profile.kernels):
             for evicts in (True, False):
                 for move in starts[tick]:
                     if isinstance(move, Evict) is evicts:
-                        device.issue(move, tick)
-                        pending[move] = links.issue(move, device.size_of(move), shake.factor(_ends(move)))
+                        device.start_move(move, tick)
+                        pending[move] = links.issue_transfer(
+                            move,
+                            device.size_of_moved_tensor(move),
+                            shake.draw_factor(_link_ends_of_move(move)),
+                        )
                 for move in ends[tick]:
                     if isinstance(move, Evict) is evicts:
                         if move in pending:  # else it was issued before the first step, and is long done
                             yield pending.pop(move)
-                        device.arrive(move)
-            device.begin_kernel(tick)
-            yield round(kernel.duration_ns * shake.factor(COMPUTE))
-            device.end_kernel(tick)
+                        device.finish_move(move)
+            device.allocate_for_kernel(tick)
+            yield round(kernel.duration_ns * shake.draw_factor(COMPUTE))
+            device.free_after_kernel(tick)
         yield -1
 
 
 COMPUTE = ("compute", "")
 
 
-class _Shake:
+class _JitterFactors:
     """By how much a kernel or a transfer takes longer now."""
 
     def __init__(self, jitter: Jitter | None) -> None:
@@ -149,10 +153,10 @@ class _Shake:
         self.random = Random(jitter.seed if jitter else 0)
         self.of_step: dict[tuple[str, str], float] = {}
 
-    def begin_step(self) -> None:
+    def forget_step_factors(self) -> None:
         self.of_step.clear()
 
-    def factor(self, track: tuple[str, str]) -> float:
+    def draw_factor(self, track: tuple[str, str]) -> float:
         if self.jitter is None:
             return 1
         drawn = 1 + self.random.uniform(-self.jitter.share, self.jitter.share)
@@ -168,8 +172,8 @@ class _Links:
         self.shared = dict(machine.shared)
         self.queues: dict[Link, deque[_Flight]] = {link: deque() for link in machine.links}
 
-    def issue(self, move: Move, size_bytes: int, factor: float) -> _Flight:
-        link = self.of[_ends(move)]
+    def issue_transfer(self, move: Move, size_bytes: int, factor: float) -> _Flight:
+        link = self.of[_link_ends_of_move(move)]
         work = size_bytes * SECOND_NS
         flight = (
             _Flight(move, link.latency_ns, work)
@@ -179,37 +183,37 @@ class _Links:
         self.queues[link].append(flight)
         return flight
 
-    def pass_ns(self, duration_ns: int) -> None:
+    def advance_by_ns(self, duration_ns: int) -> None:
         """Let this much time go by."""
         until_ns = self.now_ns + duration_ns
-        self._clear()
+        self._dequeue_finished()
         while self.now_ns < until_ns:
-            rates = self._rates()
-            self._move(min([until_ns - self.now_ns, *self._next_ns(rates)]), rates)
+            rates = self._rates_of_moving_links()
+            self._advance_transfers(min([until_ns - self.now_ns, *self._ns_to_next_events(rates)]), rates)
 
-    def finish(self, flight: _Flight) -> None:
+    def advance_until_done(self, flight: _Flight) -> None:
         """Let time go by until a transfer is done."""
-        self._clear()
+        self._dequeue_finished()
         while not flight.done:
-            rates = self._rates()
-            self._move(min(self._next_ns(rates)), rates)
+            rates = self._rates_of_moving_links()
+            self._advance_transfers(min(self._ns_to_next_events(rates)), rates)
 
-    def left(self) -> list[list[tuple[Move, int, int]]]:
+    def transfers_left(self) -> list[list[tuple[Move, int, int]]]:
         """What is left to do on each link."""
         return [[(f.move, f.latency_ns, f.work) for f in queue] for queue in self.queues.values()]
 
-    def busiest_ns(self, plan: Plan, profile: Profile) -> int:
+    def busiest_link_ns(self, plan: Plan, profile: Profile) -> int:
         """What the busiest link carries in a step, one transfer after another at its own rate."""
         sizes = {tensor.name: tensor.size_bytes for tensor in profile.tensors}
         busy_ns = dict.fromkeys(self.of, 0)
         for move in plan.moves:
             if move.trigger is not None:
-                link = self.of[_ends(move)]
+                link = self.of[_link_ends_of_move(move)]
                 bytes_ns = -(-sizes[move.tensor] * SECOND_NS // link.bandwidth_bytes_per_s)
-                busy_ns[_ends(move)] += link.latency_ns + bytes_ns
+                busy_ns[_link_ends_of_move(move)] += link.latency_ns + bytes_ns
         return max(busy_ns.values(), default=0)
 
-    def _rates(self) -> dict[Link, int]:
+    def _rates_of_moving_links(self) -> dict[Link, int]:
         """Bytes per second of each link whose first transfer moves bytes now."""
         rates, sharing = dict[Link, int](), defaultdict[str, list[Link]](list)
         for link, queue in self.queues.items():
@@ -224,7 +228,7 @@ class _Links:
                 rest = max(rest - rates[link], 0)
         return rates
 
-    def _next_ns(self, rates: dict[Link, int]) -> list[int]:
+    def _ns_to_next_events(self, rates: dict[Link, int]) -> list[int]:
         """In how many ns a first transfer's latency is over, or its bytes have moved."""
         return [
             queue[0].latency_ns or -(-queue[0].work // rates[link])
@@ -232,16 +236,16 @@ class _Links:
             if queue
         ]
 
-    def _move(self, duration_ns: int, rates: dict[Link, int]) -> None:
+    def _advance_transfers(self, duration_ns: int, rates: dict[Link, int]) -> None:
         self.now_ns += duration_ns
         for link, queue in self.queues.items():
             if queue and queue[0].latency_ns:
                 queue[0].latency_ns -= duration_ns
             elif queue:
                 queue[0].work = max(queue[0].work - rates[link] * duration_ns, 0)
-        self._clear()
+        self._dequeue_finished()
 
-    def _clear(self) -> None:
+    def _dequeue_finished(self) -> None:
         """Transfers that are done leave their queues."""
         for queue in self.queues.values():
             while queue and not queue[0].latency_ns and not queue[0].work:
@@ -276,31 +280,31 @@ class _Device:
         for name, state in self.state.items():
             self.bytes += 0 if state == "away" else self.tensors[name].size_bytes
 
-    def size_of(self, move: Move) -> int:
+    def size_of_moved_tensor(self, move: Move) -> int:
         return self.tensors[move.tensor].size_bytes
 
-    def begin_step(self) -> None:
+    def add_step_inputs(self) -> None:
         for tensor in self.profile.tensors:
             if tensor.kind == "input" and not tensor.persistent and tensor.name in self.last:
                 self.state[tensor.name] = "here"
                 self.bytes += tensor.size_bytes
 
-    def issue(self, move: Move, tick: int) -> None:
+    def start_move(self, move: Move, tick: int) -> None:
         evicts = isinstance(move, Evict)
-        self._change(move, "here" if evicts else "away", "leaving" if evicts else "arriving")
+        self._change_state(move, "here" if evicts else "away", "leaving" if evicts else "arriving")
         if not evicts:
-            self.bytes += self.size_of(move)
-            self._count(tick, 0)
+            self.bytes += self.size_of_moved_tensor(move)
+            self._refuse_bytes_over_budget(tick, 0)
 
-    def arrive(self, move: Move) -> None:
+    def finish_move(self, move: Move) -> None:
         """A transfer that was waited for is done, or a copy is dropped."""
         if isinstance(move, Evict):
-            self._change(move, "here" if move.trigger is None else "leaving", "away")
-            self.bytes -= self.size_of(move)
+            self._change_state(move, "here" if move.trigger is None else "leaving", "away")
+            self.bytes -= self.size_of_moved_tensor(move)
         else:
-            self._change(move, "arriving", "here")
+            self._change_state(move, "arriving", "here")
 
-    def begin_kernel(self, tick: int) -> None:
+    def allocate_for_kernel(self, tick: int) -> None:
         kernel = self.profile.kernels[tick]
         for tensor in self.used[tick]:
             if tensor.name not in self.state:  # made here
@@ -315,32 +319,32 @@ class _Device:
                 raise PlanError(
                     f"kernel {kernel.name!r} (tick {tick}) writes {tensor.name!r} while it is leaving"
                 )
-        self._count(tick, kernel.workspace_bytes)
+        self._refuse_bytes_over_budget(tick, kernel.workspace_bytes)
 
-    def end_kernel(self, tick: int) -> None:
+    def free_after_kernel(self, tick: int) -> None:
         for tensor in self.used[tick]:
             if not tensor.persistent and self.last[tensor.name] == tick:
                 self.bytes -= tensor.size_bytes
                 del self.state[tensor.name]
 
-    def _change(self, move: Move, before: str, after: str) -> None:
+    def _change_state(self, move: Move, before: str, after: str) -> None:
         state = self.state.get(move.tensor, "not yet made")
         if state != before:
             raise PlanError(f"a move of {move.tensor!r} finds it {state}, not {before}")
         self.state[move.tensor] = after
 
-    def _count(self, tick: int, workspace_bytes: int) -> None:
+    def _refuse_bytes_over_budget(self, tick: int, workspace_bytes: int) -> None:
         present = self.bytes + workspace_bytes
         self.peak_bytes = max(self.peak_bytes, present)
         if present > self.plan.budget_bytes:
             raise PlanError(
-                f"{present} bytes are on the device at {self._at(tick)};"
+                f"{present} bytes are on the device at {self._kernel_label(tick)};"
                 f" the plan's budget is {self.plan.budget_bytes}"
             )
 
-    def _at(self, tick: int) -> str:
+    def _kernel_label(self, tick: int) -> str:
         return f"kernel {self.profile.kernels[tick].name!r} (tick {tick})"
 
 
-def _ends(move: Move) -> tuple[str, str]:
+def _link_ends_of_move(move: Move) -> tuple[str, str]:
     return (DEVICE, move.to) if isinstance(move, Evict) else (move.source, DEVICE)

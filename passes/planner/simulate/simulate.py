@@ -60,13 +60,13 @@ class _Run:
 
 def simulate(plan: Plan, profile: Profile, machine: Machine) -> Timeline:
     """The steady state of a plan that `check` accepts."""
-    run, period_ns = _settle(plan, profile, machine)
+    run, period_ns = _run_until_steady(plan, profile, machine)
     spans = [
         Span(s.track, s.name, s.start_ns - run.begun_ns, s.end_ns - run.begun_ns, s.bytes, s.tensor)
         for s in run.spans
     ]
     counters: list[Counter] = []
-    for kind, rows in sorted(device_bytes(plan, profile).items()):
+    for kind, rows in sorted(device_bytes_by_kind(plan, profile).items()):
         for tick, size in enumerate(rows):
             if tick == 0 or size != rows[tick - 1]:
                 counters.append(Counter(DEVICE, kind, run.slots_ns[tick] - run.begun_ns, size))
@@ -78,10 +78,10 @@ def simulate(plan: Plan, profile: Profile, machine: Machine) -> Timeline:
 
 def step_ns(plan: Plan, profile: Profile, machine: Machine) -> int:
     """The period: time from the start of one step to the start of the next, once steps look alike."""
-    return _settle(plan, profile, machine)[1]
+    return _run_until_steady(plan, profile, machine)[1]
 
 
-def entered_ns(plan: Plan, profile: Profile, machine: Machine) -> tuple[list[int], int]:
+def tick_entries_and_period(plan: Plan, profile: Profile, machine: Machine) -> tuple[list[int], int]:
     """When each tick of a settled step is entered (before its waits), and the period.
 
     By the native code, which knows links that share a bandwidth: there it agrees with `events`.
@@ -90,18 +90,18 @@ def entered_ns(plan: Plan, profile: Profile, machine: Machine) -> tuple[list[int
 
     durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
     try:
-        rows = np.array(transfers(plan, profile, machine), np.int64).reshape(-1, 6)
-        period, _, entered = _native.settle(durations, *lanes(machine), rows)
+        rows = np.array(native_transfer_rows(plan, profile, machine), np.int64).reshape(-1, 6)
+        period, _, entered = _native.settle(durations, *native_link_arrays(machine), rows)
         return entered.tolist(), period
     except OverflowError:  # links so slow that 64 bits do not hold a step
-        run, period = _settle(plan, profile, machine)
+        run, period = _run_until_steady(plan, profile, machine)
         found = [0]
         for slot_ns, kernel in zip(run.slots_ns[:-1], profile.kernels, strict=False):
             found.append(slot_ns + kernel.duration_ns - run.begun_ns)
         return found, period
 
 
-def lanes(machine: Machine) -> tuple[NDArray[Any], NDArray[Any]]:
+def native_link_arrays(machine: Machine) -> tuple[NDArray[Any], NDArray[Any]]:
     """What native code knows of a machine: (bytes/s, latency, group or -1) per link, bytes/s per group."""
     groups = [name for name, _ in machine.shared]
     rows = [
@@ -116,7 +116,9 @@ def lanes(machine: Machine) -> tuple[NDArray[Any], NDArray[Any]]:
     return table, np.array([bandwidth for _, bandwidth in machine.shared], np.int64)
 
 
-def transfers(plan: Plan, profile: Profile, machine: Machine) -> list[tuple[int, int, int, int, int, bool]]:
+def native_transfer_rows(
+    plan: Plan, profile: Profile, machine: Machine
+) -> list[tuple[int, int, int, int, int, bool]]:
     """What native code knows of a plan: (lane, ns, bytes, issue tick, wait tick, is a fetch) per transfer."""
     ticks = len(profile.kernels)
     at = {(link.source, link.target): lane for lane, link in enumerate(machine.links)}
@@ -125,14 +127,14 @@ def transfers(plan: Plan, profile: Profile, machine: Machine) -> list[tuple[int,
     for move in plan.moves:
         if move.trigger is None:
             continue
-        lane, size, fetch = at[_route(move)], sizes[move.tensor], isinstance(move, Fetch)
+        lane, size, fetch = at[_link_ends_of_move(move)], sizes[move.tensor], isinstance(move, Fetch)
         end = move.ready if isinstance(move, Fetch) else move.free
         taken_ns = transfer_ns(machine.links[lane], size)
         rows.append((lane, taken_ns, size, move.trigger % ticks, end % ticks, fetch))
     return rows
 
 
-def _settle(plan: Plan, profile: Profile, machine: Machine) -> tuple[_Run, int]:
+def _run_until_steady(plan: Plan, profile: Profile, machine: Machine) -> tuple[_Run, int]:
     """Run steps until they repeat; the period is the mean of those that do, rounded up.
 
     After MOST_STEPS without a repetition the mean of the later half counts. No period is shorter than the
@@ -151,22 +153,22 @@ def _settle(plan: Plan, profile: Profile, machine: Machine) -> tuple[_Run, int]:
             at[3][move.ready % ticks].append(move)
         else:
             continue
-        link = links[_route(move)]
+        link = links[_link_ends_of_move(move)]
         busy[link] += transfer_ns(link, sizes[move.tensor])
     run, took = _Run(), list[int]()
-    begun = [_to_go(run)]
+    begun = [_busy_ns_by_lane(run)]
     while len(took) < MOST_STEPS and begun[-1] not in begun[:-1]:
         run.begun_ns = run.now_ns
-        _step(run, at, profile, links, sizes)
+        _run_one_step(run, at, profile, links, sizes)
         took.append(run.now_ns - run.begun_ns)
-        begun.append(_to_go(run))
+        begun.append(_busy_ns_by_lane(run))
     repeat = begun[-1] in begun[:-1]
     alike = begun[-2::-1].index(begun[-1]) + 1 if repeat else MOST_STEPS // 2
     period = -(-sum(took[-alike:]) // alike)
     return run, max(period, profile.compute_ns, *busy.values(), 0)
 
 
-def _to_go(run: _Run) -> dict[Link, int]:
+def _busy_ns_by_lane(run: _Run) -> dict[Link, int]:
     """How a step begins: for how long each lane is occupied.
 
     That says all, because what is in flight is always the tail of the same queue: the rest was waited for.
@@ -174,7 +176,7 @@ def _to_go(run: _Run) -> dict[Link, int]:
     return {link: end - run.now_ns for link, end in run.lanes.items() if end > run.now_ns}
 
 
-def _step(
+def _run_one_step(
     run: _Run,
     at: list[list[list[Move]]],
     profile: Profile,
@@ -185,19 +187,19 @@ def _step(
     run.spans, run.stalls, run.slots_ns = [], [], []
     for tick, kernel in enumerate(profile.kernels):
         for move in at[0][tick]:
-            _issue(run, move, links[_route(move)], sizes[move.tensor])
+            _issue_transfer(run, move, links[_link_ends_of_move(move)], sizes[move.tensor])
         for move in at[1][tick]:
-            _wait(run, move, tick)
+            _wait_for_ticket(run, move, tick)
         for move in at[2][tick]:
-            _issue(run, move, links[_route(move)], sizes[move.tensor])
+            _issue_transfer(run, move, links[_link_ends_of_move(move)], sizes[move.tensor])
         for move in at[3][tick]:
-            _wait(run, move, tick)
+            _wait_for_ticket(run, move, tick)
         run.slots_ns.append(run.now_ns)
         run.spans.append(Span("compute", kernel.name, run.now_ns, run.now_ns + kernel.duration_ns))
         run.now_ns += kernel.duration_ns
 
 
-def _issue(run: _Run, move: Move, link: Link, size_bytes: int) -> None:
+def _issue_transfer(run: _Run, move: Move, link: Link, size_bytes: int) -> None:
     """Put a transfer at the end of its lane's queue."""
     start = max(run.now_ns, run.lanes[link])
     end = start + transfer_ns(link, size_bytes)
@@ -207,7 +209,7 @@ def _issue(run: _Run, move: Move, link: Link, size_bytes: int) -> None:
     run.spans.append(Span(track, move.tensor, start, end, size_bytes, move.tensor))
 
 
-def _wait(run: _Run, move: Move, tick: int) -> None:
+def _wait_for_ticket(run: _Run, move: Move, tick: int) -> None:
     """Compute waits for a ticket; one that was issued before the first step is long done.
 
     The cause is `late read` for a fetch that started when it was issued, else `link busy`: it queued, or it
@@ -221,11 +223,11 @@ def _wait(run: _Run, move: Move, tick: int) -> None:
     run.now_ns = ticket.end_ns
 
 
-def _route(move: Move) -> tuple[str, str]:
+def _link_ends_of_move(move: Move) -> tuple[str, str]:
     return (DEVICE, move.to) if isinstance(move, Evict) else (move.source, DEVICE)
 
 
-def device_bytes(plan: Plan, profile: Profile) -> dict[str, list[int]]:
+def device_bytes_by_kind(plan: Plan, profile: Profile) -> dict[str, list[int]]:
     """Bytes on the device by kind and tick, with `workspace` a kind; the plan is one that `check` accepts."""
     ticks = len(profile.kernels)
     tensors = {tensor.name: tensor for tensor in profile.tensors}

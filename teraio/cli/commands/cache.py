@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    folder = plan_cache.directory()
+    folder = plan_cache.find_cache_folder()
     if folder is None:
         raise OptionError("there is no plan cache: TERAIO_CACHE_DIR is off. Unset it")
     kept = plan_cache.PlanCache(folder)

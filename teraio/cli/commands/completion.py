@@ -27,7 +27,7 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class CommandCompletions:
     """What may follow `teraio` and these words."""
 
     path: tuple[str, ...]
@@ -42,12 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    found = list(levels(args.whole))
-    print({"bash": bash, "zsh": zsh, "fish": fish}[args.shell](found))
+    found = list(completions_of_commands(args.whole))
+    print({"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[args.shell](found))
     return 0
 
 
-def levels(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[Level]:
+def completions_of_commands(
+    parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
+) -> Iterator[CommandCompletions]:
     """This parser, and those of its commands."""
     flags, words = [], list[str]()
     commands: dict[str, argparse.ArgumentParser] = {}
@@ -65,12 +67,12 @@ def levels(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Itera
             flags.append(Flag(names, tuple(map(str, choices)), takes, action.help or ""))
         else:
             words += map(str, choices)
-    yield Level(path, tuple(told), tuple(flags), tuple(words))
+    yield CommandCompletions(path, tuple(told), tuple(flags), tuple(words))
     for name, command in commands.items():
-        yield from levels(command, (*path, name))
+        yield from completions_of_commands(command, (*path, name))
 
 
-def bash(found: list[Level]) -> str:
+def bash_script(found: list[CommandCompletions]) -> str:
     """One function: how deep in commands are we, and what may come there. Files wherever no word is known."""
     cases, values = [], []
     for level in found:
@@ -109,35 +111,39 @@ def bash(found: list[Level]) -> str:
     )
 
 
-def zsh(found: list[Level]) -> str:
+def zsh_script(found: list[CommandCompletions]) -> str:
     return "\n".join(
-        ["autoload -U +X compinit && compinit -i", "autoload -U +X bashcompinit && bashcompinit", bash(found)]
+        [
+            "autoload -U +X compinit && compinit -i",
+            "autoload -U +X bashcompinit && bashcompinit",
+            bash_script(found),
+        ]
     )
 
 
-def fish(found: list[Level]) -> str:
+def fish_script(found: list[CommandCompletions]) -> str:
     lines = ["complete -c teraio -e"]
     for level in found:
         names = [name for name, _ in level.commands]
         seen = [f"__fish_seen_subcommand_from {name}" for name in level.path]
         here = seen + [f"not __fish_seen_subcommand_from {' '.join(names)}"] * bool(names)
-        when = f" -n {_quoted('; and '.join(here))}" if here else ""
+        when = f" -n {_quote_for_fish('; and '.join(here))}" if here else ""
         for name, told in level.commands:
-            lines.append(f"complete -c teraio{when} -f -a {name} -d {_quoted(told)}")
+            lines.append(f"complete -c teraio{when} -f -a {name} -d {_quote_for_fish(told)}")
         if level.words:
-            lines.append(f"complete -c teraio{when} -f -a {_quoted(' '.join(level.words))}")
+            lines.append(f"complete -c teraio{when} -f -a {_quote_for_fish(' '.join(level.words))}")
         for flag in level.flags:
-            lines.append(f"complete -c teraio{when}{_fish_flag(flag)}")
+            lines.append(f"complete -c teraio{when}{_fish_arguments_of_flag(flag)}")
     return "\n".join(lines)
 
 
-def _fish_flag(flag: Flag) -> str:
+def _fish_arguments_of_flag(flag: Flag) -> str:
     names = "".join(f" -l {n[2:]}" if n.startswith("--") else f" -s {n[1:]}" for n in flag.names)
-    follows = f" -x -a {_quoted(' '.join(flag.words))}" if flag.words else " -r" * flag.takes
-    return f"{names}{follows} -d {_quoted(flag.told)}"
+    follows = f" -x -a {_quote_for_fish(' '.join(flag.words))}" if flag.words else " -r" * flag.takes
+    return f"{names}{follows} -d {_quote_for_fish(flag.told)}"
 
 
-def _quoted(text: str) -> str:
+def _quote_for_fish(text: str) -> str:
     """For fish, on one line; argparse writes `%%` for a percent sign."""
     line = re.sub(r"\s+", " ", text).replace("%%", "%")
     return "'" + line.replace("\\", "\\\\").replace("'", "\\'") + "'"

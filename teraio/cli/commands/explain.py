@@ -14,18 +14,24 @@ from dataclasses import dataclass, replace
 from teraio import options
 from teraio.errors import TeraioError
 from teraio.formats.machine import Link, Machine, Tier
-from teraio.formats.plan import Plan, moved_bytes
+from teraio.formats.plan import Plan, moved_bytes_by_kind
 from teraio.formats.profile import Profile
-from teraio.formats.recompute import as_planned
+from teraio.formats.recompute import apply_plan_recompute
 from teraio.formats.timeline import Timeline
-from teraio.progress import stage
-from teraio.text_table import table
+from teraio.progress import show_stage
+from teraio.text_table import aligned_text_table
 from teraio.units import fmt_bytes, fmt_count, fmt_ns, fmt_rate
 
 from . import step_listing
-from .plan import endurance_of
-from .plan_figures import busy, figures
-from .plan_request import Request, add_plan, add_what_if, checked_plan, read
+from .plan import parse_endurance_bytes
+from .plan_figures import figures_of_plan, time_and_bytes_by_lane
+from .plan_request import (
+    PlanRequest,
+    add_plan_arguments,
+    add_what_if_argument,
+    read_checked_plan,
+    read_profile_and_machine,
+)
 
 DESCRIPTION = """\
 Simulates a plan and says where its step goes: how long every link is busy, which tensors compute waits for
@@ -52,9 +58,9 @@ HOST_RATE = 25 * 10**9  # PCIe 4.0 x16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    add_plan(parser)
+    add_plan_arguments(parser)
     parser.add_argument("--top", type=int, default=8, metavar="N", help="tensors to list (8)")
-    add_what_if(parser)
+    add_what_if_argument(parser)
     parser.add_argument("--endurance", default="", metavar="X", help="what the drives are rated for: 2400TB")
     options.add_flags(parser, ["plan_time"])
     parser.add_argument(
@@ -66,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
+class TensorWaits:
     """Compute waited for this."""
 
     name: str
@@ -77,7 +83,7 @@ class Waited:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WhatIfAnswer:
     """To one `what if`. `step_ns` is None without a plan (`why`), or where only the bound was asked for."""
 
     change: str
@@ -87,44 +93,44 @@ class Answer:
 
 
 def main(args: argparse.Namespace) -> int:
-    from teraio.passes.planner.planners import predicted_ns
+    from teraio.passes.planner.planners import predicted_step_ns
     from teraio.passes.planner.simulate.simulate import simulate, step_ns
 
-    endurance = endurance_of(args)
-    profile, machine = read(args.profile_file, args.machine)
-    made, whole = checked_plan(args.plan_file, profile, machine), profile
-    plan, profile = as_planned(made, whole)
+    endurance = parse_endurance_bytes(args)
+    profile, machine = read_profile_and_machine(args.profile_file, args.machine)
+    made, whole = read_checked_plan(args.plan_file, profile, machine), profile
+    plan, profile = apply_plan_recompute(made, whole)
     if args.graph:
         print(
-            json.dumps(step_listing.as_json(plan, profile))
+            json.dumps(step_listing.step_listing_as_dict(plan, profile))
             if args.json
-            else step_listing.listing(plan, profile)
+            else step_listing.step_listing_as_text(plan, profile)
         )
         return 0
-    line, step = simulate(plan, profile, machine), predicted_ns(plan, profile, machine)
+    line, step = simulate(plan, profile, machine), predicted_step_ns(plan, profile, machine)
     plan = replace(plan, predicted=replace(plan.predicted, step_ns=step))
-    waits = list(waited(line, profile))
-    limit_ns = options.from_flags(args).plan_time
-    answers = answered("teraio explain", made, whole, machine, args.what_if, limit_ns)
+    waits = list(waits_by_tensor(line, profile))
+    limit_ns = options.settings_from_flags(args).plan_time
+    answers = answer_what_if("teraio explain", made, whole, machine, args.what_if, limit_ns)
     if args.json:
-        print(json.dumps(_as_json(line, step, profile, plan, waits[: args.top], answers)))
+        print(json.dumps(_explanation_as_dict(line, step, profile, plan, waits[: args.top], answers)))
         return 0
-    print(_summary(line, step, profile, plan))
+    print(_describe_step(line, step, profile, plan))
     if step != (alone := step_ns(plan, profile, machine)):
         print(f"links share bandwidth here; if each had its own, as below, a step of {fmt_ns(alone)}")
-    print(_links(line, step, machine))
-    print(_kinds(plan, profile))
+    print(_links_table(line, step, machine))
+    print(_moved_bytes_by_kind_table(plan, profile))
     if waits:
-        print(_waits(waits, max(args.top, 0)))
-    wear = figures(plan, profile, machine, 0, endurance).wear()
+        print(_waits_table(waits, max(args.top, 0)))
+    wear = figures_of_plan(plan, profile, machine, 0, endurance).describe_drive_wear()
     if wear:
         print(f"written to SSD: {wear.removeprefix(', ')}")
     if answers:
-        print(_answers(answers, step))
+        print(_what_if_table(answers, step))
     return 0
 
 
-def waited(line: Timeline, profile: Profile) -> Iterator[Waited]:
+def waits_by_tensor(line: Timeline, profile: Profile) -> Iterator[TensorWaits]:
     """Per tensor and cause, the longest first."""
     sums: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for stall in line.stalls:
@@ -133,17 +139,17 @@ def waited(line: Timeline, profile: Profile) -> Iterator[Waited]:
         sums.items(), key=lambda each: (-sum(s[0] for s in each[1]), each[0])
     ):
         tick = max(stalls)[1] % len(profile.kernels)
-        yield Waited(name, sum(ns for ns, _ in stalls), len(stalls), cause, profile.kernels[tick].name)
+        yield TensorWaits(name, sum(ns for ns, _ in stalls), len(stalls), cause, profile.kernels[tick].name)
 
 
-def _summary(line: Timeline, step: int, profile: Profile, plan: Plan) -> str:
+def _describe_step(line: Timeline, step: int, profile: Profile, plan: Plan) -> str:
     compute = profile.compute_ns
     causes = {
         cause: sum(stall.ns for stall in line.stalls if stall.cause == cause)
         for cause in sorted({stall.cause for stall in line.stalls})
     }
     told = ", ".join(f"{fmt_ns(ns)} for {cause}" for cause, ns in causes.items()) or "nothing is waited for"
-    busiest = max(busy(line), key=lambda lane: lane[1], default=("", 0, 0))
+    busiest = max(time_and_bytes_by_lane(line), key=lambda lane: lane[1], default=("", 0, 0))
     full = busiest[1] * 20 >= step * 19
     verdict = (
         f"{busiest[0]} is busy all the time: no order of moves helps, only fewer bytes on it or a faster link"
@@ -157,14 +163,14 @@ def _summary(line: Timeline, step: int, profile: Profile, plan: Plan) -> str:
     )
 
 
-def _links(line: Timeline, step: int, machine: Machine) -> str:
+def _links_table(line: Timeline, step: int, machine: Machine) -> str:
     rows: list[tuple[str, ...]] = [("link", "busy", "of the step", "carries", "rate", "shared with")]
     links = {
         (f"evict:{x.target}" if x.source == "device" else f"fetch:{x.source}"): x
         for x in machine.links
         if "device" in (x.source, x.target)
     }
-    for track, ns, size in busy(line):
+    for track, ns, size in time_and_bytes_by_lane(line):
         link = links[track]
         shares = [name for name, other in links.items() if other.shares == link.shares and other is not link]
         rows.append(
@@ -177,32 +183,35 @@ def _links(line: Timeline, step: int, machine: Machine) -> str:
                 ", ".join(shares) if link.shares else "-",
             )
         )
-    return table(rows) if len(rows) > 1 else "  nothing moves"
+    return aligned_text_table(rows) if len(rows) > 1 else "  nothing moves"
 
 
-def _kinds(plan: Plan, profile: Profile) -> str:
-    out, back = moved_bytes(plan, profile, "", evict=True), moved_bytes(plan, profile, "", evict=False)
+def _moved_bytes_by_kind_table(plan: Plan, profile: Profile) -> str:
+    out, back = (
+        moved_bytes_by_kind(plan, profile, "", evict=True),
+        moved_bytes_by_kind(plan, profile, "", evict=False),
+    )
     drops = sum(getattr(move, "trigger", 0) is None for move in plan.moves)
     rows: list[tuple[str, ...]] = [("kind", "written", "read")]
     rows += [
         (kind, fmt_bytes(out.get(kind, 0)), fmt_bytes(back.get(kind, 0))) for kind in sorted({*out, *back})
     ]
-    return f"{table(rows)}\n  {fmt_count(drops, 'drop')} of clean copies, which cost no write"
+    return f"{aligned_text_table(rows)}\n  {fmt_count(drops, 'drop')} of clean copies, which cost no write"
 
 
-def _waits(waits: list[Waited], top: int) -> str:
+def _waits_table(waits: list[TensorWaits], top: int) -> str:
     rows: list[tuple[str, ...]] = [("waited for", "time", "times", "cause", "most before kernel")]
     rows += [(w.name, fmt_ns(w.ns), str(w.times), w.cause, w.kernel) for w in waits[:top]]
     left = waits[top:]
     more = [(f"... and {len(left)} more", fmt_ns(sum(w.ns for w in left)), "", "", "")] if left else []
-    return table([*rows, *more])
+    return aligned_text_table([*rows, *more])
 
 
-def _answers(answers: list[Answer], step: int) -> str:
-    return table(answer_rows(answers, step))
+def _what_if_table(answers: list[WhatIfAnswer], step: int) -> str:
+    return aligned_text_table(what_if_rows(answers, step))
 
 
-def answer_rows(answers: list[Answer], step: int) -> list[tuple[str, ...]]:
+def what_if_rows(answers: list[WhatIfAnswer], step: int) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("what if", "step", "against now", "bound")]
     for answer in answers:
         gain = f"{answer.step_ns / max(step, 1) - 1:+.1%}" if answer.step_ns else "-"
@@ -217,45 +226,47 @@ def answer_rows(answers: list[Answer], step: int) -> list[tuple[str, ...]]:
     return rows
 
 
-def answered(
+def answer_what_if(
     command: str, plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int
-) -> list[Answer]:
+) -> list[WhatIfAnswer]:
     """Asks everything, unless it is `off`; says how far it is."""
     if by == "off":
         return []
-    with stage(command):
-        return list(what_if(plan, profile, machine, by, limit_ns))
+    with show_stage(command):
+        return list(predict_each_change(plan, profile, machine, by, limit_ns))
 
 
-def what_if(plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int) -> Iterator[Answer]:
+def predict_each_change(
+    plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int
+) -> Iterator[WhatIfAnswer]:
     """Answers for the step as it is, and with one thing more. `by`: plan again, or find the bound only. The
     plan is as it was read: one that makes tensors again is asked about with all that can be made again."""
     from teraio.passes.planner import planners
 
     recompute, limit_s = bool(plan.recompute), limit_ns / 1e9
-    for change, other, budget in _changes(machine, plan.budget_bytes):
+    for change, other, budget in _machine_variants(machine, plan.budget_bytes):
         try:
-            with stage(f"what if: {change}"):
+            with show_stage(f"what if: {change}"):
                 if by == "bound":
                     bound = planners.bound_ns(
                         profile, other, budget, time_limit_s=limit_s, recompute=recompute
                     )
-                    answer = Answer(change, bound, None)
+                    answer = WhatIfAnswer(change, bound, None)
                 else:
-                    asked = Request(profile, other, budget, 0, "auto", limit_ns, recompute=recompute)
-                    made, _ = asked.made()
-                    answer = Answer(change, made.predicted.bound_ns, made.predicted.step_ns)
+                    asked = PlanRequest(profile, other, budget, 0, "auto", limit_ns, recompute=recompute)
+                    made, _ = asked.make_plan()
+                    answer = WhatIfAnswer(change, made.predicted.bound_ns, made.predicted.step_ns)
         except TeraioError as error:
-            answer = Answer(change, None, None, str(error))
+            answer = WhatIfAnswer(change, None, None, str(error))
         yield answer
 
 
-def _changes(machine: Machine, budget: int) -> Iterator[tuple[str, Machine, int]]:
+def _machine_variants(machine: Machine, budget: int) -> Iterator[tuple[str, Machine, int]]:
     """(what changes, the machine then, the budget then)"""
     yield "planned again", machine, budget
     if any(tier.name == "ssd" for tier in machine.tiers):
-        yield "1 drive more", _one_drive_more(machine), budget
-    yield f"{fmt_bytes(MORE_HOST_BYTES)} more host memory", _more_host(machine), budget
+        yield "1 drive more", _machine_with_drive_added(machine), budget
+    yield f"{fmt_bytes(MORE_HOST_BYTES)} more host memory", _machine_with_host_memory_added(machine), budget
     tiers = tuple(
         replace(t, capacity_bytes=t.capacity_bytes + MORE_DEVICE_BYTES) if t.name == "device" else t
         for t in machine.tiers
@@ -264,20 +275,20 @@ def _changes(machine: Machine, budget: int) -> Iterator[tuple[str, Machine, int]
     yield more, replace(machine, tiers=tiers), budget + MORE_DEVICE_BYTES
 
 
-def _one_drive_more(machine: Machine) -> Machine:
+def _machine_with_drive_added(machine: Machine) -> Machine:
     shared = dict(machine.shared)
 
-    def faster(link: Link) -> Link:
+    def add_drive_rate(link: Link) -> Link:
         if "ssd" not in (link.source, link.target):
             return link
         rate = link.bandwidth_bytes_per_s + (DRIVE_READ if link.source == "ssd" else DRIVE_WRITE)
         most = shared.get(link.shares, rate) if link.shares else rate
         return replace(link, bandwidth_bytes_per_s=max(min(rate, most), link.bandwidth_bytes_per_s))
 
-    return replace(machine, links=tuple(map(faster, machine.links)))
+    return replace(machine, links=tuple(map(add_drive_rate, machine.links)))
 
 
-def _more_host(machine: Machine) -> Machine:
+def _machine_with_host_memory_added(machine: Machine) -> Machine:
     if any(tier.name == "host" for tier in machine.tiers):
         tiers = tuple(
             replace(t, capacity_bytes=t.capacity_bytes + MORE_HOST_BYTES) if t.name == "host" else t
@@ -287,28 +298,33 @@ def _more_host(machine: Machine) -> Machine:
     of = {(link.source, link.target): link.shares for link in machine.links}
     shared = dict(machine.shared)
 
-    def link(source: str, target: str, like: tuple[str, str]) -> Link:
+    def make_host_link(source: str, target: str, like: tuple[str, str]) -> Link:
         shares = of.get(like)
         return Link(source, target, shared[shares] if shares else HOST_RATE, 10_000, shares)
 
     links = (
-        link("device", "host", ("device", "ssd")),
-        link("host", "device", ("ssd", "device")),
+        make_host_link("device", "host", ("device", "ssd")),
+        make_host_link("host", "device", ("ssd", "device")),
     )
     host = Tier("host", MORE_HOST_BYTES)
     return replace(machine, tiers=(*machine.tiers, host), links=(*machine.links, *links))
 
 
-def _as_json(
-    line: Timeline, step: int, profile: Profile, plan: Plan, waits: list[Waited], answers: list[Answer]
+def _explanation_as_dict(
+    line: Timeline,
+    step: int,
+    profile: Profile,
+    plan: Plan,
+    waits: list[TensorWaits],
+    answers: list[WhatIfAnswer],
 ) -> dict[str, object]:
     return {
         "step_ns": step,
         "compute_ns": profile.compute_ns,
         "stall_ns": sum(stall.ns for stall in line.stalls),
-        "links": {track: {"busy_ns": ns, "bytes": size} for track, ns, size in busy(line)},
-        "written_bytes": moved_bytes(plan, profile, "", evict=True),
-        "read_bytes": moved_bytes(plan, profile, "", evict=False),
+        "links": {track: {"busy_ns": ns, "bytes": size} for track, ns, size in time_and_bytes_by_lane(line)},
+        "written_bytes": moved_bytes_by_kind(plan, profile, "", evict=True),
+        "read_bytes": moved_bytes_by_kind(plan, profile, "", evict=False),
         "waits": [
             {"tensor": w.name, "ns": w.ns, "times": w.times, "cause": w.cause, "kernel": w.kernel}
             for w in waits

@@ -8,11 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from teraio.errors import OptionError, PlanError
-from teraio.progress import stage
-from teraio.text_table import table
-from teraio.units import fmt_bytes, fmt_ns, shown
+from teraio.progress import show_stage
+from teraio.text_table import aligned_text_table
+from teraio.units import fmt_bytes, fmt_ns, printable_line
 
-from .plan_request import PROFILE, Request, capacity, request, with_budget
+from .plan_request import (
+    PROFILE,
+    PlanRequest,
+    request_from_arguments,
+    request_with_budget,
+    tier_capacity_bytes,
+)
 from .plan_request import add_arguments as add_common
 
 DESCRIPTION = """\
@@ -44,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class BudgetTrial:
     """One budget for one profile. `step_ns` is None where there is no plan, and `why` says why."""
 
     name: str
@@ -54,101 +60,113 @@ class Fit:
     step_ns: int | None
     why: str = ""
 
-    def within(self, permille: int) -> bool:
+    def is_within_factor(self, permille: int) -> bool:
         return self.step_ns is not None and self.step_ns * 1000 <= self.compute_ns * permille
 
 
 def main(args: argparse.Namespace) -> int:
-    permille = _permille(args.within)
+    permille = _parse_within_permille(args.within)
     if not 0 <= args.probes <= 64:
         raise OptionError(f"--probes is {args.probes}; give 0 to 64")
     if len(args.profile_files) > 1:
-        return _largest(args, permille)
-    asked = request(args, args.profile_files[0])
-    most = min(capacity(asked.machine), asked.budget_bytes) if args.memory else capacity(asked.machine)
-    with stage("teraio fit"):
-        fits = list(_smallest(asked, most, args.probes, permille))
-    enough = min((fit for fit in fits if fit.within(permille)), key=lambda f: f.memory_bytes, default=None)
+        return _print_largest_fitting_profile(args, permille)
+    asked = request_from_arguments(args, args.profile_files[0])
+    most = (
+        min(tier_capacity_bytes(asked.machine), asked.budget_bytes)
+        if args.memory
+        else tier_capacity_bytes(asked.machine)
+    )
+    with show_stage("teraio fit"):
+        fits = list(_try_budgets_by_halving(asked, most, args.probes, permille))
+    enough = min(
+        (fit for fit in fits if fit.is_within_factor(permille)), key=lambda f: f.memory_bytes, default=None
+    )
     if args.json:
         print(
             json.dumps(
                 {
                     "smallest_bytes": asked.floor_bytes,
                     "within_bytes": enough.memory_bytes if enough else None,
-                    "fits": [_as_json(fit) for fit in fits],
+                    "fits": [_trial_as_dict(fit) for fit in fits],
                 }
             )
         )
     else:
-        print(_one(asked, fits, enough, permille))
+        print(_text_of_one_profile(asked, fits, enough, permille))
     return 0 if any(fit.step_ns is not None for fit in fits) else 1
 
 
-def _permille(text: str) -> int:
+def _parse_within_permille(text: str) -> int:
     try:
         value = round(float(text) * 1000)
     except (ValueError, OverflowError):
         value = 0
     if not 1000 <= value <= 10**9:
-        raise OptionError(f"--within '{shown(text)}' is not a factor of 1 or more, such as 1.2")
+        raise OptionError(f"--within '{printable_line(text)}' is not a factor of 1 or more, such as 1.2")
     return value
 
 
-def _smallest(asked: Request, most_bytes: int, probes: int, permille: int) -> Iterator[Fit]:
+def _try_budgets_by_halving(
+    asked: PlanRequest, most_bytes: int, probes: int, permille: int
+) -> Iterator[BudgetTrial]:
     """The smallest budget, the largest, and what halving the span between them finds. The search takes the
     planner's word that less memory is not faster; what is printed is true where it is not, too."""
-    from teraio.passes.planner.problem.problem import build
+    from teraio.passes.planner.problem.problem import build_problem
 
-    all_bytes = min(int(build(asked.profile).live.max()), most_bytes)
+    all_bytes = min(int(build_problem(asked.profile).live.max()), most_bytes)
     low, high = asked.floor_bytes, all_bytes
 
-    def fitted(number: int, budget_bytes: int) -> Fit:
-        with stage(f"plan {number} of up to {probes + 2}, within {fmt_bytes(budget_bytes, up=True)}"):
-            return _fit(asked, budget_bytes)
+    def try_budget_showing_progress(number: int, budget_bytes: int) -> BudgetTrial:
+        with show_stage(f"plan {number} of up to {probes + 2}, within {fmt_bytes(budget_bytes, up=True)}"):
+            return _try_budget(asked, budget_bytes)
 
-    yield (floor := fitted(1, low))
-    if high <= low or floor.within(permille):
+    yield (floor := try_budget_showing_progress(1, low))
+    if high <= low or floor.is_within_factor(permille):
         return
-    yield (top := fitted(2, high))
-    for number in range(probes if top.within(permille) else 0):
+    yield (top := try_budget_showing_progress(2, high))
+    for number in range(probes if top.is_within_factor(permille) else 0):
         middle = (low + high) // 2
         if middle in (low, high):
             return
-        fit = fitted(number + 3, middle)
+        fit = try_budget_showing_progress(number + 3, middle)
         yield fit
-        low, high = (low, middle) if fit.within(permille) else (middle, high)
+        low, high = (low, middle) if fit.is_within_factor(permille) else (middle, high)
 
 
-def _fit(asked: Request, budget_bytes: int) -> Fit:
+def _try_budget(asked: PlanRequest, budget_bytes: int) -> BudgetTrial:
     compute = asked.profile.compute_ns
     name, floor = asked.profile.name, asked.floor_bytes
     try:
-        plan, _ = with_budget(asked, budget_bytes).made()
+        plan, _ = request_with_budget(asked, budget_bytes).make_plan()
     except PlanError as error:
-        return Fit(name, budget_bytes, floor, compute, None, str(error))
+        return BudgetTrial(name, budget_bytes, floor, compute, None, str(error))
     step = plan.predicted.step_ns
     if not step:
-        return Fit(name, budget_bytes, floor, compute, None, f"planner {asked.planner!r} predicts no step")
-    return Fit(name, budget_bytes, floor, compute, step)
+        return BudgetTrial(
+            name, budget_bytes, floor, compute, None, f"planner {asked.planner!r} predicts no step"
+        )
+    return BudgetTrial(name, budget_bytes, floor, compute, step)
 
 
-def _largest(args: argparse.Namespace, permille: int) -> int:
+def _print_largest_fitting_profile(args: argparse.Namespace, permille: int) -> int:
     fits = []
-    with stage("teraio fit"):
+    with show_stage("teraio fit"):
         for number, path in enumerate(args.profile_files, 1):
-            with stage(f"profile {number} of {len(args.profile_files)}"):
-                asked = request(args, path)
-                fits.append(_fit(asked, asked.budget_bytes))
-    best = max((fit for fit in fits if fit.within(permille)), key=lambda f: f.compute_ns, default=None)
+            with show_stage(f"profile {number} of {len(args.profile_files)}"):
+                asked = request_from_arguments(args, path)
+                fits.append(_try_budget(asked, asked.budget_bytes))
+    best = max(
+        (fit for fit in fits if fit.is_within_factor(permille)), key=lambda f: f.compute_ns, default=None
+    )
     if args.json:
-        told = [{**_as_json(fit), "within": fit.within(permille)} for fit in fits]
+        told = [{**_trial_as_dict(fit), "within": fit.is_within_factor(permille)} for fit in fits]
         print(json.dumps({"best": best.name if best else None, "fits": told}))
     else:
-        print(_several(fits, best, permille))
+        print(_text_of_several_profiles(fits, best, permille))
     return 0 if any(fit.step_ns is not None for fit in fits) else 1
 
 
-def _as_json(fit: Fit) -> dict[str, object]:
+def _trial_as_dict(fit: BudgetTrial) -> dict[str, object]:
     return {
         "name": fit.name,
         "memory_bytes": fit.memory_bytes,
@@ -159,17 +177,19 @@ def _as_json(fit: Fit) -> dict[str, object]:
     }
 
 
-def _ratio(fit: Fit) -> str:
+def _format_slowdown(fit: BudgetTrial) -> str:
     return f"{(fit.step_ns or 0) / max(fit.compute_ns, 1):.2f}x" if fit.step_ns is not None else "-"
 
 
-def _one(asked: Request, fits: list[Fit], enough: Fit | None, permille: int) -> str:
+def _text_of_one_profile(
+    asked: PlanRequest, fits: list[BudgetTrial], enough: BudgetTrial | None, permille: int
+) -> str:
     rows: list[tuple[str, ...]] = [("memory", "step", "of compute")]
     rows += [
         (
             f"{'*' if fit is enough else ' '} {fmt_bytes(fit.memory_bytes, up=True)}",
             fmt_ns(fit.step_ns) if fit.step_ns is not None else "no plan",
-            _ratio(fit),
+            _format_slowdown(fit),
         )
         for fit in sorted(fits, key=lambda fit: fit.memory_bytes)
     ]
@@ -184,13 +204,13 @@ def _one(asked: Request, fits: list[Fit], enough: Fit | None, permille: int) -> 
             f"{asked.profile.name} on {asked.machine.name}: at least "
             f"{fmt_bytes(asked.floor_bytes, up=True)} ({asked.floor_bytes} bytes), compute alone "
             f"{fmt_ns(fits[0].compute_ns)}; {told}",
-            table(rows),
+            aligned_text_table(rows),
             *why,
         ]
     )
 
 
-def _several(fits: list[Fit], best: Fit | None, permille: int) -> str:
+def _text_of_several_profiles(fits: list[BudgetTrial], best: BudgetTrial | None, permille: int) -> str:
     rows: list[tuple[str, ...]] = [("profile", "needs at least", "memory", "compute", "step", "of compute")]
     rows += [
         (
@@ -199,7 +219,7 @@ def _several(fits: list[Fit], best: Fit | None, permille: int) -> str:
             fmt_bytes(fit.memory_bytes),
             fmt_ns(fit.compute_ns),
             fmt_ns(fit.step_ns) if fit.step_ns is not None else "no plan",
-            _ratio(fit),
+            _format_slowdown(fit),
         )
         for fit in fits
     ]
@@ -207,4 +227,6 @@ def _several(fits: list[Fit], best: Fit | None, permille: int) -> str:
         told = f"{best.name} is the largest step that fits and stays within {permille / 1000:g}x of compute"
     else:
         told = f"none of these fits and stays within {permille / 1000:g}x of compute"
-    return "\n".join([told, table(rows), *(f"  {fit.name}: {fit.why}" for fit in fits if fit.why)])
+    return "\n".join(
+        [told, aligned_text_table(rows), *(f"  {fit.name}: {fit.why}" for fit in fits if fit.why)]
+    )

@@ -7,7 +7,7 @@ import json
 
 from teraio.formats import shipped_files
 from teraio.formats.machine import Machine
-from teraio.text_table import table
+from teraio.text_table import aligned_text_table
 from teraio.units import fmt_bytes, fmt_rate
 
 WHOLE = """\
@@ -31,19 +31,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    command.set_defaults(run=show)
+    command.set_defaults(run=list_machines)
 
 
-def show(args: argparse.Namespace) -> int:
+def list_machines(args: argparse.Namespace) -> int:
     """Prints a row for each."""
     names = shipped_files.MACHINES.names()
-    machines = {name: shipped_files.machine(str(shipped_files.MACHINES.file(name))) for name in names}
+    machines = {
+        name: shipped_files.read_named_machine(str(shipped_files.MACHINES.path_of(name))) for name in names
+    }
     if args.json:
         told = [
             {
                 "name": name,
                 "what": shipped_files.ABOUT_MACHINES[name],
-                "path": str(shipped_files.MACHINES.file(name)),
+                "path": str(shipped_files.MACHINES.path_of(name)),
                 "bytes": {tier.name: tier.capacity_bytes for tier in machine.tiers},
                 "bytes_per_s": {
                     f"{link.source} to {link.target}": link.bandwidth_bytes_per_s for link in machine.links
@@ -54,13 +56,13 @@ def show(args: argparse.Namespace) -> int:
         print(json.dumps({"machines": told}))
         return 0
     head = ("machine", "what it is", "device", "host", "drives", "they read", "they write", "to the host")
-    rows = [_row(name, machine) for name, machine in machines.items()]
-    print(table([head, *rows], left=2))
+    rows = [_machine_as_table_row(name, machine) for name, machine in machines.items()]
+    print(aligned_text_table([head, *rows], left=2))
     print("  by data sheets; `teraio doctor -o here.machine.json` measures the one you are on")
     return 0
 
 
-def _row(name: str, machine: Machine) -> tuple[str, ...]:
+def _machine_as_table_row(name: str, machine: Machine) -> tuple[str, ...]:
     sizes = {tier.name: fmt_bytes(tier.capacity_bytes) for tier in machine.tiers}
     rates = {(x.source, x.target): fmt_rate(x.bandwidth_bytes_per_s) for x in machine.links}
     return (

@@ -66,28 +66,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    print(as_json() if args.json else as_markdown(args.whole), end="")
+    print(options_as_json() if args.json else options_as_markdown(args.whole), end="")
     return 0
 
 
-def as_markdown(whole: argparse.ArgumentParser) -> str:
+def options_as_markdown(whole: argparse.ArgumentParser) -> str:
     variables = "".join(f"| `{name}` | {doc} |\n" for name, doc in VARIABLES.items())
-    names = "".join(_item(f"**`{shape}`** {line}") for shape, line in public_names().items())
-    flags = _wrapped("Flags that commands take: " + "; ".join(_flags(whole)) + ".")
+    names = "".join(
+        _markdown_item(f"**`{shape}`** {line}") for shape, line in describe_public_names().items()
+    )
+    flags = _wrap_lines(
+        "Flags that commands take: " + "; ".join(_describe_commands_taking_flags(whole)) + "."
+    )
     return f"{HEAD}{options_table()}\n{flags}\n{VARIABLES_HEAD}{variables}{VARIABLES_FOOT}{names}{FOOT}"
 
 
-def _item(text: str) -> str:
-    return f"- {_wrapped(text, indent='  ')}\n"
+def _markdown_item(text: str) -> str:
+    return f"- {_wrap_lines(text, indent='  ')}\n"
 
 
-def _wrapped(text: str, indent: str = "") -> str:
+def _wrap_lines(text: str, indent: str = "") -> str:
     return textwrap.fill(text, 110, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _flags(whole: argparse.ArgumentParser) -> list[str]:
+def _describe_commands_taking_flags(whole: argparse.ArgumentParser) -> list[str]:
     """`--keep` of plan, fit: the options that are flags of commands, too."""
-    levels = list(completion.levels(whole))
+    levels = list(completion.completions_of_commands(whole))
     takers = {
         flag_name(f.name): [
             level.path[-1] for level in levels if any(flag_name(f.name) in flag.names for flag in level.flags)
@@ -97,7 +101,7 @@ def _flags(whole: argparse.ArgumentParser) -> list[str]:
     return [f"`{flag}` of {', '.join(commands)}" for flag, commands in takers.items() if commands]
 
 
-def as_json() -> str:
+def options_as_json() -> str:
     options = [
         {
             "name": f.name,
@@ -107,11 +111,11 @@ def as_json() -> str:
         }
         for f in fields(Settings)
     ]
-    told = {"options": options, "variables": VARIABLES, "names": public_names()}
+    told = {"options": options, "variables": VARIABLES, "names": describe_public_names()}
     return json.dumps(told, sort_keys=True) + "\n"
 
 
-def public_names() -> dict[str, str]:
+def describe_public_names() -> dict[str, str]:
     """`teraio.reset()` -> the first sentence of its docstring."""
     found = {}
     for name in sorted(teraio.__all__, key=str.lower):
@@ -119,13 +123,13 @@ def public_names() -> dict[str, str]:
         if isinstance(thing, str):
             found[f"teraio.{name}"] = "The version of this package."
             continue
-        shape = "" if isinstance(thing, type) else _parameters(thing)
+        shape = "" if isinstance(thing, type) else _format_parameters(thing)
         told = " ".join((inspect.getdoc(thing) or "").split("\n\n", maxsplit=1)[0].split())
         found[f"teraio.{name}{shape}"] = re.split(r"(?<=\.) (?=[A-Z`])", told, maxsplit=1)[0]
     return found
 
 
-def _parameters(function: object) -> str:
+def _format_parameters(function: object) -> str:
     """Names and defaults, without types."""
     assert callable(function)
     told = []

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from teraio.formats.fields import nearest
-from teraio.units import shown
+from teraio.formats.fields import suggest_nearest_name
+from teraio.units import printable_line
 
 
-class Parser(argparse.ArgumentParser):
+class SuggestingParser(argparse.ArgumentParser):
     """argparse's, whose errors name the nearest command, flag or word. Parsers of commands are such, too."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -29,12 +29,14 @@ class Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if not name.startswith("--") or " " in word or any(flag.startswith(name) for flag in known):
                 continue
-            self.error(f"there is no flag {shown(name)}{nearest(name, known)}")
+            self.error(f"there is no flag {printable_line(name)}{suggest_nearest_name(name, known)}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
         names = [str(choice) for choice in action.choices]
         raise argparse.ArgumentError(
-            action, f"'{shown(value)}' is unknown{nearest(value, names)}; there are {', '.join(names)}"
+            action,
+            f"'{printable_line(value)}' is unknown{suggest_nearest_name(value, names)}; there are "
+            f"{', '.join(names)}",
         )

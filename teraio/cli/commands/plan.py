@@ -9,12 +9,12 @@ from dataclasses import asdict, replace
 from teraio import options
 from teraio.errors import OptionError, PlanError, TeraioError
 from teraio.formats.plan import Plan
-from teraio.progress import stage
-from teraio.text_table import table
+from teraio.progress import show_stage
+from teraio.text_table import aligned_text_table
 from teraio.units import fmt_bytes, fmt_ns, parse_bytes
 
-from .plan_figures import Figures, figures
-from .plan_request import PROFILE, Request, request
+from .plan_figures import PlanFigures, figures_of_plan
+from .plan_request import PROFILE, PlanRequest, request_from_arguments
 from .plan_request import add_arguments as add_common
 
 DESCRIPTION = """\
@@ -53,11 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     everyone = args.planner == "all"
     args.planner = None if everyone else args.planner
-    endurance, asked = endurance_of(args), request(args, args.profile_file)
+    endurance, asked = parse_endurance_bytes(args), request_from_arguments(args, args.profile_file)
     if everyone:
-        return _compare(args, asked, endurance)
+        return _compare_planners(args, asked, endurance)
     try:
-        plan, plan_ns = asked.made()
+        plan, plan_ns = asked.make_plan()
     except PlanError as error:
         if args.json:
             told = {
@@ -67,37 +67,37 @@ def main(args: argparse.Namespace) -> int:
             }
             print(json.dumps({**told, "planner": asked.planner, "why": str(error)}))
         raise
-    made = figures(plan, asked.profile, asked.machine, plan_ns, endurance)
-    _write(args, plan, asked)
-    print(json.dumps(asdict(made)) if args.json else made.line())
+    made = figures_of_plan(plan, asked.profile, asked.machine, plan_ns, endurance)
+    _write_plan_and_timeline(args, plan, asked)
+    print(json.dumps(asdict(made)) if args.json else made.as_sentence())
     return 0
 
 
-def endurance_of(args: argparse.Namespace) -> int:
+def parse_endurance_bytes(args: argparse.Namespace) -> int:
     try:
         return parse_bytes(args.endurance) if args.endurance else 0
     except ValueError as error:
         raise OptionError(f"--endurance: {error}") from None
 
 
-def _compare(args: argparse.Namespace, asked: Request, endurance: int) -> int:
+def _compare_planners(args: argparse.Namespace, asked: PlanRequest, endurance: int) -> int:
     """Every planner once; one that is another's name is left out."""
     from teraio.passes.planner.planners import PLANNERS
 
     distinct = {make: name for name, make in PLANNERS.items()}  # the last name of each
     plans: dict[str, Plan] = {}
-    rows: dict[str, Figures] = {}
+    rows: dict[str, PlanFigures] = {}
     refused: dict[str, str] = {}
-    with stage("teraio plan"):
+    with show_stage("teraio plan"):
         for number, name in enumerate(distinct.values(), 1):
             try:
-                with stage(f"planner {number} of {len(distinct)}"):
-                    plan, plan_ns = replace(asked, planner=name).made()
+                with show_stage(f"planner {number} of {len(distinct)}"):
+                    plan, plan_ns = replace(asked, planner=name).make_plan()
             except TeraioError as error:
                 refused[name] = str(error)
                 continue
             plans[name] = plan
-            rows[name] = figures(plan, asked.profile, asked.machine, plan_ns, endurance)
+            rows[name] = figures_of_plan(plan, asked.profile, asked.machine, plan_ns, endurance)
     # Bounds are of the problem, not of the plan: the best of them holds for all.
     bound_ns = max((made.bound_ns for made in rows.values()), default=0)
     rows = {name: replace(made, bound_ns=bound_ns) for name, made in rows.items()}
@@ -107,14 +107,14 @@ def _compare(args: argparse.Namespace, asked: Request, endurance: int) -> int:
         told = [asdict(made) for made in rows.values()]
         print(json.dumps({"best": best, "bound_ns": bound_ns, "planners": told, "refused": refused}))
     else:
-        print(_comparison(asked, rows, refused, best))
+        print(_planners_table(asked, rows, refused, best))
     if not best:
         return 1
-    _write(args, plans[best], asked)
+    _write_plan_and_timeline(args, plans[best], asked)
     return 0
 
 
-def _write(args: argparse.Namespace, plan: Plan, asked: Request) -> None:
+def _write_plan_and_timeline(args: argparse.Namespace, plan: Plan, asked: PlanRequest) -> None:
     from teraio.passes.planner.simulate.simulate import simulate
 
     if args.output:
@@ -123,7 +123,9 @@ def _write(args: argparse.Namespace, plan: Plan, asked: Request) -> None:
         simulate(plan, asked.profile, asked.machine).write(args.timeline)
 
 
-def _comparison(asked: Request, rows: dict[str, Figures], refused: dict[str, str], best: str) -> str:
+def _planners_table(
+    asked: PlanRequest, rows: dict[str, PlanFigures], refused: dict[str, str], best: str
+) -> str:
     head = ("planner", "step", "above bound", "peak", "SSD writes", "SSD reads", "drives last", "planning")
     lines: list[tuple[str, ...]] = [head]
     for name, made in sorted(rows.items(), key=lambda row: (row[1].step_ns or 2**62, row[0])):
@@ -138,7 +140,7 @@ def _comparison(asked: Request, rows: dict[str, Figures], refused: dict[str, str
                 fmt_bytes(made.peak_bytes),
                 fmt_bytes(made.ssd_write_bytes),
                 fmt_bytes(made.ssd_read_bytes),
-                made.life(),
+                made.format_drive_life(),
                 fmt_ns(made.plan_ns),
             )
         )
@@ -149,4 +151,4 @@ def _comparison(asked: Request, rows: dict[str, Figures], refused: dict[str, str
         f"{fmt_ns(compute_ns)}, no plan for this profile takes less than {fmt_ns(bound_ns)}"
     )
     no_plan = [f"    {name}: no plan: {why}" for name, why in sorted(refused.items())]
-    return "\n".join([title, table(lines), *no_plan])
+    return "\n".join([title, aligned_text_table(lines), *no_plan])

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from teraio.formats.machine import Machine
-from teraio.formats.plan import Plan, moved_bytes
+from teraio.formats.plan import Plan, moved_bytes_by_kind
 from teraio.formats.profile import Profile
-from teraio.formats.recompute import as_planned
+from teraio.formats.recompute import apply_plan_recompute
 from teraio.formats.timeline import Timeline
 from teraio.units import fmt_bytes, fmt_count, fmt_ns
 
@@ -19,7 +19,7 @@ ENDURANCE_WRITES = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class PlanFigures:
     """Of one plan. Days are 0 where nothing is written or no drive is known."""
 
     step_ns: int
@@ -39,11 +39,11 @@ class Figures:
     again: int = 0  # tensors that are made again
     again_ns: int = 0  # what that takes of `compute_ns`
 
-    def line(self) -> str:
+    def as_sentence(self) -> str:
         """One sentence for people. A plan without a predicted step moves on demand."""
         moves = fmt_count(self.moves, "move")
         bound = f"the bound {fmt_ns(self.bound_ns)} for this profile{' with recompute' if self.again else ''}"
-        compute = f"compute alone {fmt_ns(self.compute_ns)}{self.made_again()}"
+        compute = f"compute alone {fmt_ns(self.compute_ns)}{self.describe_recompute()}"
         if not self.step_ns:
             return f"{moves} by {self.planner}: everything on demand, nothing is predicted; {bound}"
         return (
@@ -51,16 +51,16 @@ class Figures:
             f"{self.step_ns / max(self.bound_ns, 1) - 1:.1%} above {bound} "
             f"({compute}); peak {fmt_bytes(self.peak_bytes)} "
             f"of {fmt_bytes(self.memory_bytes)}; {fmt_bytes(self.ssd_write_bytes)} written to SSD per step"
-            f"{self.wear()}"
+            f"{self.describe_drive_wear()}"
         )
 
-    def made_again(self) -> str:
+    def describe_recompute(self) -> str:
         """What of the step's compute goes into kernels that run again."""
         if not self.again:
             return ""
         return f", {fmt_ns(self.again_ns)} of it to make {fmt_count(self.again, 'tensor')} again"
 
-    def wear(self) -> str:
+    def describe_drive_wear(self) -> str:
         """What a day of such steps writes, and for how long the drives are rated for that."""
         if not self.ssd_write_bytes_per_day:
             return ""
@@ -68,9 +68,9 @@ class Figures:
         if not self.ssd_endurance_bytes:
             return per_day
         rated = f"{self.ssd_endurance_bytes / 1e12:,.0f} TB they are rated for"
-        return f"{per_day}: {self.life()} until the drives have written the {rated}"
+        return f"{per_day}: {self.format_drive_life()} until the drives have written the {rated}"
 
-    def life(self) -> str:
+    def format_drive_life(self) -> str:
         """Of the drives, if a day is full of such steps."""
         if not self.ssd_write_bytes_per_day or not self.ssd_endurance_bytes:
             return "-"
@@ -80,16 +80,18 @@ class Figures:
         return fmt_count(hours, "hour") if hours else "under an hour"
 
 
-def figures(plan: Plan, profile: Profile, machine: Machine, plan_ns: int, endurance_bytes: int) -> Figures:
+def figures_of_plan(
+    plan: Plan, profile: Profile, machine: Machine, plan_ns: int, endurance_bytes: int
+) -> PlanFigures:
     """`endurance_bytes` 0: what drives of the machine's capacity are usually rated for."""
     again, first_ns = len(plan.recompute), profile.compute_ns
-    plan, profile = as_planned(plan, profile)
-    write = sum(moved_bytes(plan, profile, "ssd", evict=True).values())
+    plan, profile = apply_plan_recompute(plan, profile)
+    write = sum(moved_bytes_by_kind(plan, profile, "ssd", evict=True).values())
     step = plan.predicted.step_ns
     per_day = write * DAY_NS // step if step else 0
     capacity = sum(tier.capacity_bytes for tier in machine.tiers if tier.name.startswith("ssd"))
     endurance = endurance_bytes or ENDURANCE_WRITES * capacity
-    return Figures(
+    return PlanFigures(
         step,
         profile.compute_ns,
         plan.predicted.bound_ns,
@@ -98,7 +100,7 @@ def figures(plan: Plan, profile: Profile, machine: Machine, plan_ns: int, endura
         plan_ns,
         plan.planner,
         write,
-        sum(moved_bytes(plan, profile, "ssd", evict=False).values()),
+        sum(moved_bytes_by_kind(plan, profile, "ssd", evict=False).values()),
         per_day,
         endurance,
         endurance // per_day if per_day else 0,
@@ -108,7 +110,7 @@ def figures(plan: Plan, profile: Profile, machine: Machine, plan_ns: int, endura
     )
 
 
-def busy(line: Timeline) -> Iterator[tuple[str, int, int]]:
+def time_and_bytes_by_lane(line: Timeline) -> Iterator[tuple[str, int, int]]:
     """(track, ns, bytes) per lane of one step."""
     for track in sorted({span.track for span in line.spans} - {"compute"}):
         spans = [span for span in line.spans if span.track == track]

@@ -13,11 +13,11 @@ from teraio.errors import PlanError
 from teraio.formats import shipped_files
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
-from teraio.formats.plan_cache import fingerprint_of
-from teraio.formats.plan_check import check
+from teraio.formats.plan_cache import fingerprint_of_profile
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
-from teraio.progress import stage
-from teraio.session.notices import without_match
+from teraio.progress import show_stage
+from teraio.session.notices import unmatched_keep_lines
 
 PROFILE = (
     "a profile: a file that options={'profile': 'run.profile.json'} or `teraio profile synth` writes, or a "
@@ -27,7 +27,7 @@ MACHINE = "a machine: a file that `teraio doctor -o` writes, or a name of `terai
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PlanRequest:
     """A planning problem, with what may be spent on it."""
 
     profile: Profile
@@ -40,18 +40,18 @@ class Request:
     write_per_day_bytes: int = 0  # 0: as many as the plan wants
     recompute: bool = False
 
-    def made(self) -> tuple[Plan, int]:
+    def make_plan(self) -> tuple[Plan, int]:
         """The plan, and how long it took; PlanError if there is none."""
         from teraio.passes.planner import planners
 
         began = time.monotonic_ns()
-        with stage(f"planning by {self.planner}", limit_s=self.plan_ns / 1e9):
+        with show_stage(f"planning by {self.planner}", limit_s=self.plan_ns / 1e9):
             plan = planners.plan(
                 self.profile,
                 self.machine,
                 self.budget_bytes,
                 planner=self.planner,
-                fingerprint=fingerprint_of(self.profile),
+                fingerprint=fingerprint_of_profile(self.profile),
                 time_limit_s=self.plan_ns / 1e9,
                 keep=self.keep,
                 write_per_day_bytes=self.write_per_day_bytes,
@@ -67,14 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
 
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """A plan, and the profile and the machine it is looked at with."""
     parser.add_argument("plan_file", metavar="PLAN", help="a plan: `teraio plan -o` writes one")
     parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
     parser.add_argument("--machine", required=True, metavar="FILE", help=MACHINE)
 
 
-def add_what_if(parser: argparse.ArgumentParser) -> None:
+def add_what_if_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--what-if",
         choices=("plan", "bound", "off"),
@@ -83,19 +83,19 @@ def add_what_if(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def request(args: argparse.Namespace, path: str, planner: str = "") -> Request:
+def request_from_arguments(args: argparse.Namespace, path: str, planner: str = "") -> PlanRequest:
     """From a command line with a profile at `path`. Without --memory, all of the device's."""
     from teraio.passes.planner.problem.problem import smallest_budget
 
-    asked = options.from_flags(args)
-    profile, machine = read(path, args.machine)
-    for line in without_match(asked.keep, [tensor.name for tensor in profile.tensors]):
+    asked = options.settings_from_flags(args)
+    profile, machine = read_profile_and_machine(path, args.machine)
+    for line in unmatched_keep_lines(asked.keep, [tensor.name for tensor in profile.tensors]):
         print(f"teraio: {line}", file=sys.stderr)
     kept = frozenset(t.name for t in profile.tensors if any(fnmatchcase(t.name, g) for g in asked.keep))
     floor = smallest_budget(profile, kept)
-    device = capacity(machine)
+    device = tier_capacity_bytes(machine)
     budget = asked.memory.resolve(device, floor) if asked.memory else device
-    return Request(
+    return PlanRequest(
         profile,
         machine,
         budget,
@@ -108,24 +108,24 @@ def request(args: argparse.Namespace, path: str, planner: str = "") -> Request:
     )
 
 
-def read(profile: str, machine: str) -> tuple[Profile, Machine]:
+def read_profile_and_machine(profile: str, machine: str) -> tuple[Profile, Machine]:
     """Reads what was named on a command line."""
-    found = shipped_files.machine(machine)
-    return read_profile(profile, found), found
+    found = shipped_files.read_named_machine(machine)
+    return read_or_synthesize_profile(profile, found), found
 
 
-def read_profile(asked: str, machine: Machine | None = None) -> Profile:
+def read_or_synthesize_profile(asked: str, machine: Machine | None = None) -> Profile:
     """Reads a profile, or makes that of a model that is named instead: with the times of the accelerator that
     the machine's name begins with, or else of a H100."""
     from teraio.passes.synth import profiles, roofline
     from teraio.passes.synth.models import MODELS
 
     models = tuple(MODELS)
-    if asked not in models or shipped_files.is_file(asked):
-        return Profile.read(shipped_files.path(asked, shipped_files.PROFILES, models))
-    known = roofline.known(machine.name) if machine is not None else ""
+    if asked not in models or shipped_files.names_existing_file(asked):
+        return Profile.read(shipped_files.find_named_file(asked, shipped_files.PROFILES, models))
+    known = roofline.accelerator_name_in(machine.name) if machine is not None else ""
     rates = roofline.ACCELERATORS[known or "h100"][0]
-    made = profiles.synth(asked, profiles.Request(rates=rates))
+    made = profiles.synth(asked, profiles.ProfileRequest(rates=rates))
     print(
         f"teraio: {asked} is a model: planned is a step of one sequence, {made.name}, with times by the data "
         f"sheet of {known or 'h100'}. `teraio profile synth` makes others",
@@ -134,16 +134,16 @@ def read_profile(asked: str, machine: Machine | None = None) -> Profile:
     return made
 
 
-def capacity(machine: Machine, tier: str = "device") -> int:
+def tier_capacity_bytes(machine: Machine, tier: str = "device") -> int:
     return next((each.capacity_bytes for each in machine.tiers if each.name == tier), 0)
 
 
-def checked_plan(path: str, profile: Profile, machine: Machine) -> Plan:
-    """A plan that the check accepts for this profile on this machine; `as_planned` has its step."""
+def read_checked_plan(path: str, profile: Profile, machine: Machine) -> Plan:
+    """A plan that the check accepts for this profile on this machine; `apply_plan_recompute` has its step."""
     plan = Plan.read(path)
-    verdict = check(plan, profile, machine)
+    verdict = check_plan_against_profile(plan, profile, machine)
     if not verdict.feasible:
-        other = plan.fingerprint and plan.fingerprint != fingerprint_of(profile)
+        other = plan.fingerprint and plan.fingerprint != fingerprint_of_profile(profile)
         why = "it was made for another profile; " if other else ""
         raise PlanError(
             f"{path} is no plan for profile {profile.name!r} on machine {machine.name!r}: {why}"
@@ -152,5 +152,5 @@ def checked_plan(path: str, profile: Profile, machine: Machine) -> Plan:
     return plan
 
 
-def with_budget(request: Request, budget_bytes: int) -> Request:
+def request_with_budget(request: PlanRequest, budget_bytes: int) -> PlanRequest:
     return replace(request, budget_bytes=budget_bytes)

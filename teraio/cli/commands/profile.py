@@ -13,10 +13,10 @@ from teraio.errors import OptionError
 from teraio.formats import shipped_files
 from teraio.formats.plan import Plan
 from teraio.formats.profile import Kind, Profile
-from teraio.text_table import table
-from teraio.units import LIMIT, fmt_bytes, fmt_count, fmt_ns, parse_ns, parse_rate, shown
+from teraio.text_table import aligned_text_table
+from teraio.units import LIMIT, fmt_bytes, fmt_count, fmt_ns, parse_ns, parse_rate, printable_line
 
-from .plan_request import PROFILE, read_profile
+from .plan_request import PROFILE, read_or_synthesize_profile
 
 if TYPE_CHECKING:
     from teraio.passes.synth.roofline import Rates
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     command.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
     command.add_argument("--json", action="store_true", help="print the figures as one JSON object")
-    command.set_defaults(run=show)
+    command.set_defaults(run=show_profile)
     command = commands.add_parser(
         "list",
         help="those that come with teraio, and models whose step can be made, by name",
@@ -77,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    command.set_defaults(run=names)
-    _add_synth(
+    command.set_defaults(run=list_profiles)
+    _add_synth_arguments(
         commands.add_parser(
             "synth",
             help="a well-known model's step, by roofline",
@@ -89,10 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_synth(command: argparse.ArgumentParser) -> None:
+def _add_synth_arguments(command: argparse.ArgumentParser) -> None:
     from teraio.passes.synth import profiles
 
-    default = profiles.Request()
+    default = profiles.ProfileRequest()
     command.add_argument("model", metavar="MODEL", help="one of the models below")
     command.add_argument("-o", "--output", required=True, metavar="FILE", help="packed if it ends in .gz")
     command.add_argument("--batch", type=int, default=1, metavar="N", help="sequences in a micro-batch (1)")
@@ -129,14 +129,14 @@ def _add_synth(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--overhead", default="4us", metavar="X", help="of each launch (4us)")
     command.add_argument("--json", action="store_true", help="print the figures as one JSON object")
-    command.set_defaults(run=make)
+    command.set_defaults(run=synthesize_profile)
 
 
-def show(args: argparse.Namespace) -> int:
-    from teraio.passes.planner.simulate.simulate import device_bytes
+def show_profile(args: argparse.Namespace) -> int:
+    from teraio.passes.planner.simulate.simulate import device_bytes_by_kind
 
-    profile = read_profile(args.profile_file)
-    rows = device_bytes(Plan("", "", 0), profile)
+    profile = read_or_synthesize_profile(args.profile_file)
+    rows = device_bytes_by_kind(Plan("", "", 0), profile)
     live = [sum(column) for column in zip(*rows.values())] or [0]
     peak = max(range(len(live)), key=live.__getitem__)
     totals = {kind: [t for t in profile.tensors if t.kind == kind] for kind in get_args(Kind)}
@@ -149,28 +149,28 @@ def show(args: argparse.Namespace) -> int:
         for kind, of in totals.items()
         if of
     }
-    told = _summary(profile)
+    told = _profile_figures(profile)
     if args.json:
         print(json.dumps({**told, "peak_tick": peak, "kinds": figures}))
         return 0
     name = profile.kernels[peak].name if profile.kernels else "(no kernels)"
-    print(_line(profile, told))
+    print(_describe_profile(profile, told))
     print(f"  most at kernel {name} (tick {peak}), if nothing moves:")
     lines = [("kind", "tensors", "bytes in the step", "at the peak")]
     for kind, of in figures.items():
         lines.append((kind, f"{of['tensors']}", fmt_bytes(of["bytes"]), fmt_bytes(of["at_peak_bytes"])))
-    print(table(lines))
+    print(aligned_text_table(lines))
     return 0
 
 
-def names(args: argparse.Namespace) -> int:
+def list_profiles(args: argparse.Namespace) -> int:
     """Prints a row for each profile, and for each model."""
     from teraio.passes.synth.models import MODELS
 
     about = {name: shipped_files.ABOUT_PROFILES[name] for name in shipped_files.PROFILES.names()}
     if args.json:
         told = [
-            {"name": name, "path": str(shipped_files.PROFILES.file(name)), **asdict(each)}
+            {"name": name, "path": str(shipped_files.PROFILES.path_of(name)), **asdict(each)}
             for name, each in about.items()
         ]
         models = [{"name": name, "parameters": count} for name, (_, count) in MODELS.items()]
@@ -180,19 +180,19 @@ def names(args: argparse.Namespace) -> int:
     for name, each in about.items():
         sizes = fmt_bytes(each.peak_bytes), fmt_bytes(each.smallest_bytes, up=True)
         rows.append((name, each.what, fmt_ns(each.compute_ns), *sizes))
-    print(table(rows, left=2))
+    print(aligned_text_table(rows, left=2))
     print("  but for llama-cpu-160MiB by roofline: one step on a H100, and in bf16 if nothing else is said")
     rows = [("model", "parameters")]
     rows += [(name, f"{count / 1e9:.2f} billion") for name, (_, count) in MODELS.items()]
-    print(table(rows))
+    print(aligned_text_table(rows))
     print("  a model's name stands for a step of one sequence; `teraio profile synth` makes others")
     return 0
 
 
-def _summary(profile: Profile) -> dict[str, int | str]:
-    from teraio.passes.planner.problem.problem import build
+def _profile_figures(profile: Profile) -> dict[str, int | str]:
+    from teraio.passes.planner.problem.problem import build_problem
 
-    problem = build(profile)
+    problem = build_problem(profile)
     return {
         "name": profile.name,
         "kernels": len(profile.kernels),
@@ -203,7 +203,7 @@ def _summary(profile: Profile) -> dict[str, int | str]:
     }
 
 
-def _line(profile: Profile, told: dict[str, int | str]) -> str:
+def _describe_profile(profile: Profile, told: dict[str, int | str]) -> str:
     return (
         f"{profile.name}: {fmt_count(len(profile.kernels), 'kernel')}, "
         f"{fmt_count(len(profile.tensors), 'tensor')}; "
@@ -213,10 +213,10 @@ def _line(profile: Profile, told: dict[str, int | str]) -> str:
     )
 
 
-def make(args: argparse.Namespace) -> int:
+def synthesize_profile(args: argparse.Namespace) -> int:
     from teraio.passes.synth import profiles
 
-    request = profiles.Request(
+    request = profiles.ProfileRequest(
         batch=args.batch,
         sequence=args.sequence,
         micro_batches=args.micro_batches,
@@ -225,21 +225,22 @@ def make(args: argparse.Namespace) -> int:
         checkpoint=args.checkpoint,
         loss_chunks=args.loss_chunks,
         clip=args.clip,
-        rates=_rates(args),
+        rates=_parse_rates(args),
     )
     profile = profiles.synth(args.model, request)
     profile.write(args.output)
     if args.json:
-        parameters = profiles.parameters(profile, args.precision)
-        print(json.dumps({**_summary(profile), "parameters": parameters}))
+        parameters = profiles.count_parameters(profile, args.precision)
+        print(json.dumps({**_profile_figures(profile), "parameters": parameters}))
         return 0
     print(
-        f"{profiles.parameters(profile, args.precision):,} parameters in {_line(profile, _summary(profile))}"
+        f"{profiles.count_parameters(profile, args.precision):,} parameters in "
+        f"{_describe_profile(profile, _profile_figures(profile))}"
     )
     return 0
 
 
-def _rates(args: argparse.Namespace) -> Rates:
+def _parse_rates(args: argparse.Namespace) -> Rates:
     from teraio.passes.synth.roofline import Rates
 
     try:
@@ -249,7 +250,7 @@ def _rates(args: argparse.Namespace) -> Rates:
     match = _FLOPS.fullmatch(args.flop_rate.strip())
     flop = int(match[1]) * {"": 1, "T": 10**12, "P": 10**15}[match[2].upper()] if match else 0
     if not 1 <= flop < 10**21:
-        given = shown(args.flop_rate)
+        given = printable_line(args.flop_rate)
         raise OptionError(f"--flop-rate '{given}' is not a number of operations per second such as 400T")
     if not bandwidth or overhead_ns * 2**22 >= LIMIT:
         raise OptionError("--memory-bandwidth must be above 0, and --overhead below 2 ms")

@@ -13,12 +13,18 @@ from teraio.errors import OptionError
 from teraio.formats import shipped_files
 from teraio.formats.files import write_bytes
 from teraio.formats.plan import Plan
-from teraio.formats.recompute import as_planned
+from teraio.formats.recompute import apply_plan_recompute
 from teraio.formats.timeline import Timeline
 from teraio.units import fmt_bytes
 
-from .explain import answer_rows, answered
-from .plan_request import MACHINE, PROFILE, add_what_if, checked_plan, read_profile
+from .explain import answer_what_if, what_if_rows
+from .plan_request import (
+    MACHINE,
+    PROFILE,
+    add_what_if_argument,
+    read_checked_plan,
+    read_or_synthesize_profile,
+)
 
 DESCRIPTION = """\
 Shows what happened in a step, or what is predicted to: memory over time by kind under the budget, what
@@ -55,38 +61,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", action="store_true", help="print the report")
     parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     parser.add_argument("--top", type=int, default=8, metavar="N", help="waits to print (8)")
-    add_what_if(parser)
+    add_what_if_argument(parser)
     options.add_flags(parser, ["plan_time"])
     parser.add_argument("--json", action="store_true", help="print figures and tables as one JSON object")
 
 
 def main(args: argparse.Namespace) -> int:
-    sources = _sources(args)
-    told = content.content(sources, _what_if(args, sources))
+    sources = _read_sources(args)
+    told = content.assemble_content(sources, _what_if_table(args, sources))
     if args.output:
-        page = html_page.page(told)
+        page = html_page.report_as_html(told)
         write_bytes(args.output, page.encode())
     if args.trace:
-        write_bytes(args.trace, chrome_trace.trace(sources.line).encode())
+        write_bytes(args.trace, chrome_trace.timeline_as_trace(sources.line).encode())
     if args.json:
-        print(json.dumps(_as_json(told)))
+        print(json.dumps(_report_as_dict(told)))
     elif args.text or not (args.output or args.trace):
-        print(terminal_text.text(told, max(args.top, 0)))
+        print(terminal_text.report_as_text(told, max(args.top, 0)))
     elif args.output:
         print(f"{args.output}: {told.title}, {fmt_bytes(len(page.encode()))}")
     return 0
 
 
-def _sources(args: argparse.Namespace) -> content.Sources:
+def _read_sources(args: argparse.Namespace) -> content.Sources:
     from teraio.passes.planner.simulate.simulate import simulate
 
     line = Timeline.read(args.timeline_file)
-    machine = shipped_files.machine(args.machine) if args.machine else None
-    profile = read_profile(args.profile_file, machine) if args.profile_file else None
+    machine = shipped_files.read_named_machine(args.machine) if args.machine else None
+    profile = read_or_synthesize_profile(args.profile_file, machine) if args.profile_file else None
     predicted = Timeline.read(args.predicted) if args.predicted else None
     plan: Plan | None = None
     if args.plan_file and profile is not None and machine is not None:
-        plan, step = as_planned(checked_plan(args.plan_file, profile, machine), profile)
+        plan, step = apply_plan_recompute(read_checked_plan(args.plan_file, profile, machine), profile)
         if predicted is None and line.kind == "measured":
             predicted = simulate(plan, step, machine)
     elif args.plan_file:
@@ -94,23 +100,23 @@ def _sources(args: argparse.Namespace) -> content.Sources:
     return content.Sources(line, Path(args.timeline_file).name, profile, plan, machine, predicted)
 
 
-def _what_if(args: argparse.Namespace, sources: content.Sources) -> content.Table | None:
-    from teraio.passes.planner.planners import predicted_ns
+def _what_if_table(args: argparse.Namespace, sources: content.Sources) -> content.Table | None:
+    from teraio.passes.planner.planners import predicted_step_ns
 
     plan, profile, machine = sources.plan, sources.profile, sources.machine
-    limit_ns = options.from_flags(args).plan_time
+    limit_ns = options.settings_from_flags(args).plan_time
     if plan is None or profile is None or machine is None or args.what_if == "off":
         return None
     if not plan.budget_bytes:
         raise OptionError(f"{args.plan_file} has no budget_bytes; make another with `teraio plan`")
     made = Plan.read(args.plan_file)
-    answers = answered("teraio report", made, profile, machine, args.what_if, limit_ns)
-    head, *rows = answer_rows(answers, predicted_ns(*as_planned(made, profile), machine))
+    answers = answer_what_if("teraio report", made, profile, machine, args.what_if, limit_ns)
+    head, *rows = what_if_rows(answers, predicted_step_ns(*apply_plan_recompute(made, profile), machine))
     caption = "The same step planned again, as predicted: as it is, and with one thing more"
     return content.Table(caption, tuple(head), tuple(rows))
 
 
-def _as_json(told: content.Content) -> dict[str, object]:
+def _report_as_dict(told: content.Content) -> dict[str, object]:
     tables = {
         name: {"head": table.head, "rows": table.rows}
         for name in ("memory", "lanes", "slices", "waits", "compared", "drifts", "what_if")
@@ -121,6 +127,6 @@ def _as_json(told: content.Content) -> dict[str, object]:
         "sentences": told.sentences,
         "causes": told.causes,
         "facts": [asdict(fact) for fact in told.facts],
-        "numbers": content.figures(told.sources.line),
+        "numbers": content.figures_of_timeline(told.sources.line),
         "tables": tables,
     }

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
-from teraio.formats.recompute import as_planned
+from teraio.formats.recompute import apply_plan_recompute
 from teraio.units import fmt_bytes, fmt_ns
 
-from .plan_figures import busy
-from .plan_request import add_plan, checked_plan, read
+from .plan_figures import time_and_bytes_by_lane
+from .plan_request import add_plan_arguments, read_checked_plan, read_profile_and_machine
 
 DESCRIPTION = """\
 Predicts the step of a plan on a machine, event by event: what every link carries when, and where compute
@@ -24,7 +24,7 @@ example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    add_plan(parser)
+    add_plan_arguments(parser)
     parser.add_argument(
         *("-o", "--output", "--timeline"), metavar="FILE", help="write the predicted timeline to this file"
     )
@@ -32,27 +32,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from teraio.formats.plan_check import check
-    from teraio.passes.planner.planners import predicted_ns
+    from teraio.formats.plan_check import check_plan_against_profile
+    from teraio.passes.planner.planners import predicted_step_ns
     from teraio.passes.planner.simulate.simulate import simulate, step_ns
 
-    profile, machine = read(args.profile_file, args.machine)
-    plan, profile = as_planned(checked_plan(args.plan_file, profile, machine), profile)
+    profile, machine = read_profile_and_machine(args.profile_file, args.machine)
+    plan, profile = apply_plan_recompute(read_checked_plan(args.plan_file, profile, machine), profile)
     line = simulate(plan, profile, machine)
     if args.output:
         line.write(args.output)
     alone = step_ns(plan, profile, machine)
-    step = predicted_ns(plan, profile, machine)
+    step = predicted_step_ns(plan, profile, machine)
     stalled = sum(stall.ns for stall in line.stalls)
     compute = profile.compute_ns
-    peak = check(plan, profile, machine).peak_bytes
+    peak = check_plan_against_profile(plan, profile, machine).peak_bytes
     if args.json:
-        lanes = {track: {"busy_ns": ns, "bytes": size} for track, ns, size in busy(line)}
+        lanes = {track: {"busy_ns": ns, "bytes": size} for track, ns, size in time_and_bytes_by_lane(line)}
         numbers = {"step_ns": step, "compute_ns": compute, "stall_ns": stalled, "peak_bytes": peak}
         numbers["unshared_step_ns"] = alone
         print(json.dumps({**numbers, "links": lanes}))
         return 0
-    lanes_said = [f"{track} {ns / max(step, 1):.0%} busy" for track, ns, _ in busy(line)]
+    lanes_said = [f"{track} {ns / max(step, 1):.0%} busy" for track, ns, _ in time_and_bytes_by_lane(line)]
     print(
         f"a step of {fmt_ns(step)}: {fmt_ns(compute)} of compute, {fmt_ns(stalled)} of waiting; "
         f"peak {fmt_bytes(peak)} of {fmt_bytes(plan.budget_bytes)}; "

@@ -30,11 +30,13 @@ def main(args: argparse.Namespace) -> int:
     from teraio.runtime.store import directories, stale_directories
 
     told = {}
-    for directory in map(Path, args.directory) if args.directory else directories.default_directories():
+    for directory in (
+        map(Path, args.directory) if args.directory else directories.choose_default_directories()
+    ):
         found = (
-            stale_directories.clear(directory)
+            stale_directories.remove_dead_directories(directory)
             if args.action == "clear"
-            else stale_directories.leftovers(directory)
+            else stale_directories.list_store_directories(directory)
         )
         told[str(directory)] = [
             {"state": each.state, "process": each.pid, "bytes": each.size_bytes, "path": str(each.path)}
@@ -42,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
         ]
         if args.json:
             continue
-        absent = ", there is no such directory" if stale_directories.absent(directory) else ""
+        absent = ", there is no such directory" if stale_directories.is_missing(directory) else ""
         print(f"{directory}: {len(found)} {'cleared' if args.action == 'clear' else 'found'}{absent}")
         for each in found:
             print(f"  {each.state:<8} process {each.pid:<8} {fmt_bytes(each.size_bytes):>10}  {each.path}")

@@ -12,29 +12,32 @@ from typing import Any
 from teraio.formats.timeline import Span, Timeline
 
 from . import picture_data
-from .labels import lane_words
+from .labels import describe_lane
 
 PID = 1
 
 
-def trace(line: Timeline) -> str:
+def timeline_as_trace(line: Timeline) -> str:
     """JSON text. Times are microseconds, as the format wants them, with three digits more."""
     tracks: list[tuple[str, list[dict[str, Any]]]] = []
-    compute = [_slice(s.name, s.start_ns, s.end_ns, tick=i) for i, s in enumerate(picture_data.kernels(line))]
+    compute = [
+        _slice_event(s.name, s.start_ns, s.end_ns, tick=i)
+        for i, s in enumerate(picture_data.kernel_spans(line))
+    ]
     tracks.append(("compute", compute))
     waits = [
-        _slice(f"wait: {w.stall.cause}", w.start_ns, w.end_ns, tensor=w.stall.tensor, tick=w.stall.tick)
-        for w in picture_data.waits(line)
+        _slice_event(f"wait: {w.stall.cause}", w.start_ns, w.end_ns, tensor=w.stall.tensor, tick=w.stall.tick)
+        for w in picture_data.timed_stalls(line)
     ]
     tracks.append(("waiting", waits))
-    for track, spans in picture_data.lanes(line).items():
+    for track, spans in picture_data.spans_by_lane(line).items():
         rows: dict[int, list[Span]] = {}
-        for span, row in zip(spans, picture_data.rows(spans)):
+        for span, row in zip(spans, picture_data.assign_rows_without_overlap(spans)):
             rows.setdefault(row, []).append(span)
         for row, of in sorted(rows.items()):
-            name = f"{track} ({lane_words(track)})" + (f" {row + 1}" if row else "")
+            name = f"{track} ({describe_lane(track)})" + (f" {row + 1}" if row else "")
             tracks.append(
-                (name, [_slice(s.tensor or s.name, s.start_ns, s.end_ns, bytes=s.bytes) for s in of])
+                (name, [_slice_event(s.tensor or s.name, s.start_ns, s.end_ns, bytes=s.bytes) for s in of])
             )
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": PID, "args": {"name": f"teraio, {line.kind} step"}}
@@ -45,16 +48,16 @@ def trace(line: Timeline) -> str:
         events.append({"ph": "M", "name": "thread_sort_index", "pid": PID, "tid": tid, "args": order})
         ordered = sorted(slices, key=lambda each: float(each["ts"]))
         events += [{**each, "pid": PID, "tid": tid} for each in ordered]
-    events += _counters(line)
+    events += _counter_events(line)
     about = {"budget_bytes": line.budget_bytes, "step_ns": picture_data.step_ns(line), "kind": line.kind}
     return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}, allow_nan=False)
 
 
-def _slice(name: str, start_ns: int, end_ns: int, **told: Any) -> dict[str, Any]:
+def _slice_event(name: str, start_ns: int, end_ns: int, **told: Any) -> dict[str, Any]:
     return {"ph": "X", "name": name, "ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000, "args": told}
 
 
-def _counters(line: Timeline) -> list[dict[str, Any]]:
+def _counter_events(line: Timeline) -> list[dict[str, Any]]:
     """Each event has all kinds of its tier: they are drawn on top of each other."""
     now: dict[str, dict[str, int]] = {}
     moments: dict[tuple[int, str], dict[str, int]] = {}

@@ -12,7 +12,7 @@ from teraio.formats.timeline import Timeline
 from teraio.units import fmt_bytes, fmt_count, fmt_ns, fmt_rate
 
 from . import picture_data
-from .labels import CAUSE_WORDS, KIND_WORDS, lane_words
+from .labels import CAUSE_WORDS, KIND_WORDS, describe_lane
 
 SLICES = 24  # of the tables that stand beside the pictures
 WAITS = 12
@@ -65,35 +65,35 @@ class Content:
     notes: tuple[str, ...] = field(default=())
 
 
-def content(sources: Sources, what_if: Table | None = None) -> Content:
+def assemble_content(sources: Sources, what_if: Table | None = None) -> Content:
     line = sources.line
     name = sources.profile.name if sources.profile and sources.profile.name else sources.name
     return Content(
         sources,
         f"{name}: {'one measured step' if line.kind == 'measured' else 'the predicted step'}",
-        tuple(_sentences(sources)),
-        tuple(_facts(sources)),
-        _memory(line),
-        _lanes(sources),
-        _slices(line),
-        _waits(line),
+        tuple(_sentences_about_step(sources)),
+        tuple(_headline_facts(sources)),
+        _memory_by_slice_table(line),
+        _lanes_table(sources),
+        _busy_by_slice_table(line),
+        _waits_table(line),
         tuple(f"{c}: {CAUSE_WORDS[c]}." for c in CAUSE_WORDS if any(s.cause == c for s in line.stalls)),
-        _compared(sources),
-        _drifts(sources),
+        _predicted_and_measured_table(sources),
+        _kernel_drifts_table(sources),
         what_if,
-        tuple(_notes(sources)),
+        tuple(_mismatch_notes(sources)),
     )
 
 
-def _beside(step: int, bound: int) -> str:
+def _describe_step_against_bound(step: int, bound: int) -> str:
     if step < bound:
         return "the kernels of this step ran faster than those that were profiled"
     return f"this step takes {step / bound:.2f} times that"
 
 
-def figures(line: Timeline) -> dict[str, int]:
+def figures_of_timeline(line: Timeline) -> dict[str, int]:
     """The same as numbers, for programs."""
-    lanes = picture_data.lanes(line)
+    lanes = picture_data.spans_by_lane(line)
     carried = {
         f"{track.replace(':', '_')}_bytes": sum(span.bytes for span in spans)
         for track, spans in lanes.items()
@@ -106,7 +106,7 @@ def figures(line: Timeline) -> dict[str, int]:
         "compute_ns": _computed_ns(line),
         "stall_ns": waited_ns(line),
         "misses": sum(stall.cause == "miss" for stall in line.stalls),
-        "peak_bytes": picture_data.memory(line).peak_bytes,
+        "peak_bytes": picture_data.memory_curve(line).peak_bytes,
         "budget_bytes": line.budget_bytes,
         "overrun_bytes": line.overrun_bytes,
         **carried,
@@ -119,20 +119,26 @@ def waited_ns(line: Timeline) -> int:
 
 
 def _computed_ns(line: Timeline) -> int:
-    return sum(span.end_ns - span.start_ns for span in picture_data.kernels(line))
+    return sum(span.end_ns - span.start_ns for span in picture_data.kernel_spans(line))
 
 
-def _sentences(sources: Sources) -> list[str]:
+def _sentences_about_step(sources: Sources) -> list[str]:
     line = sources.line
     step, waited = picture_data.step_ns(line), waited_ns(line)
     causes = sorted({stall.cause for stall in line.stalls})
     by_cause = {c: sum(stall.ns for stall in line.stalls if stall.cause == c) for c in causes}
-    told = [f"A step of {fmt_ns(step)}, of which compute waits {fmt_ns(waited)} ({_part(waited, step)})."]
+    told = [
+        f"A step of {fmt_ns(step)}, of which compute waits {fmt_ns(waited)} "
+        f"({_format_percent(waited, step)})."
+    ]
     if waited * 100 >= step > 0:
         worst = max(by_cause, key=lambda cause: by_cause[cause])
         told.append(f"Most of that is “{worst}”: {CAUSE_WORDS.get(worst, 'an unknown cause')}.")
         busiest = max(
-            ((picture_data.busy_ns(spans), track) for track, spans in picture_data.lanes(line).items()),
+            (
+                (picture_data.busy_ns(spans), track)
+                for track, spans in picture_data.spans_by_lane(line).items()
+            ),
             default=(0, ""),
         )
         if busiest[0] * 20 >= step * 19:
@@ -142,9 +148,9 @@ def _sentences(sources: Sources) -> list[str]:
             )
         elif worst != "miss":
             told.append("No link is busy all the time: with more room in memory things could move earlier.")
-    elif line.stalls or picture_data.lanes(line):
+    elif line.stalls or picture_data.spans_by_lane(line):
         told.append("Transfers are hidden behind compute.")
-    if not picture_data.lanes(line):
+    if not picture_data.spans_by_lane(line):
         told.append("Nothing moves: the step fits into memory whole.")
     if line.overrun_bytes:
         told.append(
@@ -153,23 +159,32 @@ def _sentences(sources: Sources) -> list[str]:
         )
     bound = sources.plan.predicted.bound_ns if sources.plan else 0
     if bound:
-        told.append(f"No plan for this profile takes less than {fmt_ns(bound)}; {_beside(step, bound)}.")
+        told.append(
+            f"No plan for this profile takes less than {fmt_ns(bound)}; "
+            f"{_describe_step_against_bound(step, bound)}."
+        )
     return told
 
 
-def _facts(sources: Sources) -> list[Fact]:
+def _headline_facts(sources: Sources) -> list[Fact]:
     line = sources.line
     step, waited = picture_data.step_ns(line), waited_ns(line)
-    peak, budget = picture_data.memory(line).peak_bytes, line.budget_bytes
-    lanes = picture_data.lanes(line)
+    peak, budget = picture_data.memory_curve(line).peak_bytes, line.budget_bytes
+    lanes = picture_data.spans_by_lane(line)
     carried = {way: sum(s.bytes for t, of in lanes.items() if t.startswith(way) for s in of) for way in _WAYS}
     moves = {way: sum(len(of) for track, of in lanes.items() if track.startswith(way)) for way in _WAYS}
     missed = sum(stall.cause == "miss" for stall in line.stalls)
     return [
-        Fact("step", fmt_ns(step), fmt_count(len(picture_data.kernels(line)), "kernel")),
-        Fact("compute", fmt_ns(_computed_ns(line)), _part(_computed_ns(line), step) + " of the step"),
-        Fact("waiting", fmt_ns(waited), f"{_part(waited, step)}, {fmt_count(len(line.stalls), 'stall')}"),
-        Fact("peak memory", fmt_bytes(peak), _of(budget, line.overrun_bytes)),
+        Fact("step", fmt_ns(step), fmt_count(len(picture_data.kernel_spans(line)), "kernel")),
+        Fact(
+            "compute", fmt_ns(_computed_ns(line)), _format_percent(_computed_ns(line), step) + " of the step"
+        ),
+        Fact(
+            "waiting",
+            fmt_ns(waited),
+            f"{_format_percent(waited, step)}, {fmt_count(len(line.stalls), 'stall')}",
+        ),
+        Fact("peak memory", fmt_bytes(peak), _peak_note(budget, line.overrun_bytes)),
         Fact("written", fmt_bytes(carried["evict"]), fmt_count(moves["evict"], "eviction")),
         Fact("read", fmt_bytes(carried["fetch"]), f"{moves['fetch']} fetches, {missed} misses"),
     ]
@@ -178,32 +193,32 @@ def _facts(sources: Sources) -> list[Fact]:
 _WAYS = ("evict", "fetch")
 
 
-def _of(budget_bytes: int, overrun_bytes: int) -> str:
+def _peak_note(budget_bytes: int, overrun_bytes: int) -> str:
     """Return what stands beside the peak, which has the reserve and lacks the overrun."""
     of = [f"of {fmt_bytes(budget_bytes)}"] if budget_bytes else []
     return ", ".join(of + [f"{fmt_bytes(overrun_bytes, up=True)} beyond it"] * bool(overrun_bytes))
 
 
-def _part(one: int, whole: int) -> str:
+def _format_percent(one: int, whole: int) -> str:
     return f"{one / whole:.1%}" if whole else "-"
 
 
-def _memory(line: Timeline) -> Table:
-    held = picture_data.memory(line)
-    edges = picture_data.edges(picture_data.step_ns(line), SLICES)
+def _memory_by_slice_table(line: Timeline) -> Table:
+    held = picture_data.memory_curve(line)
+    edges = picture_data.slice_edges(picture_data.step_ns(line), SLICES)
     rows = [
         (
             f"{fmt_ns(low)} to {fmt_ns(high)}",
             *(fmt_bytes(size) for size in sizes),
             fmt_bytes(sum(sizes)),
         )
-        for low, high, sizes in zip(edges, edges[1:], picture_data.most_per_slice(held, edges))
+        for low, high, sizes in zip(edges, edges[1:], picture_data.peak_by_slice(held, edges))
     ]
     head = ("when", *(KIND_WORDS.get(kind, kind) for kind in held.kinds), "together")
     return Table("Bytes on the device, at the fullest moment of each slice of the step", head, tuple(rows))
 
 
-def _lanes(sources: Sources) -> Table:
+def _lanes_table(sources: Sources) -> Table:
     line = sources.line
     step = max(picture_data.step_ns(line), 1)
     rates = {}
@@ -211,16 +226,16 @@ def _lanes(sources: Sources) -> Table:
         evict = link.source == "device"
         rates[f"evict:{link.target}" if evict else f"fetch:{link.source}"] = link.bandwidth_bytes_per_s
     rows = []
-    for track, spans in picture_data.lanes(line).items():
+    for track, spans in picture_data.spans_by_lane(line).items():
         busy, size = picture_data.busy_ns(spans), sum(span.bytes for span in spans)
         rows.append(
             (
-                lane_words(track),
+                describe_lane(track),
                 track,
                 str(len(spans)),
                 fmt_bytes(size),
                 fmt_ns(busy),
-                _part(busy, step),
+                _format_percent(busy, step),
                 fmt_rate(size * 10**9 // busy) if busy else "-",
                 fmt_rate(rates[track]) if track in rates else "-",
             )
@@ -229,28 +244,28 @@ def _lanes(sources: Sources) -> Table:
     return Table("What every lane carries", head, tuple(rows))
 
 
-def _slices(line: Timeline) -> Table:
-    edges = picture_data.edges(picture_data.step_ns(line), SLICES)
-    lanes = picture_data.lanes(line)
+def _busy_by_slice_table(line: Timeline) -> Table:
+    edges = picture_data.slice_edges(picture_data.step_ns(line), SLICES)
+    lanes = picture_data.spans_by_lane(line)
     columns = [
-        picture_data.shares(picture_data.kernels(line), edges),
-        picture_data.shares(picture_data.waits(line), edges),
+        picture_data.covered_share_by_slice(picture_data.kernel_spans(line), edges),
+        picture_data.covered_share_by_slice(picture_data.timed_stalls(line), edges),
     ]
-    columns += [picture_data.shares(spans, edges) for spans in lanes.values()]
+    columns += [picture_data.covered_share_by_slice(spans, edges) for spans in lanes.values()]
     rows = [
         (f"{fmt_ns(low)} to {fmt_ns(high)}", *(f"{part:.0%}" for part in parts))
         for low, high, *parts in zip(edges, edges[1:], *columns)
     ]
-    head = ("when", "compute", "waiting", *map(lane_words, lanes))
+    head = ("when", "compute", "waiting", *map(describe_lane, lanes))
     return Table("How busy compute and every lane are, by slice of the step", head, tuple(rows))
 
 
-def _waits(line: Timeline) -> Table:
+def _waits_table(line: Timeline) -> Table:
     sums: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for stall in line.stalls:
         sums.setdefault((stall.tensor, stall.cause), []).append((stall.ns, stall.tick))
     ordered = sorted(sums.items(), key=lambda each: (-sum(ns for ns, _ in each[1]), each[0]))
-    names = [span.name for span in picture_data.kernels(line)]
+    names = [span.name for span in picture_data.kernel_spans(line)]
     rows = []
     for (tensor, cause), stalls in ordered[:WAITS]:
         tick = max(stalls)[1]
@@ -273,39 +288,46 @@ def _waits(line: Timeline) -> Table:
     return Table(caption, head, tuple(rows), tensors=0)
 
 
-def _compared(sources: Sources) -> Table | None:
+def _predicted_and_measured_table(sources: Sources) -> Table | None:
     one, other = sources.line, sources.predicted
     if other is None:
         return None
 
-    def row(what: str, got: int, said: int, fmt: str) -> tuple[str, ...]:
+    def row_with_drift(what: str, got: int, said: int, fmt: str) -> tuple[str, ...]:
         show = fmt_ns if fmt == "ns" else fmt_bytes
         return (what, show(said), show(got), f"{got / said - 1:+.1%}" if said else "-")
 
     rows = [
-        row("step", picture_data.step_ns(one), picture_data.step_ns(other), "ns"),
-        row("compute", _computed_ns(one), _computed_ns(other), "ns"),
-        row("waiting", waited_ns(one), waited_ns(other), "ns"),
-        row(
-            "peak memory", picture_data.memory(one).peak_bytes, picture_data.memory(other).peak_bytes, "bytes"
+        row_with_drift("step", picture_data.step_ns(one), picture_data.step_ns(other), "ns"),
+        row_with_drift("compute", _computed_ns(one), _computed_ns(other), "ns"),
+        row_with_drift("waiting", waited_ns(one), waited_ns(other), "ns"),
+        row_with_drift(
+            "peak memory",
+            picture_data.memory_curve(one).peak_bytes,
+            picture_data.memory_curve(other).peak_bytes,
+            "bytes",
         ),
     ]
-    got, said = picture_data.lanes(one), picture_data.lanes(other)
+    got, said = picture_data.spans_by_lane(one), picture_data.spans_by_lane(other)
     for track in sorted({*got, *said}):
         mine, theirs = got.get(track, []), said.get(track, [])
-        name = lane_words(track)
-        rows.append(row(f"{name}, busy", picture_data.busy_ns(mine), picture_data.busy_ns(theirs), "ns"))
+        name = describe_lane(track)
         rows.append(
-            row(f"{name}, carried", sum(s.bytes for s in mine), sum(s.bytes for s in theirs), "bytes")
+            row_with_drift(f"{name}, busy", picture_data.busy_ns(mine), picture_data.busy_ns(theirs), "ns")
+        )
+        rows.append(
+            row_with_drift(
+                f"{name}, carried", sum(s.bytes for s in mine), sum(s.bytes for s in theirs), "bytes"
+            )
         )
     return Table("Predicted against measured", ("what", "predicted", "measured", "drift"), tuple(rows))
 
 
-def _drifts(sources: Sources) -> Table | None:
+def _kernel_drifts_table(sources: Sources) -> Table | None:
     """The kernels that differ most, where both have the same kernels."""
     if sources.predicted is None:
         return None
-    got, said = picture_data.kernels(sources.line), picture_data.kernels(sources.predicted)
+    got, said = picture_data.kernel_spans(sources.line), picture_data.kernel_spans(sources.predicted)
     if [span.name for span in got] != [span.name for span in said]:
         return None
     found = []
@@ -326,19 +348,19 @@ def _drifts(sources: Sources) -> Table | None:
     return Table("Kernels that differ most from what was predicted", head, tuple(rows))
 
 
-def _notes(sources: Sources) -> list[str]:
+def _mismatch_notes(sources: Sources) -> list[str]:
     notes = []
-    names = [span.name for span in picture_data.kernels(sources.line)]
+    names = [span.name for span in picture_data.kernel_spans(sources.line)]
     if sources.profile is None:
         notes.append("Without --profile it is not known when a tensor is used, only when it moves.")
     elif [kernel.name for kernel in sources.profile.kernels] != names:
         notes.append("The profile is of another step than the timeline: uses of tensors are left out.")
     predicted = sources.predicted
-    if predicted is not None and [span.name for span in picture_data.kernels(predicted)] != names:
+    if predicted is not None and [span.name for span in picture_data.kernel_spans(predicted)] != names:
         notes.append("The predicted timeline has other kernels than this one: only sums are compared.")
     return notes
 
 
-def uses_are_known(sources: Sources) -> bool:
-    names: Sequence[str] = [span.name for span in picture_data.kernels(sources.line)]
+def has_matching_profile(sources: Sources) -> bool:
+    names: Sequence[str] = [span.name for span in picture_data.kernel_spans(sources.line)]
     return sources.profile is not None and [kernel.name for kernel in sources.profile.kernels] == names

@@ -21,25 +21,26 @@ from teraio.formats.plan import Evict
 from teraio.formats.timeline import Timeline
 
 from . import picture_data
-from .content import Content, Sources, Table, uses_are_known
-from .labels import KIND_WORDS, lane_words
+from .content import Content, Sources, Table, has_matching_profile
+from .labels import KIND_WORDS, describe_lane
 
 SCRIPTS = ("format.js", "model.js", "answer.js", "pictures.js", "page.js")
 # What could end a script or be taken for markup, and the line ends that are none in JSON.
 UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
-def page(told: Content) -> str:
+def report_as_html(told: Content) -> str:
     folder = files("teraio.cli.report") / "assets"
 
-    def asset(name: str) -> str:
+    def read_asset(name: str) -> str:
         return (folder / name).read_text(encoding="utf-8")
 
-    style = asset("page.css")
-    script = "\n".join(asset(name) for name in SCRIPTS)
-    numbers = json.dumps(_numbers(told.sources), ensure_ascii=False, separators=(",", ":"))
+    style = read_asset("page.css")
+    script = "\n".join(read_asset(name) for name in SCRIPTS)
+    numbers = json.dumps(_data_for_page_scripts(told.sources), ensure_ascii=False, separators=(",", ":"))
     parts = {
-        "policy": f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
+        "policy": f"default-src 'none'; style-src {_hash_for_security_policy(style)}; script-src "
+        f"{_hash_for_security_policy(script)}; "
         f"base-uri 'none'; form-action 'none'",
         "style": style,
         "script": script,
@@ -48,45 +49,45 @@ def page(told: Content) -> str:
         "source": escape(told.sources.name),
         "version": escape(__version__),
         "sentences": "".join(f"<p>{escape(sentence)}</p>" for sentence in told.sentences),
-        "facts": "".join(_facts(told)),
-        "memory_table": _table(told.memory),
-        "slices_table": _table(told.slices),
-        "waits": _table(told.waits) if told.waits.rows else "<p>Compute waits for nothing.</p>",
+        "facts": "".join(_facts_as_html(told)),
+        "memory_table": _table_as_html(told.memory),
+        "slices_table": _table_as_html(told.slices),
+        "waits": _table_as_html(told.waits) if told.waits.rows else "<p>Compute waits for nothing.</p>",
         "causes": "".join(f"<p class=note>{escape(cause)}</p>" for cause in told.causes),
-        "lanes": _table(told.lanes) if told.lanes.rows else "<p>Nothing moves.</p>",
-        "compared": _section("compared", "Predicted against measured", told.compared, told.drifts),
-        "what_if": _section("what-if", "What would make it faster", told.what_if),
+        "lanes": _table_as_html(told.lanes) if told.lanes.rows else "<p>Nothing moves.</p>",
+        "compared": _section_of_tables("compared", "Predicted against measured", told.compared, told.drifts),
+        "what_if": _section_of_tables("what-if", "What would make it faster", told.what_if),
         "notes": "".join(f"<p class=note>{escape(note)}</p>" for note in told.notes),
     }
     # Once through the template: what is put in is not looked at again.
-    pieces = asset("page.html").split("{{")
-    return pieces[0] + "".join(_filled(piece, parts) for piece in pieces[1:])
+    pieces = read_asset("page.html").split("{{")
+    return pieces[0] + "".join(_fill_placeholder(piece, parts) for piece in pieces[1:])
 
 
-def _filled(piece: str, parts: dict[str, str]) -> str:
+def _fill_placeholder(piece: str, parts: dict[str, str]) -> str:
     name, rest = piece.split("}}", 1)
     return parts[name] + rest
 
 
-def _hash(text: str) -> str:
+def _hash_for_security_policy(text: str) -> str:
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
-def _facts(told: Content) -> Iterator[str]:
+def _facts_as_html(told: Content) -> Iterator[str]:
     for fact in told.facts:
         note = f"<dd class=note>{escape(fact.note)}</dd>" if fact.note else ""
         yield f"<div><dt>{escape(fact.label)}</dt><dd class=value>{escape(fact.value)}</dd>{note}</div>"
 
 
-def _section(name: str, title: str, *tables: Table | None) -> str:
-    found = "".join(_table(table) for table in tables if table is not None and table.rows)
+def _section_of_tables(name: str, title: str, *tables: Table | None) -> str:
+    found = "".join(_table_as_html(table) for table in tables if table is not None and table.rows)
     heading = f"<h2 id='{name}-title'>{escape(title)}</h2>"
     return f"<section id={name} aria-labelledby='{name}-title'>{heading}{found}</section>" if found else ""
 
 
-def _table(table: Table) -> str:
+def _table_as_html(table: Table) -> str:
     head = "".join(f"<th scope=col>{escape(cell)}</th>" for cell in table.head)
-    body = "".join(f"<tr>{''.join(_cells(table, row))}</tr>" for row in table.rows)
+    body = "".join(f"<tr>{''.join(_cells_as_html(table, row))}</tr>" for row in table.rows)
     # Wide tables scroll by themselves, so they must be reachable by keyboard.
     label = escape(table.caption, quote=True)
     return (
@@ -96,7 +97,7 @@ def _table(table: Table) -> str:
     )
 
 
-def _cells(table: Table, row: tuple[str, ...]) -> Iterator[str]:
+def _cells_as_html(table: Table, row: tuple[str, ...]) -> Iterator[str]:
     for at, cell in enumerate(row):
         told = escape(cell) or "&nbsp;"
         if at == table.tensors:
@@ -109,38 +110,42 @@ def _cells(table: Table, row: tuple[str, ...]) -> Iterator[str]:
 # ---- what the pictures are drawn from
 
 
-class _Names:
+class _NameNumbers:
     """Each name once."""
 
     def __init__(self) -> None:
         self.index: dict[str, int] = {}
 
-    def number(self, name: str) -> int:
+    def number_of(self, name: str) -> int:
         return self.index.setdefault(name, len(self.index))
 
 
-def _numbers(sources: Sources) -> dict[str, Any]:
+def _data_for_page_scripts(sources: Sources) -> dict[str, Any]:
     """Columns of numbers; names are numbers, too, and stand in one list."""
-    line, names = sources.line, _Names()
-    kernels, waits, held = picture_data.kernels(line), picture_data.waits(line), picture_data.memory(line)
+    line, names = sources.line, _NameNumbers()
+    kernels, waits, held = (
+        picture_data.kernel_spans(line),
+        picture_data.timed_stalls(line),
+        picture_data.memory_curve(line),
+    )
     step = picture_data.step_ns(line)
-    known = uses_are_known(sources)
+    known = has_matching_profile(sources)
     numbers: dict[str, Any] = {
         "step": step,
         "budget": line.budget_bytes,
         "measured": line.kind == "measured",
         "kernels": {
-            "name": [names.number(span.name) for span in kernels],
+            "name": [names.number_of(span.name) for span in kernels],
             "start": [span.start_ns for span in kernels],
             "end": [span.end_ns for span in kernels],
             "call": [k.call for k in sources.profile.kernels] if known and sources.profile else [],
         },
         "waits": {
-            "tensor": [names.number(wait.stall.tensor) for wait in waits],
+            "tensor": [names.number_of(wait.stall.tensor) for wait in waits],
             "start": [wait.start_ns for wait in waits],
             "ns": [wait.stall.ns for wait in waits],
             "tick": [wait.stall.tick for wait in waits],
-            "cause": [names.number(wait.stall.cause) for wait in waits],
+            "cause": [names.number_of(wait.stall.cause) for wait in waits],
         },
         "memory": {
             "kinds": list(held.kinds),
@@ -149,21 +154,23 @@ def _numbers(sources: Sources) -> dict[str, Any]:
             "bytes": [list(column) for column in zip(*held.bytes)] if held.bytes else [],
         },
     }
-    numbers |= _moves(line, names)
-    numbers["drops"] = _drops(sources, names)
-    numbers["predicted"] = _total(sources.predicted, line) if sources.predicted else None
-    numbers["tensors"] = _tensors(sources, names) if sources.profile and known else None
+    numbers |= _move_columns(line, names)
+    numbers["drops"] = _drop_columns(sources, names)
+    numbers["predicted"] = (
+        _predicted_curve_over_measured_time(sources.predicted, line) if sources.predicted else None
+    )
+    numbers["tensors"] = _tensor_columns(sources, names) if sources.profile and known else None
     numbers["names"] = list(names.index)
     return numbers
 
 
-def _moves(line: Timeline, names: _Names) -> dict[str, Any]:
+def _move_columns(line: Timeline, names: _NameNumbers) -> dict[str, Any]:
     lanes, rows = [], []
-    for number, (track, spans) in enumerate(picture_data.lanes(line).items()):
-        placed = picture_data.rows(spans)
-        lanes.append({"track": track, "words": lane_words(track), "rows": max(placed, default=0) + 1})
+    for number, (track, spans) in enumerate(picture_data.spans_by_lane(line).items()):
+        placed = picture_data.assign_rows_without_overlap(spans)
+        lanes.append({"track": track, "words": describe_lane(track), "rows": max(placed, default=0) + 1})
         rows += [
-            (number, row, names.number(s.tensor or s.name), s.start_ns, s.end_ns, s.bytes)
+            (number, row, names.number_of(s.tensor or s.name), s.start_ns, s.end_ns, s.bytes)
             for s, row in zip(spans, placed)
         ]
     columns = ("lane", "row", "tensor", "start", "end", "bytes")
@@ -174,41 +181,45 @@ def _moves(line: Timeline, names: _Names) -> dict[str, Any]:
     }
 
 
-def _drops(sources: Sources, names: _Names) -> dict[str, list[int]]:
+def _drop_columns(sources: Sources, names: _NameNumbers) -> dict[str, list[int]]:
     """When clean copies go. A measured timeline has them; those of a predicted one are in its plan."""
     line = sources.line
     found = [(span.tensor, span.start_ns) for span in line.spans if span.track.startswith("drop:")]
-    kernels = picture_data.kernels(line)
+    kernels = picture_data.kernel_spans(line)
     if line.kind == "predicted" and sources.plan is not None and kernels:
         found = [
             (move.tensor, kernels[move.free % len(kernels)].start_ns)
             for move in sources.plan.moves
             if isinstance(move, Evict) and move.trigger is None
         ]
-    return {"tensor": [names.number(name) for name, _ in found], "at": [at for _, at in found]}
+    return {"tensor": [names.number_of(name) for name, _ in found], "at": [at for _, at in found]}
 
 
-def _total(line: Timeline, onto: Timeline) -> dict[str, Any]:
+def _predicted_curve_over_measured_time(line: Timeline, onto: Timeline) -> dict[str, Any]:
     """Bytes as they were predicted, over the time that was measured: at the same kernels if they are the
     same."""
-    held, at_ns = picture_data.memory(line), list[int]()
-    said, got = picture_data.kernels(line), picture_data.kernels(onto)
+    held, at_ns = picture_data.memory_curve(line), list[int]()
+    said, got = picture_data.kernel_spans(line), picture_data.kernel_spans(onto)
     if [span.name for span in said] != [span.name for span in got]:
-        return {"at": list(held.at_ns), "bytes": held.totals(), "step": picture_data.step_ns(line)}
+        return {
+            "at": list(held.at_ns),
+            "bytes": held.total_bytes_by_moment(),
+            "step": picture_data.step_ns(line),
+        }
     starts = [span.start_ns for span in said]
     for at in held.at_ns:
         tick = max(bisect_right(starts, at) - 1, 0)
         at_ns.append(
             got[tick].start_ns + max(0, min(at - starts[tick], got[tick].end_ns - got[tick].start_ns))
         )
-    return {"at": at_ns, "bytes": held.totals(), "step": picture_data.step_ns(onto)}
+    return {"at": at_ns, "bytes": held.total_bytes_by_moment(), "step": picture_data.step_ns(onto)}
 
 
-def _tensors(sources: Sources, names: _Names) -> dict[str, list[Any]]:
+def _tensor_columns(sources: Sources, names: _NameNumbers) -> dict[str, list[Any]]:
     assert sources.profile is not None
     tensors = sources.profile.tensors
     return {
-        "name": [names.number(tensor.name) for tensor in tensors],
+        "name": [names.number_of(tensor.name) for tensor in tensors],
         "kind": [tensor.kind for tensor in tensors],
         "bytes": [tensor.size_bytes for tensor in tensors],
         "stays": [int(tensor.persistent) for tensor in tensors],

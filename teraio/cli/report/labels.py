@@ -23,12 +23,12 @@ CAUSE_WORDS = {
 }
 
 
-def kind_order(kind: str) -> tuple[int, str]:
+def sort_key_of_kind(kind: str) -> tuple[int, str]:
     """For sorting; a kind that is not known comes last."""
     return (KINDS.index(kind) if kind in KINDS else len(KINDS), kind)
 
 
-def lane_words(track: str) -> str:
+def describe_lane(track: str) -> str:
     """`fetch:ssd` -> `SSD to device`."""
     way, _, tier = track.partition(":")
     name = {"ssd": "SSD", "host": "host"}.get(tier, tier)

@@ -8,13 +8,13 @@ from itertools import pairwise
 
 from teraio.formats.timeline import Span, Stall, Timeline
 
-from .labels import kind_order
+from .labels import sort_key_of_kind
 
 COMPUTE = "compute"
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class TimedStall:
     """A stall with its place in time."""
 
     start_ns: int
@@ -23,26 +23,26 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryCurve:
     """Bytes on the device: at each moment of `at_ns` what each kind has from then on."""
 
     kinds: tuple[str, ...]
     at_ns: tuple[int, ...]
     bytes: tuple[tuple[int, ...], ...]  # per moment, in the order of `kinds`
 
-    def totals(self) -> list[int]:
+    def total_bytes_by_moment(self) -> list[int]:
         return [sum(row) for row in self.bytes]
 
     @property
     def peak_bytes(self) -> int:
-        return max(self.totals(), default=0)
+        return max(self.total_bytes_by_moment(), default=0)
 
 
-def kernels(line: Timeline) -> list[Span]:
+def kernel_spans(line: Timeline) -> list[Span]:
     return [span for span in line.spans if span.track == COMPUTE]
 
 
-def lanes(line: Timeline) -> dict[str, list[Span]]:
+def spans_by_lane(line: Timeline) -> dict[str, list[Span]]:
     """Transfers by track. Drops carry nothing and are no lane."""
     found: dict[str, list[Span]] = {}
     for span in line.spans:
@@ -53,10 +53,10 @@ def lanes(line: Timeline) -> dict[str, list[Span]]:
 
 def step_ns(line: Timeline) -> int:
     """Its length; a file that does not say it has it from its last kernel."""
-    return line.step_ns or max((span.end_ns for span in kernels(line)), default=0)
+    return line.step_ns or max((span.end_ns for span in kernel_spans(line)), default=0)
 
 
-def rows(spans: Sequence[Span]) -> list[int]:
+def assign_rows_without_overlap(spans: Sequence[Span]) -> list[int]:
     """Per span the first row that is free when it starts: in a row nothing overlaps."""
     ends: list[int] = []
     found = [0] * len(spans)
@@ -68,14 +68,14 @@ def rows(spans: Sequence[Span]) -> list[int]:
     return found
 
 
-def waits(line: Timeline) -> list[Wait]:
+def timed_stalls(line: Timeline) -> list[TimedStall]:
     """A stall ends where its kernel begins, if there is room before it; else user code waited, in the kernel.
     Stalls of one tick follow each other."""
-    spans = kernels(line)
+    spans = kernel_spans(line)
     by_tick: dict[int, list[Stall]] = {}
     for stall in line.stalls:
         by_tick.setdefault(stall.tick, []).append(stall)
-    found: list[Wait] = []
+    found: list[TimedStall] = []
     for tick, stalls in sorted(by_tick.items()):
         if not spans:
             break
@@ -85,17 +85,17 @@ def waits(line: Timeline) -> list[Wait]:
         at_ns = span.start_ns if 2 * (span.start_ns - before_ns) >= waited_ns else span.end_ns
         at_ns -= waited_ns
         for stall in stalls:
-            found.append(Wait(max(at_ns, 0), max(at_ns + stall.ns, 0), stall))
+            found.append(TimedStall(max(at_ns, 0), max(at_ns + stall.ns, 0), stall))
             at_ns += stall.ns
     return found
 
 
 def busy_ns(spans: Iterable[Span]) -> int:
     """How long at least one of them runs."""
-    return sum(end - start for start, end in merged(spans))
+    return sum(end - start for start, end in merge_overlapping_spans(spans))
 
 
-def merged(spans: Iterable[Span | Wait]) -> list[tuple[int, int]]:
+def merge_overlapping_spans(spans: Iterable[Span | TimedStall]) -> list[tuple[int, int]]:
     """Intervals that do not touch, in order."""
     found: list[tuple[int, int]] = []
     for start, end in sorted((span.start_ns, span.end_ns) for span in spans):
@@ -106,9 +106,9 @@ def merged(spans: Iterable[Span | Wait]) -> list[tuple[int, int]]:
     return found
 
 
-def shares(spans: Iterable[Span | Wait], edges: Sequence[int]) -> list[float]:
+def covered_share_by_slice(spans: Iterable[Span | TimedStall], edges: Sequence[int]) -> list[float]:
     """Which part of each slice between two edges they cover."""
-    intervals = merged(spans)
+    intervals = merge_overlapping_spans(spans)
     found, first = [], 0
     for low, high in pairwise(edges):
         while first < len(intervals) and intervals[first][1] <= low:
@@ -121,25 +121,25 @@ def shares(spans: Iterable[Span | Wait], edges: Sequence[int]) -> list[float]:
     return found
 
 
-def memory(line: Timeline) -> Memory:
+def memory_curve(line: Timeline) -> MemoryCurve:
     """Of the device, all kinds at each moment at which one of them changes."""
     counters = [counter for counter in line.counters if counter.tier == "device"]
-    kinds = tuple(sorted({counter.kind for counter in counters}, key=kind_order))
+    kinds = tuple(sorted({counter.kind for counter in counters}, key=sort_key_of_kind))
     place = {kind: index for index, kind in enumerate(kinds)}
     now = [0] * len(kinds)
     moments: dict[int, tuple[int, ...]] = {}
     for counter in sorted(counters, key=lambda counter: counter.at_ns):
         now[place[counter.kind]] = counter.bytes
         moments[counter.at_ns] = tuple(now)
-    return Memory(kinds, tuple(moments), tuple(moments.values()))
+    return MemoryCurve(kinds, tuple(moments), tuple(moments.values()))
 
 
-def row_of(size_bytes: int, top_bytes: int, height: int) -> int:
+def picture_row_reached_by(size_bytes: int, top_bytes: int, height: int) -> int:
     """Finds the row of a picture that this many bytes reach, from the bottom and from 1 on."""
     return -(-size_bytes * height // max(top_bytes, 1))
 
 
-def most_per_slice(held: Memory, edges: Sequence[int]) -> list[tuple[int, ...]]:
+def peak_by_slice(held: MemoryCurve, edges: Sequence[int]) -> list[tuple[int, ...]]:
     """Per slice the bytes by kind at the moment of the slice at which they are the most in all."""
     found: list[tuple[int, ...]] = []
     at, now = 0, (0,) * len(held.kinds)
@@ -153,5 +153,5 @@ def most_per_slice(held: Memory, edges: Sequence[int]) -> list[tuple[int, ...]]:
     return found
 
 
-def edges(end_ns: int, slices: int) -> list[int]:
+def slice_edges(end_ns: int, slices: int) -> list[int]:
     return [end_ns * index // slices for index in range(slices + 1)]

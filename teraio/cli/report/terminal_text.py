@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from teraio.units import fmt_bytes, fmt_ns, shown
+from teraio.units import fmt_bytes, fmt_ns, printable_line
 
 from . import picture_data
 from .content import Content, Table
@@ -24,46 +24,48 @@ WIDTH, HEIGHT = 72, 14
 CELL_MAX = 52  # characters of a cell: a name may have a thousand
 
 
-def text(told: Content, top: int = 8) -> str:
+def report_as_text(told: Content, top: int = 8) -> str:
     parts = [
-        shown(told.title, 200),
-        *(f"  {shown(sentence, 400)}" for sentence in told.sentences),
+        printable_line(told.title, 200),
+        *(f"  {printable_line(sentence, 400)}" for sentence in told.sentences),
         "",
-        picture(told),
+        memory_picture(told),
     ]
     waits = told.waits
     tables = [told.lanes, Table(waits.caption, waits.head, waits.rows[:top])]
     for each in (*tables, told.compared, told.drifts, told.what_if):
         if each is not None and each.rows:
-            parts += ["", *_table(each)]
+            parts += ["", *_table_as_lines(each)]
     parts += ["", *(f"  {cause}" for cause in told.causes)] if told.causes else []
     parts += [f"  note: {note}" for note in told.notes]
     return "\n".join(parts)
 
 
-def picture(told: Content, width: int = WIDTH, height: int = HEIGHT) -> str:
+def memory_picture(told: Content, width: int = WIDTH, height: int = HEIGHT) -> str:
     """Bytes by kind, one letter each, from the bottom up; the line is the budget."""
     line = told.sources.line
-    held = picture_data.memory(line)
+    held = picture_data.memory_curve(line)
     if not held.kinds:
         return "  (the timeline has no counters)"
-    columns = picture_data.most_per_slice(held, picture_data.edges(picture_data.step_ns(line), width))
+    columns = picture_data.peak_by_slice(held, picture_data.slice_edges(picture_data.step_ns(line), width))
     top = max(held.peak_bytes, line.budget_bytes, 1)
     lines = []
     for row in range(height, 0, -1):
         level = top * (row - 0.5) / height
-        cells = "".join(_letter(held.kinds, column, level) for column in columns)
-        if line.budget_bytes and row == picture_data.row_of(line.budget_bytes, top, height):
+        cells = "".join(_letter_at_level(held.kinds, column, level) for column in columns)
+        if line.budget_bytes and row == picture_data.picture_row_reached_by(line.budget_bytes, top, height):
             cells = "".join("=" if cell == " " else cell for cell in cells)
         lines.append(f"  {fmt_bytes(top * row // height):>10} |{cells}")
     lines.append(f"  {'':>10} +{'-' * width}")
     lines.append(f"  {'':>10}  0{fmt_ns(picture_data.step_ns(line)):>{width - 1}}")
-    legend = [f"{LETTERS.get(kind, '?')} {KIND_WORDS.get(kind, shown(kind, 20))}" for kind in held.kinds]
+    legend = [
+        f"{LETTERS.get(kind, '?')} {KIND_WORDS.get(kind, printable_line(kind, 20))}" for kind in held.kinds
+    ]
     lines.append(f"  {'':>10}  " + "   ".join([*legend, *["= budget"] * bool(line.budget_bytes)]))
     return "\n".join(lines)
 
 
-def _letter(kinds: tuple[str, ...], sizes: tuple[int, ...], level: float) -> str:
+def _letter_at_level(kinds: tuple[str, ...], sizes: tuple[int, ...], level: float) -> str:
     height = 0
     for kind, size in zip(kinds, sizes):
         height += size
@@ -72,10 +74,10 @@ def _letter(kinds: tuple[str, ...], sizes: tuple[int, ...], level: float) -> str
     return " "
 
 
-def _table(table: Table) -> Iterator[str]:
-    rows = [[shown(cell, CELL_MAX) for cell in row] for row in (table.head, *table.rows)]
+def _table_as_lines(table: Table) -> Iterator[str]:
+    rows = [[printable_line(cell, CELL_MAX) for cell in row] for row in (table.head, *table.rows)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    yield f"  {shown(table.caption, 200)}"
+    yield f"  {printable_line(table.caption, 200)}"
     for row in rows:
         first, *rest = (
             cell.ljust(width) if at == 0 else cell.rjust(width)

@@ -17,12 +17,12 @@ import tree
 
 from teraio.errors import PlanError
 from teraio.formats.machine import Link, Machine
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
 from teraio.passes.planner.bound import bound, certificate, relaxation
-from teraio.passes.planner.bound.bound import first_checks, lower_bound, lower_bound_ns
+from teraio.passes.planner.bound.bound import lower_bound, pick_check_ticks, simple_bound_ns
 from teraio.passes.planner.planners import plan
-from teraio.passes.planner.problem.problem import Problem, build
+from teraio.passes.planner.problem.problem import Problem, build_problem
 from teraio.passes.planner.simulate.simulate import step_ns
 
 ROOM = 10**6
@@ -61,7 +61,7 @@ def test_what_must_come_back_every_step_takes_its_time() -> None:
     # Two clean weights of 4 bytes under 4 bytes: each is fetched once a step, 8 us on one link, whatever the
     # kernels do in between. A plan needs 10 us, because a whole weight is fetched when the other has gone.
     profile = toys.profile([toys.weight("a", 4, (0,)), toys.weight("b", 4, (1,))], 2)
-    problem, machine = build(profile, MACHINES[0]), MACHINES[0]
+    problem, machine = build_problem(profile, MACHINES[0]), MACHINES[0]
     found = lower_bound(problem, machine, 4, time_limit_s=10)
     assert (found.step_ns, found.simple_ns) == (8_000, 4_000)
     assert sum(found.stalls_ns) == pytest.approx(6_000, abs=4)
@@ -76,9 +76,9 @@ def test_a_written_weight_is_written_and_read() -> None:
     # bytes away: writing has its 2 us, reading lacks 1.
     profile = toys.profile([toys.weight("w", 4, (), (0,)), toys.activation("x", 8, 2, (3,))], 4)
     machine = toys.machine(device=ROOM)
-    assert lower_bound(build(profile, machine), machine, 8, time_limit_s=10).step_ns == 9_000
-    assert lower_bound(build(profile, machine), machine, 10, time_limit_s=10).step_ns == 5_000
-    assert lower_bound(build(profile, machine), machine, 12, time_limit_s=10).step_ns == 4_000
+    assert lower_bound(build_problem(profile, machine), machine, 8, time_limit_s=10).step_ns == 9_000
+    assert lower_bound(build_problem(profile, machine), machine, 10, time_limit_s=10).step_ns == 5_000
+    assert lower_bound(build_problem(profile, machine), machine, 12, time_limit_s=10).step_ns == 4_000
 
 
 def test_the_relaxation_says_to_which_tier() -> None:
@@ -88,7 +88,7 @@ def test_the_relaxation_says_to_which_tier() -> None:
     profile = toys.profile([*tensors, toys.activation("x", 64, 20, (21,))], 41)
     for host, expected in ((0, {0}), (ROOM, {0, 1})):
         machine = toys.machine(device=ROOM, ssd=ROOM, host=host)
-        found = lower_bound(build(profile, machine), machine, 64, time_limit_s=10)
+        found = lower_bound(build_problem(profile, machine), machine, 64, time_limit_s=10)
         assert set(found.towards[:8]) == expected and found.towards[8] == -1
         assert found.towards.count(0) > found.towards.count(1)
 
@@ -100,7 +100,7 @@ def test_a_wait_in_a_small_part_of_the_step_is_seen() -> None:
     tensors += [toys.weight(f"s{i}", 40, (400 + i,), (400 + i,)) for i in range(16)]
     profile = toys.profile(tensors, 416)
     machine = toys.machine(device=ROOM, ssd=ROOM, rate=20 * toys.BYTE_PER_US)
-    problem = build(profile, machine)
+    problem = build_problem(profile, machine)
     assert lower_bound(problem, machine, 200, time_limit_s=10, refined=False).step_ns == 416_000
     found = lower_bound(problem, machine, 200, time_limit_s=10)
     assert 422_000 <= found.step_ns <= plan(profile, machine, 200).predicted.step_ns
@@ -116,7 +116,7 @@ def test_latency_counts_once_per_transfer() -> None:
         (sharing(MACHINES[1], toys.BYTE_PER_US), 8_000),
         (sharing(MACHINES[1], toys.BYTE_PER_US // 2), 16_000),
     ):
-        assert lower_bound(build(profile, machine), machine, 4, time_limit_s=10).step_ns == expected
+        assert lower_bound(build_problem(profile, machine), machine, 4, time_limit_s=10).step_ns == expected
 
 
 def test_a_full_tier_pushes_traffic_to_the_slow_one() -> None:
@@ -125,7 +125,7 @@ def test_a_full_tier_pushes_traffic_to_the_slow_one() -> None:
     steps = []
     for room in (0, 2, 4, 8):
         machine = toys.machine(device=ROOM, ssd=ROOM, host=room)
-        steps.append(lower_bound(build(profile, machine), machine, 4, time_limit_s=10).step_ns)
+        steps.append(lower_bound(build_problem(profile, machine), machine, 4, time_limit_s=10).step_ns)
     assert steps[0] == 8_000
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] < 3_000  # both links together carry 3 bytes per us
@@ -138,8 +138,8 @@ def test_a_link_that_another_one_slows_down_carries_less() -> None:
     profile = toys.profile([toys.weight("a", 4, (0,)), toys.weight("b", 4, (1,))], 2)
     machine = toys.machine(device=ROOM, ssd=ROOM, host=2, rate=toys.BYTE_PER_US // 4)
     bus = sharing(machine, toys.BYTE_PER_US * 2 // 5)
-    assert lower_bound(build(profile, machine), machine, 4, time_limit_s=10).step_ns == 24_000
-    assert lower_bound(build(profile, bus), bus, 4, time_limit_s=10).step_ns == 26_000
+    assert lower_bound(build_problem(profile, machine), machine, 4, time_limit_s=10).step_ns == 24_000
+    assert lower_bound(build_problem(profile, bus), bus, 4, time_limit_s=10).step_ns == 26_000
 
 
 # ---- against every plan of tiny problems ----
@@ -163,7 +163,7 @@ def solved() -> Solved:
         if seed % 3:  # without kernels to hide behind, every transfer shows
             kernels = tuple(replace(kernel, duration_ns=0) for kernel in profile.kernels)
             profile = replace(profile, kernels=kernels)
-        problem = build(profile, machine)
+        problem = build_problem(profile, machine)
         if not 10 < brute.ways(problem) < 1_000:
             continue
         for budget in sorted(tight_budgets(problem)):
@@ -196,40 +196,44 @@ def slower_links(patch: pytest.MonkeyPatch) -> None:
 
 
 def smaller_budget(patch: pytest.MonkeyPatch) -> None:
-    real = relaxation.relax
+    real = relaxation.build_relaxation
 
     def relax(
         problem: Problem, shared: Mapping[str, int], budget: int, checks: Sequence[int], again: object
     ) -> relaxation.Relaxation:
         return real(problem, shared, max(int(problem.floor.max()), budget * 3 // 4), checks)
 
-    patch.setattr(bound, "relax", relax)
+    patch.setattr(bound, "build_relaxation", relax)
 
 
 def a_write_for_every_gap(patch: pytest.MonkeyPatch) -> None:
-    def add_copied(self: relaxation._Builder, group: relaxation.Group) -> None:
+    def add_copied(self: relaxation._Builder, group: relaxation.VersionGroup) -> None:
         for index, gap in enumerate(group.gaps):
             members = tuple((gaps[index],) for gaps in group.members)
-            self.add_single(replace(group, gaps=(gap,), members=members), gap[0])
+            self.add_single_gap_group(replace(group, gaps=(gap,), members=members), gap[0])
 
-    patch.setattr(relaxation._Builder, "add_copied", add_copied)
+    patch.setattr(relaxation._Builder, "add_multi_gap_group", add_copied)
 
 
 def lanes_that_are_one(patch: pytest.MonkeyPatch) -> None:
     """As if what goes out and what comes back took turns."""
-    real = relaxation._Builder._occupy
+    real = relaxation._Builder._charge_link_time
 
     def occupy(
-        self: relaxation._Builder, link: Link, interval: int, group: relaxation.Group, terms: relaxation.Terms
+        self: relaxation._Builder,
+        link: Link,
+        interval: int,
+        group: relaxation.VersionGroup,
+        terms: relaxation.Terms,
     ) -> None:
         real(self, replace(link, source="both", target="both"), interval, group, terms)
 
-    patch.setattr(relaxation._Builder, "_occupy", occupy)
+    patch.setattr(relaxation._Builder, "_charge_link_time", occupy)
 
 
 def prices_of_the_wrong_sign(patch: pytest.MonkeyPatch) -> None:
     """Not the rows are wrong, but the certificate: it believes what the solver says about the sum."""
-    patch.setattr(bound, "certified_ns", lambda rows, prices: int(sum(map(abs, prices))))
+    patch.setattr(bound, "certified_stall_bound_ns", lambda rows, prices: int(sum(map(abs, prices))))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +261,7 @@ def test_no_planned_step_is_shorter(block: int) -> None:
     met = planned = 0
     for seed in range(block * 50, block * 50 + 50):
         machine = (*MACHINES, SMALL, *SHARING)[seed % 7]
-        problem = build(toys.random_profile(seed), machine)
+        problem = build_problem(toys.random_profile(seed), machine)
         for budget in tight_budgets(problem):
             try:
                 made = plan(problem.profile, machine, budget)
@@ -265,7 +269,7 @@ def test_no_planned_step_is_shorter(block: int) -> None:
                 assert machine is SMALL
                 continue
             took_ns = step_ns(made, problem.profile, machine)
-            assert made.predicted.bound_ns >= lower_bound_ns(problem, budget)
+            assert made.predicted.bound_ns >= simple_bound_ns(problem, budget)
             assert made.predicted.bound_ns <= made.predicted.step_ns
             if not machine.shared:  # the simulator lets links run freely that share a bandwidth
                 assert made.predicted.bound_ns <= took_ns
@@ -276,16 +280,18 @@ def test_no_planned_step_is_shorter(block: int) -> None:
 
 def fixed_checks(profile: Profile, machine: Machine, budget: int) -> int:
     """The bound of one relaxation whose checks depend on neither budget nor bandwidth."""
-    problem = build(profile, machine)
-    rows = relaxation.relax(problem, dict(machine.shared), budget, first_checks(problem, 12)).rows
-    solution = certificate.solve(rows, 60.0)
+    problem = build_problem(profile, machine)
+    rows = relaxation.build_relaxation(
+        problem, dict(machine.shared), budget, pick_check_ticks(problem, 12)
+    ).rows
+    solution = certificate.solve_relaxation(rows, 60.0)
     assert solution is not None
-    return certificate.certified_ns(rows, solution.prices)
+    return certificate.certified_stall_bound_ns(rows, solution.prices)
 
 
 def test_more_memory_and_faster_links_never_raise_it() -> None:
     profile, slow = toys.training_profile(), toys.BYTE_PER_US // 4
-    live = int(build(profile).live.max())
+    live = int(build_problem(profile).live.max())
     machine = toys.machine(device=ROOM, ssd=ROOM, rate=slow)
     by_budget = [fixed_checks(profile, machine, live * share // 10) for share in range(3, 10)]
     assert all(a >= b - 1 for a, b in pairwise(by_budget))
@@ -300,22 +306,24 @@ def test_more_memory_and_faster_links_never_raise_it() -> None:
 def test_whatever_prices_a_solver_says_no_bound_is_above_the_optimum() -> None:
     profile, random = toys.training_profile(), Random(0)
     machine = toys.machine(device=ROOM, ssd=ROOM, host=400, rate=toys.BYTE_PER_US // 8)
-    problem = build(profile, machine)
-    rows = relaxation.relax(problem, {}, int(problem.live.max()) // 2, first_checks(problem, 12)).rows
-    solution = certificate.solve(rows, 60.0)
+    problem = build_problem(profile, machine)
+    rows = relaxation.build_relaxation(
+        problem, {}, int(problem.live.max()) // 2, pick_check_ticks(problem, 12)
+    ).rows
+    solution = certificate.solve_relaxation(rows, 60.0)
     assert solution is not None
-    best_ns = certificate.certified_ns(rows, solution.prices)
+    best_ns = certificate.certified_stall_bound_ns(rows, solution.prices)
     optimum_ns = sum(solution.values[: rows.stalls])
     assert optimum_ns * (1 - 1e-6) - 10 <= best_ns <= optimum_ns * (1 + 1e-6) + 10
     reached = []
     for scale in (1e-9, 1e-3, 0.1, 3.0):
         for _ in range(20):
             said = [price * (1 + scale * random.uniform(-1, 1)) for price in solution.prices]
-            reached.append(certificate.certified_ns(rows, said))
+            reached.append(certificate.certified_stall_bound_ns(rows, said))
             assert reached[-1] <= best_ns + 1
     assert reached[0] > 0.999 * best_ns, "a price that is a little off costs a little"
     for nonsense in (float("nan"), float("inf"), -1e30, 1e30):
-        assert certificate.certified_ns(rows, [nonsense] * len(rows.low)) <= best_ns + 1
+        assert certificate.certified_stall_bound_ns(rows, [nonsense] * len(rows.low)) <= best_ns + 1
 
 
 # ---- what it may cost ----
@@ -323,10 +331,10 @@ def test_whatever_prices_a_solver_says_no_bound_is_above_the_optimum() -> None:
 
 def test_the_time_limit_is_kept() -> None:
     machine = toys.machine(device=10**12, ssd=10**14, rate=20 * 10**9)
-    problem = build(toys.llama_like(), machine)
+    problem = build_problem(toys.llama_like(), machine)
     budget = int(problem.live.max()) // 3
-    simple = lower_bound_ns(problem, budget)
-    certificate.solve(relaxation.Rows(0, 0), 1.0)  # the solver is loaded
+    simple = simple_bound_ns(problem, budget)
+    certificate.solve_relaxation(relaxation.Rows(0, 0), 1.0)  # the solver is loaded
     for limit_s in (0.0, 0.2, 1.0):
         with cpu_limit.at_most(0.6, given_s=2 * limit_s):
             found = lower_bound(problem, machine, budget, time_limit_s=limit_s)
@@ -343,14 +351,14 @@ def test_a_solver_that_fails_leaves_the_simple_bound(monkeypatch: pytest.MonkeyP
         raise RuntimeError("INVALID_ARGUMENT")
 
     profile = toys.training_profile()
-    problem = build(profile, MACHINES[0])
+    problem = build_problem(profile, MACHINES[0])
     budget = int(problem.floor.max())
     made = plan(profile, MACHINES[0], budget, planner="greedy")
-    assert made.predicted.bound_ns > lower_bound_ns(problem, budget)
+    assert made.predicted.bound_ns > simple_bound_ns(problem, budget)
     monkeypatch.setattr(mathopt, "solve", refuses)
     made = plan(profile, MACHINES[0], budget, planner="greedy")
-    assert made.predicted.bound_ns == lower_bound_ns(problem, budget)
-    assert check(made, profile, MACHINES[0]).feasible
+    assert made.predicted.bound_ns == simple_bound_ns(problem, budget)
+    assert check_plan_against_profile(made, profile, MACHINES[0]).feasible
 
 
 def test_a_step_that_fits_loads_no_solver() -> None:

@@ -10,9 +10,9 @@ import pytest
 import toys
 
 from teraio.formats.plan import Evict, Fetch, Plan, Predicted
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
-from teraio.passes.planner.endurance import DAY_NS, written_bytes
+from teraio.passes.planner.endurance import DAY_NS, ssd_bytes_written_per_step
 from teraio.passes.planner.planners import plan
 from teraio.runtime.store.store import Store
 from teraio.runtime.store.write_rate import DAY_S, WriteRate
@@ -41,12 +41,12 @@ def test_an_hours_worth_is_written_at_once_and_then_as_much_as_time_allows() -> 
     clock = Clock()
     paced = allowance(10, clock)
     for _ in range(36):
-        paced.before(1_000)
+        paced.wait_until_allowed(1_000)
     assert clock.slept == []
-    paced.before(1_000)
+    paced.wait_until_allowed(1_000)
     assert clock.slept == [100.0]
     clock.s += 50
-    paced.before(1_000)
+    paced.wait_until_allowed(1_000)
     assert clock.slept == [100.0, 50.0]
 
 
@@ -56,7 +56,7 @@ def test_in_the_long_run_no_day_has_more_than_the_cap_and_an_hours_worth() -> No
     written: list[tuple[float, int]] = []
     while clock.s < 3 * DAY_S:
         size = int(random.integers(1, 60_000))  # some are larger than the hour's worth
-        paced.before(size)
+        paced.wait_until_allowed(size)
         written.append((clock.s, size))
         clock.s += float(random.integers(0, 2_000))
     most = max(sum(size for at, size in written if start <= at < start + DAY_S) for start, _ in written[::5])
@@ -68,7 +68,7 @@ def test_it_is_said_at_first_and_when_it_has_doubled(caplog: pytest.LogCaptureFi
     paced = allowance(10, clock)
     with caplog.at_level(logging.WARNING, "teraio"):
         for _ in range(36 + 15):
-            paced.before(1_000)
+            paced.wait_until_allowed(1_000)
     assert len(caplog.records) == 4  # after 1, 3, 7 and 15 waits
     assert "max_write_per_day" in caplog.text
 
@@ -93,7 +93,7 @@ def test_a_store_waits_before_it_writes_and_not_before_it_reads(tmp_path: Path) 
 
 
 def per_day(made: Plan, profile: Profile) -> int:
-    return written_bytes(made, profile) * DAY_NS // made.predicted.step_ns
+    return ssd_bytes_written_per_step(made, profile) * DAY_NS // made.predicted.step_ns
 
 
 def test_a_plan_takes_as_long_as_its_writes_may_and_writes_less() -> None:
@@ -102,9 +102,9 @@ def test_a_plan_takes_as_long_as_its_writes_may_and_writes_less() -> None:
     for share in (2, 10, 100):
         cap = per_day(freely, profile) // share
         made = plan(profile, MACHINE, 1_200, planner="greedy", write_per_day_bytes=cap)
-        assert check(made, profile, MACHINE).feasible
+        assert check_plan_against_profile(made, profile, MACHINE).feasible
         assert per_day(made, profile) <= cap
-        assert written_bytes(made, profile) <= written_bytes(freely, profile)
+        assert ssd_bytes_written_per_step(made, profile) <= ssd_bytes_written_per_step(freely, profile)
         assert made.predicted.step_ns <= freely.predicted.step_ns * share
         assert made.predicted.bound_ns <= made.predicted.step_ns
 
@@ -121,4 +121,4 @@ def test_a_cap_that_is_kept_anyway_changes_nothing() -> None:
 def test_what_is_dropped_is_not_written() -> None:
     profile = toys.diamond()
     dropped = Plan("", "", 8, (), (Evict("a", "ssd", free=4), Fetch("a", "ssd", 6, 9)), (), Predicted(1))
-    assert written_bytes(dropped, profile) == 0
+    assert ssd_bytes_written_per_step(dropped, profile) == 0

@@ -16,12 +16,17 @@ from teraio.cli import main
 from teraio.errors import PlanError
 from teraio.formats.machine import Link, Machine, Tier
 from teraio.formats.plan import Evict, Fetch, Home, Move, Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
 from teraio.passes.planner.planners import plan
 from teraio.passes.planner.problem.problem import smallest_budget
 from teraio.passes.planner.simulate import event_simulation
-from teraio.passes.planner.simulate.simulate import entered_ns, lanes, step_ns, transfers
+from teraio.passes.planner.simulate.simulate import (
+    native_link_arrays,
+    native_transfer_rows,
+    step_ns,
+    tick_entries_and_period,
+)
 from teraio.units import fmt_ns
 
 US = toys.US
@@ -63,9 +68,9 @@ def hand(*moves: Move, homes: tuple[Home, ...] = ()) -> Plan:
 def test_events_are_what_arithmetic_says() -> None:
     # a (4 bytes) leaves 1..5 us and is waited for at tick 4: 1 us. Back 7..11, needed at 10: 1 us. 12 in all.
     moves = (Evict("a", "ssd", free=4, trigger=1), Fetch("a", "ssd", trigger=6, ready=9))
-    assert event_simulation.run(hand(*moves), toys.diamond(), toys.machine()) == event_simulation.Outcome(
-        12 * US, (12 * US,), peak_bytes=6
-    )
+    assert event_simulation.simulate_by_events(
+        hand(*moves), toys.diamond(), toys.machine()
+    ) == event_simulation.Outcome(12 * US, (12 * US,), peak_bytes=6)
 
 
 def sharing(rate: int) -> Machine:
@@ -91,11 +96,15 @@ def test_links_that_share_divide_their_bandwidth() -> None:
         Fetch("a", "ssd", 8, 9),
     )
     made = hand(*moves, homes=(Home("w", "ssd"),))
-    assert check(made, profile, sharing(1)).feasible
+    assert check_plan_against_profile(made, profile, sharing(1)).feasible
     free, half = sharing(2 * toys.BYTE_PER_US), sharing(toys.BYTE_PER_US)
     # Kernel 9 waits 1 us for a, which comes back 10..12 us.
-    assert event_simulation.run(made, profile, free).step_ns == step_ns(made, profile, free) == 13 * US
-    assert event_simulation.run(made, profile, half).step_ns == 15 * US
+    assert (
+        event_simulation.simulate_by_events(made, profile, free).step_ns
+        == step_ns(made, profile, free)
+        == 13 * US
+    )
+    assert event_simulation.simulate_by_events(made, profile, half).step_ns == 15 * US
     assert step_ns(made, profile, half) == 13 * US  # optimistic, and said so
 
 
@@ -105,7 +114,7 @@ def test_a_plan_is_predicted_by_events_where_links_share() -> None:
     made = plan(profile, slow, 1_500, planner="greedy")
     assert (
         made.predicted.step_ns
-        == event_simulation.run(made, profile, slow).step_ns
+        == event_simulation.simulate_by_events(made, profile, slow).step_ns
         > step_ns(made, profile, slow)
     )
 
@@ -121,16 +130,16 @@ def test_a_plan_is_predicted_by_events_where_links_share() -> None:
     ],
 )
 def test_a_plan_that_breaks_its_promise_is_caught_when_it_runs(broken: Plan, said: str) -> None:
-    assert not check(broken, toys.diamond(), toys.machine()).feasible
+    assert not check_plan_against_profile(broken, toys.diamond(), toys.machine()).feasible
     with pytest.raises(PlanError, match=said):
-        event_simulation.run(broken, toys.diamond(), toys.machine())
+        event_simulation.simulate_by_events(broken, toys.diamond(), toys.machine())
 
 
 def test_a_tensor_is_not_written_while_it_leaves() -> None:
     profile = toys.profile([toys.weight("w", 4, (1,), (4,))], 10)
     torn = hand(Evict("w", "ssd", 5, 2), Fetch("w", "ssd", 6, 11))
     with pytest.raises(PlanError, match=r"kernel 'k4' \(tick 4\) writes 'w' while it is leaving"):
-        event_simulation.run(torn, profile, toys.machine())
+        event_simulation.simulate_by_events(torn, profile, toys.machine())
 
 
 # ---- many instances ----
@@ -139,11 +148,11 @@ def test_a_tensor_is_not_written_while_it_leaves() -> None:
 def test_the_recurrence_the_native_one_and_the_events_agree_to_the_nanosecond() -> None:
     moves = crossing = drops = several = 0
     for seed, made, profile, machine in instances():
-        judged = event_simulation.run(made, profile, machine)
+        judged = event_simulation.simulate_by_events(made, profile, machine)
         assert step_ns(made, profile, machine) == judged.step_ns, seed
-        assert entered_ns(made, profile, machine)[1] == judged.step_ns, seed
+        assert tick_entries_and_period(made, profile, machine)[1] == judged.step_ns, seed
         assert judged.peak_bytes <= made.budget_bytes
-        rows = transfers(made, profile, machine)
+        rows = native_transfer_rows(made, profile, machine)
         moves += len(rows)
         crossing += sum(wait < issue for *_, issue, wait, _ in rows)
         drops += len(made.moves) - len(rows)
@@ -161,8 +170,8 @@ def test_where_links_share_the_native_one_agrees_with_events() -> None:
         rate = alone.links[0].bandwidth_bytes_per_s
         shared = (("bus", rate * (5 + seed % 7) // 8), ("other", rate + seed))
         machine = replace(alone, links=tuple(links), shared=shared)
-        judged = event_simulation.run(made, profile, machine)
-        assert entered_ns(made, profile, machine)[1] == judged.step_ns, seed
+        judged = event_simulation.simulate_by_events(made, profile, machine)
+        assert tick_entries_and_period(made, profile, machine)[1] == judged.step_ns, seed
         slower += judged.step_ns > step_ns(made, profile, machine)
         several += len(set(judged.took_ns)) > 1
     assert slower > 100 and several > 20
@@ -174,21 +183,21 @@ def test_a_tensor_of_no_size_waits_for_its_turn() -> None:
     profile = toys.profile(tensors, 10)
     moves = (Evict("a", "ssd", 9), Evict("b", "ssd", 5), Fetch("a", "ssd", 1, 8), Fetch("b", "ssd", 1, 3))
     made = hand(*moves, homes=(Home("a", "ssd"), Home("b", "ssd")))
-    assert check(made, profile, toys.machine()).feasible
+    assert check_plan_against_profile(made, profile, toys.machine()).feasible
     assert step_ns(made, profile, toys.machine()) == 12 * US
-    assert entered_ns(made, profile, toys.machine())[1] == 12 * US
-    assert event_simulation.run(made, profile, toys.machine()).step_ns == 12 * US
-    assert entered_ns(made, profile, sharing(toys.BYTE_PER_US))[1] == 12 * US
+    assert tick_entries_and_period(made, profile, toys.machine())[1] == 12 * US
+    assert event_simulation.simulate_by_events(made, profile, toys.machine()).step_ns == 12 * US
+    assert tick_entries_and_period(made, profile, sharing(toys.BYTE_PER_US))[1] == 12 * US
 
 
 def test_they_repeat_after_the_same_number_of_steps() -> None:
     for seed, made, profile, machine in instances(40):
-        judged = event_simulation.run(made, profile, machine)
+        judged = event_simulation.simulate_by_events(made, profile, machine)
         durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
-        rows = np.array(transfers(made, profile, machine), np.int64).reshape(-1, 6)
-        period, steps, entered = _native.settle(durations, *lanes(machine), rows)
+        rows = np.array(native_transfer_rows(made, profile, machine), np.int64).reshape(-1, 6)
+        period, steps, entered = _native.settle(durations, *native_link_arrays(machine), rows)
         assert (period, steps) == (judged.step_ns, len(judged.took_ns)), seed
-        assert entered.tolist() == entered_ns(made, profile, machine)[0]
+        assert entered.tolist() == tick_entries_and_period(made, profile, machine)[0]
         assert (np.diff(entered) >= durations[:-1]).all()
 
 
@@ -214,14 +223,14 @@ def test_a_planted_bug_is_seen(plant: object) -> None:
     assert callable(plant)
     seen = 0
     for _, made, profile, machine in instances(60):
-        rows = transfers(made, profile, machine)
+        rows = native_transfer_rows(made, profile, machine)
         if not rows:
             continue
         ticks = len(profile.kernels)
         wrong = np.array([row for row in plant(rows) if max(row[3:5]) < ticks], np.int64).reshape(-1, 6)
         durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
-        judged = event_simulation.run(made, profile, machine).step_ns
-        seen += _native.settle(durations, *lanes(machine), wrong)[0] != judged
+        judged = event_simulation.simulate_by_events(made, profile, machine).step_ns
+        seen += _native.settle(durations, *native_link_arrays(machine), wrong)[0] != judged
     assert seen > 3
 
 
@@ -230,9 +239,9 @@ def test_jitter_costs_time_and_never_memory() -> None:
     for share, by_step in ((0.1, False), (0.2, False), (0.2, True)):
         costs = []
         for seed, made, profile, machine in instances(60):
-            plain = event_simulation.run(made, profile, machine).step_ns
+            plain = event_simulation.simulate_by_events(made, profile, machine).step_ns
             jitter = event_simulation.Jitter(share, seed, by_step)
-            shaken = event_simulation.run(made, profile, machine, jitter=jitter, steps=6)
+            shaken = event_simulation.simulate_by_events(made, profile, machine, jitter=jitter, steps=6)
             assert shaken.peak_bytes <= made.budget_bytes
             costs.append(shaken.step_ns / plain if plain else 1.0)
         assert max(costs) <= 1 + share + 0.01
@@ -242,7 +251,9 @@ def test_jitter_costs_time_and_never_memory() -> None:
 def test_the_same_seed_shakes_the_same_way() -> None:
     _, made, profile, machine = next(case for case in instances(20) if len(case[1].moves) > 4)
     outcomes = {
-        event_simulation.run(made, profile, machine, jitter=event_simulation.Jitter(0.2, seed), steps=6)
+        event_simulation.simulate_by_events(
+            made, profile, machine, jitter=event_simulation.Jitter(0.2, seed), steps=6
+        )
         for seed in (1, 1, 2)
     }
     assert len(outcomes) == 2
@@ -311,7 +322,9 @@ def test_times_that_overflow_are_an_error_and_predicted_all_the_same() -> None:
     tensors = [replace(t, size_bytes=t.size_bytes << 40) for t in toys.diamond().tensors]
     profile = toys.profile(tensors, 10)
     made = plan(profile, crawling, 8 << 40, planner="greedy")
-    assert made.predicted.step_ns == event_simulation.run(made, profile, crawling).step_ns > 2**62
+    assert (
+        made.predicted.step_ns == event_simulation.simulate_by_events(made, profile, crawling).step_ns > 2**62
+    )
 
 
 def test_simulate_says_what_both_predict_where_links_share(

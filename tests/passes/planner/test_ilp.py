@@ -17,13 +17,13 @@ from store_rig import in_child
 
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.passes.planner.exact import integer_program
-from teraio.passes.planner.exact.windows import Chosen, Free, State, Window
-from teraio.passes.planner.greedy.choose import Choice
-from teraio.passes.planner.greedy.greedy import as_plan
+from teraio.passes.planner.exact.windows import GapSolution, MovableGap, SimulatedPlan, Window
+from teraio.passes.planner.greedy.choose import GapChoice
+from teraio.passes.planner.greedy.greedy import plan_of_absences
 from teraio.passes.planner.planners import plan
-from teraio.passes.planner.problem.problem import Problem, build
+from teraio.passes.planner.problem.problem import Problem, build_problem
 
 # Seeds of small steps on which greedy is not the best; 599 and 943 use two tiers, 1533 drops what it wrote.
 BEATEN = (263, 311, 576, 599, 727, 911, 943, 1223, 1533, 1721, 1783, 2240)
@@ -61,9 +61,9 @@ def test_a_wrong_program_is_worse_than_trying_everything(
     plant: str, solved: Solved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_before, real_around, real_writes = (
-        integer_program._Program._before,
-        ILP._around,
-        integer_program._Program._writes,
+        integer_program._Program._require_transfer_before_other,
+        ILP._whole_step_window,
+        integer_program._Program._bit_whether_gap_writes,
     )
 
     def before(
@@ -78,16 +78,16 @@ def test_a_wrong_program_is_worse_than_trying_everything(
         window: Window = real_around(problem, made, below_ns)
         return replace(window, need_bytes=tuple(need + 1 for need in window.need_bytes))
 
-    def writes(self: integer_program._Program, free: Free, away: object) -> object:
+    def writes(self: integer_program._Program, free: MovableGap, away: object) -> object:
         always = replace(free, writes=True) if free.writes is None else free
         return real_writes(self, always, away)
 
     if plant == "a longer lane":
-        monkeypatch.setattr(integer_program._Program, "_before", before)
+        monkeypatch.setattr(integer_program._Program, "_require_transfer_before_other", before)
     elif plant == "a smaller budget":
-        monkeypatch.setattr(ILP, "_around", around)
+        monkeypatch.setattr(ILP, "_whole_step_window", around)
     else:
-        monkeypatch.setattr(integer_program._Program, "_writes", writes)
+        monkeypatch.setattr(integer_program._Program, "_bit_whether_gap_writes", writes)
     worse = 0
     for _, problem, machine, budget, best_ns in solved[: len(BEATEN)]:
         made = plan(problem.profile, machine, budget, planner="ilp")
@@ -115,12 +115,12 @@ def test_auto_is_never_worse_than_greedy() -> None:
     for seed in range(60):
         profile = toys.random_profile(seed)
         machine = exact_cases.MACHINES[seed % 4]
-        problem = build(profile, machine)
+        problem = build_problem(profile, machine)
         budget = (int(problem.floor.max()) + int(problem.live.max())) // 2
         auto = plan(profile, machine, budget)
         simple = plan(profile, machine, budget, planner="greedy")
         assert auto.predicted.step_ns <= simple.predicted.step_ns
-        assert check(auto, profile, machine).feasible
+        assert check_plan_against_profile(auto, profile, machine).feasible
         better += auto.predicted.step_ns < simple.predicted.step_ns
     assert better > 0
 
@@ -129,35 +129,35 @@ def test_a_plan_taken_apart_is_the_same_plan_put_together() -> None:
     moves = 0
     for seed in range(80):
         profile, machine = toys.random_profile(seed), exact_cases.MACHINES[seed % 4]
-        problem = build(profile, machine)
+        problem = build_problem(profile, machine)
         made = plan(profile, machine, int(problem.floor.max()), planner="greedy")
-        state = State.of(problem, machine, made)
+        state = SimulatedPlan.from_plan(problem, machine, made)
         unused = tuple(index for index, gap in enumerate(problem.gaps) if gap.unused)
         routes = {problem.gaps[absence.gap].tensor: absence.route for absence in state.absences}
         routes |= {problem.gaps[index].tensor: problem.routes[0] for index in unused}
-        absences = sorted(state.absences, key=lambda absence: ILP._age(problem, absence.gap))
-        choice = Choice(made.budget_bytes, tuple(absence.gap for absence in absences), routes)
-        again = as_plan(problem, choice, absences, made.budget_bytes)
+        absences = sorted(state.absences, key=lambda absence: ILP._age_sort_key(problem, absence.gap))
+        choice = GapChoice(made.budget_bytes, tuple(absence.gap for absence in absences), routes)
+        again = plan_of_absences(problem, choice, absences, made.budget_bytes)
         assert again.moves == made.moves
         moves += len(made.moves)
     assert moves > 200
 
 
-def chosen_badly(problem: Problem, window: Window, time_limit_s: float, seed: int) -> list[Chosen]:
+def chosen_badly(problem: Problem, window: Window, time_limit_s: float, seed: int) -> list[GapSolution]:
     """Everything is on the device: fast, and over the budget."""
-    return [Chosen(free.index, None, 0, 0) for free in window.free]
+    return [GapSolution(free.index, None, 0, 0) for free in window.free]
 
 
 def test_a_choice_that_breaks_the_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     simple = plan(toys.training_profile(), SLOW, 2_000, planner="greedy")
-    monkeypatch.setattr(ILP, "solve", chosen_badly)
+    monkeypatch.setattr(ILP, "solve_window", chosen_badly)
     made = plan(toys.training_profile(), SLOW, 2_000, planner="ilp")
     assert (made.moves, made.predicted.step_ns) == (simple.moves, simple.predicted.step_ns)
 
 
 def llama() -> tuple[Machine, Problem, int]:
     machine = toys.machine(device=10**12, ssd=10**14, rate=20 * 10**9)
-    problem = build(toys.llama_like(), machine)
+    problem = build_problem(toys.llama_like(), machine)
     return machine, problem, int(problem.live.max()) // 3
 
 
@@ -178,4 +178,4 @@ def test_the_time_limit_is_kept() -> None:
     for limit_s in (0.0, 1.5):
         with cpu_limit.at_most(2.0, given_s=2 * limit_s):  # a rung of greedy, a simulation, a check
             made = plan(problem.profile, machine, budget, planner="ilp", time_limit_s=limit_s)
-        assert check(made, problem.profile, machine).feasible
+        assert check_plan_against_profile(made, problem.profile, machine).feasible

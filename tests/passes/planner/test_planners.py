@@ -12,13 +12,13 @@ import toys
 from teraio.errors import OptionError, PlanError
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Evict, Fetch, Home, Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
 from teraio.formats.timeline import Stall, Timeline
-from teraio.passes.planner.auto import auto
+from teraio.passes.planner.auto import plan_by_planners_in_turn
 from teraio.passes.planner.planners import PLANNERS, plan
 from teraio.passes.planner.problem.problem import smallest_budget
-from teraio.passes.planner.simulate.simulate import device_bytes, simulate, step_ns
+from teraio.passes.planner.simulate.simulate import device_bytes_by_kind, simulate, step_ns
 
 MACHINE = toys.machine()
 ROOMY = toys.machine(device=10**12, ssd=10**12, rate=10**9, latency_ns=100)
@@ -30,7 +30,7 @@ def hand(*moves: Evict | Fetch, homes: tuple[Home, ...] = ()) -> Plan:
 
 
 def all_resident(profile: Profile) -> int:
-    return check(Plan("", "", 0), profile).peak_bytes
+    return check_plan_against_profile(Plan("", "", 0), profile).peak_bytes
 
 
 # ---- the simulator, by hand: kernels of 1 us, links of 1 byte per us ----
@@ -67,7 +67,7 @@ def test_a_write_may_finish_in_the_next_step() -> None:
     # 0..4 us; the read is issued at tick 4 and runs 4..8, used at 8: nothing stalls and the step is 10 us.
     profile = toys.profile([toys.weight("w", 4, (8,), (9,))], 10)
     around = hand(Evict("w", "ssd", 4, 0), Fetch("w", "ssd", 4, 8))
-    assert check(around, profile, MACHINE).feasible
+    assert check_plan_against_profile(around, profile, MACHINE).feasible
     assert step_ns(around, profile, MACHINE) == 10_000
     # One tick less for each: 1 us of stall for each, 12 us in all.
     assert (
@@ -85,7 +85,7 @@ def test_a_fetch_may_be_in_flight_across_the_end_of_the_step() -> None:
     # kernel 2 would start at 12 us: 1 us of stall in each step.
     profile = toys.profile([toys.weight("w", 4, (2,), (3,))], 10)
     around = hand(Evict("w", "ssd", 8, 4), Fetch("w", "ssd", 9, 12), homes=(Home("w", "ssd"),))
-    assert check(around, profile, MACHINE).feasible
+    assert check_plan_against_profile(around, profile, MACHINE).feasible
     line = simulate(around, profile, MACHINE)
     assert line.stalls == (Stall(2, "w", 1_000, "late read"),)
     assert step_ns(around, profile, MACHINE) == 11_000
@@ -227,14 +227,17 @@ def assert_steady(made: Plan, profile: Profile, machine: Machine, line: Timeline
     for track in {span.track for span in line.spans}:
         spans = [span for span in line.spans if span.track == track]
         assert all(a.end_ns <= b.start_ns for a, b in pairwise(spans))
-    rows = list(device_bytes(made, profile).values())
+    rows = list(device_bytes_by_kind(made, profile).values())
     if profile.kernels:
-        assert max(sum(column) for column in zip(*rows)) == check(made, profile, machine).peak_bytes
+        assert (
+            max(sum(column) for column in zip(*rows))
+            == check_plan_against_profile(made, profile, machine).peak_bytes
+        )
 
 
 def assert_planned(profile: Profile, machine: Machine, budget: int) -> Plan:
     made = plan(profile, machine, budget)
-    verdict = check(made, profile, machine)
+    verdict = check_plan_against_profile(made, profile, machine)
     assert verdict.problems == ()
     assert verdict.peak_bytes <= budget == made.budget_bytes
     assert made.predicted.peak_bytes == verdict.peak_bytes
@@ -295,8 +298,10 @@ def test_no_working_set_is_below_the_floor_of_any_checked_plan() -> None:
         profile = toys.random_profile(seed)
         floor = smallest_budget(profile)
         made = plan(profile, MACHINES[0], floor)
-        assert check(made, profile).peak_bytes <= floor
-        assert not check(replace(made, budget_bytes=check(made, profile).peak_bytes - 1), profile).feasible
+        assert check_plan_against_profile(made, profile).peak_bytes <= floor
+        assert not check_plan_against_profile(
+            replace(made, budget_bytes=check_plan_against_profile(made, profile).peak_bytes - 1), profile
+        ).feasible
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:
@@ -308,7 +313,7 @@ def test_the_same_seed_gives_the_same_plan() -> None:
 def test_a_time_limit_still_gives_a_plan() -> None:
     profile = toys.training_profile()
     made = plan(profile, MACHINES[0], smallest_budget(profile), time_limit_s=0.0)
-    assert check(made, profile, MACHINES[0]).feasible
+    assert check_plan_against_profile(made, profile, MACHINES[0]).feasible
 
 
 def test_planning_takes_no_longer_than_a_better_plan_could_save(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,14 +322,14 @@ def test_planning_takes_no_longer_than_a_better_plan_could_save(monkeypatch: pyt
 
     def planner(*args: object, time_limit_s: float, **names: object) -> Plan:
         given.append(time_limit_s)
-        return auto(*args, time_limit_s=time_limit_s, **names)  # type: ignore[arg-type]
+        return plan_by_planners_in_turn(*args, time_limit_s=time_limit_s, **names)  # type: ignore[arg-type]
 
     monkeypatch.setitem(PLANNERS, "auto", planner)
     profile, machine = toys.training_profile(), toys.machine(device=10**6, ssd=10**6, rate=10**5)
     first_ns = plan(profile, machine, 1200, planner="greedy").predicted.step_ns
     for steps in (10**9, 1):
         made = plan(profile, machine, 1200, steps=steps)
-        assert check(made, profile, machine).feasible
+        assert check_plan_against_profile(made, profile, machine).feasible
     saves_s = (first_ns - profile.compute_ns) / 1e9
     assert 1 < given[0] <= 10
     assert given[1] <= saves_s < 0.1

@@ -11,7 +11,7 @@ import toys
 
 from teraio.errors import PlanError
 from teraio.formats.plan import Evict, Fetch, Home, Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
 from teraio.passes.planner.planners import plan
 from teraio.passes.planner.problem.problem import smallest_budget
@@ -35,7 +35,10 @@ def test_a_published_plan_keeps_its_budget_or_is_refused_with_the_bytes(planner:
     made, refused = 0, 0
     for seed in range(150):
         profile = toys.random_profile(seed)
-        floor, whole = smallest_budget(profile), check(Plan("", "", 0), profile).peak_bytes
+        floor, whole = (
+            smallest_budget(profile),
+            check_plan_against_profile(Plan("", "", 0), profile).peak_bytes,
+        )
         machine = toys.machine(device=10_000, ssd=10_000, rate=20 * toys.BYTE_PER_US, host=seed % 3 * 20)
         for budget in {floor, (floor + whole) // 2, (floor + 9 * whole) // 10, whole}:
             try:
@@ -48,7 +51,7 @@ def test_a_published_plan_keeps_its_budget_or_is_refused_with_the_bytes(planner:
                 assert over and int(over[1]) > 0 and planner != "teraio-paper", error
                 continue
             made += len(it.moves)
-            assert check(it, profile, machine).problems == ()
+            assert check_plan_against_profile(it, profile, machine).problems == ()
             assert it.predicted.step_ns >= it.predicted.bound_ns
     assert made > 100
     assert (refused > 0) == (planner != "teraio-paper")  # which waits where the others fail
@@ -57,7 +60,7 @@ def test_a_published_plan_keeps_its_budget_or_is_refused_with_the_bytes(planner:
 @pytest.mark.parametrize("planner", PUBLISHED)
 def test_a_published_plan_is_the_same_each_time(planner: str) -> None:
     profile = toys.training_profile()
-    whole = check(Plan("", "", 0), profile).peak_bytes
+    whole = check_plan_against_profile(Plan("", "", 0), profile).peak_bytes
     assert len({plan(profile, ROOMY, whole, planner=planner, seed=seed) for seed in range(3)}) == 1
 
 
@@ -131,7 +134,7 @@ def test_the_paper_writes_what_has_not_changed_and_keeps_its_time_limit() -> Non
 
 
 def llama() -> Profile:
-    return profiles.synth("llama-3.1-8b", profiles.Request(layers=4, checkpoint=True))
+    return profiles.synth("llama-3.1-8b", profiles.ProfileRequest(layers=4, checkpoint=True))
 
 
 def test_zero_infinity_streams_states_and_weights_and_no_activations() -> None:
@@ -188,7 +191,7 @@ def test_10cache_fills_the_cpu_before_the_drives() -> None:
 
 
 def test_ours_is_at_least_as_fast_as_each_of_them() -> None:
-    profile = profiles.synth("llama-3.1-8b", profiles.Request(layers=4, batch=2, checkpoint=True))
+    profile = profiles.synth("llama-3.1-8b", profiles.ProfileRequest(layers=4, batch=2, checkpoint=True))
     machine = toys.machine(device=10**12, ssd=10**12, rate=10**10, host=10 * 2**30)
     ours = plan(profile, machine, 30 * 2**30).predicted.step_ns
     theirs = []

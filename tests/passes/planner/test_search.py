@@ -16,12 +16,12 @@ from teraio import _native
 from teraio.errors import PlanError
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Evict, Fetch, Home, Plan
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
 from teraio.passes.planner.planners import plan
-from teraio.passes.planner.problem.problem import build, smallest_budget
-from teraio.passes.planner.search.plan_index import Position, index_of, plan_of, position_of
-from teraio.passes.planner.search.search import improve
+from teraio.passes.planner.problem.problem import build_problem, smallest_budget
+from teraio.passes.planner.search.plan_index import IndexedPlan, index_gaps, index_plan, plan_from_indices
+from teraio.passes.planner.search.search import best_plan_from_starts
 from teraio.passes.planner.simulate import event_simulation
 from teraio.passes.planner.simulate.simulate import step_ns
 
@@ -38,7 +38,7 @@ def starts(count: int) -> Iterator[tuple[int, Plan, Profile, Machine]]:
         profile = toys.random_profile(seed, most_kernels=30, most_tensors=18)
         machine = MACHINES[seed % 3]
         floor = smallest_budget(profile)
-        everything = check(Plan("", "", 0), profile).peak_bytes
+        everything = check_plan_against_profile(Plan("", "", 0), profile).peak_bytes
         budget = floor + (everything - floor) * (seed % 4) // 4
         try:
             yield seed, plan(profile, machine, budget, planner="greedy"), profile, machine
@@ -47,19 +47,21 @@ def starts(count: int) -> Iterator[tuple[int, Plan, Profile, Machine]]:
 
 
 def better(start: Plan, profile: Profile, machine: Machine, rounds: int = 400, seed: int = 0) -> Plan:
-    return improve(build(profile, machine), machine, [start], bound_ns=0, seed=seed, rounds=rounds)
+    return best_plan_from_starts(
+        build_problem(profile, machine), machine, [start], bound_ns=0, seed=seed, rounds=rounds
+    )
 
 
 def test_a_search_keeps_every_promise_and_is_never_worse_than_its_start() -> None:
     improved = early = drops = around = 0
     for seed, start, profile, machine in starts(150):
         made = better(start, profile, machine)
-        verdict = check(made, profile, machine)
+        verdict = check_plan_against_profile(made, profile, machine)
         assert verdict.problems == (), seed
         assert verdict.peak_bytes <= start.budget_bytes == made.budget_bytes
         took_ns = step_ns(made, profile, machine)
         assert took_ns <= step_ns(start, profile, machine), seed
-        judged = event_simulation.run(made, profile, machine)
+        judged = event_simulation.simulate_by_events(made, profile, machine)
         assert (judged.step_ns, judged.peak_bytes <= start.budget_bytes) == (took_ns, True), seed
         improved += took_ns < step_ns(start, profile, machine)
         uses = {tensor.name: {*tensor.reads, *tensor.writes} for tensor in profile.tensors}
@@ -94,7 +96,9 @@ def test_where_links_share_a_better_plan_is_better_by_events_too() -> None:
         floor = smallest_budget(profile)
         start = plan(profile, machine, floor, planner="greedy")
         made = better(start, profile, machine, rounds=200)
-        judged = [event_simulation.run(each, profile, machine).step_ns for each in (made, start)]
+        judged = [
+            event_simulation.simulate_by_events(each, profile, machine).step_ns for each in (made, start)
+        ]
         assert judged[0] <= judged[1], seed
         improved += judged[0] < judged[1]
     assert improved > 5
@@ -118,7 +122,7 @@ def test_what_moves_often_changes_places_with_what_has_the_fast_tier() -> None:
         Fetch("b", "host", 0, 0),
     )
     start = Plan("", "", 8, (Home("a", "ssd"), Home("b", "host")), moves)
-    assert check(start, profile, machine).problems == ()
+    assert check_plan_against_profile(start, profile, machine).problems == ()
     assert step_ns(start, profile, machine) == 24_000  # 12 of kernels, 3 x 4 for a, and b comes meanwhile
     made = better(start, profile, machine)
     assert {move.tensor: move.to for move in made.moves if isinstance(move, Evict)} == {
@@ -133,13 +137,13 @@ def test_small_tiers_are_never_overfilled() -> None:
     for seed in range(120):
         profile = toys.random_profile(seed)
         machine = toys.machine(device=10_000, ssd=seed * 7 % 60, host=seed * 11 % 60)
-        everything = check(Plan("", "", 0), profile).peak_bytes
+        everything = check_plan_against_profile(Plan("", "", 0), profile).peak_bytes
         try:
             start = plan(profile, machine, (smallest_budget(profile) + everything) // 2, planner="greedy")
         except PlanError:
             continue
         made = better(start, profile, machine, rounds=200)
-        assert check(made, profile, machine).problems == (), seed
+        assert check_plan_against_profile(made, profile, machine).problems == (), seed
         tried += len({move.to for move in made.moves if isinstance(move, Evict)}) == 2
     assert tried > 5  # plans that use both
 
@@ -147,10 +151,10 @@ def test_small_tiers_are_never_overfilled() -> None:
 def test_a_plan_by_index_is_the_same_plan() -> None:
     moves = 0
     for seed, start, profile, machine in starts(80):
-        index = index_of(build(profile, machine))
-        position = position_of(index, start)
+        index = index_gaps(build_problem(profile, machine))
+        position = index_plan(index, start)
         assert position is not None
-        again = plan_of(index, position, start.budget_bytes)
+        again = plan_from_indices(index, position, start.budget_bytes)
         assert (set(again.moves), set(again.homes)) == (set(start.moves), set(start.homes)), seed
         moves += len(again.moves)
     assert moves > 200
@@ -164,7 +168,7 @@ def test_any_valid_plan_is_a_start_or_is_left_alone() -> None:
         budget = max(generated_plans.working_set_bytes(profile))
         start = generated_plans.random_plan(profile, budget, share, seed)
         made = better(start, profile, MACHINES[0], rounds=100)
-        assert check(made, profile, MACHINES[0]).problems == (), seed
+        assert check_plan_against_profile(made, profile, MACHINES[0]).problems == (), seed
         assert step_ns(made, profile, MACHINES[0]) <= step_ns(start, profile, MACHINES[0])
         begun += made != start
     assert begun > 40  # random plans are easily bettered
@@ -179,9 +183,9 @@ def test_the_same_seed_and_rounds_give_the_same_plan() -> None:
 
 def test_progress_is_told_and_never_goes_back() -> None:
     profile, slow = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
-    problem, told = build(profile, slow), list[tuple[int, int]]()
+    problem, told = build_problem(profile, slow), list[tuple[int, int]]()
     start = plan(profile, slow, 1_500, planner="greedy")
-    improve(
+    best_plan_from_starts(
         problem,
         slow,
         [start, start],
@@ -197,15 +201,20 @@ def test_progress_is_told_and_never_goes_back() -> None:
 def test_a_time_limit_is_kept_to_within_50_ms() -> None:
     profile = toys.llama_like(blocks=8)
     machine = toys.machine(device=10**12, ssd=10**14, rate=10**9)
-    start = plan(profile, machine, check(Plan("", "", 0), profile).peak_bytes // 3, planner="greedy")
-    problem, over_s = build(profile, machine), list[float]()
+    start = plan(
+        profile,
+        machine,
+        check_plan_against_profile(Plan("", "", 0), profile).peak_bytes // 3,
+        planner="greedy",
+    )
+    problem, over_s = build_problem(profile, machine), list[float]()
     while len(over_s) < 10 and min(over_s, default=1.0) >= 0.05:  # the best of ten: the machine is shared
         begun = time.monotonic()
-        improve(problem, machine, [start], bound_ns=0, time_limit_s=0.4)
+        best_plan_from_starts(problem, machine, [start], bound_ns=0, time_limit_s=0.4)
         over_s.append(abs(time.monotonic() - begun - 0.4))
     assert min(over_s) < 0.05, over_s
     with cpu_limit.at_most(0.15):
-        assert improve(problem, machine, [start], bound_ns=0, time_limit_s=-1.0) is start
+        assert best_plan_from_starts(problem, machine, [start], bound_ns=0, time_limit_s=-1.0) is start
 
 
 def test_the_planner_is_there_by_name() -> None:
@@ -322,7 +331,7 @@ def test_what_is_handed_in_well_is_searched() -> None:
 
 def test_the_plan_of_nothing_is_nothing() -> None:
     profile = toys.profile([], 3)
-    index = index_of(build(profile, MACHINES[0]))
-    assert plan_of(index, Position([], []), 8).moves == ()
+    index = index_gaps(build_problem(profile, MACHINES[0]))
+    assert plan_from_indices(index, IndexedPlan([], []), 8).moves == ()
     empty = Plan("", "", 8)
     assert better(empty, profile, MACHINES[0]) is empty

@@ -10,20 +10,20 @@ import pytest
 import toys
 
 from teraio.errors import PlanError
-from teraio.formats.plan_check import check
+from teraio.formats.plan_check import check_plan_against_profile
 from teraio.passes.planner import planners
-from teraio.passes.planner.bound.bound import lower_bound_ns
+from teraio.passes.planner.bound.bound import simple_bound_ns
 from teraio.passes.planner.greedy import packing
 from teraio.passes.planner.problem import solvers
-from teraio.passes.planner.problem.problem import build
+from teraio.passes.planner.problem.problem import build_problem
 
 
 @pytest.fixture
 def _without(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "ortools", None)
-    solvers.there.cache_clear()
+    solvers.is_ortools_installed.cache_clear()
     yield
-    solvers.there.cache_clear()
+    solvers.is_ortools_installed.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["auto", "greedy", "search", "ilp", "none", "teraio-paper"])
@@ -35,8 +35,8 @@ def test_every_planner_works_without_them(
     made = planners.plan(profile, machine, 1_500, planner=name, time_limit_s=1.0)
     again = planners.plan(profile, machine, 1_500, planner=name, time_limit_s=1.0)
     assert made.budget_bytes == again.budget_bytes == 1_500
-    assert name == "none" or check(made, profile, machine).problems == ()
-    assert made.predicted.bound_ns == lower_bound_ns(build(profile, machine), 1_500)
+    assert name == "none" or check_plan_against_profile(made, profile, machine).problems == ()
+    assert made.predicted.bound_ns == simple_bound_ns(build_problem(profile, machine), 1_500)
     assert [record.message for record in caplog.records if "OR-Tools" in record.message] == [
         caplog.records[0].message
     ]
@@ -46,11 +46,11 @@ def test_every_planner_works_without_them(
 def test_full_tiers_say_that_a_solver_might_find_room(_without: None) -> None:
     profile = toys.profile([toys.weight("a", 4, (0,)), toys.weight("b", 4, (1,))], 2)
     with pytest.raises(PlanError, match="ortools, which is missing"):
-        packing.packed(build(profile, toys.machine(ssd=3)), 4)
+        packing.pack_gaps_into_tiers(build_problem(profile, toys.machine(ssd=3)), 4)
 
 
 def test_with_them_the_bound_is_a_better_one() -> None:
     profile, machine = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
-    assert solvers.there()
+    assert solvers.is_ortools_installed()
     made = planners.plan(profile, machine, 1_500, planner="greedy", time_limit_s=1.0)
-    assert made.predicted.bound_ns > lower_bound_ns(build(profile, machine), 1_500)
+    assert made.predicted.bound_ns > simple_bound_ns(build_problem(profile, machine), 1_500)

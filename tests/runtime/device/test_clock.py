@@ -23,18 +23,18 @@ class OwnClock(RamDevice):
 
     taken = asked = 0
 
-    def moment(self) -> Any:
+    def moment_after_kernels(self) -> Any:
         OwnClock.taken += 1
         return [OwnClock.taken]
 
-    def times_ns(self, moments: Sequence[Any]) -> list[int]:
+    def moments_in_ns(self, moments: Sequence[Any]) -> list[int]:
         OwnClock.asked += 1
         return [MS * at for (at,) in moments]
 
 
 @pytest.fixture(autouse=True)
 def _own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(choose, "current", lambda kind=None: OwnClock())
+    monkeypatch.setattr(choose, "choose_device", lambda kind=None: OwnClock())
     monkeypatch.setattr(OwnClock, "asked", 0)
     yield
     teraio.reset()

@@ -47,9 +47,9 @@ def test_a_tensor_survives_the_host_tier_whatever_the_streams_do(fake: FakeCuda,
         if place is None:
             place = places[index] = tier.reserve(SIZE)
             assert place is not None
-            device.end_copy_out(device.begin_copy_out(storage, tier.write(place)))
+            device.end_copy_and_free(device.begin_copy_out(storage, tier.copy_out_starter(place)))
         else:
-            pending = device.begin_copy_in(storage, SIZE, tier.read(place, demand=turn % 2 == 0))
+            pending = device.begin_copy_in(storage, SIZE, tier.copy_in_starter(place, demand=turn % 2 == 0))
             device.end_copy_in(pending)
             tier.release(place)
             places[index] = None
@@ -69,7 +69,7 @@ def test_a_tensor_survives_the_ssd_tier(fake: FakeCuda, seed: int, tmp_path: Pat
     device = CudaDevice()
     fd = os.open(tmp_path / "store", os.O_RDWR | os.O_CREAT)
     transfers = _native.Transfers(
-        _native.ThreadIo([(fd, "store")]), device.slabs(16 * KIB, 4), copier=device.copier
+        _native.ThreadIo([(fd, "store")]), device.allocate_slabs(16 * KIB, 4), copier=device.copier
     )
     os.close(fd)
     storage, data = FakeStorage(fake, []), bytes_of(seed)
@@ -91,7 +91,7 @@ def test_a_tensor_survives_the_ssd_tier(fake: FakeCuda, seed: int, tmp_path: Pat
     def into(storage: Any, mark: Any) -> Ticket:
         return Ticket(transfers.into(storage.data_ptr(), SIZE, [(0, 0, SIZE)], 1, 1, event=mark.handle))
 
-    device.end_copy_out(device.begin_copy_out(storage, out))
+    device.end_copy_and_free(device.begin_copy_out(storage, out))
     device.end_copy_in(device.begin_copy_in(storage, SIZE, into))
     seen = fake.read(storage)
     fake.synchronize()
@@ -105,13 +105,13 @@ def test_a_missing_wait_shows_here_too(fake: FakeCuda) -> None:
     for seed in range(30):
         fake.driver.fake_set(seed * 10, 2000)
         device = CudaDevice()
-        device.compute_waits = lambda event: None  # type: ignore[method-assign]
+        device.make_kernels_wait_for_event = lambda event: None  # type: ignore[method-assign]
         tier, storage = HostTier(device, 16 * 2**20), FakeStorage(fake, [])
         place = tier.reserve(SIZE)
         assert place is not None
         held = fake.write(storage, bytes_of(seed))
-        device.end_copy_out(device.begin_copy_out(storage, tier.write(place)))
-        device.drain()
+        device.end_copy_and_free(device.begin_copy_out(storage, tier.copy_out_starter(place)))
+        device.wait_for_copies()
         wrong += ctypes.string_at(place.address, SIZE) != held.raw
         fake.synchronize()
     assert wrong >= 3
@@ -134,12 +134,12 @@ def test_a_large_copy_is_given_in_pieces_behind_the_mark(
     place = tier.reserve(SIZE)
     assert place is not None
     held = fake.write(storage, data)
-    device.end_copy_out(device.begin_copy_out(storage, tier.write(place)))
+    device.end_copy_and_free(device.begin_copy_out(storage, tier.copy_out_starter(place)))
     device.copier = SimpleNamespace(give_to=seen_giving)  # type: ignore[assignment]
-    device.end_copy_in(device.begin_copy_in(storage, SIZE, tier.read(place)))
+    device.end_copy_in(device.begin_copy_in(storage, SIZE, tier.copy_in_starter(place)))
     if out:
         given.clear()
-        device.keep(device.begin_copy_out(storage, tier.write(place)))
+        device.end_copy_without_freeing(device.begin_copy_out(storage, tier.copy_out_starter(place)))
     seen = fake.read(storage)
     stream = (device.evict_stream if out else device.fetch_stream).cuda_stream
     third = SIZE // 3
@@ -158,11 +158,11 @@ def test_a_copy_that_the_driver_refuses_is_an_error_and_not_lost(fake: FakeCuda)
     assert place is not None
     fake.driver.fake_fail_next(700)
     with pytest.raises(RuntimeError, match=r"refuses a copy of 64 KiB from the device \(error 700\)"):
-        device.begin_copy_out(storage, tier.write(place))
+        device.begin_copy_out(storage, tier.copy_out_starter(place))
     assert storage.nbytes() == SIZE
 
 
-@pytest.mark.parametrize("met", [CudaDevice.mark, CudaDevice.user_code_runs])
+@pytest.mark.parametrize("met", [CudaDevice.mark_compute_stream, CudaDevice.join_user_streams])
 def test_another_current_stream_is_put_behind_the_last_one(
     fake: FakeCuda, met: Callable[[CudaDevice], object]
 ) -> None:
@@ -181,25 +181,25 @@ def test_another_current_stream_is_put_behind_the_last_one(
 
 def test_time_passes_as_kernels_run_and_not_as_they_are_given(fake: FakeCuda) -> None:
     device = CudaDevice()
-    tier = device.host(2 * SIZE)
+    tier = device.make_host_tier(2 * SIZE)
     place = tier.reserve(SIZE)
     assert place is not None
     storage = FakeStorage(fake, [])
-    moments = [device.moment()]
+    moments = [device.moment_after_kernels()]
     fake.driver.fake_gate.restype = ctypes.c_void_p
     gate = ctypes.c_void_p(fake.driver.fake_gate(fake.compute.handle))
-    moments.append(device.moment())
-    ticket = tier.write(place)(storage, device.mark())
+    moments.append(device.moment_after_kernels())
+    ticket = tier.copy_out_starter(place)(storage, device.mark_compute_stream())
     asked_ns = time.perf_counter_ns()
     time.sleep(0.05)
     assert not ticket.done(), "the copy waits for the kernel"
     waited_ns = time.perf_counter_ns() - asked_ns
     fake.driver.fake_open(gate)
-    moments.append(device.moment())
-    started_ns, over_ns, end_ns = device.times_ns(moments)
+    moments.append(device.moment_after_kernels())
+    started_ns, over_ns, end_ns = device.moments_in_ns(moments)
     assert started_ns == 0 and over_ns >= waited_ns - 1000 and end_ns >= over_ns
-    assert device.times_ns(moments[:1]) == [0] and device.times_ns([]) == []
-    device.drain()
+    assert device.moments_in_ns(moments[:1]) == [0] and device.moments_in_ns([]) == []
+    device.wait_for_copies()
     assert ticket.done()
 
 
@@ -207,7 +207,7 @@ def test_a_mark_inside_a_side_stream_is_a_programmer_error(fake: FakeCuda) -> No
     device, own = CudaDevice(), fake.compute
     fake.compute = device.fetch_stream
     with pytest.raises(AssertionError, match="inside a side stream"):
-        device.mark()
+        device.mark_compute_stream()
     fake.compute = own
 
 
@@ -234,9 +234,9 @@ def test_memory_is_given_back_behind_the_stream_that_is_current(fake: FakeCuda) 
     """It may have been made on another one, which would take it at once."""
     device, storage = CudaDevice(), FakeStorage(fake, [])
     fake.compute = fake.Stream()
-    device.drop(storage)
+    device.drop_bytes(storage)
     assert fake.recorded == [(storage, fake.compute)]
-    device.resize(storage, SIZE)
+    device.resize_storage(storage, SIZE)
     assert len(fake.recorded) == 1
 
 
@@ -246,10 +246,10 @@ def test_memory_of_a_fetch_that_failed_half_way_is_not_given_back_under_its_copy
     tier, storage = HostTier(device, 16 * 2**20), FakeStorage(fake, pool)
     place = tier.reserve(SIZE)
     assert place is not None
-    device.end_copy_out(device.begin_copy_out(storage, tier.write(place)))
+    device.end_copy_and_free(device.begin_copy_out(storage, tier.copy_out_starter(place)))
 
     def breaks_off(storage: Any, mark: Any) -> Any:
-        tier.read(place)(storage, mark)
+        tier.copy_in_starter(place)(storage, mark)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -280,5 +280,5 @@ def test_the_device_is_the_one_of_its_index_whichever_is_current(fake: FakeCuda)
     streams = (device.evict_stream, device.fetch_stream, device.demand_stream)
     assert [stream.device for stream in streams] == [("cuda", 1)] * 3
     assert fake.current_device() == 0
-    device.slabs(4096, 1)
+    device.allocate_slabs(4096, 1)
     assert fake.current_device() == 0

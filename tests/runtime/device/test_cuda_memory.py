@@ -52,7 +52,7 @@ def test_an_allocator_of_the_users_own_is_left_alone(fake: FakeCuda) -> None:
 def test_segments_do_not_grow_where_the_driver_cannot_map_memory(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cuda, "_maps_memory", lambda: False)
+    monkeypatch.setattr(cuda, "_can_expand_segments", lambda: False)
     CudaDevice()
     assert fake.settings == [] and "cannot map memory piece by piece" in caplog.text
 
@@ -66,10 +66,10 @@ def test_a_fraction_of_the_card_is_all_that_there_is(fake: FakeCuda) -> None:
 def test_slabs_of_a_measurement_are_unpinned_when_it_ends(fake: FakeCuda) -> None:
     device = CudaDevice()
     before = fake.driver.fake_pinned()
-    slabs = device.slabs(16 * KIB, 4)
+    slabs = device.allocate_slabs(16 * KIB, 4)
     assert fake.driver.fake_pinned() == before + 1
-    device.unpin(slabs)
-    device.unpin(slabs)
+    device.unpin_slabs(slabs)
+    device.unpin_slabs(slabs)
     assert fake.driver.fake_pinned() == before
 
 
@@ -77,9 +77,9 @@ def test_the_most_that_was_used_outlives_every_reset(fake: FakeCuda) -> None:
     device = CudaDevice()
     for fake.most, highest in ((70, 70), (20, 70), (90, 90), (10, 90)):
         device.reset_peak()
-        assert (device.peak_bytes(), device.highest_bytes()) == (0, highest)
+        assert (device.peak_bytes(), device.highest_used_bytes()) == (0, highest)
     most = cuda_memory.LIBRARIES_BYTES
-    assert [device.libraries_bytes(budget) for budget in (2**23, 2**40)] == [2**20, most]
+    assert [device.library_workspace_bytes(budget) for budget in (2**23, 2**40)] == [2**20, most]
 
 
 def test_allocated_and_reserved_memory_have_peaks_of_their_own_and_begin_anew(fake: FakeCuda) -> None:
@@ -87,10 +87,10 @@ def test_allocated_and_reserved_memory_have_peaks_of_their_own_and_begin_anew(fa
     fake.used, fake.most, fake.reserved = 5, 70, 90
     device.reset_peak()
     fake.reserved = 60
-    assert (device.used_bytes(), device.highest_bytes(), device.highest_reserved_bytes()) == (5, 70, 90)
+    assert (device.used_bytes(), device.highest_used_bytes(), device.highest_reserved_bytes()) == (5, 70, 90)
     fake.most = 20
-    device.forget_highest()
-    assert (device.highest_bytes(), device.highest_reserved_bytes()) == (0, 60)
+    device.forget_highest_counts()
+    assert (device.highest_used_bytes(), device.highest_reserved_bytes()) == (0, 60)
 
 
 class Card:
@@ -124,7 +124,7 @@ def test_a_full_card_is_measured_with_what_it_has_and_gets_it_back(
     for name in ("OutOfMemoryError", "uint8", "empty"):
         monkeypatch.setattr(cuda_memory.torch, name, getattr(card, name), raising=False)
     monkeypatch.setattr(fake, "empty_cache", card.empty_cache, raising=False)
-    scratch = device.scratch(64, 8)
+    scratch = device.allocate_scratch(64, 8)
     assert (scratch and scratch.size_bytes) == found
     if scratch is not None:
         scratch.end()
@@ -133,7 +133,10 @@ def test_a_full_card_is_measured_with_what_it_has_and_gets_it_back(
 
 def test_links_are_measured_with_an_eighth_of_the_budget_at_most() -> None:
     mib = 2**20
-    sizes = {budget: link_probe.memory_bytes(budget * mib) // mib for budget in (4, 16, 40, 57, 1000, 10**5)}
+    sizes = {
+        budget: link_probe.memory_bytes_for_probe(budget * mib) // mib
+        for budget in (4, 16, 40, 57, 1000, 10**5)
+    }
     assert sizes == {4: 2, 16: 2, 40: 4, 57: 4, 1000: 64, 10**5: 128}
 
 
@@ -144,11 +147,11 @@ def test_only_kernels_that_are_tuned_in_their_first_run_get_room_for_that(
     monkeypatch.setattr(fake, "get_device_properties", lambda device: about, raising=False)
     device = CudaDevice()
     names = ("triton_poi_fused_add_0", "extern_kernels.mm", "addmm_1", "AdamW.step 0.weight")
-    assert [device.tries_bytes(name) // 2**20 for name in names] == [50, 0, 0, 0]
+    assert [device.autotuning_bytes(name) // 2**20 for name in names] == [50, 0, 0, 0]
 
 
 def test_memory_that_cannot_be_pinned_is_refused_with_the_remedy(fake: FakeCuda) -> None:
     device = CudaDevice()
     device.copier = SimpleNamespace(pin=lambda slabs: 2)  # type: ignore[assignment]
     with pytest.raises(OSError, match=r"refuses to pin 8 KiB \(error 2\).*ulimit -l"):
-        device.slabs(4096, 2)
+        device.allocate_slabs(4096, 2)

@@ -16,7 +16,7 @@ from unnoted import Done
 
 from teraio.runtime.device import choose, cpu
 from teraio.runtime.device.cpu import CpuDevice
-from teraio.runtime.device.device import Ordered
+from teraio.runtime.device.device import OrderedDevice
 from teraio.runtime.device.pending_transfer import Mark, Pending, Start, StreamTicket, Ticket
 
 SCHEDULES = 3000
@@ -92,9 +92,9 @@ class Run:
         size = self.random.randint(1, 3)
         if self.device.room(size):
             scratch = Storage("scratch", size)
-            self.device.resize(scratch, size)
+            self.device.resize_storage(scratch, size)
             self.launch(self.some(At.DEVICE)[:1], scratch, None)
-            self.device.resize(scratch, 0)
+            self.device.resize_storage(scratch, 0)
 
     def launch(self, reads: Iterable[Tensor], target: Storage, written: Tensor | None) -> None:
         self.number += 1
@@ -129,10 +129,10 @@ class Run:
             self.device.end_copy_in(tensor.pending)
             tensor.at, tensor.clean = At.DEVICE, True
         elif self.random.random() < 0.3:
-            self.device.keep(tensor.pending)
+            self.device.end_copy_without_freeing(tensor.pending)
             tensor.at, tensor.clean = At.DEVICE, True
         else:
-            self.device.end_copy_out(tensor.pending)
+            self.device.end_copy_and_free(tensor.pending)
             tensor.at, tensor.clean = At.AWAY, True
         tensor.pending = None
 
@@ -140,7 +140,7 @@ class Run:
         clean = [tensor for tensor in self.some(At.DEVICE) if tensor.clean]
         if clean:
             tensor = self.random.choice(clean)
-            self.device.drop(tensor.storage)
+            self.device.drop_bytes(tensor.storage)
             tensor.at = At.AWAY
 
     def settle(self, tensor: Tensor) -> None:
@@ -160,7 +160,7 @@ class Run:
             self.end_of(other)
         if other.at is At.DEVICE:
             other.pending = self.device.begin_copy_out(other.storage, self.device.copy_out(other.place))
-            self.device.end_copy_out(other.pending)
+            self.device.end_copy_and_free(other.pending)
             other.at, other.clean, other.pending = At.AWAY, True, None
 
 
@@ -175,16 +175,16 @@ def test_no_schedule_lets_a_kernel_read_what_is_not_there() -> None:
 class FreesBeforeTheCopy(FakeDevice):
     """Rule: freed memory may be reused at once, so the compute stream waits for the copy first."""
 
-    def end_copy_out(self, pending: Pending) -> None:
+    def end_copy_and_free(self, pending: Pending) -> None:
         pending.ticket.wait()
-        self.resize(pending.storage, 0)
+        self.resize_storage(pending.storage, 0)
 
 
 class FetchesBeforeCompute(FakeDevice):
     """Rule: fresh memory may still be in use, so the side stream waits for the compute stream."""
 
     def begin_copy_in(self, storage: Storage, size_bytes: int, start: Start) -> Pending:
-        self.resize(storage, size_bytes)
+        self.resize_storage(storage, size_bytes)
         mark = Mark(Event())
         return Pending(storage, start(storage, mark), mark)
 
@@ -192,9 +192,9 @@ class FetchesBeforeCompute(FakeDevice):
 class WaitsForTheUnissued(FakeDevice):
     """Rule: the host waits until the transfer is issued, or there is no event to wait for yet."""
 
-    def join(self, ticket: Ticket) -> None:
+    def wait_for_copy(self, ticket: Ticket) -> None:
         if isinstance(ticket, StreamTicket):
-            self.compute_waits(ticket.event)
+            self.make_kernels_wait_for_event(ticket.event)
         else:
             ticket.wait()
 
@@ -218,7 +218,7 @@ class ReadsBeforeTheCopy(FakeDevice):
 class WritesWhileItLeaves(FakeDevice):
     """Rule: a tensor that was kept after all is written only when its copy is complete."""
 
-    def keep(self, pending: Pending) -> None:
+    def end_copy_without_freeing(self, pending: Pending) -> None:
         pass
 
 
@@ -290,10 +290,10 @@ class Failing:
 def evicted() -> Iterator[torch.Tensor]:
     """Emptied, and no engine is there to fetch it."""
     tensor, here = torch.arange(64, dtype=torch.uint8), CpuDevice()
-    here.drop(tensor.untyped_storage())
+    here.drop_bytes(tensor.untyped_storage())
     yield tensor
     assert here.observer is not None
-    here.observer.forget(tensor.untyped_storage()._cdata, alive=True)
+    here.observer.forget_storage(tensor.untyped_storage()._cdata, alive=True)
 
 
 def cannot_be_read(tensor: torch.Tensor) -> bool:
@@ -306,7 +306,7 @@ def test_an_eviction_that_failed_frees_nothing() -> None:
     cpu, storage = CpuDevice(), torch.full((64,), 7, dtype=torch.uint8).untyped_storage()
     pending = cpu.begin_copy_out(storage, lambda storage, mark: Failing(OSError("full")))
     with pytest.raises(OSError, match="full"):
-        cpu.end_copy_out(pending)
+        cpu.end_copy_and_free(pending)
     assert storage.tolist() == [7] * 64
 
 
@@ -347,8 +347,8 @@ def test_what_a_copy_uses_is_kept_alive_until_its_end() -> None:
     class Held(Event):
         pass
 
-    class Marking(Ordered):
-        def mark(self) -> Mark:
+    class Marking(OrderedDevice):
+        def mark_compute_stream(self) -> Mark:
             return Mark(Held(), 1)
 
     world = World(0)
@@ -385,7 +385,7 @@ def test_round_trip_of_a_storage_on_the_cpu(evicted: torch.Tensor) -> None:
         cpu.end_copy_in(cpu.begin_copy_in(storage, 64, into))
         away[:] = bytes(64)
         assert view.tolist() == list(range(8, 16))
-        cpu.end_copy_out(cpu.begin_copy_out(storage, out))
+        cpu.end_copy_and_free(cpu.begin_copy_out(storage, out))
 
 
 # ---- budgets
@@ -398,7 +398,7 @@ def test_the_cpu_budget_is_a_tenth_below_what_there_is(monkeypatch: pytest.Monke
 
 def test_without_a_gpu_the_device_is_ram() -> None:
     if not torch.cuda.is_available():
-        assert choose.current().kind == "cpu"
-    assert choose.current("cpu").copier is None
-    slabs = choose.current("cpu").slabs(4096, 2)
+        assert choose.choose_device().kind == "cpu"
+    assert choose.choose_device("cpu").copier is None
+    slabs = choose.choose_device("cpu").allocate_slabs(4096, 2)
     assert slabs.arena_bytes == 8192

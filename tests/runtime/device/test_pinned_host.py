@@ -30,7 +30,7 @@ class Toy:
         self.goes_on = threading.Event()
         self.goes_on.set()
 
-    def slabs(self, slab_bytes: int, count: int) -> Any:
+    def allocate_slabs(self, slab_bytes: int, count: int) -> Any:
         self.pinned.append((slab_bytes * count, threading.current_thread()))
         if threading.current_thread() is not threading.main_thread():
             assert self.goes_on.wait(60)
@@ -132,6 +132,6 @@ def test_a_large_copy_is_cut_into_pieces_one_after_the_other(monkeypatch: pytest
     """Less than two pieces are one copy, as ever."""
     monkeypatch.setattr(pinned_host, "PIECE_BYTES", 1000)
     for size, expected in ((1, [1]), (1999, [1999]), (2000, [1000, 1000]), (3500, [1000, 1000, 1500])):
-        cut = list(pinned_host.pieces(size))
+        cut = list(pinned_host.piece_bounds(size))
         assert [end - start for start, end in cut] == expected
         assert [start for start, _ in cut] == [0, *accumulate(expected)][:-1]

@@ -54,10 +54,10 @@ def here() -> Observer:
 def tensor(here: Observer) -> Iterator[torch.Tensor]:
     """It has a copy that is good."""
     made = torch.arange(SIZE, dtype=torch.float32)
-    here.copied(made.untyped_storage())
-    here.rearm()
+    here.watch_for_writes(made.untyped_storage())
+    here.rearm_address_watch()
     yield made
-    here.forget(made.untyped_storage()._cdata, alive=True)
+    here.forget_storage(made.untyped_storage()._cdata, alive=True)
 
 
 def leaves(tensor: torch.Tensor) -> bool:
@@ -65,12 +65,12 @@ def leaves(tensor: torch.Tensor) -> bool:
     here, storage = CpuDevice().observer, tensor.untyped_storage()
     assert here is not None
     try:
-        block = here.block(storage)
-        here.leave(storage, False, block)
+        block = here.make_empty_block(storage)
+        here.empty_storage(storage, False, block)
     except InUseError:
         return False
     assert storage.nbytes() == tensor.nbytes
-    here.arrive(storage, block)
+    here.give_block_to_storage(storage, block)
     return True
 
 
@@ -107,34 +107,34 @@ def test_what_an_operator_that_failed_used_leaves(tensor: torch.Tensor) -> None:
 def test_an_address_is_good_until_the_step_ends(tensor: torch.Tensor, here: Observer) -> None:
     assert leaves(tensor)
     address = tensor.data_ptr()
-    assert here.pointed(tensor.untyped_storage()._cdata)
+    assert here.is_address_taken(tensor.untyped_storage()._cdata)
     assert not leaves(tensor)
     assert ctypes.c_float.from_address(address + 4).value == 1.0
-    here.forget_addresses()
+    here.forget_taken_addresses()
     assert leaves(tensor)
 
 
 def fence_of(tensor: torch.Tensor, here: Observer) -> int:
     """Evict it and have it back. Return where it was fenced meanwhile."""
     storage = tensor.untyped_storage()
-    block = here.block(storage)
-    here.leave(storage, False, block)
-    with here.looking():
+    block = here.make_empty_block(storage)
+    here.empty_storage(storage, False, block)
+    with here.ignore_own_addresses():
         address = storage.data_ptr()
-    here.arrive(storage, block)
+    here.give_block_to_storage(storage, block)
     return address
 
 
 def test_a_tensor_is_fenced_where_it_was_before(tensor: torch.Tensor, here: Observer) -> None:
     first = fence_of(tensor, here)
-    here.forget_addresses()
+    here.forget_taken_addresses()
     assert fence_of(tensor, here) == first
     assert ctypes.c_float.from_address(first + 4).value == 1.0, "it finds the bytes of now"
     tensor.mul_(2)
     second = fence_of(tensor, here)
     assert second != first, "someone has an address that leads to other bytes"
     assert ctypes.c_float.from_address(second + 4).value == 2.0
-    here.forget_addresses()
+    here.forget_taken_addresses()
     assert not rights(first)
     assert fence_of(tensor, here) == second
     assert ctypes.c_float.from_address(second + 4).value == 2.0
@@ -145,33 +145,33 @@ def test_a_thread_reads_on_where_bytes_were_that_are_freed(here: Observer, size:
     """As through a pointer of which nobody knows."""
     tensor = torch.arange(size, dtype=torch.float32)
     storage, copy = tensor.untyped_storage(), tensor.clone()
-    here.copied(storage)
-    with here.looking():
+    here.watch_for_writes(storage)
+    with here.ignore_own_addresses():
         address = storage.data_ptr()
     with ThreadPoolExecutor(1) as other:
         other.submit(tensor.sum).result()
-        here.leave(storage, unwritten=False)
+        here.empty_storage(storage, unwritten=False)
         others = [torch.full((size,), 7.0) for _ in range(64)]  # where it was, if that is free
-        block = here.block(storage)
+        block = here.make_empty_block(storage)
         block.resize_(4 * size)
         torch.empty(0).set_(block, 0, (size,), (1,)).copy_(copy)
-        here.arrive(storage, block)
+        here.give_block_to_storage(storage, block)
         array = (ctypes.c_float * size).from_address(address)
         assert other.submit(lambda: list(array)).result() == copy.tolist()
-        here.forget_addresses()  # the step ends, and it still reads there
+        here.forget_taken_addresses()  # the step ends, and it still reads there
         assert other.submit(lambda: list(array)).result() == copy.tolist()
     assert all(bool((each == 7).all()) for each in others)
-    here.forget(storage._cdata, alive=True)
+    here.forget_storage(storage._cdata, alive=True)
 
 
 def test_fences_go_with_what_they_fence(here: Observer) -> None:
     tensor = torch.arange(SIZE, dtype=torch.float32)
-    here.copied(tensor.untyped_storage())
+    here.watch_for_writes(tensor.untyped_storage())
     address = fence_of(tensor, here)
     assert rights(address)
-    here.forget(tensor.untyped_storage()._cdata, alive=False)
+    here.forget_storage(tensor.untyped_storage()._cdata, alive=False)
     del tensor
-    here.forget_addresses()
+    here.forget_taken_addresses()
     assert not rights(address)
 
 
@@ -204,41 +204,41 @@ READS: dict[str, Use] = {
 @pytest.mark.parametrize("write", WRITES)
 def test_who_writes_is_noted(tensor: torch.Tensor, here: Observer, write: str) -> None:
     WRITES[write](tensor)
-    assert here.written(tensor.untyped_storage()._cdata)
-    here.forget_addresses()
+    assert here.is_written_since_copy(tensor.untyped_storage()._cdata)
+    here.forget_taken_addresses()
     with pytest.raises(WrittenError):
-        here.leave(tensor.untyped_storage(), unwritten=True)
+        here.empty_storage(tensor.untyped_storage(), unwritten=True)
 
 
 @pytest.mark.parametrize("read", READS)
 def test_who_reads_is_not_taken_for_one_who_writes(tensor: torch.Tensor, here: Observer, read: str) -> None:
     READS[read](tensor)
-    assert not here.written(tensor.untyped_storage()._cdata)
-    block = here.block(tensor.untyped_storage())
-    here.leave(tensor.untyped_storage(), True, block)
-    here.arrive(tensor.untyped_storage(), block)
+    assert not here.is_written_since_copy(tensor.untyped_storage()._cdata)
+    block = here.make_empty_block(tensor.untyped_storage())
+    here.empty_storage(tensor.untyped_storage(), True, block)
+    here.give_block_to_storage(tensor.untyped_storage(), block)
 
 
 @pytest.mark.parametrize("name", ["in place", "out", "in a list", "an element", "in inference mode"])
 def test_what_an_operator_uses_is_told(tensor: torch.Tensor, here: Observer, name: str) -> None:
-    here.touched()
+    here.newly_touched_storage_keys()
     WRITES[name](tensor)
-    assert here.touched() == [tensor.untyped_storage()._cdata]
+    assert here.newly_touched_storage_keys() == [tensor.untyped_storage()._cdata]
     READS.get(name, torch.sum)(tensor)
-    assert here.touched() == [tensor.untyped_storage()._cdata]
+    assert here.newly_touched_storage_keys() == [tensor.untyped_storage()._cdata]
 
 
 def test_what_an_operator_only_looks_at_is_not_told(tensor: torch.Tensor, here: Observer) -> None:
-    here.touched()
+    here.newly_touched_storage_keys()
     for look in (torch.detach, torch.t, torch.empty_like, torch.is_floating_point):
         look(tensor[None, 5:])
-    assert here.touched() == []
+    assert here.newly_touched_storage_keys() == []
 
 
 def test_a_kernel_that_takes_an_address_hides_no_one_after_the_next_program(
     tensor: torch.Tensor, here: Observer
 ) -> None:
     tensor.mul_(2)
-    here.rearm()
+    here.rearm_address_watch()
     tensor.data_ptr()
-    assert here.pointed(tensor.untyped_storage()._cdata)
+    assert here.is_address_taken(tensor.untyped_storage()._cdata)

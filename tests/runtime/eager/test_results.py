@@ -60,7 +60,7 @@ def results(state: State) -> int:
     """How many of what programs have returned are in this state."""
     assert engine.ENGINE is not None
     records = engine.ENGINE.user.handed_out.values()
-    return sum(record.state is state for record in records if not record.dead())
+    return sum(record.state is state for record in records if not record.is_dead())
 
 
 def test_a_result_leaves_that_only_the_next_program_has_saved(nothing_left: None) -> None:

@@ -36,7 +36,7 @@ def installed(answered: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """Stands in for the handlers, while the main thread looks as if it waited for autograd."""
     made = Signals()
     made.install(apart=True)
-    monkeypatch.setattr(signals, "_waits_for_autograd", lambda: True)
+    monkeypatch.setattr(signals, "_is_main_waiting_for_autograd", lambda: True)
     yield made
     made.remove()
 
@@ -51,11 +51,11 @@ def until(happened: Any) -> None:
 def test_it_hears_what_python_answers_until_it_closes(answered: list[int]) -> None:
     heard: list[int] = []
     ear = SignalPipe(heard.append)
-    ear.opens()
+    ear.start_listening()
     os.kill(os.getpid(), signal.SIGUSR2)
     until(lambda: heard == [signal.SIGUSR2])
-    ear.closes()
-    ear.closes()
+    ear.stop_listening()
+    ear.stop_listening()
     os.kill(os.getpid(), signal.SIGUSR2)
     until(lambda: len(answered) == 2)
     assert heard == [signal.SIGUSR2] and signal.set_wakeup_fd(-1) == -1
@@ -68,8 +68,8 @@ def test_an_event_loop_keeps_its_file() -> None:
     try:
         signal.set_wakeup_fd(writes)
         ear = SignalPipe(lambda number: None)
-        ear.opens()
-        ear.closes()
+        ear.start_listening()
+        ear.stop_listening()
         assert signal.set_wakeup_fd(-1) == writes
     finally:
         signal.set_wakeup_fd(-1)
@@ -79,10 +79,10 @@ def test_an_event_loop_keeps_its_file() -> None:
 
 def test_ctrl_c_is_raised_once_and_in_the_slot(installed: Signals) -> None:
     """The slot raises on autograd's thread. The handler, which runs later, has nothing left to do."""
-    installed._hears(signal.SIGINT)
+    installed._note_ctrl_c(signal.SIGINT)
     assert installed.struck
     with pytest.raises(KeyboardInterrupt):
-        installed.ends_backward()
+        installed.raise_in_backward()
     assert not installed.struck
     os.kill(os.getpid(), signal.SIGINT)  # what was pending meanwhile
     time.sleep(0)
@@ -94,29 +94,29 @@ def test_ctrl_c_is_raised_once_and_in_the_slot(installed: Signals) -> None:
 
 def test_ctrl_c_waits_for_the_optimizer_that_steps_in_a_backward(installed: Signals) -> None:
     def step() -> None:
-        installed.begin(sys._getframe().f_code)
-        installed.ends_backward()
+        installed.begin_optimizer_step(sys._getframe().f_code)
+        installed.raise_in_backward()
         installed.step = None
 
     installed.struck = True
     step()
     assert installed.struck
     with pytest.raises(KeyboardInterrupt):
-        installed.ends_backward()
+        installed.raise_in_backward()
 
 
 def test_other_signals_and_other_handlers_end_no_backward(installed: Signals, answered: list[int]) -> None:
-    installed._hears(signal.SIGUSR2)
+    installed._note_ctrl_c(signal.SIGUSR2)
     signal.signal(signal.SIGINT, lambda number, _: answered.append(number))
-    installed._hears(signal.SIGINT)
+    installed._note_ctrl_c(signal.SIGINT)
     assert not installed.struck
 
 
 def test_signals_are_answered_on_the_main_thread_only(installed: Signals, answered: list[int]) -> None:
     installed.due[signal.SIGUSR2] = lambda number, _: answered.append(number)
-    thread = threading.Thread(target=installed.rest)
+    thread = threading.Thread(target=installed.call_due_when_idle)
     thread.start()
     thread.join()
     assert not answered and installed.due
-    installed.rest()
+    installed.call_due_when_idle()
     assert answered == [signal.SIGUSR2] and not installed.due

@@ -267,10 +267,10 @@ def test_that_one_waits_long_is_said_once(
 
 def test_it_waits_for_the_end_of_an_optimizers_step(rig: Rig) -> None:
     def step() -> None:
-        SIGNALS.begin(step.__code__)
+        SIGNALS.begin_optimizer_step(step.__code__)
         signal.raise_signal(signal.SIGUSR1)
         HAPPENED.append("steps")
-        SIGNALS.end()
+        SIGNALS.end_optimizer_step()
 
     step()
     assert HAPPENED == ["steps", "same"]
@@ -285,7 +285,7 @@ def test_ctrl_c_waits_for_the_engine_and_pressed_once_more_for_nothing(rig: Rig)
     assert HAPPENED == ["worked"]
 
     def twice() -> None:
-        SIGNALS.begin(twice.__code__)
+        SIGNALS.begin_optimizer_step(twice.__code__)
         signal.raise_signal(signal.SIGINT)
         HAPPENED.append("once")
         signal.raise_signal(signal.SIGINT)
@@ -337,8 +337,8 @@ def test_before_and_after_there_is_no_trace(answers_of_before: None, root: Path)
     rig.infers()
     assert signal.getsignal(signal.SIGALRM) is mine
     assert signals.GET(signal.SIGPIPE) is signal.SIG_IGN
-    assert isinstance(signals.GET(signal.SIGALRM), signals.Waiting)
-    assert isinstance(signals.GET(signal.SIGUSR1), signals.Waiting)
+    assert isinstance(signals.GET(signal.SIGALRM), signals.SignalStandIn)
+    assert isinstance(signals.GET(signal.SIGUSR1), signals.SignalStandIn)
     reminder = SIGNALS.reminder
     assert reminder is not None and callable(signals.GET(reminder))
     teraio.reset()
@@ -368,5 +368,5 @@ def test_ctrl_c_outside_of_all_code_is_answered_at_once() -> None:
     pressed = Signals()
     pressed.pid = os.getpid()
     with pytest.raises(KeyboardInterrupt):
-        pressed.comes(signal.SIGINT, None, signal.default_int_handler)
+        pressed.call_or_defer(signal.SIGINT, None, signal.default_int_handler)
     assert not pressed.due

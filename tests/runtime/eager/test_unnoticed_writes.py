@@ -43,22 +43,22 @@ def test_an_optimizer_is_tried_again_when_a_rule_of_its_own_is_switched_on() -> 
     optimizer = Clips([torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(3)])
     optimizer.most = 0.0
     about = Strategy(0)
-    about.ask(optimizer)
+    about.run_trial_if_changed(optimizer)
     assert about.seen.reason is None
     for group in optimizer.param_groups:
         group["lr"] /= 2
     before = about.seen
-    about.ask(optimizer)
+    about.run_trial_if_changed(optimizer)
     assert about.seen is before
     optimizer.most = 0.5
-    about.ask(optimizer)
+    about.run_trial_if_changed(optimizer)
     assert about.seen.reason is not None and "depends on the others" in about.seen.reason
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RAdam])
 def test_of_torchs_own_it_is_known_that_gradients_are_only_read(kind: Any) -> None:
     """So that what left in the backward need not be written again."""
-    assert not trial.outcome(kind([torch.nn.Parameter(torch.zeros(4, 4))])).writes_gradients
+    assert not trial.try_in_buckets(kind([torch.nn.Parameter(torch.zeros(4, 4))])).writes_gradients
 
 
 class Begins(PerParameter):
@@ -85,13 +85,13 @@ class Begins(PerParameter):
 def test_what_an_optimizer_counts_is_no_reason_to_try_it_again() -> None:
     optimizer = Begins([torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(3)])
     about = Strategy(0)
-    about.ask(optimizer)
+    about.run_trial_if_changed(optimizer)
     before = about.seen
     assert before.reason is None
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones(4, 4)
     optimizer.step()
-    about.ask(optimizer)
+    about.run_trial_if_changed(optimizer)
     assert about.seen is before
 
 
@@ -105,5 +105,5 @@ class Takes(PerParameter):
 def test_rows_are_not_stepped_by_an_optimizer_that_takes_the_gradient_away() -> None:
     """It would take that of the rows, and the parameter would keep its own."""
     optimizer = Takes([torch.nn.Parameter(torch.zeros(8, 4))])
-    assert trial.outcome(optimizer).reason is None
-    assert not trial.by_rows(optimizer)
+    assert trial.try_in_buckets(optimizer).reason is None
+    assert not trial.can_step_by_rows(optimizer)

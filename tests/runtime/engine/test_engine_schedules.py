@@ -65,8 +65,8 @@ def test_no_schedule_of_the_engine_lets_a_kernel_read_what_is_not_there(tmp_path
 class FreesBeforeTheCopy(EngineDevice):
     """The wait before memory of an evicted tensor is used again."""
 
-    def end_copy_out(self, pending: Pending) -> None:
-        self.resize(pending.storage, 0)
+    def end_copy_and_free(self, pending: Pending) -> None:
+        self.resize_storage(pending.storage, 0)
 
 
 class ReadsBeforeTheCopy(EngineDevice):
@@ -89,7 +89,7 @@ class FetchesBeforeCompute(EngineDevice):
     """The copy's wait for the kernels that used its memory before."""
 
     def begin_copy_in(self, storage: Any, size_bytes: int, start: Start) -> Pending:
-        self.resize(storage, size_bytes)
+        self.resize_storage(storage, size_bytes)
         never = Event()
         mark = Mark(never, self.number_of(never))
         return Pending(storage, self._with_address(start)(storage, mark), mark)
@@ -117,7 +117,9 @@ def keeps_the_place(mover: Mover, record: Record) -> None:
     """What is written to the SSD has an older copy in host memory still."""
 
 
-def gives_back_early(mover: Mover, record: Record, demand: bool, read: Any = Mover._read) -> Start:
+def gives_back_early(
+    mover: Mover, record: Record, demand: bool, read: Any = Mover._read_starter_of_copy
+) -> Start:
     """The place of a tensor that is being fetched is another's."""
     start: Start = read(mover, record, demand)
     if record.place is not None:
@@ -125,7 +127,9 @@ def gives_back_early(mover: Mover, record: Record, demand: bool, read: Any = Mov
     return start
 
 
-@pytest.mark.parametrize(("name", "bug"), [("_give_up_place", keeps_the_place), ("_read", gives_back_early)])
+@pytest.mark.parametrize(
+    ("name", "bug"), [("_give_up_place", keeps_the_place), ("_read_starter_of_copy", gives_back_early)]
+)
 def test_a_bug_with_host_memory_is_caught(
     name: str, bug: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 import teraio
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger import adoption
-from teraio.runtime.ledger.adoption import NUMPY, Adopted, Span, adopt
+from teraio.runtime.ledger.adoption import NUMPY, Adopted, MemorySpan, make_resizable
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -55,14 +55,24 @@ def forget_the_bytes(candidate: adoption.Candidate) -> None:
     candidate.storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
-REAL_OWN_BYTES = adoption.give_own_bytes
+REAL_OWN_BYTES = adoption.copy_to_torch_allocator
 # What to put where, how, and a case that must notice.
 PLANTS: dict[str, tuple[str, Any, bool, str]] = {
-    "an alias is forgotten": ("give_own_bytes", forget_an_alias, False, "tied by two parameters"),
-    "the bytes are not copied": ("give_own_bytes", forget_the_bytes, True, "safetensors"),
-    "an unseen holder is ignored": ("_unseen", lambda *_: None, True, "a slice of the storage"),
-    "an unseen numpy array is ignored": ("_unseen", lambda *_: None, True, "numpy() of a weight, unseen"),
-    "a seen numpy array is ignored": ("_meeting", lambda spans: {}, True, "from_numpy, the array lives"),
+    "an alias is forgotten": ("copy_to_torch_allocator", forget_an_alias, False, "tied by two parameters"),
+    "the bytes are not copied": ("copy_to_torch_allocator", forget_the_bytes, True, "safetensors"),
+    "an unseen holder is ignored": ("_unseen_holder_reason", lambda *_: None, True, "a slice of the storage"),
+    "an unseen numpy array is ignored": (
+        "_unseen_holder_reason",
+        lambda *_: None,
+        True,
+        "numpy() of a weight, unseen",
+    ),
+    "a seen numpy array is ignored": (
+        "_overlapping_storages",
+        lambda spans: {},
+        True,
+        "from_numpy, the array lives",
+    ),
     "other processes are ignored": ("is_shared", lambda *_: False, True, "torch.from_file, shared"),
 }
 
@@ -79,20 +89,20 @@ def test_these_cases_find_a_planted_bug(bug: str) -> None:
 def test_an_array_in_a_local_variable_of_a_running_function_is_seen() -> None:
     array = np.arange(SIZE, dtype=np.float32)
     tensor = torch.from_numpy(array)
-    assert [r.reason for r in adopt([("w", tensor)]).refused] == [NUMPY]
+    assert [r.reason for r in make_resizable([("w", tensor)]).refused] == [NUMPY]
     assert array[1] == 1
     del array
-    assert adopt([("w", tensor)]) == Adopted(1, SIZE * 4, ()), "looking left something behind"
+    assert make_resizable([("w", tensor)]) == Adopted(1, SIZE * 4, ()), "looking left something behind"
 
 
 def test_memory_that_holds_others_meets_all_of_them() -> None:
     """Not only the first: what comes behind that one lies within the large one still."""
-    spans = [Span(0, 100, 1), Span(10, 20, None), Span(30, 40, 2), Span(100, 110, 3)]
-    assert adoption._meeting(spans) == {1: NUMPY, 2: NUMPY}
+    spans = [MemorySpan(0, 100, 1), MemorySpan(10, 20, None), MemorySpan(30, 40, 2), MemorySpan(100, 110, 3)]
+    assert adoption._overlapping_storages(spans) == {1: NUMPY, 2: NUMPY}
 
 
 def test_what_can_be_emptied_already_is_left_alone() -> None:
-    assert adopt([("w", values()), ("meta", torch.empty(9, device="meta"))]) == Adopted(0, 0, ())
+    assert make_resizable([("w", values()), ("meta", torch.empty(9, device="meta"))]) == Adopted(0, 0, ())
 
 
 # ---- training

@@ -38,14 +38,14 @@ def test_what_numpy_had_is_adopted_without_a_search(
 ) -> None:
     """A search through all objects takes as long as dozens of steps of this model."""
     searches: list[str] = []
-    real = adoption.adopt
+    real = adoption.make_resizable
 
     def searched(tensors: Any) -> adoption.Adopted:
         found = [*tensors]
         searches.extend(name for name, _ in found)
         return real(found)
 
-    monkeypatch.setattr("teraio.runtime.ledger.unresizable.adopt", searched)
+    monkeypatch.setattr("teraio.runtime.ledger.unresizable.make_resizable", searched)
 
     def looked(model: nn.Sequential) -> None:
         for parameter in model.parameters():

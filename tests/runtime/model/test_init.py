@@ -173,7 +173,7 @@ def test_a_compile_takes_the_weights_over_and_trains_what_does_not_fit() -> None
     with teraio.init(**OPTIONS):
         ours = Net()
     first = engine.ENGINE
-    assert first is not None and first.mover.store.written_bytes > 0
+    assert first is not None and first.mover.store.total_written_bytes > 0
     known = dict(first.residency.records)
     assert train(ours, torch.compile(ours, backend="teraio")) == expected
     assert engine.ENGINE is first, "another session"
@@ -234,7 +234,7 @@ def test_a_weight_in_a_mapped_file_gets_memory_of_its_own(tmp_path: Any) -> None
         model = nn.ParameterDict()
         while mapped:
             name, tensor = mapped.popitem()
-            assert not adoption.movable(tensor.untyped_storage())
+            assert not adoption.is_resizable(tensor.untyped_storage())
             model[name] = nn.Parameter(tensor)
             del tensor
     assert away() > 0
@@ -332,7 +332,7 @@ def test_what_an_operation_takes_is_counted_where_it_takes_it() -> None:
         (aten._to_copy.default, (here,), on_gpu, 128, 0),
         (aten.add_.Tensor, (there, there), {}, 0, 0),
     ):
-        found = [init._taken_by(func, args, kwargs, torch.device(on)) for on in ("cuda:0", "cpu")]
+        found = [init._bytes_to_allocate(func, args, kwargs, torch.device(on)) for on in ("cuda:0", "cpu")]
         assert found == [of_gpu, of_ram], func
 
 
@@ -343,7 +343,7 @@ def test_what_another_thread_makes_meanwhile_is_its_own() -> None:
         own = nn.Linear(256, 256)
         thread.start()
         thread.join()
-    leaving = engine.ENGINE.residency.leaving  # type: ignore[union-attr]
+    leaving = engine.ENGINE.residency.evictable_record_of  # type: ignore[union-attr]
     assert leaving(own.weight) is not None
     assert [leaving(weight) for weight in made[0].parameters()] == [None, None]
     teraio.reset()

@@ -272,7 +272,7 @@ def test_bytes_that_change_unseen_by_the_clock_are_noticed(
     assert engine.ENGINE is not None
     residency = engine.ENGINE.residency
     residency.serial += 1
-    residency.free(1 << 30, None)
+    residency.evict_until_fits(1 << 30, None)
     assert record_of(weight).state is State.AWAY
     if hidden:
         monkeypatch.setattr(source_files._native, "digest", lambda *_: record_of(weight).source.digest)  # type: ignore[union-attr]

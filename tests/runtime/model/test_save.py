@@ -101,17 +101,17 @@ def test_what_is_on_a_gpu_comes_back_one_by_one_too(
 ) -> None:
     """There torch asks for the size, copies to RAM, and writes that."""
     world, twin = worlds
-    write, copies = pickling.Writer.write_record, []
+    write, copies = pickling.FetchingWriter.write_record, []
 
-    def on_gpu(writer: pickling.Writer, name: str, data: Any, size_bytes: int) -> None:
+    def on_gpu(writer: pickling.FetchingWriter, name: str, data: Any, size_bytes: int) -> None:
         if isinstance(data, torch.UntypedStorage):
             copies.append(data.cpu())
             data, size_bytes = copies[-1], data.nbytes()
         write(writer, name, data, size_bytes)
 
-    monkeypatch.setattr(pickling, "_elsewhere", lambda tensor: True)
+    monkeypatch.setattr(pickling, "_is_off_cpu", lambda tensor: True)
     monkeypatch.setattr(torch.UntypedStorage, "cpu", torch.UntypedStorage.clone)
-    monkeypatch.setattr(pickling.Writer, "write_record", on_gpu)
+    monkeypatch.setattr(pickling.FetchingWriter, "write_record", on_gpu)
     assert written(all_of(world)) == written(all_of(twin))
     assert len(copies) > LAYERS and overrun() == 0, "it was not written a tensor at a time"
     assert not any("cpu" in vars(tensor.untyped_storage()) for tensor in tensors(world))
@@ -136,7 +136,7 @@ def test_torch_alone_writes_the_same_and_has_all_of_it_in_memory_at_once(
     worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """These tests find a save that does not wait: what it has pickled stays."""
-    monkeypatch.setattr(engine, "here", lambda: None)
+    monkeypatch.setattr(engine, "current_engine", lambda: None)
     assert written(all_of(worlds[0])) == written(all_of(worlds[1]))
     assert overrun() > 0
 

@@ -35,17 +35,17 @@ def beside(one_thread: None, steady_plans: None, monkeypatch: pytest.MonkeyPatch
     """Host memory of so many bytes beside the device; returns the steps on the host as they are made."""
 
     def of(limit_bytes: int = 64 * MIB, kind: type[RamDevice] = RamDevice) -> list[Any]:
-        monkeypatch.setattr(choose, "current", lambda _=None: kind())
-        monkeypatch.setattr(tiers, "host_bytes", lambda options: limit_bytes)
-        monkeypatch.setattr(session, "refuse_host", lambda options, kind: None)
+        monkeypatch.setattr(choose, "choose_device", lambda _=None: kind())
+        monkeypatch.setattr(tiers, "host_limit_bytes", lambda options: limit_bytes)
+        monkeypatch.setattr(session, "refuse_host_options_without_gpu", lambda options, kind: None)
         steps: list[Any] = []
-        step = host_step.HostStep.step
+        step = host_step.HostStep.step_bucket
 
         def counted(self: Any, *arguments: Any) -> None:
             steps.append(arguments)
             step(self, *arguments)
 
-        monkeypatch.setattr(host_step.HostStep, "step", counted)
+        monkeypatch.setattr(host_step.HostStep, "step_bucket", counted)
         return steps
 
     return of
@@ -111,7 +111,7 @@ def test_states_never_come_to_the_device(beside: Callable[..., list[Any]]) -> No
         if training.number == 1:
             came[0] = teraio.stats()["from_host_bytes"]
         if training.number > 1:
-            where.extend((r.name, r.state, r.home) for r in records if r.kind == "state")
+            where.extend((r.name, r.state, r.copy_tier) for r in records if r.kind == "state")
 
     training = Training(adamw, look)
     training.run(memory=64 * MIB)
@@ -123,7 +123,7 @@ class Stumbles:
     """torch's own step, which fails after it has stepped: the `at`-th on the host."""
 
     def __init__(self, at: int) -> None:
-        self.at, self.count, self.run = at, 0, host_step._run
+        self.at, self.count, self.run = at, 0, host_step._run_step_on_twins
 
     def __call__(self, *arguments: Any) -> None:
         self.count += 1
@@ -139,7 +139,7 @@ def test_a_step_that_fails_leaves_what_it_has_stepped(
     """As torch does: weights and states of one bucket belong together, and the training can go on."""
     beside()
     stumbles = Stumbles(at)
-    monkeypatch.setattr(host_step, "_run", stumbles)
+    monkeypatch.setattr(host_step, "_run_step_on_twins", stumbles)
 
     class Goes(Training):
         def step(self) -> None:
@@ -178,7 +178,7 @@ def test_a_state_that_is_lost_ends_the_step_aloud(
     beside: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beside()
-    there = host_step.Loans._there
+    there = host_step.HostTwins._view_if_only_on_host
     count = [0]
 
     def lost(self: Any, record: Any, tensor: Any) -> Any:
@@ -187,7 +187,7 @@ def test_a_state_that_is_lost_ends_the_step_aloud(
             raise TeraioError("lost on the way")
         return there(self, record, tensor)
 
-    monkeypatch.setattr(host_step.Loans, "_there", lost)
+    monkeypatch.setattr(host_step.HostTwins, "_view_if_only_on_host", lost)
     with pytest.raises(TeraioError, match="ended after 2 of 6 buckets: lost on the way"):
         Training(adamw).run()
     assert not any(record.pins for record in engine.ENGINE.residency.records.values())  # type: ignore[union-attr]
@@ -195,10 +195,10 @@ def test_a_state_that_is_lost_ends_the_step_aloud(
 
 def test_it_is_refused_where_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="here tensors are in host memory already"):
-        session.start(Settings.parse({"optimizer_step": "host"}))
-    monkeypatch.setattr(session, "refuse_host", lambda options, kind: None)
+        session.ensure_session(Settings.parse({"optimizer_step": "host"}))
+    monkeypatch.setattr(session, "refuse_host_options_without_gpu", lambda options, kind: None)
     with pytest.raises(UnsupportedError, match="no host memory is used"):
-        session.start(Settings.parse({"optimizer_step": "host"}))
+        session.ensure_session(Settings.parse({"optimizer_step": "host"}))
 
 
 # ---- what is usual
@@ -211,7 +211,7 @@ def made() -> tuple[nn.Parameter, dict[str, Any]]:
 
 
 def test_what_torch_makes_is_usual() -> None:
-    assert host_step._usual(*made())
+    assert host_step._fits_fused_kernel(*made())
 
 
 def negated() -> torch.Tensor:
@@ -241,13 +241,13 @@ STRANGE: dict[str, Callable[[nn.Parameter, dict[str, Any]], Any]] = {
 def test_what_is_strange_stays_on_the_device(what: str) -> None:
     parameter, states = made()
     STRANGE[what](parameter, states)
-    assert not host_step._usual(parameter, states)
+    assert not host_step._fits_fused_kernel(parameter, states)
 
 
 def test_what_shares_bytes_stays_on_the_device() -> None:
     parameter, states = made()
-    assert host_step._apart([parameter, parameter.grad, states["exp_avg"]])
-    assert not host_step._apart([parameter, parameter.detach()[1:]])
+    assert host_step._has_separate_storages([parameter, parameter.grad, states["exp_avg"]])
+    assert not host_step._has_separate_storages([parameter, parameter.detach()[1:]])
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -269,7 +269,7 @@ def test_optimizers_that_stay_on_the_device(what: str) -> None:
         optimizer = make([nn.Parameter(torch.zeros(2))])
     except ValueError:  # refused by this torch
         optimizer.param_groups[0]["betas"] = (torch.tensor(0.9), 0.99)
-    assert reason in (host_step.reason_against(optimizer) or "")
+    assert reason in (host_step.reason_against_host_step(optimizer) or "")
 
 
 # ---- who chooses
@@ -281,13 +281,13 @@ LEFT_OPEN = {"optimizer_step": "auto", "memory": 5 * MIB}  # one of them for mor
 def carry(monkeypatch: pytest.MonkeyPatch, rate: int, updated: int) -> None:
     """All links carry so many bytes a second, and so many are updated on the host."""
     link = LinkRates("host", rate, rate, rate, rate, 10_000, 10_000)
-    monkeypatch.setattr(RamDevice, "host_link", lambda self, host, seconds, memory_bytes: link)
+    monkeypatch.setattr(RamDevice, "measure_host_link", lambda self, host, seconds, memory_bytes: link)
     monkeypatch.setattr(
         tiers,
-        "_link",
+        "_measure_link_once",
         lambda *about: replace(link, tier="ssd", evict_bytes_per_s=10**6, fetch_bytes_per_s=10**6),
     )
-    monkeypatch.setattr(host_choice, "update_bytes_per_s", lambda: updated)
+    monkeypatch.setattr(host_choice, "measure_update_bytes_per_s", lambda: updated)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_the_device_has_it_back_where_the_host_is_slower_than_thought(
 ) -> None:
     steps = beside()
     carry(monkeypatch, 10**7, 10**10)
-    monkeypatch.setattr(host_choice.HostChoice, "_goes_back", goes_back_from(10**6))
+    monkeypatch.setattr(host_choice.HostChoice, "_undo_if_slower", goes_back_from(10**6))
     with caplog.at_level(logging.INFO, "teraio"):
         assert same(LOOPS["small batches"]().run(**LEFT_OPEN), plain("small batches"))
     told = [record.getMessage() for record in caplog.records]
@@ -341,7 +341,7 @@ def test_the_device_has_it_back_where_the_host_is_slower_than_thought(
 
 
 def goes_back_from(device_ns: int) -> Any:
-    goes_back = host_choice.HostChoice._goes_back
+    goes_back = host_choice.HostChoice._undo_if_slower
 
     def seen(self: host_choice.HostChoice, plan: Any) -> bool:
         self.device_ns = device_ns
@@ -351,7 +351,7 @@ def goes_back_from(device_ns: int) -> Any:
 
 
 def test_how_fast_the_host_updates_is_measured() -> None:
-    assert 10**8 < host_choice.update_bytes_per_s() < 10**13
+    assert 10**8 < host_choice.measure_update_bytes_per_s() < 10**13
 
 
 def test_a_place_in_use_is_not_given_away(root: Path) -> None:
@@ -361,10 +361,10 @@ def test_a_place_in_use_is_not_given_away(root: Path) -> None:
     tensors = [torch.randn(MIB // 4) for _ in range(2)]
     one, other = (Record(t.untyped_storage(), str(at), "weight", True) for at, t in enumerate(tensors))
     mover.to_host = {"1"}
-    assert mover.make_place(one)
+    assert mover.reserve_host_place(one)
     one.pins = 1
-    assert not mover.make_place(other)
+    assert not mover.reserve_host_place(other)
     one.pins = 0
-    assert mover.make_place(other)
+    assert mover.reserve_host_place(other)
     assert one.place is None
     store.close()

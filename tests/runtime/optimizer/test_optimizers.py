@@ -14,7 +14,7 @@ import tree
 from children import forked, one_by_one
 from optimizer_loops import LOOPS, OPTIMIZERS, WHOLE
 
-from teraio.runtime.optimizer.buckets import Passes, buckets_of
+from teraio.runtime.optimizer.buckets import BucketedGroups, split_into_buckets
 
 CHILD = tree.SUPPORT / "optimizer_train.py"
 MIB = 2**20
@@ -159,9 +159,9 @@ def test_a_group_without_parameters_is_stepped_too() -> None:
     """It has a learning rate, a counter: what the step writes there is the next step's."""
     parameters = [torch.zeros(4), torch.zeros(4)]
     groups: list[dict[str, Any]] = [{"params": parameters, "t": 0}, {"params": [], "t": 5}]
-    buckets = buckets_of(groups, limit_bytes=16)
+    buckets = split_into_buckets(groups, limit_bytes=16)
     assert [len(bucket.parameters) for bucket in buckets] == [1, 1, 0]
-    for group in Passes(groups, lambda: iter(buckets)):
+    for group in BucketedGroups(groups, lambda: iter(buckets)):
         group["t"] += 1
     assert [group["t"] for group in groups] == [1, 6]
 

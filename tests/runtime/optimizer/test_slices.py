@@ -15,8 +15,8 @@ import teraio
 from teraio.errors import BudgetError
 from teraio.runtime.engine import engine
 from teraio.runtime.optimizer import trial
-from teraio.runtime.optimizer.buckets import Bucket, same, stand_in
-from teraio.runtime.optimizer.slices import in_slices, passes_over, slice_bytes
+from teraio.runtime.optimizer.buckets import Bucket, is_bitwise_equal, make_stand_in
+from teraio.runtime.optimizer.slices import largest_slice_bytes, slices_of_bucket, split_into_slices
 
 PER_ELEMENT = [
     "AdamW",
@@ -59,34 +59,34 @@ def stepped(name: str, limit_bytes: int | None) -> list[Any]:
 
 
 def step_in_slices(optimizer: torch.optim.Optimizer, limit_bytes: int) -> None:
-    buckets = in_slices(optimizer.param_groups, limit_bytes)
+    buckets = split_into_slices(optimizer.param_groups, limit_bytes)
     parts = [list[Bucket]() for _ in buckets]
 
     def walk() -> Any:
         for bucket, seen in zip(buckets, parts):
-            for part in passes_over(optimizer, bucket):
+            for part in slices_of_bucket(optimizer, bucket):
                 seen.append(part)
                 yield part
 
-    type(optimizer).step.__wrapped__(stand_in(optimizer, walk))  # type: ignore[attr-defined]
+    type(optimizer).step.__wrapped__(make_stand_in(optimizer, walk))  # type: ignore[attr-defined]
     for bucket, seen in zip(buckets, parts):
         if bucket.slices > 1 and bucket.parameters[0].grad is not None:
-            assert max(p.nbytes for part in seen for p in part.parameters) <= slice_bytes(bucket)
+            assert max(p.nbytes for part in seen for p in part.parameters) <= largest_slice_bytes(bucket)
             assert len(seen) > bucket.slices // 2
 
 
 @pytest.mark.parametrize("limit_bytes", [20_000, 1_000, 1])
 @pytest.mark.parametrize("name", PER_ELEMENT)
 def test_an_update_per_element_gives_the_same_bits(name: str, limit_bytes: int) -> None:
-    assert same(stepped(name, limit_bytes), stepped(name, None))
+    assert is_bitwise_equal(stepped(name, limit_bytes), stepped(name, None))
 
 
 @pytest.mark.parametrize("name", PER_ELEMENT)
 def test_that_it_is_one_is_seen_on_clones(name: str) -> None:
     optimizer = OPTIMIZERS[name](nn.Linear(WIDTH, ROWS))
     before = copy.deepcopy(optimizer.state_dict())
-    assert trial.by_rows(optimizer)
-    assert same(optimizer.state_dict(), before)
+    assert trial.can_step_by_rows(optimizer)
+    assert is_bitwise_equal(optimizer.state_dict(), before)
 
 
 class Trusting(torch.optim.Optimizer):
@@ -112,8 +112,8 @@ def fused(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("make", [Trusting, torch.optim.Adafactor, fused])
 def test_one_that_looks_at_a_whole_parameter_is_not(make: Any) -> None:
     optimizer = make(nn.Linear(WIDTH, ROWS).parameters())
-    assert trial.outcome(optimizer).reason is None
-    assert not trial.by_rows(optimizer)
+    assert trial.try_in_buckets(optimizer).reason is None
+    assert not trial.can_step_by_rows(optimizer)
 
 
 class Marked(torch.optim.Optimizer):
@@ -151,13 +151,13 @@ def test_one_that_is_looked_at_whole_for_its_mark_or_size(
 ) -> None:
     optimizer = Marked(marked(**marks))
     optimizer.param_groups[0]["normed_from"] = normed_from
-    assert trial.by_rows(optimizer) == by_rows
+    assert trial.can_step_by_rows(optimizer) == by_rows
 
 
 def test_a_parameter_of_many_dimensions_is_tried() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones((2,) * 8))])
-    assert trial.outcome(optimizer).reason is None
-    assert trial.by_rows(optimizer)
+    assert trial.try_in_buckets(optimizer).reason is None
+    assert trial.can_step_by_rows(optimizer)
 
 
 def test_slices_have_the_marks_of_their_parameter() -> None:
@@ -170,7 +170,7 @@ def test_slices_have_the_marks_of_their_parameter() -> None:
             parameter.grad = torch.randn_like(parameter)
         step(optimizer)
         results.append([parameter.detach() for parameter in parameters])
-    assert same(*results)
+    assert is_bitwise_equal(*results)
 
 
 def test_what_has_a_factor_or_a_mask_of_its_rows_is_not_cut() -> None:
@@ -181,7 +181,7 @@ def test_what_has_a_factor_or_a_mask_of_its_rows_is_not_cut() -> None:
     ):
         optimizer = Marked(marked(**marks))
         optimizer.state[optimizer.param_groups[0]["params"][1]] = {"state": state}
-        buckets = in_slices(optimizer.param_groups, 4096, optimizer.state)
+        buckets = split_into_slices(optimizer.param_groups, 4096, optimizer.state)
         assert [bucket.slices for bucket in buckets] == [1, slices, 1]
 
 
@@ -229,7 +229,7 @@ def test_an_embedding_trains_where_its_update_does_not_fit(caplog: pytest.LogCap
         ours = trained("23MiB")
     said = [r.getMessage() for r in caplog.records if "some rows at a time" in r.getMessage()]
     assert len(said) == 1 and "AdamW" in said[0]
-    assert same(ours, trained(None))
+    assert is_bitwise_equal(ours, trained(None))
     with pytest.raises(BudgetError, match="needs"):
         trained("19MiB")
 
@@ -237,7 +237,7 @@ def test_an_embedding_trains_where_its_update_does_not_fit(caplog: pytest.LogCap
 def test_a_step_that_calls_the_one_it_inherits_is_tried_by_itself() -> None:
     """Torch wraps the inherited one as well, once an optimizer of that class was made."""
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])
-    assert same(trained("23MiB", Inherited), trained(None, Inherited))
+    assert is_bitwise_equal(trained("23MiB", Inherited), trained(None, Inherited))
 
 
 def test_where_it_cannot_be_cut_it_is_refused_as_before(nothing_left: None) -> None:

@@ -171,7 +171,10 @@ def test_what_dlpack_gave_to_others_stays_where_it_is(model: nn.Module) -> None:
 
 def test_a_capture_moves_nothing_and_what_it_used_stays(model: nn.Module) -> None:
     """As of a CUDA graph, whose kernels read at the addresses of that moment."""
-    begin, end = cuda_graphs.beginning(lambda graph: "begun"), cuda_graphs.ending(lambda graph: "ended")
+    begin, end = (
+        cuda_graphs.wrap_capture_begin(lambda graph: "begun"),
+        cuda_graphs.wrap_capture_end(lambda graph: "ended"),
+    )
     used, read, other = (layer(model, number).weight for number in range(3))
     compiled: Any = torch.compile(
         layer(model, 0), backend="teraio", options={"inner": "eager", "memory": "64MiB"}

@@ -113,11 +113,15 @@ class Bench:
 
     def __init__(self, kind: str = "forward") -> None:
         self.used, self.peak = 100 * MIB, 0
-        mover = stand_in(resident_bytes=50 * MIB, counted_bytes=50 * MIB)
+        mover = stand_in(resident_bytes=50 * MIB, device_counted_bytes=50 * MIB)
         self.residency = stand_in(
-            mover=mover, records={}, budget_bytes=90 * MIB, reserve_bytes=4 * MIB, bury=lambda: None
+            mover=mover,
+            records={},
+            budget_bytes=90 * MIB,
+            reserve_bytes=4 * MIB,
+            forget_dead_records=lambda: None,
         )
-        self.residency.hold, self.residency.elastic = lambda kept_bytes: None, False
+        self.residency.reserve_for_user_code, self.residency.elastic = lambda kept_bytes: None, False
         program = stand_in(schedule=stand_in(kind=kind))
         expected = stand_in(outside={}, kept={})
         self.tracker = stand_in(running=stand_in(), programs=[program], known={}, expected=expected)
@@ -136,9 +140,9 @@ class Bench:
 
     def takes(self, size_bytes: int) -> dict[int, int]:
         """User code does, and the next program comes: what is learnt."""
-        self.outside.begins()
+        self.outside.begin_user_code_measure()
         self.peak += size_bytes
-        self.outside.ends()
+        self.outside.end_user_code_measure()
         learnt: dict[int, int] = self.tracker.outside
         return learnt
 
@@ -165,20 +169,20 @@ def test_what_the_ledger_knows_of_is_not_outside(counted: bool) -> None:
     """A weight was touched: its bytes are in the peak, if the device counts them."""
     bench = Bench()
     mover = bench.residency.mover
-    bench.outside.begins()
+    bench.outside.begin_user_code_measure()
     mover.resident_bytes += 20 * MIB
-    mover.counted_bytes += 20 * MIB * counted
+    mover.device_counted_bytes += 20 * MIB * counted
     bench.peak += 5 * MIB + 20 * MIB * counted
-    bench.outside.ends()
+    bench.outside.end_user_code_measure()
     assert bench.tracker.outside == {3: 5 * MIB}
 
 
 def test_what_compiling_takes_does_not_come_again() -> None:
     bench = Bench()
-    bench.outside.begins()
+    bench.outside.begin_user_code_measure()
     Program(Schedule("backward", (), ()))
     bench.peak += 500 * MIB
-    bench.outside.ends()
+    bench.outside.end_user_code_measure()
     assert bench.tracker.outside == {}
     assert bench.said == []
 
@@ -200,10 +204,10 @@ def test_bytes_that_are_still_coming_are_counted_already_and_come_later() -> Non
 def test_an_optimizers_own_stretch_goes_on_when_it_is_done() -> None:
     """It begins before the optimizer, and user code is handed over once more after it."""
     bench = Bench()
-    bench.outside.begins()
+    bench.outside.begin_user_code_measure()
     bench.peak += 30 * MIB
-    bench.outside.begins()
-    bench.outside.ends()
+    bench.outside.begin_user_code_measure()
+    bench.outside.end_user_code_measure()
     assert bench.tracker.outside == {3: 30 * MIB}
 
 
@@ -223,12 +227,12 @@ def test_steps_that_are_not_measured_are_not_looked_at_but_for_what_was_never_se
 def test_what_user_code_keeps_is_seen_once_in_a_step_that_is_not_measured() -> None:
     bench = Bench()
     tracker, held = bench.tracker, list[int]()
-    bench.residency.hold = held.append
+    bench.residency.reserve_for_user_code = held.append
     tracker.running, tracker.base = None, 17
     for number, kept in ((0, 0), (3, 20 * MIB), (0, 0), (3, 0)):
         tracker.number, tracker.at = number, number + 1
         bench.used = 100 * MIB + kept
-        bench.outside.keeps()
+        bench.outside.reserve_kept_bytes()
         tracker.expected.kept.update(tracker.kept)
         tracker.kept.clear()
     assert tracker.expected.kept == {3: 20 * MIB}

@@ -19,7 +19,7 @@ import teraio
 from teraio.errors import BudgetError
 from teraio.runtime.device import choose
 from teraio.runtime.ledger.residency import Residency
-from teraio.runtime.step.kernel_workspace import NOISE_BYTES, KernelWorkspace, steady
+from teraio.runtime.step.kernel_workspace import NOISE_BYTES, KernelWorkspace, filter_noise
 from teraio.session import session
 
 MIB = 2**20
@@ -36,10 +36,10 @@ class Tensors(RamDevice):
     highest = 0
 
     def reset_peak(self) -> None:
-        self.highest = self.highest_bytes()
+        self.highest = self.highest_used_bytes()
         super().reset_peak()
 
-    def highest_bytes(self) -> int:
+    def highest_used_bytes(self) -> int:
         return max(self.highest, self.peak_bytes())
 
 
@@ -85,7 +85,7 @@ class Chain(nn.Module):
 def kind(
     request: pytest.FixtureRequest, one_thread: None, steady_plans: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[type[Tensors]]:
-    monkeypatch.setattr(choose, "current", lambda kind=None: request.param())
+    monkeypatch.setattr(choose, "choose_device", lambda kind=None: request.param())
     yield request.param
     teraio.reset()
 
@@ -120,7 +120,7 @@ def train(
         optimizer.zero_grad()
         losses.append(float(loss.item()))
         here: Any = session.SESSION.device if session.SESSION is not None else counting
-        peaks.append(here.highest_bytes() - before)
+        peaks.append(here.highest_used_bytes() - before)
     return losses, peaks, before
 
 
@@ -196,7 +196,7 @@ def test_where_nobody_looks_the_budget_is_exceeded(
     kind: type[Tensors], plain: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test of the test: without a look at what is not seen, steps take more than they may."""
-    monkeypatch.setattr(KernelWorkspace, "arrives", lambda self, program, index: 0)
+    monkeypatch.setattr(KernelWorkspace, "end_kernel_measure", lambda self, program, index: 0)
     losses, peaks, _ = train(52 * MIB, kind=kind)
     assert losses == plain
     assert min(peaks[1:]) > 52 * MIB
@@ -216,7 +216,7 @@ class Peaks(Counting):
     def reset_peak(self) -> None:
         pass
 
-    def tries_bytes(self, kernel: str) -> int:
+    def autotuning_bytes(self, kernel: str) -> int:
         return self.tries
 
 
@@ -230,14 +230,14 @@ class Rig:
         counts = SimpleNamespace(peak_bytes=0)
         there = {
             "resident_bytes": 60 * unit,
-            "counted_bytes": 60 * unit,
+            "device_counted_bytes": 60 * unit,
             "foreign_bytes": 0,
             "counts": counts,
         }
         self.residency.mover = SimpleNamespace(**there)  # type: ignore[assignment]
         self.residency.mortal, self.residency.records = {}, {}
         self.asked: list[int] = []
-        self.residency.free = self.free  # type: ignore[method-assign, assignment]
+        self.residency.evict_until_fits = self.free  # type: ignore[method-assign, assignment]
         self.device = Peaks()
         self.device.counts_all = counts_all
         self.short: list[int] = []
@@ -256,9 +256,9 @@ class Rig:
     def runs(self, peak: int, after: int, before: int = 70) -> int:
         """The kernel once: the device's figures before it, at most, and after it. Returns what is new."""
         self.device.used = before * self.unit
-        self.unseen.leaves(self.program, 0, 20 * self.unit)
+        self.unseen.begin_kernel_measure(self.program, 0, 20 * self.unit)
         self.device.peak, self.device.used = peak * self.unit, after * self.unit
-        return self.unseen.arrives(self.program, 0)
+        return self.unseen.end_kernel_measure(self.program, 0)
 
 
 @on_a_gpu
@@ -267,7 +267,7 @@ def test_the_smallest_budget_grows_with_what_stays() -> None:
     rig.runs(peak=95, after=95)
     assert (rig.residency.reserve_bytes, rig.residency.budget_bytes) == (15, 105)
     assert rig.program.unseen_bytes == [0] and rig.short == []
-    rig.unseen.arrives(rig.program, 0)  # not looked at since
+    rig.unseen.end_kernel_measure(rig.program, 0)  # not looked at since
     assert rig.residency.reserve_bytes == 15
 
 
@@ -290,7 +290,7 @@ def test_what_a_kernel_may_try_has_room_in_measured_runs_until_one_has_shown_wha
 
     def asked(measured: bool) -> int:
         rig.asked.clear()
-        rig.unseen.room(rig.program, 0, 20 * NOISE_BYTES, None, measured)
+        rig.unseen.make_room_for_kernel(rig.program, 0, 20 * NOISE_BYTES, None, measured)
         return sum(rig.asked) // NOISE_BYTES
 
     assert (asked(True), asked(False)) == (70, 0)
@@ -306,13 +306,15 @@ def test_the_reserve_is_what_is_there_beside_the_ledger_when_a_measured_step_beg
     rig.runs(peak=100, after=99)
     assert rig.residency.reserve_bytes == 19
     rig.device.used = 85
-    rig.unseen.begins(step=False)  # another program: something of the kernel's may be there still
+    rig.unseen.measure_and_reserve_lasting_bytes(
+        step=False
+    )  # another program: something of the kernel's may be there still
     assert rig.residency.reserve_bytes == 25
     rig.device.used = 74
-    rig.unseen.begins(step=True)
+    rig.unseen.measure_and_reserve_lasting_bytes(step=True)
     assert rig.residency.reserve_bytes == 14
     rig.device.used = 61
-    rig.unseen.begins(step=True)
+    rig.unseen.measure_and_reserve_lasting_bytes(step=True)
     assert rig.residency.reserve_bytes == 10, "never less than it began with"
 
 
@@ -334,9 +336,9 @@ def test_what_a_kernel_takes_varies_by_a_few_bytes_and_counts_as_the_same() -> N
     seen = [9 * NOISE_BYTES + more for more in (100, 1124, 90, NOISE_BYTES, 0, 1 - NOISE_BYTES)]
     told = [0]
     for each in seen:
-        told.append(steady(told[-1], each))
+        told.append(filter_noise(told[-1], each))
         assert told[-1] >= each
     assert set(told[1:]) == {10 * NOISE_BYTES}
-    assert steady(10 * NOISE_BYTES, 12 * NOISE_BYTES + 1) == 13 * NOISE_BYTES
-    assert steady(10 * NOISE_BYTES, 4 * NOISE_BYTES) == 4 * NOISE_BYTES
-    assert steady(0, NOISE_BYTES - 1) == 0 and steady(10 * NOISE_BYTES, 0) == 0
+    assert filter_noise(10 * NOISE_BYTES, 12 * NOISE_BYTES + 1) == 13 * NOISE_BYTES
+    assert filter_noise(10 * NOISE_BYTES, 4 * NOISE_BYTES) == 4 * NOISE_BYTES
+    assert filter_noise(0, NOISE_BYTES - 1) == 0 and filter_noise(10 * NOISE_BYTES, 0) == 0

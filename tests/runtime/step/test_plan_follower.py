@@ -35,8 +35,8 @@ class World:
             serial=1,
             failed={},
             in_use=lambda record: False,
-            evict=lambda record, tier: setattr(record, "state", State.LEAVING),
-            makes_way=lambda extra_bytes, tick: extra_bytes <= self.room,
+            begin_evict_if_resizable=lambda record, tier: setattr(record, "state", State.LEAVING),
+            try_room_by_planned_evictions=lambda extra_bytes, tick: extra_bytes <= self.room,
         )
         self.residency.shortage = DeviceShortage(self.mover, lambda stays: None)  # type: ignore[arg-type]
         self.residency.pending_evictions = PendingEvictions(
@@ -54,7 +54,7 @@ class World:
             evictable=True,
             key=name,
             pending=None,
-            dead=lambda: False,
+            is_dead=lambda: False,
         )
 
     def writing(self, name: str) -> Any:
@@ -74,14 +74,14 @@ class World:
         record.state = State.AWAY
 
     def follow(self, *moves: Evict | Fetch) -> None:
-        self.expected.follow(plan := Plan("", "greedy", 8, (), moves), table_of(plan, TICKS))
+        self.expected.set_plan(plan := Plan("", "greedy", 8, (), moves), table_of(plan, TICKS))
         self.follower = PlanFollower(self.residency, self.mover)
 
     def at(self, tick: int, live_bytes: int = 0) -> list[str]:
         """What begins at this tick."""
         before = len(self.begun)
-        if self.expected.moves_at(tick):
-            self.follower.follow(SlotPosition(self.expected, tick, live_bytes), ())
+        if self.expected.has_moves_at(tick):
+            self.follower.follow_plan_at_slot(SlotPosition(self.expected, tick, live_bytes), ())
         return self.begun[before:]
 
 
@@ -90,12 +90,12 @@ def test_a_late_fetch_begins_at_the_first_slot_with_room_and_in_the_order_of_the
     world.follow(Fetch("a", "ssd", 0, 3), Fetch("b", "ssd", 0, 3), Fetch("c", "ssd", 1, 3))
     assert world.at(0) == ["a"]
     assert not world.at(1, live_bytes=1), "neither b nor, beside what the kernel holds, c"
-    assert world.expected.moves_at(2), "no move is planned there, but two are late"
+    assert world.expected.has_moves_at(2), "no move is planned there, but two are late"
     assert not world.at(2, live_bytes=1)
     world.room = 4
     assert world.at(3) == ["b", "c"]
     assert not world.expected.late
-    assert not world.expected.moves_at(2)
+    assert not world.expected.has_moves_at(2)
     counts = world.mover.counts
     assert (counts.planned_moves, counts.skipped_moves) == (1, 2)
 
@@ -116,7 +116,7 @@ def test_what_is_to_be_gone_is_not_fetched_late(gone: str) -> None:
     world.follow(Fetch("a", "ssd", 0, 3), Evict("a", "ssd", 1))
     assert not world.at(0)
     if gone == "with its last tensor":
-        world.records["a"].dead = lambda: True
+        world.records["a"].is_dead = lambda: True
     world.room = 2
     assert not world.at(1)
     assert not world.at(2)
@@ -156,7 +156,7 @@ def test_who_needs_room_waits_for_as_many_as_it_takes_in_the_order_of_the_plan()
         world.at(tick)
     going = world.residency.pending_evictions
     assert going.size_bytes == 6
-    assert going.end_until(lambda: world.room >= 3, by_plan=True) is None
+    assert going.end_evictions_until_enough(lambda: world.room >= 3, by_plan=True) is None
     assert [world.records[name].state for name in "abc"] == [State.LEAVING, State.AWAY, State.AWAY]
     assert going.size_bytes == 2 and world.room == 4
 
@@ -170,17 +170,17 @@ def test_what_is_needed_after_all_does_not_go(why: str) -> None:
     if why == "it came back":
         world.records["a"].state = State.DEVICE
     elif why == "it died":  # its bytes with it, and they are counted
-        world.records["a"].pending, world.records["a"].dead = None, lambda: True
+        world.records["a"].pending, world.records["a"].is_dead = None, lambda: True
     else:
         world.used.add("a")
     done.is_so = True
     going = world.residency.pending_evictions
-    going.end_done()
-    assert going.end_until(lambda: False) is None
+    going.end_evictions_already_written()
+    assert going.end_evictions_until_enough(lambda: False) is None
     assert going.size_bytes == 0 == world.room
     assert world.records["a"].state is not State.AWAY
     world.used.clear()
-    going.end_done()
+    going.end_evictions_already_written()
     assert (world.records["a"].state is State.AWAY) == (why == "a kernel uses it")
 
 
@@ -192,7 +192,7 @@ def test_what_is_to_come_back_before_it_has_gone_stays() -> None:
     for tick in range(3):
         assert not world.at(tick)
     done.is_so = True
-    world.residency.pending_evictions.end_done()
+    world.residency.pending_evictions.end_evictions_already_written()
     assert world.records["a"].state is State.LEAVING and world.room == 0
     counts = world.mover.counts
     assert (counts.planned_moves, counts.skipped_moves) == (3, 0)
@@ -205,8 +205,8 @@ def test_a_write_that_failed_is_told_to_who_waited() -> None:
     for name in "ab":
         world.records[name].state = State.LEAVING
         going.add(world.records[name])
-    assert going.end_until(lambda: False, by_plan=True) is None and len(failures) == 2
-    assert str(going.end_until(lambda: False)) == "no room"
+    assert going.end_evictions_until_enough(lambda: False, by_plan=True) is None and len(failures) == 2
+    assert str(going.end_evictions_until_enough(lambda: False)) == "no room"
     assert not failures and not going.records
 
 
@@ -231,10 +231,10 @@ def test_a_kernel_that_needs_room_sends_no_other_tensor_away_for_it() -> None:
     world.records["idle"].storage, world.records["idle"].used_at = lambda: None, -1
     world.records["gone"].state = State.LEAVING
     residency.pending_evictions.add(world.records["gone"])
-    residency.bury = lambda among=None: None  # type: ignore[method-assign]
-    assert residency.free(0, None) == (0, None) and not ended
-    assert residency.free(1, None) == (0, None) and ended == ["gone"]
-    assert residency.free(4, None) == (0, None) and ended == ["gone", "idle"]
+    residency.forget_dead_records = lambda among=None: None  # type: ignore[method-assign]
+    assert residency.evict_until_fits(0, None) == (0, None) and not ended
+    assert residency.evict_until_fits(1, None) == (0, None) and ended == ["gone"]
+    assert residency.evict_until_fits(4, None) == (0, None) and ended == ["gone", "idle"]
 
 
 def test_what_is_next_to_nothing_leaves_last() -> None:
@@ -264,16 +264,16 @@ def test_a_late_write_that_fails_is_no_error_of_who_needs_the_tensor(how: str) -
     def keep(storage: Any, pending: Any) -> None:
         raise StoreError("no room", tensor="a", path="")
 
-    device: Any = SimpleNamespace(keep=lambda pending: keep(None, pending))
+    device: Any = SimpleNamespace(end_copy_without_freeing=lambda pending: keep(None, pending))
     mover = Mover(SimpleNamespace(), device)  # type: ignore[arg-type]
     residency = Residency(mover, budget_bytes=2**20, reserve_bytes=0)
     record: Any = SimpleNamespace(
         name="a", key=1, size_bytes=4, state=State.LEAVING, evictable=True, used_at=0, pins=0, clean=False
     )
-    record.pending, record.dead = SimpleNamespace(ticket=None), lambda: False
+    record.pending, record.is_dead = SimpleNamespace(ticket=None), lambda: False
     residency.pending_evictions.add(record, by_plan=True)
     if how == "to come back by its plan":
-        assert residency.pending_evictions.stays(record)
-    residency.ensure([record], 0, "kernel", None)
+        assert residency.pending_evictions.cancel_eviction(record)
+    residency.make_resident_within_budget([record], 0, "kernel", None)
     assert record.state is State.DEVICE and not record.clean
     assert residency.failed == {1: record} and mover.counts.failed_moves == 1

@@ -39,13 +39,13 @@ def program(
 def test_a_backward_has_let_its_arguments_go_when_a_later_kernel_runs() -> None:
     """They, and other things of 10 KiB, cannot move when it begins."""
     backward, _ = program("backward")
-    assert backward.floor(40 * KIB) == (10 * KIB, 58 * KIB, "matmul")
+    assert backward.largest_kernel_need(40 * KIB) == (10 * KIB, 58 * KIB, "matmul")
 
 
 def test_a_kernel_that_uses_them_still_has_them() -> None:
     backward, _ = program("backward")
     backward.stops = backward.stops[:2]
-    assert backward.floor(40 * KIB) == (40 * KIB, 4 * KIB, "loss")
+    assert backward.largest_kernel_need(40 * KIB) == (40 * KIB, 4 * KIB, "loss")
 
 
 def test_what_stays_with_someone_counts_to_the_end() -> None:
@@ -57,11 +57,11 @@ def test_what_stays_with_someone_counts_to_the_end() -> None:
         program("backward", logits="grad"),
         program("backward", returned=True),
     ):
-        assert kept[0].floor(40 * KIB) == (40 * KIB, 58 * KIB, "matmul")
+        assert kept[0].largest_kernel_need(40 * KIB) == (40 * KIB, 58 * KIB, "matmul")
 
 
 def test_two_arguments_in_one_storage_count_once() -> None:
     """And as long as either is used."""
     backward, _tensors = program("backward")
     backward.bound[WEIGHT] = backward.bound[LOGITS]
-    assert backward.floor(40 * KIB) == (40 * KIB, 50 * KIB, "matmul")
+    assert backward.largest_kernel_need(40 * KIB) == (40 * KIB, 50 * KIB, "matmul")

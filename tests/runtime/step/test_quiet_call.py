@@ -33,13 +33,13 @@ def no_drift(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each call, whether it was a calm one."""
     found: list[bool] = []
-    begins = QuietCall.begins
+    begins = QuietCall.begin_if_quiet
 
     def counted(self: QuietCall, program: Program) -> None:
         begins(self, program)
         found.append(self.program is not None)
 
-    monkeypatch.setattr(QuietCall, "begins", counted)
+    monkeypatch.setattr(QuietCall, "begin_if_quiet", counted)
     return found
 
 
@@ -134,15 +134,15 @@ class Changing(Run):
     calm = 0
 
     def _on_step(self, step: Any) -> None:
-        self.engine.settle(None)
+        self.engine.settle_plan(None)
 
     def step(self) -> None:
         little = self.budget
         if self.steps % 4 > 1:
             self.budget = little + 10_000
-            self.engine.resize(self.budget * CELL)
+            self.engine.set_budget(self.budget * CELL)
         else:
-            self.engine.resize(self.budget * CELL)
+            self.engine.set_budget(self.budget * CELL)
         super().step()
         self.budget = little
 
@@ -161,7 +161,7 @@ def test_random_programs_read_what_they_should_whether_calls_are_calm_or_not(
                 assert one.go() == [], f"seed {seed}"
                 break
             except BudgetError:
-                one.engine.shut_down()
+                one.engine.fetch_all_and_close()
                 more += 2
     assert calls.count(True) > 25
 
@@ -181,7 +181,7 @@ def test_what_a_calm_call_writes_has_an_old_copy(calls: list[bool], tmp_path: Pa
         assert record.clean is False
         record.clean = True
     assert calls[-1]
-    one.engine.shut_down()
+    one.engine.fetch_all_and_close()
 
 
 def test_a_call_that_an_error_ends_leaves_nothing_behind(calls: list[bool]) -> None:

@@ -71,13 +71,13 @@ def test_they_are_what_their_type_says_and_json() -> None:
 
 def test_a_step_that_is_told_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug: sums of a step begin where the run began."""
-    begins = StepMeter.begins
+    begins = StepMeter.begin_step
 
     def forgets(self: StepMeter) -> None:
         begins(self)
         self.at_begin = (0, 0, 0, 0)
 
-    monkeypatch.setattr(StepMeter, "begins", forgets)
+    monkeypatch.setattr(StepMeter, "begin_step", forgets)
     with pytest.raises(AssertionError):
         test_each_step_is_told_when_it_was_taken_and_adds_up()
 

@@ -15,7 +15,7 @@ from teraio.runtime.step.tracker import EXPECTATIONS_MAX, StepTracker
 def program(name: str, slots: int = 3, kind: ProgramKind = "forward") -> Any:
     """What the tracker looks at, of a program of so many slots."""
     schedule = Schedule(kind, (), tuple(Slot(f"{name}{i}", (), (), 0) for i in range(slots)))
-    return SimpleNamespace(schedule=schedule, identity=schedule.identity, bound=[])
+    return SimpleNamespace(schedule=schedule, identity=schedule.identity_hash, bound=[])
 
 
 A, B = program("a"), program("b", slots=2)
@@ -25,8 +25,8 @@ def run(tracker: StepTracker, *programs: Any) -> list[list[int | None]]:
     """The ticks at the slots of these calls."""
     ticks = []
     for each in programs:
-        tracker.enter(each)
-        ticks.append([tracker.tick(index) for index in range(len(each.schedule.slots))])
+        tracker.begin_call(each)
+        ticks.append([tracker.tick_of_slot(index) for index in range(len(each.schedule.slots))])
     return ticks
 
 
@@ -40,10 +40,10 @@ def steps_of(tracker: StepTracker, calls: str) -> str:
     programs = {each: program(each, kind="forward" if each == "t" else "inference") for each in "ijt"}
     told = ""
     for each in calls:
-        if tracker.is_over(programs[each], None):
+        if tracker.is_step_over_before(programs[each], None):
             finish(tracker)
             told += " "
-        tracker.enter(programs[each])
+        tracker.begin_call(programs[each])
         tracker.without_grad |= each != "t"
         tracker.stepped = 7 if each == "t" else None
         told += each
@@ -54,9 +54,9 @@ def test_the_first_step_has_no_ticks_and_the_second_has_them_all() -> None:
     tracker = StepTracker()
     assert run(tracker, A, B, A) == [[None] * 3, [None] * 2, [None] * 3]
     step = finish(tracker)
-    assert [call.schedule.identity for call in step.calls] == [A.identity, B.identity, A.identity]
+    assert [call.schedule.identity_hash for call in step.calls] == [A.identity, B.identity, A.identity]
     assert run(tracker, A, B, A) == [[0, 1, 2], [3, 4], [5, 6, 7]]
-    assert tracker.length == 8
+    assert tracker.tick_count == 8
 
 
 def test_another_order_is_followed_from_the_second_time_on() -> None:
@@ -78,7 +78,7 @@ def test_a_step_longer_than_the_last_has_no_ticks_beyond_it() -> None:
 def test_a_call_that_was_abandoned_is_no_part_of_the_step() -> None:
     tracker = StepTracker()
     run(tracker, A)
-    tracker.abandon()
+    tracker.abandon_call()
     run(tracker, A, B)
     assert len(finish(tracker).calls) == 2
     assert run(tracker, A, B) == [[0, 1, 2], [3, 4]]
@@ -94,20 +94,20 @@ def test_an_optimizer_ends_the_step_and_a_second_one_belongs_to_it() -> None:
     for name in ("first", "second"):
         run(tracker, program(name, slots=1))
         tracker.stepped = 7
-    assert tracker.is_over(A, None)
+    assert tracker.is_step_over_before(A, None)
     step = finish(tracker)
     assert len(step.calls) == 3
     assert step.end_ns == 7
-    assert not tracker.is_over(A, None)
+    assert not tracker.is_step_over_before(A, None)
 
 
 def test_inference_is_a_step_each_time_it_comes_round() -> None:
     tracker = StepTracker()
     block = program("block", kind="inference")
     for mark in ("layer 0", "layer 1"):
-        assert not tracker.is_over(block, mark)
-        tracker.enter(block, mark)
-    assert tracker.is_over(block, "layer 0")
+        assert not tracker.is_step_over_before(block, mark)
+        tracker.begin_call(block, mark)
+    assert tracker.is_step_over_before(block, "layer 0")
     assert len(finish(tracker).calls) == 2
 
 
@@ -160,16 +160,17 @@ def test_a_step_that_never_ends_is_none() -> None:
     """Forwards without an optimizer: what is kept per call is bounded."""
     loop = SimpleNamespace(
         tracker=StepTracker(),
-        unresizable=SimpleNamespace(look=lambda: None),
-        registry=SimpleNamespace(forget_names=lambda: None),
-        gradients=SimpleNamespace(enter=lambda program: None),
-        expect=lambda: None,
+        unresizable=SimpleNamespace(detect_and_adopt_newly_unresizable=lambda: None),
+        registry=SimpleNamespace(forget_names_of_step=lambda: None),
+        gradients=SimpleNamespace(begin_call=lambda program: None),
+        update_expected_uses=lambda: None,
         user=SimpleNamespace(
-            eager_memory=SimpleNamespace(ends=lambda: None, keeps=lambda: None), end_step=frozenset
+            eager_memory=SimpleNamespace(end_user_code_measure=lambda: None, reserve_kept_bytes=lambda: None),
+            end_step=frozenset,
         ),
     )
     for _ in range(2 * engine.CALLS_MAX + 10):
-        engine.Engine._enter(loop, A, ())  # type: ignore[arg-type]
+        engine.Engine._begin_call(loop, A, ())  # type: ignore[arg-type]
         assert len(loop.tracker.calls) <= engine.CALLS_MAX
 
 

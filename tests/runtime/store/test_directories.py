@@ -225,7 +225,7 @@ def test_tmpfs_is_refused_or_counted_as_memory(caplog: pytest.LogCaptureFixture)
         refused(path, "tmpfs, which is memory")
         with caplog.at_level(logging.WARNING, "teraio"):
             store = Store(path, 4 * MIB, accept=("tmpfs",))
-        assert store.host_memory_bytes >= 4 * MIB and "still takes RAM" in caplog.text
+        assert store.tmpfs_limit_bytes >= 4 * MIB and "still takes RAM" in caplog.text
         churn(store, 3, largest=MIB // 2)
         store.close()
     finally:
@@ -233,7 +233,7 @@ def test_tmpfs_is_refused_or_counted_as_memory(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_network_is_refused_unless_asked_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directories, "kind_of", lambda fd: "NFS")
+    monkeypatch.setattr(directories, "file_system_name", lambda fd: "NFS")
     refused(root, "NFS")
     Store(root, MIB, accept=("network",)).close()
 
@@ -257,7 +257,7 @@ def test_without_direct_io_it_says_so_once_with_the_cost(
     with caplog.at_level(logging.WARNING, "teraio"):
         store = Store(root, 16 * MIB)
     monkeypatch.undo()
-    assert not store.direct
+    assert not store.is_direct
     assert len(store.fallbacks) == 1 == len(caplog.records)
     assert "quarter of the speed" in store.fallbacks[0] and str(root) in store.fallbacks[0]
     churn(store, 4)
@@ -271,7 +271,7 @@ def fcntl_flags(fd: int) -> int:
 
 
 def test_a_fallback_can_be_made_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.StoreFile, "check_direct", lambda self: False)
+    monkeypatch.setattr(files.StoreFile, "try_direct_io", lambda self: False)
     with pytest.raises(StoreError, match=r"no direct I/O.*on_fallback"):
         Store(root, MIB, on_fallback="error")
     assert not list(root.iterdir())
@@ -287,9 +287,9 @@ def test_the_default_is_the_roomier_disk_and_never_memory(
     monkeypatch.setattr(
         directories.Directory, "free_bytes", lambda self: 2 if temp in self.path.parents else 1
     )
-    assert directories.default_directories() == (temp / f"teraio-{os.geteuid()}",)
+    assert directories.choose_default_directories() == (temp / f"teraio-{os.geteuid()}",)
     monkeypatch.setattr(directories.Directory, "free_bytes", lambda self: 1)
-    assert directories.default_directories() == (cache / "teraio" / "store",)
+    assert directories.choose_default_directories() == (cache / "teraio" / "store",)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(directories.tempfile, "gettempdir", lambda: str(temp))
@@ -299,10 +299,10 @@ def test_the_default_is_the_roomier_disk_and_never_memory(
     monkeypatch.setattr(
         directories.Directory, "free_bytes", lambda self: 2 if temp in self.path.parents else 1
     )
-    assert directories.default_directories() == (temp / f"teraio-{os.geteuid()}",)
-    monkeypatch.setattr(directories, "kind_of", lambda fd: "tmpfs")
+    assert directories.choose_default_directories() == (temp / f"teraio-{os.geteuid()}",)
+    monkeypatch.setattr(directories, "file_system_name", lambda fd: "tmpfs")
     with pytest.raises(StoreError, match="no disk"):
-        directories.default_directories()
+        directories.choose_default_directories()
 
 
 def without(gone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,12 +327,12 @@ def test_a_file_system_that_is_gone_is_refused_and_no_default(
     without(gone, monkeypatch)
     for path in (gone, gone / "below"):
         with pytest.raises(StoreError, match=f"{path} cannot be a store .* Transport endpoint"):
-            directories.open_place(path)
+            directories.open_store_directory(path)
         with pytest.raises(StoreError, match="Transport endpoint"):
-            stale_directories.leftovers(path)
+            stale_directories.list_store_directories(path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(gone))
     monkeypatch.setattr(directories.tempfile, "gettempdir", lambda: str(temp))
-    assert directories.default_directories() == (temp / f"teraio-{os.geteuid()}",)
+    assert directories.choose_default_directories() == (temp / f"teraio-{os.geteuid()}",)
 
 
 def test_importing_the_store_needs_no_torch() -> None:

@@ -49,10 +49,14 @@ def tree_of_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_drives_below_a_partition_and_a_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree_of_blocks(tmp_path, monkeypatch)
-    assert drive_health.disks_below("259:0") == drive_health.disks_below("259:2") == ["nvme0n1"]
-    assert drive_health.disks_below("253:0") == ["nvme0n1", "nvme1n1"]
+    assert (
+        drive_health.disks_of_block_device("259:0")
+        == drive_health.disks_of_block_device("259:2")
+        == ["nvme0n1"]
+    )
+    assert drive_health.disks_of_block_device("253:0") == ["nvme0n1", "nvme1n1"]
     with pytest.raises(drive_health.NoAnswer, match="7:7"):
-        drive_health.disks_below("7:7")
+        drive_health.disks_of_block_device("7:7")
 
 
 def test_a_file_system_without_a_number_is_found_where_it_is_mounted(
@@ -63,12 +67,12 @@ def test_a_file_system_without_a_number_is_found_where_it_is_mounted(
     own, mounts = f"{os.major(number)}:{os.minor(number)}", tmp_path / "mountinfo"
     monkeypatch.setattr(drive_health, "MOUNTS", mounts)
     mounts.write_text(f"36 35 {own} / /mnt rw,noatime shared:1 - btrfs /dev/null rw\n")
-    assert drive_health.device_of(tmp_path) == "1:3"
+    assert drive_health.device_number_of_path(tmp_path) == "1:3"
     mounts.write_text(f"36 35 {own} / /mnt rw - btrfs /dev/nowhere rw\n")
-    (told,) = drive_health.of_drives(tmp_path)
+    (told,) = drive_health.health_of_drives(tmp_path)
     assert isinstance(told, drive_health.NoAnswer) and str(told).startswith("/dev/nowhere: ")
     mounts.write_text(f"36 35 {own} / /mnt rw - overlay overlay rw\n")
-    (told,) = drive_health.of_drives(tmp_path)
+    (told,) = drive_health.health_of_drives(tmp_path)
     assert isinstance(told, drive_health.NoAnswer) and "does not say which drive" in str(told)
 
 
@@ -86,16 +90,16 @@ def test_a_drive_is_asked_for_its_log_and_nothing_else(monkeypatch: pytest.Monke
         return 0
 
     monkeypatch.setattr(drive_health.fcntl, "ioctl", drive)
-    assert drive_health.told("nvme0n1", drive_health._page(7)) == drive_health.DriveHealth(
-        "nvme0n1", 130, 9, 10, 2**70 * 512_000, 7, 1
-    )
+    assert drive_health.parse_smart_page(
+        "nvme0n1", drive_health._read_smart_page(7)
+    ) == drive_health.DriveHealth("nvme0n1", 130, 9, 10, 2**70 * 512_000, 7, 1)
     monkeypatch.setattr(drive_health.fcntl, "ioctl", lambda *asked: 0x4002)
     with pytest.raises(OSError, match="0x4002"):
-        drive_health._page(7)
+        drive_health._read_smart_page(7)
 
 
 def test_a_drive_that_cannot_be_asked_is_said_with_its_name() -> None:
     with pytest.raises(drive_health.NoAnswer, match="vda is no NVMe drive"):
-        drive_health.read("vda")
+        drive_health.read_drive_health("vda")
     with pytest.raises(drive_health.NoAnswer, match=r"/dev/nvme99n9: .*root may"):
-        drive_health.read("nvme99n9")
+        drive_health.read_drive_health("nvme99n9")

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from store_rig import check_extents
 
-from teraio.runtime.store.extents import STRIPE_BYTES, Extents, Piece, rounded
+from teraio.runtime.store.extents import STRIPE_BYTES, Extents, Piece, round_up_to_blocks
 
 BLOCK = 4096
 
@@ -31,34 +31,36 @@ def test_every_block_has_one_owner_and_free_bytes_can_be_used(
         if blocks > 0:
             size = blocks * BLOCK - short
             free = extents.free_bytes
-            pieces = extents.take(size)
-            assert (pieces is not None) == (rounded(size) <= free), "it fits exactly if that much is free"
+            pieces = extents.reserve_pieces(size)
+            assert (pieces is not None) == (round_up_to_blocks(size) <= free), (
+                "it fits exactly if that much is free"
+            )
             if pieces is not None:
                 assert sum(piece[2] for piece in pieces) == size
                 assert all(offset % BLOCK == 0 for _, offset, _ in pieces)
                 assert all(size % BLOCK == 0 for _, _, size in pieces[:-1])
-                assert extents.free_bytes == free - rounded(size)
+                assert extents.free_bytes == free - round_up_to_blocks(size)
                 live.append(pieces)
         elif live and blocks == 0:
-            extents.give(live.pop(pick % len(live)))
+            extents.release_pieces(live.pop(pick % len(live)))
         elif live:
             file, offset, size = live[pick % len(live)][0]
-            skip = pick % (rounded(size) // BLOCK) * BLOCK
-            extents.bury([(file, offset + skip, min(BLOCK, size - skip))])
+            skip = pick % (round_up_to_blocks(size) // BLOCK) * BLOCK
+            extents.retire_pieces([(file, offset + skip, min(BLOCK, size - skip))])
         check_extents(extents, live)
     for pieces in live:
-        extents.give(pieces)
+        extents.release_pieces(pieces)
     check_extents(extents, [])
     assert extents.free_bytes == extents.capacity_bytes - extents.dead_bytes
 
 
 def test_the_extent_that_was_freed_last_goes_out_first() -> None:
     extents = Extents([100 * BLOCK])
-    first, second = extents.take(5000), extents.take(5000)
+    first, second = extents.reserve_pieces(5000), extents.reserve_pieces(5000)
     assert first and second
-    extents.give(first)
-    extents.give(second)
-    assert extents.take(5000) == second and extents.take(5000) == first
+    extents.release_pieces(first)
+    extents.release_pieces(second)
+    assert extents.reserve_pieces(5000) == second and extents.reserve_pieces(5000) == first
 
 
 def test_mixed_sizes_do_not_grow_without_bound() -> None:
@@ -69,19 +71,19 @@ def test_mixed_sizes_do_not_grow_without_bound() -> None:
     peak = 0
     for _ in range(20_000):
         if len(live) > 40:
-            extents.give(live.pop(random_.randrange(len(live))))
-        pieces = extents.take(int(2 ** random_.uniform(12, 27)))
+            extents.release_pieces(live.pop(random_.randrange(len(live))))
+        pieces = extents.reserve_pieces(int(2 ** random_.uniform(12, 27)))
         assert pieces is not None
         live.append(pieces)
         peak = max(peak, extents.used_bytes)
     assert extents.files[0].end < 1.5 * peak, (extents.files[0].end, peak)
-    assert len(extents.files[0].runs()) < 200
+    assert len(extents.files[0].list_free_runs()) < 200
     assert sum(map(len, live)) < 8 * len(live), "extents fall to pieces"
 
 
 def test_stripes_go_where_the_weights_say() -> None:
     extents = Extents([1 << 34, 1 << 34], weights=[3, 1])
-    pieces = extents.take(64 * STRIPE_BYTES)
+    pieces = extents.reserve_pieces(64 * STRIPE_BYTES)
     assert pieces is not None
     by_file = [sum(size for file, _, size in pieces if file == number) for number in (0, 1)]
     assert by_file == [48 * STRIPE_BYTES, 16 * STRIPE_BYTES]
@@ -90,36 +92,36 @@ def test_stripes_go_where_the_weights_say() -> None:
 
 def test_small_tensors_are_dealt_to_all_files() -> None:
     extents = Extents([1 << 30] * 4)
-    taken = [extents.take(BLOCK) for _ in range(40)]
+    taken = [extents.reserve_pieces(BLOCK) for _ in range(40)]
     counts = [sum(pieces[0][0] == file for pieces in taken if pieces) for file in range(4)]
     assert counts == [10] * 4
 
 
 def test_a_full_file_leaves_the_rest_to_the_others() -> None:
     extents = Extents([2 * STRIPE_BYTES, 6 * STRIPE_BYTES])
-    assert extents.take(8 * STRIPE_BYTES) is not None
-    assert extents.free_bytes == 0 and extents.take(1) is None
+    assert extents.reserve_pieces(8 * STRIPE_BYTES) is not None
+    assert extents.free_bytes == 0 and extents.reserve_pieces(1) is None
 
 
 def test_the_capacity_holds_over_all_files() -> None:
     extents = Extents([100 * BLOCK, 100 * BLOCK], capacity_bytes=50 * BLOCK)
-    assert extents.take(51 * BLOCK) is None
-    pieces = extents.take(50 * BLOCK)
-    assert pieces and extents.take(1) is None
-    extents.give(pieces)
+    assert extents.reserve_pieces(51 * BLOCK) is None
+    pieces = extents.reserve_pieces(50 * BLOCK)
+    assert pieces and extents.reserve_pieces(1) is None
+    extents.release_pieces(pieces)
     assert extents.free_bytes == 50 * BLOCK
 
 
 @pytest.mark.parametrize("keep_whole", [True, False])
 def test_what_is_buried_never_comes_back(keep_whole: bool) -> None:
     extents = Extents([10 * BLOCK])
-    pieces = extents.take(10 * BLOCK)
+    pieces = extents.reserve_pieces(10 * BLOCK)
     assert pieces
-    extents.bury([(0, 3 * BLOCK, 5000)])
-    extents.bury([(0, 4 * BLOCK, BLOCK)])
-    extents.give(pieces, keep_whole)
+    extents.retire_pieces([(0, 3 * BLOCK, 5000)])
+    extents.retire_pieces([(0, 4 * BLOCK, BLOCK)])
+    extents.release_pieces(pieces, keep_whole)
     assert extents.dead_bytes == 2 * BLOCK and extents.free_bytes == 8 * BLOCK
-    again = extents.take(8 * BLOCK)
+    again = extents.reserve_pieces(8 * BLOCK)
     assert again == ((0, 5 * BLOCK, 5 * BLOCK), (0, 0, 3 * BLOCK)) or again == (
         (0, 0, 3 * BLOCK),
         (0, 5 * BLOCK, 5 * BLOCK),

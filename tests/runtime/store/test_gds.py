@@ -47,11 +47,15 @@ class Stage:
         self.slabs = [bytearray(SLAB) for _ in range(count)]
         self.marks: list[Mark] = []
 
-    def fill(self, slab: bytearray, storage: Storage, at: int, size_bytes: int, mark: Mark) -> None:
+    def copy_storage_to_slab(
+        self, slab: bytearray, storage: Storage, at: int, size_bytes: int, mark: Mark
+    ) -> None:
         self.marks.append(mark)
         slab[:size_bytes] = storage.data[at : at + size_bytes]
 
-    def empty(self, slab: bytearray, storage: Storage, at: int, size_bytes: int, mark: Mark) -> None:
+    def copy_slab_to_storage(
+        self, slab: bytearray, storage: Storage, at: int, size_bytes: int, mark: Mark
+    ) -> None:
         self.marks.append(mark)
         storage.data[at : at + size_bytes] = slab[:size_bytes]
 
@@ -132,46 +136,46 @@ def test_tensors_of_all_sizes_go_out_and_come_back(path: Path) -> None:
     for size in (1, 4095, 4096, 4097, SLAB, SLAB + 1, 5 * SLAB + 77):
         extents.append((offset, random.Random(size).randbytes(size)))
         offset += -(-size // 4096) * 4096
-    for ticket in [file.write(at)(Storage(data), Mark()) for at, data in extents]:
+    for ticket in [file.copy_out_starter(at)(Storage(data), Mark()) for at, data in extents]:
         ticket.wait()
         assert ticket.done()
     for at, data in extents:
         came = Storage(bytes(len(data)))
-        file.read(at)(came, Mark()).wait()
+        file.copy_in_starter(at)(came, Mark()).wait()
         assert came.data == data
     assert file.close()
 
 
 def test_it_is_a_start_like_any_other(path: Path) -> None:
     """`Device.begin_evict` and `begin_fetch` take what `write` and `read` give; every copy gets the mark."""
-    stage, cpu, storage = Stage(), device.Ordered(), Storage(b"x" * 3 * SLAB)
-    cpu.mark = lambda: Mark("event", 7)  # type: ignore[method-assign]
+    stage, cpu, storage = Stage(), device.OrderedDevice(), Storage(b"x" * 3 * SLAB)
+    cpu.mark_compute_stream = lambda: Mark("event", 7)  # type: ignore[method-assign]
     file = gds.DirectFile(path, stage)
-    cpu.end_copy_out(cpu.begin_copy_out(storage, file.write(0, "w")))
+    cpu.end_copy_and_free(cpu.begin_copy_out(storage, file.copy_out_starter(0, "w")))
     assert storage.nbytes() == 0
-    cpu.end_copy_in(cpu.begin_copy_in(storage, 3 * SLAB, file.read(0, "w")))
+    cpu.end_copy_in(cpu.begin_copy_in(storage, 3 * SLAB, file.copy_in_starter(0, "w")))
     assert storage.data == b"x" * 3 * SLAB
     assert stage.marks == [Mark("event", 7)] * 6
     assert file.close()
 
 
 def test_neither_kvikio_nor_cufile_may_fall_back(path: Path) -> None:
-    assert gds.open_direct(path, Stage()).close()
+    assert gds.open_direct_file(path, Stage()).close()
     assert kvikio_mode.compat == "off"
     kvikio_mode.cufile_falls_back = True
     with pytest.raises(Exception, match="allow_compat_mode"):
-        gds.open_direct(path, Stage())
+        gds.open_direct_file(path, Stage())
     kvikio_mode.refuse = True
     with pytest.raises(Exception, match=r"cuFile refuses .*5008"):
-        gds.open_direct(path, Stage())
+        gds.open_direct_file(path, Stage())
 
 
 def test_a_demand_overtakes_prefetches(path: Path) -> None:
     gate = threading.Event()
     ToyFile.trouble = gate
     file = gds.DirectFile(path, Stage(1))
-    tickets = [file.read(4096 * index)(Storage(bytes(4096)), Mark()) for index in range(4)]
-    tickets.append(file.read(40960, demand=True)(Storage(bytes(4096)), Mark()))
+    tickets = [file.copy_in_starter(4096 * index)(Storage(bytes(4096)), Mark()) for index in range(4)]
+    tickets.append(file.copy_in_starter(40960, demand=True)(Storage(bytes(4096)), Mark()))
     gate.set()
     for ticket in tickets:
         ticket.wait()
@@ -196,11 +200,11 @@ def test_an_error_has_the_class_and_number_of_its_text(
     file = gds.DirectFile(path, Stage())
     ToyFile.trouble = RuntimeError(text)
     with pytest.raises(kind, match="tensor 'w1' could not be written at byte 4096") as caught:
-        file.write(4096, "w1")(Storage(b"x"), Mark()).wait()
+        file.copy_out_starter(4096, "w1")(Storage(b"x"), Mark()).wait()
     assert isinstance(caught.value, StoreError)
     assert caught.value.errno == number
     ToyFile.trouble = None
-    file.write(4096, "w1")(Storage(b"x"), Mark()).wait()
+    file.copy_out_starter(4096, "w1")(Storage(b"x"), Mark()).wait()
     assert file.close()
 
 
@@ -208,7 +212,7 @@ def test_a_short_read_is_an_error(path: Path) -> None:
     os.truncate(path, 4096)
     file = gds.DirectFile(path, Stage())
     with pytest.raises(StoreReadError, match="4096 of 8192 bytes"):
-        file.read(0)(Storage(bytes(8000)), Mark()).wait()
+        file.copy_in_starter(0)(Storage(bytes(8000)), Mark()).wait()
     assert file.close()
 
 
@@ -216,14 +220,14 @@ def test_a_drive_that_hangs_is_an_error_in_time_and_its_slab_is_never_used_again
     stage, gate = Stage(2), threading.Event()
     file = gds.DirectFile(path, stage, deadline_s=0.1)
     ToyFile.trouble = gate
-    hanging = file.read(0, "w2")(Storage(bytes(4096)), Mark())
+    hanging = file.copy_in_starter(0, "w2")(Storage(bytes(4096)), Mark())
     with pytest.raises(TransferTimeoutError, match=r"read of tensor 'w2'.*within 0.1 s"):
         hanging.wait()
     assert not hanging.done()
     ToyFile.trouble = None
     file.deadline_s = 60.0  # of what goes well
     came = Storage(b"y" * 4096)
-    file.read(4096)(came, Mark()).wait()
+    file.copy_in_starter(4096)(came, Mark()).wait()
     assert came.data == bytes(4096)
     assert file.close(0.1) is False
     gate.set()
@@ -233,9 +237,9 @@ def test_a_drive_that_hangs_is_an_error_in_time_and_its_slab_is_never_used_again
 
 
 def test_without_a_gpu_kvikio_is_not_even_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cuda, "reason_without", lambda: "the driver shows no GPU")
+    monkeypatch.setattr(cuda, "reason_without_gpu", lambda: "the driver shows no GPU")
     monkeypatch.setattr(gds.importlib.util, "find_spec", lambda name: pytest.fail("looked for"))
-    assert gds.reason_without(tmp_path) == "no GPU (the driver shows no GPU)"
+    assert gds.reason_without_gds(tmp_path) == "no GPU (the driver shows no GPU)"
 
 
 @pytest.mark.parametrize(
@@ -248,19 +252,19 @@ def test_without_a_gpu_kvikio_is_not_even_looked_for(monkeypatch: pytest.MonkeyP
 def test_the_reason_is_what_the_trial_says(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, code: int, reason: str | None
 ) -> None:
-    monkeypatch.setattr(cuda, "reason_without", lambda: None)
+    monkeypatch.setattr(cuda, "reason_without_gpu", lambda: None)
     monkeypatch.setattr(gds.importlib.util, "find_spec", lambda name: object())
     done = subprocess.CompletedProcess([], code, said, "")
     monkeypatch.setattr(gds.subprocess, "run", lambda *command, **options: done)
-    assert gds.reason_without(tmp_path) == reason
+    assert gds.reason_without_gds(tmp_path) == reason
 
 
 def test_a_trial_that_hangs_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As cuFileDriverOpen does where there is no device."""
-    monkeypatch.setattr(cuda, "reason_without", lambda: None)
+    monkeypatch.setattr(cuda, "reason_without_gpu", lambda: None)
     monkeypatch.setattr(gds.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(gds, "TRIAL_S", 0.01)
-    assert "did not end within" in (gds.reason_without(tmp_path) or "")
+    assert "did not end within" in (gds.reason_without_gds(tmp_path) or "")
 
 
 SHIPPED = """{
@@ -280,7 +284,7 @@ def test_the_configuration_stays_as_it_is_but_for_the_fallback(
     theirs.write_text(SHIPPED)
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(theirs))
     monkeypatch.setenv("CUFILE_LOGFILE_PATH", "")
-    gds.strict_configuration(tmp_path)
+    gds.install_strict_cufile_configuration(tmp_path)
     ours = json.loads(Path(os.environ["CUFILE_ENV_PATH_JSON"]).read_text())
     assert ours == {
         "logging": {"dir": "/var/log//cufile"},

@@ -23,7 +23,7 @@ from teraio.errors import (
     TransferTimeoutError,
 )
 from teraio.runtime.store.extents import BLOCK
-from teraio.runtime.store.slabs import HUGE_PAGE, slab_shape
+from teraio.runtime.store.slabs import HUGE_PAGE, slab_size_and_count
 from teraio.runtime.store.space import Extent
 from teraio.runtime.store.store import Store
 from teraio.runtime.store.ticket import StoreTicket
@@ -47,11 +47,11 @@ def test_bytes_come_back(root: Path, files: int, checksums: bool) -> None:
     tickets = [store.write(e, m.address, e.name) for e, m in zip(extents, memories)]
     for ticket in tickets:
         ticket.wait()
-        assert ticket.done() and not ticket.cancel() and not ticket.promote()
+        assert ticket.done() and not ticket.cancel() and not ticket.promote_to_demand()
         ticket.wait()
     for extent, memory in zip(extents, memories):
         assert fetched(store, extent, memory.size) == memory.get()
-    assert store.written_bytes == store.read_bytes == sum(memory.size for memory in memories)
+    assert store.total_written_bytes == store.total_read_bytes == sum(memory.size for memory in memories)
     store.close()
     store.close()
 
@@ -59,7 +59,7 @@ def test_bytes_come_back(root: Path, files: int, checksums: bool) -> None:
 def test_slabs_are_a_twentieth_of_memory_and_at_most_64_mib() -> None:
     for memory in (None, 0, 50 * MIB, 200 * MIB, 1 << 40):
         for files in (1, 2, 5, 16):
-            size, count = slab_shape(memory, files)
+            size, count = slab_size_and_count(memory, files)
             assert size % BLOCK == 0
             assert size * count <= max(HUGE_PAGE, min(64 * MIB, (memory or 1 << 60) // 20), count * BLOCK)
 
@@ -102,7 +102,7 @@ def test_a_prefetch_can_be_promoted_and_a_demand_overtakes(root: Path) -> None:
         extents = [rig.put(memory, f"t{number}") for number in range(8)]
         backs = [Memory(memory.size) for _ in extents]
         tickets = [rig.store.read(e, b.address, e.name) for e, b in zip(extents, backs)]
-        assert tickets[-1].promote()
+        assert tickets[-1].promote_to_demand()
         tickets[-1].wait()
         assert not all(ticket.done() for ticket in tickets)
         for ticket, back in zip(tickets, backs):
@@ -168,7 +168,7 @@ def test_an_extent_released_under_a_dropped_ticket_is_not_reused_before_its_end(
         while rig.store.free_bytes == 0 and time.monotonic() < deadline:
             rig.fault.deliver()
             time.sleep(0.02)
-            rig.store.space.reap()
+            rig.store.space.finish_transfers_without_ticket()
         assert rig.store.free_bytes == 2 * MIB and not rig.store.space.dropped
 
 

@@ -70,16 +70,20 @@ def test_the_next_start_clears_what_a_kill_left(root: Path) -> None:
 
 def test_leftovers_tell_dead_from_live_and_clear_only_the_dead(root: Path, bystander: Bystander) -> None:
     killed_at_point(root, "created")
-    states = {one.state: one for one in stale_directories.leftovers(root)}
+    states = {one.state: one for one in stale_directories.list_store_directories(root)}
     assert set(states) == {"dead", "live"}
     assert states["live"].pid == os.getpid() and states["live"].size_bytes > 0
-    assert [one.path for one in stale_directories.clear(root)] == [states["dead"].path]
-    assert [one.state for one in stale_directories.leftovers(root)] == ["live"]
-    assert stale_directories.clear(root) == [] and bystander.intact()
+    assert [one.path for one in stale_directories.remove_dead_directories(root)] == [states["dead"].path]
+    assert [one.state for one in stale_directories.list_store_directories(root)] == ["live"]
+    assert stale_directories.remove_dead_directories(root) == [] and bystander.intact()
 
 
 def test_a_missing_directory_has_no_leftovers_and_stays_missing(root: Path) -> None:
-    assert stale_directories.leftovers(root / "none") == stale_directories.clear(root / "none") == []
+    assert (
+        stale_directories.list_store_directories(root / "none")
+        == stale_directories.remove_dead_directories(root / "none")
+        == []
+    )
     assert not (root / "none").exists()
 
 
@@ -89,7 +93,9 @@ def test_a_directory_that_is_being_made_is_not_cleared(root: Path, monkeypatch: 
 
     def clear_now(point: str) -> None:
         if point in {"made", "locked", "created", "unlinked"}:
-            cleared = os.waitpid(in_child(lambda: os._exit(len(stale_directories.clear(root)))), 0)[1]
+            cleared = os.waitpid(
+                in_child(lambda: os._exit(len(stale_directories.remove_dead_directories(root)))), 0
+            )[1]
             seen.append(f"{point} {os.WEXITSTATUS(cleared)}")
             if point == "made":
                 monkeypatch.setattr(
@@ -119,8 +125,8 @@ def test_what_is_not_ours_is_left_alone(root: Path, tmp_path: Path) -> None:
     (linked / files.NAME).symlink_to(victim)
     (root / "teraio-notes").mkdir()
     before = sorted(root.rglob("*"))
-    assert {one.state for one in stale_directories.leftovers(root)} == {"foreign"}
-    assert stale_directories.clear(root) == []
+    assert {one.state for one in stale_directories.list_store_directories(root)} == {"foreign"}
+    assert stale_directories.remove_dead_directories(root) == []
     Store(root, MIB).close()
     assert sorted(root.rglob("*")) == before and victim.read_text() == "precious"
 
@@ -141,8 +147,8 @@ def test_a_directory_cleared_before_it_was_locked_is_made_again(
         really(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    file = files.StoreFile(directories.open_place(root), MIB)
-    assert file.check_direct() in {True, False}
+    file = files.StoreFile(directories.open_store_directory(root), MIB)
+    assert file.try_direct_io() in {True, False}
     file.close()
     assert not list(root.iterdir())
 
@@ -150,8 +156,8 @@ def test_a_directory_cleared_before_it_was_locked_is_made_again(
 def test_making_and_clearing_at_once_never_fails(root: Path) -> None:
     def work() -> None:
         for _ in range(100):
-            place = directories.open_place(root)
-            stale_directories.clear_in(place.fd, root)
+            place = directories.open_store_directory(root)
+            stale_directories.remove_dead_directories_in_opened(place.fd, root)
             files.StoreFile(place, MIB).close()
 
     children = [in_child(work) for _ in range(6)]

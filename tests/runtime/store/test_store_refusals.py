@@ -81,7 +81,7 @@ def test_a_system_call_that_a_signal_ended_is_made_again(monkeypatch: pytest.Mon
 
 
 def test_a_descriptor_without_a_file_system_is_of_no_known_kind() -> None:
-    assert directories.kind_of(-1) == "other"
+    assert directories.file_system_name(-1) == "other"
 
 
 def test_a_file_is_closed_once_and_on_request_without_a_call_that_may_hang(

@@ -46,14 +46,14 @@ class Tight:
 
     copier = None
 
-    def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
+    def allocate_slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         if slab_bytes * count > 4 * MIB:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return _native.Slabs(slab_bytes, count)
 
 
 class Broken(Tight):
-    def slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
+    def allocate_slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
