@@ -2,7 +2,7 @@
 that reads it, in whatever thread; others leave to make room. What it needs beyond the budget it gets, and
 that is said.
 
-    an operator begins    `evict_and_fetch`: the observer saw that arguments of it are evicted
+    an operator begins    `fetch_for_reader`: the observer saw that arguments of it are evicted
     a program ends        `prepare_for_user_code`, `resume_user_code`: room for what user code takes besides
     the step ends         whoever asked for an address is taken to have forgotten it
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from typing import NoReturn
 
 import torch
 
@@ -129,7 +130,8 @@ class UserCode:
     # ---- reads
 
     def fetch_for_reader(self, keys: Sequence[int], place: str) -> None:
-        """Make these storages resident for who is about to read them, in any thread."""
+        """Make these storages resident for who is about to read them, in any thread. Others are evicted for
+        them, but nothing that an operator uses."""
         if self.refuses is not None:
             self.refuses(place, [record.name for record in self.residency.records_of_storages(keys)])
         if self.lock.is_held_by_this_thread:
@@ -137,7 +139,12 @@ class UserCode:
             return
         with self.lock:
             self.before_fetch()
-            self.evict_and_fetch(keys, place)
+            assert self.observer is not None
+            known = self.residency.records_of_storages
+            used = known(self.observer.storage_keys_in_use())
+            self.note_touches()
+            with pin_during_block(used):
+                self.make_resident_for_user(known(keys), 0, place)
 
     def note_failed_fetch(self, error: BaseException) -> None:
         """Someone found NaN for what could not be fetched: no further step is taken."""
@@ -146,17 +153,9 @@ class UserCode:
             error = StoreError(str(error))
         self.residency.torn = self.residency.torn or error
 
-    def evict_and_fetch(self, keys: Sequence[int], place: str) -> None:
-        """Evict others, but nothing that an operator uses; fetch these."""
-        assert self.observer is not None
-        known = self.residency.records_of_storages
-        used = known(self.observer.storage_keys_in_use())
-        self.note_touches()
-        with pin_during_block(used):
-            self.make_resident_for_user(known(keys), 0, place)
-
     def fetch_without_evicting(self, keys: Sequence[int], place: str) -> None:
-        """The same, in the middle of the engine's own work: a finalizer reads. Nothing is evicted for it."""
+        """Make these storages resident in the middle of the engine's own work, where a finalizer reads them.
+        Nothing is evicted for them."""
         for record in self.residency.records_of_storages(keys):
             if record is self.mover.moving:
                 continue
@@ -174,33 +173,27 @@ class UserCode:
                 self.prefetch.note_touch(record)
 
     def make_resident_for_user(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
-        """For user code: makes these resident, over the budget if it must be."""
+        """Make these records resident for user code, over the budget if it must be."""
         self.mover.device.join_user_streams()  # perhaps on a stream of its own, and nothing has to move
         with pin_during_block(records):
             if any(record.state in {State.AWAY, State.ARRIVING} for record in records):
-                self._make_room_and_fetch(records, live_bytes, place)
+                self.mover.counts.touches += 1
+                missing = sum(record.size_bytes for record in records if record.state is State.AWAY)
+                try:
+                    self._evict_for_user(missing + live_bytes, f"{place} {records[0].name}")
+                    self.residency.fetch(records, self.must_be_resident)
+                except StoreError as error:
+                    raise_evicted_error(records, place, error)
             self.prefetch.fetch_ahead()
 
-    def _make_room_and_fetch(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
-        residency = self.residency
-        self.mover.counts.touches += 1
-        missing = sum(record.size_bytes for record in records if record.state is State.AWAY)
-        try:
-            to_come = self.eager_memory.bytes_still_expected()
-            short, _ = residency.evict_until_fits(
-                missing + live_bytes + to_come, self.prefetch.current_tick(), self.must_be_resident
-            )
-            short -= to_come
-            if short > 0:
-                self.report_overrun(short, f"{place} {records[0].name}")
-            residency.fetch(records, self.must_be_resident)
-        except StoreError as error:
-            names = ", ".join(record.name for record in records)
-            raise EvictedError(
-                f"user code ({place}) needs {names}, which was away and could not be read back: {error}. "
-                f"`with teraio.resident(...)` keeps what it is given in memory; load the last checkpoint "
-                f"if it stays so"
-            ) from error
+    def _evict_for_user(self, missing_bytes: int, place: str) -> None:
+        """Evict until so many bytes fit, and what user code is still expected to take beside them."""
+        to_come = self.eager_memory.bytes_still_expected()
+        short, _ = self.residency.evict_until_fits(
+            missing_bytes + to_come, self.prefetch.current_tick(), self.must_be_resident
+        )
+        if short > to_come:
+            self.report_overrun(short - to_come, place)
 
     @contextmanager
     def hold_resident(self, records: Sequence[Record], place: str) -> Iterator[None]:
@@ -294,6 +287,16 @@ class UserCode:
         kept = frozenset(self.kept)
         self.kept.clear()
         return kept
+
+
+def raise_evicted_error(records: Sequence[Record], place: str, error: StoreError) -> NoReturn:
+    names = ", ".join(record.name for record in records)
+    raise EvictedError(
+        f"user code ({place}) needs {names}, which was evicted and could not be read back: "
+        f"{str(error).rstrip('.')}. "
+        f"`with teraio.resident(...)` keeps what it is given in memory; load the last checkpoint "
+        f"if it stays so"
+    ) from error
 
 
 def mark_maybe_written(records: Iterable[Record]) -> None:

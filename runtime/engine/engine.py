@@ -37,7 +37,6 @@ from ..ledger.residency import Need, Residency
 from ..ledger.restore import make_everything_resident
 from ..step.kernel_workspace import KernelWorkspace
 from ..step.plan_follower import PlanFollower, SlotPosition
-from ..step.plan_table import table_of
 from ..step.program import Program
 from ..step.quiet_call import QuietCall
 from ..step.stats import Stats, StepMeter
@@ -283,8 +282,7 @@ class Engine:
 
     def follow_plan(self, plan: Plan, order: tuple[str, ...] = ()) -> None:
         """For the step that was last, or that has these programs."""
-        expected = self.tracker.expectation_of(order)
-        expected.set_plan(plan, table_of(plan, max(expected.length, 1)))
+        self.tracker.expectation_of(order).set_plan(plan)
 
     def settle_plan(self, plan: Plan | None, order: tuple[str, ...] = ()) -> None:
         """The step that was last, or that has these programs, is measured; this is the plan for it, if there
@@ -336,7 +334,7 @@ class Engine:
         """From now on it is told what happens. Engines without one have no trace of it in their slots."""
         self.mover.recorder = recorder
         self.mover.store.enable_transfer_times()
-        self.run_slot = recorder.wrap_visit(self.run_slot)  # type: ignore[assignment, method-assign]
+        self.run_slot = recorder.record_each_slot_of(self.run_slot)  # type: ignore[assignment, method-assign]
 
     def stats(self) -> Stats:
         found = self.meter.stats(

@@ -36,7 +36,7 @@ class RecordedProgram(Protocol):
         ...
 
 
-Visit = Callable[[Any, int, Sequence[Any], int | None], None]
+RunSlot = Callable[[Any, int, Sequence[Any], int | None], None]
 
 
 @dataclass(slots=True)
@@ -96,21 +96,21 @@ class Recorder:
 
     # ---- the engine tells
 
-    def wrap_visit(self, visit: Visit) -> Visit:
-        """The engine's `visit`, seen from both sides."""
+    def record_each_slot_of(self, run_slot: RunSlot) -> RunSlot:
+        """Wrap the engine's `run_slot`: this recorder notes when each slot begins and ends."""
 
-        def watched(
+        def run_and_record_slot(
             program: RecordedProgram, index: int, tensors: Sequence[Any], live_bytes: int | None
         ) -> None:
             workspace_bytes = program.unmovable_bytes_at_slot(index, live_bytes)
             self.note_slot_begin(workspace_bytes)
             try:
-                visit(program, index, tensors, live_bytes)
+                run_slot(program, index, tensors, live_bytes)
             finally:
                 self.in_slot = False
             self.note_kernel_begin(program.stops[index].kernel, workspace_bytes)
 
-        return watched
+        return run_and_record_slot
 
     def note_slot_begin(self, workspace_bytes: int) -> None:
         """`workspace_bytes`: what the kernel after this slot takes."""

@@ -18,7 +18,7 @@ from teraio.formats.schedule import Call, Step
 
 from ..device.clock import Clock, HostClock
 from ..ledger.record import HOST
-from .plan_table import Table
+from .plan_table import Table, table_of
 from .program import Program
 
 EXPECTATIONS_MAX = 8
@@ -80,8 +80,9 @@ class Expectation:
         self.planned = False
         self.predicted: Predicted | None = None  # by its plan
 
-    def set_plan(self, plan: Plan, table: Table) -> None:
-        self.table, self.late = table, {}
+    def set_plan(self, plan: Plan) -> None:
+        """Have the steps to come follow this plan."""
+        self.table, self.late = table_of(plan, max(self.length, 1)), {}
         self.to_host = {move.tensor for move in plan.moves if isinstance(move, Evict) and move.to == HOST}
         self.planned, self.predicted = plan.planner != "none", plan.predicted
 

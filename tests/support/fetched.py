@@ -10,7 +10,7 @@ from unittest.mock import patch
 from teraio.runtime.eager.user_code import UserCode
 from teraio.runtime.ledger.record import Record, State
 
-FETCH = UserCode._make_room_and_fetch
+FETCH = UserCode.make_resident_for_user
 
 
 @contextmanager
@@ -22,5 +22,5 @@ def fetched() -> Iterator[Counter[tuple[str, str]]]:
         found.update((place, record.kind) for record in records if record.state is State.AWAY)
         FETCH(user, records, live_bytes, place)
 
-    with patch.object(UserCode, "_make_room_and_fetch", fetch):
+    with patch.object(UserCode, "make_resident_for_user", fetch):
         yield found

@@ -15,7 +15,6 @@ from teraio.runtime.ledger.pending_evictions import PendingEvictions
 from teraio.runtime.ledger.record import State
 from teraio.runtime.ledger.residency import Residency
 from teraio.runtime.step.plan_follower import PlanFollower, SlotPosition
-from teraio.runtime.step.plan_table import table_of
 from teraio.runtime.step.tracker import Expectation
 
 TICKS = 4
@@ -74,7 +73,7 @@ class World:
         record.state = State.AWAY
 
     def follow(self, *moves: Evict | Fetch) -> None:
-        self.expected.set_plan(plan := Plan("", "greedy", 8, (), moves), table_of(plan, TICKS))
+        self.expected.set_plan(Plan("", "greedy", 8, (), moves))
         self.follower = PlanFollower(self.residency, self.mover)
 
     def at(self, tick: int, live_bytes: int = 0) -> list[str]:
