@@ -74,7 +74,9 @@ def file_system_name(fd: int) -> str:
     return _MAGIC.get(about[0] & 0xFFFFFFFF, "other")
 
 
-def open_store_directory(path: Path, accept: Sequence[str] = (), parents: bool = False) -> Directory:
+def open_and_check_store_directory(
+    path: Path, accept: Sequence[str] = (), parents: bool = False
+) -> Directory:
     """Opens the directory, makes it if only its last part (or with `parents` any) is missing, and checks it.
 
     `accept` may hold "tmpfs" (it is memory, and counted as such) and "network".
@@ -115,7 +117,7 @@ def _make_private_directory(path: Path, parents: bool) -> None:
     """0700 from the start, whatever the umask takes away."""
     try:
         path.mkdir(mode=0o700, parents=parents)
-        os.close(open_private_directory(path, path))
+        os.close(open_own_new_directory(path, path))
     except FileExistsError:
         return
     except FileNotFoundError:
@@ -129,8 +131,9 @@ def _make_private_directory(path: Path, parents: bool) -> None:
         raise directory_error(path, "it is missing and cannot be made", error.errno or 0) from None
 
 
-def open_private_directory(root: Path, name: str | Path, root_fd: int | None = None) -> int:
-    """Opens a directory just made: ours, 0700, no link, whatever the umask, whoever plays with names."""
+def open_own_new_directory(root: Path, name: str | Path, root_fd: int | None = None) -> int:
+    """Open a directory just made, and make sure that it is ours, 0700 and no link, whatever the umask is and
+    whoever plays with names."""
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
     try:
         about = os.fstat(handle)

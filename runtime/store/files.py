@@ -26,7 +26,7 @@ from teraio.errors import StoreError, StoreFullError
 from teraio.units import fmt_bytes
 
 from . import kill_points
-from .directories import Directory, directory_error, open_private_directory
+from .directories import Directory, directory_error, open_own_new_directory
 from .extents import BLOCK
 
 PREFIX = "teraio-"
@@ -207,7 +207,7 @@ def _make_locked_directory(place: Directory) -> tuple[str, int]:
         os.mkdir(name, 0o700, dir_fd=place.fd)
         kill_points.reach("made")
         try:
-            fd = open_private_directory(place.path, name, place.fd)
+            fd = open_own_new_directory(place.path, name, place.fd)
         except FileNotFoundError:
             continue
         except BaseException:  # too many open files, for one

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .directories import open_store_directory
+from .directories import open_and_check_store_directory
 from .files import NAME, PREFIX
 
 _OURS = re.compile(re.escape(PREFIX) + r"([0-9]{1,10})-[0-9a-f]{16}", re.ASCII)
@@ -49,7 +49,7 @@ def list_store_directories(root: Path) -> list[StaleDirectory]:
     """Directories of this user's stores in `root`, and the nameless files that running stores have there."""
     if is_missing(root):
         return []
-    place = open_store_directory(root, accept=("tmpfs", "network"))
+    place = open_and_check_store_directory(root, accept=("tmpfs", "network"))
     try:
         found = [
             _classify_directory_maybe_remove(place.fd, root, name, remove=False)
@@ -64,7 +64,7 @@ def remove_dead_directories(root: Path) -> list[StaleDirectory]:
     """Removes what is dead and returns it."""
     if is_missing(root):
         return []
-    place = open_store_directory(root, accept=("tmpfs", "network"))
+    place = open_and_check_store_directory(root, accept=("tmpfs", "network"))
     try:
         return remove_dead_directories_in_opened(place.fd, root)
     finally:

@@ -26,7 +26,7 @@ from .directories import (
     Directory,
     choose_default_directories,
     divide_free_bytes,
-    open_store_directory,
+    open_and_check_store_directory,
     total_free_bytes,
 )
 from .extents import Extents, round_up_to_blocks
@@ -100,7 +100,7 @@ class Store:
         places: list[Directory] = []
         try:
             for path in paths:
-                places.append(open_store_directory(path, accept, parents))
+                places.append(open_and_check_store_directory(path, accept, parents))
                 with contextlib.suppress(OSError):  # what cannot be cleared now is cleared another time
                     stale_directories.remove_dead_directories_in_opened(places[-1].fd, places[-1].path)
             if callable(size_bytes):

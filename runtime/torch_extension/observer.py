@@ -81,7 +81,9 @@ class Observer:
         state = ctypes.cast(ctypes.pythonapi.PyGILState_GetThisThreadState, ctypes.c_void_p)
         library.teraio_blocks(_native.spare_functions()[1], _native.spare_vacate())
         library.teraio_observe(self._fetch, state)
-        threading.Thread(target=self._fetch_for_foreign_threads, name="teraio-fetches", daemon=True).start()
+        threading.Thread(
+            target=self._fetch_for_threads_unknown_to_python, name="teraio-fetches", daemon=True
+        ).start()
         atexit.register(library.teraio_end)
 
     def _declare_c_functions(self) -> None:
@@ -252,7 +254,7 @@ class Observer:
         finally:
             set_eval_frame(prior)
 
-    def _fetch_for_foreign_threads(self) -> None:
+    def _fetch_for_threads_unknown_to_python(self) -> None:
         """A thread: fetches for threads that Python does not know."""
         library = self.library
         storages, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_int()

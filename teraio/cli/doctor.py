@@ -256,7 +256,7 @@ def _add_store_findings(
 
     try:
         path = store or directories.choose_default_directories()[0]
-        place = directories.open_store_directory(path, parents=store is None)
+        place = directories.open_and_check_store_directory(path, parents=store is None)
     except StoreError as error:
         what, _, fix = str(error).partition(". ")
         found.append(findings.fail_finding("store", what, fix))

@@ -29,7 +29,7 @@ from teraio.passes.synth.roofline import Rates
 from teraio.runtime.device import choose
 from teraio.runtime.store.directories import (
     choose_default_directories,
-    open_store_directory,
+    open_and_check_store_directory,
     total_free_bytes,
 )
 from teraio.session.measured_machine import machine_from_links
@@ -99,7 +99,9 @@ def _measure_this_machine(on: torch.device) -> MachineWithSpeeds:
         )
     options, used = Settings.parse(), choose.choose_device("cpu")
     directories = [Path(path) for path in options.store_directories] or list(choose_default_directories())
-    places = [open_store_directory(path, parents=not options.store_directories) for path in directories]
+    places = [
+        open_and_check_store_directory(path, parents=not options.store_directories) for path in directories
+    ]
     try:
         free_bytes = total_free_bytes(places)
         link, _ = measure_drives([place.path for place in places], used)

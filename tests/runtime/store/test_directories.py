@@ -327,7 +327,7 @@ def test_a_file_system_that_is_gone_is_refused_and_no_default(
     without(gone, monkeypatch)
     for path in (gone, gone / "below"):
         with pytest.raises(StoreError, match=f"{path} cannot be a store .* Transport endpoint"):
-            directories.open_store_directory(path)
+            directories.open_and_check_store_directory(path)
         with pytest.raises(StoreError, match="Transport endpoint"):
             stale_directories.list_store_directories(path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(gone))

@@ -147,7 +147,7 @@ def test_a_directory_cleared_before_it_was_locked_is_made_again(
         really(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    file = files.StoreFile(directories.open_store_directory(root), MIB)
+    file = files.StoreFile(directories.open_and_check_store_directory(root), MIB)
     assert file.try_direct_io() in {True, False}
     file.close()
     assert not list(root.iterdir())
@@ -156,7 +156,7 @@ def test_a_directory_cleared_before_it_was_locked_is_made_again(
 def test_making_and_clearing_at_once_never_fails(root: Path) -> None:
     def work() -> None:
         for _ in range(100):
-            place = directories.open_store_directory(root)
+            place = directories.open_and_check_store_directory(root)
             stale_directories.remove_dead_directories_in_opened(place.fd, root)
             files.StoreFile(place, MIB).close()
 
