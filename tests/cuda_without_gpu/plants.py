@@ -41,7 +41,9 @@ def fetch_waits_not() -> None:
     _no_wait_for_kernels(False)
 
 
-def _ends(name: str, plant: Callable[[cuda.CudaDevice, Pending], bool | None]) -> None:
+def _replace(name: str, plant: Callable[..., object]) -> None:
+    """Put this function in the place of the device's method of that name."""
+    assert hasattr(cuda.CudaDevice, name), name
     setattr(cuda.CudaDevice, name, plant)
 
 
@@ -52,7 +54,7 @@ def freed_before_copied() -> None:
         pending.ticket.wait()
         self.drop_bytes(pending.storage)
 
-    _ends("end_copy_out", end_copy_and_free)
+    _replace("end_copy_and_free", end_copy_and_free)
 
 
 def used_before_fetched() -> None:
@@ -62,7 +64,7 @@ def used_before_fetched() -> None:
         pending.ticket.wait()
         return self.give_block_to_storage(pending)
 
-    _ends("end_copy_in", end_copy_in)
+    _replace("end_copy_in", end_copy_in)
 
 
 def written_while_copied() -> None:
@@ -71,7 +73,7 @@ def written_while_copied() -> None:
     def end_copy_without_freeing(self: cuda.CudaDevice, pending: Pending) -> None:
         pending.ticket.wait()
 
-    _ends("keep", end_copy_without_freeing)
+    _replace("end_copy_without_freeing", end_copy_without_freeing)
 
 
 def store_waits_not() -> None:
@@ -88,7 +90,7 @@ def store_fetch_not_awaited() -> None:
             self.wait_for_copy(pending.ticket)
         return self.give_block_to_storage(pending)
 
-    _ends("end_copy_in", end_copy_in)
+    _replace("end_copy_in", end_copy_in)
 
 
 def streams_not_joined() -> None:
@@ -113,7 +115,7 @@ def freed_to_another_stream() -> None:
     def resize_storage(self: cuda.CudaDevice, storage: Any, size_bytes: int) -> None:
         storage.resize_(size_bytes)
 
-    setattr(cuda.CudaDevice, "resize_storage", resize_storage)  # noqa: B010
+    _replace("resize_storage", resize_storage)
 
 
 def side_streams_not_joined() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import subprocess
+import sys
+from pathlib import Path
 
 import planted_bugs
 import pytest
@@ -42,6 +44,18 @@ def test_a_bug_fits_the_code_is_small_and_names_tests_that_are_there(bug: Bug) -
         assert path.is_file(), f"{finder.file} is not there"
         names = planted_bugs.names_of_tests(path)
         assert not finder.name or finder.name in names, f"{finder.selector} is not there"
+
+
+def test_a_bug_uses_no_name_that_the_code_no_longer_has(tmp_path: Path) -> None:
+    for bug in BUGS:
+        for file, hunks in bug.hunks.items():
+            if file.endswith(".py"):
+                path = tmp_path / bug.name / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(planted_bugs.planted(tree.text(tree.ROOT / file), hunks, bug.name))
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select=F821", "."]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout
 
 
 @pytest.mark.skipif(not (tree.ROOT / ".git").exists(), reason="no checkout of git")
