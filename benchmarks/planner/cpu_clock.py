@@ -11,8 +11,8 @@ from time import monotonic_ns, process_time, process_time_ns
 from typing import Any
 
 import teraio._native
-from teraio.passes.planner import planners
-from teraio.passes.planner.bound import certificate
+from teraio.passes import planner
+from teraio.passes.planner.bound import bound, certificate
 from teraio.passes.planner.bound.rows import Rows
 
 _Search = teraio._native.Search
@@ -33,17 +33,18 @@ class Search:
         return self._search.run(rounds, monotonic_ns() + left_ns if until_ns else 0, heat)
 
 
-def solve(rows: Rows, time_limit_s: float) -> certificate.Solution | None:
+def solve_relaxation(rows: Rows, time_limit_s: float) -> certificate.Solution | None:
+    """Solve it with a limit that a busy machine does not reach before the process's CPU time is up."""
     return certificate.solve_relaxation(rows, BUSY * time_limit_s)
 
 
 def use() -> None:
-    """For this process, until it ends."""
+    """Have planners read CPU time instead of a clock: in this process, until it ends."""
     clocks = {"monotonic": process_time, "monotonic_ns": process_time_ns}
-    for name, module in sys.modules.items():
-        if name.startswith(planners.__name__):
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{planner.__name__}."):
             for clock, ours in clocks.items():
                 if hasattr(module, clock):
                     setattr(module, clock, ours)
-    sys.modules[f"{planners.__name__}.bound"].solve = solve  # type: ignore[attr-defined]
+    bound.solve_relaxation = solve_relaxation
     teraio._native.Search = Search  # type: ignore[misc, assignment]

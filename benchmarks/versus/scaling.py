@@ -14,6 +14,7 @@ import argparse
 import sys
 from typing import Any
 
+from race.asked import two_or_more
 from race.pairs import Trainee, middle, most, race
 from race.result import RESULTS, Table, write
 
@@ -34,7 +35,7 @@ def sizes() -> dict[str, dict[str, int]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--part", type=float, default=0.5, help="of the plain peak of tensors")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=two_or_more, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--inner", default="eager", choices=("eager", "inductor"))
     parser.add_argument("-o", "--output", default=str(RESULTS / "scaling.json"))

@@ -16,7 +16,7 @@ def command_line(told: str | None, output: str, names: Sequence[str]) -> argpars
     parser.add_argument(
         "subjects", nargs="*", default=names, metavar="model", help=f"of {', '.join(SUBJECTS)}"
     )
-    parser.add_argument("--pairs", type=int, default=PAIRS_LEAST)
+    parser.add_argument("--pairs", type=two_or_more, default=PAIRS_LEAST)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("-o", "--output", default=str(RESULTS / f"{output}.json"))
     return parser
@@ -24,3 +24,10 @@ def command_line(told: str | None, output: str, names: Sequence[str]) -> argpars
 
 def add_part(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", type=float, default=0.4, help="of the plain peak of tensors, for teraio")
+
+
+def two_or_more(text: str) -> int:
+    """Read the number of pairs: one has no spread."""
+    if (number := int(text)) < 2:
+        raise argparse.ArgumentTypeError(f"{number} is too few: the spread of a ratio needs 2 pairs or more")
+    return number

@@ -58,9 +58,10 @@ def bound_of(profile: Profile, machine: Machine, budget: int) -> int:
 def while_planned(profile: Profile, step: Callable[[], Any]) -> tuple[Profile, int]:
     """The same step, with the median times that its kernels take while the plan runs; and what is left of
     it, which goes to slots: the engine's own work, and waiting."""
-    residency = engine.ENGINE.residency  # type: ignore[union-attr]
-    recorder = Recorder(residency.budget_bytes, residency.reserve_bytes)
-    engine.ENGINE.record(recorder)  # type: ignore[union-attr]
+    running = engine.ENGINE
+    assert running is not None, "no program was compiled"
+    recorder = Recorder(running.residency.budget_bytes, running.residency.reserve_bytes)
+    running.attach_recorder(recorder)
     seen: list[list[int]] = []
     between: list[int] = []
     for _ in range(WATCHED):
