@@ -72,7 +72,7 @@ PROOFS = (
     Proof(
         "what_strangers_write",
         "models and loops of other libraries, drawn by a seed, in the smallest budget: the same numbers",
-        quick=("--family", "vision", "--count", "3", "--inductor-every", "0"),
+        quick=("--family", "hugging_face", "--count", "3", "--inductor-every", "0"),
     ),
     Proof(
         "gpu_path",

@@ -20,11 +20,18 @@ from says import as_it_is, exactly
 
 
 def main() -> int:
-    wrong, rows = 0, sys.argv[1:] or trainers.ROWS
+    wrong, left_out, rows = 0, 0, sys.argv[1:] or trainers.ROWS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for row in rows:
-            both = trainers_verdict.results(folder, [row])
+            try:
+                both = trainers_verdict.results(folder, [row])
+            except AssertionError as error:
+                if "ModuleNotFoundError" not in str(error):
+                    raise
+                print(f"{row:20} left out: {str(error).strip().splitlines()[-1]}", flush=True)
+                left_out += 1
+                continue
             plain, within = (both[mode][row] for mode in ("plain", "teraio"))
             found = trainers_verdict.faults(plain, within, trainers.MEMORY)
             counts = within["counts"]
@@ -35,7 +42,8 @@ def main() -> int:
                 flush=True,
             )
             wrong += bool(found)
-    as_it_is("train-loops-loops", len(rows))
+    as_it_is("train-loops-loops", len(rows) - left_out)
+    as_it_is("train-loops-left-out", left_out)
     return 0 if exactly("train-loops-other-numbers-or-above-the-budget", wrong) else 1
 
 

@@ -41,3 +41,11 @@ def test_a_file_that_only_an_earlier_part_has_met_counts() -> None:
         ("runtime/step/tracker.py", 8),
         (HERE, 9),
     ]
+
+
+def test_what_is_counted_is_there() -> None:
+    files = [str(path) for path in tree.package().values()]
+    for beginning in branches.ENGINE_AND_READERS:
+        assert any(file.startswith(beginning) for file in files), beginning
+    assert {*branches.ON_A_GPU} <= {*filter(branches.counted, files)}
+    assert not any(branches.counted(file) for file in files if file.startswith(("passes/", "teraio/cli/")))
