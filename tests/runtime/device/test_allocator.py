@@ -266,8 +266,8 @@ def child(do: str, **environment: str) -> dict[str, Any]:
     return {**found, "said": done.stderr}
 
 
-def test_a_training_reuses_what_it_frees_and_the_process_keeps_to_the_budget(tmp_path: Path) -> None:
-    found = child("train", TERAIO_CACHE_DIR=str(tmp_path))
+def test_a_training_reuses_what_it_frees_and_the_process_keeps_to_the_budget() -> None:
+    found = child("train")
     assert found["foreign"] == 0
     assert found["mapped_per_step"] < found["reused_per_step"] / 5, found
     assert found["peak"] <= found["budget"], found
