@@ -8,5 +8,7 @@
     planner    plans from profiles: bounds, heuristics, an integer program, simulators
     synth      profiles of models by roofline, without running them
 
-Nothing here imports the runtime: a schedule and a plan are data (teraio.formats).
+In: graphs that torch captured; profiles. Out: programs with slots and their schedules; plans.
+
+Invariant: nothing here imports the runtime. A schedule and a plan are data (teraio.formats).
 """

@@ -14,5 +14,7 @@ Packages, from the floor up. Each imports only what stands before it; tests/repo
     patches           functions of torch that are wrapped by name
     model             models constructed, loaded, saved and kept resident within the budget
 
-Passes never import the runtime, nor the runtime passes. A plan comes as data (teraio.formats.plan).
+In: programs that call slots, user code that reads tensors, a plan. Out: the same numbers, within the budget.
+
+Invariant: passes never import the runtime, nor the runtime passes. A plan is data (teraio.formats.plan).
 """

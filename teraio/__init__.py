@@ -1,4 +1,19 @@
-"""teraio: train models that do not fit, through `torch.compile(model, backend="teraio")`."""
+"""teraio: train models that do not fit, through `torch.compile(model, backend="teraio")`.
+
+In: a model, its loop, a budget. Out: the numbers of the same compile without a budget, within that budget.
+
+    backend     what torch.compile calls: a captured graph becomes a program with slots
+    models      init, load: models that are larger than memory from their first line on
+    options     Settings, Options: every option, its variable and its flag, once
+    errors      TeraioError and what inherits from it; switches: features that a run does without
+    progress    what a person who waits reads; units, text_table: how numbers and tables look
+    formats     data and its files; then session, estimating and cli (each has a first page of its own)
+    passes, runtime    links to the folders at the top: compile time, run time
+
+Invariant: importing this loads no torch. Public names are those of `__all__`, and each is made in one module.
+
+Log lines: "options 'mode' and 'inductor' have no effect, because inner='eager' is used".
+"""
 
 from __future__ import annotations
 

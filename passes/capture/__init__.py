@@ -8,4 +8,6 @@ what is computed again.
     foreign_backends   whether another backend compiled something, whose kernels take addresses of weights
 
 Invariant: a cut changes which tensors are saved and no number. No slot is laid here.
+
+Log lines: "... activations are saved: made again they do not fit", "pass recompute_cut: ..." (debug).
 """

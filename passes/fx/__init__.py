@@ -7,4 +7,6 @@ In: a graph and its kind. Out: the same graph with slot calls, and its Schedule.
     materialize   a plan written into the graph: its moves are nodes, and no table is asked
 
 Invariant: without an engine the graph computes the same. Only the order of kernels decides where slots stand.
+
+Log lines: "pass slots: ... graph of ..." (debug).
 """

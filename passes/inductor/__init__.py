@@ -10,4 +10,6 @@ In: a captured graph. Out: Inductor's compiled program, whose text calls the eng
 
 Invariant: the printed program is the plain one but for its slot calls. What decides the text is part of
 Inductor's cache key, so no program with other slots comes back.
+
+Log lines: "pass slots: ... program of ..." (debug), "a ... has a wrapper line ... that teraio cannot read".
 """

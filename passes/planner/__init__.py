@@ -1,6 +1,6 @@
 """Planners: a profile, a machine and a budget in, a plan out.
 
-    planners          plan, predicted_ns, bound_ns: what others call
+    planners          plan, predicted_step_ns, bound_ns: what others call
     auto              the default: greedy, search and the integer program in turn, until the bound is near
     problem           what is decided about: gaps, routes, ledgers
     simulate          how long a step takes with a plan: a fast recurrence, and a simulation of events
@@ -10,5 +10,7 @@
     joint_recompute   what to compute again, decided together with what moves
     endurance         plans that keep to a cap on bytes written per day
 
-Invariant: every plan that `plan` returns was accepted by formats.plan_check. No torch, no device.
+In: a profile, a machine, a budget. Out: a Plan with its predicted step, or a PlanError that proves why not.
+
+Invariant: formats.plan_check has accepted every plan with moves that `plan` returns. No torch, no device.
 """

@@ -1,11 +1,10 @@
 """Planners: a profile, a machine and a budget in, a plan out.
 
-    plan(profile, machine, budget_bytes)     -> a plan that `check` has accepted, with its predicted step time
+    plan(profile, machine, budget_bytes)     -> a plan that plan_check has accepted, with its predicted step
     smallest_budget(profile)                 -> the budget below which there is none
-    to_make_again(profile, ...)              -> what `plan` with `recompute` would make again
+    tensors_to_recompute(profile, ...)       -> what `plan` with `recompute` would make again
     bound_ns(profile, machine, budget_bytes) -> the bound that such a plan has, without the plan
-    simulate(plan, profile, machine)         -> its predicted timeline, each link by itself
-    predicted_ns(plan, profile, machine)     -> its predicted step, where links share too
+    predicted_step_ns(plan, profile, machine) -> its predicted step, also where links share a bandwidth
 
 `auto` is `greedy`, `search` and `ilp` in turn. `none` decides nothing: its plan has no moves, the engine
 fetches and evicts on demand.

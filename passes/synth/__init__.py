@@ -2,7 +2,7 @@
 
 In: a model's published shape, a request (batch, precision). Out: a Profile.
 
-    profiles         Request, synth: a step, kernel by kernel
+    profiles         ProfileRequest, synth: a step, kernel by kernel
     models           models that people recognise; tape: their operators, forward and backward
     roofline         how long a kernel takes on an accelerator
     operator_costs   operations and bytes of one operator, from shapes

@@ -1,6 +1,6 @@
 """Profiles of models that one does not own the machine for: one training step, kernel by kernel, by roofline.
 
-    synth("llama-3.1-8b", Request(batch=4))     -> a profile
+    synth("llama-3.1-8b", ProfileRequest(batch=4))     -> a profile
 
 Nothing here is measured. What launches, in which order, what it reads, writes and saves, is that of a fused
 implementation (flash attention, fused norms and activations, a chunked loss, one AdamW kernel per parameter);

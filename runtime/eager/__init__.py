@@ -13,5 +13,6 @@ Invariant: user code never sees an evicted tensor's memory. No storage that an o
 before that operator ends.
 
 Log lines: "Ctrl-C: after this step of the optimizer", "...: its handler waits for the end of what runs", "...
-stays in memory from now on: ...", "overrun: ... needs ... more than the memory".
+stays in memory from now on: ...", "... unseen: between programs all of them are in memory", "memory was read
+whose bytes could not be fetched, and NaN was found: ...", "overrun: ... needs ... more than the memory".
 """

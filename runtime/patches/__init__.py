@@ -9,5 +9,5 @@ In: calls of torch's own functions. Out: the same results, with evicted tensors 
 Invariant: without an engine every function does what torch's does. A function that the observer sees is not
 wrapped.
 
-Log lines: "... tensors stay in memory from now on: a CUDA graph has their addresses".
+Log lines: "... tensors (...) stay in memory from now on: a CUDA graph has their addresses".
 """

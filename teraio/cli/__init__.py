@@ -6,5 +6,7 @@
     demo, demo_model          the main job, small
     doctor, doctor_findings   what this machine can do, and the fix for what is wrong
 
-Invariant: bad input is one line and exit code 2; --json prints one JSON object.
+In: words of a command line, files. Out: text, or one JSON object with --json; an exit code.
+
+Invariant: bad input ends with one line that names the remedy, and exit code 2. No command leaves half a file.
 """

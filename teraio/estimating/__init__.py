@@ -10,7 +10,8 @@ In: a model, a batch, an optimizer, options. Out: an Estimate, with a profile an
     answer           Estimate: figures and text
     torch_errors     what went wrong inside of torch, in one line
 
-Invariant: the kernels, tensors and bytes are those that a run would measure. No weight is allocated.
+Invariant: with the inner program `eager` the kernels, tensors and bytes are those that a run measures.
+Inductor fuses some, which the answer says. No weight is allocated.
 
 The package is not called `estimate`: teraio.estimate is the function.
 """

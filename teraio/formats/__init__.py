@@ -1,5 +1,7 @@
 """Data: what a run measures, what a planner decides, and how both look in files. No torch.
 
+In: values, or files that anybody may have written. Out: files, or checked values.
+
     schedule          a compiled program as the engine sees it
     profile           what was measured: kernels, tensors, ticks that touch them
     machine           tiers, links, what links share

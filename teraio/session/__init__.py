@@ -2,7 +2,7 @@
 
 In: options, compiled programs, measured steps. Out: an engine with a plan, and what the run says of itself.
 
-    session               start, reset, set_memory, stats: the engine of this process
+    session               Session, ensure_session, reset, set_memory, stats: the engine of this process
     tiers                 device, host memory, store: what there is and what links carry
     measured_machine      the machine as a planner sees it
     planning              which plan a measured step gets
@@ -16,5 +16,6 @@ In: options, compiled programs, measured steps. Out: an engine with a plan, and 
 
 Invariant: one session per process; what it opens, `reset` closes.
 
-Log lines: all that describe a run as a whole ("budget ...", "planned by ...", "staying in memory: ...").
+Log lines: all that describe a run as a whole ("memory ..., ... of it in reserve", "measured step ...",
+"planned by ...", "staying in memory: ...").
 """

@@ -108,12 +108,9 @@ def test_each_package_imports_only_those_on_lower_floors() -> None:
 
 
 def test_every_module_is_in_a_package_that_has_a_floor() -> None:
-    """Beside the packages there are no modules, and each package says on its first page what it is for."""
-    for module, path in MODULES.items():
+    """Beside the packages there are no modules."""
+    for module in MODULES:
         assert module in NO_CODE or above(module) != "teraio" or module == "teraio", f"{module} has no floor"
-        if path.name == "__init__.py":
-            page = ast.get_docstring(tree.tree(path)) or ""
-            assert len(page.splitlines()) > 3 or module == "teraio", f"{path} does not say what is in it"
 
 
 def test_modules_import_each_other_in_one_direction() -> None:

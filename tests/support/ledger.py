@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-# In two processes: seven and a half minutes, and eleven where cores are slower by half.
+# In two processes: nearly a quarter of an hour of two cores.
 TOTAL_SECONDS = 900.0
 GROWTH = 2.0  # the same suite took 1.6 times as long an hour later: machines are shared
 FLOOR_SECONDS = 5.0  # first imports and compiles land on whichever suite runs first

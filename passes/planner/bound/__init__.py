@@ -7,5 +7,6 @@ In: a problem, a machine, a budget. Out: nanoseconds, and the kernels at which t
     certificate       a bound from a solver's dual values, proved in integers
     recompute_terms   what computing tensors again adds to the relaxation
 
-Invariant: no plan that plan_check accepts is faster than the bound.
+Invariant: no plan that plan_check accepts is faster than the bound. A plan that computes tensors again is
+compared with the bound that allows it.
 """

@@ -7,4 +7,6 @@ In: a profile, a machine, names that must stay. Out: a Problem.
     progress_lines   what a person who waits for a plan reads
 
 Invariant: sizes and times are integers; nothing here chooses.
+
+Log lines: "plans are made without OR-Tools (...)", once.
 """

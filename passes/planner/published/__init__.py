@@ -1,5 +1,7 @@
 """Planners of published systems, by their rules, for comparison and for `auto`'s portfolio.
 
+In: a problem, a machine, a budget. Out: the plan that the published rules make, or a PlanError.
+
     common          absences in, a plan out; links as bins of bytes
     zero_infinity   layer by layer, as ZeRO-Infinity streams
     g10             every transfer hidden behind kernels, or a refusal

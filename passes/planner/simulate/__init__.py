@@ -5,5 +5,5 @@ In: a plan, a profile, a machine. Out: times, a timeline, the peak of memory.
     simulate           a recurrence over kernels and links, in Python and natively: fast
     event_simulation   moment by moment, with links that share bandwidth, and jitter
 
-Invariant: a plan's predicted step is never shorter than the certified bound.
+Invariant: the predicted step of a plan that plan_check accepts is never shorter than the certified bound.
 """
