@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
@@ -302,6 +303,21 @@ def test_no_working_set_is_below_the_floor_of_any_checked_plan() -> None:
         assert not check_plan_against_profile(
             replace(made, budget_bytes=check_plan_against_profile(made, profile).peak_bytes - 1), profile
         ).feasible
+
+
+@pytest.mark.parametrize("planner", sorted({*PLANNERS} - {"none"}))
+def test_each_planner_plans_random_steps(planner: str) -> None:
+    """`plan` refuses what plan_check does not accept: a planner without a plan here makes none."""
+    made = 0
+    for seed in (0, 4, 6, 17, 20):
+        profile = toys.random_profile(seed)
+        budget = (smallest_budget(profile) + 9 * all_resident(profile)) // 10
+        machine = toys.machine(device=10_000, ssd=10_000, rate=20 * toys.BYTE_PER_US)
+        with suppress(PlanError):
+            it = plan(profile, machine, budget, planner=planner, time_limit_s=0.1)
+            assert it.predicted is not None and it.predicted.step_ns >= it.predicted.bound_ns
+            made += bool(it.moves)
+    assert made
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:
