@@ -27,7 +27,7 @@ from teraio.formats.timeline import Timeline
 from teraio.options import VARIABLES, Settings, env_name
 
 DOCS = [tree.ROOT / "README.md", *sorted((tree.ROOT / "docs").glob("*.md"))]
-PAGES = [*DOCS, tree.ROOT / "HACKING.md", tree.ROOT / "CHANGELOG.md", tree.ROOT / "examples" / "README.md"]
+PAGES = [tree.ROOT / path for path in tree.files(".md")]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 KEYS = {field.name for field in fields(Settings)}
 # Of teraio.load, besides options.
