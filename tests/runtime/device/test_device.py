@@ -290,10 +290,17 @@ class Failing:
 def evicted() -> Iterator[torch.Tensor]:
     """Emptied, and no engine is there to fetch it."""
     tensor, here = torch.arange(64, dtype=torch.uint8), CpuDevice()
+    forget(tensor.untyped_storage())  # which may be where one was that an engine did not forget
     here.drop_bytes(tensor.untyped_storage())
     yield tensor
-    assert here.observer is not None
-    here.observer.forget_storage(tensor.untyped_storage()._cdata, alive=True)
+    forget(tensor.untyped_storage())
+
+
+def forget(storage: torch.UntypedStorage) -> None:
+    """Do what an engine does when a storage's record ends."""
+    observer = CpuDevice().observer
+    assert observer is not None
+    observer.forget_storage(storage._cdata, alive=True)
 
 
 def cannot_be_read(tensor: torch.Tensor) -> bool:
@@ -308,6 +315,7 @@ def test_an_eviction_that_failed_frees_nothing() -> None:
     with pytest.raises(OSError, match="full"):
         cpu.end_copy_and_free(pending)
     assert storage.tolist() == [7] * 64
+    forget(storage)
 
 
 def test_a_fetch_that_failed_leaves_the_storage_empty(evicted: torch.Tensor) -> None:
