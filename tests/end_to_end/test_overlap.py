@@ -14,7 +14,7 @@ from children import ended
 pytestmark = pytest.mark.alone
 
 BENCHMARK = tree.ROOT / "benchmarks" / "engine" / "overlap.py"
-SIZE = {"layers": 16, "width": 64, "batch": 8192, "pace-ms": 8, "rounds": 3}
+SIZE = {"layers": 12, "width": 64, "batch": 8192, "pace-ms": 6, "rounds": 3}
 ATTEMPTS = 4  # a neighbour on the machine may spoil one
 
 
