@@ -81,33 +81,31 @@ std::string describe(const Failure& f, const std::string& path, const std::strin
     case Cause::full:
       return "no room to write " + what + ": " + where + " ended in " + errno_text(f.error) +
              ". The copy in memory was kept. Free space there, raise the file size limit (ulimit -f) or give "
-             "another "
-             "store directory.";
+             "another store directory";
     case Cause::write:
       return "write of " + what + " failed" + tries + ": " + where + " ended in " + errno_text(f.error) +
              ". The copy in memory was kept. Check the drive (dmesg, smartctl) or give another store "
-             "directory.";
+             "directory";
     case Cause::read:
       return "read of " + what + " failed" + tries + ": " + where + " ended in " + errno_text(f.error) +
-             ". Check the drive (dmesg, smartctl); repeat the step or resume from the last checkpoint.";
+             ". Check the drive (dmesg, smartctl); repeat the step or resume from the last checkpoint";
     case Cause::corrupt:
       return what + " came back wrong: " + where + ": " + corrupt_text(f) +
              ". The bytes were not used. Check the drive (dmesg, smartctl); repeat the step or resume from "
-             "the last "
-             "checkpoint.";
+             "the last checkpoint";
     case Cause::timeout:
       return verb + " of " + what + " did not complete within " + std::to_string(f.deadline_ns / 1000000) +
              " ms: " + where +
              ". Its buffer is quarantined and will not be used again. The drive hangs or lost the "
-             "request (dmesg); a longer deadline helps if it is only slow.";
+             "request (dmesg); a longer deadline helps if it is only slow";
     case Cause::hung:
       return verb + " of " + what + " was not started: " + where +
              ". Every lane or slab it could use is held by a "
-             "request that never came back; the drive hangs (dmesg). Give another store directory.";
+             "request that never came back; the drive hangs (dmesg). Give another store directory";
     case Cause::copy:
       return verb + " of " + what + " failed between device and slab with driver error " +
              std::to_string(f.error) + " (" + std::to_string(f.bytes) +
-             " bytes). The device is in error; restart the program.";
+             " bytes). The device is in error; restart the program";
     case Cause::none: break;
   }
   return "no failure";

@@ -183,7 +183,7 @@ class UserCode:
                     self._evict_for_user(missing + live_bytes, f"{place} {records[0].name}")
                     self.residency.fetch(records, self.must_be_resident)
                 except StoreError as error:
-                    raise_evicted_error(records, place, error)
+                    _raise_evicted_error(records, place, error)
             self.prefetch.fetch_ahead()
 
     def _evict_for_user(self, missing_bytes: int, place: str) -> None:
@@ -289,11 +289,10 @@ class UserCode:
         return kept
 
 
-def raise_evicted_error(records: Sequence[Record], place: str, error: StoreError) -> NoReturn:
+def _raise_evicted_error(records: Sequence[Record], place: str, error: StoreError) -> NoReturn:
     names = ", ".join(record.name for record in records)
     raise EvictedError(
-        f"user code ({place}) needs {names}, which was evicted and could not be read back: "
-        f"{str(error).rstrip('.')}. "
+        f"user code ({place}) needs {names}, which was evicted and could not be read back: {error}. "
         f"`with teraio.resident(...)` keeps what it is given in memory; load the last checkpoint "
         f"if it stays so"
     ) from error

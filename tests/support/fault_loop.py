@@ -76,7 +76,7 @@ class Loop:
         with self.faulty(**fault):
             try:
                 result = self.train(self.compiled)
-            except (TeraioError, RuntimeError) as error:
+            except RuntimeError as error:
                 if not isinstance(error, TeraioError) and not str(error).startswith("teraio: "):
                     raise  # out of an operator ours is torch's, with our text
                 return type(error).__name__
