@@ -15,8 +15,12 @@ CHILD = Path(__file__).with_name("trainers.py")
 
 
 def results(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """By mode and name, of one process: it takes longer to start than to train."""
+    """Train by these loops in one process, because it takes longer to start than to train. Return what came
+    out by mode and name; raise ModuleNotFoundError where a library is not installed."""
     done = forked(CHILD, str(folder), *names)
+    last = done.stderr.strip().rpartition("\n")[2]
+    if done.returncode and last.startswith("ModuleNotFoundError"):
+        raise ModuleNotFoundError(last)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
