@@ -160,12 +160,8 @@ def test_messages_in_troubleshooting_are_printed_by_the_code() -> None:
     """Of each message that is quoted, four words in a row stand in a text of the code."""
     said: set[tuple[str, ...]] = set()
     for path in tree.package().values():
-        for node in ast.walk(tree.tree(path)):
-            if isinstance(node, ast.JoinedStr):
-                parts = [str(part.value) if isinstance(part, ast.Constant) else " 0 " for part in node.values]
-                said |= in_a_row("".join(parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                said |= in_a_row(re.sub(r"%\w", "0", node.value))
+        for text in tree.texts(path):
+            said |= in_a_row(re.sub(r"%\w", "0", text))
     for path in tree.files(".h", ".cpp"):
         for literals in re.findall(r'"[^"\n]*"(?:\s+"[^"\n]*")*', tree.text(path)):
             said |= in_a_row("".join(literals.split('"')[1::2]))

@@ -29,25 +29,20 @@ def modules_of(package: str) -> list[Path]:
 
 @cache
 def names_of(path: Path) -> frozenset[str]:
-    """What a module defines: its functions, classes and methods."""
+    """Return the functions, classes and methods that a module defines."""
     defined = (ast.FunctionDef, ast.ClassDef)
     return frozenset(node.name for node in ast.walk(tree.tree(path)) if isinstance(node, defined))
 
 
-@cache
 def text_of(package: str) -> str:
-    """The text that its modules may say, one string after another."""
-    found: list[str] = []
-    for path in modules_of(package):
-        if path.name != "__init__.py":
-            for node in ast.walk(tree.tree(path)):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
-    return "\n".join(found)
+    """Join what its modules may say."""
+    return "\n".join(
+        text for path in modules_of(package) if path.stem != "__init__" for text in tree.texts(path)
+    )
 
 
 def promised_names(page: str) -> Iterator[str]:
-    """The names before a colon in the second column: `Mover: begin and end of ...`."""
+    """Yield the names before a colon in the second column: `Mover: begin and end of ...`."""
     for row in ROW.finditer(page):
         for clause in row[2].split("; "):
             names, colon, _ = clause.partition(":")

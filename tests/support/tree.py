@@ -37,6 +37,19 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(text(path), str(path))
 
 
+@cache
+def texts(path: Path) -> tuple[str, ...]:
+    """Return what a module may say: its strings, and its f-strings with a 0 for each value."""
+    found: list[str] = []
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(part.value) if isinstance(part, ast.Constant) else " 0 " for part in node.values]
+            found.append("".join(parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return tuple(found)
+
+
 def module_name(path: Path) -> str:
     """`passes/planner/auto.py` -> `teraio.passes.planner.auto`: what the rest of the tree calls it."""
     parts = path.with_suffix("").parts
