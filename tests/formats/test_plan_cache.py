@@ -26,6 +26,7 @@ from teraio.formats.plan_cache import (
     SUFFIX,
     PlanCache,
     cache_key_of,
+    compiled_extension_folder,
     find_cache_folder,
     fingerprint_of_profile,
 )
@@ -137,6 +138,15 @@ def test_processes_that_write_at_once_leave_whole_plans(folder: Path, tmp_path: 
         assert writer.exitcode == 0
     assert {2, 3} <= seen
     assert [path.name for path in folder.iterdir()] == [f"k{SUFFIX}"]  # nothing half-written is left
+
+
+def test_what_is_built_lies_beside_the_plans_and_stays_when_they_are_turned_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/x")
+    for moved, folder in ("/tmp/y", "/tmp/y/built"), ("off", "/tmp/x/teraio/built"):
+        monkeypatch.setenv("TERAIO_CACHE_DIR", moved)
+        assert compiled_extension_folder() == Path(folder)
 
 
 def test_it_can_be_turned_off_and_moved() -> None:
