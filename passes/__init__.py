@@ -1,4 +1,6 @@
-"""What happens at compile time: programs in, slots and plans out.
+"""What happens at compile time: where slots stand, and which plan a step gets.
+
+In: graphs that torch captured; profiles. Out: programs with slots and their schedules; plans.
 
     capture    what AOTAutograd hands over: kinds of arguments, where the joint graph is cut
     slots      where slots stand in a program, and the schedule that the engine gets
@@ -7,8 +9,6 @@
     selftest   whether slots work on this torch
     planner    plans from profiles: bounds, heuristics, an integer program, simulators
     synth      profiles of models by roofline, without running them
-
-In: graphs that torch captured; profiles. Out: programs with slots and their schedules; plans.
 
 Invariant: nothing here imports the runtime. A schedule and a plan are data (teraio.formats).
 """

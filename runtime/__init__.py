@@ -1,5 +1,7 @@
 """What runs beside a training step: it moves bytes so that every kernel finds its tensors within the budget.
 
+In: programs that call slots, user code that reads tensors, a plan. Out: the same numbers, within the budget.
+
 Packages, from the floor up. Each imports only what stands before it; tests/repo/test_layers.py checks that.
 
     torch_extension   C++ compiled against the installed torch: the observer of reads, the allocator
@@ -13,8 +15,6 @@ Packages, from the floor up. Each imports only what stands before it; tests/repo
     optimizer         optimizers stepped bucket by bucket, on the device or on the host
     patches           functions of torch that are wrapped by name
     model             models constructed, loaded, saved and kept resident within the budget
-
-In: programs that call slots, user code that reads tensors, a plan. Out: the same numbers, within the budget.
 
 Invariant: passes never import the runtime, nor the runtime passes. A plan is data (teraio.formats.plan).
 """
