@@ -1,4 +1,4 @@
-"""That tests/long/branches.py counts right when it is run in parts."""
+"""Tests of tests/long/branches.py, which merges the branch counts of the parts of a run."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ def report(missing: list[list[int]], sha256: str | None = None, path: str = HERE
 
 
 def test_a_branch_is_missing_if_no_part_has_taken_it() -> None:
-    told = report([[1, 2], [3, -1], [5, 6]])
-    branches.add(told, report([[3, -1], [7, 8]]))
-    (file,) = branches.files_of(told)
+    merged = report([[1, 2], [3, -1], [5, 6]])
+    branches.add(merged, report([[3, -1], [7, 8]]))
+    (file,) = branches.files_of(merged)
     assert (file.name, file.missing, file.taken, file.percent) == (HERE, ((3, -1),), 9, 90.0)
 
 
-def test_a_file_that_has_changed_since_counts_for_nothing() -> None:
-    told = report([[1, 2]])
-    branches.add(told, report([], sha256="of another"))
-    branches.add(told, report([], sha256="of another", path="runtime/step/tracker.py"))
-    assert [file.taken for file in branches.files_of(told)] == [9]
+def test_report_of_a_changed_file_is_ignored() -> None:
+    merged = report([[1, 2]])
+    branches.add(merged, report([], sha256="of another"))
+    branches.add(merged, report([], sha256="of another", path="runtime/step/tracker.py"))
+    assert [file.taken for file in branches.files_of(merged)] == [9]
 
 
-def test_a_file_that_only_an_earlier_part_has_met_counts() -> None:
-    told = report([[1, 2]])
-    branches.add(told, report([[1, 2], [3, 4]], path="runtime/step/tracker.py"))
-    assert [(file.name, file.taken) for file in branches.files_of(told)] == [
+def test_file_seen_only_by_an_earlier_part_counts() -> None:
+    merged = report([[1, 2]])
+    branches.add(merged, report([[1, 2], [3, 4]], path="runtime/step/tracker.py"))
+    assert [(file.name, file.taken) for file in branches.files_of(merged)] == [
         ("runtime/step/tracker.py", 8),
         (HERE, 9),
     ]
 
 
-def test_what_is_counted_is_there() -> None:
+def test_counted_files_exist() -> None:
     files = [str(path) for path in tree.package().values()]
     for beginning in branches.ENGINE_AND_READERS:
         assert any(file.startswith(beginning) for file in files), beginning

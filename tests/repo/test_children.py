@@ -1,4 +1,4 @@
-"""Promises about scripts that run in forks of a process that has torch: they cannot tell."""
+"""Tests of scripts that run in forks of a process with torch: each behaves as in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_script_has_its_arguments_its_environment_and_its_folder(tmp_path: Path) -> None:
+def test_forked_script_gets_arguments_environment_and_folder(tmp_path: Path) -> None:
     text = "import atexit, os, sys\natexit.register(print, 'the end')\n"
     text += "print(__name__, sys.argv[1:], os.environ['ASKED'], os.getcwd(), sys.path[0])\nsys.exit(3)\n"
     done = forked(script(tmp_path, text), "one", "two", env={**os.environ, "ASKED": "yes"})
@@ -33,7 +33,7 @@ def test_a_script_may_raise_or_be_killed_or_be_interrupted(tmp_path: Path) -> No
     assert forked(script(tmp_path, pressed)).stdout == "pressed\n"
 
 
-def test_two_scripts_run_at_once(tmp_path: Path) -> None:
+def test_two_scripts_run_concurrently(tmp_path: Path) -> None:
     text = "import pathlib, sys, time\nmine, other = map(pathlib.Path, sys.argv[1:])\nmine.touch()\n"
     text += "while not other.exists():\n    time.sleep(0.01)\n"
     path, one, other = script(tmp_path, text), str(tmp_path / "one"), str(tmp_path / "other")
@@ -42,7 +42,7 @@ def test_two_scripts_run_at_once(tmp_path: Path) -> None:
         assert [each.returncode for each in done] == [0, 0]
 
 
-def test_what_a_script_costs_is_counted_and_torch_is_there_but_no_teraio(tmp_path: Path) -> None:
+def test_forked_script_has_torch_without_teraio_and_its_cpu_time_is_counted(tmp_path: Path) -> None:
     text = "import sys, time\nprint('torch._dynamo' in sys.modules, 'teraio' in sys.modules)\n"
     text += "while time.process_time() < 0.5:\n    pass\n"
     before = ledger.now()

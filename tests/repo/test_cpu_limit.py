@@ -1,4 +1,4 @@
-"""Limits of CPU time: the limit's own test."""
+"""Tests of the CPU-time limits that other tests use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_block_beyond_its_limit_fails(monkeypatch: pytest.MonkeyPatch) -> None
             burn(0.05)
 
 
-def test_a_slow_machine_has_more_time_for_the_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_on_a_slow_machine_extends_for_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_limit, "_fixed_work", lambda: 3 * cpu_limit.IDLE_SECONDS)
     assert cpu_limit.slowness() == pytest.approx(3.0)
     with cpu_limit.at_most(0.05):

@@ -1,4 +1,5 @@
-"""The docs are true: their Python runs, their names exist, links lead somewhere, tables are made."""
+"""Tests of the docs: their Python blocks and commands run, and their names, links, messages and files
+exist."""
 
 from __future__ import annotations
 
@@ -30,14 +31,18 @@ DOCS = [tree.ROOT / "README.md", *sorted((tree.ROOT / "docs").glob("*.md"))]
 PAGES = [tree.ROOT / path for path in tree.files(".md")]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 KEYS = {field.name for field in fields(Settings)}
-# Of teraio.load, besides options.
+# Keyword arguments of teraio.load that are not options.
 OTHER_KEYS = {"strict", "copy", "whole"}
-# Written where a placeholder of a name stands.
+# Strings in the docs that only look like environment variables: (1) a prefix, and (2) a typo that an example
+# shows.
 OPEN = {"TERAIO_", "TERAIO_MEMROY"}
 
 
 def blocks(word: str) -> dict[str, str]:
-    """`cookbook.md:18` -> the code of each block whose fence says exactly this."""
+    """Map each place, such as `cookbook.md:18`, to the code of its block.
+
+    Only blocks whose fence has exactly this word count.
+    """
     found = {}
     for path in DOCS:
         text = path.read_text()
@@ -48,12 +53,14 @@ def blocks(word: str) -> dict[str, str]:
 
 
 PYTHON = {**blocks("python"), **blocks("python run")}
-# Pages whose commands run as they stand, one page after another, in a folder with what their Python wrote.
+# Pages with runnable commands. The commands run page after page, in the folder to which the Python blocks
+# wrote their files.
 RUNS = ("start.md", "README.md", "planning.md")
 
 
 def commands() -> dict[str, str]:
-    """`planning.md:13 teraio profile list` -> `teraio profile list`."""
+    """Map names such as `planning.md: teraio profile list` to the command, for each command of the pages in
+    RUNS."""
     found: dict[str, str] = {}
     for path in sorted(DOCS, key=lambda path: (*RUNS, path.name).index(path.name)):
         shells = (fence[2] for fence in FENCE.finditer(path.read_text()) if fence[1].strip() in ("", "bash"))
@@ -65,42 +72,46 @@ def commands() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ran() -> dict[str, Any]:
-    """All blocks that run, in one process."""
+    """Run all runnable blocks and commands in one child process. Return their results."""
     environment = {**os.environ, "TERAIO_INNER": "eager", "TERAIO_PLANNER": "greedy", "TERAIO_WARMUP": "1"}
     command = [sys.executable, str(tree.SUPPORT / "docs_run.py")]
-    asked = {"python": list(blocks("python run").items()), "commands": list(commands().items())}
-    done = ended(command, env=environment, given=json.dumps(asked))
+    given = {"python": list(blocks("python run").items()), "commands": list(commands().items())}
+    done = ended(command, env=environment, given=json.dumps(given))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "matches none" not in done.stderr, done.stderr[-3000:]
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return results
 
 
-def test_the_blocks_that_run_do(ran: dict[str, Any]) -> None:
-    errors_told = {name: told["error"] for name, told in ran.items() if "error" in told}
-    assert not errors_told, "\n".join(f"{name}\n{error}" for name, error in errors_told.items())
+def test_runnable_blocks_of_the_docs_run(ran: dict[str, Any]) -> None:
+    failures = {name: result["error"] for name, result in ran.items() if "error" in result}
+    assert not failures, "\n".join(f"{name}\n{error}" for name, error in failures.items())
     assert len(blocks("python run")) >= 12
 
 
-def test_the_commands_run_as_they_stand_in_an_empty_folder(ran: dict[str, Any]) -> None:
-    wrong = [f"{name}\n{said}" for name, said in ran["commands"].items() if said]
+def test_commands_of_the_docs_run_in_an_empty_folder(ran: dict[str, Any]) -> None:
+    wrong = [f"{name}\n{error}" for name, error in ran["commands"].items() if error]
     assert not wrong, "\n".join(wrong)
     assert {name.partition(":")[0] for name in ran["commands"]} == set(RUNS) and len(ran["commands"]) >= 15
 
 
-def test_what_they_say_happens(ran: dict[str, Any]) -> None:
-    """A block that gives a budget runs in one that is too small to hold everything: things leave."""
+def test_blocks_with_a_budget_move_tensors(ran: dict[str, Any]) -> None:
+    """Check that blocks with a budget have slots and fetches.
+
+    docs_run.py gives each block a smaller budget than its model needs.
+    """
     for name, code in blocks("python run").items():
         if '"memory"' in code or "memory=" in code:
             assert ran[name]["slots"] > 0, (name, ran[name])
-            assert ran[name]["fetches"] > 0 or "no_grad" in code, (name, ran[name])  # weights alone do fit
+            # Without gradients, the weights may fit in the budget.
+            assert ran[name]["fetches"] > 0 or "no_grad" in code, (name, ran[name])
     assert {"run.profile.json", "run.timeline.json", "last.pt"} <= {
         name for name, size in ran["files"].items() if size
     }
 
 
 @pytest.mark.parametrize("name", PYTHON)
-def test_python_in_the_docs_uses_what_there_is(name: str) -> None:
+def test_python_in_the_docs_uses_existing_names(name: str) -> None:
     for node in ast.walk(ast.parse(PYTHON[name], name)):
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "teraio":
             assert node.attr in (*teraio.__all__, "errors"), f"{name}: teraio.{node.attr}"
@@ -109,7 +120,8 @@ def test_python_in_the_docs_uses_what_there_is(name: str) -> None:
 
 
 def keys_of(node: ast.AST) -> list[str]:
-    """Options that this gives: `options={...}`, `options = {...}`, `teraio.init(...)`, `teraio.load(...)`."""
+    """List the options in calls and dicts such as `options={...}`, `options = {...}` and
+    `teraio.init(...)`."""
     given: list[ast.expr] = []
     match node:
         case ast.keyword(arg="options", value=ast.Dict(keys=keys)):
@@ -117,13 +129,13 @@ def keys_of(node: ast.AST) -> list[str]:
         case ast.Assign(targets=[ast.Name(id="options")], value=ast.Dict(keys=keys)):
             given = [key for key in keys if key]
         case ast.Call(
-            func=ast.Attribute(value=ast.Name(id="teraio"), attr="init" | "load" | "wrap"), keywords=told
+            func=ast.Attribute(value=ast.Name(id="teraio"), attr="init" | "load" | "wrap"), keywords=keywords
         ):
-            return [keyword.arg for keyword in told if keyword.arg]
+            return [keyword.arg for keyword in keywords if keyword.arg]
     return [str(key.value) for key in given if isinstance(key, ast.Constant)]
 
 
-def test_names_in_the_text_exist() -> None:
+def test_names_in_the_docs_exist() -> None:
     known = {*VARIABLES, *map(env_name, KEYS)}
     raised = {name for name in vars(errors) if name.endswith("Error")}
     wrong = []
@@ -148,7 +160,7 @@ def test_names_in_the_text_exist() -> None:
 
 
 QUOTED = re.compile(r"`([^`]+)`")
-WORDS = 4  # in a row, that must be in the code
+WORDS = 4  # number of successive words that must occur in a text of the code
 
 
 def in_a_row(text: str) -> set[tuple[str, ...]]:
@@ -157,27 +169,27 @@ def in_a_row(text: str) -> set[tuple[str, ...]]:
 
 
 def test_messages_in_troubleshooting_are_printed_by_the_code() -> None:
-    """Of each message that is quoted, four words in a row stand in a text of the code."""
-    said: set[tuple[str, ...]] = set()
+    """Check that each quoted message shares four successive words with a text of the code."""
+    texts: set[tuple[str, ...]] = set()
     for path in tree.package().values():
         for text in tree.texts(path):
-            said |= in_a_row(re.sub(r"%\w", "0", text))
+            texts |= in_a_row(re.sub(r"%\w", "0", text))
     for path in tree.files(".h", ".cpp"):
         for literals in re.findall(r'"[^"\n]*"(?:\s+"[^"\n]*")*', tree.text(path)):
-            said |= in_a_row("".join(literals.split('"')[1::2]))
+            texts |= in_a_row("".join(literals.split('"')[1::2]))
     page = (tree.ROOT / "docs" / "troubleshooting.md").read_text()
     theirs = ("Either mode or options", "is not a valid DynamoBackend")
     quoted = [" ".join(text.split()) for text in QUOTED.findall(page)]
     messages = [
         text for text in quoted if len(text.split()) > 2 * WORDS and not any(t in text for t in theirs)
     ]
-    wrong = [text for text in messages if not in_a_row(re.sub(r"\d[\d.]*", "0", text)) & said]
+    wrong = [text for text in messages if not in_a_row(re.sub(r"\d[\d.]*", "0", text)) & texts]
     assert len(messages) >= 20
     assert not wrong, "\n".join(wrong)
 
 
 def anchors(path: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes from a page's headings."""
     text = FENCE.sub("", path.read_text())
     found = set()
     for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
@@ -186,9 +198,9 @@ def anchors(path: Path) -> set[str]:
     return found
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_in_the_docs_resolve() -> None:
     wrong, count = [], 0
-    for path in DOCS:
+    for path in PAGES:
         text = FENCE.sub("", path.read_text())
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
             if re.match(r"https?://", target):
@@ -205,7 +217,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_files_named_in_the_docs_exist() -> None:
-    """`runtime/store/store.py`, and `store.py` right after a folder, are there."""
+    """Check each path in the docs that begins with a folder of the tree, such as `runtime/store/store.py`."""
     folders = ("teraio", "passes", "runtime", "csrc", "tests", "examples", "benchmarks", "docs", "profiles")
     wrong = []
     for path in PAGES:
@@ -213,6 +225,29 @@ def test_files_named_in_the_docs_exist() -> None:
             if not (tree.ROOT / name).exists():
                 wrong.append(f"{path.name}: {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_call_chains_of_the_architecture_name_functions_of_their_files() -> None:
+    """Check each line such as `  Mover.begin_evict    runtime/ledger/mover.py: the tier of the copy`."""
+    page = (tree.ROOT / "docs" / "architecture.md").read_text()
+    chains = page[page.index("## Who calls whom") :]
+    hops = re.findall(r"^ *([\w.:]+) +([\w/]+\.(?:py|cpp))", chains, re.MULTILINE)
+    assert len(hops) > 50
+    wrong = []
+    for hop, path in hops:
+        name = re.split(r"\.|::", hop)[-1]
+        if not re.search(rf"\b{name}\b", (tree.ROOT / path).read_text()):
+            wrong.append(f"{path} has no {hop}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_decision_is_listed_and_has_a_context_and_a_choice() -> None:
+    folder = tree.ROOT / "docs" / "decisions"
+    pages = {path.name: path.read_text() for path in folder.glob("*.md")}
+    listed = re.findall(r"\]\(([\w-]+\.md)\)", pages.pop("README.md"))
+    assert sorted(listed) == sorted(pages)
+    wrong = [name for name, text in pages.items() if "## Context" not in text or "## Choice" not in text]
+    assert not wrong, wrong
 
 
 FORMATS: dict[str, type[Profile | Machine | Plan | Timeline]] = {
@@ -223,7 +258,7 @@ FORMATS: dict[str, type[Profile | Machine | Plan | Timeline]] = {
 }
 
 
-def test_the_files_that_are_shown_can_be_read_and_no_field_is_missing() -> None:
+def test_files_shown_in_the_docs_are_valid_and_complete() -> None:
     page = (tree.ROOT / "docs" / "formats.md").read_text()
     shown = {json.loads(text)["format"]: text for text in blocks("json").values()}
     assert shown.keys() == FORMATS.keys()
@@ -240,13 +275,16 @@ def test_the_package_shows_its_public_names_and_is_typed() -> None:
     assert (Path(teraio.__file__).parent / "py.typed").is_file()
 
 
-def test_every_page_is_on_the_map() -> None:
+def test_every_page_is_linked_from_start() -> None:
     start = (tree.ROOT / "docs" / "start.md").read_text()
     assert {path.name for path in DOCS[1:]} <= set(re.findall(r"\]\(([\w-]+\.md)\)", start))
 
 
-def test_the_page_of_options_is_what_the_code_says() -> None:
-    """Made by `teraio options > docs/options.md`."""
+def test_options_page_equals_the_output_of_the_command() -> None:
+    """Compare docs/options.md with the command's output.
+
+    `teraio options > docs/options.md` updates the page.
+    """
     assert (tree.ROOT / "docs" / "options.md").read_text() == options_page.options_as_markdown(
         main._make_parser()
     )

@@ -1,4 +1,4 @@
-"""A package's first page, the docstring of its `__init__.py`: complete, and true as far as tests see."""
+"""Tests of the first page of each package, which is the docstring of its `__init__.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import tree
 
 PACKAGES = {name: path for name, path in tree.package().items() if path.name == "__init__.py"}
-# A line of the table: modules, then what is in them.
+# A row of a page's table: the names of modules, then the contents of these modules.
 ROW = re.compile(r"^    (\S.*?) {2,}(\S.*)$", re.MULTILINE)
 WORDS = re.compile(r"[A-Za-z_]\w*(?:, [A-Za-z_]\w*)*")
 QUOTED = re.compile(r'"([^"]*)"')
@@ -29,20 +29,20 @@ def modules_of(package: str) -> list[Path]:
 
 @cache
 def names_of(path: Path) -> frozenset[str]:
-    """Return the functions, classes and methods that a module defines."""
+    """Return the names of the functions, classes and methods that a module defines."""
     defined = (ast.FunctionDef, ast.ClassDef)
     return frozenset(node.name for node in ast.walk(tree.tree(path)) if isinstance(node, defined))
 
 
 def text_of(package: str) -> str:
-    """Join what its modules may say."""
+    """Return the joined texts of the package's modules."""
     return "\n".join(
         text for path in modules_of(package) if path.stem != "__init__" for text in tree.texts(path)
     )
 
 
 def promised_names(page: str) -> Iterator[str]:
-    """Yield the names before a colon in the second column: `Mover: begin and end of ...`."""
+    """Yield the names before a colon in the table's second column, as in `Mover: begin and end of ...`."""
     for row in ROW.finditer(page):
         for clause in row[2].split("; "):
             names, colon, _ = clause.partition(":")
@@ -51,17 +51,17 @@ def promised_names(page: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_first_page_says_what_goes_in_what_comes_out_and_what_always_holds(package: str) -> None:
+def test_first_page_has_inputs_outputs_and_invariant(package: str) -> None:
     page = page_of(package)
     assert len(page.splitlines()) > 3
     for word in ("In:", "Out:", "Invariant:"):
-        assert word in page, f"{PACKAGES[package]} has no {word!r}"
+        assert word in page, f"{PACKAGES[package]} lacks {word!r}"
     if any(LOG_CALL.search(tree.text(path)) for path in modules_of(package)):
-        assert "Log lines:" in page, f"modules of {package} write log lines that its page does not name"
+        assert "Log lines:" in page, f"modules of {package} write log lines, but its page lists none"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_first_page_names_each_module_and_nothing_that_is_not_there(package: str) -> None:
+def test_first_page_names_each_module_and_only_existing_names(package: str) -> None:
     page, modules = page_of(package), modules_of(package)
     for path in modules:
         assert path.stem.startswith("__") or re.search(rf"\b{path.stem}\b", page), (
@@ -69,7 +69,7 @@ def test_a_first_page_names_each_module_and_nothing_that_is_not_there(package: s
         )
     known = {path.stem for path in modules}.union(*map(names_of, modules))
     unknown = [name for name in promised_names(page) if name not in known]
-    assert not unknown, f"{PACKAGES[package]} names what none of its modules has: {unknown}"
+    assert not unknown, f"{PACKAGES[package]} has names that no module of it defines: {unknown}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -78,4 +78,4 @@ def test_log_lines_on_a_first_page_are_in_the_code(package: str) -> None:
     for line in QUOTED.findall(" ".join(owned.split())):
         for part in filter(str.strip, re.split(r"\.\.\.", line)):
             words = part.strip(" ():,")
-            assert words in text_of(package), f"{PACKAGES[package]}: no line says {words!r}"
+            assert words in text_of(package), f"{PACKAGES[package]}: no text of its modules has {words!r}"

@@ -1,5 +1,8 @@
-"""The scripts that measure on a GPU run once, where nobody can repair them: what one job does costs no other
-anything, nothing waits without a limit, and rows say what became of everything. Jobs here need no GPU."""
+"""Tests of the scripts that measure on a GPU. The tests use jobs that need no GPU.
+
+The scripts run only once, on a machine where nobody can repair them. So a failing job must not harm other
+jobs, every wait needs a limit, and every job needs a row with its result.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ FAR_S = 60.0
 
 
 def job(name: str, code: str, limit_s: float = 20.0, **settings: Any) -> Job:
-    """A child that runs these lines; `result` writes its result file."""
+    """Return a job that runs these lines of Python.
+
+    In these lines, `result(...)` writes the job's result file.
+    """
     begin = "import json, os, sys, time, signal, subprocess\n"
     begin += "result = lambda **found: open(os.environ['RESULT'], 'w').write(json.dumps(found))\n"
     return Job(name, (sys.executable, "-c", begin + code), limit_s, least_s=0.1, **settings)
@@ -45,7 +51,7 @@ def run(folder: Path, jobs: list[Job], seconds: float = FAR_S, **settings: Any) 
     return found
 
 
-def test_a_job_past_its_limit_is_killed_with_its_children_and_says_where_it_was(tmp_path: Path) -> None:
+def test_job_past_its_limit_is_killed_with_its_children_and_leaves_its_stack(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     code = f"""
 child = subprocess.Popen(["sleep", "600"])
@@ -59,7 +65,8 @@ hangs()
     found = run(tmp_path, [hangs, job("other", "result(ended=True)")], most=2)
     assert time.monotonic() - begun < 15
     assert found["hangs"].why == "past its limit" and not found["hangs"].in_order
-    assert found["hangs"].result == {"losses": ["0x1p0"]}  # what it had found is not lost
+    # The result that was written before the kill is kept.
+    assert found["hangs"].result == {"losses": ["0x1p0"]}
     assert "in hangs" in found["hangs"].tail
     assert found["other"].in_order
     ends_s = time.monotonic() + 10
@@ -69,14 +76,17 @@ hangs()
 
 
 def alive(pid: str) -> bool:
-    """What is dead and was not waited for is there still."""
+    """Return True if the process runs.
+
+    A dead process whose parent has not waited for it still has an entry in /proc.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
 
 
-def test_a_job_that_refuses_signals_ends_too(tmp_path: Path) -> None:
+def test_job_that_ignores_signals_is_killed(tmp_path: Path) -> None:
     code = "signal.signal(signal.SIGABRT, signal.SIG_IGN); time.sleep(600)"
     found = run(tmp_path, [job("stubborn", code, limit_s=1.0)])
     assert found["stubborn"].code == -9 and found["stubborn"].seconds < 10
@@ -85,17 +95,17 @@ def test_a_job_that_refuses_signals_ends_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "code", ["os.kill(os.getpid(), signal.SIGSEGV)", "sys.exit(3)", "raise MemoryError", "result(losses=[])"]
 )
-def test_a_job_that_dies_costs_itself_only(tmp_path: Path, code: str) -> None:
+def test_failing_job_does_not_affect_other_jobs(tmp_path: Path, code: str) -> None:
     found = run(tmp_path, [job("dies", code), job("next", "result(ended=True)")])
     assert not found["dies"].in_order and found["next"].in_order
 
 
-def test_a_command_that_is_not_there_is_an_entry(tmp_path: Path) -> None:
+def test_missing_command_is_recorded_as_a_failed_job(tmp_path: Path) -> None:
     found = run(tmp_path, [Job("absent", ("no-such-command-at-all",), 5), job("next", "result(ended=True)")])
     assert found["absent"].code == 127 and found["next"].in_order
 
 
-def test_a_stage_ends_in_time_and_what_did_not_run_says_so(tmp_path: Path) -> None:
+def test_stage_ends_in_time_and_records_jobs_that_did_not_run(tmp_path: Path) -> None:
     begun = time.monotonic()
     found = run(
         tmp_path, [job("long", "time.sleep(600)", 300.0), job("never", "result(ended=True)")], seconds=1.5
@@ -105,7 +115,10 @@ def test_a_stage_ends_in_time_and_what_did_not_run_says_so(tmp_path: Path) -> No
 
 
 def test_jobs_share_the_card_and_a_large_one_is_not_overtaken(tmp_path: Path) -> None:
-    """Two of 3 GiB do not fit into 4 together; one of 9 is tried alone."""
+    """Run jobs of 3, 9, 3 and 1 GiB on a card of 4 GiB.
+
+    Two jobs of 3 GiB do not fit together. The job of 9 GiB runs alone.
+    """
     code = "began = time.time(); time.sleep(0.3); result(ended=True, began=began, over=time.time())"
     sizes = {"a": 3.0, "large": 9.0, "b": 3.0, "c": 1.0}
     found = run(tmp_path, [job(name, code, gib=gib) for name, gib in sizes.items()], most=4, gib=4.0)
@@ -114,7 +127,7 @@ def test_jobs_share_the_card_and_a_large_one_is_not_overtaken(tmp_path: Path) ->
     assert spans["c"][0] < spans["b"][1], "1 and 3 GiB fit together"
 
 
-def test_a_job_waits_for_those_that_it_needs(tmp_path: Path) -> None:
+def test_job_waits_for_its_prerequisites(tmp_path: Path) -> None:
     order: list[str] = []
 
     def on_end(ended: Ended) -> list[Job]:
@@ -126,14 +139,14 @@ def test_a_job_waits_for_those_that_it_needs(tmp_path: Path) -> None:
     assert order[0] == "first" and sorted(order[1:]) == ["second", "third"]
 
 
-def test_a_log_is_read_whatever_is_in_it(tmp_path: Path) -> None:
+def test_tail_reads_a_log_with_any_bytes(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"x" * 100_000 + b"\xff\xfe end")
     assert tail(log).endswith(" end") and len(tail(log)) < 20_000
     assert tail(tmp_path / "none") == ""
 
 
-# ---- what rows say
+# ---- rows of results
 
 
 def ended(name: str, losses: list[float], memory: int | None = None, peak: int = 90, **more: Any) -> Ended:
@@ -143,28 +156,28 @@ def ended(name: str, losses: list[float], memory: int | None = None, peak: int =
     return Ended(Job(name, ("true",), 1, asked=asked), 0, 1.0, "ended", found)
 
 
-def test_losses_are_equal_or_differ_and_a_plain_run_that_differs_from_itself_says_nothing() -> None:
+def test_losses_are_compared_only_if_two_plain_runs_are_equal() -> None:
     plain, twice, ours = (ended(name, [1.0, 2.0, 3.0]) for name in ("plain", "again", "ours"))
     other, moved = ended("other", [1.0, 2.0, 3.5]), ended("ours", [1.0, 2.5], memory=100)
     assert rows.compared(ours, plain, twice)["equal"] is True
     assert rows.compared(moved, plain, twice)["equal"] is False
     assert rows.compared(moved, plain, twice)["losses_apart"] == pytest.approx(0.2)
     assert rows.compared(moved, plain, twice)["budget_of_peak"] == pytest.approx(100 / 90, abs=1e-4)
-    said = rows.compared(ours, plain, other)
-    assert said["equal"] is None and "differs from itself" in said["not compared"]
+    row = rows.compared(ours, plain, other)
+    assert row["equal"] is None and "differs from itself" in row["not compared"]
     assert rows.compared(ended("ours", []), plain, twice)["equal"] is None
     assert rows.compared(ours, None, None)["equal"] is None
     assert rows.compared(ours, plain, None)["plain_twice"] == "not known"
 
 
-def test_the_peak_is_within_the_budget_or_over_it_by_so_much() -> None:
+def test_peak_beyond_the_budget_is_reported_in_bytes() -> None:
     assert rows.within(ended("ours", [1.0], memory=90)) is True
     assert rows.within(ended("ours", [1.0], memory=89)) is False
     assert rows.run_row(ended("ours", [1.0], memory=80))["over_bytes"] == 10
     assert rows.within(ended("plain", [1.0])) is None and rows.within(ended("ours", [], memory=80)) is None
 
 
-def test_a_speed_has_what_was_predicted_and_what_no_plan_beats_beside_it() -> None:
+def test_speed_row_has_the_prediction_and_the_bound() -> None:
     stats = {"bound_ns": 1_000_000_000, "predicted_step_ns": 1_600_000_000, "step_stall_ns": 5}
     run = ended("large 40%", [1.0] * 4, 100, seconds=[9.0, 2.0, 2.0, 4.0], first_measured=1, stats=stats)
     alone = ended("large plain", [1.0] * 4, seconds=[8.0, 1.0, 1.0, 1.0], first_measured=1)
@@ -179,7 +192,7 @@ def test_a_speed_has_what_was_predicted_and_what_no_plan_beats_beside_it() -> No
     assert rows.speed_row(ended("large 25%", []), alone)["step_s"] is None
 
 
-# ---- the whole, with a trainee that trains nothing
+# ---- whole runs, with a training script that trains nothing
 
 TRAINEE = """
 import json, os, sys
@@ -232,7 +245,7 @@ def named(found: list[dict[str, Any]], what: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in found if row["what"] == what}
 
 
-def test_all_of_it_runs_and_leaves_a_row_each(conducted: Any) -> None:
+def test_both_commands_leave_a_row_per_job(conducted: Any) -> None:
     code, found = conducted("first")
     run, equal, speed = (named(found, what) for what in ("run", "equal", "speed"))
     assert code == 0
@@ -249,15 +262,13 @@ def test_all_of_it_runs_and_leaves_a_row_each(conducted: Any) -> None:
     assert speed["large 40% host step"]["over_plain"] == 1.0
 
 
-def test_nothing_is_run_where_the_smoke_test_fails(conducted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_smoke_test_stops_the_run(conducted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BREAKS_SMOKE", "1")
     code, found = conducted("first")
     assert code == 3 and [row["what"] for row in found] == ["nvidia-smi", "smoke"]
 
 
-def test_a_budget_that_is_too_small_is_tried_with_more(
-    conducted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_small_a_budget_is_tried_again_with_more(conducted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BREAKS", "budget")
     found = conducted("first")[1]
     run, equal = named(found, "run"), named(found, "equal")
@@ -269,24 +280,25 @@ def test_a_budget_that_is_too_small_is_tried_with_more(
     assert "again eager 40% host" in again
 
 
-def test_the_first_excess_is_looked_at_slot_by_slot_once(
-    conducted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_overrun_is_traced_slot_by_slot_once(conducted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BREAKS", "within")
     run = named(conducted("first")[1], "run")
     assert run["eager 40% host"]["over_bytes"] == 1
     assert len([name for name in run if name.endswith(" slots")]) == 1
 
 
-def test_other_bits_are_said_and_run_again(conducted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_losses_are_reported_and_run_again(conducted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BREAKS", "bits")
     equal = named(conducted("first")[1], "equal")
     assert equal["eager 40% host"]["equal"] is False and equal["inductor 40% host"]["equal"] is True
     assert any(name.startswith("again ") for name in named(conducted("second")[1], "run"))
 
 
-def test_the_commands_in_its_head_are_those_of_the_script() -> None:
-    """With its options and its seconds, and short enough to be sent to the machine."""
+def test_commands_in_the_header_of_the_script_are_valid() -> None:
+    """Check the names, time limits and lengths of the commands.
+
+    A command of 2000 characters or more cannot be sent to the machine.
+    """
     head = (GPU / "run.sh").read_text()
     commands = re.findall(r"^#     (bash benchmarks/gpu/run\.sh .*)$", head, re.MULTILINE)
     assert [command.split()[2] for command in commands] == ["first", "second"]
@@ -296,7 +308,7 @@ def test_the_commands_in_its_head_are_those_of_the_script() -> None:
         subprocess.run(["bash", "-n", str(GPU / script)], check=True)
 
 
-def test_without_wheels_the_script_says_how_to_get_them(tmp_path: Path) -> None:
+def test_script_without_wheels_names_the_script_that_collects_them(tmp_path: Path) -> None:
     command = ["bash", str(GPU / "run.sh"), "first", str(tmp_path), str(tmp_path / "none")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2 and "collect_wheels.sh" in done.stderr

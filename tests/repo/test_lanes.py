@@ -1,4 +1,4 @@
-"""The lanes of the test run: who is alone is alone, and nobody waits for ever."""
+"""Tests of the lanes in which tests run: an exclusive test runs alone, and no test waits forever."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from lanes import Lanes
 
 
-def test_who_is_alone_is_alone_and_gets_there_past_a_stream_of_others(tmp_path: Path) -> None:
+def test_exclusive_test_runs_alone_despite_a_stream_of_others(tmp_path: Path) -> None:
     running: list[str] = []
     seen: list[tuple[str, int]] = []
     stop = threading.Event()

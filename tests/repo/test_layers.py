@@ -1,4 +1,7 @@
-"""Packages on floors: each imports what stands below it, deferred imports and those of types included."""
+"""Tests of imports: packages have floors, and each package imports only packages on lower floors.
+
+Deferred imports and imports for types count, too.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from pathlib import Path
 import pytest
 import tree
 
-# From the ground up. A line is a floor: its packages do not import each other.
+# The floors of the packages, from the lowest up. Packages on the same floor do not import each other.
 FLOORS = (
     ("teraio._native", "teraio.errors", "teraio.units", "teraio.text_table"),
     ("teraio.progress",),
     ("teraio.formats",),
     ("teraio.switches",),
     ("teraio.options",),
-    # compile time                                                run time
+    # packages of compile time                                    packages of run time
     ("teraio.passes.capture", "teraio.passes.synth", "teraio.runtime.torch_extension"),
     ("teraio.passes.slots", "teraio.passes.planner.problem", "teraio.runtime.device"),
     ("teraio.passes.fx", "teraio.passes.planner.simulate", "teraio.runtime.store"),
@@ -40,11 +43,11 @@ FLOORS = (
     ("teraio", "teraio.__main__"),
 )
 FLOOR = {package: number for number, floor in enumerate(FLOORS) for package in floor}
-# Nobody imports these for the name of what stands in them.
+# Packages that contain only other packages.
 NO_CODE = {"teraio.passes", "teraio.runtime"}
-# Compile time and run time know each other by data alone.
+# The packages of compile time and of run time share data only, and never import each other.
 APART = ("teraio.passes", "teraio.runtime")
-# What importing one of these may load besides Python's own library.
+# Modules of data. Their import may load only DATA_NEEDS and Python's standard library.
 DATA = (
     *("teraio.errors", "teraio.units", "teraio.text_table", "teraio.progress"),
     *("teraio.formats", "teraio.switches", "teraio.options"),
@@ -58,8 +61,11 @@ def package_of(path: Path) -> str:
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """(absolute name, whether the import runs with the module itself) of all that a file imports, also inside
-    functions. `from a import b` counts as `a.b`: b may be a module, and if not, a.b has the layer of a."""
+    """List all imports of a file, as (absolute name, True for an import at the top level).
+
+    Imports inside functions are included. `from a import b` counts as `a.b`, because b may be a module. If b
+    is not a module, `a.b` is on the floor of a.
+    """
     top = set(tree.tree(path).body)
     found = []
     for node in ast.walk(tree.tree(path)):
@@ -78,7 +84,7 @@ MODULES = tree.package()
 
 
 def above(module: str) -> str:
-    """Return the package, or the file at the top, whose floor this module is on."""
+    """Return the package, or the module directly in `teraio`, that gives this module its floor."""
     name = module
     while name not in FLOOR:
         name = name.rpartition(".")[0]
@@ -86,7 +92,7 @@ def above(module: str) -> str:
 
 
 def arrows() -> Iterator[tuple[str, str]]:
-    """Yield (module, name that it imports) for everything of this package that its modules import."""
+    """Yield (module, imported name) for each import of a teraio name in a module of teraio."""
     for module, path in MODULES.items():
         for name, _ in imports(path):
             ours = name.split(".")[0] == "teraio"
@@ -95,20 +101,23 @@ def arrows() -> Iterator[tuple[str, str]]:
 
 
 def test_each_package_imports_only_those_on_lower_floors() -> None:
-    """`teraio` itself imports nothing when it is loaded: it finds its public names when asked for them."""
+    """Check all imports.
+
+    The package `teraio` itself imports nothing until user code accesses a public name.
+    """
     assert not [name for name, at_import in imports(MODULES["teraio"]) if at_import and "teraio" in name]
     wrong = []
     for module, name in arrows():
-        here, there = above(module), above(name)
-        if here != there and name != "teraio" and FLOOR[here] <= FLOOR[there]:
-            wrong.append(f"{module} (floor {FLOOR[here]}) imports {name} (floor {FLOOR[there]})")
-        if {half for half in APART for one in (here, there) if one.startswith(half)} == set(APART):
-            wrong.append(f"{module} imports {name}: compile time and run time know each other by data alone")
+        importer, imported = above(module), above(name)
+        if importer != imported and name != "teraio" and FLOOR[importer] <= FLOOR[imported]:
+            wrong.append(f"{module} (floor {FLOOR[importer]}) imports {name} (floor {FLOOR[imported]})")
+        if {half for half in APART for one in (importer, imported) if one.startswith(half)} == set(APART):
+            wrong.append(f"{module} imports {name}: compile time and run time share data only")
     assert not wrong, "\n".join(wrong)
 
 
 def test_every_module_is_in_a_package_that_has_a_floor() -> None:
-    """Beside the packages there are no modules."""
+    """Check that each module belongs to a package, and each package to a floor."""
     for module in MODULES:
         assert module in NO_CODE or above(module) != "teraio" or module == "teraio", f"{module} has no floor"
 
@@ -124,7 +133,7 @@ def test_modules_import_each_other_in_one_direction() -> None:
         pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
-def test_data_needs_no_torch() -> None:
+def test_modules_of_data_import_no_torch() -> None:
     known = DATA_NEEDS | sys.stdlib_module_names
     wrong = [
         f"{module} imports {name}"
@@ -136,8 +145,11 @@ def test_data_needs_no_torch() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_nobody_imports_the_folders_behind_the_links() -> None:
-    """From the root of the tree `import passes` would work, and load every module of it a second time."""
+def test_no_file_imports_the_linked_folders_directly() -> None:
+    """Check that no file imports `passes` or `runtime` directly.
+
+    In the root of the tree such an import works, but it loads the modules a second time.
+    """
     wrong = [
         f"{path} imports {name}; write teraio.{name}"
         for path in tree.files(".py")
@@ -147,7 +159,7 @@ def test_nobody_imports_the_folders_behind_the_links() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_one_package_knows_inductor() -> None:
+def test_only_one_package_imports_inductor() -> None:
     wrong = [
         f"{module} imports {name}"
         for module, path in MODULES.items()
@@ -167,8 +179,11 @@ def test_one_package_knows_inductor() -> None:
     ],
 )
 def test_an_import_loads_no_more_than_it_needs(module: str, absent: tuple[str, ...]) -> None:
-    """torch lists its backends without loading them, a plan is made on machines without a GPU's libraries,
-    and `teraio plan` should not take the seconds that torch takes."""
+    """Check that an import loads only the modules that it needs, for three reasons.
+
+    (1) When torch lists its backends, it must not load teraio. (2) Plans are made on machines without a GPU's
+    libraries. (3) `teraio plan` should not spend seconds on an import of torch.
+    """
     code = f"import sys, {module}; print(*[name for name in {absent!r} if name in sys.modules])"
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tree.ROOT, check=False
@@ -191,5 +206,5 @@ def test_the_native_code_includes_no_torch_and_no_cuda() -> None:
             assert own or not FOREIGN.search(header), f"{path} includes {header}"
             binding = path.name.startswith("bind")
             assert binding or not PYTHON.search(header), (
-                f"{path} includes {header}: only the bindings know Python"
+                f"{path} includes {header}: only the bindings may include Python"
             )

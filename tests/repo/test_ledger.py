@@ -1,4 +1,9 @@
-"""The ledger: every suite has a row, the rows fit in a quarter of an hour, and no suite outgrows its row."""
+"""Tests of the ledger of test costs: each suite has a row, the rows have a total limit, and no suite outgrows
+its row.
+
+A row is the number of seconds that its suite took when the rows were measured. A suite may take about twice
+its row.
+"""
 
 from __future__ import annotations
 
@@ -19,51 +24,51 @@ def test_every_suite_has_a_row_and_every_row_a_suite() -> None:
     assert rows - suites == set(), "these rows of tests/budget.toml have no suite"
 
 
-def test_the_rows_fit_in_a_quarter_of_an_hour_also_on_slower_machines() -> None:
+def test_rows_sum_to_at_most_the_total_limit() -> None:
     assert sum(ledger.rows().values()) <= ledger.TOTAL_SECONDS
 
 
-# Suites that are as their rows say: they tell that this is a machine like the one the rows were measured on.
+# Suites that take exactly the seconds of their rows.
 AS_EVER = {f"as ever {n}": 100.0 for n in range(ledger.ENOUGH)}
 
 
 def complaints(row: float, cost: Cost, pace: float = 1.0) -> list[str]:
-    """Of a suite beside others that all take `pace` times their rows."""
+    """Return the complaints about one suite. The other suites all take `pace` times their rows."""
     others = {suite: Cost(seconds * pace, seconds * pace) for suite, seconds in AS_EVER.items()}
     return ledger.complaints({**AS_EVER, "it": row}, {**others, "it": cost})
 
 
 def test_a_suite_may_take_twice_its_row_and_not_more() -> None:
-    assert complaints(100.0, Cost(204, 204)) == []  # limit 205 s
+    assert complaints(100.0, Cost(204, 204)) == []  # the limit is 205 s
     assert len(complaints(100.0, Cost(206, 206))) == 1
 
 
-def test_busy_neighbours_and_busy_second_cores_cost_nothing() -> None:
+def test_excess_in_only_one_of_wall_and_cpu_time_is_no_complaint() -> None:
     assert complaints(100.0, Cost(wall_s=300, cpu_s=100)) == []
     assert complaints(100.0, Cost(wall_s=100, cpu_s=250)) == []
 
 
-def test_a_suite_that_only_waits_is_seen() -> None:
+def test_suite_that_only_waits_is_reported() -> None:
     assert len(complaints(10.0, Cost(wall_s=76, cpu_s=0))) == 1
 
 
-def test_on_a_slow_machine_a_suite_is_held_to_what_the_others_take() -> None:
-    assert complaints(100.0, Cost(609, 609), pace=3.0) == []  # limit 615 s
+def test_limit_on_a_slow_machine_follows_the_other_suites() -> None:
+    assert complaints(100.0, Cost(609, 609), pace=3.0) == []  # the limit is 615 s
     assert len(complaints(100.0, Cost(620, 620), pace=3.0)) == 1
-    assert len(complaints(100.0, Cost(206, 206), pace=0.3)) == 1  # a fast one earns nobody a row
+    assert len(complaints(100.0, Cost(206, 206), pace=0.3)) == 1  # a fast machine does not lower the limit
 
 
-def test_everything_outgrowing_its_row_is_seen() -> None:
+def test_all_suites_beyond_their_rows_are_reported() -> None:
     assert len(ledger.complaints(AS_EVER, {suite: Cost(1300, 1300) for suite in AS_EVER})) == ledger.ENOUGH
 
 
-def test_a_few_suites_tell_no_pace() -> None:
+def test_pace_needs_enough_suites() -> None:
     few = dict(list(AS_EVER.items())[1:])
     assert ledger.pace(few, {suite: Cost(100, 100) for suite in few}) == ledger.PACES[1]
     assert ledger.pace(AS_EVER, {suite: Cost(100, 100) for suite in AS_EVER}) == ledger.PACES[0]
 
 
-def test_a_suite_without_a_row_is_left_to_the_test_that_asks_for_rows() -> None:
+def test_suite_without_a_row_gets_no_complaint() -> None:
     assert ledger.complaints({}, {"new": Cost(1000, 1000)}) == []
 
 
@@ -75,7 +80,7 @@ def test_suites_are_files_and_folders(tmp_path: Path) -> None:
 
 
 def test_a_run_fails_when_a_suite_outgrew_its_row(tmp_path: Path) -> None:
-    """Another run, with a ledger in which this row is nearly nothing: its test passes, the run does not."""
+    """Run pytest with a ledger whose row is only 0.01 s. The test passes, but the run fails."""
     (tmp_path / "support").mkdir()
     for name in ("conftest.py", "support/ledger.py", "support/lanes.py"):
         (tmp_path / name).write_text((ledger.TESTS / name).read_text())
@@ -96,6 +101,9 @@ def test_a_run_fails_when_a_suite_outgrew_its_row(tmp_path: Path) -> None:
 
 
 def test_the_fast_suites_take_a_minute_at_most() -> None:
-    """Two at a time, and half of the minute is for imports."""
+    """Check the sum of the rows that belong to fast suites.
+
+    Two suites run in parallel, and half of the minute is for imports.
+    """
     fast = [seconds for seconds in ledger.rows().values() if seconds <= 2.0]
     assert len(fast) >= 40 and sum(fast) / 2 <= 30

@@ -1,7 +1,6 @@
-"""Planted bugs fit the code as it is: a change that makes one stale is noticed here, in a moment.
+"""Tests that the patch of each planted bug still applies to the code.
 
-That each is found by the tests it names is for tests/long/planted.py to show, which takes the better part of
-an hour.
+tests/long/planted.py checks that the named tests find each bug. That check takes most of an hour.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ LINES_MOST = 6
 BUGS = planted_bugs.bugs()
 
 
-def test_there_are_enough_of_them_all_over_the_engine() -> None:
+def test_planted_bugs_cover_the_whole_engine() -> None:
     assert len(BUGS) >= LEAST
     assert sum(bug.native for bug in BUGS) >= LEAST_NATIVE
     folders = {file.partition("/")[0] for bug in BUGS for file in bug.hunks}
@@ -31,7 +30,7 @@ def test_there_are_enough_of_them_all_over_the_engine() -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_bug_fits_the_code_is_small_and_names_tests_that_are_there(bug: Bug) -> None:
+def test_bug_applies_is_small_and_names_existing_tests(bug: Bug) -> None:
     for file, hunks in bug.hunks.items():
         text = tree.text(tree.ROOT / file)
         worse = planted_bugs.planted(text, hunks, f"{bug.name}: {file}")
@@ -41,12 +40,12 @@ def test_a_bug_fits_the_code_is_small_and_names_tests_that_are_there(bug: Bug) -
     assert 0 < bug.changed_lines <= LINES_MOST, "a bug that a person could write by mistake"
     for finder in bug.tests:
         path = tree.ROOT / finder.file
-        assert path.is_file(), f"{finder.file} is not there"
+        assert path.is_file(), f"{finder.file} does not exist"
         names = planted_bugs.names_of_tests(path)
-        assert not finder.name or finder.name in names, f"{finder.selector} is not there"
+        assert not finder.name or finder.name in names, f"{finder.selector} does not exist"
 
 
-def test_a_bug_uses_no_name_that_the_code_no_longer_has(tmp_path: Path) -> None:
+def test_bug_uses_only_existing_names(tmp_path: Path) -> None:
     for bug in BUGS:
         for file, hunks in bug.hunks.items():
             if file.endswith(".py"):
@@ -58,15 +57,15 @@ def test_a_bug_uses_no_name_that_the_code_no_longer_has(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout
 
 
-@pytest.mark.skipif(not (tree.ROOT / ".git").exists(), reason="no checkout of git")
-def test_git_takes_them_too() -> None:
+@pytest.mark.skipif(not (tree.ROOT / ".git").exists(), reason="not a git checkout")
+def test_git_applies_every_patch() -> None:
     for path in sorted(planted_bugs.FOLDER.glob("*.patch")):
         command = ["git", "apply", "--check", str(path)]
         ran = subprocess.run(command, cwd=tree.ROOT, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, ran.stderr
 
 
-# ---- what is no patch
+# ---- parsing of patches
 
 HEAD = "It adds wrongly.\nfound by: tests/test_x.py::test_sums[2]\n\n"
 DIFF = "--- a/x.py\n+++ b/x.py\n@@ -2,3 +2,3 @@\n one\n-two\n+too\n three\n"
@@ -77,7 +76,7 @@ def changed(text: str) -> str:
     return planted_bugs.planted(text, planted_bugs.parse("p", HEAD + DIFF).hunks["x.py"], "p")
 
 
-def test_a_patch_is_read_and_put_where_its_lines_are() -> None:
+def test_patch_is_applied_where_its_lines_match() -> None:
     bug = planted_bugs.parse("p", HEAD + DIFF)
     assert (bug.about, [finder.selector for finder in bug.tests]) == (
         "It adds wrongly.",
@@ -87,17 +86,17 @@ def test_a_patch_is_read_and_put_where_its_lines_are() -> None:
     assert changed(TEXT) == TEXT.replace("two", "too")
     assert changed("more\n" * 50 + TEXT) == "more\n" * 50 + TEXT.replace("two", "too")
     twice = TEXT * 2
-    assert changed(twice) == twice.replace("two", "too", 1), "the nearest to where they were"
+    assert changed(twice) == twice.replace("two", "too", 1), "the match nearest to the old line numbers"
 
 
 @pytest.mark.parametrize("text", [TEXT.replace("two", "2"), TEXT.replace("three", "3"), ""])
-def test_a_patch_whose_lines_are_not_there_is_stale(text: str) -> None:
-    with pytest.raises(PatchError, match="Make it again for the code as it is"):
+def test_patch_without_matching_lines_is_stale(text: str) -> None:
+    with pytest.raises(PatchError, match="Update the patch"):
         changed(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (DIFF, "what is wrong"),
         (HEAD, "no diff"),
@@ -108,6 +107,6 @@ def test_a_patch_whose_lines_are_not_there_is_stale(text: str) -> None:
         (HEAD.replace("tests/test_x.py", "somewhere") + DIFF, "names no test"),
     ],
 )
-def test_what_is_no_patch_is_an_error(text: str, said: str) -> None:
-    with pytest.raises(PatchError, match=said):
+def test_malformed_patch_is_refused(text: str, message: str) -> None:
+    with pytest.raises(PatchError, match=message):
         planted_bugs.parse("p", text)

@@ -1,5 +1,4 @@
-"""What tests/long/run.py keeps of long proofs and shows of them: nothing that failed may look as if it had
-not."""
+"""Tests of the scorecard that tests/long/run.py writes: a failure must never look like a pass."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ GOOD = Figure("steps", "steps-growth", "0", "<=1", "PASS")
 BAD = Figure("churn", "churn-bytes", "7", "0", "FAIL")
 
 
-def test_the_figures_of_a_script_are_its_lines() -> None:
+def test_figures_are_read_from_lines_of_output() -> None:
     output = "on the way\nsteps-growth 0 <=1 PASS\nsteps-growth 0 <=1 MAYBE\n  steps-growth 0 <=1 PASS\n"
     assert told("steps", output, 0) == [GOOD]
     assert told("churn", "churn-bytes 7 0 FAIL\n", 1) == [BAD]
@@ -29,11 +28,11 @@ def test_the_figures_of_a_script_are_its_lines() -> None:
     "output, exit_code",
     [("nothing to say\n", 0), ("", 1), ("steps-growth 0 <=1 PASS\n", 1), ("steps-growth 0 <=1 PASS\n", -9)],
 )
-def test_a_script_that_says_nothing_or_ends_badly_has_failed(output: str, exit_code: int) -> None:
+def test_script_without_figures_or_with_a_bad_exit_code_has_failed(output: str, exit_code: int) -> None:
     assert told("steps", output, exit_code)[-1] == Figure("steps", NO_FIGURE, str(exit_code), "0", "FAIL")
 
 
-def test_a_file_keeps_what_other_proofs_found_before(tmp_path: Path) -> None:
+def test_scorecard_keeps_the_figures_of_other_proofs(tmp_path: Path) -> None:
     path = tmp_path / "score.json"
     Scorecard(path, False).add("churn", [BAD], 1.0)
     card = Scorecard(path, False)
@@ -53,12 +52,12 @@ def test_samples_and_whole_runs_do_not_mix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, said", [("{", "no JSON"), ("[]", "no scorecard"), ('{"figures": []}', "no scorecard")]
+    "text, message", [("{", "no JSON"), ("[]", "no scorecard"), ('{"figures": []}', "no scorecard")]
 )
-def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "score.json"
     path.write_text(text)
-    with pytest.raises(SystemExit, match=said):
+    with pytest.raises(SystemExit, match=message):
         Scorecard(path, True)
 
 
@@ -72,7 +71,7 @@ def test_a_table_shows_each_figure_and_a_promise_once() -> None:
     ]
 
 
-def test_the_command_prints_a_file_and_its_exit_code_tells_of_failures(tmp_path: Path) -> None:
+def test_table_command_returns_1_if_a_figure_failed(tmp_path: Path) -> None:
     path = tmp_path / "score.json"
     card = Scorecard(path, False)
     card.add("steps", [GOOD], 1.0)

@@ -1,6 +1,7 @@
-"""An sdist with each file once, and from it a wheel whose every module imports: what people install.
+"""Tests of sdist and wheel: the sdist has each file only once, and every module of the wheel can be imported.
 
-Compiling takes most of the time, and an editable install has just done it: a plain run takes its library.
+Compiling the native library takes most of the time. A plain run therefore copies the library of the editable
+install.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from teraio.formats import shipped_files
 
 MODULES = sorted(tree.package())
 
-# Takes the folder of the wheel and names of modules; prints where each module was loaded from.
+# A program that imports modules from the wheel's folder, and prints the file of each module.
 IMPORT_ALL = """
 import importlib, sys
 sys.path.insert(0, sys.argv[1])
@@ -41,16 +42,19 @@ class Built:
 
 
 def build(source: Path, target: Path, setting: str) -> None:
-    """Build an sdist, and a wheel from that sdist. Nothing is fetched."""
+    """Build an sdist from the source, and a wheel from that sdist. The build downloads nothing."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), "-C", setting]
     ran = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
 
 
 def fresh(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """In an interpreter that knows no teraio. -S leaves out the folders of installed packages, and with them
-    the hook of an editable teraio; as plain entries of the path they come back without it, so that torch is
-    found and teraio is what the arguments put in front."""
+    """Run an interpreter that does not see an installed teraio.
+
+    The flag -S omits the folders of installed packages. An editable teraio's import hook, which is in these
+    folders, is therefore not run. PYTHONPATH then adds the folders without running the hook. The interpreter
+    therefore finds torch, and imports the teraio that the arguments choose.
+    """
     installed = os.pathsep.join(path for path in sys.path if path.endswith("-packages"))
     return subprocess.run(
         [sys.executable, "-S", "-P", *arguments],
@@ -67,7 +71,10 @@ SETTINGS = ["wheel.cmake=false", pytest.param("cmake.build-type=Debug", marks=py
 
 @pytest.fixture(scope="module", params=SETTINGS)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    """From a copy of what git has: whatever else lies about in the tree must not be needed, nor travel."""
+    """Build the packages from a copy of the files that git lists.
+
+    The packages must neither need nor contain any other file.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     for path in tree.listed():
         target = folder / "source" / path
@@ -95,7 +102,8 @@ def test_the_wheel_has_every_module(built: Built) -> None:
         name.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".") for name in built.wheel_names
     }
     assert set(MODULES) - files == set()
-    # What a report's page is made of is no module, nor what is compiled where it runs.
+    # Two kinds of files are not modules: the assets of a report's page, and sources that are compiled at run
+    # time.
     assets = {f"teraio/cli/report/assets/{name}" for name in ("page.html", "page.css", *html_page.SCRIPTS)}
     compiled = tree.files(".cpp", ".h")
     assets |= {f"teraio/{path}" for path in compiled if path.parts[0] == "runtime"}
@@ -105,7 +113,7 @@ def test_the_wheel_has_every_module(built: Built) -> None:
     assert along - set(built.sdist_names) == set()
 
 
-def test_what_comes_along_is_found_by_name_in_an_empty_folder(built: Built, tmp_path: Path) -> None:
+def test_wheel_finds_shipped_files_by_name(built: Built, tmp_path: Path) -> None:
     words = ["profile", "show", "gpt2-b16"], ["machine", "list"], ["profile", "list"]
     lines = [f"assert cli.main({each}) == 0" for each in words]
     code = "\n".join(
@@ -118,7 +126,7 @@ def test_what_comes_along_is_found_by_name_in_an_empty_folder(built: Built, tmp_
 
 
 def test_every_module_of_the_wheel_imports(built: Built) -> None:
-    """In a fresh interpreter in which `teraio` is the wheel's: not this tree's, and not an installed one."""
+    """Import every module in a new interpreter, and check that each module's file is in the wheel."""
     names = [name for name in (*MODULES, "teraio._native") if not name.endswith("__main__")]
     ran = fresh(["-c", IMPORT_ALL, str(built.wheel), *names], built.wheel.parent)
     assert ran.returncode == 0, ran.stderr
@@ -135,7 +143,7 @@ def test_the_sdist_has_one_copy_of_each_file(built: Built) -> None:
     assert {"LICENSE", "README.md", "pyproject.toml", "csrc/CMakeLists.txt"} <= set(names)
 
 
-def test_the_wheel_says_what_it_is(built: Built) -> None:
+def test_wheel_metadata_is_complete(built: Built) -> None:
     (folder,) = built.wheel.glob("teraio-*.dist-info")
     assert (folder / "licenses" / "LICENSE").read_text() == (tree.ROOT / "LICENSE").read_text()
     assert "[torch_dynamo_backends]\nteraio=teraio.backend:backend" in (
@@ -146,6 +154,6 @@ def test_the_wheel_says_what_it_is(built: Built) -> None:
     assert "Requires-Dist: torch<2.16,>=2.11" in metadata.replace("torch>=2.11,<2.16", "torch<2.16,>=2.11")
 
 
-def test_the_wheel_holds_nothing_else(built: Built) -> None:
+def test_wheel_contains_no_other_files(built: Built) -> None:
     tops = {name.split("/")[0] for name in built.wheel_names}
     assert all(top == "teraio" or top.endswith(".dist-info") for top in tops), tops
