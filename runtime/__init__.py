@@ -1,20 +1,23 @@
-"""What runs beside a training step: it moves bytes so that every kernel finds its tensors within the budget.
+"""The runtime of a training step. It moves bytes so that each kernel's tensors are resident in the budget.
 
-In: programs that call slots, user code that reads tensors, a plan. Out: the same numbers, within the budget.
+In: (1) programs that call slots, (2) user code that reads tensors, and (3) a plan. Out: the same numbers as
+without teraio, computed within the budget.
 
-Packages, from the floor up. Each imports only what stands before it; tests/repo/test_layers.py checks that.
+The table lists the packages bottom-up. Each package imports only packages above it in the table.
+tests/repo/test_layers.py checks these imports.
 
     torch_extension   C++ compiled against the installed torch: the observer of reads, the allocator
-    device            the memory that is budgeted, and the order of copies and kernels: CPU, CUDA
-    store             files on SSDs: room in them, transfers, probes of drives
-    ledger            one record per storage: where its bytes are, who may move them, what fits
-    step              which call of which step runs; the plan's moves; memory that no tensor shows
-    eager             user code between programs: what it reads is fetched; gradients; signals
-    engine            a slot: take in what a kernel made, follow the plan, make the next kernel's tensors
-                      resident
-    optimizer         optimizers stepped bucket by bucket, on the device or on the host
-    patches           functions of torch that are wrapped by name
-    model             models constructed, loaded, saved and kept resident within the budget
+    device            the budgeted memory, and the order of copies and kernels: CPU, CUDA
+    store             files on SSDs: free space, transfers, probes of drives
+    ledger            one record per storage: its tier, its holders, admission to the budget
+    step              the current call and step, the plan's moves, memory outside of tensors
+    eager             user code between programs: fetches for its reads, its gradients, its signals
+    engine            a slot: adopt the previous kernel's outputs, follow the plan, make the next kernel's
+                      tensors resident
+    optimizer         the optimizer step, bucket by bucket, on the device or on the host
+    patches           wrappers that replace functions of torch, each found by its name
+    model             the construction, loading and saving of models within the budget
 
-Invariant: passes never import the runtime, nor the runtime passes. A plan is data (teraio.formats.plan).
+Invariant: `passes` never imports `runtime`, and `runtime` never imports `passes`. A plan is data
+(teraio.formats.plan).
 """

@@ -1,10 +1,10 @@
-"""The `torch.compile` backend: programs get slots, the engine gets a plan.
+"""The `torch.compile` backend, which compiles a captured graph to a program with slots.
 
 torch.compile(model, backend="teraio", options={"memory": "20GiB"})
 
 captured graph -> AOTAutograd -> inner program with slots (passes/) -> runs, calling the engine (runtime/)
 
-What then happens between the engine, the measured steps and the planner is in session.py.
+teraio/session makes plans from measured steps of these programs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """What `torch.compile(backend="teraio")` calls for every captured graph."""
+    """Compile a captured graph. `torch.compile(backend="teraio")` calls this for every graph."""
     try:
         with uncount_graph_on_error():
             return _compile_graph(gm, example_inputs, {**(options or {}), **({"mode": mode} if mode else {})})
@@ -72,7 +72,8 @@ def _compile_graph(
         inner = torch_versions.choose_inner_program(
             inner, torch.__version__, str(on), selftest.run_selftest_in_subprocess, parsed.on_fallback
         )
-    # Imported after the check: in a torch that is not known, this may fail. Inductor's is its own matter.
+    # These imports may fail with an untested torch, so the check of the torch version runs first. The imports
+    # for Inductor follow only if the check has chosen Inductor.
     from teraio.passes.capture import aot
     from teraio.passes.fx import program as fx
 
@@ -96,7 +97,7 @@ def _compile_graph(
     count_graph_as_ours()
     _copy_foreign_weights(labels, example_inputs)
     if inner == "eager":
-        # AOTAutograd's own cache would hand back a compiled graph without ever calling us.
+        # AOTAutograd's own cache would return a compiled graph without a call of our compiler.
         with functorch_config.patch(enable_autograd_cache=False):
             slotted = fx.make_aot_backend(
                 lambda g, kind: _insert_eager_slots(g, kind, labels), engine.guarded, nodes_to_recompute
@@ -116,21 +117,27 @@ def _compile_graph(
 
 
 def _wrap_to_note_grad_mode(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled graph that tells the engine whether its caller wants gradients: AOTAutograd runs what has no
-    backward without, whoever calls it."""
+    """Return a wrapper that notes the caller's grad mode in the engine, and then calls the compiled graph.
+
+    AOTAutograd sets no_grad mode before it runs a graph that has no backward. So the program itself cannot
+    detect the grad mode of its caller.
+    """
 
     @functools.wraps(compiled)
     def note_grad_mode_and_call(*args: Any) -> Any:
         if (running := engine.ENGINE) is not None:
-            running.tracker.grad_mode = torch.is_grad_enabled()
+            running.tracker.note_grad_mode(torch.is_grad_enabled())
         return compiled(*args)
 
     return note_grad_mode_and_call
 
 
 def _device_of_graph(gm: torch.fx.GraphModule, inputs: list[Any]) -> torch.device:
-    """Return the device that a graph runs on. A tensor of one element may lie in RAM wherever that is, so a
-    graph of such ones, or of none, is one of the device that the process has."""
+    """Return the device of a graph.
+
+    A graph with tensors on a GPU may also have one-element tensors in RAM. So one-element tensors in RAM do
+    not determine the device. A graph without other input tensors gets the device of the session.
+    """
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     on = {x.device for x in tensors if x.numel() > 1 or x.device.type != "cpu"}
     if not on and session.SESSION is not None:
@@ -138,7 +145,7 @@ def _device_of_graph(gm: torch.fx.GraphModule, inputs: list[Any]) -> torch.devic
     others = {device.type for device in on} - {"cpu", "cuda", "meta"}
     if others and not is_disabled():
         names = ", ".join(sorted(others))
-        raise UnsupportedError(f"a graph on {names}: teraio moves tensors of cuda and cpu")
+        raise UnsupportedError(f"a graph on {names}: teraio supports cuda and cpu only")
     gpus = [device for device in on if device.type == "cuda"]
     if not gpus:
         return torch.device("cpu")
@@ -153,17 +160,21 @@ def _device_of_graph(gm: torch.fx.GraphModule, inputs: list[Any]) -> torch.devic
 
 
 def _gpus_of_graph_nodes(gm: torch.fx.GraphModule) -> set[torch.device]:
-    """Return the GPUs of what the graph's nodes make."""
+    """Return the GPUs that hold values of the graph's nodes."""
     values = tree_leaves([node.meta.get("example_value") for node in gm.graph.nodes])
     return {value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda}
 
 
 def _raise_unwrapped(error: TeraioError) -> NoReturn:
-    """Dynamo wraps what a backend raises in an exception of its own, unless it is such a one already: then
-    the user gets it, without Dynamo's frames. So the error becomes both; its name and its message stay."""
+    """Raise `error` so that it reaches the user unchanged, without Dynamo's frames.
+
+    Dynamo wraps an error of a backend in BackendCompilerFailed, unless the error already has this type. So
+    the raised error has two types: the type of `error`, and BackendCompilerFailed. The raised error keeps the
+    name, module and message of `error`.
+    """
     kind = type(error)
-    as_it_was = {"__str__": lambda self: str(error), "__reduce__": lambda self: error.__reduce__()}
-    both = type(kind.__name__, (kind, BackendCompilerFailed), {**as_it_was, "__module__": kind.__module__})
+    unchanged = {"__str__": lambda self: str(error), "__reduce__": lambda self: error.__reduce__()}
+    both = type(kind.__name__, (kind, BackendCompilerFailed), {**unchanged, "__module__": kind.__module__})
     raised = both.__new__(both, *error.args)
     ShortenTraceback.__init__(raised, *error.args, first_useful_frame=sys._getframe())
     raised.backend_name, raised.inner_exception = "teraio", error
@@ -172,7 +183,7 @@ def _raise_unwrapped(error: TeraioError) -> NoReturn:
 
 
 def _reset() -> None:
-    """`torch._dynamo.reset()` forgets all compiled models; so do we."""
+    """Reset the session, because `torch._dynamo.reset()` forgets all compiled models."""
     reset()
 
 
@@ -180,15 +191,18 @@ backend.reset = _reset  # type: ignore[attr-defined]
 
 
 def register_for_dynamo_resets() -> None:
-    """Dynamo tells the backends of all `torch.compile` calls since its last reset; of a model that was
-    compiled before that and is used again, it would not."""
+    """Register the backend, so that the next `torch._dynamo.reset()` calls `backend.reset`.
+
+    Dynamo registers a backend at `torch.compile`, and forgets the backend at a reset. A model that is called
+    again after a reset does not register its backend again.
+    """
     registered = getattr(eval_frame, "cached_backends", None)
     if registered is not None:
         registered.setdefault(id(backend), backend)
 
 
 def _copy_foreign_weights(labels: tuple[str, ...], inputs: list[Any]) -> None:
-    """Before the first step: weights that files, numpy or other libraries own become torch's."""
+    """Copy a weight into a storage of torch, if a file, numpy or another library owns the weight's memory."""
     assert engine.ENGINE is not None
     stuck = engine.ENGINE.unresizable
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
@@ -211,7 +225,7 @@ def _insert_eager_slots(graph: torch.fx.GraphModule, kind: ProgramKind, labels: 
 
 
 def _label_loaded_programs(labels: tuple[str, ...]) -> AbstractContextManager[list[Program]]:
-    """Return a block in which each program that is loaded is told what the user calls its arguments."""
+    """Return a `with` block in which each loaded program gets the user's names for its arguments."""
 
     def label_program(program: Program) -> None:
         if log.isEnabledFor(logging.DEBUG):
@@ -223,9 +237,9 @@ def _label_loaded_programs(labels: tuple[str, ...]) -> AbstractContextManager[li
     return engine.collect_loaded_programs(label_program)
 
 
-# `torch.compile` imports this module when it is called, which is before Dynamo traces the model.
+# `torch.compile` imports this module before Dynamo traces the model.
 if torch_versions.is_tested(torch.__version__):
-    uncompiled_models.install(
-        backend
-    )  # its hook runs before the runtime's: it may open the engine that those ask for
+    # The hook of uncompiled_models may start the engine, and the runtime's hooks use this engine. So the hook
+    # of uncompiled_models must run before the runtime's hooks.
+    uncompiled_models.install(backend)
     patch_torch()

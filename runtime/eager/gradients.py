@@ -1,11 +1,12 @@
-"""Gradients leave as soon as a backward has made them, and are there again when autograd adds to them.
+"""Gradients. They are evictable as soon as a backward has made them, and resident when autograd adds to them.
 
-    backward runs    a gradient is made: it may leave at any later slot
-    autograd         takes the storage over, evicted or not (the first of a step), or adds, by an operator
-                     `register_under_lock`: the weight has its gradient
+    backward runs    the backward makes a gradient, which the engine may evict at any later slot
+    autograd         takes over the storage, evicted or not, if the gradient is the first of its step;
+                     otherwise adds to the first gradient by an operator, for which the engine fetches it
+    hook             `register_under_lock` registers the gradient that the weight now has
 
-If other programs use the same weight, autograd adds their gradients up on the way: they would come back at
-once, so they stay until that is done.
+If several forwards use one weight, autograd sums their gradients during the backward. An evicted gradient
+would immediately be fetched for the sum. So gradients of such a weight are evicted only after the sum.
 """
 
 from __future__ import annotations
@@ -29,24 +30,32 @@ from ..ledger.residency import Residency
 from ..step.program import Program
 from .user_code import UserCode
 
-AGAIN = "_recomputation_hook"  # of torch.utils.checkpoint
+RECOMPUTATION_HOOK = "_recomputation_hook"  # name of the hook of torch.utils.checkpoint
 
-FORGOTTEN_AFTER = 2  # steps: a forward that no backward came for, whose results are gone
+# After this number of steps, the engine forgets a forward, if the forward's results are freed and the engine
+# never saw its saved tensors.
+FORGOTTEN_AFTER = 2
 
 
 @dataclass
 class OpenForward:
-    """A forward whose backward may still come: while one of the tensors is alive that it saved. If no one can
-    see those, it may come until it has, or its results are gone and steps went by."""
+    """A forward whose backward may still run.
 
-    number: int  # autograd's, of the node that is its backward
-    weights: frozenset[int]  # keys of the records of those that are trained
+    The backward may run while any tensor that the forward saved is alive. If the engine sees no saved tensor,
+    it makes two assumptions. (1) The backward may run while a result of the forward is alive. (2) In any
+    case, the backward may run until FORGOTTEN_AFTER steps have ended.
+    """
+
+    number: int  # autograd's sequence number of the backward's node
+    weights: frozenset[int]  # keys of the trained weights' records
     saved: list[Record]
     results: list[Record]
-    steps: int = 0  # that have ended since
+    steps: int = 0  # steps that have ended since the forward
 
 
 class Gradients:
+    """The forwards whose backward may still run, and the gradients that the running backward has made."""
+
     def __init__(
         self,
         residency: Residency,
@@ -60,25 +69,27 @@ class Gradients:
         self.lock = lock
         self.is_off = "early_gradients" in switches.disabled_features()
         self.forwards: list[OpenForward] = []
-        self.leaves: list[Any] = []  # of the backward that runs: what each edge of its node leads to
-        self.made: dict[int, Record] = {}  # by it, and free to leave
-        self.backward = -1  # autograd's number of it
-        self.number = -1  # and of the node of the forward that runs
-        self.shared: dict[int, set[int]] = {}  # backward -> weights whose gradients it adds up
+        self.leaves: list[Any] = []  # one leaf tensor per edge of the running backward's node
+        self.made: dict[int, Record] = {}  # evictable gradients of the running backward
+        self.backward = -1  # autograd's number of the running backward; negative without a backward
+        self.number = -1  # autograd's sequence number of the running forward's node
+        # Number of a backward -> keys of the weights whose gradients the backward sums.
+        self.shared: dict[int, set[int]] = {}
 
     # ---- programs
 
     def begin_call(self, program: Program) -> None:
-        """A program begins."""
+        """Begin a call. If the call is a backward, find the leaf tensor of each gradient that the backward
+        will return."""
         self.leaves, self.made = [], {}
-        self.number = _get_sequence_nr() - 1  # the node is made before its forward runs
+        self.number = _get_sequence_nr() - 1  # autograd makes the backward's node before the forward runs
         self.backward = torch._C._current_graph_task_id()
         if self.backward < 0:
             self.shared.clear()
         if program.schedule.kind != "backward" or not program.schedule.edges:
             return
-        if self.user.weights_stay or torch.is_anomaly_enabled() or torch.is_grad_enabled():
-            return  # they are read at once: by collectives, the search for NaN, a graph of the backward
+        if self.user.keeps_weights or torch.is_anomaly_enabled() or torch.is_grad_enabled():
+            return  # collectives, anomaly mode or a graph of the backward read gradients immediately
         node = torch._C._current_autograd_node()
         edges = [target for target, _ in node.next_functions if target is not None] if node else []
         self._note_shared_weights()
@@ -86,20 +97,24 @@ class Gradients:
             self.leaves = [getattr(target, "variable", None) for target in edges]
 
     def _note_shared_weights(self) -> None:
-        """Weights that several forwards used whose backward may still come belong to all of them until this
-        backward is over."""
+        """Record the weights that several open forwards use, because this backward may sum the gradients of
+        such a weight."""
         uses = Counter(
             key for forward in self.forwards if self._can_have_backward(forward) for key in forward.weights
         )
         shared = self.shared.setdefault(self.backward, set())
         shared.update(key for key, count in uses.items() if count > 1)
 
+    def note_made(self, record: Record) -> None:
+        """Record a gradient that the running backward has made and that may be evicted."""
+        self.made[record.key] = record
+
     def add_open_forward(self, program: Program) -> None:
-        """Its backward may come."""
+        """Add the forward that has just run, because its backward may run later."""
         self.forwards = [forward for forward in self.forwards if self._can_have_backward(forward)]
         packer = saved_tensors_hook_name()
-        if packer.startswith(AGAIN):
-            return  # a checkpoint makes what was saved once more: that node is no one's
+        if packer.startswith(RECOMPUTATION_HOOK):
+            return  # a checkpoint recomputes this forward, and no backward runs the forward's node
         weights: set[int] = set()
         found: dict[str, list[Record]] = {"saved": [], "result": [], "argument": []}
         for about, record in zip(program.schedule.buffers, program.bound):
@@ -108,7 +123,8 @@ class Gradients:
                 if record.kind == "weight" and _is_trained(record):
                     weights.add(record.key)
         if weights:
-            saved: list[Record] = [] if packer else found["saved"]  # what is packed is theirs
+            # Hooks pack saved tensors unseen by the engine.
+            saved: list[Record] = [] if packer else found["saved"]
             self.forwards.append(OpenForward(self.number, frozenset(weights), saved, found["result"]))
 
     def age_open_forwards(self) -> None:
@@ -116,12 +132,14 @@ class Gradients:
             forward.steps += 1
 
     def release_gradients_to_autograd(self, outputs: Sequence[Any]) -> None:
-        """Autograd, and the user's hooks, get what it made."""
+        """Let autograd and the user's hooks reach the gradients of the backward that ends. Close the forward
+        of this backward, unless autograd keeps the graph."""
         for tensor in outputs:
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                 record = self.made.get(tensor.untyped_storage()._cdata)
                 if record is not None:
-                    self.residency.reachable[record.key] = record
+                    if record.evictable:  # user code inside the backward may have shared it with numpy
+                        self.residency.make_reachable(record)
                     self.user.known_tensors.add(tensor, record)
         node = torch._C._current_autograd_node()
         if node is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -130,14 +148,15 @@ class Gradients:
         self.leaves, self.made = [], {}
 
     def weight_of_early_gradient(self, edge: int, gradient: torch.Tensor) -> Record | None:
-        """Whose gradient it is, if it may leave before autograd has given it over."""
+        """Return the weight of this gradient. Return None if the gradient may not be evicted before the
+        backward returns."""
         weight = self.weight_of_early_edge(edge)
         if weight is None or gradient.dtype != self.leaves[edge].dtype:
             return None
         return weight if gradient.untyped_storage().nbytes() == self.leaves[edge].nbytes else None
 
     def is_evictable_early(self, about: Buffer) -> bool:
-        """Whether this result of the backward that runs may leave before it returns."""
+        """Return whether this result of the running backward may be evicted before the backward returns."""
         return self.weight_of_early_edge(about.edge) is not None
 
     def weight_of_early_edge(self, edge: int) -> Record | None:
@@ -161,21 +180,21 @@ class Gradients:
     # ---- accumulation
 
     def watch_gradient_of_weight(self, tensor: torch.Tensor) -> None:
-        """This weight's gradients are seen from now on."""
+        """Install the hook that registers this weight's gradients."""
         if id(tensor) in HOOKED or not (tensor.requires_grad and tensor.is_leaf):
             return
-        if type(tensor) is torch.nn.Parameter and not self.user.weights_stay:
+        if type(tensor) is torch.nn.Parameter and not self.user.keeps_weights:
             _hook_gradient_accumulation(tensor)
 
     def watch_and_register_gradient(self, tensor: torch.Tensor) -> None:
-        """The weight may have its gradient already."""
+        """Install the hook on this weight, and register the gradient that the weight may already have."""
         self.watch_gradient_of_weight(tensor)
         self.register_gradient_of(tensor)
 
     def register_gradient_of(self, tensor: torch.Tensor) -> None:
-        """The weight has its gradient."""
+        """Register the gradient that the weight has now."""
         gradient = tensor.grad
-        if (weight := self._weight_record_of(tensor)) is None or gradient is None or self.user.weights_stay:
+        if (weight := self._weight_record_of(tensor)) is None or gradient is None or self.user.keeps_weights:
             return
         if type(gradient) is torch.Tensor and gradient.layout == torch.strided:
             before = len(self.residency.records)
@@ -185,7 +204,7 @@ class Gradients:
 
 
 def saved_tensors_hook_name() -> str:
-    """Who packs what is saved now, if someone does."""
+    """Return the name of the hook that packs saved tensors now, or an empty string without a hook."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return "" if hooks is None else getattr(hooks[0], "__qualname__", "a hook")
 
@@ -197,8 +216,16 @@ def _is_trained(weight: Record) -> bool:
 
 # ---- hooks
 
-ACTIVE: list[Gradients] = []  # of the engine of this process, if there is one
-HOOKED: dict[int, ReferenceType[torch.Tensor]] = {}  # weights by their id; a hook stays with its weight
+ACTIVE: list[Gradients] = []  # the `Gradients` of this process's engine; empty without an engine
+
+
+def set_active(gradients: Gradients | None) -> None:
+    """Set the `Gradients` with which hooks register gradients. None means that this process's engine ends."""
+    ACTIVE[:] = [] if gradients is None else [gradients]
+
+
+# Weights with a hook, by id. A hook lives as long as its weight.
+HOOKED: dict[int, ReferenceType[torch.Tensor]] = {}
 
 
 def _hook_gradient_accumulation(tensor: torch.Tensor) -> None:
@@ -216,7 +243,9 @@ def _hook_gradient_accumulation(tensor: torch.Tensor) -> None:
 
 
 def _put_hook_first(hooks: dict[int, Any], key: int) -> None:
-    """Before those of the user's that were there: they may take the gradient away. Torch goes through it in
-    C++, by when each was put in."""
+    """Move this hook before the user's hooks, because the user's hooks may set the gradient to None.
+
+    Torch calls the hooks from C++, in the order of insertion.
+    """
     for other in [other for other in hooks if other != key]:
         hooks[other] = hooks.pop(other)

@@ -1,8 +1,12 @@
-"""Signals that come while Python runs no handler: a pipe into which Python's C handler writes their numbers.
+"""A pipe for signals that arrive while Python cannot run a handler. Python's C handler writes the number of
+each signal to the pipe.
 
-On a GPU, autograd runs a backward on a thread of its own. The main thread waits for it in C++, and Python
-runs handlers on the main thread only. So a thread of ours reads the pipe and calls back. One file per process
-can be `signal.set_wakeup_fd`'s: an event loop that has it keeps it, and then nothing is heard here.
+On a GPU, autograd runs a backward on a thread of its own. The main thread waits for the backward in C++, and
+Python runs handlers on the main thread only. So a thread of teraio reads the pipe and calls a function with
+the signal's number.
+
+`signal.set_wakeup_fd` takes one file per process. If an event loop has set its own file, teraio leaves that
+file set. Then the pipe reports no signal.
 """
 
 from __future__ import annotations
@@ -15,14 +19,14 @@ from collections.abc import Callable
 
 
 class SignalPipe:
-    """Hears the numbers of signals for which there is a handler in Python."""
+    """A pipe that reports the numbers of signals that have a handler in Python."""
 
     def __init__(self, heard: Callable[[int], None]) -> None:
         self.heard = heard
-        self.pipe: int | None = None  # its end for writing
+        self.pipe: int | None = None  # the write end of the pipe
 
     def start_listening(self) -> None:
-        """Listen from now on; called on the main thread."""
+        """Listen to signals from now on. Call this function on the main thread."""
         before = signal.set_wakeup_fd(-1)
         if before != -1:
             signal.set_wakeup_fd(before)
@@ -35,15 +39,16 @@ class SignalPipe:
         ).start()
 
     def stop_listening(self) -> None:
-        """Stop listening; called on the main thread."""
+        """Stop listening to signals. Call this function on the main thread."""
         pipe, self.pipe = self.pipe, None
         if pipe is None:
             return
-        with contextlib.suppress(ValueError):  # a child, forked by another thread than the main one
+        # ValueError is raised in a child process if a thread other than the main thread forked the child.
+        with contextlib.suppress(ValueError):
             before = signal.set_wakeup_fd(-1)
             if before not in (-1, pipe):
                 signal.set_wakeup_fd(before)
-        os.close(pipe)  # the thread reads the end of the pipe
+        os.close(pipe)  # ends the thread that reads the pipe
 
     def _report_signals_until_closed(self, reads: int) -> None:
         while numbers := os.read(reads, 64):

@@ -1,17 +1,22 @@
-"""The handler of a signal is user code, and runs where user code does. Python calls it between any two lines:
-also where the engine is in the middle of a move.
+"""Handlers of signals. Python calls a handler, which is user code, between any two lines, even in the middle
+of a move.
 
-    a program is compiled or runs, the engine works, an optimizer steps    it waits for the end
-    elsewhere                                                              at once
+A handler may read weights, so it runs only where user code may run:
 
-Ctrl-C, where the answer to it is Python's own, waits for the engine and for the end of an optimizer's step,
-so that weights and states are those of a whole step; a program is ended between two kernels. Pressed once
-more, whoever answers it, it waits for nothing.
+    a program is compiled or runs, the engine works, an optimizer steps    the handler is deferred to its end
+    elsewhere                                                              the handler runs immediately
 
-On a GPU, autograd runs a backward on a thread of its own, and Python runs no handler until the whole backward
-has ended. Ctrl-C ends it sooner: `signal_pipe.py` hears the signal, the next slot raises KeyboardInterrupt on
-that thread, autograd carries it to the main thread, and the handler that runs there then has nothing left to
-do.
+Python's own handler of Ctrl-C is deferred only (1) while the engine works and (2) during an optimizer's step,
+so that weights and states belong to a whole step. Such a Ctrl-C ends a running program between two kernels.
+The handler of a second Ctrl-C is never deferred, also if it is the user's.
+
+On a GPU, autograd runs a backward on a thread of its own. Python runs no handler until the whole backward has
+ended. Ctrl-C ends the backward sooner:
+
+    signal_pipe.py    notices the signal
+    the next slot     raises KeyboardInterrupt on autograd's thread
+    autograd          carries the exception to the main thread
+    the handler       runs on the main thread afterwards, and does nothing more
 """
 
 from __future__ import annotations
@@ -43,22 +48,23 @@ log = logging.getLogger("teraio")
 
 Answer = Callable[[int, FrameType | None], Any]
 
-OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep  # all of the runtime
-# They are called by the engine, or by a program, or by user code: who called them decides. So it is with what
-# Python writes itself, the `__init__` of a dataclass for one: its file is `<string>`.
+OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep  # the folder of the runtime
+# Folders of torch and of Python's library. The engine, programs and user code all call functions of their
+# files. So a frame of such a function counts as a frame of its caller. `<string>` is the file of code that
+# Python generates, such as the `__init__` of a dataclass.
 ANYONES = (os.path.dirname(torch.__file__) + os.sep, sysconfig.get_path("stdlib") + os.sep, "<")
 FACE = os.path.dirname(os.path.realpath(teraio.errors.__file__))
 ANYONES_FOLDERS = {FACE, os.path.join(FACE, "formats"), os.path.join(FACE, "session")}
-# Their frames are around those of a program: they compile it, call it, and make views of what it returns.
+# Frames of these files surround a program. They compile the program, call it, and make views of its results.
 AROUND_PROGRAMS = ("/_functorch/_aot_autograd/", "/_dynamo/convert_frame.py")
 SET, GET = signal.signal, signal.getsignal
-AGAIN_S = 0.001
-SENT_S = 0.05  # it may be long until Python sees a signal
-TOLD_S = 2.0  # a handler that waits longer is told of
+RECHECK_S = 0.001
+AFTER_REMINDER_S = 0.05  # longer than RECHECK_S, because Python may take long to notice a signal
+WARN_AFTER_S = 2.0  # a warning reports a handler that is deferred for longer
 
 
 def _exclude_from_compilation(does: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler may be called where Dynamo looks at every function, and is none that it is to compile."""
+    """Exclude a handler from compilation, because Python may call it where Dynamo compiles every function."""
 
     def called(*args: Any) -> Any:
         prior = set_eval_frame(None)
@@ -72,7 +78,8 @@ def _exclude_from_compilation(does: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SignalStandIn:
-    """What stands in for a handler."""
+    """A handler that Python calls instead of the user's handler. The stand-in calls the user's handler
+    immediately, or defers the call."""
 
     def __init__(self, answer: Answer, signals: Signals) -> None:
         self.answer, self.signals = answer, signals
@@ -83,22 +90,27 @@ class SignalStandIn:
 
 
 class Signals:
-    def __init__(self) -> None:
-        self.step: CodeType | None = None  # of an optimizer that is between its first bucket and its end
-        self.pid = 0
-        self.due: dict[int, Answer] = {}  # they wait, in the order in which they came
-        self.reminder: int | None = None  # a signal of ours: the moment may be better now
-        self.installed = False
-        self.told: set[int] = set()
-        self.ear = SignalPipe(self._note_ctrl_c)
-        self.struck = False  # Ctrl-C came while the main thread waits for autograd: the next slot raises
-        self.answered = False  # a slot has raised for a signal whose handler is still to run
+    """The stand-ins for this process's handlers, and the signals whose handlers are deferred."""
 
-    # ---- in whose place
+    def __init__(self) -> None:
+        # The code of the running optimizer step, from the step's first bucket to its end. Otherwise None.
+        self.step: CodeType | None = None
+        self.pid = 0
+        self.due: dict[int, Answer] = {}  # deferred handlers by signal, in the order of arrival
+        self.reminder: int | None = None  # the signal that makes the main thread check `due` again
+        self.installed = False
+        self.warned: set[int] = set()
+        self.ear = SignalPipe(self._note_ctrl_c)
+        # True: Ctrl-C came while the main thread waits for autograd. The next slot raises KeyboardInterrupt.
+        self.struck = False
+        # True: a slot has raised KeyboardInterrupt, so the handler of that Ctrl-C does nothing.
+        self.answered = False
+
+    # ---- stand-ins
 
     def install(self, apart: bool = False) -> None:
-        """Stands in for all handlers that are written in Python: those that are there, and those to come.
-        `apart`: autograd runs backwards on a thread of its own."""
+        """Put a stand-in before every handler written in Python, including handlers that are set later.
+        `apart` means that autograd runs backwards on a thread of its own."""
         if self.installed or threading.current_thread() is not threading.main_thread():
             return
         self.installed, self.pid = True, os.getpid()
@@ -114,7 +126,8 @@ class Signals:
             self.ear.start_listening()
 
     def remove(self) -> None:
-        """What waits runs now: this is called by user code."""
+        """Remove the stand-ins. Then call the deferred handlers, which is safe because user code calls this
+        function."""
         if not self.installed or threading.current_thread() is not threading.main_thread():
             return
         self.installed = self.struck = self.answered = False
@@ -129,31 +142,37 @@ class Signals:
         self.call_due_when_idle()
 
     def _set_behind_stand_in(self, number: int, answer: Any) -> Any:
-        """In place of `signal.signal`: no one sees who stands in."""
+        """Set a handler behind a stand-in. User code calls this function in place of `signal.signal`, and
+        never sees the stand-in."""
         stands_in = self.installed and callable(answer) and not isinstance(answer, SignalStandIn)
         return _answer_behind_stand_in(SET(number, SignalStandIn(answer, self) if stands_in else answer))
 
     def _get_behind_stand_in(self, number: int) -> Any:
         return _answer_behind_stand_in(GET(number))
 
-    # ---- now, or later
+    # ---- immediate and deferred calls of handlers
 
     def begin_optimizer_step(self, code: CodeType | None) -> None:
-        """A step of an optimizer. An exception may end it, which no one tells us."""
+        """Begin an optimizer's step, which runs this code.
+
+        An exception may end the step without a call of this class. So other functions search the stack for
+        the code.
+        """
         self.step = code
 
     def end_optimizer_step(self) -> None:
-        """The step is whole."""
+        """End an optimizer's step, and call deferred handlers."""
         self.step = None
         self.call_due_when_idle()
 
     def call_due_when_idle(self) -> None:
-        """The engine has nothing left to do, and user code goes on."""
+        """Call the deferred handlers that may run when the engine is idle and user code continues."""
         if self.due:
             self._call_due_if_allowed(_caller_of_engine(currentframe()))
 
     def call_due_after_program(self) -> None:
-        """Nor has it here, though the frames that called the program are there."""
+        """Call the deferred handlers after a program, although frames of AROUND_PROGRAMS are still on the
+        stack. During an optimizer's step, the handlers remain deferred."""
         if self.due:
             frame = _caller_of_engine(currentframe())
             if not is_code_on_stack(self.step, frame):
@@ -162,14 +181,15 @@ class Signals:
     # ---- a backward on autograd's thread
 
     def _note_ctrl_c(self, number: int) -> None:
-        """The ear's thread: a signal came, whose handler the main thread may not run for long."""
+        """Record a Ctrl-C for the next slot, if the main thread waits for autograd and Python's own handler
+        would run. The pipe's thread calls this method."""
         if number == signal.SIGINT and _is_main_waiting_for_autograd():
             answer = GET(number)
             self.struck = isinstance(answer, SignalStandIn) and answer.answer is signal.default_int_handler
 
     def raise_in_backward(self) -> None:
-        """A slot, when Ctrl-C has struck: raises KeyboardInterrupt on autograd's thread."""
-        if not _is_main_waiting_for_autograd():  # the main thread answers it itself
+        """Raise KeyboardInterrupt on autograd's thread. The first slot after a Ctrl-C calls this method."""
+        if not _is_main_waiting_for_autograd():  # the main thread runs the handler itself
             self.struck = False
         elif not is_code_on_stack(self.step, currentframe()):
             self.struck = False
@@ -184,7 +204,7 @@ class Signals:
         once_more = number == signal.SIGINT and number in self.due
         if not once_more and os.getpid() == self.pid and self._must_wait(frame, answer):
             if answer is signal.default_int_handler and is_code_on_stack(self.step, frame):
-                log.warning("teraio: Ctrl-C: after this step of the optimizer")
+                log.warning("teraio: Ctrl-C deferred to the end of this optimizer step")
             if number not in self.due:
                 self.due[number] = answer
                 _thread.start_new_thread(self._remind_until_answered, (number,))
@@ -197,16 +217,17 @@ class Signals:
         self._call_due_if_allowed(frame)
 
     def _call_due_if_allowed(self, frame: FrameType | None) -> None:
-        due = [*self.due.items()]  # more may come in the middle of this
+        due = [*self.due.items()]  # a copy, because more signals may arrive meanwhile
         self._call_due_on_main_thread(
             frame, [number for number, answer in due if not self._must_wait(frame, answer)]
         )
 
     def _call_due_on_main_thread(self, frame: FrameType | None, numbers: list[int]) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # autograd's: the reminder comes when the main thread may
+            return  # on autograd's thread; the reminder makes the main thread call the handlers
         for number in numbers:
-            if (answer := self.due.pop(number, None)) is not None:  # else it came again, and has run
+            # The answer is None if the signal came again and its handler has already run.
+            if (answer := self.due.pop(number, None)) is not None:
                 self._call_answer(number, frame, answer)
 
     def _call_answer(self, number: int, frame: FrameType | None, answer: Answer) -> None:
@@ -218,30 +239,33 @@ class Signals:
         return answer is not signal.default_int_handler and _is_inside_program(frame)
 
     def _remind_until_answered(self, number: int) -> None:
-        """A thread: sends the reminder when the main thread looks as if it could take it. That no other than
-        the main thread runs handlers is Python's rule."""
+        """Send the reminder when the main thread could run the deferred handler.
+
+        This function runs on a thread of its own, because Python runs handlers on the main thread only.
+        """
         main = threading.main_thread().ident or 0
         began = time.monotonic()
         while (answer := self.due.get(number)) is not None:
             frame = sys._current_frames().get(main)
             waits, later = _is_backward_frame(frame), self._must_wait(frame, answer)
-            if waits:  # it would see no reminder
+            if waits:  # during a backward, Python would not notice the reminder
                 self.struck = self.struck or answer is signal.default_int_handler
             elif self.reminder is not None and not later:
                 signal.pthread_kill(main, self.reminder)
-            time.sleep(AGAIN_S if later and not waits else SENT_S)
-            if time.monotonic() - began > TOLD_S and number not in self.told:
-                self.told.add(number)
-                log.warning("teraio: %s: its handler waits for the end of what runs", _signal_name(number))
+            time.sleep(RECHECK_S if later and not waits else AFTER_REMINDER_S)
+            if time.monotonic() - began > WARN_AFTER_S and number not in self.warned:
+                self.warned.add(number)
+                name = _signal_name(number)
+                log.warning("teraio: %s handler deferred: a program or an optimizer step still runs", name)
 
 
 def _real_time_signals() -> range:
-    """The last comes first: the first are those that others use."""
+    """Return the real-time signals, the last signal first, because other libraries use the first signals."""
     return range(signal.SIGRTMAX, signal.SIGRTMIN, -1)
 
 
 def _signal_name(number: int) -> str:
-    """Of those of real time only the first and the last have one."""
+    """Return the signal's name, or `signal N`, because most real-time signals have no name."""
     return next((known.name for known in signal.Signals if known == number), f"signal {number}")
 
 
@@ -250,7 +274,7 @@ def _answer_behind_stand_in(answer: Any) -> Any:
 
 
 def _is_main_waiting_for_autograd() -> bool:
-    """Return whether the main thread waits in C++ for a backward, which other threads run."""
+    """Return whether the main thread waits in C++ for a backward that other threads run."""
     return _is_backward_frame(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
@@ -259,7 +283,7 @@ def _is_backward_frame(frame: FrameType | None) -> bool:
 
 
 def is_code_on_stack(code: CodeType | None, frame: FrameType | None) -> bool:
-    """Whether this frame, or one that called it, executes the code."""
+    """Return whether this frame or one of its callers executes the code."""
     return any(each.f_code is code for each in _frames_up_to_answer(frame))
 
 
@@ -269,21 +293,23 @@ def _is_inside_program(frame: FrameType | None) -> bool:
 
 
 def _frames_up_to_answer(frame: FrameType | None) -> Iterator[FrameType]:
-    """Who called whom. Where a handler runs, user code does, whoever was interrupted by it."""
+    """Yield the frame and its callers, up to the frame of a running handler. A handler is user code, whatever
+    code it interrupted."""
     while frame is not None and frame.f_code is not Signals._call_answer.__code__:
         yield frame
         frame = frame.f_back
 
 
 def _caller_of_engine(frame: FrameType | None) -> FrameType | None:
-    """Who called the engine."""
+    """Return the frame that called the engine."""
     while frame is not None and _is_runtime_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
 def _is_engine_at_work(frame: FrameType | None) -> bool:
-    """Whether the engine is at work, and not a program or user code that it has called."""
+    """Return whether the engine itself is at work. A program or user code that the engine has called does not
+    count as the engine."""
     while frame is not None and _is_library_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and _is_runtime_file(frame.f_code.co_filename)
@@ -300,6 +326,5 @@ def _is_library_file(file: str) -> bool:
 
 
 SIGNALS = Signals()
-os.register_at_fork(
-    after_in_child=SIGNALS.ear.stop_listening
-)  # or it would write into the pipe of its parent
+# Without this call, a forked child would write into its parent's pipe.
+os.register_at_fork(after_in_child=SIGNALS.ear.stop_listening)

@@ -1,6 +1,7 @@
-"""Functions of lists of tensors, such as `_foreach_add_`, element by element.
+"""Functions of lists of tensors, such as `_foreach_add_`. They are called for one element of the lists at a
+time.
 
-All gradients together may not fit. What such a function gives for one element does not depend on the others.
+The gradients of a list may not fit in memory together. Such a function treats each element independently.
 """
 
 from __future__ import annotations
@@ -10,24 +11,24 @@ from typing import Any
 
 import torch
 
-# Take lists of tensors, and do to each what they would do to it alone. So do all `_foreach_` functions.
+# Functions without the prefix `_foreach_` that take lists of tensors and treat each tensor independently.
 OTHERS = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})
 
 
 def is_elementwise_list_function(name: str) -> bool:
-    """Return whether a function of this name takes lists, and goes through them element by element."""
+    """Return whether a function of this name takes lists and treats each element independently."""
     return name.startswith("_foreach_") or name in OTHERS
 
 
 def count_elements(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return how many elements a call of this function goes through; 0 if it takes no lists."""
+    """Return the length of the lists in a call of this function, or 0 if the function takes no lists."""
     if not is_elementwise_list_function(name):
         return 0
     return next((len(v) for v in (*args, *kwargs.values()) if isinstance(v, list | tuple)), 0)
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among these, and in lists of them however nested."""
+    """Return the tensors among these values and in their nested lists."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, list | tuple):
@@ -40,7 +41,7 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 def call_for_each_element(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], elements: int
 ) -> Any:
-    """Call the function once for each element, and return the results as one list."""
+    """Call the function for one element of the lists at a time. Return the results as one list."""
 
     def part(value: Any, at: int) -> Any:
         return [value[at]] if isinstance(value, list | tuple) and len(value) == elements else value

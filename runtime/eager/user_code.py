@@ -1,10 +1,12 @@
-"""Between two programs, and beside them, user code runs. What it reads is fetched when an operator begins
-that reads it, in whatever thread; others leave to make room. What it needs beyond the budget it gets, and
-that is said.
+"""User code between programs or concurrent with them. The engine fetches the tensors that user code's
+operators read.
 
-    an operator begins    `fetch_for_reader`: the observer saw that arguments of it are evicted
-    a program ends        `prepare_for_user_code`, `resume_user_code`: room for what user code takes besides
-    the step ends         whoever asked for an address is taken to have forgotten it
+    an operator begins    `fetch_for_reader`: the observer saw that arguments of the operator are evicted
+    a program ends        `prepare_for_user_code`, `resume_user_code`: room for the bytes that user code takes
+    the step ends         `end_step`: addresses that user code took count as forgotten
+
+To make room for a fetch, the thread of the operator evicts other tensors. Bytes that user code needs beyond
+the budget are an overrun: user code gets these bytes, and a warning reports them.
 """
 
 from __future__ import annotations
@@ -18,13 +20,11 @@ import torch
 
 from teraio import switches
 from teraio.errors import EvictedError, StoreError, TeraioError
-from teraio.units import fmt_bytes
 
 from ..device.device import Device
 from ..ledger.engine_lock import EngineLock
 from ..ledger.known_tensors import KnownTensors
-from ..ledger.mover import Mover
-from ..ledger.record import Record, State
+from ..ledger.record import Record, State, pin_during_block
 from ..ledger.residency import Residency
 from ..ledger.restore import make_records_resident
 from ..step.eager_memory import EagerMemory
@@ -34,94 +34,123 @@ from ..torch_extension.observer import InUseError
 
 log = logging.getLogger("teraio")
 
+Refuse = Callable[[str, Sequence[str] | None], None]  # (place, names of the tensors that user code reads)
+
 
 class UserCode:
+    """The engine's work for user code: (1) fetches for operators, (2) results that user code has, (3) tensors
+    lent to optimizers' updates.
+
+    `before_fetch` is called before a tensor is fetched for an operator. It completes the ledger.
+    """
+
     def __init__(
-        self, residency: Residency, mover: Mover, device: Device, tracker: StepTracker, lock: EngineLock
+        self,
+        residency: Residency,
+        device: Device,
+        tracker: StepTracker,
+        lock: EngineLock,
+        before_fetch: Callable[[], None] = lambda: None,
     ) -> None:
         self.residency = residency
-        self.mover = mover
+        self.mover = residency.mover
         self.lock = lock
+        self.before_fetch = before_fetch
         self.observer = device.observer
         self.known_tensors = KnownTensors()
-        self.eager_memory = EagerMemory(
-            residency, device, tracker, self.report_overrun, self.must_be_resident
-        )
-        self.prefetch = Prefetch(residency, mover, tracker, self.must_be_resident)
-        self.weights_stay = False  # something reads them that nobody sees: whenever user code runs
-        self.saved_stays = False  # and what forwards saved
-        self.before_fetch: Callable[[], None] = lambda: None  # what runs may have to know of it
-        self.lends = False  # an optimizer's update has some
-        self.refuses: Callable[[str, Sequence[str] | None], None] | None = None  # nothing can move now
-        self.handed_out: dict[int, Record] = {}  # by key: results of which a program may take up some
-        self.results_stay = "results" in switches.disabled_features()
-        self.kept: set[tuple[int, str]] = set()  # in this step: (call, tensor) that stayed when it ended
+        self.eager_memory = EagerMemory(residency, device, tracker, self.must_be_resident)
+        self.prefetch = Prefetch(residency, residency.mover, tracker, self.must_be_resident)
+        # True: weights are resident whenever user code runs, because the observer may not see user code read
+        # them.
+        self.keeps_weights = False
+        self.keeps_saved = False  # True: saved tensors are also resident whenever user code runs
+        self.lends = False  # True: an optimizer's update uses tensors of the ledger
+        self.refuse: Refuse | None = None  # set while moves are refused; raises the error
+        self.handed_out: dict[int, Record] = {}  # results that user code has, by storage key
+        self.keeps_results = "results" in switches.disabled_features()
+        # Pairs (call, tensor) of this step. The tensor was kept resident when the call ended.
+        self.kept: set[tuple[int, str]] = set()
 
     def must_be_resident(self, record: Record) -> bool:
-        """Whether it is resident whenever user code runs. Optimizer states are no one's but the optimizer's,
-        whatever else runs."""
-        return self.weights_stay and record.kind != "state"
+        """Return whether the record must be resident whenever user code runs. A state never must be, because
+        only the optimizer reads states."""
+        return self.keeps_weights and record.kind != "state"
 
     def records_required_after_call(self, call: int) -> list[Record]:
-        """User code runs after this call: what is resident then, over the budget if it must be."""
+        """Return the records that must be resident when user code runs after this call, beyond the budget if
+        necessary."""
         self.residency.forget_dead_records()
         found = (
-            [r for r in self._reachable_records() if self.must_be_resident(r)] if self.weights_stay else []
+            [r for r in self._reachable_records() if self.must_be_resident(r)] if self.keeps_weights else []
         )
         self.kept.update((call, record.name) for record in found)
         return found
 
     def _reachable_records(self) -> Iterable[Record]:
-        if not self.saved_stays:
+        if not self.keeps_saved:
             return self.residency.reachable.values()
         return [record for record in self.residency.records.values() if record.evictable]
 
-    def prepare_for_user_code(self, staying: Sequence[Record], live_bytes: int, tick: int | None) -> None:
-        """At the last slot of a program: brings what stays, and makes room for what user code will take
-        beside it."""
-        self.residency.pending_evictions.end_evictions_until_enough(
-            lambda: False, by_plan=True
-        )  # what comes next asks for no room
-        if staying:
-            self.make_resident_for_user(staying, live_bytes, "what it holds of")
-            mark_maybe_written(staying)
+    def prepare_for_user_code(self, kept: Sequence[Record], live_bytes: int, tick: int | None) -> None:
+        """Make `kept` resident at a program's last slot, with room for the bytes that user code will take."""
+        # Otherwise nothing would end these evictions before the next program, because user code requests no
+        # room.
+        self.residency.pending_evictions.end_evictions_until_enough(lambda: False, by_plan=True)
+        if kept:
+            self.make_resident_for_user(kept, live_bytes, "a tensor it may read unseen,")
+            mark_maybe_written(kept)
         self.eager_memory.make_room_for_eager(live_bytes, tick)
 
     def keep_weights(self, why: str, saved: bool = False) -> None:
-        """From now on all weights are resident whenever user code runs; what forwards saved, too, if that is
-        read."""
-        if self.weights_stay and self.saved_stays >= saved:
+        """Keep all weights resident from now on, whenever user code runs. With `saved`, also keep saved
+        tensors resident."""
+        if self.keeps_weights and self.keeps_saved >= saved:
             return
-        log.warning("teraio: %s unseen: between programs all of them are in memory", why)
-        self.saved_stays |= saved
-        self.weights_stay = True
+        log.warning("teraio: %s unseen: all of them are resident between programs", why)
+        self.keeps_saved |= saved
+        self.keeps_weights = True
         make_records_resident(self.residency, self._reachable_records())
 
     def resume_after_exception(self, call: int) -> None:
-        """Let user code run after a call that an exception ended, anywhere in it."""
-        staying = self.records_required_after_call(call)
+        """Let user code run after a call that an exception ended at any point."""
+        kept = self.records_required_after_call(call)
         try:
-            make_records_resident(self.residency, staying)
-            mark_maybe_written(staying)
+            make_records_resident(self.residency, kept)
+            mark_maybe_written(kept)
         finally:
             self.resume_user_code()
 
+    def refuse_moves(self, refuse: Refuse) -> None:
+        """Move nothing from now on. If a read needs a move, `refuse` raises an error."""
+        self.refuse = refuse
+
+    def end_refusing_moves(self, refuse: Refuse) -> bool:
+        """End the refusal that `refuse_moves` began with this function. Return whether the refusal was in
+        force."""
+        if self.refuse is not refuse:
+            return False
+        self.refuse = None
+        return True
+
     def suspend_touches(self) -> None:
-        """Begin a stretch in which nothing that this thread uses is a touch of user code's."""
-        if self.refuses is not None:
-            self.refuses("a program of teraio's", None)
+        """Begin a program in this thread. The program's uses of tensors do not count as touches by user
+        code."""
+        if self.refuse is not None:
+            self.refuse("a program of teraio's", None)
         if self.observer is not None:
             with self.lock:
                 self.note_touches()
             self.observer.change_program_depth(1)
 
     def resume_touches(self) -> None:
+        """End a program in this thread, so that touches by user code count again."""
         if self.observer is not None:
             self.observer.change_program_depth(-1)
 
     def resume_user_code(self) -> None:
-        """A program has returned: user code runs."""
-        self.residency.serial += 1
+        """Let user code run after a program. Begin to measure the bytes that user code takes. Fetch ahead the
+        tensors that user code is expected to read."""
+        self.residency.advance_slot()
         if self.observer is not None:
             self.observer.rearm_address_watch()
         self.eager_memory.begin_user_code_measure()
@@ -130,10 +159,13 @@ class UserCode:
     # ---- reads
 
     def fetch_for_reader(self, keys: Sequence[int], place: str) -> None:
-        """Make these storages resident for who is about to read them, in any thread. Others are evicted for
-        them, but nothing that an operator uses."""
-        if self.refuses is not None:
-            self.refuses(place, [record.name for record in self.residency.records_of_storages(keys)])
+        """Make these storages resident for an operator that is about to read them. Any thread may call this
+        method.
+
+        If necessary, evict other storages, but no storage that a running operator uses.
+        """
+        if self.refuse is not None:
+            self.refuse(place, [record.name for record in self.residency.records_of_storages(keys)])
         if self.lock.is_held_by_this_thread:
             self.fetch_without_evicting(keys, place)
             return
@@ -147,38 +179,40 @@ class UserCode:
                 self.make_resident_for_user(known(keys), 0, place)
 
     def note_failed_fetch(self, error: BaseException) -> None:
-        """Someone found NaN for what could not be fetched: no further step is taken."""
-        log.warning("teraio: memory was read whose bytes could not be fetched, and NaN was found: %s", error)
+        """Declare a loss, because user code read NaN in place of bytes that could not be fetched."""
+        log.warning("teraio: user code read NaN, because the bytes could not be fetched: %s", error)
         if not isinstance(error, TeraioError):
             error = StoreError(str(error))
-        self.residency.torn = self.residency.torn or error
+        self.residency.declare_loss(error)
 
     def fetch_without_evicting(self, keys: Sequence[int], place: str) -> None:
-        """Make these storages resident in the middle of the engine's own work, where a finalizer reads them.
-        Nothing is evicted for them."""
+        """Make these storages resident for a finalizer that reads them in the middle of the engine's own
+        work. Evict no other storage for this."""
         for record in self.residency.records_of_storages(keys):
             if record is self.mover.moving:
                 continue
-            if record.state is State.AWAY:
+            if record.state is State.EVICTED:
                 self.mover.begin_fetch(record, demand=True)
-            if record.state is State.ARRIVING:
+            if record.state is State.FETCHING:
                 self.mover.end_fetch(record)
         if (short := self.residency.short_bytes(0)) > 0:
-            self.report_overrun(short, place)
+            self.residency.report_overrun(short, place)
 
     def note_touches(self) -> None:
-        """Note in which order user code has touched tensors since this was last asked."""
+        """Record, in their order, the tensors that user code has touched since the last call of this
+        method."""
         if self.observer is not None:
             for record in self.residency.records_of_storages(self.observer.newly_touched_storage_keys()):
                 self.prefetch.note_touch(record)
 
     def make_resident_for_user(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
-        """Make these records resident for user code, over the budget if it must be."""
-        self.mover.device.join_user_streams()  # perhaps on a stream of its own, and nothing has to move
+        """Make these records resident for user code, beyond the budget if necessary."""
+        # This is necessary even if nothing moves, because user code may run on its own stream.
+        self.mover.device.join_user_streams()
         with pin_during_block(records):
-            if any(record.state in {State.AWAY, State.ARRIVING} for record in records):
-                self.mover.counts.touches += 1
-                missing = sum(record.size_bytes for record in records if record.state is State.AWAY)
+            if any(record.state in {State.EVICTED, State.FETCHING} for record in records):
+                self.mover.counts.add(touches=1)
+                missing = sum(record.size_bytes for record in records if record.state is State.EVICTED)
                 try:
                     self._evict_for_user(missing + live_bytes, f"{place} {records[0].name}")
                     self.residency.fetch(records, self.must_be_resident)
@@ -187,17 +221,18 @@ class UserCode:
             self.prefetch.fetch_ahead()
 
     def _evict_for_user(self, missing_bytes: int, place: str) -> None:
-        """Evict until so many bytes fit, and what user code is still expected to take beside them."""
+        """Evict records until there is room for `missing_bytes` and for the bytes that user code is still
+        expected to take."""
         to_come = self.eager_memory.bytes_still_expected()
         short, _ = self.residency.evict_until_fits(
             missing_bytes + to_come, self.prefetch.current_tick(), self.must_be_resident
         )
         if short > to_come:
-            self.report_overrun(short - to_come, place)
+            self.residency.report_overrun(short - to_come, place)
 
     @contextmanager
     def hold_resident(self, records: Sequence[Record], place: str) -> Iterator[None]:
-        """These are in memory as long as the block runs."""
+        """Keep these records resident during the block."""
         with ExitStack() as held:
             with self.lock:
                 self.make_resident_for_user(records, 0, place)
@@ -205,50 +240,51 @@ class UserCode:
             yield
 
     def keep_exported_resident(self, key: int) -> None:
-        """Others have the address of this storage's bytes."""
-        because = "DLPack gave its address to others"
+        """Keep a storage resident for good, because DLPack has given its address to other libraries."""
+        because = "DLPack gave its address to other libraries"
         for record in self.residency.records_of_storages([key]):
             if record.evictable:
-                log.warning("teraio: %s stays in memory from now on: %s", record.name, because)
+                log.warning("teraio: %s is kept resident from now on: %s", record.name, because)
             self.residency.forbid_eviction_for_good(record, because)
 
     # ---- results
 
     def hand_out_result(self, record: Record) -> None:
-        """Let user code have what a program returns: it stays, until a program takes it as an argument. Who
-        takes its address is seen from now on."""
+        """Keep a program's result resident until a program takes the result as an argument. From now on, the
+        observer detects when user code takes the result's address."""
         self.residency.forbid_eviction(record)
         storage = record.storage()
-        if self.observer is None or storage is None or record.addressed or self.results_stay:
+        if self.observer is None or storage is None or record.addressed or self.keeps_results:
             return
-        self.mover.is_clean(record)  # before what is known of writes is forgotten
+        self.mover.is_clean(record)  # before `watch_for_writes`, which forgets the writes so far
         with suppress(InUseError):
             self.observer.watch_for_writes(storage)
-            record.handed_out = True
+            record.hand_out()
             self.handed_out[record.key] = record
 
     def reclaim_result(self, record: Record) -> bool:
-        """Have a result that is a program's argument move again, if nobody has its address. Return whether it
-        does."""
+        """Allow the eviction of a result that a program takes as an argument, unless user code has the
+        result's address. Return whether the eviction is allowed."""
         if self.mover.is_address_taken(record):
             return False
         self.residency.allow_eviction(record)
         return True
 
     def _forbid_evicting_addressed_results(self) -> None:
-        """Results whose address someone has stay from now on: unlike weights they may be kept for long."""
+        """Keep a result resident if user code took its address. Unlike the address of a weight, user code may
+        use the address of a result for long."""
         known, results = self.residency.records, self.handed_out
         self.handed_out = {key: record for key, record in results.items() if known.get(key) is record}
         for record in self.handed_out.values():
             if self.mover.is_address_taken(record):
                 self.residency.forbid_eviction(record)
-                record.handed_out = False
+                record.end_hand_out()
 
     # ---- updates
 
     def begin_optimizer_update(self, tensors: Sequence[torch.Tensor]) -> None:
-        """To an optimizer's update: they are resident, and what it does with them is no touch of user code's,
-        until they are taken back."""
+        """Begin an optimizer's update. Keep these tensors resident during the update, and do not count its
+        reads as touches."""
         self.end_optimizer_update()
         self.known_tensors.pin_for_update(tensors)
         self.lends = True
@@ -256,31 +292,15 @@ class UserCode:
             self.observer.change_program_depth(1)
 
     def end_optimizer_update(self) -> None:
+        """End an optimizer's update, and unpin its tensors."""
         if self.lends and self.observer is not None:
             self.observer.change_program_depth(-1)
         self.lends = False
         self.known_tensors.unpin_after_update()
 
-    def report_overrun(self, short: int, place: str, who: str = "user code") -> None:
-        if self.residency.elastic:
-            self.residency.budget_bytes += short
-            return
-        counts = self.mover.counts
-        if short > 2 * counts.overrun_bytes:  # not a line per tensor
-            log.warning(
-                "teraio: overrun: %s (%s) needs %s more than the memory of %s; it gets it",
-                who,
-                place,
-                fmt_bytes(short, up=True),
-                fmt_bytes(self.residency.budget_bytes),
-            )
-        counts.overrun_bytes = max(counts.overrun_bytes, short)
-        counts.step_overrun_bytes = max(counts.step_overrun_bytes, short)
-        if self.mover.recorder is not None:
-            self.mover.recorder.note_overrun(short)
-
     def end_step(self) -> frozenset[tuple[int, str]]:
-        """Return what stayed in the step. An address that was asked for is taken to be forgotten."""
+        """End a step. Addresses that user code took count as forgotten. Return `kept`: pairs of a call and a
+        tensor that was kept resident."""
         if self.observer is not None:
             self._forbid_evicting_addressed_results()
             self.observer.forget_taken_addresses()
@@ -293,25 +313,15 @@ def _raise_evicted_error(records: Sequence[Record], place: str, error: StoreErro
     names = ", ".join(record.name for record in records)
     raise EvictedError(
         f"user code ({place}) needs {names}, which was evicted and could not be read back: {error}. "
-        f"`with teraio.resident(...)` keeps what it is given in memory; load the last checkpoint "
-        f"if it stays so"
+        f"`with teraio.resident(...)` keeps tensors resident; load the last checkpoint if the error persists"
     ) from error
 
 
 def mark_maybe_written(records: Iterable[Record]) -> None:
-    """User code may write into these unseen. They are here, and what was under way is over: that the copy is
-    good after a write that was undone says nothing of what comes."""
-    for record in records:
-        record.clean = False
+    """Mark these records dirty, because user code can write to them without the observer's notice.
 
-
-@contextmanager
-def pin_during_block(records: Sequence[Record]) -> Iterator[None]:
-    """None of these leaves as long as the block runs."""
+    Call this function only when the records are resident and no move is in flight. The cancelling of an
+    eviction would mark its record clean again.
+    """
     for record in records:
-        record.pins += 1
-    try:
-        yield
-    finally:
-        for record in records:
-            record.pins -= 1
+        record.wrote()

@@ -1,13 +1,13 @@
-"""A slot: what happens between two kernels of a compiled program.
+"""Slots: the engine's work between two kernels of a compiled program.
 
-In: the program, the slot's number, the tensors that the kernel before has made, and bytes that the program
-holds beside them. Out: everything that the next kernel reads and writes is resident.
+In: the program, the slot's number, the tensors that the previous kernel has made, and the bytes that the
+program holds beside them. Out: every tensor that the next kernel reads or writes is resident.
 
-    engine           Engine: open_slot, the plan's moves, ensure_resident; the step's end; `program`, which
-                     generated code calls
-    registry         Registry: which record a tensor has, under a name that it keeps from step to step
-    explicit_moves   ExplicitMoves: slots of a program whose graph has the plan's moves in it
+    engine           Engine: the two halves of a slot, the plan's moves between them, the end of a step; and
+                     `program`, which generated code calls
+    registry         Registry: it finds a tensor's record, whose name is the same in each step
+    explicit_moves   ExplicitMoves: it runs the slots of a program whose graph contains the plan's moves
 
-Invariant: a plan is a hint and residency is the law. Without a plan, with a stale or a hostile one, the same
-code costs time and never correctness. The engine does not plan: a callback gets each measured step.
+Invariant: a plan is a hint and residency is the law. Without a plan, or with a stale or hostile plan, the
+same code takes more time and is still correct. The engine makes no plans. A callback gets each measured step.
 """

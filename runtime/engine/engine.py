@@ -1,13 +1,17 @@
-"""The engine: at each slot it makes sure that the next kernel finds its tensors, within the budget.
+"""The engine. At each slot it makes the next kernel's tensors resident, within the budget.
 
-    slot i      1 take in what the kernel before made    3 the law: room for what the kernel needs and makes,
-                2 the plan's moves for this tick           then everything it reads or writes is resident
-    kernel i    runs; what it uses stays until slot i + 1
+    slot i      1 register the tensors that the previous kernel made
+                2 carry out the plan's moves for this tick
+                3 the law: make every tensor resident that the next kernel reads or writes, and make room for
+                  the tensors that it makes
+    kernel i    runs; its tensors are resident until slot i + 1
 
-A plan is a hint; residency is the law. Without a plan, with a stale or a hostile one the same code fetches on
-demand and evicts by furthest next use: it costs time and never correctness.
+A plan is a hint; residency is the law. Without a plan, or with a stale or hostile plan, the same code fetches
+tensors on demand and evicts the tensors with the furthest next use. This takes more time and is still
+correct.
 
-Between two programs, and beside them, user code runs. What it reads is fetched (`user_code.py`).
+User code runs between programs or concurrently with them. The engine fetches the tensors that user code reads
+(`user_code.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from teraio.errors import TeraioError
 from teraio.formats.plan import Plan
 from teraio.formats.schedule import Schedule, Step
 
@@ -30,8 +33,8 @@ from ..eager import gradients as _gradients
 from ..eager.signals import SIGNALS
 from ..eager.user_code import UserCode
 from ..ledger.engine_lock import EngineLock
-from ..ledger.mover import Mover
-from ..ledger.record import DEVICE, Record
+from ..ledger.keep_option import KeepOption
+from ..ledger.record import Record, use_bound, use_records, wrote_bound
 from ..ledger.recorder import Recorder
 from ..ledger.residency import Need, Residency
 from ..ledger.restore import make_everything_resident
@@ -44,26 +47,35 @@ from ..step.tracker import StepTracker
 from ..store.store import Store
 from .registry import Registry
 
-CALLS_MAX = 4096  # of a step: one that never ends is none, and what is kept per call must end
+CALLS_MAX = 4096  # most calls of a step; a longer step is forgotten, to limit the memory for calls
 
 
 class OpenSlot(NamedTuple):
-    """A slot between its two halves, where moves come: records that may not leave in them, and the tick."""
+    """A slot whose first half has run and whose second half has not run yet. The plan's moves run between the
+    halves, and may not evict the slot's records."""
 
     program: Program
-    at: int  # its number in the program
+    at: int  # the slot's number in the program
     live_bytes: int
-    needed: list[Record]  # by the next kernel
-    results: list[Record]  # of the program, if it ends here: user code gets them
+    needed: list[Record]  # records that the next kernel needs
+    results: list[Record]  # records that must be resident for user code, if the program ends at this slot
     tick: int | None
     began: Any  # a moment of the device's clock, if the slot is measured
 
     @property
     def required_records(self) -> list[Record]:
+        """Return the records that the slot's moves may not evict."""
         return self.needed + self.results
 
 
 class Engine:
+    """The run time of one process: a ledger, a step tracker, and the work at each slot.
+
+    `on_step` gets each measured step. `at_rest` is called after an optimizer's step, when no compiled program
+    runs. `unobserved` means that no observer sees reads, so every tensor that user code can reach is kept
+    resident.
+    """
+
     def __init__(
         self,
         store: Store,
@@ -73,32 +85,35 @@ class Engine:
         on_step: Callable[[Step], None] | None = None,
         keep: Sequence[str] = (),
         host: Host | None = None,
+        at_rest: Callable[[], None] = lambda: None,
+        unobserved: bool = False,
     ) -> None:
-        self.mover = Mover(store, device, host)
-        self.meter = StepMeter(self.mover)
-        self.residency = Residency(self.mover, budget_bytes, reserve_bytes)
-        self.on_step = on_step
-        self.at_rest: Callable[[], None] = lambda: None  # called where no compiled program runs
-        self.tracker = StepTracker(self.meter.begin_step, device)
-        self.lock = EngineLock()
-        self.user = UserCode(self.residency, self.mover, device, self.tracker, self.lock)
-        self.known_tensors = self.user.known_tensors
         self.pid = os.getpid()
-        self.registry = Registry(self.residency, self.tracker, self.user, self.lock, keep)
+        self.lock = EngineLock()
+        self.on_step, self.at_rest = on_step, at_rest
+        self.residency = Residency(
+            store, device, budget_bytes, reserve_bytes, host, KeepOption(keep, unobserved)
+        )
+        self.mover = self.residency.mover
+        self.unresizable = self.residency.unresizable
+        self.meter = StepMeter(self.mover)
+        self.tracker = StepTracker(self.meter.begin_step, device)
+        self.user = UserCode(self.residency, device, self.tracker, self.lock, self._count_quiet_call)
+        self.known_tensors = self.user.known_tensors
+        self.registry = Registry(self.residency, self.tracker, self.user, self.lock)
         self.gradients = self.registry.gradients
-        self.unresizable = self.registry.unresizable
-        self.kernel_workspace = KernelWorkspace(self.residency, device, self.user.report_overrun)
-        self.follower = PlanFollower(self.residency, self.mover)
-        self.optimizers: set[int] = set()  # numbers of those that have stepped in this step
+        self.kernel_workspace = KernelWorkspace(self.residency, device)
+        self.follower = PlanFollower(self.residency)
+        self.optimizers: set[int] = set()  # numbers of the optimizers that have stepped in this step
         self.quiet_call = QuietCall(self.residency, self.tracker, self.registry.register_program_tensor)
-        self.user.before_fetch = self.quiet_call.register_collected_tensors
         if device.observer is not None:
-            device.observer.owner = self.user
+            device.observer.report_to(self.user)
 
     # ---- slots
 
     def run_slot(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int | None) -> None:
-        """Most slots have nothing to do, and must not take longer than it takes to see that."""
+        """Run a slot. For most slots there is no work to do, and this method returns after a few
+        comparisons."""
         if self.quiet_call.program is not None:
             if self.quiet_call.program is program and 0 < index < program.last:
                 self.quiet_call.collect_made_tensors(index, tensors)
@@ -107,41 +122,34 @@ class Engine:
         stop = program.stops[index]
         live_bytes = program.unmovable_bytes_at_slot(index, live_bytes)
         residency, mover, tracker, bound = self.residency, self.mover, self.tracker, program.bound
-        mover.counts.slots += 1
-        serial = residency.serial = residency.serial + 1
-        if tracker.running is not None or not 0 < index < program.last:
-            self._run_full_slot(program, index, tensors, live_bytes)
-            if index == 0 and program.schedule.kind != "optimizer":
-                self.quiet_call.begin_if_quiet(program)
-            return
-        for position, buffer in stop.made:
-            bound[buffer] = self.registry.register_program_tensor(program, buffer, tensors[position])
-        here = True
-        for buffer in stop.needed:
-            if (record := bound[buffer]) is not None:
-                record.used_at = serial
-                here = here and record.state is DEVICE
-        tick = tracker.tick_of_slot(index) if tracker.expected.table or not here else None
-        total_bytes = mover.resident_bytes + live_bytes
-        fits = total_bytes + residency.reserve_bytes <= residency.budget_bytes
-        if here and fits and residency.torn is None and not tracker.expected.has_moves_at(tick):
-            mover.counts.peak_bytes = max(mover.counts.peak_bytes, total_bytes)
-            if stop.written:
-                residency.mark_written(bound, stop.written)
-        else:
-            self._run_full_slot(program, index, (), live_bytes)
-
-    def _run_full_slot(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int) -> None:
-        """Run a slot that has something to do, or is measured."""
+        mover.counts.count_slots()
+        serial = residency.advance_slot()
+        if tracker.running is None and 0 < index < program.last:
+            for position, buffer in stop.made:
+                bound[buffer] = self.registry.register_program_tensor(program, buffer, tensors[position])
+            resident = use_bound(bound, stop.needed, serial)
+            tick = tracker.tick_of_slot(index) if tracker.expected.table or not resident else None
+            total_bytes = mover.resident_bytes + live_bytes
+            fits = total_bytes + residency.reserve_bytes <= residency.budget_bytes
+            if resident and fits and residency.torn is None and not tracker.expected.has_moves_at(tick):
+                mover.counts.note_peak(total_bytes)
+                if stop.written:
+                    wrote_bound(bound, stop.written)
+                return
+            tensors = ()  # the tensors are registered already
         slot = self.open_slot(program, index, tensors, live_bytes)
         if (expected := self.tracker.expected).has_moves_at(slot.tick):
-            self.follower.follow_plan_at_slot(
-                SlotPosition(expected, slot.tick, live_bytes), slot.required_records
-            )
+            here = SlotPosition(expected, slot.tick, live_bytes)
+            use_records(slot.required_records, residency.serial)  # the step may have ended meanwhile
+            self.follower.carry_out(expected.operations_at(slot.tick), here)
+            self.follower.begin_late_fetches(here)
         self.ensure_resident(slot)
+        if index == 0 and program.schedule.kind != "optimizer":
+            self.quiet_call.begin_if_quiet(program)
 
     def open_slot(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int) -> OpenSlot:
-        """Begin a slot: register what the kernel before it made, and find what the next kernel needs."""
+        """Begin a slot. Register the tensors that the previous kernel made, and find the records that the
+        next kernel needs."""
         residency, tracker = self.residency, self.tracker
         began = (
             self.mover.device.moment_after_kernels() if index == 0 or tracker.running is not None else None
@@ -149,7 +157,7 @@ class Engine:
         stop = program.stops[index]
         if residency.torn is not None:
             residency.raise_torn_step_error()
-        own = program.schedule.kind != "optimizer"  # whose records are bound when its call begins
+        own = program.schedule.kind != "optimizer"  # an optimizer's records are bound when its call begins
         if index and own:
             tracker.add_measured_bytes(
                 index - 1, self.kernel_workspace.end_kernel_measure(program, index - 1)
@@ -161,7 +169,7 @@ class Engine:
             for position, buffer in stop.made:
                 bound[buffer] = self.registry.register_program_tensor(program, buffer, tensors[position])
         if index == 0 and own:
-            # What eager code made and hands over is in the ledger by now.
+            # By now, the ledger includes the arguments that eager code made.
             self.user.eager_memory.reserve_kept_bytes()
             self._refuse_program_over_budget(program)
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
@@ -169,7 +177,8 @@ class Engine:
         return OpenSlot(program, index, live_bytes, needed, results, tracker.tick_of_slot(index), began)
 
     def ensure_resident(self, slot: OpenSlot) -> None:
-        """End a slot: what the next kernel reads or writes is resident, and it fits."""
+        """End a slot. Make the records resident that the next kernel reads or writes, and make room for its
+        workspace."""
         residency, tracker = self.residency, self.tracker
         program, index, live_bytes, tick = slot.program, slot.at, slot.live_bytes, slot.tick
         stop, bound, last = program.stops[index], program.bound, index == program.last
@@ -178,7 +187,7 @@ class Engine:
         live_bytes -= self.kernel_workspace.make_room_for_kernel(
             program, index, live_bytes, tick, tracker.running is not None
         )
-        residency.mark_written(bound, stop.written)
+        wrote_bound(bound, stop.written)
         for buffer in stop.returned:
             if (returned := bound[buffer]) is not None and returned.kind != "weight":
                 residency.forbid_eviction(returned)
@@ -204,27 +213,29 @@ class Engine:
         self.unresizable.detect_and_adopt_newly_unresizable()
         self.tracker.begin_call(
             program, mark
-        )  # before `bound` is cleared: the call before may be of this program
+        )  # must run before `bound` is cleared, because the previous call may be of this program
         self.update_expected_uses()
-        program.bound = [None] * len(program.schedule.buffers)
+        program.begin_call()
         self.gradients.begin_call(program)
 
     def update_expected_uses(self) -> None:
-        """Of the tensors' next uses, and their ways, what the tracker knows now."""
+        """Give the ledger two facts of the expected step: the ticks of the uses, and the tensors to evict to
+        the host."""
         expected = self.tracker.expected
-        self.mover.to_host = expected.to_host
-        self.residency.uses, self.residency.step_ticks = expected.uses, expected.length
+        self.mover.expect_host_copies(expected.to_host)
+        self.residency.expect_uses(expected.uses, expected.length)
 
     def _refuse_program_over_budget(self, program: Program) -> None:
-        """Its arguments are known."""
+        """Refuse a program if its largest kernel cannot fit in the budget. The program's arguments are
+        already registered. Each program is checked only once."""
         if self.tracker.running is not None:
             self.kernel_workspace.measure_and_reserve_lasting_bytes(step=self.tracker.number == 0)
-        if not program.checked:
-            program.checked = True
+        if program.begin_check():
             self._refuse_or_grow_budget(program)
 
     def _refuse_or_grow_budget(self, program: Program) -> None:
-        """Before anything of the step is lost: whether its largest kernel fits when all else is away."""
+        """Compare the need of the largest kernel with the budget. A refusal at this point loses no tensor of
+        the step."""
         residency = self.residency
         if program.schedule.symbolic:
             return
@@ -232,20 +243,26 @@ class Engine:
         need = Need(*program.largest_kernel_need(residency.fixed_bytes, self.gradients.is_evictable_early))
         if residency.is_over_budget(need):
             residency.refuse_or_grow_budget(need)
-        residency.largest = max(residency.largest, need, key=lambda n: n.size_bytes)
+        residency.note_largest_need(need)
+
+    def _count_quiet_call(self) -> None:
+        """Register the tensors that the running quiet call has made so far, because user code reads a tensor
+        and the ledger must be complete. A quiet call is a call in which no record moves."""
+        self.quiet_call.register_collected_tensors()
 
     # ---- the step
 
     def finish_optimizer_step(self) -> None:
-        """The step is over, unless another optimizer steps now."""
-        for record in self.unresizable.retry_making_evictable():  # now: no program holds them
+        """End an optimizer's step. The training step ends here too, unless another optimizer steps next."""
+        for record in self.unresizable.retry_making_evictable():  # no program holds the tensors now
             self.registry.note_tensor_facts(record)
-        self.tracker.stepped = self.meter.end_step(self.residency.reserve_bytes)
+        self.tracker.note_optimizer_step(self.meter.end_step(self.residency.reserve_bytes))
         self.user.resume_user_code()
         self.at_rest()
 
     def end_step_if_optimizer_repeats(self, optimizer: int) -> None:
-        """End the step before this optimizer's next one, in a loop whose model is in no program."""
+        """End the training step before this optimizer steps again, if only optimizers have run in the
+        training step."""
         programs = self.tracker.programs
         eager = bool(programs) and all(program.schedule.kind == "optimizer" for program in programs)
         if eager and self.tracker.stepped is not None and optimizer in self.optimizers:
@@ -253,15 +270,12 @@ class Engine:
         self.optimizers.add(optimizer)
 
     def end_step(self) -> None:
-        """The step is over: what was measured becomes the next step's expectation."""
+        """End the training step. Its measurement becomes the expectation of the next step."""
         self.optimizers.clear()
-        self.residency.serial += 1
-        self.residency.pending_evictions.end_evictions_already_written()
-        self.residency.failed.clear()
-        self.residency.forget_dead_records()
+        self.residency.begin_step()
         self.registry.mark_surviving_gradients_persistent()
-        if self.tracker.programs and self.tracker.stepped is None:  # inference
-            self.tracker.stepped = self.meter.end_step(self.residency.reserve_bytes)
+        if self.tracker.programs and self.tracker.stepped is None:  # a step of inference
+            self.tracker.note_optimizer_step(self.meter.end_step(self.residency.reserve_bytes))
         if (recorder := self.mover.recorder) is not None:
             expected = self.tracker.expected
             recorder.end_step(
@@ -281,27 +295,26 @@ class Engine:
             recorder.restart_step_clock()
 
     def follow_plan(self, plan: Plan, order: tuple[str, ...] = ()) -> None:
-        """For the step that was last, or that has these programs."""
+        """Follow this plan in steps that run the programs in `order`. Without `order`, follow the plan in
+        steps like the last step."""
         self.tracker.expectation_of(order).set_plan(plan)
 
     def settle_plan(self, plan: Plan | None, order: tuple[str, ...] = ()) -> None:
-        """The step that was last, or that has these programs, is measured; this is the plan for it, if there
-        is one."""
-        self.tracker.expectation_of(order).settled = True
-        if plan is not None:
-            self.follow_plan(plan, order)
+        """Stop measuring the steps that run the programs in `order`. Without `order`, stop measuring steps
+        like the last step. If `plan` is not None, follow the plan in these steps."""
+        self.tracker.expectation_of(order).set_plan(plan, settle=True)
 
     def end_call(self, outputs: Any) -> None:
-        """A program has ended: autograd and user code go on."""
+        """End a call. Autograd and user code run next."""
         backward = bool(self.gradients.leaves)
         if backward:
             self.gradients.release_gradients_to_autograd(outputs)
         self.user.resume_user_code()
-        if not backward:  # its gradients have no place yet
+        if not backward:  # after a backward, autograd has not accumulated the gradients yet
             SIGNALS.call_due_after_program()
 
     def abandon_call(self) -> None:
-        """A program ended with an exception, anywhere in it: user code runs next."""
+        """Clean up after a call that an exception ended at any point. User code runs next."""
         self.tracker.abandon_call()
         self.quiet_call.abandon()
         self.kernel_workspace.abandon_kernel_measure()
@@ -310,33 +323,29 @@ class Engine:
         self.user.end_optimizer_update()
         self.user.resume_after_exception(self.tracker.number)
 
-    # ---- for the outside
+    # ---- budget, figures and end
 
     def set_budget(self, budget_bytes: int | None) -> None:
-        """Another budget, None for the smallest that the kernels let it be; what is too much leaves now.
-        BudgetError if what is known to be needed at once does not fit. Plans for another budget are hints."""
+        """Change the budget, and evict records until the resident bytes fit in the new budget. None means the
+        smallest budget that the known kernels need.
+
+        Raise BudgetError if a known kernel needs more than the budget. Plans for another budget remain hints.
+        """
         residency = self.residency
         with self.lock:
-            before, elastic = residency.budget_bytes, residency.elastic
-            residency.elastic = budget_bytes is None
-            residency.budget_bytes = residency.reserve_bytes if budget_bytes is None else budget_bytes
-            if residency.is_over_budget(residency.largest):
-                try:
-                    residency.refuse_or_grow_budget(residency.largest)
-                except TeraioError:
-                    residency.budget_bytes, residency.elastic = before, elastic
-                    raise
-            residency.serial += 1
+            residency.set_budget(budget_bytes)
+            residency.advance_slot()
             residency.evict_until_fits(0, None, self.user.must_be_resident)
             residency.limit_allocator_cache()
 
     def attach_recorder(self, recorder: Recorder) -> None:
-        """From now on it is told what happens. Engines without one have no trace of it in their slots."""
-        self.mover.recorder = recorder
-        self.mover.store.enable_transfer_times()
+        """Report moves and slots to this recorder from now on. Without a recorder, slots spend no time on a
+        check for a recorder."""
+        self.mover.record_to(recorder)
         self.run_slot = recorder.record_each_slot_of(self.run_slot)  # type: ignore[assignment, method-assign]
 
     def stats(self) -> Stats:
+        """Return the engine's counts and figures, for `teraio.stats()`."""
         found = self.meter.stats(
             self.tracker.expected, self.residency.budget_bytes, self.residency.reserve_bytes
         )
@@ -344,12 +353,13 @@ class Engine:
         return found
 
     def close_without_fetching(self) -> None:
-        """The process ends: what is away is not brought back for no one. Touching it is an error."""
+        """Close the engine at process exit without fetching evicted tensors. A later access to such a tensor
+        raises EvictedError."""
         self.mover.device.limit_tensors_and_spare_memory(0)
         self.mover.store.close()
 
     def fetch_all_and_close(self) -> None:
-        """Everything that is away comes back, budget or not, and the store is given up."""
+        """Fetch every evicted tensor, whatever the budget, and close the store."""
         with self.lock:
             if self.tracker.stepped is not None:
                 self.end_step()
@@ -361,48 +371,62 @@ class Engine:
 
 
 ENGINE: Engine | None = None
-_LOADING = threading.local()  # `meets`: whom this thread tells of each program that it loads
+
+
+class _Loading(threading.local):
+    """The callback that gets each program that this thread loads."""
+
+    meets: Callable[[Program], None] | None = None
+
+    def replace(self, meets: Callable[[Program], None] | None) -> Callable[[Program], None] | None:
+        """Set the callback. Return the previous callback."""
+        before, self.meets = self.meets, meets
+        return before
+
+
+_LOADING = _Loading()
 
 
 def set_current_engine(engine: Engine | None) -> None:
-    """The engine of this process from now on."""
+    """Set the engine of this process. None means that the process has no engine."""
     global ENGINE
     if engine is None and ENGINE is not None and ENGINE.user.observer is not None:
-        ENGINE.user.observer.owner = None
+        ENGINE.user.observer.report_to(None)
     ENGINE = engine
-    _gradients.ACTIVE[:] = [engine.gradients] if engine is not None else []
+    _gradients.set_active(engine.gradients if engine is not None else None)
 
 
 def current_engine() -> Engine | None:
-    """The engine, unless this is a fork of its process."""
+    """Return the engine of this process. Return None in a fork of the engine's process."""
     return ENGINE if ENGINE is not None and ENGINE.pid == os.getpid() else None
 
 
 @contextmanager
 def collect_loaded_programs(meets: Callable[[Program], None]) -> Iterator[list[Program]]:
-    """Yield a list that gets each program that this thread loads in the block, after `meets` was called with
-    it. In a block within this one, programs go to that block alone."""
+    """Yield a list, to which each program that this thread loads in the block is added. Before a program is
+    added, `meets` is called with the program.
+
+    Programs loaded in an inner block go only to the inner block's list.
+    """
     found: list[Program] = []
 
     def collect_program(program: Program) -> None:
         meets(program)
         found.append(program)
 
-    before = getattr(_LOADING, "meets", None)
-    _LOADING.meets = collect_program
+    before = _LOADING.replace(collect_program)
     try:
         yield found
     finally:
-        _LOADING.meets = before
+        _LOADING.replace(before)
 
 
 def program(text: str) -> Callable[..., None]:
-    """Make the program of a schedule. Generated code calls this when it is loaded; its slots call what this
-    returns."""
+    """Make the program of the schedule in `text`. Return the function that the program's slots call.
+    Generated code calls `program` only once, when the code is loaded."""
     loaded = Program(Schedule.parse(text))
-    meets = getattr(_LOADING, "meets", None)
-    if meets is not None:
-        meets(loaded)
+    if _LOADING.meets is not None:
+        _LOADING.meets(loaded)
 
     def run_slot_of_program(index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None:
         if ENGINE is not None:
@@ -415,8 +439,7 @@ def program(text: str) -> Callable[..., None]:
 
 
 def guarded(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A compiled program between two stretches of user code. It leaves everything in order when an exception
-    ends it: ours, a kernel's, Ctrl-C."""
+    """Wrap a compiled program, so that its call begins and ends even if an exception ends the program."""
 
     def run_and_end_call(arguments: list[Any]) -> Any:
         engine = ENGINE

@@ -1,5 +1,7 @@
-"""Slots of a program whose graph has the plan's moves in it (passes/fx/materialize.py): each part of a slot,
-and each move, is a call of its own. The table is not asked for any of its ticks.
+"""Slots of a program into whose graph passes/fx/materialize.py has inserted the plan's moves.
+
+In such a graph, each half of a slot and each move is a separate function call. For such a program, the engine
+does not use the plan's table.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from typing import Any
 
 from teraio.errors import StoreError
 
-from ..ledger.record import State
+from ..ledger.record import State, use_records
 from ..step.plan_follower import SlotPosition
 from ..step.plan_table import EVICT, FETCH, FREE
 from ..step.program import Program
@@ -18,63 +20,67 @@ from . import engine as _engine
 
 
 class ExplicitMoves:
-    """For one call of the step. Between `take_in` and `ensure` it has a slot open."""
+    """The slots and moves of one call. A slot is open between `take_in` and `ensure`."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.open: _engine.OpenSlot | None = None
-        self.here: SlotPosition | None = None
+        self.position: SlotPosition | None = None
         self.live_bytes = 0
 
     def slot(self, index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None:
+        """Run both halves of a slot that has no moves."""
         self.take_in(index, tensors, live_bytes)
         self.ensure(index)
 
     def take_in(self, index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None:
+        """Run the first half of a slot: register the tensors that the previous kernel made."""
         engine = _engine.ENGINE
         if engine is None:
             return
         self.live_bytes = self.program.unmovable_bytes_at_slot(index, live_bytes)
         if engine.mover.recorder is not None:
             engine.mover.recorder.note_slot_begin(self.live_bytes)
-        engine.mover.counts.slots += 1
-        engine.residency.serial += 1
+        engine.mover.counts.count_slots()
+        engine.residency.advance_slot()
         self.open = engine.open_slot(self.program, index, tensors, self.live_bytes)
-        for needed in self.open.required_records:
-            needed.used_at = engine.residency.serial
-        self.here = SlotPosition(engine.tracker.expected, self.open.tick, self.live_bytes)
+        use_records(self.open.required_records, engine.residency.serial)
+        self.position = SlotPosition(engine.tracker.expected, self.open.tick, self.live_bytes)
 
     def evict(self, tensor: str, tier: str) -> None:
         self._carry_out_move(EVICT, tensor, tier)
 
     def drop(self, tensor: str, tier: str) -> None:
-        """Written after all if it has changed: whatever a plan says, no byte is lost."""
+        """Free the tensor at the latest at this tick. If its bytes have changed since they were copied, write
+        them first."""
         self._carry_out_move(FREE, tensor, tier)
 
     def fetch(self, tensor: str, tier: str) -> None:
         self._carry_out_move(FETCH, tensor, tier)
 
     def wait(self, tensor: str, move: str) -> None:
+        """Wait for the tensor's eviction or fetch in flight."""
         if move == "evict":
-            self._carry_out_move(FREE, tensor)  # to wherever it is being written
+            self._carry_out_move(FREE, tensor)  # a write in flight continues to its own tier
         elif (engine := _engine.ENGINE) is not None:
             record = engine.residency.by_name.get(tensor)
-            if record is not None and record.state is State.ARRIVING:
-                # A read that failed is tried again where a kernel needs it, and is an error there.
+            if record is not None and record.state is State.FETCHING:
+                # The slot of the kernel that needs the tensor fetches it again, and raises the error if that
+                # fails too.
                 with contextlib.suppress(StoreError):
                     engine.mover.end_fetch(record)
 
     def _carry_out_move(self, operation: int, tensor: str, tier: str | None = None) -> None:
-        if (engine := _engine.ENGINE) is not None and self.here is not None:
-            engine.follower.carry_out_operation((operation, tensor, tier), self.here)
+        if (engine := _engine.ENGINE) is not None and self.position is not None:
+            engine.follower.carry_out([(operation, tensor, tier)], self.position)
 
     def ensure(self, index: int) -> None:
+        """Run the second half of a slot: make the records resident that the next kernel needs."""
         engine, slot = _engine.ENGINE, self.open
         self.open = None
-        if engine is None or slot is None or self.here is None:
+        if engine is None or slot is None or self.position is None:
             return
-        engine.follower.begin_late_fetches(self.here)
+        engine.follower.begin_late_fetches(self.position)
         engine.ensure_resident(slot)
         if (recorder := engine.mover.recorder) is not None:
-            recorder.in_slot = False
-            recorder.note_kernel_begin(self.program.stops[index].kernel, self.live_bytes)
+            recorder.end_slot(self.program.stops[index].kernel, self.live_bytes)

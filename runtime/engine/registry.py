@@ -1,9 +1,8 @@
-"""Who a tensor is: one record per storage, under a name that the same tensor gets again in the next step."""
+"""Registry of tensors: one record per storage. A tensor's record has the same name in each step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,45 +16,30 @@ from ..ledger.adoption import SMALLEST_BYTES, is_resizable
 from ..ledger.engine_lock import EngineLock
 from ..ledger.record import Record
 from ..ledger.residency import Residency
-from ..ledger.unresizable import Unresizable
 from ..step.program import Program
 from ..step.tracker import StepTracker, TensorFacts
 
-BLIND = "nobody sees who reads it"
-
 
 class Registry:
-    def __init__(
-        self,
-        residency: Residency,
-        tracker: StepTracker,
-        user: UserCode,
-        lock: EngineLock,
-        keep: Sequence[str] = (),
-    ) -> None:
+    """The registration of tensors: it finds the record of a tensor's storage, or makes a record and gives it
+    a name."""
+
+    def __init__(self, residency: Residency, tracker: StepTracker, user: UserCode, lock: EngineLock) -> None:
         self.residency = residency
         self.tracker = tracker
         self.user = user
         self.known_tensors = user.known_tensors
-        self.keep = keep  # name globs of tensors that never move
-        self.found: set[str] = set()  # of these
-        self.blind = False  # nobody sees who reads: what user code can reach never moves
-        self.unresizable = Unresizable(residency, self.is_kept_resident)
+        self.keep = residency.keep
+        self.unresizable = residency.unresizable
         self.gradients = Gradients(residency, user, self.register_gradient, lock)
-        self.described: dict[str, TensorFacts] = {}  # all tensors of this step that move, dead ones too
+        # Facts of this step's evictable tensors, including tensors that have died since.
+        self.described: dict[str, TensorFacts] = {}
 
-    def is_kept_resident(self, name: str) -> bool:
-        """Whether a tensor of this name never moves, if user code can reach it."""
-        return self.blind or self._matches_keep_option(name)
-
-    def _matches_keep_option(self, name: str) -> bool:
-        found = {glob for glob in self.keep if fnmatchcase(name, glob)}
-        self.found |= found
-        return bool(found)
-
-    # ---- what programs hand over
+    # ---- tensors of programs
 
     def register_program_tensor(self, program: Program, buffer: int, tensor: Any) -> Record | None:
+        """Register a tensor of a program's call. Return the tensor's record, or None if the ledger does not
+        count the tensor."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             return None  # a sparse gradient has no storage
         storage = tensor.untyped_storage()
@@ -79,7 +63,7 @@ class Registry:
             self.note_tensor_facts(record)
         if weight and record.kind == "weight":
             self.known_tensors.add(tensor, record)
-            if not self.is_kept_resident(record.name):
+            if not self.keep.covers(record.name):
                 self.gradients.watch_gradient_of_weight(tensor)
         return record
 
@@ -91,31 +75,40 @@ class Registry:
             kind = "grad"
         name = self._unique_weight_name(label) if label else f"{self.tracker.call_label}.{about.name}"
         wanted = about.role == "saved" or (bool(label) and not about.held)
-        wanted = wanted and not (self.is_kept_resident(name) if label else self._matches_keep_option(name))
+        wanted = wanted and not (self.keep.covers(name) if label else self.keep.lists(name))
         record = self._add_record(storage, name, kind, wanted)
         if label and record.evictable:
-            self.residency.reachable[record.key] = record
+            self.residency.make_reachable(record)
         elif label and wanted:
             self.unresizable.add(record)
-        elif label and self.is_kept_resident(name):
-            record.because = BLIND if self.blind else "the option 'keep' names it"
+        elif label and self.keep.covers(name):
+            record.explain(self.keep.reason)
         elif about.role == "result" and kind == "activation":
             self.user.hand_out_result(record)
         return record
 
     def _make_result_evictable(self, record: Record) -> bool:
-        """Whether it is a result that moves from now on."""
-        waits = record.handed_out and not record.evictable and not self._matches_keep_option(record.name)
+        """Try to allow the eviction of a result that a program takes as an argument. Return whether the
+        result may be evicted."""
+        waits = record.handed_out and not record.evictable and not self.keep.lists(record.name)
         return waits and self.user.reclaim_result(record)
 
     def register_module_tensor(self, tensor: torch.Tensor, name: str) -> Record | None:
-        """A module has it, and no program knows it yet: it may leave. A program that gets it names it."""
+        """Register a module's tensor that no program has yet, and allow its eviction.
+
+        The first program that takes the tensor as an argument gives it another name.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             storage = torch.Tensor.untyped_storage(tensor)
             record = self.residency.records.get(storage._cdata) or self.register_immovable(
                 tensor, name, "outside"
             )
-        if record is None or self.blind or not is_resizable(storage) or is_traceable_wrapper_subclass(tensor):
+        if (
+            record is None
+            or self.keep.unobserved
+            or not is_resizable(storage)
+            or is_traceable_wrapper_subclass(tensor)
+        ):
             return record
         if record.kind == "outside" and not record.evictable:
             self.residency.rename(record, name)
@@ -124,27 +117,28 @@ class Registry:
         return record
 
     def register_eager_weight(self, tensor: torch.Tensor, name: str) -> None:
-        """A weight that is trained beside those of programs, and that eager code alone uses."""
+        """Register a weight that only eager code uses. The same optimizer trains this weight and the weights
+        of programs."""
         record = self.residency.records.get(tensor.untyped_storage()._cdata)
-        if self.is_kept_resident(name) or (record is not None and record.kind != "outside"):
+        if self.keep.covers(name) or (record is not None and record.kind != "outside"):
             return
         record = self.register_module_tensor(tensor, name)
         if record is not None and record.evictable:
-            self.residency.change_kind(record, "weight")
-            record.persistent = True
+            self.residency.change_kind(record, "weight", persistent=True)
             self.note_tensor_facts(record)
             self.gradients.watch_and_register_gradient(tensor)
 
     def _promote_to_weight(
         self, record: Record, storage: torch.UntypedStorage, label: str, about: Buffer
     ) -> None:
-        """An optimizer knew it before any program did, or the module that it was made for."""
-        self.residency.change_kind(record, "weight")
-        record.persistent = True
+        """Change a record to a weight's record, if an optimizer or a module registered the tensor before any
+        program did."""
+        self.residency.change_kind(record, "weight", persistent=True)
         self.residency.rename(record, self._unique_weight_name(label))
-        if self.is_kept_resident(record.name) or about.held or record.addressed:
+        if self.keep.covers(record.name) or about.held or record.addressed:
             if record.evictable:
-                self.residency.make_resident_within_budget([record], 0, f"{record.name}, which stays,", None)
+                place = f"{record.name}, which is kept resident"
+                self.residency.make_resident_within_budget([record], 0, place, None)
                 self.residency.forbid_eviction(record)
         elif is_resizable(storage):
             self.residency.allow_eviction(record)
@@ -159,36 +153,40 @@ class Registry:
         return record
 
     def note_tensor_facts(self, record: Record) -> None:
+        """Record name, kind, size and lifetime of a tensor, for the profile of this step."""
         self.described[record.name] = (record.name, record.kind, record.size_bytes, record.persistent)
 
     def _unique_weight_name(self, label: str) -> str:
-        """One program may serve many layers: the second weight of the same name gets the call's number."""
+        """Return a name for a weight.
+
+        One program may serve many layers. Then several weights have the same label. The name of the second
+        such weight contains the call's number.
+        """
         return label if label not in self.residency.by_name else f"{self.tracker.call_label}.{label}"
 
     # ---- gradients
 
     def _add_early_gradient(self, weight: Record, storage: torch.UntypedStorage, about: Buffer) -> Record:
-        """Made by a backward, not yet given to its weight: the first of a step has the weight's name, those
-        that are added to it have the call's."""
+        """Register a gradient that a backward has made and that its weight does not have yet.
+
+        The first gradient of a step is named after its weight. A later gradient, which autograd adds to the
+        first gradient, is named after the call.
+        """
         name = f"{weight.name}.grad"
         if name in self.residency.by_name:
             name = f"{self.tracker.call_label}.{about.name}"
-        record = self._add_record(storage, name, "grad", not self.is_kept_resident(name))
+        record = self._add_record(storage, name, "grad", not self.keep.covers(name))
         if record.evictable:
-            self.gradients.made[record.key] = record
+            self.gradients.note_made(record)
         return record
 
     def register_gradient(self, weight: Record, gradient: torch.Tensor) -> Record | None:
-        """A weight has this gradient now: it may leave."""
+        """Register the gradient that a weight has now, and allow its eviction."""
         with torch._C.DisableTorchFunctionSubclass():
             storage = gradient.untyped_storage()
         record = self.residency.records.get(storage._cdata)
         name = f"{weight.name}.grad"
-        if (
-            self.is_kept_resident(name)
-            or not is_resizable(storage)
-            or (record is not None and record.addressed)
-        ):
+        if self.keep.covers(name) or not is_resizable(storage) or (record is not None and record.addressed):
             return record
         if record is None:
             if storage.nbytes() < SMALLEST_BYTES:
@@ -205,11 +203,14 @@ class Registry:
         self.note_tensor_facts(record)
         return record
 
-    # ---- what optimizers have
+    # ---- tensors of optimizers
 
     def register_optimizer_state(self, tensor: torch.Tensor, name: str) -> Record | None:
-        """A tensor of an optimizer's state, if it is worth a record. One that is made of others, as quantized
-        ones are, stays: its own class calls kernels with those others."""
+        """Register a tensor of an optimizer's state, unless the tensor is small.
+
+        A tensor that wraps inner tensors, such as a quantized state, is kept resident, because its class
+        calls kernels with the inner tensors.
+        """
         if is_traceable_wrapper_subclass(tensor):
             for part in tensor.__tensor_flatten__()[0]:
                 self.register_immovable(getattr(tensor, part), f"{name}.{part}", "state")
@@ -220,16 +221,19 @@ class Registry:
         record = self.residency.records.get(storage._cdata)
         if record is not None or storage.nbytes() < SMALLEST_BYTES:
             return record
-        wanted = type(tensor) is torch.Tensor and not self.is_kept_resident(name)
+        wanted = type(tensor) is torch.Tensor and not self.keep.covers(name)
         record = self._add_record(storage, name, "state", wanted)
         if record.evictable:
             self.known_tensors.add(tensor, record)
-            self.residency.reachable[record.key] = record
+            self.residency.make_reachable(record)
         return record
 
     def copy_foreign_states(self, states: Iterable[tuple[torch.Tensor, str]]) -> None:
-        """Before they are registered: as `torch.load` leaves them, their bytes belong to a file. All at once,
-        because who holds them is found by looking at everything there is."""
+        """Adopt the states whose bytes belong to a file, for example after `torch.load`. The states are not
+        registered yet.
+
+        All states are adopted together, because every search for holders looks at each object of the process.
+        """
         foreign = [
             (name, tensor)
             for tensor, name in states
@@ -243,9 +247,9 @@ class Registry:
             self.unresizable.make_resizable(foreign)
 
     def register_immovable(self, tensor: torch.Tensor, name: str, kind: str) -> Record | None:
-        """Registers a tensor that is never moved, so that the ledger knows its bytes; one that is known stays
-        what it is."""
-        if tensor.layout != torch.strided:  # sparse gradients
+        """Register a tensor that cannot move, so that the ledger counts its bytes. If the tensor already has
+        a record, change nothing."""
+        if tensor.layout != torch.strided:  # a sparse gradient has no storage
             return None
         storage = tensor.untyped_storage()
         record = self.residency.records.get(storage._cdata)
@@ -256,16 +260,16 @@ class Registry:
     # ---- the step
 
     def mark_surviving_gradients_persistent(self) -> None:
-        """A gradient that is still there when the next step begins lives on in it."""
+        """Mark gradients as persistent if they are still alive when the next step begins."""
         self.gradients.age_open_forwards()
         for record in self.residency.reachable.values():
             if record.kind == "grad" and not record.persistent:
-                record.persistent = True
+                record.persist()
                 self.note_tensor_facts(record)
 
     def forget_names_of_step(self) -> None:
-        """Names of what does not outlive the step are given anew in the next."""
-        known = self.residency.by_name
-        self.residency.by_name = {name: record for name, record in known.items() if record.persistent}
+        """Forget the names of tensors that do not outlive the step, because the next step assigns these names
+        again."""
+        self.residency.forget_names_of_step()
         kept = self.residency.by_name
         self.described = {name: about for name, about in self.described.items() if name in kept}

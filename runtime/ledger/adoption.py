@@ -1,13 +1,15 @@
-"""Adoption: a storage that cannot be emptied in place gets bytes that can.
+"""Adoption: a storage that cannot be emptied in place gets memory of torch's own allocator.
 
-    before   tensors, views, graphs -> storage -> bytes of a file, of torch.load, of numpy
-    after    the same             -> the same  -> bytes of torch's own allocator
+    before   tensors, views, graphs -> storage  -> bytes of a file, of torch.load, of numpy
+    after    the same               -> the same -> bytes of torch's own allocator
 
-The storage object stays and its bytes are exchanged, one storage at a time: whatever refers to it through
-torch follows, without a rebinding, a new version or a recompile. What does not follow is a bare address: a
-numpy array made of the tensor, a slice of the storage that is a storage of its own, a DLPack export. Its
-memory would be freed under it, or what is written here would no longer be seen there. So a storage is
-adopted only if every holder of it is accounted for; all others stay resident, with a reason.
+The storage object is kept and its bytes are exchanged, one storage at a time. Tensors, views and graphs refer
+to the storage object, so they need no rebinding, no new version and no recompile.
+
+Some holders have only the old address: (1) a numpy array of the tensor, (2) a DLPack export, (3) a slice of
+the storage. Adoption would either free the memory that such a holder uses, or the holder would miss later
+writes. So a storage is adopted only if all of its holders are accounted for. Every other storage is kept
+resident, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -29,15 +31,17 @@ from ..torch_extension.observer import observer_of_process
 from .shared_mappings import is_shared, shared_mappings
 
 PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
-AT_ONCE = 10_000  # objects whose references are looked at in one go: 2 million take 0.3 s in all
+# Objects per call of gc.get_referents. With this number, all references of 2 million objects take 0.3 s.
+AT_ONCE = 10_000
 
-CLOSED = {tuple, dict}
-SMALLEST_BYTES = 4096  # below this a storage is not worth a record; the reserve covers all of them
+CLOSED = {tuple, dict}  # containers that the garbage collector may leave untracked
+SMALLEST_BYTES = 4096  # smaller storages get no record; the reserve covers their bytes
 
-# torch 2.11 has it not: there every tensor of the storage is rebound, which the counts below allow.
+# True if a storage's bytes can be exchanged. torch 2.11 has no `_swap_data_ptr_`, so there adoption rebinds
+# every tensor of the storage.
 EXCHANGES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
-OLD_TORCH = "a tensor of it cannot be rebound; torch 2.13 need not"
+OLD_TORCH = "a tensor of it cannot be rebound; torch 2.13 needs no rebinding"
 SUBCLASS = "a tensor subclass"
 LAYOUT = "sparse, nested or quantized"
 NO_STORAGE = "it has no storage"
@@ -45,11 +49,13 @@ ELSEWHERE = "not in RAM"
 SHARED = "shared with other processes"
 NUMPY = "a numpy array shares its memory"
 OVERLAP = "another storage shares its memory"
-UNSEEN = "something that Python does not see holds it: a DLPack export, a graph, another library"
+UNSEEN = "a holder outside of Python has it: a DLPack export, a graph, another library"
 MOSTLY_UNUSED = "its tensors are less than half of its storage"
 
 
 class Refused(NamedTuple):
+    """A tensor that was not adopted, and the reason."""
+
     name: str
     size_bytes: int
     reason: str
@@ -57,6 +63,9 @@ class Refused(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
+    """The result of an adoption: (1) the number of adopted storages, (2) their bytes, and (3) the refused
+    tensors."""
+
     count: int
     size_bytes: int
     refused: tuple[Refused, ...]
@@ -64,13 +73,15 @@ class Adopted:
 
 @dataclass(slots=True)
 class Candidate:
+    """A storage that may be adopted, and the tensors that use it."""
+
     name: str
     storage: torch.UntypedStorage
     aliases: list[torch.Tensor] = field(default_factory=list)
 
 
 class MemorySpan(NamedTuple):
-    """Memory that someone has: a storage by its address, or a numpy array."""
+    """A range of addresses. It is the memory of a storage, whose key is given, or of a numpy array."""
 
     begin: int
     end: int
@@ -81,8 +92,10 @@ LAST = MemorySpan(2**64, 2**64, None)
 
 
 def make_resizable(tensors: Iterable[tuple[str, torch.Tensor]]) -> Adopted:
-    """Makes the storages of these tensors such that they can be emptied in place. Those that can already are
-    left alone. No more than one of them is in memory twice at any time."""
+    """Adopt the storages of these tensors that cannot be emptied in place, if adoption is safe.
+
+    At any time, at most one storage is in memory twice.
+    """
     with _disable_torch_modes():
         candidates, refused = _split_candidates_from_unfit(tensors)
         reasons = _reasons_to_refuse(candidates)
@@ -99,7 +112,7 @@ def make_resizable(tensors: Iterable[tuple[str, torch.Tensor]]) -> Adopted:
 
 
 def make_resizable_unchecked(candidates: Iterable[Candidate]) -> None:
-    """Those of whose holders it is known that they are all."""
+    """Adopt storages without a search for holders, because the caller has accounted for all of them."""
     with _disable_torch_modes():
         for candidate in candidates:
             copy_to_torch_allocator(candidate)
@@ -117,9 +130,10 @@ def _disable_torch_modes() -> Iterator[None]:
 
 
 def copy_to_torch_allocator(candidate: Candidate) -> None:
-    """The old bytes go when this returns."""
+    """Copy the storage's bytes to memory of torch's allocator, and free the old bytes."""
     storage = candidate.storage
-    # A tensor's: a storage that is made as such does not come from the allocator of tensors.
+    # The new storage is made with a tensor, because a storage that is made directly does not come from
+    # torch's allocator for tensors.
     own = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
     own.copy_(storage)
     if EXCHANGES:
@@ -134,7 +148,8 @@ def copy_to_torch_allocator(candidate: Candidate) -> None:
 
 
 def is_unresizable_weight(tensor: torch.Tensor) -> bool:
-    """A parameter worth moving whose storage cannot be emptied in place."""
+    """Return whether a tensor is a parameter that is large enough for a record and cannot be emptied in
+    place."""
     if not isinstance(tensor, torch.nn.Parameter):
         return False
     storage = storage_of(tensor)
@@ -142,14 +157,20 @@ def is_unresizable_weight(tensor: torch.Tensor) -> bool:
 
 
 def is_resizable(storage: torch.UntypedStorage) -> bool:
-    """Whether it can be emptied in place. Memory shared with other processes can, and must not be. On CUDA
-    all storages say that they are shared."""
+    """Return whether a storage may be emptied in place.
+
+    The engine must not empty memory that other processes share, although torch could. `is_shared` is used
+    only on the CPU, because it returns True for every CUDA storage.
+    """
     return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
 
 
 def weights_of_compiled_modules() -> list[tuple[str, torch.Tensor]]:
-    """Every parameter of a module that was compiled: with many compiled blocks that share one program, only
-    the first of them is ever handed to the backend."""
+    """Return every parameter of every compiled module.
+
+    The backend does not see all of these parameters. If many compiled blocks share one program, the backend
+    gets only the parameters of the first block.
+    """
     from torch._dynamo.eval_frame import OptimizedModule
 
     modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
@@ -161,13 +182,14 @@ def weights_of_compiled_modules() -> list[tuple[str, torch.Tensor]]:
     return [named for module in compiled for named in module.named_parameters()]
 
 
-# ---- what is asked for
+# ---- candidates
 
 
 def _split_candidates_from_unfit(
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> tuple[dict[int, Candidate], list[Refused]]:
-    """Storages by address; tied weights are one."""
+    """Return a pair: the candidates for adoption by storage address, and the unfit tensors. Tied weights have
+    one storage."""
     candidates: dict[int, Candidate] = {}
     refused: list[Refused] = []
     for name, tensor in tensors:
@@ -192,21 +214,24 @@ def _why_unfit(tensor: torch.Tensor, storage: torch.UntypedStorage | None) -> st
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Asked of torch itself: a subclass may answer for another tensor, and some have none."""
+    """Return the storage of a tensor, or None if the tensor has no storage.
+
+    Torch's own function is called, because a subclass may return the storage of an inner tensor.
+    """
     try:
         return torch.Tensor.untyped_storage(tensor)
     except RuntimeError:
         return None
 
 
-# ---- who holds it
+# ---- holders
 
 
 def _reasons_to_refuse(candidates: dict[int, Candidate]) -> dict[int, str]:
-    """Why a storage is not adopted; those without a reason are."""
+    """Return the storages that must not be adopted, each with its reason."""
     if not candidates:
         return {}
-    held = [torch.empty(1, device="cpu")]  # what a tensor looks like that no one else has
+    held = [torch.empty(1, device="cpu")]  # gives the use counts of an unshared tensor
     probe = Candidate("", held[0].untyped_storage())
     asked = {**candidates, probe.storage._cdata: probe}
     running = _locals_of_running_functions()
@@ -232,13 +257,13 @@ def _reasons_to_refuse(candidates: dict[int, Candidate]) -> dict[int, str]:
 
 
 def _can_be_rebound(tensor: torch.Tensor) -> bool:
-    """Whether size, stride and type are all there is to it."""
+    """Return whether size, stride and type describe the tensor completely."""
     special = tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
     return type(tensor) in PLAIN and not special
 
 
 def _collect_all_tensors(objects: Sequence[Any], asked: dict[int, Candidate]) -> list[torch.Tensor]:
-    """All tensors of the process; those of a candidate are added to it."""
+    """Return all tensors of the process. Add each tensor that uses a candidate's storage to the candidate."""
     tensors = [o for o in objects if issubclass(type(o), torch.Tensor)]
     for tensor in tensors:
         storage = storage_of(tensor)
@@ -248,7 +273,8 @@ def _collect_all_tensors(objects: Sequence[Any], asked: dict[int, Candidate]) ->
 
 
 def _add_bases(asked: dict[int, Candidate]) -> None:
-    """Autograd keeps a view's base, also one whose last name is gone."""
+    """Add the bases of views to the candidates' tensors. Autograd may hold a base that no Python name refers
+    to any more."""
     for candidate in asked.values():
         known = {id(t) for t in candidate.aliases}
         bases = {id(b): b for t in candidate.aliases if (b := t._base) is not None}
@@ -256,7 +282,7 @@ def _add_bases(asked: dict[int, Candidate]) -> None:
 
 
 def _count_gradient_uses(tensors: Sequence[torch.Tensor]) -> Counter[int]:
-    """How many tensors have each of these for their gradient."""
+    """Count, for each tensor, the leaf tensors whose gradient it is."""
     leaves = (t for t in tensors if t.is_leaf and t.requires_grad)
     return Counter(id(leaf.grad) for leaf in leaves if leaf.grad is not None)
 
@@ -264,9 +290,15 @@ def _count_gradient_uses(tensors: Sequence[torch.Tensor]) -> Counter[int]:
 def _unseen_holder_reason(
     candidate: Candidate, probe: Candidate, seen: Counter[int], gradients: Counter[int]
 ) -> str | None:
-    """Counts what there is against what was found: of the storage, of its tensors in C++, of the tensors in
-    Python, whom C++ holds at most once. numpy holds a tensor that it made for itself, never a Parameter;
-    those are held by code that runs as well: by Dynamo, by autograd."""
+    """Return UNSEEN if a holder is not accounted for. Compare three counts with the holders that were found.
+
+    The three counts are: (1) the storage's use count, (2) each tensor's use count in C++, and (3) each
+    tensor's reference count in Python. C++ holds the Python object of a tensor at most once.
+
+    The Python count of a Parameter is not compared, because Dynamo and autograd hold Parameters while they
+    run. No holder is missed by this, because numpy never holds a Parameter. It holds a tensor that the export
+    to numpy made.
+    """
 
     def uses(of: Candidate) -> int:
         return int(torch._C._storage_Use_Count(of.storage._cdata)) - len(of.aliases)
@@ -278,7 +310,7 @@ def _unseen_holder_reason(
         in_graph = tensor.requires_grad and tensor.is_leaf
         accumulator = torch.autograd.graph.get_gradient_edge(tensor) if in_graph else None
         views = [t for t in candidate.aliases if t._base is tensor]
-        # Between real and complex numbers a view keeps its base twice, once per direction of autograd.
+        # A view between real and complex numbers holds its base twice, once per direction of autograd.
         twice = sum(view.is_complex() != tensor.is_complex() for view in views)
         known = (accumulator is not None) + len(views) + twice + gradients[id(tensor)]
         if tensor._use_count() - alone._use_count() > known:  # type: ignore[attr-defined]
@@ -293,8 +325,10 @@ def _unseen_holder_reason(
 def _count_references(
     objects: list[Any], running: list[Any], wanted: set[int]
 ) -> tuple[Counter[int], list[Any]]:
-    """How often each wanted object is referred to, and the numpy arrays there are: they are not in the
-    collector's list, only what refers to them is."""
+    """Count the references to each wanted object, and find all numpy arrays.
+
+    The garbage collector does not list arrays, but it lists the objects that refer to arrays.
+    """
     numpy = sys.modules.get("numpy")
     arrays = _subclasses(numpy.ndarray) if numpy is not None else set()
     seen: Counter[int] = Counter()
@@ -304,7 +338,8 @@ def _count_references(
         seen.update([id(x) for x in referred if id(x) in wanted])
         while referred and arrays:
             found.update((id(x), x) for x in referred if type(x) in arrays)
-            # Containers of nothing that the collector follows, such as arrays, are not in its list either.
+            # The garbage collector does not list a container whose elements are untracked, such as a tuple of
+            # arrays.
             referred = gc.get_referents(*[x for x in referred if type(x) in CLOSED and not gc.is_tracked(x)])
 
     for begin in range(0, len(objects), AT_ONCE):
@@ -322,9 +357,12 @@ def _subclasses(kind: type) -> set[type]:
 
 
 def _locals_of_running_functions() -> list[Any]:
-    """The collector does not look into them. Before Python 3.13, reading them leaves a copy behind, which
-    would keep what they name alive, and under a debugger the copy is written back: so it is emptied, and
-    there they are not read."""
+    """Return the local variables of all running functions, which the garbage collector does not list.
+
+    Before Python 3.13, reading a frame's variables leaves a copy of the variables in the frame, which would
+    keep their values alive. So this function empties the copy. Under a debugger, Python writes the copy back
+    to the variables. So under a debugger this function reads no variables.
+    """
     copies = sys.version_info < (3, 13)
     if copies and sys.gettrace() is not None:
         return []
@@ -338,20 +376,21 @@ def _locals_of_running_functions() -> list[Any]:
         if code.co_flags & inspect.CO_OPTIMIZED and code.co_filename != __file__:
             values = frame.f_locals
             found += [values[name] for name in {*code.co_varnames} - {*code.co_cellvars} if name in values]
-            if copies and sys.getrefcount(values) == 3:  # the frame, this name, the argument
+            # The three references are the frame's, the name `values`, and getrefcount's argument.
+            if copies and sys.getrefcount(values) == 3:
                 values.clear()
-        del frame  # one of them is this function's: it would keep itself, and its callers, alive
+        del frame  # otherwise this function's own frame would keep itself and its callers alive
     return found
 
 
-# ---- whose memory it is
+# ---- overlapping memory
 
 
 def _spans_of_storages(tensors: Sequence[torch.Tensor]) -> Iterator[MemorySpan]:
     storages = {s._cdata: s for t in tensors if (s := storage_of(t)) is not None}
     for key, storage in storages.items():
         if storage.device.type == "cpu":
-            with contextlib.suppress(RuntimeError):  # of tensors that are only traced
+            with contextlib.suppress(RuntimeError):  # a tensor that is only traced has no address
                 yield MemorySpan(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), key)
 
 
@@ -368,7 +407,8 @@ def _span_of_array(array: Any) -> MemorySpan:
 
 
 def _overlapping_storages(spans: Iterable[MemorySpan]) -> dict[int, str]:
-    """The storages whose memory meets someone else's."""
+    """Return the storages whose memory overlaps another storage or an array. Give for each storage the reason
+    to refuse it."""
     found: dict[int, str] = {}
     group: list[MemorySpan] = []
     end = 0
@@ -384,7 +424,7 @@ def _overlapping_storages(spans: Iterable[MemorySpan]) -> dict[int, str]:
 
 
 def _covered_bytes(aliases: Sequence[torch.Tensor]) -> int:
-    """From the first to the last byte that a tensor of this storage can reach."""
+    """Return the size of the range from the first to the last byte that these tensors can reach."""
     ends = []
     for tensor in aliases:
         if tensor.numel():

@@ -1,4 +1,5 @@
-"""The lock of the engine: one thread at a time works in it, the others wait without the GIL."""
+"""The engine's lock. Only one thread at a time works in the engine. Other threads wait without holding the
+GIL."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from typing import Any, TypeVar, cast
 
 
 class EngineLock(type(RLock())):  # type: ignore[misc]
-    """A lock that its thread may take again, and that knows which thread that is."""
+    """A reentrant lock that reports whether this thread holds it."""
 
     __slots__ = ()
 
     @property
     def is_held_by_this_thread(self) -> bool:
-        """Whether this thread works in the engine already."""
+        """Return whether this thread already holds the lock."""
         return bool(self._is_owned())
 
 
@@ -23,7 +24,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def hold_lock_during_method(method: Method) -> Method:
-    """Have this method of an object with an `engine` take the engine's lock."""
+    """Wrap a method so that each call takes the lock of `self.engine`."""
 
     @functools.wraps(method)
     def call_under_lock(self: Any, *args: Any, **kwargs: Any) -> Any:

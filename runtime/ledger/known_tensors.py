@@ -1,5 +1,5 @@
-"""Which tensors are whose bytes: those by which programs, optimizers and autograd know a weight, a gradient
-or a state."""
+"""The tensors with which programs, optimizers and autograd access the storage of a weight, a gradient or a
+state."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ from .record import Record
 
 
 class KnownTensors:
-    """Tensors that are known, and the records of their storages. Holds neither."""
+    """Tensors, each with the record of its storage. Tensors and storages are held weakly."""
 
     def __init__(self) -> None:
         self.records: dict[int, Record] = {}  # id of a tensor -> its storage's record
-        self.lent: list[Record] = []  # to an optimizer's update
+        self.lent: list[Record] = []  # records that are pinned for an optimizer's update
 
     def add(self, tensor: torch.Tensor, record: Record) -> None:
-        """One more tensor by which these bytes are known."""
+        """Add a tensor of the record's storage."""
         known = self.records.get(id(tensor))
         if known is record:
             return
         if known is not None:
             self.remove(tensor, known)
-        record.faces = [
-            *(face for face in record.faces if face() is not None),
-            self._make_self_removing_reference(tensor),
-        ]
+        record.add_face(self._make_self_removing_reference(tensor))
         self.records[id(tensor)] = record
 
     def remove(self, tensor: torch.Tensor, record: Record) -> None:
-        """The tensor has other bytes now."""
-        record.faces = [
-            face for face in record.faces if (other := face()) is not None and other is not tensor
-        ]
+        """Remove a tensor that no longer has the record's storage."""
+        record.remove_face(tensor)
         self.records.pop(id(tensor), None)
 
     def _make_self_removing_reference(self, tensor: torch.Tensor) -> ReferenceType[torch.Tensor]:
-        """Records of an engine that has ended live as long as its programs: they do not hold the engine."""
+        """Return a weak reference that removes its tensor from this object when the tensor dies.
+
+        The reference does not keep this object alive, because records of an ended engine live as long as its
+        programs.
+        """
         key, faces = id(tensor), ref(self)
 
         def remove_dead(_: Any) -> None:
@@ -50,20 +49,21 @@ class KnownTensors:
         return ref(tensor, remove_dead)
 
     def remove_rebound(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Forget tensors of these that were given other bytes: `p.data = q`."""
+        """Remove the tensors that user code has given another storage, for example by `p.data = q`."""
         for tensor in tensors:
             record = self.records.get(id(tensor))
             if record is not None and tensor.untyped_storage()._cdata != record.key:
                 self.remove(tensor, record)
 
     def pin_for_update(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep these resident, until others are lent or these are taken back."""
+        """Keep these tensors resident until the optimizer's update ends or its next update begins."""
         self.unpin_after_update()
         self.lent = [known for t in tensors if (known := self.records.get(id(t))) is not None]
         for record in self.lent:
-            record.pins += 1
+            record.pin()
 
     def unpin_after_update(self) -> None:
+        """Unpin the tensors that `pin_for_update` pinned."""
         lent, self.lent = self.lent, []
         for record in lent:
-            record.pins -= 1
+            record.unpin()

@@ -1,5 +1,10 @@
-"""Moves of one record: evict, fetch, drop. The ledger counts a storage from the start of its fetch to the end
-of its eviction; nothing here decides anything.
+"""Moves of one record: evict, fetch, drop.
+
+In: a record, and the tier to evict it to. Out: the record's state, and the count of resident bytes.
+
+A storage counts as resident from the begin of its fetch to the end of its eviction. The mover does not choose
+the records to move, because `Residency` chooses them. The mover reports failures and unmovable storages to
+`Residency`, as its `MoverOwner`.
 """
 
 from __future__ import annotations
@@ -7,17 +12,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from teraio.errors import StoreError
 
-from ..device.device import Device, Host
+from ..device.device import OUT_OF_MEMORY, Device, Host
 from ..device.pending_transfer import Mark, Pending, Start, Ticket
 from ..store.source_files import FileCopy
 from ..store.store import Store
 from ..torch_extension.observer import InUseError, NotEvicted
+from .adoption import is_resizable
 from .record import HOST, SSD, Record, State
 from .recorder import Recorder
 
@@ -26,7 +32,7 @@ Ended = TypeVar("Ended")
 
 @dataclass
 class MoveCounts:
-    """What happened since the engine was made; `teraio.stats()` shows it."""
+    """Counts of moves since the engine was made, for `teraio.stats()`."""
 
     slots: int = 0
     misses: int = 0
@@ -37,17 +43,59 @@ class MoveCounts:
     planned_moves: int = 0
     skipped_moves: int = 0
     failed_moves: int = 0
-    touches: int = 0  # of user code on what was away, or on its way
-    ahead: int = 0  # fetches for touches to come
-    overrun_bytes: int = 0  # the most that user code needed beyond the budget
-    step_overrun_bytes: int = 0  # the same, since the step began
+    touches: int = 0  # touches by user code of records that were evicted or in flight
+    ahead: int = 0  # fetches that began ahead of a touch by user code
+    overrun_bytes: int = 0  # the most bytes beyond the budget that user code needed
+    step_overrun_bytes: int = 0  # the most bytes beyond the budget in this step
     peak_bytes: int = 0
     to_host_bytes: int = 0
     from_host_bytes: int = 0
 
+    def add(self, **amounts: int) -> None:
+        """Add these amounts to the counts of the same names."""
+        for name, amount in amounts.items():
+            setattr(self, name, getattr(self, name) + amount)
+
+    def note_peak(self, size_bytes: int) -> None:
+        """Raise the peak to this number of bytes, which are resident now, if the peak is lower."""
+        self.peak_bytes = max(self.peak_bytes, size_bytes)
+
+    def note_overrun(self, size_bytes: int) -> None:
+        """Raise the highest overrun to this number of bytes beyond the budget, if it is lower."""
+        self.overrun_bytes = max(self.overrun_bytes, size_bytes)
+        self.step_overrun_bytes = max(self.step_overrun_bytes, size_bytes)
+
+    def count_slots(self, count: int = 1) -> None:
+        """Count slots that ran."""
+        self.slots += count
+
+    def begin_step(self) -> None:
+        """Begin a step, with a peak and an overrun of 0."""
+        self.peak_bytes = self.step_overrun_bytes = 0
+
+
+class MoverOwner(Protocol):
+    """The methods of the ledger that the mover calls."""
+
+    def note_eviction_begun(self, record: Record) -> None:
+        """Record that a new eviction of this record begins."""
+        ...
+
+    def note_failed_eviction(self, record: Record, error: StoreError) -> object:
+        """Keep a record resident because the write of its bytes failed."""
+        ...
+
+    def recount_resized(self, record: Record, size_bytes: int) -> object:
+        """Count a storage at the size to which user code resized it."""
+        ...
+
+    def keep_unresizable(self, record: Record) -> object:
+        """Keep this record resident, because its storage can no longer be emptied in place."""
+        ...
+
 
 class _MoveInProgress:
-    """A block in which a record says nothing reliable of its bytes."""
+    """A `with` block in which a record's state does not agree with the place of its bytes."""
 
     __slots__ = ("before", "mover", "record")
 
@@ -55,220 +103,299 @@ class _MoveInProgress:
         self.mover, self.record = mover, record
 
     def __enter__(self) -> None:
-        self.before, self.mover.moving = self.mover.moving, self.record
+        self.before = self.mover.change_moving(self.record)
 
     def __exit__(self, *_: object) -> None:
-        self.mover.moving = self.before
+        self.mover.change_moving(self.before)
 
 
 class Mover:
-    def __init__(self, store: Store, device: Device, host: Host | None = None) -> None:
+    """Evictions and fetches of single records, and the count of resident bytes."""
+
+    def __init__(self, store: Store, device: Device, owner: MoverOwner, host: Host | None = None) -> None:
         self.store = store
         self.device = device
+        self.owner = owner
         self.host = host
-        self.in_host: dict[int, Record] = {}  # what has a place there
-        self.to_host: Collection[str] = ()  # what the plan of this step sends there
+        self.in_host: dict[int, Record] = {}  # records that have a place in host memory
+        # Names of the tensors that the plan of this step evicts to the host.
+        self.to_host: Collection[str] = ()
         self.resident_bytes = 0
-        self.foreign_bytes = 0  # of these: not from the allocator that the device counts by
-        self.file_bytes = 0  # read from the files that weights came from
+        self.foreign_bytes = 0  # part of resident_bytes that the device's own count leaves out
+        self.file_bytes = 0  # bytes read from the files from which weights were loaded
         self.counts = MoveCounts()
         self.recorder: Recorder | None = None
-        self.moving: Record | None = None  # whose move begins or ends at this moment
-        self.resized: Callable[[Record, int], object] = lambda record, size_bytes: None  # is told
-        self.not_written: Callable[[Record, StoreError], object] = lambda record, error: None  # is told
+        self.moving: Record | None = None  # the record whose move begins or ends at this moment
 
     @property
     def device_counted_bytes(self) -> int:
-        """Of what is resident, what the device counts, too."""
+        """Return the number of resident bytes that the device's own count includes."""
         return self.resident_bytes - self.foreign_bytes
 
     @property
     def bytes_read_from_ssd(self) -> int:
-        """SSD to device: from the store, and from the files that weights came from."""
+        """Return the number of bytes read from SSDs: from the store and from the files of loaded weights."""
         return self.store.total_read_bytes + self.file_bytes
 
+    def record_to(self, recorder: Recorder) -> None:
+        """Report moves to this recorder from now on."""
+        self.recorder = recorder
+        self.store.enable_transfer_times()
+
+    def expect_host_copies(self, names: Collection[str]) -> None:
+        """Set the tensors that the step's plan evicts to the host. If host memory is short, these tensors
+        have priority."""
+        self.to_host = names
+
+    def change_moving(self, record: Record | None) -> Record | None:
+        """Set the record whose move begins or ends now. Return the record that was set before."""
+        before, self.moving = self.moving, record
+        return before
+
+    # ---- counts
+
     def add_resident_bytes(self, record: Record) -> None:
-        """Its bytes count from here on."""
+        """Count the record's bytes as resident from now on."""
         self.resident_bytes += record.size_bytes
         if self.recorder is not None:
             self.recorder.add_resident_bytes(record)
 
     def subtract_resident_bytes(self, record: Record) -> None:
+        """Stop counting the record's bytes as resident."""
         self.resident_bytes -= record.size_bytes
         if record.foreign:
-            record.foreign = False
-            self.foreign_bytes -= record.size_bytes
+            self._change_foreign(record, False)
         if self.recorder is not None:
             self.recorder.subtract_resident_bytes(record)
 
+    def add_foreign_bytes(self, record: Record) -> None:
+        """Count the record's bytes as resident bytes that the device's own count leaves out."""
+        if not record.foreign:
+            self._change_foreign(record, True)
+
+    def _change_foreign(self, record: Record, foreign: bool) -> None:
+        record.change_foreign(foreign)
+        self.foreign_bytes += record.size_bytes if foreign else -record.size_bytes
+
+    # ---- evictions
+
     def begin_evict(self, record: Record, tier: str | None = None) -> None:
-        """Starts the write, to this tier if it has room. A clean record needs none: its bytes exist elsewhere
-        unchanged. A plan that wants them in another tier has them written there, once."""
-        assert record.state is State.DEVICE and record.evictable and not record.pins, record.name
-        storage = record.storage()
-        if storage is None or self._recount_if_user_resized(record, storage):
+        """Begin to evict a record. If `tier` has room, evict the record to `tier`. If the record is being
+        fetched, wait for the fetch first.
+
+        A clean record needs no write, because its copy has the bytes. A clean record is written only if a
+        plan wants the copy in another tier. If user code uses the record, has resized it or has exported it,
+        the record is kept resident.
+        """
+        if record.state is State.FETCHING:
+            self.end_fetch(record)
+        if record.state is not State.RESIDENT:
             return
+        assert record.evictable and not record.pins, record.name
+        storage = record.storage()
+        if storage is None or self._keep_if_changed(record, storage):
+            return
+        self.owner.note_eviction_begun(record)
+        pending = None
         if not self.is_clean(record) or self._is_copy_in_other_tier(record, tier):
-            record.clean = False
+            record.wrote()
             try:
-                record.pending = self.device.begin_copy_out(
+                pending = self.device.begin_copy_out(
                     storage, self._write_starter_for_tier(record, tier or record.copy_tier or HOST)
                 )
             except InUseError:
                 return
             if self.recorder is not None:
                 self.recorder.note_move_begin(record, evict=True)
-        record.state = State.LEAVING
+        record.evicting(pending)
 
     def is_clean(self, record: Record) -> bool:
-        """Whether its copy holds the bytes of now, by all that is known of writes."""
-        if self.device.observer is not None:
-            record.clean = record.clean and not self.device.observer.is_written_since_copy(record.key)
+        """Return whether the record's copy equals its bytes. Take into account the writes that the observer
+        saw."""
+        observer = self.device.observer
+        if record.clean and observer is not None and observer.is_written_since_copy(record.key):
+            record.wrote()
         return record.clean
 
     def is_address_taken(self, record: Record) -> bool:
-        """Whether someone has its address in this step."""
+        """Return whether user code took the record's address in this step."""
         return self.device.observer is not None and self.device.observer.is_address_taken(record.key)
 
     def mark_host_copy_clean(self, record: Record) -> None:
-        """Its place in host memory holds the bytes of now, and it is on the device."""
-        self._give_up_extent(record)
-        record.source, record.clean = None, True
+        """Mark the copy of a resident record as clean: its place in host memory has the same bytes."""
+        self._release_extent(record)
+        record.leave_file()
+        record.copied()
         if self.device.observer is not None and (storage := record.storage()) is not None:
             try:
                 self.device.observer.watch_for_writes(storage)
-            except InUseError:  # who uses it may write
-                record.clean = False
+            except InUseError:  # an operator uses the storage and may write to it
+                record.wrote()
 
     def _is_copy_in_other_tier(self, record: Record, tier: str | None) -> bool:
-        """A file that has the bytes of now is as good as the store."""
+        """Return whether the record's copy is in a tier other than `tier`. The file of a loaded weight counts
+        as a copy on the SSD."""
         return (
             self.host is not None and tier is not None and record.copy_tier != (HOST if tier == HOST else SSD)
         )
 
     def _write_starter_for_tier(self, record: Record, tier: str) -> Start:
-        """The way of its bytes to this tier, or to the SSD if that has no room. An older copy elsewhere is
-        worth nothing any more."""
-        record.source = None
+        """Reserve room for the copy in `tier`. If `tier` has no room, reserve room on the SSD.
+
+        Give up an older copy in another tier. Return the function that starts the write.
+        """
+        record.leave_file()
         if tier == HOST and self.host is not None and self.reserve_host_place(record):
-            self._give_up_extent(record)
-            self.counts.to_host_bytes += record.size_bytes
+            self._release_extent(record)
+            self.counts.add(to_host_bytes=record.size_bytes)
             return self.host.copy_out_starter(record.place)
-        self._give_up_place(record)
+        self._release_place(record)
         if record.extent is None:
-            record.extent = self.store.reserve(record.size_bytes, record.name)
+            record.reserve_extent(self.store.reserve(record.size_bytes, record.name))
         extent = record.extent
+        assert extent is not None
         return lambda s, mark: self.store.write(extent, s.data_ptr(), record.name, event=mark.handle)
 
     def reserve_host_place(self, record: Record) -> bool:
-        """Whether this one, which is on the device, has a place in host memory to be written to."""
-        place = (
-            self._reserve_or_reclaim_place(self.host, record)
-            if record.place is None and self.host is not None
-            else None
-        )
-        if place is not None:
-            record.place, self.in_host[record.key], record.clean = place, record, False
+        """Reserve a place in host memory for a resident record. Return whether the record has a place now."""
+        if record.place is None and self.host is not None:
+            place = self._reserve_or_reclaim_place(self.host, record)
+            if place is not None:
+                record.reserve_place(place)
+                self.in_host[record.key] = record
         return record.place is not None
 
     def _reserve_or_reclaim_place(self, host: Host, record: Record) -> Any:
-        """None where there is no room: copies of bytes that have changed since make some, and, for what the
-        plan sends there, those of what is in memory and goes elsewhere by the plan."""
+        """Reserve a place in host memory. If no place is free, give up stale copies of resident records.
+
+        For a record that the plan evicts to the host, also give up copies of resident records that the plan
+        does not evict to the host.
+        """
         place = host.reserve(record.size_bytes)
         if place is None:
             planned = record.name in self.to_host
             for other in list(self.in_host.values()):
                 worse = not other.clean or (planned and other.name not in self.to_host)
-                if other.state is State.DEVICE and worse and not other.pins:
-                    self._give_up_place(other)
-                    other.clean = False
+                if other.state is State.RESIDENT and worse and not other.pins:
+                    self._release_place(other)
+                    other.wrote()
                     if (place := host.reserve(record.size_bytes)) is not None:
                         break
         return place
 
-    def _give_up_extent(self, record: Record) -> None:
-        if record.extent is not None:
-            self.store.release(record.extent)
-            record.extent = None
+    def _release_extent(self, record: Record) -> None:
+        if (extent := record.release_extent()) is not None:
+            self.store.release(extent)
 
-    def _give_up_place(self, record: Record) -> None:
-        if record.place is not None:
+    def _release_place(self, record: Record) -> None:
+        if (place := record.release_place()) is not None:
             assert self.host is not None
-            self.host.release(record.place)
-            record.place = None
+            self.host.release(place)
             del self.in_host[record.key]
 
     def end_evict(self, record: Record) -> None:
-        """The bytes are gone from the device once the write is confirmed; if it failed they stay."""
-        assert record.state is State.LEAVING, record.name
-        pending, record.pending = record.pending, None
-        record.state = State.DEVICE  # where it stays if the write fails, or someone uses it
-        record.clean = True  # unless it was written meanwhile, which `is_clean` sees
+        """Wait for an eviction in flight, and free the storage in place.
+
+        If the write failed, keep the record resident and raise StoreError.
+        """
+        if record.state is not State.EVICTING:
+            return
+        # Until its storage is freed, and also if the write fails, the record is resident.
+        pending = record.resident()
+        record.copied()  # the observer has seen writes during the copy, if any
         try:
             with _MoveInProgress(self, record):
                 self._free_after_copy_or_drop(record, pending)
-                record.state = State.AWAY
+                record.evicted()
         except NotEvicted:
             return
         except BaseException:
-            record.clean = pending is None
+            if pending is not None:
+                record.wrote()
             raise
         self.subtract_resident_bytes(record)
 
+    def _keep_if_changed(self, record: Record, storage: Any) -> bool:
+        """Keep a record resident if user code has resized its storage or shared it with numpy. Return whether
+        the record is kept."""
+        if self._recount_if_user_resized(record, storage):
+            return True
+        if not is_resizable(storage):
+            self.owner.keep_unresizable(record)
+            return True
+        return False
+
     def _recount_if_user_resized(self, record: Record, storage: Any) -> bool:
-        """Whether user code gave it another size: its copy holds too few bytes, or too many."""
+        """Check whether user code resized the storage, and return the answer. If so, count the storage at its
+        new size, because the record's copy has the old size."""
         if storage.nbytes() == record.size_bytes:
             return False
-        self.resized(record, storage.nbytes())
+        self.owner.recount_resized(record, storage.nbytes())
         return True
 
     def _free_after_copy_or_drop(self, record: Record, pending: Pending | None) -> None:
+        """Free the storage. If a copy is in flight, free it after the copy. If the record was clean, free it
+        immediately."""
         if (storage := record.storage()) is not None and self._recount_if_user_resized(record, storage):
             if pending is not None:
                 self._end_copy_counting_stall(self.device.end_copy_without_freeing, record, pending)
             raise InUseError
         if pending is not None:
             self._end_copy_counting_stall(self.device.end_copy_and_free, record, pending)
-            self.counts.evictions += 1
+            self.counts.add(evictions=1)
             return
         if storage is not None:
             self.device.drop_bytes(storage)
-        self.counts.drops += 1
+        self.counts.add(drops=1)
         if self.recorder is not None:
             self.recorder.note_drop(record)
 
     def undo_evict(self, record: Record) -> None:
-        """The record is needed after all: it never left. Its copy is good once the write is confirmed; if it
-        failed, the bytes are here all the same."""
-        assert record.state is State.LEAVING, record.name
-        pending, record.pending = record.pending, None
-        record.state = State.DEVICE
+        """Undo an eviction in flight, so that the record is resident again. Its copy is clean if the write
+        succeeded."""
+        assert record.state is State.EVICTING, record.name
+        pending = record.resident()
         if pending is not None:
             try:
                 self._end_copy_counting_stall(self.device.end_copy_without_freeing, record, pending)
-                record.clean = True
+                record.copied()
             except StoreError as error:
-                self.not_written(record, error)
+                self.owner.note_failed_eviction(record, error)
 
-    def begin_fetch(self, record: Record, demand: bool = False) -> None:
-        assert record.state is State.AWAY and record.copy_tier is not None, record.name
+    # ---- fetches
+
+    def begin_fetch(
+        self,
+        record: Record,
+        demand: bool = False,
+        make_room: Callable[[Record, BaseException], object] | None = None,
+    ) -> None:
+        """Begin to fetch an evicted record. A fetch with `demand` overtakes prefetches.
+
+        If the device has no memory for the record, call `make_room` and try one more time.
+        """
         storage = record.storage()
         if storage is None:
             return
-        with _MoveInProgress(self, record):
-            record.pending = self.device.begin_copy_in(
-                storage, record.size_bytes, self._read_starter_of_copy(record, demand)
-            )
-            record.state = State.ARRIVING
+        assert record.state is State.EVICTED and record.copy_tier is not None, record.name
+        try:
+            with _MoveInProgress(self, record):
+                start = self._read_starter_of_copy(record, demand)
+                record.fetching(self.device.begin_copy_in(storage, record.size_bytes, start))
+        except OUT_OF_MEMORY as error:
+            if make_room is None:
+                raise
+            make_room(record, error)
+            self.begin_fetch(record, demand)
+            return
         self.add_resident_bytes(record)
-        self.counts.fetches += 1
-        self.counts.from_host_bytes += record.size_bytes if record.copy_tier == HOST else 0
+        self.counts.add(fetches=1, from_host_bytes=record.size_bytes if record.copy_tier == HOST else 0)
         self.file_bytes += 0 if record.source is None else record.size_bytes
         if self.recorder is not None:
             self.recorder.note_move_begin(record, evict=False, demand=demand)
 
     def _read_starter_of_copy(self, record: Record, demand: bool) -> Start:
-        """The way of its bytes back."""
+        """Return the function that starts to read the record's copy."""
         extent, source = record.extent, record.source
         if record.place is not None:
             assert self.host is not None
@@ -283,46 +410,49 @@ class Mover:
         return start
 
     def end_fetch(self, record: Record) -> None:
-        """A failed read leaves the record away: its bytes are never taken for good."""
-        assert record.state is State.ARRIVING and record.pending is not None, record.name
+        """Wait for the read of a fetch. If the read failed, mark the record as evicted again, so that wrong
+        bytes are never used."""
+        assert record.state is State.FETCHING and record.pending is not None, record.name
         try:
             with _MoveInProgress(self, record):
                 foreign = self._end_copy_counting_stall(self.device.end_copy_in, record, record.pending)
         except Exception:
-            record.pending = None
-            record.state = State.AWAY
+            record.fetch_failed()
             self.subtract_resident_bytes(record)
             raise
         if foreign:
-            record.foreign = True
-            self.foreign_bytes += record.size_bytes
-        record.pending = None
-        record.state = State.DEVICE
+            self.add_foreign_bytes(record)
+        record.resident()
 
     def end_move(self, record: Record) -> None:
-        """Have nothing of it in flight: what was on its way out stays, what was on its way in is there."""
-        if record.state is State.LEAVING:
+        """End a move that is in flight. The record is resident afterwards."""
+        if record.state is State.EVICTING:
             self.undo_evict(record)
-        elif record.state is State.ARRIVING:
+        elif record.state is State.FETCHING:
             self.end_fetch(record)
 
+    # ---- bytes from a file, and NaN in place of lost bytes
+
     def replace_bytes_by_file(self, record: Record, source: FileCopy) -> None:
-        """This file has its bytes from now on; what it had before is forgotten."""
+        """Replace the record's bytes by the bytes of this file. The record is evicted afterwards."""
         assert record.evictable and not record.pins, record.name
         self.end_move(record)
         storage = record.storage()
-        if record.state is State.DEVICE and storage is not None:
+        if record.state is State.RESIDENT and storage is not None:
             self.device.drop_bytes(storage, unwritten=False)
             self.subtract_resident_bytes(record)
-            record.state = State.AWAY
-        self._give_up_extent(record)
-        self._give_up_place(record)
-        record.source, record.clean = source, True
+            record.evicted()
+        self._release_extent(record)
+        self._release_place(record)
+        record.copied_in_file(source)
 
     def fill_with_nan(self, record: Record) -> None:
-        """What was away is lost. Reading an emptied storage would crash: it gets bytes that no one can take
-        for good (all ones is NaN in every floating type)."""
-        assert record.state is State.AWAY, record.name
+        """Make a record with lost bytes resident and fill it with NaN, because a read of its empty storage
+        would crash.
+
+        A value with all bits set is NaN in every floating type, so no reader takes the bytes for real values.
+        """
+        assert record.state is State.EVICTED, record.name
         storage, observer = record.storage(), self.device.observer
         if storage is not None:
             block = storage if observer is None else observer.make_empty_block(storage)
@@ -330,29 +460,31 @@ class Mover:
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(block).fill_(0xFF)
             if observer is not None:
                 observer.give_block_to_storage(storage, block)
-        record.state = State.DEVICE
-        record.clean = False
+        record.resident()
+        record.wrote()
         self.add_resident_bytes(record)
 
     def _end_copy_counting_stall(
         self, end: Callable[[Pending], Ended], record: Record, pending: Pending
     ) -> Ended:
+        """End a copy by a call of `end`, a method of the device. Count the time that the host waits as a
+        stall."""
         began_ns = time.perf_counter_ns()
         try:
             return end(pending)
         finally:
             waited_ns = time.perf_counter_ns() - began_ns
-            self.counts.stall_ns += waited_ns
+            self.counts.add(stall_ns=waited_ns)
             if self.recorder is not None:
                 self.recorder.note_move_end(record, pending.ticket, waited_ns)
 
     def forget(self, record: Record) -> None:
-        """The last tensor of this storage is gone: its bytes were freed with it."""
-        assert record.pending is None and record.state is not State.ARRIVING, record.name
-        if record.state is not State.AWAY:
+        """Forget a record whose last tensor has died, and give up the record's copy."""
+        assert record.pending is None and record.state is not State.FETCHING, record.name
+        if record.state is not State.EVICTED:
             self.subtract_resident_bytes(record)
-        self._give_up_extent(record)
-        self._give_up_place(record)
+        self._release_extent(record)
+        self._release_place(record)
         if self.device.observer is not None:
             self.device.observer.forget_storage(record.key, alive=not record.is_dead())
         record.release_weak_reference()

@@ -1,11 +1,16 @@
-"""Writes whose room is counted on: by a plan that has the tensor gone by now, or by what comes next.
+"""Evictions in flight whose bytes already count as free.
 
-    begin_evict      free by plan                room is asked for, and short
+There are two cases. (1) The plan counts the bytes as free from the eviction's `free` tick on. (2) A later
+allocation relies on the bytes.
+
+    begin_evict      free by plan            an allocation needs the bytes
         |---- the write -----------------|--------------|
-                          x  not done: nobody waits     x  now someone does, in the order of the plan
+                          x  not written yet: compute     x  not written yet: compute waits for the writes,
+                             runs on                         in the order of the plan
 
-Compute that waits for a write whose room no one needs yet waits for nothing. A kernel that needs room waits
-for all of them before it sends anything else away; a planned fetch for those that its plan has gone by now.
+Compute does not wait for a write as long as nothing needs the bytes. If a kernel needs room, it waits for all
+of these writes before the law evicts any other record. A planned fetch waits only for the evictions whose
+`free` tick has passed.
 """
 
 from __future__ import annotations
@@ -18,15 +23,19 @@ from .record import Record, State
 
 
 class PendingEvictions:
+    """Records whose evictions are in flight, in the order in which the plan or the law counts on the freed
+    bytes."""
+
     def __init__(
         self, in_use: Callable[[Record], bool], end_evict: Callable[[Record], StoreError | None]
     ) -> None:
         self.in_use = in_use
         self.end_evict = end_evict
-        self.records: dict[int, Record] = {}  # by key, in the order in which their room is given
-        self.planned: set[int] = set()  # those that a plan has gone by now
+        self.records: dict[int, Record] = {}  # by storage key
+        self.planned: set[int] = set()  # keys of records whose `free` tick has passed
 
     def add(self, record: Record, by_plan: bool = False) -> None:
+        """Add an eviction in flight. `by_plan` means that the plan already counts its bytes as free."""
         self.forget(record)
         self.records[record.key] = record
         if by_plan:
@@ -34,29 +43,33 @@ class PendingEvictions:
 
     @property
     def size_bytes(self) -> int:
-        """What will be free without another write."""
+        """Return the number of bytes that become free when the writes in flight have ended."""
         return sum(record.size_bytes for record in self._list_still_pending())
 
     @property
     def planned_bytes(self) -> int:
+        """Return the number of bytes in flight that the plan already counts as free."""
         return sum(record.size_bytes for record in self._list_still_pending() if record.key in self.planned)
 
     def end_evictions_already_written(self) -> None:
-        """What has been written gives its room."""
+        """Free the storages whose writes have ended."""
         for record in self._list_still_pending():
             if self.is_write_done(record):
                 self._end_eviction(record)
 
     @staticmethod
     def is_write_done(record: Record) -> bool:
-        """Its write, if it takes one."""
+        """Return whether the record's write has ended, or was not necessary."""
         return record.pending is None or record.pending.done()
 
     def end_evictions_until_enough(
         self, enough: Callable[[], bool], by_plan: bool = False
     ) -> StoreError | None:
-        """Waits for as many as it takes, of all or of those `by_plan`; returns what went wrong if something
-        did."""
+        """End evictions until `enough` returns True. With `by_plan`, end only evictions whose bytes the plan
+        counts as free.
+
+        Return the error of the last write that failed, or None.
+        """
         failure: StoreError | None = None
         for record in self._list_still_pending():
             if enough():
@@ -66,12 +79,13 @@ class PendingEvictions:
         return failure
 
     def _list_still_pending(self) -> list[Record]:
-        """One that is needed after all, was sent away by the law or has died is not going any more."""
+        """Return the records in flight that neither a slot nor user code uses. Forget the records whose
+        evictions have ended."""
         if not self.records:
             return []
         for record in list(self.records.values()):
             lives = record.pending is not None or not record.is_dead()
-            if record.state is not State.LEAVING or not record.evictable or not lives:
+            if record.state is not State.EVICTING or not record.evictable or not lives:
                 self.forget(record)
         return [record for record in self.records.values() if not self.in_use(record)]
 
@@ -80,12 +94,14 @@ class PendingEvictions:
         return self.end_evict(record)
 
     def cancel_eviction(self, record: Record) -> bool:
-        """It is to come back before it has gone: it need not go. Whether it was one of these."""
-        known = self.records.get(record.key) is record and record.state is State.LEAVING
+        """Cancel the eviction of a record that is to be fetched. Return whether the eviction was in
+        flight."""
+        known = self.records.get(record.key) is record and record.state is State.EVICTING
         if known:
             self.forget(record)
         return known
 
     def forget(self, record: Record) -> None:
+        """Forget the record's pending eviction."""
         self.records.pop(record.key, None)
         self.planned.discard(record.key)

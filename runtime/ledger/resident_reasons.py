@@ -1,7 +1,8 @@
-"""Why a tensor stays resident, for errors: its largest ones by name, each with the reason.
+"""Reasons why tensors are resident. An error lists the largest resident tensors, each with its reason.
 
-A record that cannot be evicted says why in `because`, or its kind says it: inputs and results belong to
-whoever called the program. One that can be evicted stays while someone uses it, or has its address.
+A record that cannot be evicted usually has its reason in `because`. If `because` is empty, the record's kind
+is the reason. For example, inputs and results cannot be evicted because the program's caller owns them. An
+evictable record is resident while a kernel or user code uses it, or while user code has its address.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from teraio.units import fmt_bytes
 
 from .record import Record, State
 
-NAMED = 5  # tensors that an error lists
+NAMED = 5  # number of tensors that an error lists
 
 OF_KIND = {
     "input": "an input that eager code made: your code or a graph break holds it",
@@ -25,7 +26,8 @@ OF_KIND = {
 
 
 def why(record: Record, pointed: bool) -> str:
-    """Return why this record stays, of which someone may have the address."""
+    """Return the reason why this record is resident. `pointed` means that user code took the record's
+    address."""
     if not record.evictable:
         return record.because or OF_KIND.get(record.kind, "its kind is not evicted")
     if pointed:
@@ -36,10 +38,27 @@ def why(record: Record, pointed: bool) -> str:
 def name_largest_resident(
     records: Iterable[Record], in_use: Collection[int], pointed: Callable[[Record], bool]
 ) -> str:
-    """Name the largest records that stay, apart from those that the kernel itself uses."""
-    resident = (r for r in records if r.state is not State.AWAY and not r.is_dead())
-    staying = [r for r in resident if r.key not in in_use]
-    staying.sort(key=lambda r: -r.size_bytes)
-    told = [f"{r.name} ({fmt_bytes(r.size_bytes)}: {why(r, pointed(r))})" for r in staying[:NAMED]]
-    more = len(staying) - len(told)
-    return "; ".join(told) + (f"; and {more} more" if more > 0 else "")
+    """Return the names of the largest resident records, each with its reason. Leave out records that the
+    kernel itself uses."""
+    resident = (r for r in records if r.state is not State.EVICTED and not r.is_dead())
+    others = [r for r in resident if r.key not in in_use]
+    others.sort(key=lambda r: -r.size_bytes)
+    named = [f"{r.name} ({fmt_bytes(r.size_bytes)}: {why(r, pointed(r))})" for r in others[:NAMED]]
+    more = len(others) - len(named)
+    return "; ".join(named) + (f"; and {more} more" if more > 0 else "")
+
+
+def unmet_need_text(
+    fixed_bytes: int, kernel_bytes: int, kernel: str, reserve_bytes: int, budget_bytes: int, names: str
+) -> str:
+    """Return the text of the error for a kernel whose need exceeds the budget."""
+    need_bytes = fixed_bytes + kernel_bytes + reserve_bytes
+    needed, given = fmt_bytes(need_bytes, up=True), fmt_bytes(budget_bytes)
+    if needed == given:  # only a few bytes are missing, so print exact numbers
+        needed, given = f"{need_bytes} bytes", f"{budget_bytes} bytes"
+    named = f". The largest that cannot be evicted: {names}" if names and fixed_bytes else ""
+    return (
+        f"the step needs {needed} at kernel {kernel} ({fmt_bytes(fixed_bytes)} that cannot be evicted, "
+        f"{fmt_bytes(kernel_bytes)} that the kernel needs, {fmt_bytes(reserve_bytes)} in reserve); memory is "
+        f"{given}. Give at least {needed}, more if a later kernel needs it, or a smaller batch{named}"
+    )

@@ -1,4 +1,4 @@
-"""Memory of this process that others may write, as the system tells."""
+"""Memory of this process that other processes may write, according to the system's list of mappings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 
 
 def shared_mappings() -> list[tuple[int, int]] | None:
-    """(begin, end) of the memory that other processes may write and see written, ascending; None: the system
-    does not tell."""
+    """Return (begin, end) of each memory range that this process shares with other processes, ascending.
+    Other processes may write to such a range and see writes of this process.
+
+    Return None if the system has no list of mappings.
+    """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -25,6 +28,7 @@ def shared_mappings() -> list[tuple[int, int]] | None:
 
 
 def is_shared(storage: torch.UntypedStorage, mappings: list[tuple[int, int]] | None) -> bool:
+    """Return whether other processes may write the storage's memory."""
     if mappings is None:
         return storage.is_shared()
     begin = storage.data_ptr()

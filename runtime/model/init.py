@@ -1,13 +1,14 @@
-"""Models that are constructed within the budget: what a module is given may leave at once.
+"""The construction of models within the budget. A tensor assigned to a module may be evicted immediately.
 
-    torch.empty(...)            room for it is made first, and it is counted
-    module.weight = Parameter   it is known to the engine, and may be evicted; so is a Parameter
-                                that is made for a copied module, which no one gives it
-    init.normal_(weight)        it is fetched for that; afterwards it may be evicted again
+    torch.empty(...)            the engine first makes room, and then counts the new tensor
+    module.weight = Parameter   the engine registers the tensor and may evict it
+    copy.deepcopy(module)       the engine registers each new Parameter, although no hook is called
+    init.normal_(weight)        the engine fetches the weight, and may evict it again afterwards
 
-Nothing of the construction itself changes: the same calls in the same order draw the same random numbers. No
-program knows these tensors yet, so what leaves is what was used least recently. A program that gets one as
-its argument gives it the name that the user knows (`Registry.register_program_tensor`).
+The construction itself does not change. The same calls run in the same order, so they draw the same random
+numbers. No program uses these tensors yet, so the engine evicts the least recently used tensors. When a
+program first takes such a tensor as an argument, the tensor's record is renamed to the tensor's name in the
+user's model (`Registry.register_program_tensor`).
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ from ..engine.engine import Engine
 from ..ledger.adoption import EXCHANGES, Candidate, copy_to_torch_allocator, is_resizable
 from ..ledger.engine_lock import hold_lock_during_method
 
-# Hugging Face's loader reads ahead in threads, as far as they get, and has a switch of its own against it.
+# Hugging Face's loader uses threads to read tensors ahead, without a limit of bytes. This variable disables
+# the threads.
 ONE_AT_A_TIME = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
 
 
 class Construction:
-    """One block of construction, in one thread."""
+    """A `with` block in which one thread constructs models."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.device = engine.mover.device.device  # what is made elsewhere is not within the budget
+        self.device = engine.mover.device.device  # tensors on other devices are outside the budget
         self.thread = threading.get_ident()
-        self.given: list[tuple[str, ReferenceType[torch.Tensor]]] = []  # to modules; they may get other bytes
+        self.given: list[tuple[str, ReferenceType[torch.Tensor]]] = []  # tensors assigned to modules
         self.count = 0
 
     def track_module_tensor(self, module: torch.nn.Module, name: str, tensor: Any) -> None:
-        """A module was given a parameter or a buffer."""
+        """Track a parameter or a buffer that is assigned to a module."""
         if isinstance(tensor, torch.Tensor):
             self.track_tensor(f"{type(module).__name__}.{name}", tensor)
 
@@ -58,7 +60,7 @@ class Construction:
 
     @hold_lock_during_method
     def register_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        self.engine.residency.serial += 1
+        self.engine.residency.advance_slot()
         if _is_on_device(self.device, tensor):
             if self.device.type == "cpu":
                 self._copy_out_of_file(name, tensor)
@@ -66,8 +68,11 @@ class Construction:
             self.engine.registry.register_module_tensor(tensor, f"{name} ({self.count})")
 
     def _copy_out_of_file(self, name: str, tensor: torch.Tensor) -> None:
-        """A part of a file that is mapped, as loaders leave it, becomes memory that can be emptied. What no
-        one else can see changed is copied without being asked for."""
+        """Copy a tensor from a mapped file to memory that can be freed. Loaders leave tensors in mapped
+        files.
+
+        If writes to the tensor reach the file, do not copy the tensor.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             storage = torch.Tensor.untyped_storage(tensor)
             if is_resizable(storage) or not EXCHANGES or not _is_mapped_file(storage):
@@ -77,21 +82,21 @@ class Construction:
 
     @hold_lock_during_method
     def make_room(self, size_bytes: int, place: str) -> None:
-        """So many bytes more fit when this returns, as far as that can be."""
+        """Make room for `size_bytes` more bytes. Report an overrun if evictions do not make enough room."""
         residency, user = self.engine.residency, self.engine.user
-        residency.serial += 1
+        residency.advance_slot()
         if not residency.fits(size_bytes):
             self._reregister_replaced_tensors()
             short, _ = residency.evict_until_fits(size_bytes, None, user.must_be_resident)
             if short > 0:
-                user.report_overrun(short, place)
-        counts = self.engine.mover.counts
-        counts.peak_bytes = max(counts.peak_bytes, self.engine.mover.resident_bytes + size_bytes)
+                residency.report_overrun(short, place)
+        residency.note_peak(size_bytes)
 
     def _reregister_replaced_tensors(self) -> None:
-        """`module.half()`, lazy modules: the same parameter has got other bytes."""
+        """Register parameters again if their storage was replaced, for example by `module.half()` or in a
+        lazy module."""
         records = self.engine.known_tensors.records
-        given, self.given = self.given, []  # taking one in may lead back here
+        given, self.given = self.given, []  # registering a tensor may call this method again
         for name, known in given:
             tensor = known()
             if tensor is not None:
@@ -102,13 +107,14 @@ class Construction:
 
     @hold_lock_during_method
     def count_new_tensor(self, tensor: torch.Tensor) -> None:
-        """It counts until it is gone, or until a module is given it."""
+        """Count a new tensor in the budget until it is freed or assigned to a module."""
         self.count += 1
         self.engine.registry.register_immovable(tensor, f"made ({self.count})", "outside")
 
 
 def _is_mapped_file(storage: torch.UntypedStorage) -> bool:
-    """Its memory is a mapped file, and what is written there is seen by no other process."""
+    """Return True if the storage's memory is a mapped file and writes to this memory do not reach the
+    file."""
     begin = storage.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, rights, _, _, inode, *_ = line.split(None, 5)
@@ -119,7 +125,8 @@ def _is_mapped_file(storage: torch.UntypedStorage) -> bool:
 
 
 class MakeRoomMode(TorchDispatchMode):
-    """Every operation of the block: room before, count after."""
+    """A mode that makes room before every operation in the `with` block, and counts the operation's results
+    in the budget."""
 
     def __init__(self, making: Construction) -> None:
         super().__init__()
@@ -127,7 +134,7 @@ class MakeRoomMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Or Dynamo would give up compiling what is called in the block, for good."""
+        """Return True. Otherwise Dynamo would never again compile a function that was called in the block."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,14 +157,17 @@ def _is_on_device(device: torch.device, tensor: torch.Tensor) -> bool:
 
 
 def _bytes_to_allocate(func: Any, args: Any, kwargs: Any, budgeted: torch.device) -> int:
-    """What an operation is about to allocate there: its results' bytes, tried on tensors without any. Of one
-    that cannot say before it has seen numbers, nothing is known."""
+    """Return the number of bytes that an operation will allocate for its results on the budgeted device. Run
+    the operation on `meta` to find the sizes.
+
+    Return 0 if the results' sizes depend on the values in a tensor.
+    """
     if any(result.alias_info is not None for result in func._schema.returns):
-        return 0  # a view, or in place
+        return 0  # the operation returns a view or works in place
     given = tensors_in((*args, *kwargs.values()))
     elsewhere = {t.device for t in given if t.device.type not in ("cpu", "meta")}
     if any(not is_same_memory(device, budgeted) for device in elsewhere):
-        return 0  # it would be computed there, and random numbers drawn, once more
+        return 0  # the operation runs on another device, so its results take no bytes of the budget
     device = kwargs.get("device")
     on = [torch.device(device)] if device is not None else [t.device for t in given if t.ndim] or [_RAM]
     if not is_same_memory(on[0], budgeted):
@@ -182,7 +192,8 @@ def _as_meta_tensor(value: Any, budgeted: torch.device) -> Any:
 
 @contextmanager
 def _track_new_parameters(making: Construction) -> Iterator[None]:
-    """`copy.deepcopy` of a module makes parameters and registers none."""
+    """Track all parameters that are made in the block. This is needed because `copy.deepcopy` calls no
+    registration hook."""
     make = torch.nn.Parameter.__new__
 
     @functools.wraps(make)
@@ -213,12 +224,12 @@ def _set_environment_temporarily(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-_MAKING: list[Construction] = []  # the block that is open
+_MAKING: list[Construction] = []  # the open construction block, if any
 
 
 @contextmanager
 def construct_within_budget(engine: Engine) -> Iterator[None]:
-    """What modules are given in the block belongs to the engine."""
+    """Register with the engine each tensor that is assigned to a module in the block."""
     if _MAKING and _MAKING[0].engine is engine:
         yield
         return

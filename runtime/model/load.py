@@ -1,11 +1,12 @@
-"""Weights of safetensors files become those of a model, and stay in the files until a kernel needs them.
+"""The loading of safetensors files into a model. The engine reads a weight from its file when a kernel needs
+the weight.
 
-    folder, index or file -> headers -> which tensor of the model is which
-        a difference   all of them are said, and nothing is changed
-        none           each tensor is away, and the file is its clean copy
+    folder, index or file -> headers -> the model's tensor for each name
+        a difference      the error lists all differences, and the model does not change
+        no difference     each tensor is evicted, and the file is its clean copy
 
-What is small, or held by something that would not see it come and go, is read at once. A model on `meta` gets
-its parameters here; parameters that it has under several names stay one.
+Small tensors, and tensors that cannot be evicted, are read immediately. If parameters of the model are on
+`meta`, this module creates them. A parameter with several names remains one parameter.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..store.source_files import FileCopy, WeightFile
 from .init import Construction
 
 INDEX = "model.safetensors.index.json"
-SHOWN = 5  # names in a message
+SHOWN = 5  # most names in a message
 COMPARED_BYTES = 2**20
 
 DTYPES = {
@@ -51,7 +52,7 @@ DTYPES = {
 
 
 class UnmatchedNames(NamedTuple):
-    """What `strict=False` let pass."""
+    """The differences in names that `strict=False` allows."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -64,7 +65,7 @@ class FileTensor(NamedTuple):
 
 @dataclass(slots=True)
 class ModelTensor:
-    """A tensor of the model, and where modules have it."""
+    """A tensor of the model, with its names and the modules that have it."""
 
     tensor: torch.Tensor
     places: list[tuple[torch.nn.Module, str]] = field(default_factory=list)
@@ -74,7 +75,7 @@ class ModelTensor:
 def load_weights(
     engine: Engine | None, model: torch.nn.Module, path: str, *, strict: bool, copy: bool
 ) -> UnmatchedNames:
-    """Without an engine all of it is read into memory."""
+    """Load the files' tensors into the model. Without an engine, read all tensors into memory immediately."""
     found = dict(_tensors_in_files(path))
     wanted = list(_tensors_of_model(model).values())
     loaded = _refuse_unmatched_tensors(wanted, found, path, strict)
@@ -88,7 +89,7 @@ def load_weights(
     return loaded
 
 
-# ---- what there is
+# ---- tensors of the files
 
 
 def _tensors_in_files(path: str) -> Iterator[tuple[str, FileTensor]]:
@@ -112,7 +113,7 @@ def _tensors_in_files(path: str) -> Iterator[tuple[str, FileTensor]]:
         for name, its in where.items():
             if its == shard:
                 if name not in entries:
-                    raise CheckpointError(f"{index} says that {name} is in {shard}, and it is not")
+                    raise CheckpointError(f"{index} lists {name} in {shard}, but {shard} does not have it")
                 yield name, FileTensor(file, entries[name])
 
 
@@ -125,11 +126,11 @@ def _only_safetensors_file(folder: str) -> str:
     return os.path.join(folder, files[0])
 
 
-# ---- what the model has
+# ---- tensors of the model
 
 
 def _tensors_of_model(model: torch.nn.Module) -> dict[int, ModelTensor]:
-    """By the tensor's id; names are those of `state_dict()`."""
+    """Return the model's tensors by their ids. Each tensor has its names in `state_dict()`."""
     wanted: dict[int, ModelTensor] = {}
     for prefix, module in getattr(model, "_orig_mod", model).named_modules(remove_duplicate=False):
         lasting = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
@@ -154,14 +155,14 @@ def _refuse_unmatched_tensors(
         for name in about.names
         if (f := found.get(name)) is not None and _differs_in_type_or_shape(about.tensor, f.entry)
     ]
-    said = [f"{len(wrong)} differ: {_join_first_names(wrong, '; ')}"] if wrong else []
+    differences = [f"{len(wrong)} differ: {_join_first_names(wrong, '; ')}"] if wrong else []
     if strict and missing:
-        said.append(f"{len(missing)} missing in the file: {_join_first_names(missing)}")
+        differences.append(f"{len(missing)} missing in the file: {_join_first_names(missing)}")
     if strict and unexpected:
-        said.append(f"{len(unexpected)} unexpected in the file: {_join_first_names(unexpected)}")
-    if said:
-        remedy = "" if wrong else ". strict=False takes what is there"
-        raise CheckpointError(f"{path} is not for this model: {'. '.join(said)}{remedy}")
+        differences.append(f"{len(unexpected)} unexpected in the file: {_join_first_names(unexpected)}")
+    if differences:
+        remedy = "" if wrong else ". strict=False loads the tensors that match"
+        raise CheckpointError(f"{path} is not for this model: {'. '.join(differences)}{remedy}")
     return UnmatchedNames(tuple(missing), tuple(unexpected))
 
 
@@ -178,7 +179,8 @@ def _join_first_names(names: list[str], between: str = ", ") -> str:
 
 
 def _refuse_unequal_tied_tensors(names: list[str], found: dict[str, FileTensor]) -> None:
-    """One tensor of the model has several names, and so it has in the file."""
+    """Raise CheckpointError if the files have different bytes for these names, because all of them name one
+    tensor of the model."""
     first = found[names[0]]
     for name in names[1:]:
         other = found[name]
@@ -188,11 +190,11 @@ def _refuse_unequal_tied_tensors(names: list[str], found: dict[str, FileTensor])
             parts = [os.pread(f.file.descriptor, count, f.entry.begin + at) for f in (first, other)]
             if parts[0] != parts[1]:
                 raise CheckpointError(
-                    f"{names[0]} and {name} are one tensor of the model, and two different ones in the file"
+                    f"{names[0]} and {name} are one tensor of the model, but their bytes in the file differ"
                 )
 
 
-# ---- from one to the other
+# ---- from a file to the model
 
 
 def _load_tensor(
@@ -213,11 +215,12 @@ def _load_tensor(
     engine.mover.replace_bytes_by_file(record, source)
     if copy:
         engine.user.make_resident_for_user([record], 0, "loading")
-        record.clean, record.source = False, None
+        record.leave_file()
+        record.wrote()
 
 
 def _replace_meta_tensor(wanted: ModelTensor, entry: TensorEntry) -> torch.Tensor:
-    """In the place of one on `meta`."""
+    """Replace a tensor on `meta` in all of its modules by a new tensor on the CPU, and return this tensor."""
     tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
     old = wanted.tensor
     if isinstance(old, torch.nn.Parameter):
@@ -229,7 +232,8 @@ def _replace_meta_tensor(wanted: ModelTensor, entry: TensorEntry) -> torch.Tenso
 
 
 def _register_if_evictable(engine: Engine | None, tensor: torch.Tensor, name: str) -> Record | None:
-    """Its record, if the storage is this tensor as the file has it, and may be emptied."""
+    """Return the tensor's record, or None if the storage has another layout than the file or may not be
+    evicted."""
     if engine is None or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return None
     with DisableTorchFunctionSubclass():

@@ -1,7 +1,8 @@
-"""`with teraio.resident(model, optimizer):` all of it is in memory and stays there for the block.
+"""The block `with teraio.resident(model, optimizer):`, in which the tensors of both are resident.
 
-For code that nobody sees read, such as an extension in C++ that takes a GPU's weights by `const_data_ptr`,
-and for processes that are forked. Over the budget if it must be, which is said as any overrun.
+The block is for (1) code whose reads the observer cannot see and (2) forked processes. An example of such
+code is a C++ extension that calls `const_data_ptr` to take the address of a weight on a GPU. If the tensors
+exceed the budget, the excess is an overrun, which a warning reports.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ from ..engine import engine as _engine
 
 @contextmanager
 def resident(*things: Any) -> Iterator[None]:
-    """In the block all of these are in memory: modules (with buffers and gradients), optimizers (with states,
-    weights and gradients), tensors, and containers of those. They may leave again when it ends."""
+    """Keep all tensors of `things` resident during the block. The engine may evict them after the block.
+
+    `things` may be modules (with buffers and gradients), optimizers (with states, weights and gradients),
+    tensors, and containers of these.
+    """
     engine = _engine.current_engine()
     if engine is None:
         yield
         return
-    leaving = engine.residency.evictable_record_of  # the others are here anyway
+    record_of = engine.residency.evictable_record_of  # a tensor without such a record is always resident
     records = list(
-        {r.key: r for tensor in _all_tensors_in(things) if (r := leaving(tensor)) is not None}.values()
+        {r.key: r for tensor in _all_tensors_in(things) if (r := record_of(tensor)) is not None}.values()
     )
     try:
         with engine.user.hold_resident(records, "teraio.resident"):
             yield
     finally:
         for record in records:
-            record.clean = False  # what wrote to it was not seen
+            record.wrote()  # user code may have written to the tensor unobserved
 
 
 def _all_tensors_in(things: Any) -> Iterator[torch.Tensor]:

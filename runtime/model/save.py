@@ -1,8 +1,8 @@
-"""`teraio.save` and `teraio.load`: torch's files, a tensor at a time, and never half a file.
+"""`teraio.save` and `teraio.load`, in torch's file format. `save` writes one tensor at a time.
 
-    bytes -> a temporary name beside the file -> fsync -> the file's name
+    bytes -> a temporary file in the same folder -> fsync -> a rename to the file's name
 
-Whatever ends the process before the last step leaves the old file as it was.
+If the process ends before the rename, the old file is unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUFFIX = "partial"
 
 
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
-    """As `torch.save`: any object with tensors, in the same format. What is away comes back one by one."""
+    """Save any object in the format of `torch.save`. Evicted tensors are fetched one at a time."""
     target = Path(path)
     pickling.install()
     _remove_partial_files(target)
@@ -31,7 +31,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # as long as it is being written
+            fcntl.flock(file, fcntl.LOCK_EX)  # the lock is held as long as the file is being written
             torch.save(obj, file)
             file.flush()
             os.fsync(file.fileno())
@@ -44,12 +44,16 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], **options: Any) -> Any:
-    """As `torch.load`, with the file's bytes read when they are used: no second copy of a model in memory."""
+    """Load a file with `torch.load`, and map its bytes instead of reading them. So memory has no second copy
+    of the model."""
     return torch.load(os.fspath(path), **{"map_location": "cpu", "mmap": True, **options})
 
 
 def _remove_partial_files(target: Path) -> None:
-    """What processes left that were killed while they saved this file. One that still saves holds a lock."""
+    """Remove the partial files of processes that were killed while they saved this file.
+
+    A process that is still saving holds a lock on its partial file. Such a file is not removed.
+    """
     ours = re.compile(re.escape(f".{target.name}.") + rf"[0-9a-f]{{16}}\.{SUFFIX}")
     for name in os.listdir(target.parent):
         if ours.fullmatch(name):

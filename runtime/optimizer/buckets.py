@@ -1,15 +1,16 @@
-"""An optimizer's step, bucket after bucket: states and gradients of one bucket are there while the others are
-away.
+"""Buckets of parameters. The optimizer steps one bucket at a time, so only one bucket's states and gradients
+must be resident.
 
-    step()                          the optimizer's own code, once, on a stand-in for the optimizer
-      for group in param_groups     it gets each group several times, each time with a bucket of parameters
-        slot                        all of the bucket is here and plain; the bucket before may leave
+    step()                          the optimizer's own code runs, on a stand-in for the optimizer
+      for group in param_groups     the code gets each group several times, each time with one bucket
+        slot                        the bucket's tensors are resident; the previous bucket may be evicted
         update                      the optimizer's own code
-      write back                    what it wrote into the group: the same from each bucket, once
+      write back                    options that the code wrote into a group must be equal for every bucket;
+                                    the real group gets them at the end
 
-Hooks and closures run where they always do, because the step runs once. What the code does with tensors of
-other buckets meanwhile is fetched as for user code. Whether an optimizer may be stepped so is tried on clones
-(trial.py).
+Hooks and closures run as without buckets, because the step's code runs only one time per step. If the step's
+code reads tensors of other buckets, the engine fetches these tensors like tensors that user code reads. A
+trial on clones (trial.py) decides whether an optimizer may be stepped in buckets.
 """
 
 from __future__ import annotations
@@ -28,14 +29,19 @@ MISSING = object()
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    group: Group  # the user's own
+    """Parameters of one group that are stepped together."""
+
+    group: Group  # the optimizer's own dict of the group
     parameters: list[torch.Tensor]
-    slices: int = 1  # in which its one parameter is stepped
+    slices: int = 1  # number of slices; more than one only if the bucket has one parameter
 
 
 def split_into_buckets(groups: list[Group], limit_bytes: int) -> list[Bucket]:
-    """Parameters in their order, as many together as the limit takes; one that is larger is alone. A group
-    without parameters is a bucket too: the step may write into it."""
+    """Split the groups into buckets of at most `limit_bytes`, in the order of the parameters.
+
+    A parameter of more than `limit_bytes` has a bucket of its own. A group without parameters is a bucket
+    too, because the step may write into the group.
+    """
     found: list[Bucket] = []
     for group in groups:
         parameters: list[torch.Tensor] = []
@@ -52,8 +58,8 @@ def split_into_buckets(groups: list[Group], limit_bytes: int) -> list[Bucket]:
 
 
 class BucketedGroups(list[Group]):
-    """The groups as the step sees them. Going through them goes through the buckets; all else is as in the
-    optimizer."""
+    """The optimizer's groups as the step's code sees them. Iteration yields one item per bucket: a copy of
+    the bucket's group."""
 
     def __init__(self, groups: list[Group], walk: Callable[[], Iterator[Bucket]]) -> None:
         super().__init__(groups)
@@ -69,21 +75,22 @@ class BucketedGroups(list[Group]):
             known = written.setdefault(id(bucket.group), changed)
             if known is not changed and not is_bitwise_equal(known, changed):
                 raise UnsupportedError(
-                    f"the optimizer wrote {changed} into a group for some of its parameters and {known} for "
-                    f"others: it is not stepped per parameter. Load the last checkpoint and train with "
+                    f"the optimizer wrote {changed} into a group for some parameters and {known} for others: "
+                    f"it cannot be stepped in buckets. Load the last checkpoint and train with "
                     f"TERAIO_DISABLE=1, or with another optimizer"
                 )
         write_back_group_options(self[:], written)
 
 
 def write_back_group_options(groups: list[Group], written: dict[int, Group]) -> None:
-    """What each bucket of a group wrote into its copy."""
+    """Write the changed options back into the groups. The step has written these options into copies of the
+    groups."""
     for group in groups:
         group.update(written.get(id(group), {}))
 
 
 def is_bitwise_equal(one: Any, other: Any) -> bool:
-    """Equal in every bit, however nested."""
+    """Return whether two values are equal in every bit. The values may be nested."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         if type(one) is not type(other) or one.dtype != other.dtype or one.shape != other.shape:
             return False
@@ -103,8 +110,11 @@ _CLASSES: dict[type, type] = {}
 
 
 def make_stand_in(optimizer: torch.optim.Optimizer, walk: Callable[[], Iterator[Bucket]]) -> Any:
-    """What the step takes for its optimizer: all attributes are the optimizer's own, but its groups come in
-    passes over buckets."""
+    """Make the stand-in on which the step's code runs.
+
+    The stand-in shares the optimizer's attributes. Only its groups differ: iteration over them yields bucket
+    by bucket.
+    """
     kind = type(optimizer)
     if kind not in _CLASSES:
         names = {
@@ -131,7 +141,7 @@ def _set_param_groups(self: Any, groups: list[Group]) -> None:
 
 
 def named_tensors_in(value: Any, name: str) -> Iterator[tuple[torch.Tensor, str]]:
-    """Of an optimizer's state, however nested, with their names."""
+    """Yield the tensors in a part of an optimizer's state, each with its name. The part may be nested."""
     if isinstance(value, torch.Tensor):
         yield value, name
     elif isinstance(value, list | tuple):

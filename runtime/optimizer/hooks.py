@@ -1,5 +1,5 @@
-"""The optimizer's step as part of the step: global hooks see every optimizer, the user's loop does not
-change."""
+"""Global hooks on the steps of all optimizers. With these hooks the engine sees every step, without a change
+of the user's loop."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from .strategy import TRYING, Strategy
 
 _installed = False
 _KNOWN: WeakKeyDictionary[torch.optim.Optimizer, Strategy] = WeakKeyDictionary()
-_CALLS: list[OptimizerCall] = []  # the one that runs; a step inside a step, or on trial, is not ours
+_CALLS: list[OptimizerCall] = []  # the running call, if any; a step inside a step or in a trial has no call
 
 
 def install() -> None:
-    """Once per process; without an engine the hooks do nothing."""
+    """Install the hooks, only once per process. Without an engine the hooks do nothing."""
     global _installed
     if _installed:
         return
     _installed = True
-    # A compiled optimizer runs them between its graphs: Dynamo is not to trace the engine.
+    # A compiled optimizer runs the hooks between its graphs. Dynamo must not trace the engine's code there.
     register_optimizer_step_pre_hook(torch.compiler.disable(_begin_optimizer_call))
     register_optimizer_step_post_hook(torch.compiler.disable(_end_optimizer_call))
 
 
 def is_optimizer_update_running() -> bool:
-    """Whether an optimizer's update runs: what is compiled for it reads what it is given, and no more."""
+    """Return whether an optimizer's update is running. A function that is compiled during an update reads
+    only its arguments."""
     return bool(TRYING) or any(call.is_update_running for call in _CALLS)
 
 
@@ -50,12 +51,15 @@ Wrapped = TypeVar("Wrapped", bound=torch.optim.Optimizer)
 
 
 def wrap(optimizer: Wrapped, *, whole: bool = False) -> Wrapped:
-    """Returns the optimizer, or refuses now one that must step all of its parameters at once, unless `whole`
-    allows it. Without this it is found out at the first step, and a warning; and whenever its groups make it
-    one, an error."""
+    """Check the optimizer and return it. Raise UnsupportedError if the optimizer must step all of its
+    parameters together.
+
+    With `whole`, such an optimizer raises no error. After `wrap`, a step raises the same error if the user
+    has changed the groups so that buckets are impossible. Without `wrap`, such a step only logs a warning.
+    """
     install()
     about = _strategy_of(optimizer)
-    about.in_buckets = not whole
+    about.require_buckets(not whole)
     _refuse_whole_step(optimizer, about)
     return optimizer
 
@@ -66,9 +70,9 @@ def refuse_shards(optimizer: torch.optim.Optimizer) -> None:
     kind = next((type(p).__name__ for p in parameters if hasattr(p, "device_mesh")), None)
     if kind is not None:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} steps parameters of type {kind} (fully_shard, tensor parallelism), "
-            f"whose bytes move between processes behind teraio's back. DistributedDataParallel works; or "
-            f"compile this model with another backend"
+            f"{type(optimizer).__name__} steps parameters of type {kind} (fully_shard, tensor parallelism): "
+            f"their bytes move between processes, which teraio cannot observe. Use DistributedDataParallel, "
+            f"or compile this model with another backend"
         )
 
 
@@ -77,18 +81,18 @@ def _refuse_whole_step(optimizer: torch.optim.Optimizer, about: Strategy) -> Non
         raise UnsupportedError(
             f"{type(optimizer).__name__} cannot be stepped a few parameters at a time ({about.seen.reason}): "
             f"all weights, gradients and states would be in memory at once. wrap(optimizer, whole=True) "
-            f"allows it; AdamW and others that update each parameter by itself need no such room"
+            f"allows that. AdamW and other optimizers that update each parameter by itself need less memory"
         )
 
 
 def _begin_optimizer_call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Gives the step a stand-in for its optimizer, whose groups come bucket by bucket."""
+    """Make the step run on a stand-in for its optimizer. The groups of the stand-in come bucket by bucket."""
     engine = _engine.ENGINE
     if engine is None or TRYING or is_stand_in(optimizer):
         return None
-    _CALLS.clear()  # one that an exception ended
+    _CALLS.clear()  # removes a call that an exception ended
     with engine.lock:
-        engine.user.eager_memory.end_user_code_measure()  # what the trial takes is not the user's
+        engine.user.eager_memory.end_user_code_measure()  # so that the memory of the trial is not measured
     about = _strategy_of(optimizer)
     _refuse_whole_step(optimizer, about)
     closure = any(given is not None for given in (*args[1:], kwargs.get("closure")))
@@ -104,7 +108,8 @@ def _begin_optimizer_call(optimizer: torch.optim.Optimizer, args: Any, kwargs: A
 
 
 def _reason_to_run_whole(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why this step runs whole, of an optimizer that could be stepped in buckets."""
+    """Return the reason why this step must run whole, although its optimizer can be stepped in buckets.
+    Return None without such a reason."""
     if not is_step_uncompiled(optimizer):
         return "its step is compiled"
     states = [id(v) for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]

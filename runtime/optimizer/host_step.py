@@ -1,13 +1,16 @@
-"""The optimizer's step on the host: where the states are, by torch's fused kernels for the CPU.
+"""The optimizer's step on the host. torch's fused CPU kernels step the states in place, in host memory.
 
-    gradient    read in host memory if it is there, else copied there
-    states      their copies in host memory are the only ones, and are stepped in place
-    weight      its copy in host memory is stepped in place, and copied to the device if it is there, too
+    gradient    read in host memory; a gradient on the device is copied to host memory first
+    states      their only copies are in host memory, and are stepped in place
+    weight      its copy in host memory is stepped in place; if the weight is also resident, it is then
+                overwritten with the new bytes
 
-So one gradient goes down and one weight comes up, where a step on the device takes all states both ways. Only
-torch's own optimizers that have such kernels are stepped so, and by nothing but their own code, on CPU
-tensors: what that reads and writes is known. A bucket with anything unusual in it is stepped on the device,
-and so is the first step, which makes the states.
+So in each step each gradient crosses the link to the host, and each weight crosses it to the device. If the
+step ran on the device, all states would cross the link in both directions.
+
+Only torch's own optimizers that have fused CPU kernels are stepped on the host. Their own code runs, on CPU
+tensors. The reads and writes of this code are known. A bucket with unusual tensors is stepped on the device.
+The first step also runs on the device, because it makes the states.
 """
 
 from __future__ import annotations
@@ -31,18 +34,19 @@ from ..ledger.residency import Residency
 log = logging.getLogger("teraio")
 
 OWN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-Pair = tuple[torch.Tensor, torch.Tensor]  # of the device, and what stands for it on the host
+Pair = tuple[torch.Tensor, torch.Tensor]  # a tensor of the device, and its twin on the host
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def reason_against_host_step(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why the steps of this optimizer stay on the device."""
+    """Return the reason why this optimizer must be stepped on the device. Return None if it may be stepped on
+    the host."""
     if type(optimizer) not in OWN:
         names = ", ".join(kind.__name__ for kind in OWN)
-        return f"torch has fused kernels for the CPU of these alone, themselves: {names}"
+        return f"torch has fused CPU kernels only for these classes, not for subclasses: {names}"
     if any(vars(optimizer).get(name) is not None for name in ("grad_scale", "found_inf")):
-        return "a GradScaler leaves its work to the fused kernels of the device"
+        return "a GradScaler leaves unscaling and skipping to the fused kernels of the device"
     for group in optimizer.param_groups:
         for name in ("capturable", "differentiable"):
             if group.get(name):
@@ -56,26 +60,28 @@ def reason_against_host_step(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def set_host_buckets(engine: Engine, kernels: Collection[str] | None = None) -> None:
-    """Step these buckets of the engine's optimizers on the host from now on. None: all buckets."""
+    """Step the buckets with these kernel names on the host from now on. None means all buckets of the
+    engine's optimizers."""
     _STEPS[engine] = HostStep(engine.residency, engine.user, kernels)
 
 
 def host_step_of(engine: Engine) -> HostStep | None:
-    """Return what steps this engine's optimizers on the host, if something does."""
+    """Return the engine's HostStep, or None if the engine's optimizers step on the device only."""
     return _STEPS.get(engine)
 
 
 class HostStep:
-    """Of one engine, beside whose device there is host memory."""
+    """The optimizer steps on the host, for one engine that has a host tier beside its device."""
 
     def __init__(self, residency: Residency, user: UserCode, kernels: Collection[str] | None = None) -> None:
         self.residency, self.user = residency, user
-        self.kernels = kernels  # of the buckets that it takes; None: of all
-        self.could: set[str] = set()  # take these
-        self.said: set[str] = set()
+        self.kernels = kernels  # names of the buckets to step on the host; None: all buckets
+        self.could: set[str] = set()  # names of the buckets that the host can step
+        self.reported: set[str] = set()
 
     def can_step_optimizer(self, optimizer: torch.optim.Optimizer, reason: str | None = None) -> bool:
-        """Whether it may step some of the optimizer's parameters; the caller may have a reason against it."""
+        """Return whether the host may step parameters of this optimizer. `reason` is a reason of the caller
+        against the host, or None."""
         if (reason := reason or reason_against_host_step(optimizer)) is not None:
             self.log_once(f"{type(optimizer).__name__} steps on the device: {reason}")
         return reason is None
@@ -87,9 +93,10 @@ class HostStep:
         group: dict[str, Any],
         parameters: Sequence[torch.Tensor],
     ) -> bool:
-        """All of its tensors are what torch's own code makes of them."""
+        """Return whether the host steps this bucket. The host steps only tensors as torch's own code makes
+        them."""
         if not parameters or not all(optimizer.state.get(parameter) for parameter in parameters):
-            return False  # the first step, or nothing to step
+            return False  # it is the first step, or there is nothing to step
         with DisableTorchFunctionSubclass():
             named = all({*optimizer.state[p]} == _expected_state_names(optimizer, group) for p in parameters)
             usual = (
@@ -115,13 +122,14 @@ class HostStep:
         parameters: Sequence[torch.Tensor],
         after: Sequence[torch.Tensor],
     ) -> None:
-        """Of these parameters; gradients of those that come after them begin to leave meanwhile."""
+        """Step these parameters on the host. At the same time, begin to evict the gradients of the parameters
+        in `after`. The next bucket has these parameters."""
         loans = HostTwins(self.residency, self.user)
         with DisableTorchFunctionSubclass(), torch.no_grad():
             try:
                 twins = [loans.make_parameter_twin(parameter) for parameter in parameters]
                 states = [loans.make_state_twins(optimizer.state[parameter]) for parameter in parameters]
-                # What is copied to and from the places has arrived.
+                # Before the step, all copies to and from host memory must have ended.
                 self.residency.mover.device.wait_until_idle()
                 self._evict_next_gradients(after)
                 _run_step_on_twins(optimizer, group, twins, states)
@@ -129,37 +137,40 @@ class HostStep:
                 loans.copy_results_back()
         if loans.full:
             self.log_once(
-                "host memory is full: what is stepped on the host is copied there and back each time"
+                "host memory is full: tensors stepped on the host are copied to it and back in each step"
             )
 
     def _evict_next_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
             gradient = parameter.grad
             record = None if gradient is None else self.residency.evictable_record_of(gradient)
-            if record is None or record.state is not State.DEVICE or self.residency.in_use(record):
+            if record is None or record.state is not State.RESIDENT or self.residency.in_use(record):
                 continue
             if not self.user.must_be_resident(record) and self.residency.mover.reserve_host_place(record):
-                self.residency.begin_evict_if_resizable(record, HOST)
+                self.residency.try_evict(record, HOST)
 
     def log_once(self, what: str) -> None:
-        """Aloud where the host was asked for."""
-        if what not in self.said:
-            self.said.add(what)
+        """Log a message, but each message only once. Log it as a warning if the user chose steps on the host,
+        otherwise as info."""
+        if what not in self.reported:
+            self.reported.add(what)
             log.log(logging.WARNING if self.kernels is None else logging.INFO, "teraio: %s", what)
 
 
 class HostTwins:
-    """What stands on the host for tensors of the device while they are stepped there."""
+    """Tensors on the host that stand for tensors of the device while a bucket is stepped."""
 
     def __init__(self, residency: Residency, user: UserCode) -> None:
         self.residency, self.user, self.mover = residency, user, residency.mover
-        self.copies: list[Pair] = []  # of what has no place in host memory: to be copied back
-        # Of what has one, and is on the device, too.
+        # Pairs of a tensor without a place in host memory and its twin. The twins are copied back after the
+        # step.
+        self.copies: list[Pair] = []
+        # Triples of a resident tensor that also has a place in host memory, its twin, and its record.
         self.renewed: list[tuple[torch.Tensor, torch.Tensor, Record]] = []
         self.full = False
 
     def make_parameter_twin(self, parameter: torch.Tensor) -> torch.Tensor:
-        """With its gradient, which nothing writes."""
+        """Make the twin of a parameter. The twin has a gradient, which the step only reads."""
         record = self._exclusive_record(parameter)
         own = None
         if record is not None:
@@ -170,10 +181,10 @@ class HostTwins:
         )
         gradient = parameter.grad
         assert gradient is not None
-        away = self.residency.evictable_record_of(gradient)
-        if away is not None and away.state is State.LEAVING:
-            self.mover.end_evict(away)
-        twin.grad = None if away is None else self._view_if_only_on_host(away, gradient)
+        grad_record = self.residency.evictable_record_of(gradient)
+        if grad_record is not None and grad_record.state is State.EVICTING:
+            self.mover.end_evict(grad_record)
+        twin.grad = None if grad_record is None else self._view_if_only_on_host(grad_record, gradient)
         if twin.grad is None:
             twin.grad = self._copy_to_scratch(gradient)
         return twin
@@ -192,39 +203,42 @@ class HostTwins:
         if own is None:
             if not self._reserve_host_place(record):
                 return self._copy_for_write_back(state)
-            self.residency.begin_evict_if_resizable(record, HOST)
-            if record.state is State.LEAVING:
+            if self.residency.try_evict(record, HOST):
                 self.mover.end_evict(record)
             own = self._view_if_only_on_host(record, state)
         return own if own is not None else self._copy_for_write_back(state)
 
     def _exclusive_record(self, tensor: torch.Tensor) -> Record | None:
-        """All of these bytes are the tensor's, and nobody else reaches them."""
+        """Return the tensor's record, or None. The record is returned only if (1) the tensor covers all bytes
+        of the record, (2) nothing pins the record, and (3) the record may be evicted."""
         record = self.residency.evictable_record_of(tensor)
         if record is None or record.pins or record.size_bytes != tensor.nbytes:
             return None
         return None if self.user.must_be_resident(record) else record
 
     def _view_if_only_on_host(self, record: Record, tensor: torch.Tensor) -> torch.Tensor | None:
-        """If its bytes are in host memory alone."""
-        there = record.state is State.AWAY and record.place is not None
-        return _tensor_at_place(record.place, tensor) if there else None
+        """Return a view of the record's bytes in host memory. Return None if the bytes are not in host
+        memory, or also on the device."""
+        only_on_host = record.state is State.EVICTED and record.place is not None
+        return _tensor_at_place(record.place, tensor) if only_on_host else None
 
     def _copy_to_host_place(self, record: Record, parameter: torch.Tensor) -> torch.Tensor | None:
-        """What is on the device has a copy of its bytes of now in host memory, if there is room."""
+        """Copy the parameter's present bytes to its place in host memory, and return a tensor over this copy.
+        Return None if host memory has no room."""
         if not self._reserve_host_place(record):
             return None
         own = _tensor_at_place(record.place, parameter)
         if not self.mover.is_clean(record):
-            self.mover.counts.to_host_bytes += record.size_bytes
+            self.mover.counts.add(to_host_bytes=record.size_bytes)
             own.copy_(parameter)
             self.mover.mark_host_copy_clean(record)
-        record.pins += 1  # its place is not another's, either
+        record.pin()  # also keeps the record's place in host memory
         self.renewed.append((parameter, own, record))
         return own
 
     def _reserve_host_place(self, record: Record) -> bool:
-        """Brought to the device, it has one for what is there."""
+        """Fetch the record, and reserve a place in host memory for the record. Return whether host memory had
+        room."""
         self._fetch_to_device(record)
         has = self.mover.reserve_host_place(record)
         self.full |= not has
@@ -240,7 +254,7 @@ class HostTwins:
         if record is not None:
             self._fetch_to_device(record)
         pinned = self.mover.device.kind == "cuda"
-        self.mover.counts.to_host_bytes += tensor.nbytes
+        self.mover.counts.add(to_host_bytes=tensor.nbytes)
         copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         return copied.copy_(tensor.detach())
 
@@ -251,17 +265,18 @@ class HostTwins:
         for tensor, own in self.copies:
             self._copy_twin_back(tensor, own)
             if (record := self.residency.evictable_record_of(tensor)) is not None:
-                record.clean = False
+                record.wrote()
         for tensor, own, record in self.renewed:
             self._copy_twin_back(tensor, own)
-            record.pins -= 1
+            record.unpin()
             self.mover.mark_host_copy_clean(record)
 
     def _copy_twin_back(self, tensor: torch.Tensor, own: torch.Tensor) -> None:
-        """Fused kernels move no version of what they write: a graph that ends at it stays good."""
+        """Copy the twin's bytes to its tensor. Do not change the tensor's version, because fused kernels do
+        not change it either. So a graph that saved the tensor remains valid."""
         with _unsafe_preserve_version_counter(tensor):
             tensor.detach().copy_(own.detach(), non_blocking=True)
-        self.mover.counts.from_host_bytes += tensor.nbytes
+        self.mover.counts.add(from_host_bytes=tensor.nbytes)
 
 
 def _run_step_on_twins(
@@ -270,7 +285,7 @@ def _run_step_on_twins(
     twins: list[torch.Tensor],
     states: list[dict[str, Any]],
 ) -> None:
-    """The optimizer's own step, beneath its hooks, on what stands for a bucket."""
+    """Run the optimizer's own step on the twins of a bucket. Do not run the step's hooks."""
     stand = object.__new__(type(optimizer))
     lr = group["lr"]
     own = {
@@ -282,12 +297,13 @@ def _run_step_on_twins(
     }
     state = defaultdict(dict, zip(twins, states))
     vars(stand).update({**vars(optimizer), "state": state, "param_groups": [own]})
-    vars(stand).pop("step", None)  # what schedulers put there
+    vars(stand).pop("step", None)  # removes the wrapper that a scheduler has put around `step`
     type(optimizer).step.__wrapped__(stand)  # type: ignore[attr-defined]
 
 
 def _tensor_at_place(place: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like this one over the bytes of this place."""
+    """Return a tensor whose bytes are at this place in host memory. Its type, shape and offset equal the
+    type, shape and offset of `tensor`."""
     size_bytes = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     held: Any = ctypes.c_char * size_bytes
     flat = torch.frombuffer(held.from_address(place.address), dtype=tensor.dtype)
@@ -295,7 +311,8 @@ def _tensor_at_place(place: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _expected_state_names(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
-    """Of a parameter's states, when there are some: a step makes no other ones."""
+    """Return the names of the states that a parameter has after its first step. Later steps make no other
+    states."""
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer"} if group["momentum"] else set()
     if isinstance(optimizer, torch.optim.Adagrad):
@@ -308,7 +325,8 @@ def _parameter_sized_states(parameter: torch.Tensor, states: dict[str, Any]) -> 
 
 
 def _fits_fused_kernel(parameter: torch.Tensor, states: dict[str, Any]) -> bool:
-    """Contiguous, of one type, nothing hidden: fused kernels go by addresses, and ask for no more."""
+    """Return whether the tensors are plain, contiguous and of one type. This check is needed, because fused
+    kernels use bare addresses and check nothing."""
     gradient = parameter.grad
     large = _parameter_sized_states(parameter, states)
     small = [v for v in states.values() if not any(v is one for one in large)]

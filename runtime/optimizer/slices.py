@@ -1,8 +1,9 @@
-"""A parameter that cannot be stepped whole, with what its update holds besides: some of its rows at a time.
+"""Slices of a parameter. A slice is some rows. A parameter is stepped in slices if it does not fit in the
+budget together with its update.
 
-The optimizer's own code gets views of the parameter, its gradient and its states, slice after slice. Only for
-optimizers whose update of an element depends on that element alone, which is tried on clones (trial.py); and
-only where nothing else fits.
+The optimizer's own code gets views of the parameter, its gradient and its states, slice after slice. This
+requires that the optimizer updates each element independently of all others. A trial on clones (trial.py)
+decides whether this is true. Slices are used only if no other split fits.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import torch
 
 from .buckets import Bucket, Group, named_tensors_in
 
-States = Mapping[torch.Tensor, Any]  # of an optimizer
+States = Mapping[torch.Tensor, Any]  # the `state` of an optimizer
 
 
 def split_into_slices(
     groups: list[Group], limit_bytes: int, states: States = MappingProxyType({})
 ) -> list[Bucket]:
-    """Each parameter alone, the larger ones in slices of so many bytes, or of a row."""
+    """Return one bucket per parameter. A bucket with a large parameter is stepped in several slices, of about
+    `limit_bytes` but at least one row each."""
     found = []
     for group in groups:
         for parameter in group["params"]:
@@ -35,20 +37,25 @@ def split_into_slices(
 
 
 def _can_slice(parameter: torch.Tensor, states: States) -> bool:
-    """Whether nothing that it has is of several rows at once, such as a factor, or a mask."""
+    """Return whether the parameter can be cut by rows.
+
+    There are two conditions. (1) Each state of the parameter has the same shape, or at most one element. (2)
+    No attribute of the parameter is a tensor, such as a mask.
+    """
     beside = [*named_tensors_in([*vars(parameter).values()], "")]
     own = [tensor for tensor, _ in named_tensors_in(states.get(parameter, {}), "")]
     return not beside and all(state.shape == parameter.shape or state.numel() <= 1 for state in own)
 
 
 def largest_slice_bytes(bucket: Bucket) -> int:
-    """Of the largest slice."""
+    """Return the number of bytes of the bucket's largest slice."""
     (parameter,) = bucket.parameters
     return _rows_per_slice(parameter, bucket.slices) * (parameter.nbytes // parameter.shape[0])
 
 
 def slices_of_bucket(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[Bucket]:
-    """What the step's code gets of a bucket."""
+    """Yield the bucket as the step's code gets it. If the bucket has several slices and a gradient, yield it
+    slice by slice, otherwise whole."""
     if bucket.slices == 1 or bucket.parameters[0].grad is None:
         yield bucket
         return
@@ -78,8 +85,11 @@ def _rows_per_slice(parameter: torch.Tensor, slices: int) -> int:
 
 
 def _state_of_slice(state: Any, parameter: torch.Tensor, here: slice) -> Any:
-    """Of a state with as many elements as the parameter the same rows; each slice has its own of others, such
-    as a count of steps."""
+    """Return the state of one slice. If the state has the parameter's shape, return the slice's rows of the
+    state.
+
+    For any other state, such as a count of steps, return a copy, so that each slice has a state of its own.
+    """
     if isinstance(state, torch.Tensor) and state.shape == parameter.shape:
         return state[here]
     return state.clone() if isinstance(state, torch.Tensor) else copy.copy(state)
@@ -88,11 +98,11 @@ def _state_of_slice(state: Any, parameter: torch.Tensor, here: slice) -> Any:
 def _join_slice_state(
     whole: Any, state: Any, parameter: torch.Tensor, part: torch.Tensor, here: slice
 ) -> Any:
-    """The parameter's own state, with what became of it for this slice."""
+    """Write this slice's state into the parameter's state `whole`, and return the result."""
     if not isinstance(state, torch.Tensor):
         return state
     if state.shape == part.shape:
-        if whole is None:  # made by this step
+        if whole is None:  # this step made the state
             whole = torch.empty_strided(
                 parameter.size(), parameter.stride(), dtype=state.dtype, device=state.device
             )

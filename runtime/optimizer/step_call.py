@@ -1,4 +1,8 @@
-"""An optimizer's step as a call of the training step: a slot per bucket, what the bucket needs and leaves."""
+"""Optimizers' steps as calls of the training step, with a slot per bucket.
+
+In: an optimizer, its strategy, a budget. Out: (1) buckets that are resident one after another, and (2) a
+program with a slot per bucket. The tracker and plans treat this program like any other program.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ Member = tuple[torch.Tensor, Record | None]
 
 
 class OptimizerCall:
-    """From the first bucket to the end of the step."""
+    """One optimizer step, from its first bucket to its end."""
 
     def __init__(
         self, engine: Engine, optimizer: torch.optim.Optimizer, about: Strategy, closure: bool
@@ -43,19 +47,20 @@ class OptimizerCall:
         self.buckets: list[Bucket] = []
         self.stepped: list[list[tuple[torch.Tensor, str]]] = []  # per bucket: parameters and their names
         self.members: list[list[Member]] = []
-        self.gradients: set[int] = set()  # ids of those among them
-        self.own_bytes: list[int] = []  # per bucket: what its update holds besides
-        self.born_bytes: list[int] = []  # per bucket: states that it makes, as far as that is known
+        self.gradients: set[int] = set()  # ids of the members that are gradients
+        self.own_bytes: list[int] = []  # per bucket: bytes of the temporaries of its update
+        self.born_bytes: list[int] = []  # per bucket: estimated bytes of the states to be made
         self.visited: set[int] = set()
         self.current: int | None = None
         self.has_closure = closure
-        self.closure = False  # it is yet to make gradients
-        self.whole = False  # all at once: the user's hooks on the step have everything plain, too
-        self.on_host: set[int] = set()  # buckets that are stepped there
+        self.closure = False  # True: a closure will make gradients in the middle of the step
+        # True: one bucket has all parameters. The user's hooks on the step may use them, too.
+        self.whole = False
+        self.on_host: set[int] = set()  # numbers of the buckets that are stepped on the host
         host, reason = host_step.host_step_of(engine), "its step has a closure" if closure else None
         self.host = host if host is not None and host.can_step_optimizer(optimizer, reason) else None
 
-    # ---- the step's code goes through the groups
+    # ---- iteration over the groups, by the step's code
 
     def iterate_buckets(self) -> Iterator[Bucket]:
         if self.program is None:
@@ -70,7 +75,8 @@ class OptimizerCall:
         self.close_bucket()
 
     def _step_bucket_on_host(self, at: int) -> None:
-        """Once, however often the step's code goes through the groups."""
+        """Step a bucket on the host. Step it only one time, even if the step's code iterates over the groups
+        several times."""
         if at not in self.visited:
             assert self.host is not None
             self.open_bucket(at)
@@ -81,7 +87,8 @@ class OptimizerCall:
             self.close_bucket()
 
     def _possible_splits(self) -> Iterator[list[Bucket]]:
-        """If several parameters at a time do not fit, each alone, and then in slices."""
+        """Yield the splits to try, in this order: (1) several parameters per bucket, (2) one parameter per
+        bucket, (3) slices."""
         groups = self.optimizer.param_groups
         limit = self.about.bucket_limit_bytes(self.engine.residency.budget_bytes)
         yield split_into_buckets(groups, limit)
@@ -90,8 +97,12 @@ class OptimizerCall:
             yield split_into_slices(groups, limit, self.optimizer.state)
 
     def open_all_as_one_bucket(self) -> None:
-        """All parameters of all groups are one bucket. A closure will make gradients of those that have none:
-        and it runs programs, to which states and gradients are no arguments."""
+        """Open one bucket of all parameters of all groups.
+
+        With a closure, the bucket also has the parameters without gradients, because the closure makes their
+        gradients. States and gradients of this bucket are not arguments of the programs that the closure
+        runs.
+        """
         groups = self.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
         self.closure, self.whole = self.has_closure, True
@@ -108,7 +119,7 @@ class OptimizerCall:
 
     @hold_lock_during_method
     def begin_with_fitting_split(self, ways: Iterable[list[Bucket]]) -> None:
-        """Cut into buckets in the first of these ways that fits."""
+        """Begin the call with the first split into buckets that fits in the budget."""
         engine = self.engine
         engine.user.eager_memory.end_user_code_measure()
         engine.end_step_if_optimizer_repeats(self.about.number)
@@ -124,7 +135,7 @@ class OptimizerCall:
         self.program, bound = self._program_and_its_records()
         engine.tracker.begin_call(self.program)
         engine.update_expected_uses()
-        self.program.bound = bound
+        self.program.begin_call(bound)
         try:
             engine.run_slot(self.program, 0, (), 0)
         except BaseException:
@@ -132,10 +143,11 @@ class OptimizerCall:
             raise
 
     def _register_eager_weights(self) -> None:
-        """What is trained beside the weights of programs is a part of the same model."""
+        """Register all parameters of this optimizer if programs use at least one of them, because all of them
+        belong to one model."""
         groups = self.optimizer.param_groups
         count = sum(len(group["params"]) for group in groups)
-        if count == self.about.met:
+        if count == self.about.registered_count:
             return
         registry, records = self.engine.registry, self.engine.known_tensors.records
         named = {
@@ -145,14 +157,14 @@ class OptimizerCall:
         }
         known = [p for p in named.values() if id(p) in records and records[id(p)].kind == "weight"]
         if known:
-            self.about.met = count
+            self.about.note_registered(count)
             with DisableTorchFunctionSubclass():
                 for name, parameter in named.items():
                     if parameter.device == known[0].device and parameter.layout == torch.strided:
                         registry.register_eager_weight(parameter, name)
 
     def _program_and_its_records(self) -> tuple[Program, list[Record | None]]:
-        """One slot per bucket; and the records of its buffers."""
+        """Return a program with one slot per bucket, and the records of its buffers."""
         records = list(self._evictable_records().values())
         index = {record.key: position for position, record in enumerate(records)}
         touched = [
@@ -171,19 +183,22 @@ class OptimizerCall:
         return program, [*records]
 
     def _evictable_records(self) -> dict[int, Record]:
-        """What can move of all buckets."""
+        """Return the evictable records of all buckets."""
         return _evictable_records_among(
             member for at in range(len(self.members)) for member in self._members_on_device(at)
         )
 
     def _members_on_device(self, at: int) -> list[Member]:
-        """What is on the device when a bucket's turn comes: for a step on the host nothing."""
+        """Return the tensors of a bucket that must be resident on the device. If the bucket is stepped on the
+        host, return an empty list."""
         return [] if at in self.on_host else self.members[at]
 
     def _access_flags_by_record(self, at: int) -> list[tuple[Record, int]]:
-        """What a bucket's update does to each of its records."""
+        """Return each record of a bucket. Flags beside each record show whether the update reads or writes
+        the record."""
         found: dict[int, tuple[Record, int]] = {}
-        scaled = getattr(self.optimizer, "grad_scale", None) is not None  # and divides by that, untold
+        # The update divides gradients in place.
+        scaled = getattr(self.optimizer, "grad_scale", None) is not None
         read_only = not (scaled or self.whole or self.about.seen.writes_gradients)
         for tensor, record in self._members_on_device(at):
             if record is not None:
@@ -196,8 +211,11 @@ class OptimizerCall:
         return f"{type(self.optimizer).__name__}.step {first}".rstrip()
 
     def _first_unmet_need(self) -> Need | None:
-        """What one of the buckets needs when all else is away, if that does not fit: to be known before the
-        first of them is stepped."""
+        """Return the need of the first bucket that does not fit even if all other records are evicted. If
+        every bucket fits, return None.
+
+        Call this function before the first bucket is stepped.
+        """
         residency = self.engine.residency
         residency.forget_dead_records()
         for at, members in enumerate(self.members):
@@ -211,20 +229,21 @@ class OptimizerCall:
 
     @hold_lock_during_method
     def open_bucket(self, at: int) -> None:
-        """All of the bucket is here and plain; the one before may leave."""
+        """Make the bucket's tensors resident. The previous bucket may be evicted."""
         self.close_bucket()
         engine, program, members = self.engine, self.program, self._members_on_device(at)
         assert program is not None
         running = engine.tracker.running
         with self._mark_torn_on_error(at, begun=bool(self.visited)):
             if at in self.visited or (running is not None and running.program is not program):
-                engine.residency.serial += 1
+                engine.residency.advance_slot()
                 needed = [record for _, record in members if record is not None]
                 engine.residency.make_resident_within_budget(
                     needed, self._temporary_and_new_bytes(at), self._kernel_name(members), None
                 )
                 for record, flags in self._access_flags_by_record(at):
-                    record.clean = record.clean and not flags & WRITE
+                    if flags & WRITE:
+                        record.wrote()
             else:
                 engine.run_slot(program, at + 1, (), self._temporary_and_new_bytes(at))
         if not self.visited:
@@ -232,28 +251,29 @@ class OptimizerCall:
         self.visited.add(at)
         self.current = at
         tensors = [tensor for tensor, _ in members]
-        if not self.closure:  # that runs programs: what has to leave for them is fetched when it is read
+        if not self.closure:  # a closure's programs may evict the tensors; reads fetch them again
             engine.user.begin_optimizer_update(tensors)
 
     @contextmanager
     def _mark_torn_on_error(self, at: int, begun: bool) -> Iterator[None]:
-        """What goes wrong with the store when some buckets have been stepped leaves no whole step."""
+        """Raise TornStepError instead of an error of the engine, if the error ends the step after some
+        buckets were stepped."""
         try:
             yield
         except BaseException as error:
             self.engine.abandon_call()
             if not isinstance(error, TeraioError) or not begun:
                 raise
-            self.engine.residency.torn, self.engine.residency.torn_is_known = error, True
+            self.engine.residency.declare_loss(error, known=True)
             raise TornStepError(
                 f"the step of {type(self.optimizer).__name__} ended after {at} of {len(self.buckets)} "
-                f"buckets: {error}. Weights and states are those of no whole step: load the last checkpoint, "
-                f"after teraio.reset()"
+                f"buckets: {error}. Weights and states belong to no whole step. Call teraio.reset() and load "
+                f"the last checkpoint"
             ) from error
 
     @hold_lock_during_method
     def close_bucket(self) -> None:
-        """The bucket has been stepped: the states that were made for it are known from here on."""
+        """Close the bucket after its update, and register the states that the update made."""
         if self.current is None:
             return
         at, self.current = self.current, None
@@ -269,7 +289,7 @@ class OptimizerCall:
 
     @property
     def is_update_running(self) -> bool:
-        """Whether the optimizer's own update runs at this moment, on what is lent to it."""
+        """Return whether the optimizer's own update runs now. The engine has lent tensors to this update."""
         if self.current is None or self.closure:
             return False
         return is_code_on_stack(code_of_step_function(self.optimizer), inspect.currentframe())
@@ -278,16 +298,16 @@ class OptimizerCall:
     def end(self) -> None:
         self.close_bucket()
         if self.program is not None:
-            if any(self.born_bytes):  # so that the first step is like the others
+            if any(self.born_bytes):  # gives the first step the same program as later steps
                 self._gather_bucket_tensors(self.buckets)
                 self.program, bound = self._program_and_its_records()
-                self.program.bound = bound
+                self.program.begin_call(bound)
                 self.engine.tracker.replace_running_program(self.program)
             self.engine.run_slot(self.program, self.program.last, (), 0)
         self.engine.finish_optimizer_step()
         SIGNALS.end_optimizer_step()
 
-    # ---- what belongs to a bucket
+    # ---- the tensors of a bucket
 
     def _gather_bucket_tensors(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
@@ -310,15 +330,16 @@ class OptimizerCall:
 
     def _is_host_bucket(self, at: int) -> bool:
         bucket = self.buckets[at]
-        if self.host is None or bucket.slices > 1 or not self.about.met:  # of a model that is not ours
+        # If `registered_count` is 0, no program uses this model.
+        if self.host is None or bucket.slices > 1 or not self.about.registered_count:
             return False
         parameters = [parameter for parameter, _ in self.stepped[at]]
         kernel = self._kernel_name(self.members[at])
         return self.host.is_host_bucket(kernel, self.optimizer, bucket.group, parameters)
 
     def _named_parameters_to_step(self, bucket: Bucket, at: int) -> Iterator[tuple[torch.Tensor, str]]:
-        """The parameters that have gradients, with the names of their weights, or what they are called where
-        no program knows them."""
+        """Yield the parameters to step, each with its weight's name. The name of a parameter without a record
+        is made from its position."""
         for place, parameter in enumerate(bucket.parameters):
             if parameter.grad is not None or self.closure:
                 record = self.engine.known_tensors.records.get(id(parameter))
@@ -331,7 +352,7 @@ class OptimizerCall:
     def _register_tensors_of_bucket(
         self, stepped: list[tuple[torch.Tensor, str]], states: list[list[tuple[torch.Tensor, str]]]
     ) -> list[Member]:
-        """Its parameters, their gradients and states, with their records."""
+        """Register the bucket's parameters, gradients and states. Return each tensor with its record."""
         registry = self.engine.registry
         members: list[Member] = []
         for (parameter, base), pairs in zip(stepped, states):
@@ -352,7 +373,8 @@ class OptimizerCall:
         return self.own_bytes[at] + self.born_bytes[at]
 
     def _new_state_bytes(self, at: int) -> int:
-        """The states of parameters that have none yet."""
+        """Estimate the number of bytes of the states that the update will make. It makes states for
+        parameters without states."""
         without = [p.nbytes for p, _ in self.stepped[at] if not self.optimizer.state.get(p)]
         return int(self.about.seen.born * sum(without))
 
@@ -361,7 +383,8 @@ class OptimizerCall:
             return 0
         seen, bucket = self.about.seen, self.buckets[at]
         own = temporary_bytes(bucket, [p.nbytes for p, _ in self.stepped[at]], seen.temporaries)
-        if bucket.slices > 1 and self.born_bytes[at]:  # a slice's, before they are joined
+        # Add the states of one slice, which exist beside the parameter's states until both are joined.
+        if bucket.slices > 1 and self.born_bytes[at]:
             own += int(seen.born * largest_slice_bytes(bucket))
         return own
 
@@ -372,8 +395,11 @@ def make_optimizer_schedule(
     touched: Sequence[Sequence[tuple[int, int]]],
     own_bytes: Sequence[int],
 ) -> Schedule:
-    """A step over these tensors (name, size_bytes): per bucket its kernel, what that touches and how, and
-    what it holds besides."""
+    """Make the schedule of an optimizer's step. Each tensor is given as (name, size_bytes).
+
+    For each bucket these are given: (1) its kernel, (2) the tensors that the kernel touches, with flags, and
+    (3) the bytes of its temporaries.
+    """
     buffers = tuple(Buffer(name, "argument", size_bytes) for name, size_bytes in arguments)
     slots = [Slot("enter", tuple(range(len(buffers))), (0,) * len(buffers), 0)]
     for kernel, pairs, live_bytes in zip(kernels, touched, own_bytes):
@@ -383,8 +409,12 @@ def make_optimizer_schedule(
 
 
 def temporary_bytes(bucket: Bucket, sizes: list[int], temporaries: float) -> int:
-    """What the update of a bucket holds besides, given the bytes of its parameters. A loop over parameters
-    holds one parameter's temporaries at a time, or those of one slice; fused kernels have none."""
+    """Return the number of bytes of temporaries that the update of a bucket holds. `sizes` has the bytes of
+    each parameter.
+
+    If the update loops over parameters, it holds the temporaries of one parameter or one slice at a time.
+    Fused kernels have no temporaries.
+    """
     if not sizes or bucket.group.get("fused"):
         return 0
     if bucket.slices > 1:
@@ -400,14 +430,19 @@ def _evictable_records_among(members: Iterable[Member]) -> dict[int, Record]:
 
 
 def code_of_step_function(optimizer: torch.optim.Optimizer) -> CodeType | None:
-    """Of the function around `step` that calls the hooks: on the stack from the first hook to the last."""
+    """Return the code of torch's function that calls the hooks and `step`. This function is on the stack from
+    the first hook to the last."""
     code: CodeType | None = getattr(getattr(type(optimizer), "step", None), "__code__", None)
     return code
 
 
 def is_step_uncompiled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook of the step was called by torch's own code around it, in a call that nobody compiles:
-    neither is it what a compiler made of that code, nor does a compiler look at what that calls."""
+    """Return True if torch's own code around the step called the running hook, and Dynamo does not compile
+    this code.
+
+    There are two kinds of compiled steps. (1) The frame that calls the hook has other code. (2) Dynamo
+    compiles the functions that the frame calls.
+    """
     frame = inspect.currentframe()
     wrapper = code_of_step_function(optimizer)
     while frame is not None and not frame.f_code.co_filename.endswith("optim/optimizer.py"):
@@ -416,5 +451,5 @@ def is_step_uncompiled(optimizer: torch.optim.Optimizer) -> bool:
         return False
     while (frame := frame.f_back) is not None:
         if frame.f_code.co_filename.endswith("_dynamo/eval_frame.py"):
-            return frame.f_code.co_name != "compile_wrapper"  # of those that switch the compiler on or off
+            return frame.f_code.co_name != "compile_wrapper"  # other frames of this file switch Dynamo off
     return True

@@ -1,4 +1,5 @@
-"""What is known of an optimizer: how it may be stepped, and the programs that its steps are."""
+"""Strategies of optimizers. A strategy decides how one optimizer may be stepped, and keeps the programs of
+its steps."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from . import trial
 
 log = logging.getLogger("teraio")
 
-# Of the budget, in parameters of one bucket: with gradients, states and temporaries a tenth.
+# The parameters of a bucket take 1/64 of the budget. Together with its gradients, states and temporaries, the
+# bucket takes 1/10 of the budget.
 BUDGET_PARTS = 64
 BUCKET_MIN_BYTES, BUCKET_MAX_BYTES = 64 * 2**10, 32 * 2**20
 PROGRAMS_MAX = 16
 
-TRYING: list[torch.optim.Optimizer] = []  # on clones, whose steps are not ours
+# Optimizers whose trial is running. A trial steps clones, and such steps are not the user's steps.
+TRYING: list[torch.optim.Optimizer] = []
 
 
 @contextmanager
@@ -35,32 +38,43 @@ def mark_on_trial(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 class Strategy:
-    """What is known of one optimizer."""
+    """The way in which one optimizer is stepped, and the programs of its steps."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.seen = trial.Outcome(None)
         self.programs: dict[tuple[Any, ...], Program] = {}
-        self.asked: tuple[Any, ...] | None = None
-        self.met = 0  # how many of its parameters were looked at, whether eager code alone uses them
-        self.by_rows: bool | None = None  # whether a parameter may be stepped in slices
-        self.in_buckets = False  # the user insists
+        self.tried_key: tuple[Any, ...] | None = None
+        # Number of the optimizer's parameters when its eager weights were registered.
+        self.registered_count = 0
+        self.by_rows: bool | None = None  # True: a parameter may be stepped in slices; None: not tried yet
+        self.in_buckets = False  # True: the user requires buckets
         self.limit_bytes = 0
-        self.said: set[str] = set()
+        self.reported: set[str] = set()
+
+    def require_buckets(self, required: bool) -> None:
+        """Set whether a step raises an error if it cannot run in buckets."""
+        self.in_buckets = required
+
+    def note_registered(self, count: int) -> None:
+        """Record the number of parameters that the optimizer had when its eager weights were registered."""
+        self.registered_count = count
 
     def bucket_limit_bytes(self, budget_bytes: int) -> int:
-        """How large its buckets may be. Another budget changes nothing: the step would be another one."""
+        """Return the most bytes of a bucket. A later change of the budget does not change this limit, because
+        a step with other buckets would be a different step."""
         if not self.limit_bytes:
             self.limit_bytes = min(max(budget_bytes // BUDGET_PARTS, BUCKET_MIN_BYTES), BUCKET_MAX_BYTES)
         return self.limit_bytes
 
     def run_trial_if_changed(self, optimizer: torch.optim.Optimizer) -> None:
-        """Once, and again when its groups have become others, or a rule of its own was switched on."""
-        if trial.trial_key(optimizer, self.seen.counts) != self.asked:
+        """Run the trial before the first step. Run it again if the groups or the optimizer's own rules have
+        changed."""
+        if trial.trial_key(optimizer, self.seen.counts) != self.tried_key:
             self.by_rows = None
             with mark_on_trial(optimizer):
                 self.seen = self._try_in_buckets(optimizer)
-            self.asked = trial.trial_key(optimizer, self.seen.counts)
+            self.tried_key = trial.trial_key(optimizer, self.seen.counts)
 
     def _try_in_buckets(self, optimizer: torch.optim.Optimizer) -> trial.Outcome:
         if "buckets" in switches.disabled_features():
@@ -72,31 +86,34 @@ class Strategy:
         return seen
 
     def warn_of_whole_step(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
-        """Once per reason."""
-        if reason not in self.said:
-            self.said.add(reason)
+        """Warn that the optimizer steps all of its parameters together. Do not repeat the warning for the
+        same reason."""
+        if reason not in self.reported:
+            self.reported.add(reason)
             log.warning(
                 "teraio: %s steps all of its parameters at once (%s): all gradients and states are in memory "
-                "then",
+                "during the step",
                 type(optimizer).__name__,
                 reason,
             )
 
     def can_step_by_rows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Asked where nothing else fits."""
+        """Return whether a parameter may be stepped some rows at a time. The first call of this method runs a
+        trial, so call it only if no other split fits."""
         if self.by_rows is None:
             with mark_on_trial(optimizer):
                 self.by_rows = trial.can_step_by_rows(optimizer)
             if self.by_rows:
                 log.info(
-                    "teraio: %s steps its largest parameters some rows at a time: whole, with what their "
-                    "update holds besides, they do not fit",
+                    "teraio: %s steps its largest parameters some rows at a time: a whole parameter and the "
+                    "temporaries of its update do not fit in memory together",
                     type(optimizer).__name__,
                 )
         return self.by_rows
 
     def cached_program(self, key: tuple[Any, ...], schedule: Callable[[], Schedule]) -> Program:
-        """The same object each time: a step is recognised by the programs that run in it."""
+        """Return the program of this key. Always return the same object, because the tracker recognizes a
+        step by its programs."""
         if key not in self.programs:
             while len(self.programs) >= PROGRAMS_MAX:
                 del self.programs[next(iter(self.programs))]

@@ -1,7 +1,10 @@
-"""May this optimizer be stepped in buckets? Some steps are tried on small clones of a few of its parameters
-per group, whole and bucket by bucket. Only if parameters, states and groups come out of each of them equal in
-every bit is the optimizer taken for one that updates each parameter by itself. What it allocates for one is
-seen as well."""
+"""A trial on clones, which decides whether an optimizer may be stepped in buckets.
+
+The trial steps small clones of a few parameters per group, first whole and then bucket by bucket. If both
+runs give the same parameters, states and groups, in every bit and after every step, the optimizer updates
+each parameter independently. Only such an optimizer is stepped in buckets. The trial also measures the memory
+that an update allocates.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,15 @@ from .buckets import Bucket, Group, is_bitwise_equal, make_stand_in, split_into_
 from .slices import slices_of_bucket
 
 GROUPS_MAX = 4
-EDGE_MAX = 5  # elements of a clone along each dimension
-WIDE_EDGE_MAX = 130  # along the first two, where rows are tried: many look at large matrices only as wholes
-KINDS_MAX = 6  # of parameters in a group
-# Of their gradients, step by step: what an optimizer does to large and small ones only is met, too.
+EDGE_MAX = 5  # most elements of a clone along each dimension
+# The most elements along the first two dimensions in a trial of rows. This number is larger than EDGE_MAX,
+# because many optimizers treat a matrix as a whole only if the matrix is large.
+WIDE_EDGE_MAX = 130
+KINDS_MAX = 6  # most kinds of parameters per group
+# Scales of the gradients, one per step. The scales differ, because some optimizers have another rule for
+# large or for small gradients.
 SCALES = (4.0, 4.0, 1e-6, 1e6)
-# What every optimizer has, and what others hang onto it; none of it takes part in an update.
+# Attributes that every optimizer has, or that other libraries add. None of them takes part in an update.
 OWN = {"state", "param_groups", "defaults", "step", "_zero_grad_profile_name", "profile_hook_step"}
 DECIDES = (bool, str, type(None), int, float)
 MISSING = object()
@@ -37,19 +43,22 @@ PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.d
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Bytes are per byte of parameter; by default what Adam takes."""
+    """The result of a trial. Each number of bytes is per byte of parameter. The defaults are the values of
+    Adam."""
 
-    reason: str | None  # why its step runs whole
-    born: float = 2.0  # states that its first step makes
-    temporaries: float = 2.0  # that the update of a parameter holds besides
-    writes_gradients: bool = True  # also where no version tells
-    counts: frozenset[str] = frozenset()  # what its own steps change of its options and attributes
+    reason: str | None  # the reason why the step runs whole; None: the step runs in buckets
+    born: float = 2.0  # bytes of the states that the first step makes
+    temporaries: float = 2.0  # bytes of temporaries that the update of a parameter holds
+    writes_gradients: bool = True  # True: the update writes to gradients, even if no version counter shows it
+    counts: frozenset[str] = frozenset()  # options and attributes that the optimizer's steps change
 
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
+    """The results of some steps on clones."""
+
     parameters: list[torch.Tensor]
-    left: list[Any]  # by each step: parameters, states, groups, gradients
+    left: list[Any]  # results after each step: parameters, states, groups, gradients
     random_numbers: torch.Tensor
     wrote_gradients: bool
     counts: frozenset[str]
@@ -59,12 +68,13 @@ class TrialRun:
 
 
 def can_step_by_rows(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a parameter may be stepped some rows at a time, of an optimizer that is stepped in buckets."""
+    """Run a trial of rows. Return whether an optimizer that is stepped in buckets may also step a parameter
+    some rows at a time."""
     try:
         run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
         whole, parts = (_run_trial(optimizer, run, slices, edge=WIDE_EDGE_MAX) for slices in (0, 2))
         return any(p.ndim and p.shape[0] > 1 for p in whole.parameters) and whole.has_same_results(parts)
-    except Exception:  # noqa: BLE001  whatever a third party's step does with clones
+    except Exception:  # noqa: BLE001  a third party's step may raise anything on clones
         return False
 
 
@@ -76,11 +86,10 @@ def try_in_buckets(optimizer: torch.optim.Optimizer) -> Outcome:
         whole = _run_trial(optimizer, run)
         parts = _run_trial(optimizer, run, 1)
         seen = Allocations()
-        with torch.compiler.set_stance(
-            "force_eager"
-        ):  # a step that compiles its update, under a mode of ours
+        # A step may compile its update. But under the trial's dispatch mode the update must run eagerly.
+        with torch.compiler.set_stance("force_eager"):
             watched = _run_trial(optimizer, run, 1, seen)
-    except Exception as error:  # noqa: BLE001  whatever a third party's step does with clones
+    except Exception as error:  # noqa: BLE001  a third party's step may raise anything on clones
         return Outcome(f"it could not be tried on clones: {type(error).__name__}: {error}")
     if not whole.has_same_results(parts):
         return Outcome("its update of one parameter depends on the others")
@@ -91,15 +100,19 @@ def try_in_buckets(optimizer: torch.optim.Optimizer) -> Outcome:
 
 
 def _is_torch_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Of which it is known that its update changes gradients always or never, for these options. Another's
-    may do so from some step on, or for some values, by ways that move no version."""
+    """Return whether the optimizer is torch's own.
+
+    Whether the update of torch's own optimizer writes to gradients depends only on its options. Another
+    optimizer may write to gradients only from some step on, or only for some values, and without a change of
+    the version counter.
+    """
     kind = type(optimizer)
-    step: Any = kind.step  # AdamW's is Adam's
+    step: Any = kind.step  # AdamW inherits Adam's step
     return all(module.startswith("torch.optim.") for module in (kind.__module__, step.__wrapped__.__module__))
 
 
 def _reason_against_buckets(optimizer: torch.optim.Optimizer) -> str | None:
-    """What needs no trial."""
+    """Return a reason against buckets that needs no trial, or None."""
     if not hasattr(type(optimizer).step, "__wrapped__"):
         return "its step is not the one that torch wraps"
     for name, value in extra_attributes(optimizer).items():
@@ -114,7 +127,7 @@ def _reason_against_buckets(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 class Allocations(TorchDispatchMode):
-    """What is alive of all that operators make, at its most, bucket by bucket."""
+    """A count of the bytes of live storages that operators have made, and the count's peak in each bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +153,8 @@ class Allocations(TorchDispatchMode):
         return sum(size_bytes for _, size_bytes in self.alive.values())
 
     def measure_bucket(self, parameters: list[torch.Tensor], before: int) -> int:
-        """One has been stepped; what is alive now."""
+        """Measure the bucket that was stepped last. Return the number of bytes of storages that are alive
+        now."""
         after = self.alive_bytes()
         own = sum(parameter.nbytes for parameter in parameters)
         if own:
@@ -159,7 +173,8 @@ def extra_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _is_plain_value(value: Any) -> bool:
-    """Numbers and names, however nested, and tensors of one element such as a GradScaler leaves."""
+    """Return whether the value consists only of numbers, names, functions, and tensors of one element. A
+    GradScaler sets such tensors. The value may be nested."""
     if isinstance(value, torch.Tensor):
         return value.numel() <= 1
     if isinstance(value, dict):
@@ -176,8 +191,11 @@ def _run_trial(
     seen: Allocations | None = None,
     edge: int = EDGE_MAX,
 ) -> TrialRun:
-    """Parameters, states and groups after the steps, and what the random numbers have become. Of steps of all
-    parameters at once, of one at a time, or of so many slices of one."""
+    """Run some steps on clones. Return the parameters, states, groups and random state after these steps.
+
+    The meaning of `slices` is: 0 steps all parameters together, 1 steps one parameter at a time, and a larger
+    number is the number of slices of each parameter.
+    """
     clone = object.__new__(type(optimizer))
     vars(clone).update({**vars(optimizer), **copy.deepcopy(extra_attributes(optimizer))})
     with torch.random.fork_rng(devices=_cuda_devices_of(optimizer)), _restore_random_states():
@@ -219,13 +237,14 @@ def _run_trial(
 
 
 def _deciding_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What may decide which implementation runs, or which rule."""
+    """Return the attributes and options that may decide which implementation or which rule runs."""
     about = (extra_attributes(optimizer), *optimizer.param_groups)
     return [{k: value for k, value in each.items() if isinstance(value, DECIDES)} for each in about]
 
 
 def trial_key(optimizer: torch.optim.Optimizer, counts: frozenset[str]) -> tuple[Any, ...]:
-    """Names and signs, and of numbers whether they are zero, but for what its own steps change."""
+    """Return the names and values that a trial depends on. Of a number, keep only whether it is zero. Leave
+    out the names in `counts`, whose values the optimizer's own steps change."""
     return tuple(
         tuple((name, _value_as_switch(value)) for name, value in about.items() if name not in counts)
         for about in _deciding_options(optimizer)
@@ -233,12 +252,12 @@ def trial_key(optimizer: torch.optim.Optimizer, counts: frozenset[str]) -> tuple
 
 
 def _value_as_switch(value: Any) -> Any:
-    """On or off, or which."""
+    """Return a name or None unchanged, and a number as True or False."""
     return value if value is None or isinstance(value, str) else bool(value)
 
 
 def _clone_tensors_in(value: Any) -> Any:
-    """With the tensors as they are now."""
+    """Return the value with clones of its tensors."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -247,13 +266,14 @@ def _clone_tensors_in(value: Any) -> Any:
 
 
 def _scale_fitting_dtype(wanted: float, dtype: torch.dtype) -> float:
-    """As far as its square has a number there."""
+    """Return the wanted scale, or a smaller scale whose square the type can represent."""
     return min(wanted, torch.finfo(dtype).max ** 0.5 / 64)
 
 
 @contextmanager
 def _restore_random_states() -> Iterator[None]:
-    """Python's and numpy's are the user's: a trial takes none of them."""
+    """Restore the random states of Python and numpy after the block, because the user's next random numbers
+    must not depend on a trial."""
     numpy: Any = sys.modules.get("numpy")
     mine = random.getstate(), numpy.random.get_state() if numpy else None
     try:
@@ -270,13 +290,14 @@ def _cuda_devices_of(optimizer: torch.optim.Optimizer) -> list[torch.device]:
 
 
 def _clone_group(group: Group, edge: int) -> Group:
-    """The group with small parameters like its own."""
+    """Clone the group. The clone has small parameters of the same kinds as the group's own parameters."""
     made = [_small_parameter_like(parameter, edge) for parameter in _one_parameter_per_kind(group["params"])]
     return {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": made}
 
 
 def _one_parameter_per_kind(own: list[torch.Tensor]) -> list[torch.Tensor]:
-    """One of each kind that an optimizer may tell apart, and the last."""
+    """Return one parameter of each kind that an optimizer may treat differently. Also return the last
+    parameter."""
     found: dict[Any, torch.Tensor] = {}
     for parameter in own:
         marks = sorted((name, repr(value)) for name, value in _plain_attributes(parameter).items())
@@ -293,5 +314,5 @@ def _small_parameter_like(parameter: torch.Tensor, edge: int) -> torch.nn.Parame
 
 
 def _plain_attributes(parameter: torch.Tensor) -> dict[str, Any]:
-    """What users hang onto parameters for an optimizer to see."""
+    """Return the attributes that users set on parameters for an optimizer to read."""
     return {name: value for name, value in vars(parameter).items() if _is_plain_value(value)}

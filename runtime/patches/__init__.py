@@ -1,13 +1,14 @@
-"""Functions of torch that are wrapped by name, once per process: those that the observer cannot serve.
+"""Wrappers of torch's functions that the observer cannot serve. Each wrapper replaces a function under its
+name.
 
-In: calls of torch's own functions. Out: the same results, with evicted tensors fetched one at a time.
+In: calls of torch's own functions. Out: the same results. Evicted tensors are fetched one at a time.
 
-    wrapped_functions   reads of storages in C++, lists of tensors, addresses that are handed out
-    pickling            torch.save writes evicted tensors one by one
-    cuda_graphs         what a CUDA graph has captured stays resident
+    wrapped_functions   functions that read storages in C++, take lists of tensors, or give away addresses
+    pickling            torch.save, which then fetches evicted tensors one at a time
+    cuda_graphs         the capture of CUDA graphs; the captured tensors are kept resident
 
-Invariant: without an engine every function does what torch's does. A function that the observer sees is not
-wrapped.
+Invariant: without an engine, every wrapped function does what torch's function does. A function that the
+observer sees is not wrapped.
 
-Log lines: "... tensors (...) stay in memory from now on: a CUDA graph has their addresses".
+Log lines: "... tensors (...) are kept resident from now on: a CUDA graph has their addresses".
 """

@@ -1,7 +1,8 @@
-"""Graphs that the user captures of a CUDA stream: their kernels read at the addresses of that moment.
+"""CUDA graphs that the user captures. Their kernels always use the addresses that tensors had during the
+capture.
 
-capture begins    nothing is moved until it ends: reading what is evicted is an error that says so
-capture ends      what was used meanwhile is never evicted again
+capture begins    the engine moves nothing until the capture ends; a read of an evicted tensor is an error
+capture ends      the tensors that the capture used are never evicted again
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def install() -> None:
 
 
 def wrap_capture_begin(function: Function) -> Function:
-    """Return a `capture_begin` after which nothing is moved."""
+    """Return a wrapper of `capture_begin` that stops the engine's moves until the capture ends."""
 
     @functools.wraps(function)
     def begin_without_moves(graph: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,11 +45,12 @@ def wrap_capture_begin(function: Function) -> Function:
             return function(graph, *args, **kwargs)
         with engine.lock:
             for record in list(engine.residency.records.values()):
-                engine.mover.end_move(record)  # what is captured may not wait for a copy that is not
+                # End the move, because captured kernels cannot wait for a copy outside of the capture.
+                engine.mover.end_move(record)
         result = function(graph, *args, **kwargs)
         with engine.lock:
             engine.user.note_touches()
-            engine.user.refuses = _refuse_in_capture
+            engine.user.refuse_moves(_refuse_in_capture)
         return result
 
     begin_without_moves.teraio_captures = True  # type: ignore[attr-defined]
@@ -56,7 +58,7 @@ def wrap_capture_begin(function: Function) -> Function:
 
 
 def wrap_capture_end(function: Function) -> Function:
-    """Return a `capture_end` after which what was used in the capture stays."""
+    """Return a wrapper of `capture_end` that keeps the tensors of the capture resident for good."""
 
     @functools.wraps(function)
     def end_and_keep_used(graph: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,8 +66,7 @@ def wrap_capture_end(function: Function) -> Function:
         try:
             return function(graph, *args, **kwargs)
         finally:
-            if engine is not None and engine.user.refuses is _refuse_in_capture:
-                engine.user.refuses = None
+            if engine is not None and engine.user.end_refusing_moves(_refuse_in_capture):
                 with engine.lock:
                     _keep_used_resident(engine.user)
 
@@ -73,33 +74,34 @@ def wrap_capture_end(function: Function) -> Function:
 
 
 def _refuse_in_capture(place: str, reads: Sequence[str] | None) -> None:
-    """Refuse to read, or to run a program, in a capture."""
+    """Raise an error, because user code reads an evicted tensor or calls a program during a capture."""
     if reads is None:
         raise UnsupportedError(
-            f"{place} is captured into a CUDA graph, and moves tensors while it runs: a graph would repeat "
-            f"the kernels, and not the moves. Leave what teraio compiles out of the capture"
+            f"{place} is captured into a CUDA graph, and moves tensors while it runs: the graph would repeat "
+            f"its kernels without the moves. Leave models that teraio compiles out of the capture"
         )
     raise EvictedError(
         f"a CUDA graph is being captured, and {place} reads {', '.join(reads)}, evicted: nothing can be "
-        f"moved in a capture. Capture inside `with teraio.resident(...)`, given these tensors: they stay "
-        f"from then on"
+        f"moved in a capture. Capture inside `with teraio.resident(...)`, given these tensors: they are kept "
+        f"resident from then on"
     )
 
 
 def _keep_used_resident(user: UserCode) -> None:
-    """Keep resident for good what was used in the capture, by operators or through addresses."""
+    """Keep tensors of the capture resident for good. These are the tensors that operators used, and the
+    tensors whose address user code took."""
     observer, residency = user.observer, user.residency
     assert observer is not None
     used = set(observer.newly_touched_storage_keys())
     used.update(key for key in (*residency.reachable, *user.handed_out) if observer.is_address_taken(key))
     known = residency.records_of_storages(used)
-    found = [r for r in known if (r.evictable or r.handed_out) and r.state is State.DEVICE]
+    found = [r for r in known if (r.evictable or r.handed_out) and r.state is State.RESIDENT]
     for record in found:
         residency.forbid_eviction_for_good(record, CAPTURED)
     if found:
         size_bytes = sum(record.size_bytes for record in found)
         log.warning(
-            "teraio: %d tensors (%s) stay in memory from now on: a CUDA graph has their addresses",
+            "teraio: %d tensors (%s) are kept resident from now on: a CUDA graph has their addresses",
             len(found),
             fmt_bytes(size_bytes, up=True),
         )

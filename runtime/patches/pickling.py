@@ -1,11 +1,12 @@
-"""Saving what is away, tensor by tensor. `torch.save` pickles everything first and writes all bytes at the
-end: what was brought back to be pickled may have left again by then. So a tensor that can leave is pickled
-where it is, by size and type alone, and comes back when its bytes are written.
+"""Wrappers of `torch.save` that fetch evicted tensors one at a time.
+
+`torch.save` first pickles all objects and then writes the bytes of all tensors. So the wrapper pickles only
+the size and type of an evictable tensor. It fetches the tensor's bytes when they are written.
 
     pickle      (function, storage 7, sizes)     no byte is read
-    write 7     bring 7 -> write -> it may leave, before 8 comes
+    write 7     fetch storage 7 -> write it -> it may be evicted before storage 8 is fetched
 
-Files are those that torch writes, byte for byte.
+The files have exactly the bytes that torch would write.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _installed = False
 
 
 def install() -> None:
-    """Once per process; without an engine torch saves alone."""
+    """Install the wrappers. A second call does nothing. Without an engine, the wrappers only call torch."""
     global _installed
     if not _installed:
         _installed = True
@@ -37,14 +38,15 @@ def install() -> None:
 
 
 class _SaveDepth(threading.local):
-    depth = 0  # of calls of `torch.save` in this thread
+    depth = 0  # number of running calls of `torch.save` in this thread
 
 
 _SAVING = _SaveDepth()
 
 
 def is_saving() -> bool:
-    """Return whether this thread saves, and asks storages for addresses only to compare them."""
+    """Return True if this thread runs `torch.save`. It takes addresses of storages, but only to compare
+    them."""
     return _SAVING.depth > 0
 
 
@@ -58,8 +60,8 @@ def _wrap_zip_save(save: Any) -> Any:
             with contextlib.ExitStack() as pinned:
                 if engine.user.observer is not None:
                     pinned.enter_context(engine.user.observer.ignore_own_addresses())
-                stays = bool(_serialization._serialization_tls.skip_data)
-                pickling = _wrap_pickle_module(pickle_module, engine, pinned, stays)
+                without_data = bool(_serialization._serialization_tls.skip_data)
+                pickling = _wrap_pickle_module(pickle_module, engine, pinned, hold_all=without_data)
                 return save(obj, FetchingWriter(zip_file, engine), pickling, *rest)
         finally:
             _SAVING.depth -= 1
@@ -68,28 +70,32 @@ def _wrap_zip_save(save: Any) -> Any:
 
 
 def _wrap_legacy_save(save: Any) -> Any:
-    """The old format: all of it stays until it is written."""
+    """Wrap the function that saves in torch's old format. All tensors are kept resident until they are
+    written."""
 
     def save_all_resident(obj: Any, file: Any, pickle_module: Any, *rest: Any) -> None:
         engine = _engine.current_engine()
         if engine is None:
             return save(obj, file, pickle_module, *rest)
         with contextlib.ExitStack() as pinned:
-            return save(obj, file, _wrap_pickle_module(pickle_module, engine, pinned, stays=True), *rest)
+            return save(obj, file, _wrap_pickle_module(pickle_module, engine, pinned, hold_all=True), *rest)
 
     return save_all_resident
 
 
 def _wrap_pickle_module(
-    module: Any, engine: _engine.Engine, pinned: contextlib.ExitStack, stays: bool
+    module: Any, engine: _engine.Engine, pinned: contextlib.ExitStack, hold_all: bool
 ) -> Any:
-    """The module's pickler, which asks us about tensors first."""
+    """Return the pickle module with a pickler that does not read evictable tensors.
+
+    With `hold_all`, the pickler fetches evictable tensors and keeps them resident until `pinned` ends.
+    """
 
     class Pickler(module.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor) and (record := _evictable_record_of(engine, obj)) is not None:
-                if not stays and not (_is_off_cpu(obj) and _saves_by_pinned_copies()):
-                    reduced = obj.__reduce_ex__(2)  # reads no byte
+                if not hold_all and not (_is_off_cpu(obj) and _saves_by_pinned_copies()):
+                    reduced = obj.__reduce_ex__(2)  # reads no byte of the tensor
                     if _is_off_cpu(obj):
                         pinned.enter_context(_fetch_before_cpu_copy(engine, record, reduced))
                     return reduced
@@ -102,7 +108,8 @@ def _wrap_pickle_module(
 
 
 def _evictable_record_of(engine: _engine.Engine, tensor: torch.Tensor) -> Record | None:
-    """Of a tensor that may be away, now or when it is written."""
+    """Return the tensor's record if the tensor is plain and may be evicted before it is written. Otherwise
+    return None."""
     if type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
         return None
     return engine.residency.evictable_record_of(tensor)
@@ -113,7 +120,8 @@ def _is_off_cpu(tensor: torch.Tensor) -> bool:
 
 
 def _saves_by_pinned_copies() -> bool:
-    """torch then copies by itself, and does not ask the storage."""
+    """Return True if `torch.save` itself copies storages to pinned memory, instead of calling
+    `storage.cpu`."""
     from torch.utils.serialization import config
 
     return bool(config.save.use_pinned_memory_for_d2h)
@@ -121,7 +129,8 @@ def _saves_by_pinned_copies() -> bool:
 
 @contextlib.contextmanager
 def _fetch_before_cpu_copy(engine: _engine.Engine, record: Record, reduced: Any) -> Iterator[None]:
-    """A GPU's storage is copied by torch just before it is written: only then it comes back."""
+    """Delay the fetch of a GPU's storage until just before the write, when torch copies the storage to the
+    CPU."""
 
     def fetch_and_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         with engine.user.hold_resident([record], "save"):
@@ -146,7 +155,7 @@ def _storages_in(reduced: Any) -> Iterator[TypedStorage]:
 
 
 class FetchingWriter:
-    """The archive that torch writes; a storage comes back just for its own record."""
+    """A wrapper of torch's archive that fetches each storage just before the write of its bytes."""
 
     def __init__(self, archive: Any, engine: _engine.Engine) -> None:
         self._archive = archive
@@ -159,7 +168,7 @@ class FetchingWriter:
         record = None
         if isinstance(data, torch.UntypedStorage):
             record = self._engine.residency.records.get(data._cdata)
-            size_bytes = max(size_bytes, data.nbytes())  # torch asked before it came back
+            size_bytes = max(size_bytes, data.nbytes())  # torch read `size_bytes` before the fetch
         if record is None:
             self._archive.write_record(name, data, size_bytes)
             return

@@ -1,11 +1,12 @@
-"""Functions of torch that the observer does not see, or cannot serve, wrapped once per process.
+"""Wrappers of torch's functions that the observer does not see or cannot serve.
 
-read a storage in C++, without an operator    it is fetched, and stays meanwhile
-take lists of tensors                         if some are evicted, one element at a time: all of them
-                                              together may not fit
-give an address to others                     the storage is never evicted again
-take an address                               where torch does not tell of it: the storage is fetched, and
-                                              stays to the end of the step
+function                                      effect of the wrapper
+reads a storage in C++, without an operator   the storage is fetched, and is resident during the call
+takes lists of tensors                        if some of them are evicted, the function is called for one
+                                              element at a time, because all elements together may not fit
+gives an address to another library           the storage is never evicted again
+takes an address                              the storage is fetched, and is resident to the end of the step;
+                                              wrapped only if torch does not report taken addresses
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ADDRESSES: tuple[tuple[Any, str], ...] = (
 )
 WRITES = frozenset(["copy_", "fill_", "resize_", "_set_from_file", "_byteswap", "__setitem__"])
 
-TAKES = ("data_ptr", "numpy", "apply_", "map_", "map2_")  # methods of tensors
+TAKES = ("data_ptr", "numpy", "apply_", "map_", "map2_")  # methods of tensors that take an address
 
 _installed = False
 
@@ -68,7 +69,7 @@ def install() -> None:
 
 
 def wrap_address_functions() -> None:
-    """For a torch that does not tell when an address is taken."""
+    """Wrap the functions that take addresses. Call this if torch does not report taken addresses."""
     for owner, names in ((torch.Tensor, TAKES), (torch.UntypedStorage, ("data_ptr",))):
         for name in names:
             function = getattr(owner, name)
@@ -77,9 +78,12 @@ def wrap_address_functions() -> None:
 
 
 def _hide_runtime_from_dynamo() -> None:
-    """Hooks of ours run in a backward that a compiled function calls: they are not to be compiled. What is
-    wrapped here Dynamo goes through, as through what it wraps."""
-    get_torch_obj_rule_map()  # notes torch's functions themselves
+    """Exclude teraio's runtime from compilation. This is needed because its hooks run in backwards that
+    compiled functions call.
+
+    Dynamo still traces the wrappers of this file, like the functions that they wrap.
+    """
+    get_torch_obj_rule_map()  # this call must find torch's functions before they are wrapped
     TorchInGraphFunctionVariable._get_handlers()
     for module in walk_packages(runtime.__path__, f"{runtime.__name__}."):
         if not module.ispkg and module.name != __name__:
@@ -98,7 +102,7 @@ def _wrap_read(function: Function, name: str) -> Function:
                 return function(*args, **kwargs)
             finally:
                 if name in WRITES:
-                    records[0].clean = False
+                    records[0].wrote()
 
     return fetch_and_call
 
@@ -148,7 +152,7 @@ def _wrap_list_function(function: Function, name: str) -> Function:
 
 
 def _is_recorded_by_autograd(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether autograd keeps the list as one."""
+    """Return True if autograd would record a call with these tensors as one node for the whole list."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 

@@ -1,18 +1,19 @@
-"""The training step as a sequence of calls and ticks: which one runs, what the plan does there.
+"""The training step as a sequence of calls and ticks, with the plan's moves at each tick.
 
-In: programs as they run. Out: measured steps, and for a tick the plan's moves.
+In: the calls of programs. Out: (1) measured steps, (2) the plan's moves for a tick.
 
-    program            Program: a schedule, read once into tables that a slot can use fast
-    tracker            StepTracker, Expectation: which call of which step is this
-    plan_table         a plan as operations by tick; plan_follower carries them out
-    prefetch           Prefetch: what user code read in the last step arrives before it is read
+    program            Program: the tables of a schedule, which a slot can read fast
+    tracker            StepTracker, Expectation: the place of each call in the step
+    plan_table         a plan as a table, tick -> operations
+    plan_follower      PlanFollower: the plan's moves, carried out at the slots of their ticks
+    prefetch           Prefetch: fetches before user code touches the tensors, in the last step's order
     eager_memory       EagerMemory: bytes that user code takes between two programs
     kernel_workspace   KernelWorkspace: bytes that kernels take beside their tensors
-    quiet_call         QuietCall: calls in which nothing has to move
-    stats              Stats, StepMeter: the last step in numbers
+    quiet_call         QuietCall: calls in which no record has to move
+    stats              Stats, StepMeter: figures of the last step
 
-Invariant: a move that does not fit what is resident is skipped and counted, never an error. A step that
-differs from every expectation still runs, on demand.
+Invariant: a planned move that is impossible now is skipped and counted. It is never an error. A step that
+differs from every expectation still runs, with fetches on demand.
 
 Log lines: "step ...: ... of waiting; misses: ...".
 """

@@ -1,16 +1,19 @@
-"""What user code takes between two programs, and no slot sees: logits and softmax of a loss that is not
-compiled, temporaries of an optimizer.
+"""Memory that user code takes between two programs. No slot counts this memory. Examples are (1) the logits
+and softmax of a loss that is not compiled, and (2) the temporaries of an optimizer.
 
-    a program returns      the peak of the device begins anew
+    a program returns          the device's peak is reset
     user code runs
-    the next one begins    what the peak has grown by, less what the ledger knows of, is the call's outside
-                           bytes: looked at in measured steps, kept with what is expected of the step
+    the next program begins    the peak's growth, less the ledger's growth, is the call's `outside` bytes
 
-From then on so many bytes are made free at the call's last slot, before user code runs, and a plan counts
-them there. What user code keeps when the next program begins, as what eager autograd saves between two broken
-graphs, is in reserve while that program runs. They never make an error: what cannot be made free is an
-overrun, and is said. A stretch in which something was compiled, and the first step's optimizers, which make
-their states, show nothing that comes again.
+The engine measures the `outside` bytes of each call in measured steps, and keeps their number with the
+expectation of the step. In later steps the call's last slot makes as many bytes free. A plan counts these
+bytes at that slot. User code may still hold some bytes when the next program begins. Such bytes are in
+reserve while the program runs. An example is a graph break, where eager autograd saves tensors between two
+graphs. Bytes that cannot be made free are an overrun, never an error.
+
+A stretch is the time from one program to the next. A stretch in which programs were compiled is not measured,
+because its bytes do not recur. The first step of an optimizer is not measured either, because it makes the
+states.
 """
 
 from __future__ import annotations
@@ -24,63 +27,67 @@ from ..ledger.residency import Residency
 from .program import Program
 from .tracker import StepTracker
 
-# Below this it is noise: the system counts pages in batches per core, Python's heap grows. Against an
-# allocator that counted every byte, the peaks of eager losses and optimizers were off by up to 0.25 MiB.
+# A smaller measurement is noise, because the system counts pages in batches per core, and because Python's
+# heap grows. For eager losses and optimizers, measured peaks were compared with an allocator that counts
+# every byte. The two differed by up to 0.25 MiB.
 NOISE_BYTES = 2**20
 
 
 class EagerStretch(NamedTuple):
-    """User code runs, after this call."""
+    """The counts of the device and of the ledger at the moment when user code began to run after this
+    call."""
 
     call: int
     kind: str
-    used_bytes: int  # of the device when it began
-    known_bytes: int  # in the ledger
-    counted_bytes: int  # of these, what the device counts, too
-    made_count: int  # programs that there were
+    used_bytes: int  # bytes in use on the device
+    known_bytes: int  # resident bytes in the ledger
+    counted_bytes: int  # part of known_bytes that the device also counts
+    made_count: int  # number of programs made up to this moment
 
 
 class EagerMemory:
+    """The measurement of user code's memory, and the room that user code gets."""
+
     def __init__(
         self,
         residency: Residency,
         device: Device,
         tracker: StepTracker,
-        overrun: Callable[[int, str], None],
-        stays: Callable[[Record], bool],
+        keep: Callable[[Record], bool],
     ) -> None:
         self.residency = residency
         self.device = device
         self.tracker = tracker
-        self.overrun = overrun
-        self.stays = stays  # whenever user code runs
-        residency.overrun = overrun
+        self.keep = keep  # returns True for records that are resident whenever user code runs
         self.stretch: EagerStretch | None = None
-        self.taken_bytes = 0  # in this stretch, and in the ledger by now: gradients that eager code made
-        self.first = (0, -1)  # as this step began: bytes that the ledger does not know, programs
-        self.off = False  # the system does not say
+        # Bytes of gradients that eager code made in this stretch, and that the ledger counts now.
+        self.taken_bytes = 0
+        self.first = (0, -1)  # at the step's begin: bytes outside of the ledger, number of programs
+        self.off = False  # True: the system reports no used bytes
 
     def make_room_for_eager(self, live_bytes: int, tick: int | None) -> None:
-        """Before user code runs: makes free what it took after this call the last time."""
+        """Make as many bytes free as user code took after this call in the last measured step."""
         self.taken_bytes = 0
         wanted = self.bytes_still_expected()
         if wanted:
-            short, _ = self.residency.evict_until_fits(live_bytes + wanted, tick, self.stays)
+            short, _ = self.residency.evict_until_fits(live_bytes + wanted, tick, self.keep)
             if short > 0:
-                self.overrun(short, f"after call {self.tracker.number}")
+                self.residency.report_overrun(short, f"after call {self.tracker.number}")
 
     def bytes_still_expected(self) -> int:
-        """What user code takes before the next program begins, as far as it is not in the ledger by now."""
+        """Return the number of bytes that user code is still expected to take before the next program
+        begins."""
         tracker = self.tracker
         wanted = tracker.expected.outside.get(tracker.at - 1, 0) if tracker.base is not None else 0
         return max(0, wanted - self.taken_bytes)
 
     def note_bytes_entering_ledger(self, size_bytes: int) -> None:
-        """User code has made something that the ledger counts from now on."""
+        """Record that the ledger now counts a tensor that user code made."""
         self.taken_bytes += size_bytes
 
     def begin_user_code_measure(self) -> None:
-        """A program has returned, or an optimizer steps. When that is done, its own stretch goes on."""
+        """Begin to measure after a program has returned, or when an optimizer steps. A running measurement
+        continues."""
         tracker = self.tracker
         if self.off or not (tracker.running or self._is_unmeasured_call(tracker.expected.outside)):
             self.stretch = None
@@ -98,10 +105,10 @@ class EagerMemory:
             self.stretch = EagerStretch(tracker.number, kind, used, known, counted, Program.made_count)
 
     def reserve_kept_bytes(self) -> None:
-        """A program has begun: what has been kept since the step began, and is no one's, is there while it
-        runs."""
+        """Reserve the bytes that user code has kept since the step began. The reservation holds while the
+        next program runs."""
         tracker, number = self.tracker, self.tracker.number
-        counts = not self.device.sees_pages  # then a look is cheap, and right at any time
+        counts = not self.device.sees_pages  # True: a measurement is cheap, and right at any time
         looks = tracker.running or (counts and number == 0) or self._is_unmeasured_call(tracker.expected.kept)
         if looks and (counts or self._has_no_fetch_in_flight()):
             unknown = self._unknown_bytes()
@@ -109,11 +116,12 @@ class EagerMemory:
                 self.first = unknown, Program.made_count
             elif self.first[1] == Program.made_count:
                 kept = unknown - self.first[0]
-                tracker.kept[number] = kept if kept >= NOISE_BYTES else 0
+                tracker.note_kept_bytes(number, kept if kept >= NOISE_BYTES else 0)
         expected = tracker.expected.kept.get(tracker.at - 1, 0) if tracker.base is not None else 0
         self.residency.reserve_for_user_code(tracker.kept.get(number, expected))
 
     def _unknown_bytes(self) -> int:
+        """Return the used bytes that the ledger does not count, or 0 if the system reports no used bytes."""
         try:
             used = 0 if self.off else self.device.used_bytes()
         except OSError:
@@ -122,7 +130,7 @@ class EagerMemory:
         return max(0, used - self.residency.mover.device_counted_bytes)
 
     def end_user_code_measure(self) -> None:
-        """The next program begins."""
+        """End the measurement, because the next program begins."""
         stretch, self.stretch = self.stretch, None
         self.residency.reserve_for_user_code(0)
         if stretch is None or not self._is_repeatable(stretch):
@@ -131,32 +139,42 @@ class EagerMemory:
         grown = self.device.peak_bytes() - stretch.used_bytes
         grown -= max(0, residency.mover.device_counted_bytes - stretch.counted_bytes - self.taken_bytes)
         outside = grown if grown >= NOISE_BYTES else 0
-        self.tracker.outside[stretch.call] = outside
+        self.tracker.note_outside_bytes(stretch.call, outside)
         known = stretch.known_bytes
-        if residency.elastic:  # the next step evicts the others before user code runs
+        if residency.elastic:  # the next step evicts other records before user code runs
             known = min(known, residency.fixed_bytes + self._required_resident_bytes())
         short = known + outside + residency.reserve_bytes - residency.budget_bytes
         if outside and short > 0:
-            self.overrun(short, f"after call {stretch.call}, {stretch.kind}")
+            self.residency.report_overrun(short, f"after call {stretch.call}, {stretch.kind}")
 
     def _required_resident_bytes(self) -> int:
-        return sum(record.size_bytes for record in self.residency.reachable.values() if self.stays(record))
+        """Return the number of bytes of records that are resident whenever user code runs."""
+        return sum(record.size_bytes for record in self.residency.reachable.values() if self.keep(record))
 
     def _is_repeatable(self, stretch: EagerStretch) -> bool:
-        """What was seen is user code, and of the next step too."""
+        """Return whether the measured bytes are user code's bytes and will recur in the next step."""
         if stretch.made_count != Program.made_count or (
             stretch.kind == "optimizer" and not self.tracker.known
         ):
             return False
-        # What came and went meanwhile would count as user code's: better than to know nothing of it.
+        # If fetches are in flight, their bytes count as user code's bytes. For a call that was never
+        # measured, such a measurement is still better than none.
         return self._has_no_fetch_in_flight() or self._is_unmeasured_call(self.tracker.expected.outside)
 
     def _is_unmeasured_call(self, known: Mapping[int, int]) -> bool:
-        """The step is one that is known, but for this: so it is when the plan of an earlier run is followed,
-        and it was first seen when programs were compiled. Where pages are counted there is no telling."""
+        """Return whether the step is known, but user code's memory after this call was never measured.
+
+        This is the case if the step follows a plan of an earlier run. Then the only step so far compiled its
+        programs, and its memory was not measured. On a device that counts pages, return False, because a
+        measurement now would be wrong.
+        """
         tracker = self.tracker
         return tracker.base is not None and not self.device.sees_pages and tracker.at - 1 not in known
 
     def _has_no_fetch_in_flight(self) -> bool:
-        """What arrives is in the ledger. Where the system counts pages, they are not all there yet."""
-        return not any(record.state is State.ARRIVING for record in self.residency.records.values())
+        """Return whether no fetch is in flight.
+
+        A fetch in flight would falsify a measurement. The ledger counts all bytes of a fetch when the fetch
+        begins, but the system counts the pages one by one.
+        """
+        return not any(record.state is State.FETCHING for record in self.residency.records.values())

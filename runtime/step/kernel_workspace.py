@@ -1,66 +1,71 @@
-"""What kernels take that the ledger does not see: workspaces of libraries, copies in another layout.
+"""Workspace: bytes that kernels take in addition to the ledger's tensors. Examples are buffers of libraries,
+and copies in another layout.
 
-    slot i      leaves    the peak begins anew; the ledger knows of so many bytes
+    slot i      ends      the device's peak is reset; the ledger's bytes are noted
     kernel i    runs
-    slot i + 1  arrives   what the peak has beyond these was not seen
+    slot i + 1  begins    the peak less the ledger's bytes is the kernel's workspace
 
-It is looked at in measured steps, where the device's allocator counts tensors; between programs
-`eager_memory.py` looks. What a kernel was seen to take besides gets room whenever it runs. It is never an
-error: what cannot be made free is an overrun, and is said.
+The engine measures workspace in measured steps, if the device's allocator counts tensors. In later steps the
+engine makes room for a kernel's workspace whenever the kernel runs. Bytes that cannot be made free are an
+overrun, never an error. Memory between programs is measured by `eager_memory.py`.
 
-A GPU's allocator counts every byte, and all of them are within the budget. Two kinds are told apart there:
+A GPU's allocator counts every byte, and all bytes are within the budget. A GPU has two kinds of workspace:
 
-    lasting     still there when the kernel is over: cuBLAS keeps its workspace. The reserve grows to it at
-                once. At the first slot of a measured step nothing else is unseen: the reserve is set to it.
-    its own     came and went while the kernel ran: room for this kernel alone.
+    lasting     still allocated when the kernel has ended, like cuBLAS's workspace. The reserve grows to its
+                size immediately. At the first slot of a measured step, the reserve is set to this size,
+                because nothing else is outside of the ledger at that slot.
+    own         freed again before the kernel ended. Only this kernel gets room for its own workspace.
 
-While a kernel runs for the first time, libraries also try things: Inductor's autotuner takes a buffer of the
-size of the L2 cache. What came and went then has room in the next measured run, which decides.
+In a kernel's first run, libraries also try variants of the kernel, which takes more workspace. For example,
+Inductor's autotuner takes a buffer of the size of the L2 cache. The next measured run gets room for all
+workspace that the first run freed. Later runs get room for the workspace that this next run took.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from ..device.device import Device
 from ..ledger.residency import Residency
 from .program import Program
 
-NOISE_BYTES = 64 << 10  # what is smaller is malloc's, and in blocks whose size is rounded up
+NOISE_BYTES = 64 << 10  # malloc's own bytes and the rounding of blocks are smaller than this
 
 
 def filter_noise(told_bytes: int, seen_bytes: int, least_bytes: int = NOISE_BYTES) -> int:
-    """What varies by a little counts as the same: by a few bytes more than they count on, plans that fill the
-    budget would come apart. Less than `least_bytes` is nothing."""
+    """Return the number of bytes of workspace to expect. `seen_bytes` are measured, `told_bytes` are expected
+    so far.
+
+    If `seen_bytes` equals `told_bytes` or is slightly smaller, return `told_bytes`. Otherwise round
+    `seen_bytes` up. Plans fill the budget, so a few bytes more than a plan expects would make kernels miss.
+    If `seen_bytes` is below `least_bytes`, return 0.
+    """
     if told_bytes - 2 * NOISE_BYTES < seen_bytes <= told_bytes:
         return told_bytes
     return -(-seen_bytes // NOISE_BYTES) * NOISE_BYTES if seen_bytes >= least_bytes else 0
 
 
 class KernelWorkspace:
-    def __init__(
-        self, residency: Residency, device: Device, overrun: Callable[[int, str, str], None]
-    ) -> None:
+    """The measurement of kernels' workspaces, and the room that kernels get."""
+
+    def __init__(self, residency: Residency, device: Device) -> None:
         self.residency = residency
         self.device = device
-        self.overrun = overrun
-        self.least_bytes = residency.reserve_bytes  # of the reserve
-        self.known_bytes: int | None = None  # while a kernel runs that is looked at
-        self.others_bytes = 0  # in RAM: tensors that the ledger does not have, since the call began
+        self.least_bytes = residency.reserve_bytes  # the smallest reserve
+        self.known_bytes: int | None = None  # used bytes without workspace, if a measured kernel runs
+        self.others_bytes = 0  # at the call's begin: bytes of tensors in RAM outside of the ledger
 
     def measure_and_reserve_lasting_bytes(self, step: bool) -> None:
-        """The arguments of a measured call are in the ledger, and nothing of it is there yet. `step`: the
-        step begins with it."""
+        """Measure lasting workspace at the first slot of a measured call. Then reserve this workspace. `step`
+        means that the step begins with this call."""
         if self.device.counts_all:
             residency = self.residency
             residency.forget_dead_records()
             lasting = self.device.used_bytes() - residency.mover.resident_bytes
-            self._raise_reserve_to(lasting)
+            residency.grow_reserve_to(lasting)
             if step:
-                residency.reserve_bytes = max(lasting, self.least_bytes + residency.kept_bytes)
+                residency.set_reserve(max(lasting, self.least_bytes + residency.kept_bytes))
 
     def begin_kernel_measure(self, program: Program, index: int, told_bytes: int) -> None:
-        """The slot is over, the kernel comes next."""
+        """Begin to measure the workspace of the kernel after this slot."""
         device, mover = self.device, self.residency.mover
         if device.sees_pages:
             return
@@ -74,8 +79,12 @@ class KernelWorkspace:
         device.reset_peak()
 
     def end_kernel_measure(self, program: Program, index: int) -> int:
-        """The kernel of this slot is over, or given to the device: its memory was taken when it was. Returns
-        how many bytes more it is now known to take than when it began."""
+        """End the measurement of this slot's kernel. Return the number of bytes by which the kernel's known
+        workspace grew.
+
+        On a GPU the kernel may still be running. Its memory is counted already, because it was allocated at
+        the launch.
+        """
         known, self.known_bytes = self.known_bytes, None
         if known is None:
             return 0
@@ -84,65 +93,58 @@ class KernelWorkspace:
         if self.device.counts_all:
             self._split_lasting_from_own(program, index, known, peak)
         else:
-            program.unseen_bytes[index] = filter_noise(told, more)
+            program.note_unseen_bytes(index, filter_noise(told, more))
             peak += residency.reserve_bytes + residency.mover.foreign_bytes - self.others_bytes
             if program.unseen_bytes[index]:
                 self._grow_budget_or_overrun(peak - residency.budget_bytes, kernel)
         return max(0, program.unseen_bytes[index] - told)
 
     def _split_lasting_from_own(self, program: Program, index: int, known: int, peak: int) -> None:
-        """Tell what lasts of the bytes beyond those known from what came and went."""
+        """Split the measured bytes into lasting workspace and the kernel's own workspace."""
         residency = self.residency
-        grown = peak - known > residency.reserve_bytes and self._raise_reserve_to(
+        grown = peak - known > residency.reserve_bytes and residency.grow_reserve_to(
             self.device.used_bytes() - known
         )
         own = filter_noise(program.unseen_bytes[index], peak - known - residency.reserve_bytes, 1)
         first = program.tried_bytes[index] is None
-        program.tried_bytes[index] = own if first else 0
+        program.note_tried_bytes(index, own if first else 0)
         if not first:
-            program.unseen_bytes[index] = own
+            program.note_unseen_bytes(index, own)
         if (own or grown) and not (first and residency.elastic):
             self._grow_budget_or_overrun(peak - residency.budget_bytes, program.stops[index].kernel)
-
-    def _raise_reserve_to(self, size_bytes: int) -> bool:
-        """So many bytes are there whatever runs. Whether that is more than the reserve had."""
-        more = size_bytes - self.residency.reserve_bytes
-        if more > 0:
-            self.residency.reserve_bytes += more
-            self.residency.budget_bytes += more if self.residency.elastic else 0
-        return more > 0
 
     def make_room_for_kernel(
         self, program: Program, index: int, live_bytes: int, tick: int | None, measured: bool = False
     ) -> int:
-        """For a kernel that takes more than it tells, so many bytes with all of it; returns how many of them
-        find no room. In a measured step, room for what may be tried, too."""
+        """Make room for a kernel with measured workspace. The kernel and its program need `live_bytes` in
+        total. Return the number of bytes that are missing.
+
+        In a measured step, the kernel also gets room for an autotuner's buffer.
+        """
         tried = self._autotuning_bytes(program, index) if measured else 0
         if not (program.unseen_bytes[index] or tried):
             return 0
         residency = self.residency
         short, _ = residency.evict_until_fits(live_bytes + tried, tick)
         short = self._grow_budget_or_overrun(max(0, short - tried), program.stops[index].kernel)
-        counts = residency.mover.counts
-        counts.peak_bytes = max(counts.peak_bytes, residency.mover.resident_bytes + live_bytes)
+        residency.note_peak(live_bytes)
         return short
 
     def _autotuning_bytes(self, program: Program, index: int) -> int:
+        """Return the number of bytes that the kernel's next run may take to try variants. Return 0 after
+        these bytes were measured."""
         if not self.device.counts_all:
             return 0
         tried = program.tried_bytes[index]
         return self.device.autotuning_bytes(program.stops[index].kernel) if tried is None else tried
 
     def _grow_budget_or_overrun(self, short: int, kernel: str) -> int:
-        """So many bytes are missing: the budget grows, if that is how memory was asked for; those that still
-        are missing are said, and returned."""
-        if short > 0 and self.residency.elastic:
-            self.residency.budget_bytes += short
-        elif short > 0:
-            self.overrun(short, "for itself", f"kernel {kernel}")
-            return short
-        return 0
+        """Report missing bytes as an overrun, and return their number. An elastic budget grows instead."""
+        if short <= 0:
+            return 0
+        self.residency.report_overrun(short, "for itself", f"kernel {kernel}")
+        return 0 if self.residency.elastic else short
 
     def abandon_kernel_measure(self) -> None:
-        """An exception has ended the program."""
+        """Forget the measurement, because an exception ended the program."""
         self.known_bytes = None

@@ -1,8 +1,10 @@
-"""A plan becomes a table, tick -> operations, and a slot carries out those of its tick. A move that does not
-fit what is there is skipped and counted, never an error: a plan is a hint. A fetch that found no room is late
-and begins at the first slot that has room for it, so that kernels seldom have to ask for it. A write that is
-not done when its room is free by the plan is waited for only when someone needs that room
-(pending_evictions.py).
+"""The plan's moves at run time. A plan is a table from ticks to operations. Each slot carries out the
+operations of its tick.
+
+A plan is a hint, so a move that is impossible now is skipped and counted. It is never an error. There are two
+special cases. (1) A fetch without room is late. It begins at the first slot that has room for the tensor, so
+that kernels seldom miss. (2) A write is still in flight at the tick where the plan counts its bytes as free.
+Compute then waits for the write only when those bytes are needed (pending_evictions.py).
 """
 
 from __future__ import annotations
@@ -10,9 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from teraio.errors import StoreError
-
-from ..ledger.mover import Mover
 from ..ledger.record import Record, State
 from ..ledger.residency import Residency
 from .plan_table import FETCH, FREE, Operation
@@ -21,7 +20,8 @@ from .tracker import Expectation
 
 @dataclass(frozen=True, slots=True)
 class SlotPosition:
-    """A slot: of which step, at which of its ticks, with how many bytes that no one can move."""
+    """The position of a slot in the plan: (1) the expected step, (2) the tick, and (3) the number of bytes
+    that cannot move."""
 
     expected: Expectation
     tick: int | None
@@ -29,71 +29,60 @@ class SlotPosition:
 
 
 class PlanFollower:
-    def __init__(self, residency: Residency, mover: Mover) -> None:
+    """The plan's moves, carried out at the slots of their ticks."""
+
+    def __init__(self, residency: Residency) -> None:
         self.residency = residency
-        self.mover = mover
+        self.mover = residency.mover
 
-    def follow_plan_at_slot(self, here: SlotPosition, stays: Iterable[Record]) -> None:
-        """`stays`: what the next kernel needs, whatever the plan says of it."""
-        for needed in stays:
-            needed.used_at = self.residency.serial
-        for operation in here.expected.table.get(here.tick, ()) if here.tick is not None else ():
-            self.carry_out_operation(operation, here)
-        self.begin_late_fetches(here)
+    def carry_out(self, operations: Iterable[Operation], position: SlotPosition) -> None:
+        """Carry out these operations of the plan. Skip and count each operation that is impossible now.
 
-    def carry_out_operation(self, operation: Operation, here: SlotPosition) -> None:
-        what, name, tier = operation
-        counts, late = self.mover.counts, here.expected.late
-        if what == FETCH and late:
-            self.begin_late_fetches(here)
-        late.pop(name, None)
-        record = self.residency.by_name.get(name)
-        if record is not None and not record.is_dead() and self._try_move(what, record, tier, here):
-            counts.planned_moves += 1
-            return
-        counts.skipped_moves += 1
-        if what == FETCH and record is not None and record.state is State.AWAY:
-            late[name] = None
+        A fetch without room becomes late. If the write of an eviction is still in flight at the eviction's
+        FREE operation, end the eviction only when its bytes are needed.
+        """
+        residency, pending = self.residency, self.residency.pending_evictions
+        for what, name, tier in operations:
+            if what == FETCH and position.expected.late:
+                self.begin_late_fetches(position)
+            position.expected.end_late_fetch(name)
+            record = residency.by_name.get(name)
+            done = False
+            if record is None or record.is_dead():
+                pass
+            elif what == FETCH and record.state is State.EVICTED:
+                done = self._make_room_and_fetch(record, position)
+                if not done:
+                    position.expected.note_late_fetch(name)
+            elif what == FETCH:
+                done = pending.cancel_eviction(record)
+            elif self._may_evict(record):
+                done = self.residency.try_evict(record, tier)
+                if done and what == FREE and pending.is_write_done(record):
+                    done = residency.try_end_evict(record) is None
+                elif done and what == FREE:
+                    pending.add(record, by_plan=True)
+            self.mover.counts.add(planned_moves=done, skipped_moves=not done)
 
-    def begin_late_fetches(self, here: SlotPosition) -> None:
-        """In the plan's order, as many as there is room for. What is here, or gone, is not late any more."""
+    def _may_evict(self, record: Record) -> bool:
+        """Return whether the plan may evict this record now."""
+        residency = self.residency
+        moves = record.evictable and record.state in {State.RESIDENT, State.EVICTING}
+        return moves and not residency.in_use(record) and record.key not in residency.failed
+
+    def begin_late_fetches(self, position: SlotPosition) -> None:
+        """Begin late fetches in the plan's order, while there is room. If a tensor has been fetched or has
+        died meanwhile, its fetch is no longer late."""
         self.residency.pending_evictions.end_evictions_already_written()
-        late = here.expected.late
-        for name in list(late):
+        for name in list(position.expected.late):
             record = self.residency.by_name.get(name)
-            if (
-                record is not None
-                and record.state is State.AWAY
-                and not (record.is_dead() or self._make_room_and_fetch(record, here))
-            ):
+            waits = record is not None and record.state is State.EVICTED and not record.is_dead()
+            if record is not None and waits and not self._make_room_and_fetch(record, position):
                 return
-            del late[name]
+            position.expected.end_late_fetch(name)
 
-    def _make_room_and_fetch(self, record: Record, here: SlotPosition) -> bool:
-        room = self.residency.try_room_by_planned_evictions(record.size_bytes + here.live_bytes, here.tick)
-        return room and self.residency.shortage.begin_fetch_if_memory(record)
-
-    def _try_move(self, what: int, record: Record, tier: str | None, here: SlotPosition) -> bool:
-        if what == FETCH:
-            if record.state is not State.AWAY:
-                return self.residency.pending_evictions.cancel_eviction(record)
-            return self._make_room_and_fetch(record, here)
-        if (
-            not record.evictable
-            or self.residency.in_use(record)
-            or record.key in self.residency.failed
-            or record.state not in {State.DEVICE, State.LEAVING}
-        ):
-            return False
-        try:
-            if record.state is State.DEVICE:
-                self.residency.begin_evict_if_resizable(record, tier)
-            if what == FREE and record.state is State.LEAVING:
-                if self.residency.pending_evictions.is_write_done(record):
-                    self.mover.end_evict(record)
-                else:
-                    self.residency.pending_evictions.add(record, by_plan=True)
-        except StoreError as error:
-            self.residency.note_failed_eviction(record, error)
-            return False
-        return True
+    def _make_room_and_fetch(self, record: Record, position: SlotPosition) -> bool:
+        room = self.residency.try_room_by_planned_evictions(
+            record.size_bytes + position.live_bytes, position.tick
+        )
+        return room and self.residency.fetch_ahead_if_memory(record)

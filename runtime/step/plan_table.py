@@ -1,4 +1,4 @@
-"""A plan as a table, tick -> operations: what a slot carries out at its tick."""
+"""A plan as a table from ticks to operations. A slot carries out the operations of its tick."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from teraio.formats.plan import Evict, Fetch, Plan
 
 EVICT, FREE, FETCH = 0, 1, 2
 
-Operation = tuple[int, str, str | None]  # what, of which tensor, to which tier or from it; None: as it is
+Operation = tuple[int, str, str | None]  # operation, tensor, tier (None: the tier of the tensor's copy)
 Table = dict[int, list[Operation]]
 
 
 def table_of(plan: Plan, length: int) -> Table:
-    """For a step of so many ticks: at each of them releases before new transfers."""
+    """Return the table of a plan for a step of `length` ticks. At each tick, FREE operations come before new
+    transfers."""
     table: Table = {}
     for move in plan.moves:
         match move:

@@ -1,4 +1,4 @@
-"""A compiled program as its slots see it: its schedule, read once into tables that a slot can use fast."""
+"""A compiled program. Its schedule is kept as tables that a slot can read fast."""
 
 from __future__ import annotations
 
@@ -14,65 +14,96 @@ from ..ledger.record import Record
 
 @dataclass(frozen=True, slots=True)
 class SlotNeeds:
-    """One slot. `made` pairs a position among the tensors it is handed with their buffer."""
+    """The needs of one slot. Each entry of `made` is a pair: a position in the slot's list of tensors, and
+    the buffer of this tensor."""
 
     kernel: str
     made: tuple[tuple[int, int], ...]
     needed: tuple[int, ...]  # buffers that the kernel reads or writes
     written: tuple[int, ...]
-    returned: tuple[int, ...]  # arguments whose memory is the caller's from here on
+    returned: tuple[int, ...]  # arguments that the caller owns from this slot on
     live_bytes: int
 
 
 class Program:
-    """`bound` holds the records of the call that is running."""
+    """A compiled program: its schedule as tables by slot. `bound` has the running call's records, by
+    buffer."""
 
-    made_count = 0  # of all programs
+    made_count = 0  # number of programs made so far
 
     def __init__(self, schedule: Schedule) -> None:
         Program.made_count += 1
         self.schedule = schedule
         self.identity = schedule.identity_hash
-        self.labels: tuple[str, ...] = ()  # the user's names of the arguments, where known
+        self.labels: tuple[str, ...] = ()  # the user's names of the arguments, where they are known
         self.bound: list[Record | None] = [None] * len(schedule.buffers)
         self.stops = _needs_by_slot(schedule)
         self.last = len(self.stops) - 1
-        self.unseen_bytes = [0] * len(self.stops)  # by slot: what its kernel was seen to take besides
-        # By slot: what came and went in its kernel's first measured run; None before that.
+        self.unseen_bytes = [0] * len(self.stops)  # by slot: measured workspace of the slot's kernel
+        # By slot: the workspace that the slot's kernel took and freed again in its first measured run. None
+        # before that run.
         self.tried_bytes: list[int | None] = [None] * len(self.stops)
         self.growth_bytes = _peak_made_bytes(schedule, self.stops)
-        self.checked = False  # its largest kernel was compared with the budget
+        self.checked = False  # True: the largest kernel was compared with the budget
+
+    def begin_call(self, bound: list[Record | None] | None = None) -> None:
+        """Begin a call with these records of its buffers. None means that no record is known yet."""
+        self.bound = [None] * len(self.schedule.buffers) if bound is None else bound
+
+    def begin_check(self) -> bool:
+        """Return True only at the first call of this method. Then the largest kernel must be compared with
+        the budget."""
+        checked, self.checked = self.checked, True
+        return not checked
+
+    def note_unseen_bytes(self, index: int, size_bytes: int) -> None:
+        """Record the measured workspace of this slot's kernel."""
+        self.unseen_bytes[index] = size_bytes
+
+    def note_tried_bytes(self, index: int, size_bytes: int) -> None:
+        """Record the workspace that this slot's kernel freed again in its first measured run."""
+        self.tried_bytes[index] = size_bytes
 
     def unmovable_bytes_at_slot(self, index: int, told_bytes: int | None = None) -> int:
-        """What no one can move at this slot: what the program tells of, by the schedule if it does not tell
-        now, and what its kernel was seen to take besides."""
+        """Return the number of bytes that cannot move at this slot: (1) the program's own bytes and (2) the
+        kernel's measured workspace.
+
+        If sizes depend on the batch, `told_bytes` is the number of the program's own bytes. Otherwise the
+        schedule has this number.
+        """
         told = self.stops[index].live_bytes if told_bytes is None else told_bytes
         return told + self.unseen_bytes[index]
 
     def label_of_buffer(self, buffer: int) -> str:
+        """Return the user's name of a buffer, or else the schedule's name."""
         label = self.labels[buffer] if buffer < len(self.labels) else ""
         return label or self.schedule.buffers[buffer].name
 
     def is_weight(self, buffer: int, tensor: torch.Tensor) -> bool:
-        """A parameter, or what has the name of a module's buffer."""
+        """Return whether an argument is a parameter, or has the name of a module's buffer."""
         return isinstance(tensor, torch.nn.Parameter) or (
             buffer < len(self.labels) and bool(self.labels[buffer])
         )
 
     def name_arguments(self, labels: Sequence[str]) -> None:
-        """The user's names of the arguments, "" for what is no weight. They are given up if the compiler left
-        arguments out: then it is not known whose they are."""
+        """Give the arguments the user's names. If a name is empty, the argument is no weight.
+
+        If the compiler has left out arguments, the names cannot be matched to arguments. Then forget all
+        names.
+        """
         arguments = sum(buffer.role == "argument" for buffer in self.schedule.buffers)
         self.labels = tuple(labels) if len(labels) == arguments else ()
 
     def largest_kernel_need(
         self, fixed_bytes: int, leaves: Callable[[Buffer], bool] = lambda about: False
     ) -> tuple[int, int, str]:
-        """The most bytes that must be there at once while it runs, with everything else away: those that
-        cannot move, those of the kernel, and its name. What can move counts where a kernel touches it,
-        results stay from where they are made, but for those that leave. Of `fixed_bytes`, which cannot move
-        when it begins, a backward lets its arguments go after their last use. No one knows yet who else has
-        them."""
+        """Return the largest need of the program's kernels. A need has three parts: (1) the bytes that cannot
+        move, (2) the bytes of the kernel, (3) the kernel's name.
+
+        A tensor that can move counts at the kernels that touch it. A result counts from the kernel that makes
+        it, unless `leaves` returns True for its buffer. A backward frees arguments among `fixed_bytes` after
+        their last use. Other holders of these arguments are not known yet.
+        """
         most = (fixed_bytes, 0, "")
         results = 0
         let_go = self._released_arguments()
@@ -82,17 +113,20 @@ class Program:
                 about = self.schedule.buffers[buffer]
                 results += about.size_bytes if about.role == "result" and not leaves(about) else 0
             movable = sum(sizes[buffer] for buffer in stop.needed)
-            stays = fixed_bytes - sum(size for last, size in let_go if last < index)
-            if stays + movable + results + stop.live_bytes > most[0] + most[1]:
-                most = (stays, movable + results + stop.live_bytes, stop.kernel)
+            unmovable = fixed_bytes - sum(size for last, size in let_go if last < index)
+            if unmovable + movable + results + stop.live_bytes > most[0] + most[1]:
+                most = (unmovable, movable + results + stop.live_bytes, stop.kernel)
         return most
 
     def _released_arguments(self) -> list[tuple[int, int]]:
-        """Arguments that cannot move and no one needs to keep: the last slot that needs each, and its bytes.
-        Those of a forward are held by its caller."""
+        """Return a pair for each unevictable argument that a backward can free: its last slot, and its number
+        of bytes.
+
+        A forward has no such argument, because the caller of a forward holds the arguments.
+        """
         if self.schedule.kind != "backward":
             return []
-        last: dict[int, tuple[int, int]] = {}  # by record: arguments may share one
+        last: dict[int, tuple[int, int]] = {}  # by record key, because arguments may share a record
         for index, stop in enumerate(self.stops):
             for buffer in stop.needed:
                 record = self.bound[buffer]
@@ -101,6 +135,7 @@ class Program:
         return list(last.values())
 
     def _movable_bytes(self, buffer: int, leaves: Callable[[Buffer], bool]) -> int:
+        """Return the number of bytes of this buffer that can be evicted."""
         record, about = self.bound[buffer], self.schedule.buffers[buffer]
         if record is None:
             return about.size_bytes if about.role == "saved" or leaves(about) else 0
@@ -108,7 +143,7 @@ class Program:
 
 
 def _peak_made_bytes(schedule: Schedule, stops: Sequence[SlotNeeds]) -> int:
-    """The most that a call holds at once beside its arguments, if nothing leaves."""
+    """Return the peak of the bytes that a call holds in addition to its arguments, if nothing is evicted."""
     most = made = 0
     for stop in stops:
         about = [schedule.buffers[buffer] for _, buffer in stop.made]

@@ -1,8 +1,8 @@
-"""The last step in numbers, for loggers: `teraio.stats()`.
+"""Figures of the last step, for loggers: `teraio.stats()`.
 
-A step is told when its optimizer has stepped, which is before the engine knows that it is over: someone who
-logs after `optimizer.step()` gets the step that was just taken.
-"""
+A step counts as taken as soon as its optimizer has stepped. At this time the engine cannot know yet whether
+the step has ended. So a loop that logs after `optimizer.step()` gets the figures of the step that it has just
+taken."""
 
 from __future__ import annotations
 
@@ -22,33 +22,37 @@ Phase = Literal["measuring", "planned", "on demand"]
 
 
 class Stats(TypedDict, total=False):
-    """What `teraio.stats()` returns; empty while no program was compiled. Sums are since the start, what
-    begins with `step` is of the last step alone; what is not known is left out."""
+    """The result of `teraio.stats()`. It is empty while no program has been compiled.
 
-    step: int  # how many were taken
-    phase: Phase  # of the step that comes next
-    step_ns: int  # from its first kernel to the end of its optimizer
-    step_stall_ns: int  # of that, the host waiting for transfers
+    Sums count from the engine's start. A value whose name begins with `step_` is of the last step alone.
+    Unknown values are left out.
+    """
+
+    step: int  # number of steps taken
+    phase: Phase  # phase of the next step
+    step_ns: int  # time from the step's first kernel to the end of its optimizer
+    step_stall_ns: int  # part of step_ns in which the host waited for transfers
     step_misses: int  # fetches that no plan asked for
-    step_written_bytes: int  # device to SSD
-    step_read_bytes: int  # SSD to device
-    step_peak_bytes: int  # of tensors and the reserve; at most the budget
-    step_overrun_bytes: int  # what user code, or a library's kernel, got beyond the budget
-    predicted_step_ns: int  # what its plan says
-    bound_ns: int  # no plan takes less
+    step_written_bytes: int  # bytes written from the device to the SSD
+    step_read_bytes: int  # bytes read from the SSD to the device
+    step_peak_bytes: int  # peak of tensors and the reserve; at most the budget
+    step_overrun_bytes: int  # bytes beyond the budget, for user code or a library's kernel
+    predicted_step_ns: int  # the plan's prediction of step_ns
+    bound_ns: int  # a lower bound of step_ns for every plan
     above_bound: float  # step_ns / bound_ns - 1
     budget_bytes: int
-    reserve_bytes: int  # of the budget: for what the ledger does not see
-    user_code_bytes: int  # the most that user code takes for itself; the budget has room for it
-    resident_bytes: int  # of tensors, without the reserve
+    reserve_bytes: int  # part of the budget, for bytes that the ledger does not count
+    # The peak of the bytes that user code takes outside of the ledger. The budget has room for them.
+    user_code_bytes: int
+    resident_bytes: int  # bytes of resident tensors, without the reserve
     peak_bytes: int  # the highest `step_peak_bytes`
-    device_peak_bytes: int  # of a GPU's memory by its allocator, libraries and others included
-    device_reserved_peak_bytes: int  # likewise, with the free blocks that the allocator keeps
+    device_peak_bytes: int  # peak of a GPU's memory by its allocator, libraries and others included
+    device_reserved_peak_bytes: int  # the same peak, with the free blocks that the allocator keeps
     stall_ns: int
     misses: int
     written_bytes: int
     read_bytes: int
-    to_host_bytes: int  # of a GPU's tensors
+    to_host_bytes: int  # bytes of a GPU's tensors, copied to host memory
     from_host_bytes: int
     evictions: int
     drops: int
@@ -63,15 +67,17 @@ class Stats(TypedDict, total=False):
 
 
 class StepMeter:
+    """The figures of the last step, and the sums since the start."""
+
     def __init__(self, mover: Mover) -> None:
         self.mover = mover
         self.begun = 0
         moment = mover.device.moment_after_kernels()
         self.began = moment
-        self.took: tuple[Any, Any] = moment, moment  # the last step: from when to when
-        self.ended_ns = 0  # when that was by the host's clock; 0 while a step goes on
+        self.took: tuple[Any, Any] = moment, moment  # begin and end of the last step
+        self.ended_ns = 0  # the last step's end by the host's clock; 0 while a step runs
         self.at_begin: tuple[int, ...] = self._totals_since_start()
-        self.peak_bytes = 0  # before this step
+        self.peak_bytes = 0  # the highest peak before this step
         self.last: Stats = {}
 
     def _totals_since_start(self) -> tuple[int, ...]:
@@ -79,18 +85,19 @@ class StepMeter:
         return counts.stall_ns, counts.misses, mover.store.total_written_bytes, mover.bytes_read_from_ssd
 
     def begin_step(self) -> None:
-        """The first program of a step runs next."""
+        """Begin a step, whose first program runs next."""
         self.begun += 1
         self.began, self.ended_ns = self.mover.device.moment_after_kernels(), 0
         self.at_begin = self._totals_since_start()
         counts = self.mover.counts
         self.peak_bytes = max(self.peak_bytes, counts.peak_bytes)
-        if self.last:  # what user code got after the optimizer's step
+        if self.last:  # the step's overruns after its optimizer has stepped also count
             self.last["step_overrun_bytes"] = counts.step_overrun_bytes
-        counts.peak_bytes = counts.step_overrun_bytes = 0
+        counts.begin_step()
 
     def end_step(self, reserve_bytes: int) -> Any:
-        """An optimizer has stepped; where there are several, each ends it anew. The moment."""
+        """End the step after an optimizer has stepped. If a second optimizer steps in the same step, this
+        method is called again and moves the end. Return the moment of the end."""
         stall_ns, misses, written, read = (n - b for n, b in zip(self._totals_since_start(), self.at_begin))
         self.took, self.ended_ns = (
             (self.began, self.mover.device.moment_after_kernels()),

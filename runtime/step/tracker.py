@@ -1,11 +1,15 @@
-"""Which call of the step is this? The tracker compares the programs that run with those of earlier steps.
+"""The place of each call in the step. The tracker finds this place by a comparison of the programs that run
+with the programs of earlier steps.
 
-A step is a list of calls; a tick is a slot's place in the whole step. Several expectations are kept: one per
-order of programs that a step had (another shape of batch, an evaluation). A program that the expected step
-does not have at this place is foreign: it runs on demand, and the step goes on where it was. A step is over
-when optimizers have stepped and a program comes; among programs of inference, when the first comes again or
-a training step begins. A loop may run the same inference before each training step, once, as a teacher does:
-from the second time on that inference is the beginning of the step.
+A step is a list of calls. A tick is the place of a slot in the whole step. The tracker keeps one expectation
+per order of programs that a step had. So steps with another shape of batch, and evaluations, have
+expectations of their own. A program is foreign if the expected step has another program at this place. The
+tensors of a foreign program are fetched on demand. After it, the expected step continues at the same place.
+
+A step ends when optimizers have stepped and a program begins. A step of inference ends when its first program
+runs again, or when a training step begins. There is an exception, because a loop may run one inference before
+each training step, for example of a teacher model. From the second time on, such an inference counts as the
+beginning of the training step.
 """
 
 from __future__ import annotations
@@ -18,16 +22,17 @@ from teraio.formats.schedule import Call, Step
 
 from ..device.clock import Clock, HostClock
 from ..ledger.record import HOST
-from .plan_table import Table, table_of
+from .plan_table import Operation, Table, table_of
 from .program import Program
 
 EXPECTATIONS_MAX = 8
+TOUCHES_MAX = 2**16  # touches that are kept per call
 
 TensorFacts = tuple[str, str, int, bool]  # name, kind, size_bytes, persistent
 
 
 class MeasuredCall:
-    """A call, as it is measured: between which moments it stood at each slot."""
+    """A measured call: the moments at which each of its slots began and ended."""
 
     def __init__(self, program: Program) -> None:
         slots = len(program.schedule.slots)
@@ -37,12 +42,12 @@ class MeasuredCall:
         self.tensors: tuple[str, ...] = ()
 
     def note_tensor_names(self) -> None:
-        """Its program may be called again: who its buffers were is kept here."""
+        """Keep the names of the buffers' records, because the program may be called again."""
         self.tensors = tuple(record.name if record else "" for record in self.program.bound)
 
 
 def _timed_calls(measured: Sequence[MeasuredCall], ended: Any, clock: Clock) -> tuple[tuple[Call, ...], int]:
-    """What the clock says of a whole step: its calls, and when it was over."""
+    """Return the calls of a step with their times, and the time of the step's end."""
     stood = [each for running in measured for each in running.stood if each is not None]
     times = clock.moments_in_ns([*(moment for each in stood for moment in each), ended])
     calls, at = [], 0
@@ -60,31 +65,52 @@ def _timed_calls(measured: Sequence[MeasuredCall], ended: Any, clock: Clock) -> 
 
 
 class Expectation:
-    """A step as it was: its programs in order, when each tensor is used in it, and the plan for it."""
+    """An expected step: (1) its programs in order, (2) the uses of each tensor, (3) the plan for the step."""
 
     def __init__(self, programs: tuple[str, ...], lengths: tuple[int, ...]) -> None:
-        self.programs = programs  # identities, in order
+        self.programs = programs  # identities of the programs, in order
         bases = [0]
         for length in lengths:
             bases.append(bases[-1] + length)
         self.base = bases[:-1]  # tick at which each call begins
         self.length = bases[-1]
-        self.uses: dict[str, list[float]] = {}  # name -> ticks, ascending; of touches in between
+        self.uses: dict[str, list[float]] = {}  # name -> ticks of uses, ascending; touches have fractions
         self.table: Table = {}  # the plan: tick -> operations
-        self.late: dict[str, None] = {}  # its fetches that did not fit yet, in its order
-        self.to_host: Collection[str] = ()  # what the plan has in host memory for a while
-        self.outside: dict[int, int] = {}  # call -> bytes that user code took after it, beside the ledger's
-        self.kept: dict[int, int] = {}  # call -> bytes of user code that were there when it began
-        self.touched: dict[int, tuple[str, ...]] = {}  # call -> what user code touched after it, in order
-        self.settled = False  # it needs no more measuring
+        self.late: dict[str, None] = {}  # the plan's fetches that have found no room yet, in the plan's order
+        self.to_host: Collection[str] = ()  # tensors that the plan evicts to the host
+        # Call -> number of bytes that user code took after the call, outside of the ledger.
+        self.outside: dict[int, int] = {}
+        self.kept: dict[int, int] = {}  # call -> bytes that user code held when the call began
+        self.touched: dict[int, tuple[str, ...]] = {}  # call -> tensors that user code touched after the call
+        self.settled = False  # True: steps of this expectation are no longer measured
         self.planned = False
-        self.predicted: Predicted | None = None  # by its plan
+        self.predicted: Predicted | None = None  # prediction by the plan
 
-    def set_plan(self, plan: Plan) -> None:
-        """Have the steps to come follow this plan."""
+    def set_plan(self, plan: Plan | None, settle: bool = False) -> None:
+        """Follow this plan in steps of this expectation. If `plan` is None, keep the present plan. With
+        `settle`, stop measuring such steps."""
+        self.settled = self.settled or settle
+        if plan is None:
+            return
         self.table, self.late = table_of(plan, max(self.length, 1)), {}
         self.to_host = {move.tensor for move in plan.moves if isinstance(move, Evict) and move.to == HOST}
         self.planned, self.predicted = plan.planner != "none", plan.predicted
+
+    def measure_again(self) -> None:
+        """Measure the next step that this expectation fits."""
+        self.settled = False
+
+    def note_late_fetch(self, name: str) -> None:
+        """Record a fetch of the plan that found no room."""
+        self.late[name] = None
+
+    def end_late_fetch(self, name: str) -> None:
+        """Forget that this tensor's fetch was late."""
+        self.late.pop(name, None)
+
+    def operations_at(self, tick: int | None) -> Sequence[Operation]:
+        """Return the plan's operations at this tick."""
+        return self.table.get(tick, ()) if tick is not None else ()
 
     def has_moves_at(self, tick: int | None) -> bool:
         return tick is not None and (tick in self.table or bool(self.late))
@@ -94,7 +120,7 @@ class Expectation:
         return "planned" if self.planned else "on demand" if self.settled else "measuring"
 
     def learn_uses_from_step(self, step: Step) -> None:
-        """When each tensor was used in such a step."""
+        """Learn from a measured step the ticks at which each tensor is used."""
         uses: dict[str, list[float]] = {}
         for number, call in enumerate(step.calls):
             for index, slot in enumerate(call.schedule.slots, self.base[number]):
@@ -106,34 +132,40 @@ class Expectation:
         self.uses = uses
 
     def touch_tick(self, call: int, index: int) -> float:
-        """When user code makes this touch after that call: after its last tick and before the next."""
+        """Return the fractional tick of a touch by user code, between the call's last tick and the next
+        tick."""
         end = self.base[call + 1] if call + 1 < len(self.base) else self.length
         return end - 1 + (index + 1) / (len(self.touched.get(call, ())) + 1)
 
 
 class StepTracker:
+    """The calls of the running step, and the steps that are expected."""
+
     def __init__(self, begins: Callable[[], None] = lambda: None, clock: Clock | None = None) -> None:
-        self.begins = begins  # is told when the first call of a step is entered
+        self.begins = begins  # called at the first call of a step
         self.clock = clock or HostClock()
-        self.known: dict[tuple[str, ...], Expectation] = {}  # the most recent is the last
+        self.known: dict[tuple[str, ...], Expectation] = {}  # by order of programs; the latest is last
         self.expected = Expectation((), ())
-        self.at = 0  # calls of the expected step that have begun
+        self.at = 0  # number of calls of the expected step that have begun
         self.base: int | None = None  # the tick of the running call's first slot
-        self.number = 0  # of the call that runs, within the step
-        self.programs: list[Program] = []  # that ran so far in this step
-        self.calls: list[MeasuredCall] = []  # as far as they were measured
+        self.number = 0  # number of the running call, within the step
+        self.programs: list[Program] = []  # programs that ran so far in this step
+        self.calls: list[MeasuredCall] = []  # calls of this step, if they were measured
         self.running: MeasuredCall | None = None
-        self.outside: dict[int, int] = {}  # of this step, as in Expectation
-        self.kept: dict[int, int] = {}  # likewise
+        self.outside: dict[int, int] = {}  # call of this step -> bytes that user code took after it
+        self.kept: dict[int, int] = {}  # call of this step -> bytes that user code held when it began
+        # Call of this step -> tensors that user code touched after it.
         self.touched: dict[int, list[str]] = {}
-        self.foreign = False  # the running call is no part of the expected step
-        self.first: Any = None  # what the step began with
-        self.stepped: Any = None  # the moment when an optimizer last did in this step
-        self.training = False  # a program of this step will have a backward, or is one
-        self.grad_mode = True  # of user code when Dynamo last looked for a program
-        self.without_grad = False  # a program of this step, one with weights, was called in `no_grad`
-        self.inferred: list[tuple[str, ...]] = []  # orders of the steps since the last training step
-        self.lead: tuple[str, ...] = ()  # programs before the last training step, and its first
+        self.foreign = False  # True: the running call is not part of the expected step
+        self.first: Any = None  # the first program of the step, and one of its weights
+        self.stepped: Any = None  # the moment of the last optimizer's step in this step
+        self.training = False  # True: a program of this step has a backward or is a backward
+        self.grad_mode = True  # True: user code wanted gradients from the last program that it called
+        self.without_grad = False  # True: a program with weights was called under `no_grad` in this step
+        # Orders of programs in the inference since the last training step.
+        self.inferred: list[tuple[str, ...]] = []
+        # Programs of inference before a training step, and the training step's first program.
+        self.lead: tuple[str, ...] = ()
 
     @property
     def tick_count(self) -> int:
@@ -141,14 +173,18 @@ class StepTracker:
 
     @property
     def call_label(self) -> str:
-        """The running call in the names of what it makes: its place in the step, whatever foreign ran."""
+        """Return the running call's part of tensor names. This part is the call's place in the step. Foreign
+        programs do not count."""
         if self.foreign:
             return f"x{self.number}"
         return str(self.number if self.base is None else self.at - 1)
 
     def is_step_over_before(self, program: Program, mark: Any) -> bool:
-        """Whether the step so far ends before this program: an optimizer has stepped, or there was nothing
-        but inference, and it comes round again or a training step begins."""
+        """Return whether the step so far ends before this program.
+
+        A step ends if an optimizer has stepped. A step of inference alone ends when its first program runs
+        again, or when a training step begins.
+        """
         if self.stepped is not None:
             return True
         if self.training or not self.programs:
@@ -156,7 +192,9 @@ class StepTracker:
         if program.schedule.kind != "forward":
             return self.first == (program.identity, mark)
         if not self.without_grad:
-            return False  # programs that train nothing come first in this step, and gradients were wanted
+            # Gradients were wanted, so the programs so far are the beginning of a training step, although
+            # they train nothing.
+            return False
         return (*(each.identity for each in self.programs), program.identity) != self.lead
 
     def begin_call(self, program: Program, mark: Any = None) -> None:
@@ -171,11 +209,11 @@ class StepTracker:
         self.base = self._find_call_tick(program.identity)
         self.foreign = self.base is None and bool(self.known)
         settled = self.base is not None and self.expected.settled
-        whole = len(self.calls) == self.number  # else no step can be made of them
+        whole = len(self.calls) == self.number  # otherwise not all calls of this step were measured
         self.running = MeasuredCall(program) if whole and not settled else None
 
     def _find_call_tick(self, identity: str) -> int | None:
-        """The tick of this call's first slot, if the step is one that is known."""
+        """Return the tick of this call's first slot, or None if no known step continues with this program."""
         expected = self.expected
         if self.at < len(expected.programs) and expected.programs[self.at] == identity:
             self.at += 1
@@ -189,23 +227,24 @@ class StepTracker:
         return None
 
     def replace_running_program(self, program: Program) -> None:
-        """What the running call turned out to be: with the same slots, but it knows more tensors."""
+        """Replace the running call's program by a program that has the same slots and more tensors."""
         self.programs[-1] = program
         if self.running is not None:
             self.running.program = program
 
     def tick_of_slot(self, index: int) -> int | None:
-        """The tick of this slot, or None where the step does not follow one that is known."""
+        """Return the tick of this slot, or None if the step does not follow a known step."""
         return None if self.base is None else self.base + index
 
     def note_slot_measure(self, index: int, began: Any, left: Any, live_bytes: int) -> None:
+        """Record the moments at which this slot began and ended, and the bytes that could not move."""
         running = self.running
         assert running is not None
         running.stood[index] = began, left
         running.live_bytes[index] = live_bytes
 
     def add_measured_bytes(self, index: int, more_bytes: int) -> None:
-        """The kernel of this slot was seen to take more than was counted on."""
+        """Add bytes that the kernel of this slot took beyond its known workspace."""
         if self.running is not None:
             self.running.live_bytes[index] += more_bytes
 
@@ -215,8 +254,30 @@ class StepTracker:
             self.calls.append(self.running)
             self.running = None
 
+    def note_optimizer_step(self, moment: Any) -> None:
+        """Record the moment at which an optimizer stepped."""
+        self.stepped = moment
+
+    def note_grad_mode(self, enabled: bool) -> None:
+        """Record whether user code wants gradients from the program that it calls."""
+        self.grad_mode = enabled
+
+    def note_touch(self, name: str) -> None:
+        """Record that user code touched this tensor after the last call."""
+        seen = self.touched.setdefault(self.number, [])
+        if len(seen) < TOUCHES_MAX:
+            seen.append(name)
+
+    def note_outside_bytes(self, call: int, size_bytes: int) -> None:
+        """Record the bytes that user code took after this call."""
+        self.outside[call] = size_bytes
+
+    def note_kept_bytes(self, call: int, size_bytes: int) -> None:
+        """Record the bytes that user code held when this call began."""
+        self.kept[call] = size_bytes
+
     def forget_step(self) -> None:
-        """The step has become too long to be one: what it was so far is forgotten, and what was expected."""
+        """Forget a step that has become too long, and its expectation."""
         self.programs, self.calls, self.running, self.training = [], [], None, False
         self.without_grad = False
         self.inferred, self.lead = [], ()
@@ -224,15 +285,17 @@ class StepTracker:
         self.expected, self.at, self.base = Expectation((), ()), 0, None
 
     def expectation_of(self, order: tuple[str, ...]) -> Expectation:
-        """The step of these programs; without any, the one that is expected."""
+        """Return the expectation for steps that run the programs in `order`. If `order` is empty, return the
+        current expectation."""
         return self.known[order] if order else self.expected
 
     def request_measuring(self, order: tuple[str, ...]) -> None:
-        """A step of these programs, the next time it comes."""
-        self.known[order].settled = False
+        """Measure the next step of the programs in `order`."""
+        self.known[order].measure_again()
 
     def abandon_call(self) -> None:
-        """The call that runs ended with an exception: it is no part of the step, nor does the step go on."""
+        """Forget the running call, which an exception ended. From now on the step matches no expected
+        step."""
         if self.programs:
             self.programs.pop()
         self.running = None
@@ -240,7 +303,7 @@ class StepTracker:
         self.at = len(self.expected.programs)
 
     def _note_leading_inference(self, order: tuple[str, ...], training: bool) -> None:
-        """Keep in mind which inference came before this step, if that came once."""
+        """Record the inference before this training step, if exactly one inference came before the step."""
         if not training:
             self.inferred = [*self.inferred[-1:], order]
             return
@@ -253,7 +316,8 @@ class StepTracker:
         describe: Callable[[str], tuple[str, str, int, bool] | None],
         exposed: frozenset[tuple[int, str]],
     ) -> Step | None:
-        """Ends the step and expects another one like it; returns it if all of it was measured."""
+        """End the step, and expect a next step like this step. Return the step if all of its calls were
+        measured, otherwise None."""
         self._end_measured_call()
         ended, self.stepped = self.stepped, None
         programs, self.programs = self.programs, []

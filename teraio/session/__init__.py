@@ -1,21 +1,22 @@
 """A run, from the first compile to the installed plan: measuring, trial, planned, recompiling.
 
-In: options, compiled programs, measured steps. Out: an engine with a plan, and what the run says of itself.
+In: options, compiled programs, measured steps. Out: an engine with a plan, log lines of the run.
 
     session               Session, ensure_session, reset, set_memory, stats: the engine of this process
-    tiers                 device, host memory, store: what there is and what links carry
-    measured_machine      the machine as a planner sees it
-    planning              which plan a measured step gets
-    plan_reuse            plans that exist before anything is measured
-    recomputation         what is computed again, compiled once more and measured
-    host_choice           where optimizers step: device or host
-    uncompiled_models     models that sent no graph to the backend
-    torch_versions        which torch this is, and whether slots were tried on it
-    timeline_recording    the recorder's timeline, to a file
-    log_lines, notices    what a run says
+    tiers                 device, host memory, store: their sizes, and the rates of the links between them
+    measured_machine      the machine that planners get
+    course                Course, Phase: one order of programs, from measuring through a trial to a plan
+    planning              Planning: the choice of a plan for a measured step
+    plan_reuse            the plan file, and the plans of earlier runs
+    recomputation         the tensors that the backward recomputes
+    host_choice           the place of optimizer steps: device or host
+    uncompiled_models     compiled models that sent no graph to the backend
+    torch_versions        the check of the installed torch: by a list of versions, or by a self-test
+    timeline_recording    the recorder's timeline, written to a file
+    log_lines, notices    texts of log lines and warnings
 
-Invariant: one session per process; what it opens, `reset` closes.
+Invariant: a process has one session at most, and `reset` closes everything that the session opened.
 
-Log lines: all that describe a run as a whole ("memory ..., ... of it in reserve", "measured step ...",
-"planned by ...", "staying in memory: ...").
+Log lines: all lines that describe a run as a whole ("memory ..., ... of it in reserve", "measured step ...",
+"planned by ...", "kept resident: ...").
 """

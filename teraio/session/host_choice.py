@@ -1,10 +1,14 @@
-"""Where optimizers step, if the options leave it open: by what the plans for either way predict.
+"""The choice between device and host for optimizer steps, with `optimizer_step="auto"`.
 
-measured step -> plan           states move there and back for each step?  no: the device
-the same step, but those buckets take no memory of the device, and as long as the host needs for them
-              -> plan           faster by more than a prediction is worth? then the host, and the step is
-                                measured anew
-that step -> plan               slower after all? the device again
+The choice compares the predictions of two plans:
+
+measured step -> plan                 if this plan fetches no state, the device keeps all buckets
+the same step with buckets on host    the buckets take the time of the host, and use no device memory
+              -> plan                 if this plan is at least 5 % faster, the host takes these buckets,
+                                      and the step is measured again
+measured step with host buckets
+              -> plan                 if this plan is slower than the device's plan, the device takes the
+                                      buckets back
 """
 
 from __future__ import annotations
@@ -24,25 +28,25 @@ from teraio.formats.profile import Profile, Tensor
 from teraio.formats.schedule import Step
 from teraio.runtime.engine.engine import Engine
 from teraio.runtime.optimizer import host_step
+from teraio.session.course import Order
 from teraio.units import fmt_count, fmt_ns
 
 log = logging.getLogger("teraio")
 
-WORTH_PERCENT = 5  # of a step: less than that is not known beforehand
-TRIED_ELEMENTS = 2**22  # of the parameter whose update is timed
+WORTH_PERCENT = 5  # least gain, in percent of the step; predictions are too inexact for a smaller gain
+TIMED_ELEMENTS = 2**22  # elements of the parameter whose update is timed
 
 Make = Callable[[Profile], Plan]
-Order = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BucketEstimate:
-    """One slot of an optimizer's step, and what it takes on the host."""
+    """One bucket of an optimizer's step: its transfer time on the device, and its time on the host."""
 
     kernel: str
     tick: int
     tensors: tuple[Tensor, ...]
-    moved_ns: int  # what comes for it and leaves after it, by the plan
+    moved_ns: int  # time of the bucket's fetches or of its evictions, whichever is longer
     host_ns: int
 
     @property
@@ -51,15 +55,23 @@ class BucketEstimate:
 
 
 class HostChoice:
+    """The choice between device and host for one engine.
+
+    The session makes the choice one time, and undoes it at most one time.
+    """
+
     def __init__(self, engine: Engine, machine: Machine, is_open: bool) -> None:
         self.engine, self.machine, self.is_open = engine, machine, is_open
-        self.device_ns = 0  # of the step that the host took over from, as it was planned
-        self.left: Order = ()
+        self.device_ns = 0  # predicted step with all buckets on the device; 0 means no prediction
+        self.device_order: Order = ()  # the step's programs before buckets went to the host
 
     def switch_if_faster(self, profile: Profile, step: Step, plan: Plan, make: Make) -> bool:
-        """Whether the step runs otherwise from now on, and is to be measured anew."""
+        """Give buckets to the host, or back to the device, if plans predict a faster step.
+
+        Return True if the step changed and must be measured again.
+        """
         order = tuple(call.schedule.identity_hash for call in step.calls)
-        if self.device_ns and order != self.left and _has_bucket_on_host(step):
+        if self.device_ns and order != self.device_order and _has_bucket_on_host(step):
             return self._undo_if_slower(plan)
         if not self.is_open or host_step.host_step_of(self.engine) is None or not _optimizer_ticks(step):
             return False
@@ -67,46 +79,49 @@ class HostChoice:
         buckets = self._buckets_faster_on_host(profile, step, plan)
         if not buckets:
             return False
-        there = make(profile_with_host_buckets(profile, buckets))
-        here_ns, there_ns = plan.predicted.step_ns, there.predicted.step_ns
-        if not 0 < there_ns < here_ns * (100 - WORTH_PERCENT) // 100:
+        host_plan = make(profile_with_host_buckets(profile, buckets))
+        device_ns, host_ns = plan.predicted.step_ns, host_plan.predicted.step_ns
+        if not 0 < host_ns < device_ns * (100 - WORTH_PERCENT) // 100:
             return False
         log.info(
-            "teraio: %s of the optimizer's step on the host from now on: %s a step by the plan, %s on the "
-            "device; it is measured again",
+            "teraio: the host steps %s of the optimizer from now on: the plan predicts %s a step, and %s "
+            "with all buckets on the device; the step is measured again",
             fmt_count(len(buckets), "bucket"),
-            fmt_ns(there_ns),
-            fmt_ns(here_ns),
+            fmt_ns(host_ns),
+            fmt_ns(device_ns),
         )
-        self.device_ns, self.left = here_ns, order
+        self.device_ns, self.device_order = device_ns, order
         host_step.set_host_buckets(self.engine, {bucket.kernel for bucket in buckets})
         return True
 
     def _undo_if_slower(self, plan: Plan) -> bool:
-        """Measured, it is what counts."""
-        here_ns, self.device_ns = self.device_ns, 0
-        if plan.predicted.step_ns <= here_ns:
+        """Give all buckets back to the device, and return True, if the plan with host buckets is slower."""
+        device_ns, self.device_ns = self.device_ns, 0
+        if plan.predicted.step_ns <= device_ns:
             return False
         log.info(
-            "teraio: the optimizer steps on the device again: a step takes %s by the plan, and took %s there",
+            "teraio: the optimizer steps on the device again: with the host, the plan predicts %s a step, "
+            "without it %s",
             fmt_ns(plan.predicted.step_ns),
-            fmt_ns(here_ns),
+            fmt_ns(device_ns),
         )
         host_step.set_host_buckets(self.engine, ())
-        self.engine.tracker.request_measuring(self.left)
+        self.engine.tracker.request_measuring(self.device_order)
         return True
 
     def _buckets_faster_on_host(self, profile: Profile, step: Step, plan: Plan) -> list[BucketEstimate]:
-        """The buckets whose tensors take longer to come and go than the host takes to step them, as many as
-        host memory has room for."""
+        """Return the buckets that the host steps in less time than their transfers to the device take.
+
+        Return as many buckets as fit into host memory. Buckets with the largest gain come first.
+        """
         ticks = len(profile.kernels)
         fetched = {(m.tensor, m.ready % ticks): m.source for m in plan.moves if isinstance(m, Fetch)}
         kinds = {tensor.name: tensor.kind for tensor in profile.tensors}
         if not any(kinds[name] == "state" for name, _ in fetched):
             return []
-        there = host_step.host_step_of(self.engine)
-        assert there is not None
-        could = there.could
+        host = host_step.host_step_of(self.engine)
+        assert host is not None
+        could = host.could
         buckets = self._estimate_buckets(profile, step, fetched, measure_update_bytes_per_s())
         faster = [b for b in buckets if b.kernel in could and b.host_ns < b.moved_ns]
         room = next((tier.capacity_bytes for tier in self.machine.tiers if tier.name == "host"), 0)
@@ -127,27 +142,31 @@ class HostChoice:
         buckets = []
         for kernel, tick in _optimizer_ticks(step):
             tensors = touched.get(tick, [])
-            away = {t.name: fetched[t.name, tick] for t in tensors if (t.name, tick) in fetched}
-            written = [t for t in tensors if t.name in away and t.kind != "grad"]
-            come = sum(
-                self._transfer_ns(t.size_bytes, away[t.name], "device") for t in tensors if t.name in away
+            tiers = {t.name: fetched[t.name, tick] for t in tensors if (t.name, tick) in fetched}
+            written = [t for t in tensors if t.name in tiers and t.kind != "grad"]
+            fetch_ns = sum(
+                self._transfer_ns(t.size_bytes, tiers[t.name], "device") for t in tensors if t.name in tiers
             )
-            go = sum(self._transfer_ns(t.size_bytes, "device", away[t.name]) for t in written)
-            here = [t for t in tensors if t.name not in away]
-            down = sum(self._transfer_ns(t.size_bytes, "device", "host") for t in here if t.kind == "grad")
-            up = sum(self._transfer_ns(t.size_bytes, "host", "device") for t in here if t.kind == "weight")
+            evict_ns = sum(self._transfer_ns(t.size_bytes, "device", tiers[t.name]) for t in written)
+            resident = [t for t in tensors if t.name not in tiers]
+            down = sum(
+                self._transfer_ns(t.size_bytes, "device", "host") for t in resident if t.kind == "grad"
+            )
+            up = sum(
+                self._transfer_ns(t.size_bytes, "host", "device") for t in resident if t.kind == "weight"
+            )
             touched_bytes = sum(t.size_bytes * (1 if t.kind == "grad" else 2) for t in tensors)
-            host_ns = max(down, up, touched_bytes * 10**9 // rate)  # beside those of its neighbours
-            buckets.append(BucketEstimate(kernel, tick, tuple(tensors), max(come, go), host_ns))
+            host_ns = max(down, up, touched_bytes * 10**9 // rate)  # copies and update overlap other buckets
+            buckets.append(BucketEstimate(kernel, tick, tuple(tensors), max(fetch_ns, evict_ns), host_ns))
         return buckets
 
     def _transfer_ns(self, size_bytes: int, source: str, target: str) -> int:
-        ways = [link for link in self.machine.links if (link.source, link.target) == (source, target)]
-        return sum(size_bytes * 10**9 // link.bandwidth_bytes_per_s for link in ways)
+        links = [link for link in self.machine.links if (link.source, link.target) == (source, target)]
+        return sum(size_bytes * 10**9 // link.bandwidth_bytes_per_s for link in links)
 
 
 def profile_with_host_buckets(profile: Profile, buckets: Sequence[BucketEstimate]) -> Profile:
-    """The step as it would be measured if the host took these buckets."""
+    """Return the profile that the step would have if the host stepped these buckets."""
     taken = {bucket.tick: bucket for bucket in buckets}
     kernels = [
         replace(kernel, duration_ns=taken[tick].host_ns, workspace_bytes=0) if tick in taken else kernel
@@ -164,7 +183,10 @@ def profile_with_host_buckets(profile: Profile, buckets: Sequence[BucketEstimate
 
 
 def _optimizer_ticks(step: Step) -> list[tuple[str, int]]:
-    """The slots of buckets, between the first and the last of each optimizer's step."""
+    """Return kernel and tick of each bucket.
+
+    Each slot of an optimizer call is a bucket, except the first and the last slot.
+    """
     found, tick = [], 0
     for call in step.calls:
         slots = call.schedule.slots
@@ -179,14 +201,14 @@ def _has_bucket_on_host(step: Step) -> bool:
 
 
 def measure_update_bytes_per_s() -> int:
-    """What torch's fused update reads and writes in a second, on the threads that torch has."""
-    parameter = torch.nn.Parameter(torch.zeros(TRIED_ELEMENTS, device="cpu"))
+    """Measure the bytes per second that torch's fused AdamW reads and writes, with all threads of torch."""
+    parameter = torch.nn.Parameter(torch.zeros(TIMED_ELEMENTS, device="cpu"))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     step: Any = torch.optim.AdamW.step
     took = []
     for _ in range(4):
         began_ns = time.perf_counter_ns()
-        step.__wrapped__(optimizer)  # beneath the hooks
+        step.__wrapped__(optimizer)  # the plain step, without hooks
         took.append(time.perf_counter_ns() - began_ns)
     return int(7 * parameter.nbytes * 10**9 / median(took[1:]))

@@ -1,11 +1,11 @@
-"""How a run speaks: lines on the logger `teraio`, and artifacts in torch's own trace.
+"""Lines on the logger `teraio`, and artifacts in torch's own trace.
 
-    nothing set            our lines on stderr, from INFO
-    TERAIO_LOG=warning     from there (debug, info, warning, error, off); debug has a line per step
-    TORCH_LOGS=teraio      torch writes them, with its prefix; +teraio from DEBUG
-    logging.basicConfig    or any other handler: the program decides
+    nothing set            lines on stderr, from INFO
+    TERAIO_LOG=warning     lines from this level (debug, info, warning, error, off); debug has a line per step
+    TORCH_LOGS=teraio      torch writes the lines, with torch's prefix; +teraio from DEBUG
+    logging.basicConfig    this call, or any other handler: only the user's program decides where lines go
 
-What is said of the training as such is said by the first rank alone; warnings by each.
+All ranks write warnings and errors. Only the first rank writes the other lines.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ LEVELS = {
 
 
 def set_up_logging(environ: Mapping[str, str] | None = None) -> None:
-    """Shows our lines, unless the program has said where log lines go."""
-    asked = (os.environ if environ is None else environ).get("TERAIO_LOG", "").strip().lower()
-    if asked and asked not in LEVELS:
+    """Write lines to stderr unless the user's program has set up logging. `TERAIO_LOG` sets the level."""
+    level = (os.environ if environ is None else environ).get("TERAIO_LOG", "").strip().lower()
+    if level and level not in LEVELS:
         raise OptionError(
-            f"TERAIO_LOG: '{printable_line(asked)}' is not one of {', '.join(LEVELS)}"
-            f"{suggest_nearest_name(asked, list(LEVELS))}"
+            f"TERAIO_LOG: '{printable_line(level)}' is not one of {', '.join(LEVELS)}"
+            f"{suggest_nearest_name(level, list(LEVELS))}"
         )
     if FIRST_RANK not in log.filters:
         log.addFilter(FIRST_RANK)
@@ -48,13 +48,13 @@ def set_up_logging(environ: Mapping[str, str] | None = None) -> None:
         lines = logging.StreamHandler()
         lines.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(lines)
-        log.setLevel(LEVELS[asked or "info"])
-    elif asked:
-        log.setLevel(LEVELS[asked])
+        log.setLevel(LEVELS[level or "info"])
+    elif level:
+        log.setLevel(LEVELS[level])
 
 
 class _FirstRank(logging.Filter):
-    """Warnings pass in every rank, the rest in the first."""
+    """A filter that passes warnings in every rank, and other lines in the first rank only."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno >= logging.WARNING or rank() == 0
@@ -64,15 +64,15 @@ FIRST_RANK = _FirstRank()
 
 
 def rank() -> int:
-    """Of this process among those that train together; torchrun sets it before they know each other."""
+    """Return the rank of this process. Before torch.distributed is set up, read torchrun's RANK."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
-    told = os.environ.get("RANK", "0")
-    return int(told) if told.isdecimal() else 0
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdecimal() else 0
 
 
 def describe_plan(plan: Plan, profile: Profile) -> str:
-    """What a plan promises, in one line."""
+    """Return one line on a plan: bytes, moves and predicted times."""
     if not plan.moves:
         budget = fmt_bytes(plan.budget_bytes)
         return f"planned by {plan.planner}: the step fits into {budget} whole: nothing moves"
@@ -80,25 +80,28 @@ def describe_plan(plan: Plan, profile: Profile) -> str:
         [sum(column) for column in zip(*device_bytes_by_kind(each, profile).values())]
         for each in (Plan("", "", 0), plan)
     )
-    away = max((one - other for one, other in zip(plain, kept)), default=0)
+    evicted_bytes = max((one - other for one, other in zip(plain, kept)), default=0)
     tiers = sorted({move.to if isinstance(move, Evict) else move.source for move in plan.moves})
     where = " and ".join({"ssd": "the SSD", "host": "the host"}.get(tier, tier) for tier in tiers)
     compute_ns = sum(kernel.duration_ns for kernel in profile.kernels)
     step_ns, bound_ns = plan.predicted.step_ns, plan.predicted.bound_ns
-    told = (
-        f"planned by {plan.planner}: up to {fmt_bytes(max(away, 0))} of {fmt_bytes(max(plain, default=0))} "
-        f"live on {where}, {fmt_count(len(plan.moves), 'move')}"
+    text = (
+        f"planned by {plan.planner}: up to {fmt_bytes(max(evicted_bytes, 0))} of "
+        f"{fmt_bytes(max(plain, default=0))} live on {where}, {fmt_count(len(plan.moves), 'move')}"
     )
     if step_ns and compute_ns:
-        told += f"; a step of {fmt_ns(step_ns)}, {step_ns / compute_ns:.2f}x of unlimited"
+        text += f"; a step of {fmt_ns(step_ns)}, {step_ns / compute_ns:.2f}x of unlimited"
     if step_ns and bound_ns:
-        told += f", {step_ns / bound_ns - 1:.0%} above the bound"
-    return told
+        text += f", {step_ns / bound_ns - 1:.0%} above the bound"
+    return text
 
 
 def add_trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """A file of ours in the trace that TORCH_TRACE asks for, where tlparse finds it. Torch promises nothing
-    about how, so a torch that does it otherwise gets none."""
+    """Add a file to the trace that TORCH_TRACE turns on. tlparse then shows the file.
+
+    The torch function that adds files is private. If a version of torch changed this function, log that the
+    artifact is missing.
+    """
     try:
         from torch._logging import trace_structured
 

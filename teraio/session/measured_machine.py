@@ -1,4 +1,4 @@
-"""The machine that teraio runs on, as a planner sees it, from links that were measured here."""
+"""The description of this machine for planners, made from measured links."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def machine_from_links(
     ssd_bytes: int,
     host_bytes: int | None = None,
 ) -> Machine:
-    """Return what a planner may count on: the device, and the tiers that have a measured link. `host_bytes`
-    None: all host memory that can be had."""
+    """Return the machine: the device, and each tier that has a measured link.
+
+    If `host_bytes` is None, the capacity of the host tier is all memory that this process can obtain.
+    """
     capacities = {
         "ssd": ssd_bytes,
         "host": limits.read_memory_limits().obtainable_bytes if host_bytes is None else host_bytes,

@@ -1,4 +1,7 @@
-"""What someone should hear although nothing went wrong: each function returns the lines to say, or none."""
+"""Warnings about probable mistakes: typos, and budgets or globs without effect.
+
+Each function returns lines for the log.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ from teraio.formats.schedule import Step
 from teraio.options import VARIABLES, Settings, env_name
 from teraio.units import fmt_bytes, printable_line
 
-SHOWN = 3  # names that stand for all others
+SHOWN = 3  # names that a line lists as examples
 
 
 def unknown_variable_lines(environ: Mapping[str, str]) -> list[str]:
-    """Variables that look like ours and are not: a typo leaves its option at the default, unnoticed."""
+    """Return a line for each TERAIO_ variable that is no option.
+
+    Without the line, a typo would go unnoticed.
+    """
     known = [*VARIABLES, *(env_name(field.name) for field in fields(Settings))]
     return [
         f"the environment variable {printable_line(name)} is no option and has no "
@@ -28,23 +34,29 @@ def unknown_variable_lines(environ: Mapping[str, str]) -> list[str]:
 
 
 def oversized_budget_lines(budget_bytes: int, capacity_bytes: int) -> list[str]:
-    """A budget that nothing keeps to: memory is full before it is."""
+    """Return a line if the budget exceeds the machine's memory, because memory is then full before the
+    budget.
+    """
     if budget_bytes <= capacity_bytes:
         return []
     budget, capacity = fmt_bytes(budget_bytes, up=True), fmt_bytes(capacity_bytes)
     if budget == capacity:
         budget, capacity = f"{budget_bytes} bytes", f"{capacity_bytes} bytes"
     return [
-        f"memory is {budget}, but there are only {capacity} here (in the machine, or in the control group of "
-        f"this process): tensors leave too late to keep it alive. Give less, or leave memory out"
+        f"memory is {budget}, but the machine or this process's control group has only {capacity}: tensors "
+        f"are evicted too late, and the system may kill the process. Give less, or leave memory out"
     ]
 
 
 def unmatched_keep_lines(globs: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Name globs of `keep` that keep nothing. Weights have the user's names, others begin with a digit."""
+    """Return a line for each glob of `keep` that matches no tensor.
+
+    The line lists names of weights first as examples, because weights have the user's names. Names of other
+    tensors begin with a digit.
+    """
     names = sorted(names, key=lambda name: (name[:1].isdigit(), name))
     parts = sorted({part for name in names for part in name.split(".")})
-    some = ", ".join([*names[:SHOWN], *["..."] * (len(names) > SHOWN)])
+    examples = ", ".join([*names[:SHOWN], *["..."] * (len(names) > SHOWN)])
     lines = []
     for glob in dict.fromkeys(globs):
         if not any(fnmatchcase(name, glob) for name in names):
@@ -52,7 +64,7 @@ def unmatched_keep_lines(globs: Sequence[str], names: Iterable[str]) -> list[str
             lines.append(
                 f"option 'keep': '{printable_line(glob)}' matches none of the {len(names)} tensors of "
                 "4 KiB and more "
-                f"that were used{meant}; there are {some}"
+                f"that steps used{meant}; such tensors are {examples}"
             )
     return lines
 
@@ -62,8 +74,10 @@ def tensor_names_in(step: Step) -> set[str]:
 
 
 def describe_step(step: Step) -> str:
-    """`forward, backward, optimizer (310 MiB of activations)`: which step this is, where there are several.
-    The sizes tell batches of different shapes apart."""
+    """Return the calls and activations of a step: `forward, backward, optimizer (310 MiB of activations)`.
+
+    The sizes distinguish steps whose batches have different shapes.
+    """
     kinds = Counter(call.schedule.kind for call in step.calls)
     words = ", ".join(f"{count} {kind}" if count > 1 else kind for kind, count in kinds.items())
     saved = sum(size for _, kind, size, _ in step.kinds if kind == "activation")

@@ -1,15 +1,17 @@
-"""Which plan a measured step gets.
+"""The choice of a plan for a measured step.
 
-a plan file           if it is for this step
-a new one             by the planner that the options name, as good as pays back
-none, for now         if tensors are made again in it: it is compiled anew first, and measured; or if the
-                      optimizer steps elsewhere from now on
+a plan file           if it was made for this step
+a new plan            made by the planner that the options name; planning takes at most the time that the plan
+                      can save in PAYS_BACK_STEPS steps
+no plan yet           if recomputation or host buckets are chosen; this choice changes the step, so the
+                      changed step is measured before it is planned
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 from teraio.errors import TeraioError
 from teraio.formats.machine import Machine
@@ -32,10 +34,12 @@ from teraio.units import fmt_bytes, fmt_count
 
 log = logging.getLogger("teraio")
 
-PAYS_BACK_STEPS = 250  # of a training: planning takes no longer than it can save in so many
+PAYS_BACK_STEPS = 250  # planning may take the time that the plan can save in this many steps
 
 
 class Planning:
+    """The planner of a run, and its inputs: options, machine, earlier plans."""
+
     def __init__(
         self,
         options: Settings,
@@ -51,92 +55,110 @@ class Planning:
 
     @property
     def budget_bytes(self) -> int:
+        """Return the current budget."""
         return self.engine.residency.budget_bytes
 
     def recompute_by_plan_file(self, step: Step) -> bool:
-        """A plan file that names tensors to be made again was made for a step that does not: of this file
-        only the names count, and the step that then runs gets a plan of its own."""
+        """Start a recompilation if the plan file lists tensors to recompute. Return True if recompiling
+        starts.
+
+        Such a plan was made for the step without recomputation, so only its tensor names are used. The
+        recompiled step gets a plan of its own.
+        """
         replay = self.earlier.replay
         if replay is None or not replay.recompute:
             return False
         if replay.fingerprint != fingerprint_of_profile(lifetimes.profile_of_steps([step], "run")):
             return False
-        self.earlier.replay = None
+        self.earlier.use_replay_once()
         return self.remaking.mark_tensors_for_recompute(step, replay.recompute)
 
     def choose_plan(self, profile: Profile, step: Step) -> Plan | None:
-        """The plan file if it is for this step, else a new plan; None: on demand, said why, or because the
-        step is compiled anew first."""
-        fingerprint, replay = fingerprint_of_profile(profile), self.earlier.replay
-        if replay is not None:
-            if replay.fingerprint == fingerprint:
-                log.info("teraio: replaying %s: %s", self.options.plan, fmt_count(len(replay.moves), "move"))
-                return replay
-            log.warning(
-                "teraio: %s is a plan for another step (fingerprint %s, this one has %s): not used, tensors "
-                "are moved on demand",
-                self.options.plan,
-                replay.fingerprint,
-                fingerprint,
-            )
-            return None
+        """Return the plan from the plan file if it is for this step. Without a plan file, return a new plan.
+
+        Return None in two cases: (1) There is no plan, and a warning gives the reason. (2) Recomputation or
+        host buckets were chosen, and these change the step.
+        """
+        fingerprint = fingerprint_of_profile(profile)
+        if self.earlier.replay is not None:
+            return self._replayed_plan(self.earlier.replay, fingerprint)
         if self.engine.residency.elastic:
-            smallest = max(self.budget_bytes, problem.smallest_budget(profile))
-            self.engine.residency.budget_bytes = smallest
-            log.info("teraio: memory is %s, the smallest for this step", fmt_bytes(smallest, up=True))
-        try:
-            plan = self._make_new_plan(
-                cut_workspaces_to_budget(profile, self.budget_bytes), step, fingerprint
+            self.engine.residency.grow_budget_to(problem.smallest_budget(profile))
+            log.info(
+                "teraio: memory is %s, the smallest for this step", fmt_bytes(self.budget_bytes, up=True)
             )
+        make_plan = partial(
+            planners.plan,
+            machine=self.machine,
+            budget_bytes=self.budget_bytes,
+            planner=self.options.planner,
+            time_limit_s=self._limit_s,
+            steps=PAYS_BACK_STEPS,
+            write_per_day_bytes=self.options.max_write_per_day or 0,
+        )
+        try:
+            fitting = cut_workspaces_to_budget(profile, self.budget_bytes)
+            if self._begin_recomputation(fitting, step):
+                return None
+            with show_stage(f"planning by {self.options.planner}", limit_s=self._limit_s, say=log.info):
+                plan = make_plan(fitting, fingerprint=fingerprint)
+                if self.host_choice.switch_if_faster(fitting, step, plan, make_plan):
+                    return None
         except TeraioError as error:
             log.warning("teraio: no plan, tensors are moved on demand: %s", error)
             return None
-        if plan is None:
-            return None
+        plan = replace(plan, remade=self.remaking.recomputed_nodes_of(step))
+        self._report_and_keep(plan, profile)
+        return plan
+
+    @property
+    def _limit_s(self) -> float:
+        return self.options.plan_time / 1e9
+
+    def _replayed_plan(self, replay: Plan, fingerprint: str) -> Plan | None:
+        """Return the plan from the plan file. If this plan is for another step, warn and return None."""
+        if replay.fingerprint == fingerprint:
+            log.info("teraio: replaying %s: %s", self.options.plan, fmt_count(len(replay.moves), "move"))
+            return replay
+        log.warning(
+            "teraio: %s is a plan for another step (fingerprint %s, this one has %s): not used, tensors "
+            "are moved on demand",
+            self.options.plan,
+            replay.fingerprint,
+            fingerprint,
+        )
+        return None
+
+    def _begin_recomputation(self, profile: Profile, step: Step) -> bool:
+        """Choose the tensors that this step recomputes. Return True if programs must be compiled again."""
+        if not self.remaking.is_recompute_undecided(step) or self.options.planner == "none":
+            return False
+        with show_stage("choosing tensors to recompute", limit_s=self._limit_s, say=log.info):
+            names = planners.tensors_to_recompute(
+                profile, self.machine, self.budget_bytes, time_limit_s=self._limit_s
+            )
+        return self.remaking.mark_tensors_for_recompute(step, names)
+
+    def _report_and_keep(self, plan: Plan, profile: Profile) -> None:
+        """Log a new plan, add it to torch's trace, and save it for later runs."""
         if plan.planner == "none":
-            log.info("teraio: no plan was asked for: tensors are moved on demand")
-            return plan
+            log.info("teraio: option 'planner' is 'none': tensors are moved on demand")
+            return
         log.info("teraio: %s", describe_plan(plan, profile))
         if log.isEnabledFor(logging.DEBUG):
             log.debug("teraio: %s", plan_listing(plan, [kernel.name for kernel in profile.kernels]))
         add_trace_artifact("teraio_profile", profile.dumps)
         add_trace_artifact("teraio_plan", plan.dumps)
         self.earlier.save_plan(plan)
-        return plan
-
-    def _make_new_plan(self, profile: Profile, step: Step, fingerprint: str) -> Plan | None:
-        """None: another step than this one runs from now on."""
-        if self.remaking.is_recompute_undecided(step) and self.options.planner != "none":
-            limit_s = self.options.plan_time / 1e9
-            with show_stage("choosing what to make again", limit_s=limit_s, say=log.info):
-                names = planners.tensors_to_recompute(
-                    profile, self.machine, self.budget_bytes, time_limit_s=limit_s
-                )
-            if self.remaking.mark_tensors_for_recompute(step, names):
-                return None
-        plan = self._run_planner(profile, fingerprint)
-        if self.host_choice.switch_if_faster(profile, step, plan, lambda other: self._run_planner(other, "")):
-            return None
-        return replace(plan, remade=self.remaking.recomputed_nodes_of(step))
-
-    def _run_planner(self, profile: Profile, fingerprint: str) -> Plan:
-        limit_s = self.options.plan_time / 1e9
-        with show_stage(f"planning by {self.options.planner}", limit_s=limit_s, say=log.info):
-            return planners.plan(
-                profile,
-                self.machine,
-                self.budget_bytes,
-                planner=self.options.planner,
-                fingerprint=fingerprint,
-                time_limit_s=limit_s,
-                steps=PAYS_BACK_STEPS,
-                write_per_day_bytes=self.options.max_write_per_day or 0,
-            )
 
 
 def cut_workspaces_to_budget(profile: Profile, budget_bytes: int) -> Profile:
-    """User code that needs more than there is gets it, which is said: a plan then makes all the room that it
-    can. Programs end with a kernel of their own, at which such bytes are counted."""
+    """Return the profile with user code's memory cut to the part that the budget allows.
+
+    User code still gets the memory above this part, and the engine reports this memory as an overrun. At the
+    ticks of an overrun the plan evicts every tensor that it can evict. The last kernel of a call stands for
+    the end of the call, and its workspace contains user code's memory.
+    """
     over = problem.build_problem(profile).floor - budget_bytes
     last = {kernel.call: tick for tick, kernel in enumerate(profile.kernels)}
     kernels = list(profile.kernels)

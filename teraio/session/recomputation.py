@@ -1,12 +1,13 @@
-"""What a run makes again instead of saving: decided with the first plan, compiled once more, measured.
+"""The activations that the backward recomputes instead of fetching: chosen with the first plan.
 
-    asked     a joint graph is cut (passes/capture/recompute_cut.py): which of its nodes were decided on, by
-              this run, by the plan file, or by the plan that an earlier run kept
-    decide    a plan says what to make again -> nodes of joint graphs; their code is compiled anew
-    at_rest   no compiled program runs: Dynamo forgets the code of these graphs, and compiles it at its next
-              call
+    nodes_to_recompute            the chosen nodes of a joint graph, for passes/capture/recompute_cut.py;
+                                  this run, the plan file or an earlier run's plan chose them
+    mark_tensors_for_recompute    the planner's tensors -> nodes of joint graphs; these graphs become due
+    reset_code_of_due_graphs      between steps: Dynamo forgets the code of due graphs, and compiles the code
+                                  again at its next call
 
-Nothing else is compiled again, and no guard or weight changes: it is what Dynamo does for another shape.
+Only the code of due graphs is compiled again, in the same way as Dynamo compiles code for another shape.
+Guards and weights do not change. The recompiled step is measured and planned like a new step.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ Find = Callable[[str], Plan | None]
 
 
 class Recomputation:
-    """`find`: the plan that an earlier run kept for a joint graph."""
+    """The chosen nodes of each joint graph. `find` returns the cached plan of a joint graph."""
 
     def __init__(self, replay: Plan | None, find: Find, wanted: bool) -> None:
         self.wanted, self.find = wanted, find
         self.sets: dict[str, frozenset[str]] = {}
         self.codes: dict[str, set[CodeType]] = defaultdict(set)
-        self.due: set[str] = set()  # graphs whose code is to be compiled anew
-        self.looked: set[str] = set()
+        self.due: set[str] = set()  # graphs whose code must be compiled again
+        self.searched: set[str] = set()
         if replay is not None:
             self._add_nodes_to_recompute(replay.remade)
         elif wanted and (latest := find(LATEST)) is not None:
@@ -45,32 +46,38 @@ class Recomputation:
 
     @property
     def cache_key(self) -> str:
-        """All sets, in a stable form: what is compiled with others is another program."""
+        """Return a digest of all chosen nodes, because programs compiled with other nodes differ."""
         rows = [f"{graph} {sorted(nodes)}" for graph, nodes in sorted(self.sets.items()) if nodes]
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
 
     def note_loaded_program(self, graph: str) -> None:
-        """A program of this graph is there; from a cache it comes without being asked for."""
+        """Record the Python code that Dynamo compiles while a program of this graph is loaded.
+
+        The program may come from a cache.
+        """
         code = _code_being_compiled()
         if code is not None:
             self.codes[graph].add(code)
         self.due.discard(graph)
 
     def nodes_to_recompute(self, graph: str) -> Collection[str]:
-        """Called while a joint graph is cut."""
-        if self.wanted and graph not in self.sets and graph not in self.looked:
-            self.looked.add(graph)
+        """Return the chosen nodes of a joint graph.
+
+        If this run chose none, the nodes come from a cached plan.
+        """
+        if self.wanted and graph not in self.sets and graph not in self.searched:
+            self.searched.add(graph)
             kept = self.find(graph)
             if kept is not None:
                 self._add_nodes_to_recompute(kept.remade)
         return self.sets.get(graph, ())
 
     def is_recompute_undecided(self, step: Step) -> bool:
-        """Whether it is still to be decided what of this step is made again."""
+        """Return True if recomputation is on and none of the joint graphs of this step has a choice."""
         return self.wanted and not any(graph in self.sets for graph in joint_graphs_of_step(step))
 
     def recomputed_nodes_of(self, step: Step) -> tuple[RecomputedNode, ...]:
-        """For a plan of this step: what its programs were compiled with."""
+        """Return the recomputed nodes in the step's programs, for a plan of this step."""
         return tuple(
             RecomputedNode(graph, node)
             for graph in joint_graphs_of_step(step)
@@ -78,9 +85,12 @@ class Recomputation:
         )
 
     def mark_tensors_for_recompute(self, step: Step, names: Collection[str]) -> bool:
-        """These tensors of the step are to be made again. A program that runs several times in it makes its
-        tensor again in all of its calls or in none: where more bytes of it are than are not. Out: whether
-        anything is compiled anew."""
+        """Choose the nodes that compute these tensors. Return True if any code must be recompiled.
+
+        A program that a step calls several times recomputes a node in all calls or in none. The calls vote,
+        and the majority decides. The weight of a call's vote is the number of bytes of the node's tensor in
+        this call.
+        """
         sizes = {name: size_bytes for name, _, size_bytes, _ in step.kinds}
         votes: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
         for call in step.calls:
@@ -96,8 +106,8 @@ class Recomputation:
         self.due |= {graph for graph, nodes in chosen.items() if nodes}
         if self.due:
             log.info(
-                "teraio: %s (%s) are made again in the backward instead of saved: %s compiled once more, "
-                "then measured and planned",
+                "teraio: recomputing %s (%s) in the backward instead of saving: compiling %s once more, then "
+                "measuring and planning",
                 fmt_count(len(names), "activation"),
                 fmt_bytes(sum(sizes.get(name, 0) for name in names)),
                 fmt_count(len(self.due), "graph"),
@@ -105,7 +115,10 @@ class Recomputation:
         return bool(self.due)
 
     def reset_code_of_due_graphs(self) -> None:
-        """Between two steps, if no compiled program is on the stack."""
+        """Have Dynamo forget the code of due graphs, unless the code is on the call stack.
+
+        Call this between steps.
+        """
         codes = {code for graph in self.due for code in self.codes[graph]}
         if not codes or _is_any_code_on_stack(codes):
             return
@@ -121,32 +134,32 @@ class Recomputation:
 
 
 def joint_graphs_of_step(step: Step) -> tuple[str, ...]:
-    """The joint graphs of a step's forwards, each once."""
+    """Return the joint graphs of a step's forwards, without duplicates."""
     return tuple(dict.fromkeys(call.schedule.graph for call in step.calls if call.schedule.graph))
 
 
 def _code_being_compiled() -> CodeType | None:
-    """The code that Dynamo compiles now."""
+    """Return the code that Dynamo compiles at the moment; None if it compiles nothing."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
         found = InstructionTranslator.current_tx()
-    except AttributeError:  # it compiles nothing: the graph came another way
+    except AttributeError:  # Dynamo compiles nothing, so the graph has another source
         return None
     code = getattr(found, "f_code", None)
     return code if isinstance(code, CodeType) else None
 
 
 def describe_compiling_function() -> str:
-    """Says which function Dynamo compiles now: `Llama.forward (model.py:61)`."""
+    """Return the function that Dynamo compiles at the moment, as `Llama.forward (model.py:61)`."""
     code = _code_being_compiled()
-    if code is None or "_dynamo" in Path(code.co_filename).parts:  # Dynamo's own, around a layer of torch's
+    if code is None or "_dynamo" in Path(code.co_filename).parts:  # Dynamo's wrapper of a torch layer
         return "a model"
     return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def _is_any_code_on_stack(codes: Collection[CodeType]) -> bool:
-    """Whether one of them, or what Dynamo made of it, is on the stack."""
+    """Return True if any of these codes, or Dynamo's rewritten code at the same line, is on the stack."""
     places = {(code.co_filename, code.co_firstlineno) for code in codes}
     frame = sys._getframe()
     while frame is not None:

@@ -1,9 +1,8 @@
 """The engine of this process, from the first compile to the installed plan.
 
-start       budget, store, links measured; `teraio.init` does it before there is a model
-on_step     a plan that is there and is for this step (plan_reuse.py) -> engine, at once
-            warm-up steps -> profile -> plan -> engine, and kept for later runs
-reset       everything comes back, the store is given up
+start       set the budget, open the store, measure links; `teraio.init` does this before a model exists
+each step   advance each order of programs from MEASURING through TRIAL to PLANNED (course.py)
+reset       fetch all evicted tensors, close the store
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from teraio.runtime.optimizer import hooks, host_step
 from teraio.runtime.patches import cuda_graphs, pickling, wrapped_functions
 from teraio.runtime.step.stats import Stats
 from teraio.runtime.step.tracker import EXPECTATIONS_MAX
+from teraio.session.course import TRIAL_STEPS, Course, Order, Phase
 from teraio.session.log_lines import set_up_logging
 from teraio.session.notices import (
     describe_step,
@@ -55,23 +55,25 @@ from teraio.units import fmt_bytes, fmt_count
 
 log = logging.getLogger("teraio")
 
-# What the ledger does not see: storages too small for a record, workspaces of library kernels. The spike of
-# the design met 0.3 to 0.8 MB in Llama shapes of 9 to 40 million parameters.
+# Memory outside the ledger: storages too small for a record, workspaces of library kernels. Llamas of 9 to 40
+# million parameters used 0.3 to 0.8 MB of such memory.
 RESERVE_BYTES = 2 * 2**20
 
 NAMED = 5  # tensors that a message lists
 
 
 class Session:
+    """The run of one process: its engine, and a course for each order of programs."""
+
     def __init__(self, options: Settings, on: str | torch.device = "cpu") -> None:
         kind = torch.device(on).type
         _refuse_impossible_options(options, kind)
         self.options = options
-        replay = Plan.read(options.plan) if options.plan else None  # before anything is opened
-        # Measured, by the order of their programs; the most recent is the last.
-        self.steps: dict[tuple[str, ...], list[Step]] = {}
+        # Read the plan file before anything is opened, because reading may raise an error.
+        replay = Plan.read(options.plan) if options.plan else None
+        self.courses: dict[Order, Course] = {}
         self.begun = False
-        self.names: set[str] | None = set()  # of tensors that were seen; None: no longer of interest
+        self.names: set[str] | None = set()  # names in measured steps; None after the check of `keep`
         self.device = choose.choose_device(on)
         self.available_bytes = self.device.default_budget_bytes()
         budget = self.available_bytes
@@ -79,86 +81,158 @@ class Session:
             budget = options.memory.resolve(self.available_bytes, 0)
         tiers = Tiers(options, self.device, budget)
         store = tiers.store
-        # What plans were made from, by order.
-        self.measured: dict[tuple[str, ...], tuple[Profile, Step]] = {}
-        # In RAM the slabs are memory too: the only copies of bytes on their way.
+        # On the CPU, the slabs (buffers of the store) count in the budget, because slabs have the only copies
+        # of bytes in flight.
         reserve = RESERVE_BYTES + (store.slab_bytes_total if kind == "cpu" else 0)
         reserve += self.device.library_workspace_bytes(budget)
         self.engine = engine.Engine(
-            store, self.device, budget, reserve, self.add_measured_step, keep=options.keep, host=tiers.host
+            store,
+            self.device,
+            budget,
+            reserve,
+            self.add_measured_step,
+            keep=options.keep,
+            host=tiers.host,
+            at_rest=self._reset_code_of_due_graphs,
+            unobserved=self.device.observer is None,
         )
         if options.optimizer_step != "device" and tiers.host is not None:
             host_step.set_host_buckets(self.engine, None if options.optimizer_step == "host" else ())
         self.recording = Recording(self.engine, options.timeline) if options.timeline else None
         self.earlier = EarlierPlans(options, replay, self.engine, self.device.device)
         self.remaking = Recomputation(replay, self.earlier.cached_plan_of_graph, options.recompute == "auto")
-        self.engine.at_rest = self.remaking.reset_code_of_due_graphs
         self.planning = Planning(options, tiers.machine, self.engine, self.earlier, self.remaking)
         if options.memory == SMALLEST:
             self.engine.set_budget(None)
         if left_out := switches.disabled_features():
-            log.warning("teraio: without %s (%s)", ", ".join(sorted(left_out)), switches.VARIABLE)
+            log.warning(
+                "teraio: features turned off by %s: %s", switches.VARIABLE, ", ".join(sorted(left_out))
+            )
         for line in oversized_budget_lines(budget, self.device.capacity_bytes()):
             log.warning("teraio: %s", line)
         log.info(
             "teraio: memory %s, %s of it in reserve; %s%s",
-            "as little as the kernels let it be" if options.memory == SMALLEST else fmt_bytes(budget),
+            "min (as little as kernels need)" if options.memory == SMALLEST else fmt_bytes(budget),
             fmt_bytes(reserve),
             tiers.places_text,
             "" if replay else f"; measuring {fmt_count(options.warmup, 'step')} first",
         )
 
     def set_budget(self, memory: Memory) -> None:
-        """Another budget from now on: measured steps are planned again, others are measured again."""
+        """Change the budget.
+
+        Make a new plan for each course that has a source. Measure the other courses again.
+        """
         self.engine.set_budget(None if memory == SMALLEST else memory.resolve(self.available_bytes, 0))
         self.earlier.forget_all()
         for order in self.engine.tracker.known:
-            if order in self.measured:
-                self.engine.settle_plan(self.planning.choose_plan(*self.measured[order]), order)
+            course = self._course_of(order)
+            if course.source is not None:
+                self.engine.settle_plan(self.planning.choose_plan(*course.source), order)
+                course.settle()
             else:
                 self.engine.tracker.request_measuring(order)
+                if course.phase is not Phase.MEASURING:
+                    course.measure_again(final=course.phase is Phase.TRIAL)
+
+    def _course_of(self, order: Order) -> Course:
+        """Return the course of this order of programs. Delete old courses whose orders the engine forgot."""
+        course = self.courses.pop(order, None) or Course(order)
+        self.courses[order] = course
+        forgotten = [each for each in self.courses if each not in self.engine.tracker.known]
+        for each in forgotten[:-EXPECTATIONS_MAX]:
+            del self.courses[each]
+        return course
+
+    def sources(self) -> list[tuple[Profile, Step]]:
+        """Return the profile and step of each course's plan, the latest last."""
+        return [course.source for course in self.courses.values() if course.source is not None]
+
+    def phase_of(self, course: Course) -> Phase:
+        """Return the phase of a course; RECOMPILING while programs are compiled again."""
+        return Phase.RECOMPILING if self.remaking.due else course.phase
 
     def add_measured_step(self, step: Step) -> None:
-        """One more measured step. The first of its kind is not like the others: optimizer states are made in
-        it, programs are compiled."""
-        order = tuple(call.schedule.identity_hash for call in step.calls)
+        """Advance the course of this step's programs. The engine calls this after each measured step."""
+        course = self._course_of(tuple(call.schedule.identity_hash for call in step.calls))
         if not self.begun:
             self.begun = True
             self._warn_of_immovable_weights()
-        if self.engine.tracker.expected.settled:  # in the middle of it, as memory became another
+        if self.engine.tracker.expected.settled:  # set_memory planned this order while the step ran
             return
-        if self.remaking.due or self.planning.recompute_by_plan_file(step):
-            return  # measured when it is compiled anew
-        if self.earlier.follow_if_known(order, step):
-            self._warn_of_unmatched_keep(step, last=True)
+        if course.phase is Phase.PLANNED:  # the engine measures this order again
+            course.measure_again()
+        if self.phase_of(course) is Phase.RECOMPILING or self.planning.recompute_by_plan_file(step):
             return
-        measured = self.steps.pop(order, [])
-        self.steps[order] = measured
-        while len(self.steps) > EXPECTATIONS_MAX:  # the engine has forgotten it, too
-            del self.steps[next(iter(self.steps))]
-        measured.append(step)
-        warmup = 1 if self.earlier.replay else self.options.warmup
-        if len(measured) > 1:
-            log.info("teraio: measured step %d/%d: %s", len(measured) - 1, warmup, describe_step(step))
-        self._warn_of_unmatched_keep(step, last=len(measured) > warmup)
-        if len(measured) <= warmup:
+        if course.phase is Phase.TRIAL and not self._end_trial_by_step(course, step):
             return
-        profile = lifetimes.profile_of_steps(measured[1:], "run")
-        del self.steps[order]
+        if not course.was_tried and self._begin_earlier_plan(course, step):
+            return
+        if not self._is_warm_after(course, step):
+            return
+        profile = lifetimes.profile_of_steps(course.take_steps()[1:], "run")
         if self.options.profile:
             self._write_profile(profile, self.options.profile)
-        self.measured = {o: m for o, m in self.measured.items() if o in self.engine.tracker.known}
-        self.measured[order] = profile, step
+        course.note_source(profile, step)
         plan = self.planning.choose_plan(profile, step)
-        if self.remaking.due:
+        if self.phase_of(course) is Phase.RECOMPILING:
             return
-        if plan is not None and self.earlier.put_on_trial(order, plan):
+        if plan is not None and not course.was_tried and self.earlier.needs_trial(course.order, plan):
+            course.begin_trial(plan)
             self.engine.follow_plan(plan)
         else:
+            course.settle()
             self.engine.settle_plan(plan)
 
+    def _end_trial_by_step(self, course: Course, step: Step) -> bool:
+        """Add a step to its trial.
+
+        Return True if the trial failed, so that the step must be measured again.
+        """
+        self._warn_of_unmatched_keep(step, last=True)
+        if course.add_step(step) < TRIAL_STEPS:
+            return False
+        if not self.earlier.matches_prediction(course.end_trial(), step):
+            return True
+        course.settle()
+        self.engine.settle_plan(None)
+        return False
+
+    def _begin_earlier_plan(self, course: Course, step: Step) -> bool:
+        """Follow an earlier plan for this step, if there is one. Return True if there is such a plan.
+
+        A cached plan gets a trial. A plan from a plan file gets none.
+        """
+        plan = self.earlier.find_plan(course.order, step)
+        if plan is None:
+            return False
+        self._warn_of_unmatched_keep(step, last=True)
+        if plan is self.earlier.replay:
+            course.settle()
+            self.engine.settle_plan(plan)
+        else:
+            course.begin_trial(plan)
+            self.engine.follow_plan(plan)
+        return True
+
+    def _is_warm_after(self, course: Course, step: Step) -> bool:
+        """Add a measured step to its course. Return True if the course has enough steps for a plan.
+
+        The first step of a course does not count, because it creates optimizer states and compiles programs.
+        """
+        warmup = 1 if self.earlier.replay else self.options.warmup
+        count = course.add_step(step)
+        if count > 1:
+            log.info("teraio: measured step %d/%d: %s", count - 1, warmup, describe_step(step))
+        self._warn_of_unmatched_keep(step, last=count > warmup)
+        return count > warmup
+
+    def _reset_code_of_due_graphs(self) -> None:
+        """Have Dynamo recompile due graphs. The engine calls this when no compiled program runs."""
+        self.remaking.reset_code_of_due_graphs()
+
     def fetch_all_and_close(self) -> None:
-        """Everything comes back, and the timeline of the last step is written."""
+        """Fetch all evicted tensors, close the engine, and write the timeline of the last step."""
         try:
             self.engine.fetch_all_and_close()
         finally:
@@ -166,12 +240,15 @@ class Session:
                 self.recording.write(ended=True)
 
     def _warn_of_unmatched_keep(self, step: Step, last: bool) -> None:
-        """When the first plan is made: what should be kept and was never seen."""
+        """Warn of globs of `keep` that matched no tensor.
+
+        The warning comes at the `last` step before a plan.
+        """
         if self.names is None:
             return
         self.names |= tensor_names_in(step)
         if last:
-            unseen = [glob for glob in self.options.keep if glob not in self.engine.registry.found]
+            unseen = [glob for glob in self.options.keep if glob not in self.engine.residency.keep.found]
             for line in unmatched_keep_lines(unseen, self.names):
                 log.warning("teraio: %s", line)
             self.names = None
@@ -181,8 +258,8 @@ class Session:
         if stuck:
             reasons = [f"{record.name} ({self.engine.unresizable.why(record)})" for record in stuck[:NAMED]]
             log.warning(
-                "teraio: staying in memory: %s (%s) whose bytes belong to a file or another library and "
-                "cannot be copied out unnoticed: %s%s. Clone what is to move before compiling",
+                "teraio: kept resident: %s (%s), because a file or another library owns the bytes: %s%s. "
+                "Clone such weights before compiling to let them move",
                 fmt_count(len(stuck), "weight"),
                 fmt_bytes(sum(record.size_bytes for record in stuck)),
                 "; ".join(reasons),
@@ -190,7 +267,7 @@ class Session:
             )
 
     def _write_profile(self, profile: Profile, path: str) -> None:
-        """A profile that cannot be written is no reason to end a training."""
+        """Write the profile. If it cannot be written, warn and let the training go on."""
         try:
             profile.write(path)
         except TeraioError as error:
@@ -198,14 +275,18 @@ class Session:
 
 
 SESSION: Session | None = None
-GIVEN: dict[str, Any] = {}  # to `start_with_options`: what a compile need not say again
+GIVEN: dict[str, Any] = {}  # options of `teraio.init`, the defaults of later compiles
 
 
 def patch_torch() -> None:
-    """Wraps functions of torch and registers global hooks, once per process, before Dynamo traces anything.
+    """Wrap functions of torch and register global hooks, before Dynamo traces a frame.
 
-    Dynamo may restart the analysis of a frame. If a function of torch was wrapped in between, the second pass
-    meets other code than the first, and Dynamo gives up. Without an engine all of it passes through."""
+    Only the first call in a process has an effect.
+
+    Dynamo may analyse a frame twice. If a torch function is wrapped between the two passes, the second pass
+    sees other code than the first pass, and Dynamo gives up. Without an engine, wrappers and hooks have no
+    effect.
+    """
     global WATCH
     wrapped_functions.install()
     hooks.install()
@@ -216,15 +297,16 @@ def patch_torch() -> None:
 
 
 def start_with_options(options: Mapping[str, Any]) -> None:
-    """The engine is there when this returns, with these options, or with those that it has; for the device
-    that a model is made on now."""
+    """Start the engine on torch's default device. These options are also the defaults of later compiles."""
     ensure_session(Settings.parse({**GIVEN, **options}), torch.get_default_device())
     GIVEN.update(options)
 
 
 def ensure_session(options: Settings, on: str | torch.device = "cpu") -> None:
-    """One engine for all programs of the process; a second compile may not ask for another budget, nor be on
-    another device."""
+    """Start the session if this process has none.
+
+    A process has one session. Raise an error if a later compile has another device or other options.
+    """
     global SESSION
     on = torch.device(on)
     if SESSION is None:
@@ -235,7 +317,6 @@ def ensure_session(options: Settings, on: str | torch.device = "cpu") -> None:
         patch_torch()
         SIGNALS.install(apart=SESSION.device.kind == "cuda")
         observer = SESSION.device.observer
-        SESSION.engine.registry.blind = observer is None
         if observer is not None and not observer.can_notice_taken_addresses:
             wrapped_functions.wrap_address_functions()
         if WATCH is not None:
@@ -256,7 +337,7 @@ def ensure_session(options: Settings, on: str | torch.device = "cpu") -> None:
 
 
 def register_eager_weight(weight: torch.Tensor) -> None:
-    """Let the engine evict this weight, which no program has, and others of its optimizer."""
+    """Register a weight that is in no program. The engine can then evict all weights of its optimizer."""
     assert SESSION is not None
     SESSION.engine.registry.register_eager_weight(weight, "eager")
 
@@ -271,24 +352,32 @@ WATCH: foreign_backends.ForeignCompileWatch | None = None
 
 
 def _keep_weights_for_foreign_programs() -> None:
-    """Keep resident what a program of another compiler may read, if nobody sees it take addresses."""
+    """Keep weights resident between programs, because another compiler's program may read weights unnoticed.
+
+    If the device's observer notices when code takes the address of a tensor, do not keep the weights
+    resident.
+    """
     if SESSION is None or hooks.is_optimizer_update_running():
         return
     observer = SESSION.device.observer
     if observer is None or not observer.can_notice_taken_addresses:
         saved = _is_in_compiled_autograd()
-        what = "weights, and what forwards saved," if saved else "weights"
+        what = "weights and saved tensors" if saved else "weights"
         SESSION.engine.user.keep_weights(f"another compiler's program may read {what}", saved)
 
 
 def _is_in_compiled_autograd() -> bool:
-    """Whether a backward runs that is compiled as a whole, nodes of eager code and all."""
+    """Return True if compiled autograd is active. Compiled autograd compiles a whole backward, with eager
+    nodes.
+    """
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def nodes_to_recompute(graph: str) -> tuple[Collection[str], int]:
-    """Which saved nodes of a joint graph are made again instead, and what a kernel may need for that."""
+    """Return a pair: the saved nodes of this joint graph to recompute, and the most bytes that a kernel may
+    need.
+    """
     if SESSION is None:
         return (), 0
     residency = SESSION.engine.residency
@@ -297,41 +386,45 @@ def nodes_to_recompute(graph: str) -> tuple[Collection[str], int]:
 
 
 def recompute_cache_key() -> str:
-    """Everything that is known to be made again, for the keys of caches."""
+    """Return the digest of all chosen nodes, for the keys of caches."""
     return "" if SESSION is None else SESSION.remaking.cache_key
 
 
 def note_loaded_program(graph: str) -> None:
-    """A program that was cut from this joint graph is there, compiled or from a cache."""
+    """Record that a program of this joint graph was loaded, newly compiled or from a cache."""
     if SESSION is not None and graph:
         SESSION.remaking.note_loaded_program(graph)
 
 
 @contextlib.contextmanager
 def uncount_graph_on_error() -> Iterator[None]:
-    """Takes the graph back that the block counts as ours, if the block raises.
+    """Restore the count of teraio's own graphs if the block raises an error.
 
-    Dynamo then breaks the graph before the operator that failed and traces the frame again."""
+    After such an error, Dynamo breaks the graph before the operator that failed, and traces the frame again.
+    """
     counted = 0 if WATCH is None else WATCH.ours
     try:
         yield
     except BaseException:
         if WATCH is not None:
-            WATCH.ours = counted
+            WATCH.restore_own_count(counted)
         raise
 
 
 def count_graph_as_ours() -> None:
-    """The backend compiles a graph: it is no other compiler's."""
+    """Count a graph that the backend compiles as teraio's own.
+
+    The session takes uncounted graphs for another compiler's graphs.
+    """
     if WATCH is not None:
         WATCH.count_graph_as_own()
 
 
 def reset() -> None:
-    """Ends the engine of this process: everything that is away comes back first."""
+    """Fetch all evicted tensors, then end the engine of this process."""
     pins = SESSION is not None and SESSION.device.kind != "cpu"
     _close_session()
-    if pins:  # the engine is in cycles: its memory is unpinned when they are found
+    if pins:  # the engine is part of reference cycles; collecting the cycles unpins host memory
         gc.collect()
 
 
@@ -340,9 +433,8 @@ def _close_session() -> None:
     if SESSION is not None:
         running = SESSION.engine
         with running.lock:
-            make_everything_resident(
-                running.residency, running.user.must_be_resident
-            )  # or an error, before anything has ended
+            # Fetching may raise an error, so fetch before anything is closed.
+            make_everything_resident(running.residency, running.user.must_be_resident)
     session, SESSION = SESSION, None
     GIVEN.clear()
     engine.set_current_engine(None)
@@ -352,25 +444,33 @@ def _close_session() -> None:
 
 
 def set_memory(memory: str | int) -> None:
-    """Gives the running programs more or less memory (`16GiB`, `80%`, `min`): they are planned again, and
-    nothing is compiled again. What is too much leaves before this returns."""
+    """Change the memory budget of the running programs (`16GiB`, `80%`, `min`). Return after the engine has
+    evicted the excess.
+
+    The session makes new plans, and compiles no program again.
+    """
     if SESSION is None:
         raise OptionError(
             "set_memory: nothing is compiled by teraio yet; give options={'memory': ...} to torch.compile"
         )
-    asked = Settings.parse({"memory": memory}, {}).memory
-    assert asked is not None
-    SESSION.set_budget(asked)
+    parsed = Settings.parse({"memory": memory}, {}).memory
+    assert parsed is not None
+    SESSION.set_budget(parsed)
 
 
 def stats() -> Stats:
-    """What the engine has done so far, and in the last step, for loggers: a plain dict of numbers, and one
-    word (`phase`). Empty while no program was compiled."""
+    """Return the engine's counts so far and in the last step, for loggers: numbers, and one word (`phase`).
+
+    The dict is empty until a program has been compiled.
+    """
     return {} if SESSION is None else SESSION.engine.stats()
 
 
 def _refuse_impossible_options(options: Settings, kind: str) -> None:
-    """Before anything is opened: what cannot be done, by name."""
+    """Raise an error that names the option, if an option is impossible.
+
+    Call this before anything is opened.
+    """
     refuse_host_options_without_gpu(options, kind)
     for name in ("profile", "timeline"):
         path = getattr(options, name)
@@ -379,7 +479,7 @@ def _refuse_impossible_options(options: Settings, kind: str) -> None:
 
 
 def _differing_options(one: Settings, other: Settings) -> str:
-    """In what belongs to the process; each compiled program may have its own inner program and mode."""
+    """Return the per-process options that differ. Options of a single program, such as mode, may differ."""
     names = [f.name for f in fields(Settings) if not f.metadata["program"]]
     differing = [name for name in names if getattr(one, name) != getattr(other, name)]
     return ", ".join(f"{name}: {getattr(one, name)} and {getattr(other, name)}" for name in differing)

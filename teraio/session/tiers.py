@@ -1,7 +1,7 @@
-"""The tiers of this process: where tensors are while they are away, and what the ways there carry.
+"""The tiers of this process, and the measured rates of the links between them.
 
-a GPU        device <-> pinned host memory, device <-> SSD
-without one  device (which is RAM) <-> SSD
+with a GPU   device <-> pinned host memory, device <-> SSD
+on the CPU   device (which is RAM) <-> SSD
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from teraio.units import fmt_bytes
 
 log = logging.getLogger("teraio")
 
-HOST_SHARE = Memory(percent=Fraction(50))  # what is pinned is no one else's any more
-LOOK_S = 0.1  # per measurement of a link
+HOST_SHARE = Memory(percent=Fraction(50))  # not more, because other processes cannot use pinned memory
+LOOK_S = 0.1  # seconds per measurement of a link
 
 
 class Tiers:
-    """Opened when the process starts to train, once."""
+    """The store, the host tier and the machine of a session. The session opens them when it starts."""
 
     def __init__(self, options: Settings, device: Device, budget_bytes: int) -> None:
         in_ram = device.kind == "cpu"
@@ -50,7 +50,7 @@ class Tiers:
         )
         most = link_probe.memory_bytes_for_probe(budget_bytes)
         link, weights = measure_drives(self.store.directories, device, most)
-        self.store.space.extents.weights[:] = weights
+        self.store.weigh_directories(weights)
         links = [link]
         self.host_bytes = host_limit_bytes(options)
         self.host = device.make_host_tier(self.host_bytes) if self.host_bytes else None
@@ -64,7 +64,7 @@ class Tiers:
             self.store.close()
             raise UnsupportedError(
                 "option 'optimizer_step' is 'host', and no host memory is used; give 'host_memory', or leave "
-                "it out"
+                "'optimizer_step' out"
             )
         device.forget_highest_counts()
         capacity = max(budget_bytes, device.capacity_bytes())
@@ -73,7 +73,7 @@ class Tiers:
         )
 
     def _go_without_host_memory(self, reason: str, options: Settings) -> None:
-        what = f"no host memory is used, all that leaves goes to the SSD: {reason}"
+        what = f"no host memory is used, so evicted tensors go to the SSD: {reason}"
         if options.on_fallback == "error":
             self.store.close()
             raise UnsupportedError(f"{what} (on_fallback is 'error')")
@@ -82,39 +82,42 @@ class Tiers:
 
     @property
     def places_text(self) -> str:
-        """In words."""
+        """Return the tiers as a part of a log line."""
         host = f"up to {fmt_bytes(self.host_bytes)} of host memory; " if self.host else ""
         return f"{host}store in {', '.join(map(str, self.store.directories))}"
 
 
 def _make_memory_io(io: _native.Io) -> _native.Io:
-    """Return a store's I/O that keeps its bytes in memory, in place of that with drives."""
-    log.warning("teraio: the store is '%s': what is evicted stays in this process's memory", NULL_STORE)
+    """Return a store's I/O that keeps bytes in memory instead of on drives."""
+    log.warning("teraio: the store is '%s': evicted bytes are kept in this process's memory", NULL_STORE)
     return _native.MemoryIo(size_bytes=2**62, depth=4)
 
 
 def refuse_host_options_without_gpu(options: Settings, kind: str) -> None:
     if options.optimizer_step == "host" and kind in {"cpu", "meta"}:
         raise UnsupportedError(
-            "option 'optimizer_step': 'host' is for a GPU: here tensors are in host memory already; leave "
-            "it out"
+            "option 'optimizer_step': 'host' is for a GPU; on the CPU, tensors are in host memory already. "
+            "Leave 'optimizer_step' out"
         )
     if options.host_memory is not None and kind in {"cpu", "meta"}:
         raise UnsupportedError(
-            "option 'host_memory' is for a GPU: here tensors are in host memory, and `memory` is their "
-            "budget; leave it out"
+            "option 'host_memory' is for a GPU; on the CPU, tensors are in host memory, and 'memory' is "
+            "their budget. Leave 'host_memory' out"
         )
 
 
 def host_limit_bytes(options: Settings) -> int:
-    """How much may be pinned; what can be had now is what a share is of."""
+    """Return the most bytes that may be pinned. A percentage refers to the memory that is available now."""
     return (options.host_memory or HOST_SHARE).resolve(limits.read_memory_limits().obtainable_bytes, 0)
 
 
 def measure_drives(
     directories: Sequence[Path], device: Device, memory_bytes: int = link_probe.MEMORY_BYTES
 ) -> tuple[LinkRates, list[int]]:
-    """All drives of a store as one link, and how fast each directory is: several on one drive divide it."""
+    """Return a pair: all drives as one link, and the rate of each directory.
+
+    Directories on the same drive share its rate.
+    """
     numbers = [os.stat(directory).st_dev for directory in directories]
     links = {
         number: _measure_link_once(directory, device, memory_bytes)
@@ -126,11 +129,14 @@ def measure_drives(
     ]
 
 
-_KNOWN: dict[tuple[Path, torch.device], LinkRates] = {}  # by directory and device: once per process
+_KNOWN: dict[tuple[Path, torch.device], LinkRates] = {}  # measured only one time per process
 
 
 def _measure_link_once(directory: Path, device: Device, memory_bytes: int) -> LinkRates:
-    """How fast the store is, in about half a second, with so much of the device's memory."""
+    """Measure the rates of a directory in about half a second. A later call returns the same rates.
+
+    The measurement uses at most `memory_bytes` of the device's memory.
+    """
     if (directory, device.device) not in _KNOWN:
         measured = link_probe.measure_store_link(
             directory, LOOK_S, limit_bytes=64 * 2**20, device=device, memory_bytes=memory_bytes

@@ -1,8 +1,8 @@
-"""The timeline of a run, from the engine's recorder to a file: now and then while it runs, and at its end.
+"""The timeline of a run, written from the engine's recorder to a file, during the run and at its end.
 
-Writing takes time that the training does not have: the first whole step is written at once, later ones when
-the last writing was long enough ago, and the last one when everything ends. A timeline that cannot be written
-is no reason to end a training.
+Writing delays the training. The recording writes the first whole step and the first planned step immediately.
+It writes the last step at the end of the run. Between these steps, the recording writes at most every 10 s,
+and spends at most 1 % of the time on writing. Training goes on if a timeline cannot be written.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from teraio.session.log_lines import add_trace_artifact, rank
 
 log = logging.getLogger("teraio")
 
-REST_PARTS = 100  # writing takes at most one part in so many of the time
+REST_PARTS = 100  # writing takes at most a hundredth of the time
 REST_MIN_S = 10.0
 
 
 class Recording:
+    """The timeline file of a session."""
+
     def __init__(self, engine: Engine, path: str) -> None:
         residency = engine.residency
         self.path = path
-        self.recorder = Recorder(residency.budget_bytes, residency.reserve_bytes)
-        self.recorder.on_complete = self.write_if_due
+        self.recorder = Recorder(residency.budget_bytes, residency.reserve_bytes, self.write_if_due)
         engine.attach_recorder(self.recorder)
         self.due_s = 0.0
-        self.planned = False  # the step in the file is
-        self.said = False
+        self.planned = False  # whether the file has a planned step
+        self.warned = False
 
     def write_if_due(self) -> None:
         step = self.recorder.complete
@@ -39,13 +40,13 @@ class Recording:
             self.write()
 
     def write(self, ended: bool = False) -> None:
-        """`ended`: nothing is under way any more, so that the last step is whole, too."""
+        """Write the last whole step. If `ended`, no transfer is in flight, so the latest step is whole."""
         began_s = time.monotonic()
         try:
             step, line = self.recorder.last_whole_step(ended), self.recorder.timeline(ended)
             if line is not None:
                 add_trace_artifact("teraio_timeline", line.dumps)
-                if rank() == 0:  # one file, one writer
+                if rank() == 0:  # only one rank writes the file
                     line.write(self.path)
                 self.planned = step is not None and step.rank[1]
             elif step is not None:
@@ -58,6 +59,6 @@ class Recording:
         self.due_s = now_s + max(REST_MIN_S, REST_PARTS * (now_s - began_s))
 
     def _warn_once(self, why: str) -> None:
-        if not self.said:
-            self.said = True
+        if not self.warned:
+            self.warned = True
             log.warning("teraio: the timeline was not written: %s", why)

@@ -1,8 +1,9 @@
-"""Which torch this is: one that the tests ran with, or one that must show first that slots work on it.
+"""The check of torch's version. Tested versions need no self-test; any other version must pass a self-test.
 
-Slots are written into programs through parts of torch that promise nothing from one version to the next. So a
-version that was not tested is warned of once and given a graph of a few kernels (passes/selftest.py). An
-inner program that fails there is not used: Inductor's falls back to `eager`, and `eager` to a refusal.
+Slots depend on private parts of torch, which may change with each version. For an untested version this
+module warns once, and compiles a graph of a few kernels as a self-test (passes/selftest.py). If the self-test
+fails for `inductor`, `eager` is used instead. If the self-test fails for `eager`, too, an error refuses this
+torch.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from teraio.errors import UnsupportedError
 
 log = logging.getLogger("teraio")
 
-# The training tests ran with these, on CPU, on both inner programs. pyproject.toml allows the same.
+# The training tests ran with these versions, on the CPU, with both inner programs. pyproject.toml allows the
+# same versions.
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
-SelfTest = Callable[[str, str], str]  # (inner, device) -> what failed, or nothing
-VERDICTS: dict[tuple[str, str, str], str] = {}  # (torch, inner, device) -> the same
-SAID: set[str] = set()  # warnings given, each once per process
+SelfTest = Callable[[str, str], str]  # (inner, device) -> the failure, or ""
+VERDICTS: dict[tuple[str, str, str], str] = {}  # (torch, inner, device) -> the failure, or ""
+WARNED: set[str] = set()  # warnings that were given; each is given only one time per process
 
 
 def is_tested(version: str) -> bool:
-    """A release of a tested series: `2.13.0+cpu`, `2.13.1`, and no alpha, release candidate or build from
-    source."""
+    """Return whether this is a release of a tested series, such as `2.13.0+cpu` or `2.13.1`.
+
+    Alphas, release candidates and builds from source count as untested.
+    """
     release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+(cpu|cu\d+|rocm[\d.]+|xpu))?", version)
     return release is not None and release[1] in TESTED
 
@@ -33,19 +37,19 @@ def is_tested(version: str) -> bool:
 def choose_inner_program(
     inner: str, version: str, device: str, self_test: SelfTest, on_fallback: str = "warn"
 ) -> str:
-    """The inner program to use with this torch, for a model on this kind of device."""
+    """Return the inner program to use with this torch on this device. Raise an error if none works."""
     if is_tested(version):
         return inner
     _warn_once(
-        f"teraio was not tested with torch {version} (but with {', '.join(TESTED)}): it is tried on a small "
-        f"graph first"
+        f"teraio was not tested with torch {version} (tested are {', '.join(TESTED)}): a self-test runs on a "
+        f"small graph first"
     )
     failed = {inner: _self_test_once(inner, version, device, self_test)}
     if failed[inner] and inner != "eager" and on_fallback != "error":
         failed["eager"] = _self_test_once("eager", version, device, self_test)
     if not failed[inner]:
         return inner
-    if not failed.get("eager", "not asked"):
+    if not failed.get("eager", "not tested"):
         _warn_once(
             f"torch {version}: teraio's slots fail in inner={inner!r} ({failed[inner]}), so inner='eager' is "
             "used: nothing is fused, steps take longer, more memory is needed. Install torch "
@@ -53,11 +57,11 @@ def choose_inner_program(
             f"{inner}"
         )
         return "eager"
-    told = "; ".join(f"inner={name!r}: {why}" for name, why in failed.items())
+    failures = "; ".join(f"inner={name!r}: {why}" for name, why in failed.items())
     other = ", or inner='eager'" if len(failed) == 1 and inner != "eager" else ""
     raise UnsupportedError(
-        f"teraio cannot work with torch {version}: the self-test of its slots fails in {told}. Install torch "
-        f"{_tested_range()}{other}"
+        f"teraio cannot work with torch {version}: the self-test of its slots fails in {failures}. Install "
+        f"torch {_tested_range()}{other}"
     )
 
 
@@ -69,8 +73,8 @@ def _self_test_once(inner: str, version: str, device: str, self_test: SelfTest) 
 
 
 def _warn_once(text: str) -> None:
-    if text not in SAID:
-        SAID.add(text)
+    if text not in WARNED:
+        WARNED.add(text)
         log.warning("teraio: %s", text)
 
 

@@ -1,9 +1,10 @@
-"""Which compiled models sent no graph to the backend, seen when an optimizer steps for the first time.
+"""A check for compiled models that sent no graph to the backend, at each optimizer's first step.
 
-Dynamo may skip a frame and run it as plain Python: it does so with a frame that has a recurrent layer. Then
-the backend is never called. So the first step of each optimizer compares the weights of compiled modules that
-have gradients with the weights that programs had. What is missing is told, with Dynamo's reasons, and the
-engine is opened for it: the weights, gradients and optimizer states are evicted as those of eager code are.
+Dynamo may skip a frame and run it as plain Python, for example a frame with a recurrent layer. Then Dynamo
+never calls the backend. So the check looks for weights of compiled modules. A weight counts if it has a
+gradient and is in no program. If the check finds such weights, it warns with Dynamo's reasons and starts the
+engine. The engine then evicts these weights, their gradients and optimizer states on demand, as for eager
+code.
 """
 
 from __future__ import annotations
@@ -30,29 +31,28 @@ from teraio.units import fmt_bytes, fmt_count
 
 log = logging.getLogger("teraio")
 
-REASONS = 3  # of Dynamo's that a message lists
-PART = 0.5  # of a model's bytes: a model with less than this in no program is served without a word
+REASONS = 3  # Dynamo's reasons that a message lists
+PART = 0.5  # a warning comes only if at least this part of a model's bytes is in no program
 
 _seen: WeakSet[torch.optim.Optimizer] = WeakSet()
-_counted: dict[str, int] = {}  # reasons of Dynamo at the last look, and how often each had been given
+_counted: dict[str, int] = {}  # Dynamo's reasons for skipping code, each with its count at the last check
 _installed = False
 
 
 @dataclass(frozen=True, slots=True)
 class UncompiledModel:
-    """A compiled model, and its trained weights that no program had."""
+    """A compiled model, and its trained weights that are in no program."""
 
     model: str
     count: int
     size_bytes: int
     of_bytes: int
     weights: tuple[torch.Tensor, ...]
-    options: Mapping[str, Any]  # that it was compiled with
+    options: Mapping[str, Any]  # options of the model's torch.compile
 
 
 def install(backend: Callable[..., Any]) -> None:
-    """Register the look at the first step of each optimizer, once per process. It looks at models that
-    `backend` compiled."""
+    """Register the check of models that `backend` compiled, unless this process has registered the check."""
     global _installed
     if not _installed:
         _installed = True
@@ -65,7 +65,7 @@ def _warn_of_uncompiled_models(
     if optimizer in _seen:
         return
     _seen.add(optimizer)
-    reasons = _newest_dynamo_reasons()  # also where nothing is missing: the next look is at another model
+    reasons = _newest_dynamo_reasons()  # read in any case, so that the next check begins with newer reasons
     if is_disabled():
         return
     weights = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
@@ -73,7 +73,7 @@ def _warn_of_uncompiled_models(
     if not stepped:
         return
     if session.SESSION is not None:
-        # What the look takes is not the user's.
+        # Memory of this check must not count as memory of user code.
         session.SESSION.engine.user.eager_memory.end_user_code_measure()
     missing = [
         m
@@ -84,17 +84,17 @@ def _warn_of_uncompiled_models(
         return
     refuse_shards(optimizer)
     parsed = Settings.parse({**session.GIVEN, **missing[0].options})
-    told = _warning_text(missing, reasons)
+    text = _warning_text(missing, reasons)
     if parsed.on_fallback == "error":
-        raise UnsupportedError(told)
-    log.warning("teraio: %s", told)
+        raise UnsupportedError(text)
+    log.warning("teraio: %s", text)
     first = missing[0].weights[0]
     session.ensure_session(parsed, first.device)
     session.register_eager_weight(first)
 
 
 def _ids_of_weights_in_programs() -> set[int]:
-    """Return the ids of the tensors that the engine knows as weights of programs."""
+    """Return the ids of tensors that the engine registered as weights of programs."""
     if session.SESSION is None:
         return set()
     records = session.SESSION.engine.known_tensors.records
@@ -102,7 +102,7 @@ def _ids_of_weights_in_programs() -> set[int]:
 
 
 def _compiled_modules(backend: Callable[..., Any]) -> Iterator[tuple[torch.nn.Module, Mapping[str, Any]]]:
-    """Yield the modules that this backend compiled, each with the options that it was given."""
+    """Yield the modules that this backend compiled, each with its options."""
     for each in gc.get_objects():
         if issubclass(type(each), OptimizedModule):
             module, called = each._orig_mod, each.dynamo_ctx
@@ -116,7 +116,7 @@ def _compiled_modules(backend: Callable[..., Any]) -> Iterator[tuple[torch.nn.Mo
 
 
 def _dynamo_wrapper_of(compiled: Any) -> Any:
-    """Return Dynamo's context of a function that it has wrapped: the function closes over it."""
+    """Return the Dynamo object in the closure of a wrapped function; None without one."""
     cells = getattr(compiled, "__closure__", None) or ()
     contexts = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _TorchDynamoContext)]
     return contexts[0] if contexts else None
@@ -125,7 +125,10 @@ def _dynamo_wrapper_of(compiled: Any) -> Any:
 def _uncompiled_part(
     module: torch.nn.Module, stepped: set[int], options: Mapping[str, Any]
 ) -> UncompiledModel | None:
-    """Return what of this model is stepped and was in no program, if that is most of it."""
+    """Return the model's weights that the optimizer steps and that are in no program.
+
+    Return None if these weights are a minor part of the model.
+    """
     weights = [p for p in module.parameters() if p.requires_grad and p.nbytes >= SMALLEST_BYTES]
     left_out = tuple(p for p in weights if id(p) in stepped)
     of_bytes, size_bytes = (sum(p.nbytes for p in some) for some in (weights, left_out))
@@ -142,16 +145,16 @@ def _warning_text(missing: list[UncompiledModel], reasons: list[str]) -> str:
     why = f"Dynamo's reasons: {'; '.join(reasons)}" if reasons else "Dynamo gave no reason"
     return (
         f"in no compiled graph: {models}. {why}. That part runs as plain PyTorch: its weights, gradients and "
-        f"optimizer states are evicted on demand, and its activations stay resident. "
+        f"optimizer states are evicted on demand, and its activations are kept resident. "
         f"TORCH_LOGS=graph_breaks shows where; compile the layers that Dynamo accepts one by one"
     )
 
 
 def _newest_dynamo_reasons() -> list[str]:
-    """Return the first lines of Dynamo's reasons not to compile: what came since the last look, newest first.
+    """Return Dynamo's reasons not to compile, one line each. Reasons since the last check come first.
 
-    Dynamo counts for the process. It skips code that it skipped before without another reason, so older
-    reasons follow.
+    Dynamo counts reasons per process. When Dynamo skips the same code again, it gives no new reason. So the
+    list also has older reasons.
     """
     counted = {str(t): n for kind in ("unimplemented", "graph_break") for t, n in counters[kind].items()}
     newest = list(reversed(counted))
@@ -166,7 +169,7 @@ def _newest_dynamo_reasons() -> list[str]:
 
 
 def _location_in_reason(text: str) -> str:
-    """Return what Dynamo says it stopped at, such as the layer."""
+    """Return the place where Dynamo stopped, such as a layer, from the text of a reason."""
     mark = "Developer debug context:"
     lines = [line.split(mark, 1)[1].strip() for line in text.splitlines() if mark in line]
     return lines[0][:80] if lines else ""

@@ -1,5 +1,8 @@
-"""Training with host memory beside a device that has its own: here RAM stands in for both, so bytes really
-move, and where the host is full they go to the SSD."""
+"""Training with a host tier, beside a device that has its own memory.
+
+RAM stands in for both memories, so bytes really move. If the host tier is full, evictions move bytes to the
+SSD.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from teraio.formats.plan import Fetch, Plan
 from teraio.options import Settings
 from teraio.runtime.device import choose, cpu
 from teraio.runtime.engine import engine
-from teraio.runtime.ledger.mover import Mover
 from teraio.runtime.ledger.record import Record
+from teraio.runtime.ledger.residency import Residency
 from teraio.runtime.store.store import Store
 from teraio.session import session, tiers
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
-MIB = 2**20  # 16 of activations, 2 of weights, 2 of gradients, 4 of states; 4 of reserve
+MIB = 2**20  # in MiB: activations take 16, weights 2, gradients 2, states 4, the reserve 4
 STEPS = 7
 OPTIONS: dict[str, Any] = {"inner": "eager", "memory": 15 * MIB, "warmup": 1}
 
@@ -55,7 +58,7 @@ class Chain(nn.Module):
 
 
 def train(**options: Any) -> tuple[list[float], list[torch.Tensor], dict[str, Any]]:
-    """Losses, weights and the last step's counts."""
+    """Train a model. Return the losses, the weights and the counts of the last step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Chain()
@@ -92,7 +95,7 @@ def same(
 
 
 @pytest.mark.parametrize("limit", [64 * MIB, 6 * MIB, MIB // 4])
-def test_the_numbers_are_the_same_however_much_host_memory_there_is(
+def test_training_is_bit_equal_for_each_size_of_host_memory(
     limit: int, host: Callable[[int], None], plain: Any
 ) -> None:
     host(limit)
@@ -101,16 +104,17 @@ def test_the_numbers_are_the_same_however_much_host_memory_there_is(
     counts = run[2]
     assert counts["peak_bytes"] <= 15 * MIB
     assert counts["from_host_bytes"] > limit // 2
-    # With room for all a plan may leave the SSD alone; on demand the host comes first.
+    # If the host tier has room for all tensors, a plan may use only the host tier. Evictions without a plan
+    # prefer the host tier.
     assert counts["written_bytes"] > MIB or limit == 64 * MIB
     assert (counts["to_host_bytes"] > 2 * counts["written_bytes"]) == (limit == 64 * MIB)
 
 
 @pytest.mark.parametrize("limit", [10 * MIB, 6 * MIB])
-def test_a_plan_uses_both_tiers_and_is_followed(
+def test_plan_with_host_and_ssd_is_followed(
     limit: int, host: Callable[[int], None], plain: Any, tmp_path: Path
 ) -> None:
-    """Steps before it filled host memory: what it sends there finds room all the same."""
+    """Steps before the plan fill the host tier. The plan's evictions to the host still find room."""
     host(limit)
     moved: Counter[str] = Counter()
     files = {name: str(tmp_path / f"run.{name}.json") for name in ("timeline", "profile")}
@@ -136,18 +140,18 @@ def test_a_plan_uses_both_tiers_and_is_followed(
 
 
 class Moving:
-    """Two tensors between RAM for a device, 1 MiB of host memory and a store."""
+    """Two tensors that move between a device in RAM, 1 MiB of host memory and a store."""
 
     def __init__(self, disk: Path) -> None:
         self.store = Store(disk, 8 * MIB)
-        self.mover = Mover(self.store, cpu.CpuDevice(), Ram(MIB))
+        self.mover = Residency(self.store, cpu.CpuDevice(), 8 * MIB, 0, Ram(MIB)).mover
         self.tensors = {name: torch.randn(MIB // 4) for name in ("one", "other")}
         self.wanted = {name: tensor.clone() for name, tensor in self.tensors.items()}
         named = self.tensors.items()
         self.one, self.other = (Record(t.untyped_storage(), name, "weight", True) for name, t in named)
 
-    def away_and_back(self, record: Record, tier: str | None) -> str | None:
-        """Where it was meanwhile."""
+    def evict_and_fetch(self, record: Record, tier: str | None) -> str | None:
+        """Evict a record and fetch it. Return the tier to which it was evicted."""
         self.mover.begin_evict(record, tier)
         self.mover.end_evict(record)
         home = record.copy_tier
@@ -164,19 +168,22 @@ def moving(root: Path) -> Iterator[Moving]:
     found.store.close()
 
 
-def test_a_plan_has_the_places_of_copies_that_it_wants_elsewhere(moving: Moving) -> None:
-    assert moving.away_and_back(moving.one, "host") == "host"
-    assert moving.away_and_back(moving.other, None) == "ssd", "a clean copy stays, if no plan wants its place"
-    moving.mover.to_host = {"other"}
-    assert moving.away_and_back(moving.other, "host") == "host"
-    assert moving.away_and_back(moving.one, None) == "ssd"
+def test_plan_reclaims_host_places_of_other_copies(moving: Moving) -> None:
+    assert moving.evict_and_fetch(moving.one, "host") == "host"
+    assert moving.evict_and_fetch(moving.other, None) == "ssd", (
+        "a clean copy is kept if no plan wants its place"
+    )
+    moving.mover.expect_host_copies({"other"})
+    assert moving.evict_and_fetch(moving.other, "host") == "host"
+    assert moving.evict_and_fetch(moving.one, None) == "ssd"
 
 
-def test_a_place_in_host_memory_is_no_copy_before_bytes_were_written_there(moving: Moving) -> None:
-    """Whatever copy there was: on the SSD, or in a place that was given up."""
-    assert moving.away_and_back(moving.one, "ssd") == "ssd" and moving.mover.is_clean(moving.one)
+def test_host_place_is_no_copy_before_it_is_written(moving: Moving) -> None:
+    """A new place in host memory is no copy yet, even if the record has a copy on the SSD or in a released
+    place."""
+    assert moving.evict_and_fetch(moving.one, "ssd") == "ssd" and moving.mover.is_clean(moving.one)
     assert moving.mover.reserve_host_place(moving.one) and not moving.mover.is_clean(moving.one)
-    assert moving.away_and_back(moving.one, None) == "host"
+    assert moving.evict_and_fetch(moving.one, None) == "host"
 
 
 def spans(path: str) -> list[dict[str, Any]]:
@@ -186,7 +193,7 @@ def spans(path: str) -> list[dict[str, Any]]:
     return [span for span in found if "track" in span]
 
 
-def test_host_memory_that_cannot_be_pinned_is_done_without_and_said(
+def test_unpinnable_host_memory_is_warned_of_and_not_used(
     host: Callable[[int], None], plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     host(64 * MIB)
@@ -202,23 +209,24 @@ def test_host_memory_that_cannot_be_pinned_is_done_without_and_said(
     assert session.SESSION is None
 
 
-def test_on_a_cpu_it_is_refused_with_the_reason() -> None:
-    with pytest.raises(UnsupportedError, match="for a GPU: here tensors are in host memory"):
+def test_host_memory_option_on_cpu_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="for a GPU; on the CPU, tensors are in host memory"):
         session.ensure_session(Settings.parse({"memory": "1GiB", "host_memory": "1GiB"}, {}))
 
 
-def test_how_much_is_pinned_at_most() -> None:
-    for asked, part in ({"host_memory": "3GiB"}, None), ({}, 0.5), ({"host_memory": "25%"}, 0.25):
-        most = tiers.host_limit_bytes(Settings.parse(asked, {}))
-        there = tiers.limits.read_memory_limits().obtainable_bytes
-        assert most == 3 * 2**30 if part is None else abs(most / there - part) < 0.05
+def test_host_limit_follows_option() -> None:
+    for options, part in ({"host_memory": "3GiB"}, None), ({}, 0.5), ({"host_memory": "25%"}, 0.25):
+        most = tiers.host_limit_bytes(Settings.parse(options, {}))
+        obtainable = tiers.limits.read_memory_limits().obtainable_bytes
+        assert most == 3 * 2**30 if part is None else abs(most / obtainable - part) < 0.05
     assert tiers.host_limit_bytes(Settings.parse({"host_memory": "min"}, {})) == 0
 
 
-def test_a_planted_bug_changes_the_numbers(
+def test_planted_bug_in_copy_out_changes_numbers(
     host: Callable[[int], None], plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More of them are in test_engine_schedules.py."""
+    """The planted bug: a copy to the host ends without copying any bytes. test_engine_schedules.py plants
+    more bugs."""
     host(6 * MIB)
     monkeypatch.setattr(Ram, "copy_out_starter", lambda ram, place: lambda storage, mark: Arrived())
     assert not same(train(), plain)

@@ -1,4 +1,4 @@
-"""What a run says: a plan in one line, by the first rank alone, where the program wants it."""
+"""The log lines of a run: their texts, their destination, and the ranks that write them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DIAMOND_PLAN = Plan("", "hand", 8, (), (Evict("a", "ssd", 4, 1), Fetch("a", "ssd
 
 @pytest.fixture
 def plain_logger() -> Iterator[logging.Logger]:
-    """As in a program that has said nothing about logging."""
+    """Yield the logger as in a program that has not configured logging."""
     log, root = logging.getLogger("teraio"), logging.getLogger()
     before = log.handlers[:], log.filters[:], log.level, root.handlers[:]
     log.handlers[:], root.handlers[:] = [], []
@@ -37,8 +37,11 @@ def plain_logger() -> Iterator[logging.Logger]:
     log.setLevel(level)
 
 
-def test_a_plan_is_told_in_bytes_that_are_away_and_times_that_are_longer() -> None:
-    """The diamond takes 10 bytes if nothing moves; its `a` of 4 is away while `b` is there."""
+def test_plan_line_has_evicted_bytes_and_relative_step_time() -> None:
+    """The diamond needs 10 bytes if nothing moves.
+
+    Its tensor `a` of 4 bytes is evicted while `b` is resident.
+    """
     plan = replace(DIAMOND_PLAN, predicted=Predicted(12_000, 11_000, 8))
     assert log_lines.describe_plan(plan, toys.diamond()) == (
         "planned by hand: up to 4 B of 10 B live on the SSD, 2 moves; a step of 12 µs, 1.20x of unlimited, "
@@ -52,13 +55,13 @@ def test_a_plan_is_told_in_bytes_that_are_away_and_times_that_are_longer() -> No
     )
 
 
-def test_all_tiers_are_named() -> None:
+def test_plan_line_names_all_tiers() -> None:
     moves = (*DIAMOND_PLAN.moves, Evict("b", "host", 7, 6))
-    told = log_lines.describe_plan(replace(DIAMOND_PLAN, moves=moves), toys.diamond())
-    assert "live on the host and the SSD" in told
+    text = log_lines.describe_plan(replace(DIAMOND_PLAN, moves=moves), toys.diamond())
+    assert "live on the host and the SSD" in text
 
 
-def test_a_program_that_says_nothing_gets_lines_and_one_that_does_decides(
+def test_lines_go_to_stderr_unless_user_sets_up_logging(
     plain_logger: logging.Logger,
 ) -> None:
     logging.getLogger().handlers.clear()
@@ -68,12 +71,13 @@ def test_a_program_that_says_nothing_gets_lines_and_one_that_does_decides(
     assert len(plain_logger.handlers) == 1
     plain_logger.handlers.clear()
     plain_logger.setLevel(logging.NOTSET)
-    logging.getLogger().addHandler(logging.NullHandler())  # as basicConfig does
+    # logging.basicConfig adds a handler to the root logger, too.
+    logging.getLogger().addHandler(logging.NullHandler())
     log_lines.set_up_logging({})
     assert plain_logger.handlers == [] and plain_logger.level == logging.NOTSET
 
 
-def test_the_level_is_the_one_that_was_asked_for(plain_logger: logging.Logger) -> None:
+def test_log_level_follows_variable(plain_logger: logging.Logger) -> None:
     logging.getLogger().handlers.clear()
     log_lines.set_up_logging({"TERAIO_LOG": " Warning"})
     assert plain_logger.level == logging.WARNING
@@ -85,14 +89,12 @@ def test_the_level_is_the_one_that_was_asked_for(plain_logger: logging.Logger) -
         log_lines.set_up_logging({"TERAIO_LOG": "warnning"})
 
 
-def test_other_ranks_say_only_what_is_wrong(
-    plain_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
+def test_other_ranks_log_only_warnings(plain_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
 
     class Kept(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            logged.append(record.getMessage())
 
     plain_logger.addHandler(Kept())
     plain_logger.setLevel(logging.DEBUG)
@@ -101,7 +103,7 @@ def test_other_ranks_say_only_what_is_wrong(
         monkeypatch.setenv("RANK", rank)
         plain_logger.info("rank %s measures", rank)
         plain_logger.warning("rank %s is slow", rank)
-    assert said == [
+    assert logged == [
         "rank 0 measures",
         *(f"rank {rank} is slow" for rank in ("0", "1")),
         "rank no number measures",
@@ -109,7 +111,7 @@ def test_other_ranks_say_only_what_is_wrong(
     ]
 
 
-def test_torchs_trace_gets_profile_plan_and_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_torch_trace_gets_profile_plan_and_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     found: dict[str, str] = {}
 
     def trace(name: str, metadata_fn: Any = dict, *, payload_fn: Any = str, **rest: Any) -> None:
@@ -144,7 +146,7 @@ def test_torchs_trace_gets_profile_plan_and_timeline(monkeypatch: pytest.MonkeyP
 
 
 class Mine(nn.Module):
-    """A model of someone."""
+    """A user's model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +156,7 @@ class Mine(nn.Module):
         return torch.relu(self.linear(x))
 
 
-def test_a_compile_that_takes_long_is_told_with_what_it_is(
+def test_progress_line_of_long_compile_names_function(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, nothing_left: None
 ) -> None:
     def slow(*args: Any, **kwargs: Any) -> Any:
@@ -179,12 +181,12 @@ def test_a_compile_that_takes_long_is_told_with_what_it_is(
     assert progress._LINE is None
 
 
-def test_a_torch_that_traces_otherwise_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_artifact_is_skipped_if_torch_trace_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._logging.trace_structured", lambda name: None)
     log_lines.add_trace_artifact("teraio_plan", DIAMOND_PLAN.dumps)
 
 
-def test_at_debug_a_run_prints_its_schedules_its_plan_and_what_passes_changed(
+def test_debug_log_has_schedules_plan_and_changes_of_passes(
     one_thread: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256))
@@ -196,11 +198,11 @@ def test_at_debug_a_run_prints_its_schedules_its_plan_and_what_passes_changed(
             compiled(torch.ones(512, 256)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    told = "\n".join(record.getMessage() for record in caplog.records if record.name == "teraio")
-    assert re.search(r"pass recompute_cut: joint graph \w+ of \d+ nodes: 2 tensors are saved", told)
-    assert re.search(r"pass slots: forward graph of \d+ nodes: 7 slots for 8 storages", told)
-    assert re.search(r"schedule \w{16} of a backward program: \d+ slots, \d+ buffers\n +0  enter", told)
-    assert re.search(r"\n +2  addmm  .*reads primals_1 \(256 KiB, argument\)", told)
+    text = "\n".join(record.getMessage() for record in caplog.records if record.name == "teraio")
+    assert re.search(r"pass recompute_cut: joint graph \w+ of \d+ nodes: 2 tensors are saved", text)
+    assert re.search(r"pass slots: forward graph of \d+ nodes: 7 slots for 8 storages", text)
+    assert re.search(r"schedule \w{16} of a backward program: \d+ slots, \d+ buffers\n +0  enter", text)
+    assert re.search(r"\n +2  addmm  .*reads primals_1 \(256 KiB, argument\)", text)
     assert re.search(
-        r"plan of greedy: \d+ moves in \d+ ticks\n +\d+  before \S+.*: (evict|fetch|drop|wait) ", told
+        r"plan of greedy: \d+ moves in \d+ ticks\n +\d+  before \S+.*: (evict|fetch|drop|wait) ", text
     )

@@ -1,5 +1,8 @@
-"""Promises to someone who uses this for the first time: a slip is answered, once, with what was meant; an
-error is itself; and lines say which step they speak of."""
+"""Messages to a new user: (1) warnings about mistakes, (2) errors without torch's wrappers, and (3) lines
+that describe a step.
+
+Each mistake is warned of only once, with a suggestion.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,8 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
-    """Our lines so far that hold these words."""
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """Yield a function that returns the log lines that contain the given words."""
     with caplog.at_level(logging.INFO, "teraio"):
         yield lambda words: [r.getMessage() for r in caplog.records if words in r.getMessage()]
 
@@ -67,7 +70,7 @@ class Model(nn.Module):
 
 
 def train(*batches: int, momentum: float = 0.0, **options: Any) -> None:
-    """A step for each of these batch sizes; 0: no step, but an evaluation."""
+    """Run a training step for each batch size. For a batch size of 0, run an evaluation instead."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     compiled: Any = torch.compile(model, backend="teraio", dynamic=False, options={**SMALL, **options})
@@ -81,10 +84,10 @@ def train(*batches: int, momentum: float = 0.0, **options: Any) -> None:
                 compiled(torch.ones(8, WIDTH))
 
 
-# ---- the environment
+# ---- environment variables
 
 
-def test_a_variable_that_is_no_option_is_named_with_what_was_meant() -> None:
+def test_unknown_variable_is_named_with_suggestion() -> None:
     known = {"TERAIO_MEMORY": "1GiB", "TERAIO_DISABLE": "1", "PATH": "/bin", "TERAIO_EMPTY": " "}
     assert unknown_variable_lines(known) == []
     first, second = unknown_variable_lines({**known, "TERAIO_STROE": "/mnt", "TERAIO_MEMROY": "1GiB"})
@@ -94,68 +97,68 @@ def test_a_variable_that_is_no_option_is_named_with_what_was_meant() -> None:
     assert "did you mean TERAIO_STORE?" in second
 
 
-def test_it_is_said_once_in_a_process(monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+def test_unknown_variable_is_warned_of_once_per_process(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
     monkeypatch.setenv("TERAIO_WARMPU", "1")
     for _ in range(2):
         train(8)
         teraio.reset()
         torch._dynamo.reset()
-    (line,) = said("TERAIO_WARMPU")
+    (line,) = logged("TERAIO_WARMPU")
     assert "did you mean TERAIO_WARMUP?" in line
 
 
-# ---- memory
+# ---- the memory option
 
 
-def test_more_memory_than_there_is_is_said_with_both_numbers(said: Any) -> None:
+def test_oversized_budget_warning_has_both_sizes(logged: Any) -> None:
     capacity = limits.read_memory_limits().capacity_bytes
     train(8, memory=3 * capacity)
-    (line,) = said("there are only")
+    (line,) = logged("control group has only")
     assert f"memory is {fmt_bytes(3 * capacity, up=True)}" in line
     assert fmt_bytes(capacity) in line
 
 
-def test_all_memory_that_there_is_may_be_asked_for() -> None:
+def test_budget_of_all_memory_gives_no_warning() -> None:
     assert oversized_budget_lines(2**30, 2**30) == []
     (line,) = oversized_budget_lines(2**30 + 1, 2**30 - 1)
     assert fmt_bytes(2**30 + 1, up=True) in line
 
 
-def test_numbers_that_would_read_the_same_are_said_in_bytes() -> None:
+def test_sizes_that_round_equal_are_shown_in_bytes() -> None:
     (line,) = oversized_budget_lines(3 * 2**29, 3 * 2**29 - 1)
-    assert "memory is 1610612736 bytes, but there are only 1610612735 bytes" in line
+    assert "memory is 1610612736 bytes" in line and "has only 1610612735 bytes" in line
 
 
-# ---- keep
+# ---- the keep option
 
 
-def test_a_glob_that_keeps_nothing_is_said_when_the_first_plan_is_made(said: Any) -> None:
+def test_unmatched_keep_glob_is_warned_of_at_first_plan(logged: Any) -> None:
     train(8, 8, 8, keep="frist.*,first.*")
-    assert said("option 'keep'") == []
+    assert logged("option 'keep'") == []
     train(8, 8, 8, 8, keep="frist.*,first.*")
-    (line,) = said("option 'keep'")
+    (line,) = logged("option 'keep'")
     assert "'frist.*' matches none of the" in line
-    assert "did you mean first?; there are first.weight, second.weight, " in line
+    assert "did you mean first?; such tensors are first.weight, second.weight, " in line
 
 
-def test_states_that_are_kept_match(said: Any) -> None:
-    """No slot says of them that it uses them."""
+def test_keep_glob_matches_optimizer_states(logged: Any) -> None:
+    """Optimizer states are not among the buffers of any slot, but the option finds them."""
     train(8, 8, 8, 8, momentum=0.9, keep="*.momentum_buffer,*.momentum")
-    (line,) = said("option 'keep'")
+    (line,) = logged("option 'keep'")
     assert "'*.momentum' matches none of the" in line
 
 
-def test_each_glob_is_said_once_and_what_matches_is_not(said: Any) -> None:
-    """Although two kinds of step get a plan."""
+def test_unmatched_keep_glob_is_warned_of_once(logged: Any) -> None:
+    """Two different steps each get a plan, but the warning appears only once."""
     train(8, 8, 8, 8, 16, 16, 16, 16, 16, keep="*weight,no such tensor,no such tensor")
-    assert len(said("nothing moves")) == 2
-    (line,) = said("option 'keep'")
+    assert len(logged("nothing moves")) == 2
+    (line,) = logged("option 'keep'")
     assert "'no such tensor' matches none of the" in line
     assert unmatched_keep_lines(["first.*", "1.*"], ["first.weight", "1.mm"]) == []
 
 
 class Wrapped(nn.Module):
-    """Answers for what is in it, as PEFT's models do."""
+    """A wrapper that forwards attribute access to its inner model, as PEFT's models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +175,7 @@ class Wrapped(nn.Module):
         return result
 
 
-def test_a_weight_has_the_name_that_its_model_gives_it() -> None:
+def test_weight_has_its_name_in_the_model() -> None:
     for model in (Model(), Wrapped()):
         names: list[str] = []
 
@@ -184,14 +187,16 @@ def test_a_weight_has_the_name_that_its_model_gives_it() -> None:
         assert set(filter(None, names)) == {name for name, _ in model.named_parameters()}
 
 
-def test_planning_offline_says_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_offline_plan_warns_of_unmatched_keep_glob(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     profile, machine = str(tmp_path / "run.profile.json"), str(tmp_path / "here.machine.json")
     toys.training_profile().write(profile)
     toys.machine(device=10**6).write(machine)
     assert main.main(["plan", profile, "--machine", machine, "--keep", "w1", "--keep", "wx*"]) == 0
-    said = capsys.readouterr().err
-    assert "'wx*' matches none of the" in said
-    assert "'w1'" not in said
+    logged = capsys.readouterr().err
+    assert "'wx*' matches none of the" in logged
+    assert "'w1'" not in logged
 
 
 # ---- errors
@@ -205,7 +210,7 @@ def test_planning_offline_says_it_too(tmp_path: Path, capsys: pytest.CaptureFixt
         ({"store": "/proc/none/such"}, StoreError, "/proc/none/such"),
     ],
 )
-def test_what_is_wrong_with_an_option_reaches_the_user_as_it_is(
+def test_option_error_reaches_user_unwrapped(
     options: dict[str, str], kind: type[TeraioError], words: str
 ) -> None:
     with pytest.raises(kind) as plain:
@@ -220,17 +225,18 @@ def test_what_is_wrong_with_an_option_reaches_the_user_as_it_is(
     assert error.__cause__ is plain.value.__cause__
     assert vars(error).items() >= vars(plain.value).items()
     assert "convert_frame.py" not in {Path(entry.path).name for entry in caught.traceback}, "Dynamo's frames"
-    assert isinstance(error, BackendCompilerFailed)  # who caught that goes on catching it
+    assert isinstance(error, BackendCompilerFailed), "code that catches this type still catches the error"
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again)) == (kind, str(error))
 
 
-# ---- which step
+# ---- descriptions of steps
 
 
-def test_a_measured_step_says_which_one_it_is(said: Any) -> None:
-    train(8, 8, 8, 0, 0, 16, 0, 0, 16, 0, 0, 16, 0, 0)  # two batches: one would belong to the step
-    lines = [line.partition("measured step ")[2] for line in said("measured step")]
+def test_measured_step_line_describes_step(logged: Any) -> None:
+    # Two evaluations run, because a single one would count as a part of the next step.
+    train(8, 8, 8, 0, 0, 16, 0, 0, 16, 0, 0, 16, 0, 0)
+    lines = [line.partition("measured step ")[2] for line in logged("measured step")]
     sizes = [fmt_bytes(batch * WIDTH * 4) for batch in (8, 16)]
     print(lines)
     assert len(set(lines)) == len(lines) == 6
@@ -238,7 +244,7 @@ def test_a_measured_step_says_which_one_it_is(said: Any) -> None:
     assert any(line.startswith("2/2: forward, backward, optimizer") and sizes[1] in line for line in lines)
 
 
-def test_steps_are_described_by_what_runs_in_them() -> None:
+def test_step_description_counts_calls() -> None:
     def call(kind: Any) -> Call:
         return Call(Schedule(kind, (), (Slot("enter", (), (), 0),)), (), (0,), (0,), (0,))
 
@@ -248,24 +254,27 @@ def test_steps_are_described_by_what_runs_in_them() -> None:
     assert describe_step(step) == "2 forward, inference, 2 backward, optimizer (1 MiB of activations)"
 
 
-def test_one_of_a_thing_is_one() -> None:
+def test_fmt_count_uses_singular_for_one() -> None:
     assert [fmt_count(count, "weight") for count in (0, 1, 2)] == ["0 weights", "1 weight", "2 weights"]
 
 
-# ---- what is remembered
+# ---- courses and devices
 
 
-def test_steps_of_ever_new_kinds_are_forgotten_again() -> None:
-    """As many are kept as the engine expects; one that comes often enough is planned all the same."""
+def test_courses_of_old_steps_are_deleted() -> None:
+    """A course has the measured steps and the plan of one order of programs.
+
+    At most EXPECTATIONS_MAX courses are kept. A step that repeats often enough is still planned.
+    """
     running = session.Session(Settings.parse({**SMALL, "warmup": 3}))
     planned: list[Any] = []
     running.engine.settle_plan = planned.append  # type: ignore[assignment,method-assign]
     try:
         for number in range(100):
             running.add_measured_step(step_of(f"k{number}"))
-            if number in (20, 27, 34, 41):  # seven others in between
+            if number in (20, 27, 34, 41):  # seven other steps are between two of these
                 running.add_measured_step(step_of("again"))
-            assert len(running.steps) <= EXPECTATIONS_MAX
+            assert len(running.courses) <= EXPECTATIONS_MAX
         assert len(planned) == 1
         for _ in range(4):
             running.add_measured_step(step_of("soon"))
@@ -274,7 +283,7 @@ def test_steps_of_ever_new_kinds_are_forgotten_again() -> None:
         running.engine.fetch_all_and_close()
 
 
-def test_a_plan_counts_on_all_drives_and_a_store_on_how_fast_each_is(
+def test_link_rate_is_sum_of_drives_and_store_weighs_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def link(directory: Path, device: object, memory_bytes: int) -> LinkRates:
@@ -292,7 +301,7 @@ def test_a_plan_counts_on_all_drives_and_a_store_on_how_fast_each_is(
     assert weights == [10**9, 6 * 10**9, 10**9]
 
 
-def test_a_process_has_one_device() -> None:
+def test_second_device_is_refused() -> None:
     session.ensure_session(Settings.parse(SMALL))
     try:
         with pytest.raises(UnsupportedError, match="a program on cuda was compiled"):
@@ -301,7 +310,7 @@ def test_a_process_has_one_device() -> None:
         session.reset()
 
 
-def test_a_graph_of_scalars_is_one_of_the_device_that_the_process_has(
+def test_graph_of_scalars_gets_device_of_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with FakeTensorMode():
@@ -319,7 +328,7 @@ def test_a_graph_of_scalars_is_one_of_the_device_that_the_process_has(
 
 
 def graph_of(*values: Any) -> torch.fx.GraphModule:
-    """A graph whose nodes have these values."""
+    """Return a graph with one node for each value."""
     graph = torch.fx.Graph()
     for number, value in enumerate(values):
         graph.placeholder(f"x{number}").meta["example_value"] = value
@@ -327,8 +336,8 @@ def graph_of(*values: Any) -> torch.fx.GraphModule:
     return torch.fx.GraphModule({}, graph)
 
 
-def test_a_graph_on_two_gpus_is_refused_by_their_names() -> None:
-    """Also where only a node within it is on the other one."""
+def test_graph_on_two_gpus_is_refused() -> None:
+    """One node on the second GPU is enough to raise the error."""
     with FakeTensorMode():
         one, two = torch.empty(4, device="cuda:0"), torch.empty(4, device="cuda:1")
     assert backend._device_of_graph(graph_of(one), [one]) == torch.device("cuda", 0)
@@ -338,7 +347,7 @@ def test_a_graph_on_two_gpus_is_refused_by_their_names() -> None:
         backend._device_of_graph(graph_of(one, (two, 1)), [one])
 
 
-def test_a_process_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = Settings.parse(SMALL)
     gpu = SimpleNamespace(device=torch.device("cuda", 1))
     monkeypatch.setattr(session, "SESSION", SimpleNamespace(device=gpu, options=parsed))
@@ -349,17 +358,17 @@ def test_a_process_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         session.ensure_session(parsed, torch.device("cuda", 0))
 
 
-def test_the_device_is_the_one_that_programs_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
+def test_session_opens_device_of_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[torch.device] = []
 
     def one(on: torch.device) -> device.Device:
-        asked.append(on)
+        opened.append(on)
         raise StopIteration
 
     monkeypatch.setattr(choose, "choose_device", one)
     with pytest.raises(StopIteration):
         session.ensure_session(Settings.parse(SMALL), "cuda:1")
-    assert asked == [torch.device("cuda", 1)] and session.SESSION is None
+    assert opened == [torch.device("cuda", 1)] and session.SESSION is None
 
 
 def step_of(kernel: str) -> Step:

@@ -1,4 +1,5 @@
-"""Options: one field, three doors, and words that name what is accepted."""
+"""Tests of options: a dict, the environment and flags give the same value, and errors name the accepted
+forms."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from teraio.options import (
 
 NAMES = [field.name for field in dataclasses.fields(Settings)]
 
-# name, as text, what it becomes; every option is here
+# Rows of (option, text, value), for every option.
 GOOD: list[tuple[str, str, Any]] = [
     ("memory", "20GiB", Memory(20 * 2**30)),
     ("memory", "80%", Memory(percent=Fraction(80))),
@@ -71,12 +72,12 @@ def test_the_typed_form_has_every_option_and_every_word() -> None:
     assert teraio.Options(warmup=2) == {"warmup": 2} and teraio.Options() == {}
 
 
-def test_every_option_is_tried() -> None:
+def test_every_option_has_a_good_example() -> None:
     assert {name for name, _, _ in GOOD} == set(NAMES)
 
 
 @pytest.mark.parametrize(("name", "text", "value"), GOOD)
-def test_three_doors_lead_to_the_same_value(name: str, text: str, value: Any) -> None:
+def test_dict_environment_and_flag_give_the_same_value(name: str, text: str, value: Any) -> None:
     by_dict = Settings.parse({name: text}, {})
     by_environment = Settings.parse({}, {env_name(name): text})
     parser = argparse.ArgumentParser()
@@ -84,8 +85,8 @@ def test_three_doors_lead_to_the_same_value(name: str, text: str, value: Any) ->
     by_flag = settings_from_flags(parser.parse_args([flag_name(name), text]), {})
     assert getattr(by_dict, name) == value
     assert by_dict == by_environment == by_flag
-    # and what was parsed parses again
-    if name != "plan_time":  # whose bare numbers are seconds
+    # If a parsed value is parsed again, the result is the same value.
+    if name != "plan_time":  # a number without a unit means seconds, but the parsed value is in nanoseconds
         assert Settings.parse({name: getattr(by_dict, name)}, {}) == by_dict
     assert by_dict.cache_key() == by_environment.cache_key() != Settings().cache_key()
     assert hash(by_dict) == hash(by_flag)
@@ -99,7 +100,7 @@ BAD: list[tuple[dict[Any, Any], str]] = [
     ({"memory": "20G"}, "option 'memory': '20G' has an unknown unit 'G'"),
     ({"memory": "0%"}, "'0%' is not a percentage above 0% and up to 100%"),
     ({"memory": "101%"}, "accepted are 20GiB, 80% and min"),
-    ({"memory": 0}, "'0' is nothing"),
+    ({"memory": 0}, "'0' is zero"),
     ({"memory": 0.8}, "accepted are 20GiB, 80% and min"),
     ({"memory": True}, "accepted are 20GiB, 80% and min"),
     ({"store_size": "min"}, "option 'store_size': 'min' is not"),
@@ -117,7 +118,7 @@ BAD: list[tuple[dict[Any, Any], str]] = [
     ({"inductor": {"a": [1]}}, "expected a bool, a number or a string"),
     ({"inductor": 5}, "is neither a dict nor"),
     ({"planner": "gredy"}, "did you mean greedy?"),
-    ({"plan_time": "0s"}, "is nothing; expected a duration"),
+    ({"plan_time": "0s"}, "is zero; expected a duration"),
     ({"plan_time": "5 weeks"}, "unknown unit 'weeks'"),
     ({"plan_time": float("nan")}, "is not a duration"),
     ({"keep": [1]}, "is not a list of name globs"),
@@ -130,12 +131,12 @@ BAD: list[tuple[dict[Any, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), BAD, ids=[said for _, said in BAD])
-def test_what_is_wrong_is_named_with_what_is_accepted(given: dict[Any, Any], said: str) -> None:
+@pytest.mark.parametrize(("given", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_wrong_value_is_refused_with_the_accepted_forms(given: dict[Any, Any], message: str) -> None:
     with pytest.raises(OptionError) as error:
         Settings.parse(given, {})
     line = str(error.value)
-    assert said in line and line.isprintable() and len(line) < 700
+    assert message in line and line.isprintable() and len(line) < 700
 
 
 def test_a_dict_wins_over_the_environment_and_empty_means_unset() -> None:
@@ -159,7 +160,7 @@ def test_memory_becomes_bytes() -> None:
     assert [str(Memory(5)), str(Memory(percent=Fraction(25, 2))), str(Memory())] == ["5B", "12.5%", "min"]
 
 
-def test_a_key_tells_apart_what_was_asked_and_what_shapes_the_program() -> None:
+def test_a_cache_key_has_all_options_or_only_program_options() -> None:
     some = Settings.parse({"memory": "2GiB", "inner": "eager"}, {})
     assert some.cache_key() == "memory=2147483648B inner='eager'"
     assert some.cache_key(program_only=True) == "inner='eager'"
@@ -170,20 +171,20 @@ def test_a_key_tells_apart_what_was_asked_and_what_shapes_the_program() -> None:
     assert inductor[0] == inductor[1]
 
 
-def test_paths_and_lists_are_taken_as_python_has_them(tmp_path: Path) -> None:
+def test_paths_and_lists_may_be_python_objects(tmp_path: Path) -> None:
     some = Settings.parse(
         {"store": [tmp_path, "~/x"], "profile": tmp_path / "p.json", "keep": ("a", "b")}, {}
     )
     assert some.store == (str(tmp_path), os.path.expanduser("~/x"))
     assert some.profile == str(tmp_path / "p.json")
-    assert Settings.parse({"plan_time": 2.5}, {}).plan_time == 2_500_000_000  # seconds
+    assert Settings.parse({"plan_time": 2.5}, {}).plan_time == 2_500_000_000  # a number of seconds
     parser = argparse.ArgumentParser()
     add_flags(parser, ["keep", "memory"])
     assert settings_from_flags(parser.parse_args(["--keep", "a", "--keep", "b"]), {}).keep == ("a", "b")
     assert "--memory" in parser.format_help() and "--store" not in parser.format_help()
 
 
-def test_teraio_disable() -> None:
+def test_teraio_disable_selects_the_plain_backend() -> None:
     assert (
         not is_disabled({})
         and not is_disabled({"TERAIO_DISABLE": ""})
@@ -194,7 +195,7 @@ def test_teraio_disable() -> None:
         is_disabled({"TERAIO_DISABLE": "perhaps"})
 
 
-def test_the_table_has_a_row_with_words_for_each_option() -> None:
+def test_the_options_table_describes_each_option() -> None:
     rows = options_table().splitlines()[2:]
     assert [row.split("`")[1] for row in rows] == NAMES
     for field, row in zip(dataclasses.fields(Settings), rows, strict=True):

@@ -1,5 +1,8 @@
-"""Activations that are made again: the same numbers, within the budget, with fewer bytes moved; compiled once
-more, or once when a plan knows it; what must not run twice does not."""
+"""Recomputed activations: within the same budget, a run computes the same bits and moves fewer bytes.
+
+A model is compiled twice, or only once if a plan names the nodes to recompute. Two kinds of operators are
+never recomputed: (1) random operators, and (2) operators that read an argument to which the graph writes.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,13 @@ from teraio.passes.capture import recompute_cut
 from teraio.session import session
 from teraio.session.recomputation import Recomputation
 
-BUDGETS = {"mlp": 11_000_000, "attention": 19_500_000, "checkpoint": 11_000_000}  # the second has dropout
+# Budgets in bytes. The attention model has dropout.
+BUDGETS = {"mlp": 11_000_000, "attention": 19_500_000, "checkpoint": 11_000_000}
 
 
 @cache
 def trained() -> dict[str, Any]:
-    """All in one process: importing torch takes longer than any of them."""
+    """Run all trainings in one process, because importing torch takes longer than one training."""
     runs: list[dict[str, Any]] = []
     for model, budget in BUDGETS.items():
         auto = {"model": model, "budget": budget, "options": {"recompute": "auto"}}
@@ -45,7 +49,7 @@ def trained() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model", BUDGETS)
-def test_what_is_made_again_changes_no_bit_and_keeps_the_budget(model: str) -> None:
+def test_recomputation_keeps_bits_and_budget(model: str) -> None:
     plain, auto = (trained()[f"{model} {name}"] for name in ("plain", "auto"))
     assert auto["nodes"] and (plain["compiles"], auto["compiles"]) == (1, 2)
     assert plain["losses"] == auto["losses"] and plain["digest"] == auto["digest"]
@@ -53,37 +57,38 @@ def test_what_is_made_again_changes_no_bit_and_keeps_the_budget(model: str) -> N
 
 
 @pytest.mark.parametrize("model", ["mlp", "attention"])
-def test_the_same_cut_without_a_budget_gives_the_same_bits_and_saves_less(model: str) -> None:
+def test_same_cut_without_budget_keeps_bits_and_saves_less(model: str) -> None:
     plain, auto, cut = (trained()[f"{model} {name}"] for name in ("plain", "auto", "cut"))
     assert cut["compiles"] == 1 and auto["nodes"] == cut["nodes"]
     assert cut["losses"] == auto["losses"] and cut["digest"] == auto["digest"]
     assert max(cut["peaks"]) < 0.9 * max(plain["peaks"]) and not cut["counts"][-1]["written_bytes"]
 
 
-def test_fewer_bytes_are_moved_than_without() -> None:
+def test_recomputation_writes_fewer_bytes() -> None:
     runs = trained()
     written = {name: runs[name]["counts"][-1]["written_bytes"] for name in ("off", "mlp auto")}
     assert written["mlp auto"] < 0.8 * written["off"]
     assert runs["off"]["compiles"] == 1
 
 
-def test_no_random_operator_runs_again_and_no_checkpoint_is_undone() -> None:
+def test_recomputation_excludes_random_operators_and_checkpoints() -> None:
     assert not [
         node for node in trained()["attention auto"]["nodes"] if "rand" in node or "bernoulli" in node
     ]
-    # What the checkpointed part leaves, and the input of the next, are the user's to save.
+    # In a model with checkpoints, the user code decides which tensors are saved. It saves the output of each
+    # checkpointed part, and the input of the next part.
     assert all(node.startswith(("sigmoid", "gelu", "erf")) for node in trained()["checkpoint auto"]["nodes"])
 
 
-def test_a_plan_file_is_compiled_once_and_followed() -> None:
+def test_plan_file_with_recompute_compiles_once() -> None:
     replay, auto = trained()["replay"], trained()["mlp auto"]
     assert replay["compiles"] == 1 and replay["nodes"] == auto["nodes"]
     assert replay["digest"] == auto["digest"]
     assert replay["counts"][-1]["planned_moves"] > 0
 
 
-def test_what_an_offline_plan_makes_again_is_compiled_once_more_and_changes_no_bit() -> None:
-    """From the profile of a run without recompute: its moves are not for the step that then runs."""
+def test_offline_plan_with_recompute_compiles_twice_and_keeps_bits() -> None:
+    """The plan comes from a profile without recomputation, so its moves do not fit the recompiled step."""
     offline, plain, off = (trained()[name] for name in ("offline", "mlp plain", "off"))
     assert offline["nodes"] and offline["compiles"] == 2
     assert offline["losses"] == plain["losses"] and offline["digest"] == plain["digest"]
@@ -92,7 +97,7 @@ def test_what_an_offline_plan_makes_again_is_compiled_once_more_and_changes_no_b
     assert after < 0.8 * before
 
 
-def test_a_kept_plan_is_compiled_once_and_followed_from_the_second_step_on() -> None:
+def test_cached_plan_with_recompute_compiles_once() -> None:
     first, later = trained()["mlp auto"], trained()["later"]
     assert first["compiles"] == 2 and later["compiles"] == 1
     assert later["nodes"] == first["nodes"] and later["digest"] == first["digest"]
@@ -100,7 +105,7 @@ def test_a_kept_plan_is_compiled_once_and_followed_from_the_second_step_on() -> 
     assert {each["node"] for each in first["kept"]["remade"]} == set(first["nodes"])
 
 
-# ---- what may run twice ----
+# ---- nodes that may be recomputed ----
 
 
 def cut(
@@ -109,7 +114,10 @@ def cut(
     again: tuple[str, ...] = (),
     needs: recompute_cut.Needs = lambda backward: 0,
 ) -> tuple[recompute_cut.JointGraphCut, torch.fx.GraphModule, torch.fx.GraphModule]:
-    """The cut of a function's joint graph: what is known of it, forward and backward."""
+    """Cut a function's joint graph.
+
+    Return (1) the record of the cut, (2) the forward graph and (3) the backward graph.
+    """
     seen: list[torch.fx.GraphModule] = []
 
     def look(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
@@ -137,7 +145,7 @@ def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return ((x @ w).tanh() @ w).tanh() @ w
 
 
-def test_what_is_asked_for_is_made_again_and_the_rest_stays_saved() -> None:
+def test_cut_recomputes_chosen_nodes_and_saves_others() -> None:
     about, _, backward = cut(chain, SQUARE, SQUARE)
     assert {"tanh", "tanh_1"} <= about.recomputable_nodes
     assert "aten.tanh.default" not in targets(backward)
@@ -148,8 +156,8 @@ def test_what_is_asked_for_is_made_again_and_the_rest_stays_saved() -> None:
     assert not recompute_cut.read_cut_from_forward_meta(backward) and forward
 
 
-def test_what_does_not_fit_is_saved() -> None:
-    """Made again, everything of this function would be there at once."""
+def test_cut_saves_nodes_whose_recomputation_does_not_fit() -> None:
+    """All tensors of this function would be resident at the same time if its nodes were recomputed."""
 
     def kernels(backward: torch.fx.GraphModule) -> int:
         return targets(backward).count("aten.tanh.default")
@@ -162,7 +170,7 @@ def test_what_does_not_fit_is_saved() -> None:
     assert kernels(backward) == 1 and "tanh" in asked.nodes and "tanh_1" not in asked.nodes
 
 
-def test_what_nobody_saves_is_not_made_again() -> None:
+def test_cut_ignores_nodes_that_are_not_saved() -> None:
     asked, _, backward = cut(chain, SQUARE, SQUARE, again=("nobody", "mm"))
     assert asked == cut(chain, SQUARE, SQUARE)[0]
     assert "aten.tanh.default" not in targets(backward)
@@ -173,27 +181,27 @@ def noisy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def masks(forward: torch.fx.GraphModule) -> set[str]:
-    """What comes out of random operators."""
+    """Return the names of random operators and of nodes that read their results."""
     nodes = [node for node in forward.graph.nodes if "backward" not in str(node.target)]
     random = {node for node in nodes if "dropout" in str(node.target) or "rand" in str(node.target)}
     return {node.name for node in nodes if node in random or random & {*node.all_input_nodes}}
 
 
-def test_random_numbers_are_not_made_again() -> None:
+def test_cut_never_recomputes_random_numbers() -> None:
     about, forward, _ = cut(noisy, SQUARE, SQUARE)
     assert masks(forward) & {*about.nodes} and not masks(forward) & about.recomputable_nodes
     _, _, backward = cut(noisy, SQUARE, SQUARE, again=about.nodes)
     assert not masks(backward)
 
 
-def test_a_planted_random_operator_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_recompute_of_random_operator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute_cut, "_is_recomputable", lambda node, wanted: True)
     about, forward, _ = cut(noisy, SQUARE, SQUARE)
     assert masks(forward) & about.recomputable_nodes
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_what_reads_an_argument_that_the_graph_writes_is_not_made_again(writes: bool) -> None:
+def test_reader_of_written_argument_is_not_recomputed(writes: bool) -> None:
     aten, graph = torch.ops.aten, torch.fx.Graph()
     x, running = graph.placeholder("x"), graph.placeholder("running")
     made = graph.call_function(aten.tanh.default, (graph.call_function(aten.add.Tensor, (x, running)),))
@@ -205,8 +213,9 @@ def test_what_reads_an_argument_that_the_graph_writes_is_not_made_again(writes: 
     assert (chain is None) == writes
 
 
-def test_the_users_own_choice_stays() -> None:
-    """Saved by a policy of selective checkpointing: never made again. Made again by it: never saved."""
+def test_selective_checkpoint_policy_overrides_recompute() -> None:
+    """No cut recomputes a tensor that the checkpoint policy saves, or saves a tensor that the policy
+    recomputes."""
 
     def policy(state: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         mine = op is torch.ops.aten.mm.default
@@ -241,11 +250,14 @@ def test_the_users_own_choice_stays() -> None:
     assert not any(node.startswith("tanh") for node in about.nodes)
 
 
-# ---- which programs ----
+# ---- the choice between programs ----
 
 
 def step_of(*calls: tuple[str, str]) -> Step:
-    """A step whose forwards, of these joint graphs, each leave 100 bytes under this name."""
+    """Return a step of forwards of these joint graphs.
+
+    Each forward saves one tensor of 100 bytes under the given name.
+    """
     made = []
     for graph, name in calls:
         buffers = (Buffer("a", "saved", 100, again=(1,), nodes=("node_a",)),)
@@ -257,7 +269,7 @@ def step_of(*calls: tuple[str, str]) -> Step:
     return Step(tuple(made), 0, kinds, frozenset())
 
 
-def test_a_program_of_several_calls_makes_again_what_most_of_them_want() -> None:
+def test_program_of_several_calls_recomputes_by_majority() -> None:
     step = step_of(("g", "0.a"), ("g", "1.a"), ("g", "2.a"), ("h", "3.a"))
     most = Recomputation(None, lambda name: None, True)
     assert most.is_recompute_undecided(step) and most.mark_tensors_for_recompute(step, ("0.a", "2.a"))
@@ -271,14 +283,14 @@ def test_a_program_of_several_calls_makes_again_what_most_of_them_want() -> None
     assert not few.mark_tensors_for_recompute(step, ("0.a",)) and not few.is_recompute_undecided(step)
 
 
-def test_the_key_of_caches_has_all_that_is_made_again() -> None:
+def test_cache_key_covers_all_recomputed_nodes() -> None:
     none, one = (Recomputation(None, lambda name: None, True) for _ in range(2))
     one.mark_tensors_for_recompute(step_of(("g", "0.a")), ("0.a",))
     file = Recomputation(Plan("", "", 0, remade=(RecomputedNode("g", "node_a"),)), lambda name: None, False)
     assert none.cache_key != one.cache_key == file.cache_key and file.nodes_to_recompute("g") == {"node_a"}
 
 
-def test_another_partitioner_is_not_replaced() -> None:
+def test_custom_partitioner_is_refused_with_recompute() -> None:
     from teraio.passes.inductor import partition as inductor_partition
 
     session._refuse_impossible_options(Settings.parse({"recompute": "auto"}, {}), "cpu")

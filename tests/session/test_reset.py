@@ -1,5 +1,7 @@
-"""Promises about the two ways to compile and about forgetting: `model.compile` is `torch.compile`, and after
-`torch._dynamo.reset()` nothing of ours is left and everything is where it was."""
+"""Tests of `model.compile`, which equals `torch.compile`, and of `torch._dynamo.reset()`.
+
+After a reset, no session exists and all tensors are resident.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from teraio.runtime.step.program import Program
 from teraio.session import session
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
-# 16 MiB of activations, 2 of weights, 2 of gradients; 4 of reserve.
+# Activations take 16 MiB, weights 2, gradients 2, and the reserve 4.
 OPTIONS: dict[str, Any] = {"inner": "eager", "memory": 14 * 2**20, "planner": "none"}
 
 
@@ -28,7 +30,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Model(nn.Module):
-    """Of a class of its own: of torch.nn's, `compile` compiles nothing, whatever the backend."""
+    """A model with a class of its own, because `compile` compiles nothing, with any backend, if the class of
+    a model is from torch.nn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +53,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def step(compiled: Any, number: int) -> list[torch.Tensor]:
-    """The loss and all gradients of one step."""
+    """Run one step. Return its loss and all gradients."""
     loss = compiled(batch(number)).square().mean()
     loss.backward()
     gradients = [p.grad.clone() for p in compiled.parameters()]
@@ -59,7 +62,7 @@ def step(compiled: Any, number: int) -> list[torch.Tensor]:
 
 
 def plainly(number: int) -> list[torch.Tensor]:
-    """By the same inner program without slots, with any memory."""
+    """Run a step of the same inner program, without slots and without a budget."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TERAIO_DISABLE", "1")
         expected = step(torch.compile(model(), backend="teraio", options={"inner": "eager"}), number)
@@ -75,7 +78,7 @@ def moved() -> bool:
     return bool(teraio.stats()["evictions"] > 3)
 
 
-def test_a_model_compiles_itself() -> None:
+def test_model_compile_method_moves_tensors_and_keeps_numbers() -> None:
     expected = plainly(1)
     compiled = model()
     compiled.compile(backend="teraio", options=OPTIONS)
@@ -83,13 +86,13 @@ def test_a_model_compiles_itself() -> None:
     assert moved()
 
 
-def test_torch_compile_gives_the_same() -> None:
+def test_torch_compile_moves_tensors_and_keeps_numbers() -> None:
     expected = plainly(1)
     assert same(step(torch.compile(model(), backend="teraio", options=OPTIONS), 1), expected)
     assert moved()
 
 
-def test_the_typed_options_are_taken_in_place_of_the_dict() -> None:
+def test_typed_options_are_accepted_like_a_dict() -> None:
     asked = teraio.Options(memory=14 * 2**20, inner="eager", planner="none")
     assert same(step(torch.compile(model(), backend="teraio", options=asked), 1), plainly(1))
     torch._dynamo.reset()
@@ -97,7 +100,7 @@ def test_the_typed_options_are_taken_in_place_of_the_dict() -> None:
     assert session.SESSION is not None and session.SESSION.options.planner == "none"
 
 
-def test_a_reset_of_dynamo_resets_us() -> None:
+def test_dynamo_reset_resets_session() -> None:
     compiled: Any = torch.compile(model(), backend="teraio", options=OPTIONS)
     first = step(compiled, 1)
     assert moved()
@@ -106,7 +109,7 @@ def test_a_reset_of_dynamo_resets_us() -> None:
     assert engine.ENGINE is None
     assert teraio.stats() == {}
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in compiled.parameters())
-    # The same model, with another budget: it is compiled anew, and knows nothing of the first.
+    # The same model is compiled a second time with another budget, independently of the first compile.
     again = torch.compile(model(), backend="teraio", options={**OPTIONS, "memory": 15 * 2**20})
     assert same(step(again, 1), first)
     assert moved()
@@ -114,8 +117,11 @@ def test_a_reset_of_dynamo_resets_us() -> None:
     assert teraio.stats()["budget_bytes"] == 15 * 2**20
 
 
-def test_a_reset_is_heard_every_time() -> None:
-    """Dynamo forgets its backends at a reset, also the one of a model that is used on."""
+def test_each_dynamo_reset_resets_session() -> None:
+    """Each reset makes Dynamo forget its backends.
+
+    The backend of a model that is used after the reset is forgotten, too.
+    """
     compiled: Any = torch.compile(model(), backend="teraio", options=OPTIONS)
     for _ in range(3):
         step(compiled, 1)
@@ -124,7 +130,7 @@ def test_a_reset_is_heard_every_time() -> None:
         assert session.SESSION is None
 
 
-def test_a_reset_between_forward_and_backward_brings_the_activations_back() -> None:
+def test_reset_before_backward_fetches_activations() -> None:
     expected = plainly(1)
     compiled: Any = torch.compile(model(), backend="teraio", options=OPTIONS)
     loss = compiled(batch(1)).square().mean()
@@ -136,8 +142,9 @@ def test_a_reset_between_forward_and_backward_brings_the_activations_back() -> N
 
 
 @pytest.mark.parametrize("allocator", [False, True])
-def test_what_does_not_fit_when_it_comes_back_is_an_error_and_the_training_goes_on(allocator: bool) -> None:
-    """Seen before anything is fetched, or only by the allocator, after some of it came."""
+def test_reset_without_enough_memory_raises_and_training_goes_on(allocator: bool) -> None:
+    """The engine detects the lack of memory before any fetch, or the allocator detects it after three
+    fetches."""
     expected = plainly(1)
     compiled: Any = torch.compile(model(), backend="teraio", options=OPTIONS)
     loss = compiled(batch(1)).square().mean()
@@ -153,7 +160,7 @@ def test_what_does_not_fit_when_it_comes_back_is_an_error_and_the_training_goes_
         with pytest.raises(BudgetError) as refused:
             teraio.reset()
     text = str(refused.value)
-    assert re.search(r"[0-9.]+ MiB are away, [0-9.]+ [MG]iB can be had", text), text
+    assert re.search(r"[0-9.]+ MiB\) cannot all be fetched: the device has [0-9.]+ [MG]iB free", text), text
     assert ("can't allocate memory" in text) is allocator
     assert "del model, optimizer" in text
     assert session.SESSION is not None
@@ -167,7 +174,10 @@ def test_what_does_not_fit_when_it_comes_back_is_an_error_and_the_training_goes_
 
 
 def fetches(count: int, begin: Any) -> Any:
-    """As many as that; then memory is used up."""
+    """Return a function that calls `begin` for at most this number of fetches.
+
+    The fetch after the last allowed one fails for lack of memory.
+    """
     left = iter(range(count))
 
     def fetch(*arguments: Any) -> Any:
@@ -178,8 +188,8 @@ def fetches(count: int, begin: Any) -> Any:
     return fetch
 
 
-def test_a_failed_compilation_leaves_nothing_registered() -> None:
-    """Whom programs report to is known as long as a compilation goes on, however it ends."""
+def test_failed_compile_unregisters_its_program_collector() -> None:
+    """A collector gets each loaded program until its compile ends, even if the compile ends with an error."""
     met: list[Program] = []
     with (
         engine.collect_loaded_programs(met.append),
@@ -192,8 +202,11 @@ def test_a_failed_compilation_leaves_nothing_registered() -> None:
     assert met == []
 
 
-def test_an_error_at_the_end_of_a_compile_is_over_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another compiler's program may read all weights, and they may find no room."""
+def test_error_at_end_of_compile_keeps_next_compile_working(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compile with another backend raises a BudgetError.
+
+    A program of that backend may read all weights, and memory has no room for them.
+    """
 
     def no_room() -> None:
         raise BudgetError("no room")

@@ -1,4 +1,4 @@
-"""Promises about memory that changes while a training runs, and about the smallest that works."""
+"""Tests of `set_memory` during a training, and of the option memory="min"."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from teraio.runtime.ledger.residency import Need
 from teraio.session import plan_reuse
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
-MIB = 2**20  # 16 of activations, 2 of weights, 2 of gradients, 4 of states; 4 of reserve
+MIB = 2**20  # in MiB: activations take 16, weights 2, gradients 2, states 4, the reserve 4
 OPTIONS: dict[str, Any] = {"inner": "eager", "memory": 20 * MIB, "warmup": 1, "planner": "greedy"}
 
 
 @pytest.fixture(autouse=True)
 def no_drift(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_reuse, "DRIFT_PERCENT", 10**9)  # on a busy machine a step would be planned again
+    # On a busy machine, trials of a plan would otherwise fail because of drift.
+    monkeypatch.setattr(plan_reuse, "DRIFT_PERCENT", 10**9)
 
 
 class Chain(nn.Module):
-    """Its loss is compiled: what user code takes is learnt from the system, which other processes disturb."""
+    """A chain of layers with a compiled loss.
+
+    The engine would measure the memory of an eager loss, and other processes would disturb the measurement.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +76,7 @@ def plainly(steps: int) -> tuple[list[float], list[torch.Tensor]]:
 
 
 def peak_of(training: Training, steps: int) -> tuple[list[float], int]:
-    """Return the losses of so many steps, and the most that was in memory in them, reserve included."""
+    """Return the losses of so many steps, and the peak of these steps including the reserve."""
     losses, peaks = [], []
     for _ in range(steps):
         losses.append(training.step())
@@ -85,8 +89,11 @@ def misses_in(training: Training, steps: int) -> tuple[list[float], int]:
     return training.run(steps), teraio.stats()["misses"] - before
 
 
-def test_a_running_training_takes_less_memory_and_more_again() -> None:
-    """It follows a new plan from the second step on, and nothing is compiled again."""
+def test_set_memory_shrinks_and_grows_a_running_training() -> None:
+    """After each change of memory, the training follows a new plan from the second step on.
+
+    No graph is compiled.
+    """
     expected, weights = plainly(12)
     training = Training()
     losses = training.run(4)
@@ -100,14 +107,14 @@ def test_a_running_training_takes_less_memory_and_more_again() -> None:
         more, misses = misses_in(training, 2)
         losses += some + more
         assert peak <= bytes_
-        assert misses == 0, "the plan that is followed is for this memory"
+        assert misses == 0, "the plan in force is for this memory"
         assert peak > 0.8 * bytes_ or bytes_ > 30 * MIB
     assert losses == expected
     assert all(map(torch.equal, training.weights(), weights))
     assert counters["stats"]["unique_graphs"] == graphs
 
 
-def test_less_than_a_kernel_needs_is_refused_and_nothing_changes() -> None:
+def test_set_memory_below_largest_kernel_is_refused() -> None:
     expected, _ = plainly(3)
     training = Training()
     losses = training.run(2)
@@ -117,8 +124,12 @@ def test_less_than_a_kernel_needs_is_refused_and_nothing_changes() -> None:
     assert losses + training.run(1) == expected
 
 
-def test_min_takes_what_the_largest_kernel_needs_and_no_more() -> None:
-    """From the first step on: four tensors of 1 MiB at a kernel of the backward, weight, gradient."""
+def test_memory_min_is_what_largest_kernel_needs() -> None:
+    """The budget holds from the first step on.
+
+    The largest kernel is in the backward. It needs four tensors of 1 MiB each, and also one weight and one
+    gradient.
+    """
     expected, weights = plainly(5)
     training = Training(memory="min")
     losses, peak = peak_of(training, 5)
@@ -129,12 +140,12 @@ def test_min_takes_what_the_largest_kernel_needs_and_no_more() -> None:
     reserve = engine.ENGINE.residency.reserve_bytes
     assert 3 * MIB < smallest - reserve < 6 * MIB
     assert peak <= smallest
-    # A step of larger tensors takes more.
+    # A step of larger tensors needs a larger budget.
     training.step(2 * BATCH)
     assert smallest + MIB < teraio.stats()["budget_bytes"] < smallest + 8 * MIB
 
 
-def test_a_running_training_takes_as_little_as_it_can() -> None:
+def test_set_memory_min_shrinks_a_running_training() -> None:
     training = Training()
     expected, _ = plainly(6)
     losses = training.run(3)
@@ -144,7 +155,7 @@ def test_a_running_training_takes_as_little_as_it_can() -> None:
     assert peak <= teraio.stats()["budget_bytes"] < 12 * MIB
 
 
-def test_before_anything_is_compiled_there_is_nothing_to_change() -> None:
+def test_set_memory_before_first_compile_is_refused() -> None:
     with pytest.raises(OptionError, match="nothing is compiled"):
         teraio.set_memory("1GiB")
     Training().run(1)
@@ -152,8 +163,8 @@ def test_before_anything_is_compiled_there_is_nothing_to_change() -> None:
         teraio.set_memory("much")
 
 
-def test_what_a_few_bytes_are_missing_to_is_told_in_bytes() -> None:
-    """Where rounding would say that 20.1 MiB are needed, and that there are 20.1 MiB."""
+def test_budget_error_whose_sizes_round_equal_is_in_bytes() -> None:
+    """With rounded sizes, the error would state that the step needs 20.1 MiB and memory is 20.1 MiB."""
     given = 20 * MIB + 64_000
     Training(memory=given).run(2)
     residency = engine.ENGINE.residency  # type: ignore[union-attr]

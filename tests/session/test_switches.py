@@ -1,4 +1,4 @@
-"""Each feature can be turned off by itself: what it does is not done, and the numbers are the same."""
+"""Each feature can be disabled alone: a run then does not use the feature, and computes the same numbers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from teraio.runtime.step.quiet_call import QuietCall
 from teraio.session import session
 
 WIDTH, BLOCKS, BATCH, STEPS = 192, 6, 256, 4
-TIGHT, ROOM = 8 * 2**20, 64 * 2**20  # 6.5 MiB of weights, gradients and states, 4 of reserve
+# Two budgets. Weights, gradients and states take 6.5 MiB, and the reserve takes 4 MiB.
+TIGHT, ROOM = 8 * 2**20, 64 * 2**20
 
 
 class Block(nn.Module):
-    """Compiled by itself, so that results pass from one program to the next."""
+    """A block that is compiled alone, so that programs pass results to each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,14 +40,15 @@ class Block(nn.Module):
 
 
 def counted(
-    method: Callable[..., Any], tell: Callable[[Any, Any], int]
+    method: Callable[..., Any], count: Callable[[Any, Any], int]
 ) -> tuple[Callable[..., Any], list[int]]:
-    """Return the method, and a list that gets what `tell` says of each call's object and result."""
+    """Return a pair: a wrapper of the method, and a list. Each call of the wrapper appends `count(object,
+    result)`."""
     found: list[int] = []
 
     def call(self: Any, *args: Any) -> Any:
         result = method(self, *args)
-        found.append(tell(self, result))
+        found.append(count(self, result))
         return result
 
     return call, found
@@ -54,7 +56,7 @@ def counted(
 
 @contextmanager
 def seen() -> Iterator[Counter[str]]:
-    """Yield a count, by feature, of what no run without it does."""
+    """Yield, by feature, the number of the feature's events. If a feature is disabled, this number is 0."""
     spies: dict[str, tuple[type, str, Callable[[Any, Any], int]]] = {
         "quiet_calls": (QuietCall, "begin_if_quiet", lambda call, _: call.program is not None),
         "prefetch": (Prefetch, "_try_fetch_ahead", lambda _, begun: bool(begun)),
@@ -65,15 +67,18 @@ def seen() -> Iterator[Counter[str]]:
     lists: dict[str, list[int]] = {}
     total: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as patched:
-        for name, (kind, method, tell) in spies.items():
-            call, lists[name] = counted(getattr(kind, method), tell)
+        for name, (kind, method, count) in spies.items():
+            call, lists[name] = counted(getattr(kind, method), count)
             patched.setattr(kind, method, call)
         yield total
     total.update({name: sum(found) for name, found in lists.items()})
 
 
 def trained(memory: int) -> tuple[list[torch.Tensor], Counter[str]]:
-    """Return losses and weights of a training that reads its gradients, and what was seen of each feature."""
+    """Train with user code that reads the gradients.
+
+    Return a pair: the losses and weights, and the number of events of each feature.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     for block in model:
@@ -93,7 +98,7 @@ def trained(memory: int) -> tuple[list[torch.Tensor], Counter[str]]:
             optimizer.zero_grad()
             losses.append(loss.detach())
     assert session.SESSION is not None
-    calls = [call for step in session.SESSION.measured.values() for call in step[1].calls]
+    calls = [call for _, step in session.SESSION.sources() for call in step.calls]
     found["slots"] = sum(len(call.schedule.slots) > 3 for call in calls if call.schedule.kind == "forward")
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     teraio.reset()
@@ -103,7 +108,7 @@ def trained(memory: int) -> tuple[list[torch.Tensor], Counter[str]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread_for_all() -> Iterator[None]:
-    """Sums come out the same, bit for bit, also in what the cases share."""
+    """Set torch to one thread, also for the fixture `whole`, so that sums are bit-equal."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -112,12 +117,12 @@ def one_thread_for_all() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[int, tuple[list[torch.Tensor], Counter[str]]]:
-    """The same with every feature, by memory."""
+    """Return, for each budget, the result of a training with all features."""
     return {memory: trained(memory) for memory in (TIGHT, ROOM)}
 
 
 @pytest.mark.parametrize("feature", switches.FEATURES)
-def test_without_a_feature_the_numbers_are_the_same(
+def test_disabled_feature_is_unused_and_keeps_numbers(
     feature: str, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = ROOM if feature in {"quiet_calls", "buckets"} else TIGHT
@@ -129,7 +134,7 @@ def test_without_a_feature_the_numbers_are_the_same(
     assert all(map(torch.equal, found, expected))
 
 
-def test_an_unknown_feature_is_answered_with_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_feature_is_refused_with_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
     assert switches.disabled_features({}) == frozenset()
     with pytest.raises(
         OptionError, match=r"TERAIO_WITHOUT: 'prefech' is not a feature; did you mean prefetch"
@@ -137,11 +142,11 @@ def test_an_unknown_feature_is_answered_with_what_was_meant(monkeypatch: pytest.
         switches.disabled_features({switches.VARIABLE: "prefech"})
 
 
-def test_a_store_that_is_none_keeps_the_numbers_and_no_file(
+def test_null_store_keeps_numbers(
     whole: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TERAIO_STORE", "null")
     assert Settings.parse({}).store_directories == ()
     found, _ = trained(TIGHT)
     assert all(map(torch.equal, found, whole[TIGHT][0]))
-    assert "what is evicted stays in this process's memory" in caplog.text
+    assert "evicted bytes are kept in this process's memory" in caplog.text

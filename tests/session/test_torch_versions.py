@@ -1,5 +1,8 @@
-"""Promises about torch versions: one that was tested is taken as it is; one that was not is tried, aloud, and
-what fails there is replaced or refused by name."""
+"""Tests of torch versions: tested versions are used without a self-test, and other versions are self-tested
+first.
+
+If an inner program fails the self-test, teraio replaces or refuses this program. A message names the failure.
+"""
 
 from __future__ import annotations
 
@@ -31,40 +34,40 @@ UNKNOWN = "2.99.0"
 
 
 class SelfTest:
-    """Says what it is told to, and counts."""
+    """A self-test that fails for given inner programs, and records its calls."""
 
     def __init__(self, **failing: str) -> None:
         self.failing = failing
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     def __call__(self, inner: str, device: str) -> str:
-        self.asked.append(inner)
+        self.calls.append(inner)
         return self.failing.get(inner, "")
 
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test is a process that has said and tried nothing yet."""
+    """Forget all verdicts and warnings, so that each test begins as a new process would."""
     monkeypatch.setattr(torch_versions, "VERDICTS", {})
-    monkeypatch.setattr(torch_versions, "SAID", set())
+    monkeypatch.setattr(torch_versions, "WARNED", set())
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-# ---- which inner program
+# ---- the choice of the inner program
 
 
-def test_a_tested_version_is_taken_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_tested_version_is_used_without_self_test(caplog: pytest.LogCaptureFixture) -> None:
     for version in ("2.13.0+cpu", "2.13.1", "2.15.0", "2.11.0+cu130"):
-        nothing = SelfTest(inductor="asked", eager="asked")
-        assert torch_versions.choose_inner_program("inductor", version, "cpu", nothing) == "inductor"
-        assert not nothing.asked
+        self_test = SelfTest(inductor="it ran", eager="it ran")
+        assert torch_versions.choose_inner_program("inductor", version, "cpu", self_test) == "inductor"
+        assert not self_test.calls
     assert not warnings(caplog)
 
 
-def test_the_tests_ran_with_this_version_and_the_metadata_claims_no_other() -> None:
+def test_tested_versions_match_metadata_and_installed_torch() -> None:
     assert torch_versions.is_tested(torch.__version__)
     first, last = torch_versions.TESTED[0], torch_versions.TESTED[-1].split(".")
     project = tomllib.loads((tree.ROOT / "pyproject.toml").read_text())["project"]
@@ -72,51 +75,53 @@ def test_the_tests_ran_with_this_version_and_the_metadata_claims_no_other() -> N
 
 
 @pytest.mark.parametrize("version", ["2.99.0", "2.1.0", "3.0", "2.13.0a0+git1", "2.13.0rc2", "2.13", "next"])
-def test_any_other_is_warned_of_once_and_tried_once(version: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_untested_version_is_warned_of_and_self_tested_once(
+    version: str, caplog: pytest.LogCaptureFixture
+) -> None:
     passing = SelfTest()
     for _ in range(3):
         assert torch_versions.choose_inner_program("inductor", version, "cpu", passing) == "inductor"
     assert torch_versions.choose_inner_program("eager", version, "cpu", passing) == "eager"
-    assert passing.asked == ["inductor", "eager"]
+    assert passing.calls == ["inductor", "eager"]
     (warning,) = warnings(caplog)
     assert f"not tested with torch {version} " in warning
     assert ", ".join(torch_versions.TESTED) in warning
 
 
-def test_each_kind_of_device_is_tried() -> None:
+def test_each_device_is_self_tested() -> None:
     passing = SelfTest()
     for device in ("cpu", "cuda", "cpu", "cuda"):
         torch_versions.choose_inner_program("eager", UNKNOWN, device, passing)
-    assert passing.asked == ["eager", "eager"]
+    assert passing.calls == ["eager", "eager"]
 
 
-def test_where_inductor_fails_eager_is_used_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    failing = SelfTest(inductor="slot 3 came where slot 2 was due")
+def test_failing_inductor_falls_back_to_eager_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    failing = SelfTest(inductor="slot 3 was called, but slot 2 was expected")
     for _ in range(2):
         assert torch_versions.choose_inner_program("inductor", UNKNOWN, "cpu", failing) == "eager"
-    assert failing.asked == ["inductor", "eager"]
-    _, said = warnings(caplog)
+    assert failing.calls == ["inductor", "eager"]
+    _, warning = warnings(caplog)
     for part in (
         UNKNOWN,
-        "slot 3 came where slot 2 was due",
+        "slot 3 was called, but slot 2 was expected",
         "inner='eager'",
         "take longer",
         "Install torch 2.",
     ):
-        assert part in said
+        assert part in warning
 
 
-def test_a_fallback_that_is_not_wanted_is_an_error() -> None:
+def test_failing_inductor_with_on_fallback_error_is_refused() -> None:
     failing = SelfTest(inductor="no such line")
     for _ in range(2):
         with pytest.raises(UnsupportedError) as error:
             torch_versions.choose_inner_program("inductor", UNKNOWN, "cpu", failing, "error")
         for part in (f"torch {UNKNOWN}", "no such line", "Install torch 2.", "or inner='eager'"):
             assert part in str(error.value)
-    assert failing.asked == ["inductor"]
+    assert failing.calls == ["inductor"]
 
 
-def test_where_both_fail_the_version_is_refused() -> None:
+def test_version_that_fails_both_self_tests_is_refused() -> None:
     failing = SelfTest(inductor="no such line", eager="no such graph")
     with pytest.raises(UnsupportedError) as error:
         torch_versions.choose_inner_program("inductor", UNKNOWN, "cpu", failing)
@@ -130,18 +135,18 @@ def test_where_both_fail_the_version_is_refused() -> None:
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_slots_work_here(inner: str) -> None:
+def test_self_test_passes_with_installed_torch(inner: str) -> None:
     assert selftest.find_fault_in_slots(inner) == ""
 
 
-def test_the_self_test_leaves_the_engine_and_random_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_test_keeps_engine_and_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
     class Untouched:
-        pid = 0  # of no process: functions of torch that are wrapped look at it
+        pid = 0  # not this process's id; wrapped functions of torch compare the two ids
 
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(name)
 
-    torch._dynamo.reset()  # or Dynamo tells the engine about this compile: an earlier test had it listen
+    torch._dynamo.reset()  # without the reset, callbacks of an earlier test would call the engine
     monkeypatch.setattr(engine, "ENGINE", Untouched())
     before = torch.get_rng_state()
     with engine.collect_loaded_programs(lambda program: None) as loaded:
@@ -170,19 +175,20 @@ def without(items: Sequence[Any], at: int) -> list[Any]:
 
 
 def drop_the_place(at: int, schedule: Schedule, places: list[SlotPlace]) -> Laid:
-    """The schedule has the slot, the program does not: the places behind it have the numbers before them."""
+    """Plant a bug: drop a slot from the program only. All later slots then have wrong numbers."""
     return schedule, without(places, at)
 
 
 def drop_the_slot(at: int, schedule: Schedule, places: list[SlotPlace]) -> Laid:
-    """Neither has it: nothing is out of order."""
+    """Plant a bug: drop a slot from both the schedule and the program. The remaining slots have consecutive
+    numbers."""
     return replace(schedule, slots=tuple(without(schedule.slots, at))), without(places, at)
 
 
 def drop_a_tensor(at: int, schedule: Schedule, places: list[SlotPlace]) -> Laid:
     slot, place = schedule.slots[at], places[at]
     used = next((n for n, flags in enumerate(slot.flags) if flags & (READ | WRITE)), None)
-    if used is None or slot.kernel.rstrip("_0123456789") in VIEWS:  # its kernel reads no bytes that can move
+    if used is None or slot.kernel.rstrip("_0123456789") in VIEWS:  # a view reads no bytes
         return schedule, []
     slot = replace(slot, buffers=tuple(without(slot.buffers, used)), flags=tuple(without(slot.flags, used)))
     slots = (*schedule.slots[:at], slot, *schedule.slots[at + 1 :])
@@ -200,14 +206,17 @@ def hand_over_another(at: int, schedule: Schedule, places: list[SlotPlace]) -> L
 
 
 def a_slot_late(at: int, schedule: Schedule, places: list[SlotPlace]) -> Laid:
-    """Each slot from this one on stands where the next one should, behind its kernel."""
+    """Plant a bug: move slot `at` and all later slots, each to the position of the next slot.
+
+    Each moved slot is then after its kernel.
+    """
     return schedule, [
         replace(place, at=places[min(n + (n >= at), len(places) - 1)].at) for n, place in enumerate(places)
     ]
 
 
 BUGS = (drop_the_place, drop_the_slot, drop_a_tensor, hand_over_another, a_slot_late)
-IN_THE_BACKWARD = (drop_the_slot, drop_a_tensor)  # the others of the backward: tests/long/cases.py
+IN_THE_BACKWARD = (drop_the_slot, drop_a_tensor)  # tests/long/cases.py plants the other bugs in the backward
 
 
 @pytest.mark.parametrize(
@@ -222,10 +231,10 @@ IN_THE_BACKWARD = (drop_the_slot, drop_a_tensor)  # the others of the backward: 
         ),
     ],
 )
-def test_it_finds_a_planted_bug_at_any_kernel(
+def test_self_test_finds_planted_bug_at_each_slot(
     bug: Callable[[int, Schedule, list[SlotPlace]], Laid], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every slot of the forward and every third of the backward, one at a time."""
+    """The bug is planted at each slot of the forward, or at every third slot of the backward."""
     found: dict[int, str] = {}
     length = [2]
     at = 0
@@ -250,22 +259,23 @@ def test_it_finds_a_planted_bug_at_any_kernel(
     assert set(found.values()) != {"nothing to plant here"}
 
 
-def test_it_finds_a_dropped_slot_in_inductors_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_test_finds_dropped_slot_in_inductor_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     from teraio.passes.inductor import codegen as inductor
 
-    monkeypatch.setattr(inductor, "VERSION", "planted")  # or the cache has a program without the bug
+    # Otherwise the cache would return a program without the bug.
+    monkeypatch.setattr(inductor, "VERSION", "planted")
     found = []
     for at in range(1, 5):
         with monkeypatch.context() as patch:
             planted(inductor, partial(drop_the_slot, at), patch)
             found.append(selftest.find_fault_in_slots("inductor"))
     assert all(found), found
-    assert any("without a tensor it reads" in each for each in found), found
+    assert any("without a tensor that it reads" in each for each in found), found
 
 
-def test_what_torch_no_longer_has_is_named() -> None:
-    """In a process in which parts of torch are gone before teraio looks for them."""
-    ran = ended([sys.executable, "-c", GONE], env=os.environ)
+def test_self_test_names_removed_parts_of_torch() -> None:
+    """A child process removes parts of torch before teraio imports these parts."""
+    ran = ended([sys.executable, "-c", REMOVED], env=os.environ)
     assert ran.returncode == 0, ran.stderr[-2000:]
     inductor, eager = json.loads(ran.stdout.splitlines()[-1])
     assert "WrapperLine" in inductor and inductor.startswith(("AttributeError", "ImportError"))
@@ -273,32 +283,35 @@ def test_what_torch_no_longer_has_is_named() -> None:
     assert "Traceback" not in ran.stdout + ran.stderr
 
 
-GONE = """
+REMOVED = """
 import json
 import torch._dynamo.backends.common as common
 import torch._inductor.codegen.wrapper as wrapper
 from teraio.passes import selftest
-there = common.aot_autograd
+whole = common.aot_autograd
 del common.aot_autograd
 eager = selftest.find_fault_in_slots("eager")
-common.aot_autograd = there
+common.aot_autograd = whole
 del wrapper.WrapperLine
 print(json.dumps([selftest.find_fault_in_slots("inductor"), eager]))
 """
 
 
-def test_a_self_test_that_crashes_is_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_of_self_test_counts_as_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os; os.kill(os.getpid(), 11)")
     monkeypatch.syspath_prepend(tmp_path)
     assert selftest.run_selftest_in_subprocess("eager", "cpu").startswith("its process ended with -11")
 
 
-# ---- all of it
+# ---- a whole training
 
 
-def test_a_model_trains_on_an_unknown_torch_on_what_works_there(tmp_path: Path) -> None:
-    """What the slots of Inductor's programs stand on is gone: the model trains in the other inner program."""
-    (tmp_path / "sitecustomize.py").write_text(LOST)
+def test_model_trains_with_eager_if_inductor_slots_fail(tmp_path: Path) -> None:
+    """A child process removes a method of Inductor that slots need.
+
+    The model then trains with the inner program `eager`.
+    """
+    (tmp_path / "sitecustomize.py").write_text(REMOVE_METHOD)
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     ran = ended([sys.executable, "-c", TRAIN], env={**os.environ, "PYTHONPATH": paths})
     assert ran.returncode == 0, ran.stderr[-2000:]
@@ -311,8 +324,9 @@ def test_a_model_trains_on_an_unknown_torch_on_what_works_there(tmp_path: Path) 
     assert "Traceback" not in ran.stderr
 
 
-# In every process: a finder that lets the module load and then takes a method away.
-LOST = """
+# A module `sitecustomize`, which each process runs when it starts. The import finder in it loads the module
+# of Inductor and then deletes the method.
+REMOVE_METHOD = """
 import importlib.abc, importlib.machinery, sys
 class Taker(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):

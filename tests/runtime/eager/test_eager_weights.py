@@ -1,5 +1,7 @@
-"""Weights that eager code alone uses, beside those of programs: within the budget as well, with their
-gradients."""
+"""Weights that only eager code uses, in models whose other weights are used by programs.
+
+The gradients of the weights that only eager code uses count in the budget, too.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from eager_beside import (
     WIDTH,
     Use,
     bare,
+    evict_all,
     gradients,
     inputs,
     layer,
     record,
     same,
-    send_away,
     three_layers,
     trained_beside,
 )
@@ -33,7 +35,7 @@ import teraio
 from teraio.runtime.ledger.record import State
 
 
-def test_weights_that_eager_code_alone_uses_are_managed_beside_those_of_programs(nothing_left: None) -> None:
+def test_weight_that_only_eager_code_uses_is_evictable(nothing_left: None) -> None:
     def linear(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, layer(model, 2).weight)
 
@@ -41,18 +43,18 @@ def test_weights_that_eager_code_alone_uses_are_managed_beside_those_of_programs
     found = record(layer(model, 2).weight)
     assert found.evictable and found.kind == "weight"
     assert re.fullmatch(r"optimizer \d+\.0\.4", found.name), found.name
-    wanted = gradients(linear, bare(model), away=False)
-    assert same(gradients(linear, model, away=True), wanted)
-    send_away()
-    assert found.state is State.AWAY
+    wanted = gradients(linear, bare(model), evicted=False)
+    assert same(gradients(linear, model, evicted=True), wanted)
+    evict_all()
+    assert found.state is State.EVICTED
     assert torch.equal(layer(model, 2).weight, layer(bare(model), 2).weight)
 
 
-@pytest.mark.parametrize(("memory", "leaves"), [("64MiB", False), ("8.6MiB", True)])
-def test_an_embedding_with_sparse_gradients_trains_beside_them(
-    nothing_left: None, memory: str, leaves: bool
+@pytest.mark.parametrize(("memory", "evicts"), [("64MiB", False), ("8.6MiB", True)])
+def test_embedding_with_sparse_gradients_trains_as_without_teraio(
+    nothing_left: None, memory: str, evicts: bool
 ) -> None:
-    """Its gradients have no storage of their own."""
+    """A sparse gradient has no storage of its own. Its indices and values are separate tensors."""
 
     def losses(memory: str | None) -> list[float]:
         torch.manual_seed(0)
@@ -72,39 +74,44 @@ def test_an_embedding_with_sparse_gradients_trains_beside_them(
         return found
 
     assert losses(memory) == losses(None)
-    assert not leaves or teraio.stats()["evictions"] > 4
+    assert not evicts or teraio.stats()["evictions"] > 4
 
 
-def all_leave(_: torch.Tensor) -> None:
-    send_away()
+def evict_all_after_gradient(_: torch.Tensor) -> None:
+    evict_all()
 
 
-def trained(head: Callable[[], nn.Module], use: Use, away: bool) -> list[torch.Tensor]:
-    """Losses and weights of a training whose head is in no program. Whatever may leave does, whenever a
-    weight of the head gets a gradient."""
+def trained(head: Callable[[], nn.Module], use: Use, evicted: bool) -> list[torch.Tensor]:
+    """Train a model whose head is in no program. Return the losses and the weights.
+
+    If `evicted`, hooks evict all evictable tensors whenever a weight of the head gets a gradient.
+    """
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), head())
-    options: Any = {"inner": "eager", "memory": "64MiB"} if away else None
-    front: Any = torch.compile(model[0], backend="teraio" if away else "aot_eager", options=options)
+    options: Any = {"inner": "eager", "memory": "64MiB"} if evicted else None
+    front: Any = torch.compile(model[0], backend="teraio" if evicted else "aot_eager", options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found = []
     for step in range(4):
-        if away and step == 2:
+        if evicted and step == 2:
             for weight in model[1].parameters():
-                weight.register_post_accumulate_grad_hook(all_leave)
+                weight.register_post_accumulate_grad_hook(evict_all_after_gradient)
         loss = use(model[1], front(inputs().detach()[None])).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.detach())
-    assert not away or teraio.stats()["evictions"] >= 4
+    assert not evicted or teraio.stats()["evictions"] >= 4
     teraio.reset()
     return [*found, *(weight.detach().clone() for weight in model.parameters())]
 
 
 class Places(nn.Module):
-    """The gradient of the places is a view of the one that goes on to the layer before."""
+    """A module with a weight `places` and a layer `before`.
+
+    The gradient of the layer's output is a tensor, and the gradient of `places` is a view of this tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +124,7 @@ class Places(nn.Module):
 
 
 class Joined(nn.Module):
-    """Gradients of both are views of one."""
+    """A module with two weights. The gradients of both weights are views of one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +135,7 @@ class Joined(nn.Module):
 
 
 class Looking(nn.Linear):
-    """A hook of the user's keeps the gradient, and gives a view of it on."""
+    """A layer with a user's hook. The hook keeps the gradient and returns a view of the gradient."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -146,7 +153,7 @@ class Looking(nn.Linear):
 
 
 @pytest.mark.parametrize("head", [Places, Joined, Looking])
-def test_a_gradient_that_others_have_as_well_may_leave_and_is_the_same_for_all(
+def test_gradient_with_several_holders_is_the_same_for_all_after_eviction(
     nothing_left: None, head: Any
 ) -> None:
     def use(head: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -176,21 +183,21 @@ HELD: dict[str, Callable[[torch.Tensor], Callable[[], torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("hold", HELD.values(), ids=HELD)
-def test_whoever_holds_a_weight_it_may_leave_and_he_reads_the_bytes_of_now(
+def test_holder_of_an_evicted_weight_reads_its_current_bytes(
     nothing_left: None, hold: Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 ) -> None:
     model = trained_beside()
     weight = layer(model, 0).weight
     reads, other = hold(weight), hold(layer(bare(model), 0).weight)
     for _ in range(2):
-        send_away()
-        assert record(weight).state is State.AWAY
+        evict_all()
+        assert record(weight).state is State.EVICTED
         assert torch.equal(reads(), other())
     with torch.no_grad():
         weight.add_(1)
     written = hold(weight.clone())()
-    send_away()
-    assert record(weight).state is State.AWAY
+    evict_all()
+    assert record(weight).state is State.EVICTED
     assert torch.equal(reads(), written)
 
 
@@ -199,19 +206,21 @@ def no_transform() -> contextlib.AbstractContextManager[Any]:
 
 
 @pytest.mark.parametrize("block", [no_transform, torch.inference_mode, forward_ad.dual_level])
-def test_what_is_detached_in_any_mode_has_the_bytes(nothing_left: None, block: Callable[[], Any]) -> None:
+def test_detached_evicted_weight_has_the_bytes_in_any_mode(
+    nothing_left: None, block: Callable[[], Any]
+) -> None:
     model = trained_beside()
     wanted = layer(bare(model), 0).weight
-    send_away()
+    evict_all()
     with block():
         found = layer(model, 0).weight.detach()
         assert torch.equal(found + 0, wanted)
     assert torch.equal(layer(model, 0).weight, wanted)
 
 
-def test_what_is_detached_under_vmap_has_the_bytes(nothing_left: None) -> None:
+def test_detached_evicted_weight_has_the_bytes_under_vmap(nothing_left: None) -> None:
     model = trained_beside()
     wanted = layer(bare(model), 0).weight
-    send_away()
+    evict_all()
     found = torch.func.vmap(lambda row: layer(model, 0).weight.detach() @ row)(torch.eye(WIDTH))
     assert torch.equal(found.T, wanted)

@@ -1,4 +1,7 @@
-"""What an operator uses, or whose address someone has, does not leave; and who writes is noted."""
+"""Tensors that an operator uses, or whose address is in use.
+
+The engine does not evict such tensors, and it records each write to them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from teraio.runtime.torch_extension.observer import InUseError, Observer, Writte
 SIZE = 1024
 Use = Callable[[torch.Tensor], Any]
 
-MEANWHILE: list[Callable[[], None]] = []  # what is done while an operator runs
+MEANWHILE: list[Callable[[], None]] = []  # functions that the test operator calls while it runs
 
 
 def waits(x: torch.Tensor) -> None:
@@ -29,7 +32,7 @@ def waits_of_many(xs: Sequence[torch.Tensor]) -> None:
 
 
 def fills(x: torch.Tensor) -> None:
-    """As a kernel of another library writes: through an address."""
+    """Write to the tensor through its address, as a kernel of another library does."""
     ctypes.memset(x.data_ptr(), 0, 16)
 
 
@@ -44,33 +47,36 @@ OPS = torch.ops.teraio_tests_in_use
 
 
 @pytest.fixture
-def here() -> Observer:
+def observer() -> Observer:
     found = CpuDevice().observer
     assert found is not None
     return found
 
 
 @pytest.fixture
-def tensor(here: Observer) -> Iterator[torch.Tensor]:
-    """It has a copy that is good."""
+def tensor(observer: Observer) -> Iterator[torch.Tensor]:
+    """Yield a tensor. The observer watches the tensor for writes, as if the tensor had a clean copy."""
     made = torch.arange(SIZE, dtype=torch.float32)
-    here.watch_for_writes(made.untyped_storage())
-    here.rearm_address_watch()
+    observer.watch_for_writes(made.untyped_storage())
+    observer.rearm_address_watch()
     yield made
-    here.forget_storage(made.untyped_storage()._cdata, alive=True)
+    observer.forget_storage(made.untyped_storage()._cdata, alive=True)
 
 
-def leaves(tensor: torch.Tensor) -> bool:
-    """Whether it may; if so it has left, and is here again."""
-    here, storage = CpuDevice().observer, tensor.untyped_storage()
-    assert here is not None
+def can_be_evicted(tensor: torch.Tensor) -> bool:
+    """Return whether the observer allows an eviction of the tensor.
+
+    If so, evict the tensor and make it resident again.
+    """
+    observer, storage = CpuDevice().observer, tensor.untyped_storage()
+    assert observer is not None
     try:
-        block = here.make_empty_block(storage)
-        here.empty_storage(storage, False, block)
+        block = observer.make_empty_block(storage)
+        observer.empty_storage(storage, False, block)
     except InUseError:
         return False
     assert storage.nbytes() == tensor.nbytes
-    here.give_block_to_storage(storage, block)
+    observer.give_block_to_storage(storage, block)
     return True
 
 
@@ -85,93 +91,101 @@ USES: dict[str, Use] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_what_an_operator_uses_leaves_when_it_has_ended(tensor: torch.Tensor, use: str) -> None:
-    left: list[bool] = []
-    MEANWHILE.append(lambda: left.append(leaves(tensor)))
+def test_tensor_is_evictable_only_after_its_operator_has_ended(tensor: torch.Tensor, use: str) -> None:
+    evicted: list[bool] = []
+    MEANWHILE.append(lambda: evicted.append(can_be_evicted(tensor)))
     USES[use](tensor)
-    assert left == [False]
-    assert leaves(tensor)
+    assert evicted == [False]
+    assert can_be_evicted(tensor)
     assert tensor.tolist() == list(range(SIZE))
 
 
-def test_what_an_operator_that_failed_used_leaves(tensor: torch.Tensor) -> None:
+def test_tensor_is_evictable_after_its_operator_has_failed(tensor: torch.Tensor) -> None:
     def fails() -> None:
         raise ValueError
 
     MEANWHILE.append(fails)
     with pytest.raises(ValueError):
         OPS.waits(tensor)
-    assert leaves(tensor)
+    assert can_be_evicted(tensor)
 
 
-def test_an_address_is_good_until_the_step_ends(tensor: torch.Tensor, here: Observer) -> None:
-    assert leaves(tensor)
+def test_taken_address_remains_valid_until_the_step_ends(tensor: torch.Tensor, observer: Observer) -> None:
+    assert can_be_evicted(tensor)
     address = tensor.data_ptr()
-    assert here.is_address_taken(tensor.untyped_storage()._cdata)
-    assert not leaves(tensor)
+    assert observer.is_address_taken(tensor.untyped_storage()._cdata)
+    assert not can_be_evicted(tensor)
     assert ctypes.c_float.from_address(address + 4).value == 1.0
-    here.forget_taken_addresses()
-    assert leaves(tensor)
+    observer.forget_taken_addresses()
+    assert can_be_evicted(tensor)
 
 
-def fence_of(tensor: torch.Tensor, here: Observer) -> int:
-    """Evict it and have it back. Return where it was fenced meanwhile."""
+def fence_of(tensor: torch.Tensor, observer: Observer) -> int:
+    """Evict the tensor and make it resident again.
+
+    Return the address of the tensor's fence, which is the inaccessible memory at an evicted tensor's address.
+    """
     storage = tensor.untyped_storage()
-    block = here.make_empty_block(storage)
-    here.empty_storage(storage, False, block)
-    with here.ignore_own_addresses():
+    block = observer.make_empty_block(storage)
+    observer.empty_storage(storage, False, block)
+    with observer.ignore_own_addresses():
         address = storage.data_ptr()
-    here.give_block_to_storage(storage, block)
+    observer.give_block_to_storage(storage, block)
     return address
 
 
-def test_a_tensor_is_fenced_where_it_was_before(tensor: torch.Tensor, here: Observer) -> None:
-    first = fence_of(tensor, here)
-    here.forget_taken_addresses()
-    assert fence_of(tensor, here) == first
-    assert ctypes.c_float.from_address(first + 4).value == 1.0, "it finds the bytes of now"
+def test_fence_keeps_its_address_until_the_tensor_is_written(
+    tensor: torch.Tensor, observer: Observer
+) -> None:
+    first = fence_of(tensor, observer)
+    observer.forget_taken_addresses()
+    assert fence_of(tensor, observer) == first
+    assert ctypes.c_float.from_address(first + 4).value == 1.0, "the fence shows other bytes than the current"
     tensor.mul_(2)
-    second = fence_of(tensor, here)
-    assert second != first, "someone has an address that leads to other bytes"
+    second = fence_of(tensor, observer)
+    assert second != first, "an old address leads to other bytes"
     assert ctypes.c_float.from_address(second + 4).value == 2.0
-    here.forget_taken_addresses()
+    observer.forget_taken_addresses()
     assert not rights(first)
-    assert fence_of(tensor, here) == second
+    assert fence_of(tensor, observer) == second
     assert ctypes.c_float.from_address(second + 4).value == 2.0
 
 
 @pytest.mark.parametrize("size", [SIZE, 2**16])
-def test_a_thread_reads_on_where_bytes_were_that_are_freed(here: Observer, size: int) -> None:
-    """As through a pointer of which nobody knows."""
+def test_thread_reads_old_bytes_at_an_address_after_the_storage_is_freed(
+    observer: Observer, size: int
+) -> None:
+    """The thread reads through a pointer that the observer did not hand out."""
     tensor = torch.arange(size, dtype=torch.float32)
     storage, copy = tensor.untyped_storage(), tensor.clone()
-    here.watch_for_writes(storage)
-    with here.ignore_own_addresses():
+    observer.watch_for_writes(storage)
+    with observer.ignore_own_addresses():
         address = storage.data_ptr()
     with ThreadPoolExecutor(1) as other:
         other.submit(tensor.sum).result()
-        here.empty_storage(storage, unwritten=False)
-        others = [torch.full((size,), 7.0) for _ in range(64)]  # where it was, if that is free
-        block = here.make_empty_block(storage)
+        observer.empty_storage(storage, unwritten=False)
+        # These tensors take the storage's old memory, if that memory is free.
+        others = [torch.full((size,), 7.0) for _ in range(64)]
+        block = observer.make_empty_block(storage)
         block.resize_(4 * size)
         torch.empty(0).set_(block, 0, (size,), (1,)).copy_(copy)
-        here.give_block_to_storage(storage, block)
+        observer.give_block_to_storage(storage, block)
         array = (ctypes.c_float * size).from_address(address)
         assert other.submit(lambda: list(array)).result() == copy.tolist()
-        here.forget_taken_addresses()  # the step ends, and it still reads there
+        observer.forget_taken_addresses()  # the step ends while the thread still reads at the address
         assert other.submit(lambda: list(array)).result() == copy.tolist()
     assert all(bool((each == 7).all()) for each in others)
-    here.forget_storage(storage._cdata, alive=True)
+    observer.forget_storage(storage._cdata, alive=True)
 
 
-def test_fences_go_with_what_they_fence(here: Observer) -> None:
+def test_fence_is_freed_with_its_storage(observer: Observer) -> None:
     tensor = torch.arange(SIZE, dtype=torch.float32)
-    here.watch_for_writes(tensor.untyped_storage())
-    address = fence_of(tensor, here)
+    observer.watch_for_writes(tensor.untyped_storage())
+    address = fence_of(tensor, observer)
     assert rights(address)
-    here.forget_storage(tensor.untyped_storage()._cdata, alive=False)
+    observer.forget_storage(tensor.untyped_storage()._cdata, alive=False)
     del tensor
-    here.forget_taken_addresses()
+    observer.forget_taken_addresses()
     assert not rights(address)
 
 
@@ -202,43 +216,47 @@ READS: dict[str, Use] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_who_writes_is_noted(tensor: torch.Tensor, here: Observer, write: str) -> None:
+def test_write_is_noted(tensor: torch.Tensor, observer: Observer, write: str) -> None:
     WRITES[write](tensor)
-    assert here.is_written_since_copy(tensor.untyped_storage()._cdata)
-    here.forget_taken_addresses()
+    assert observer.is_written_since_copy(tensor.untyped_storage()._cdata)
+    observer.forget_taken_addresses()
     with pytest.raises(WrittenError):
-        here.empty_storage(tensor.untyped_storage(), unwritten=True)
+        observer.empty_storage(tensor.untyped_storage(), unwritten=True)
 
 
 @pytest.mark.parametrize("read", READS)
-def test_who_reads_is_not_taken_for_one_who_writes(tensor: torch.Tensor, here: Observer, read: str) -> None:
+def test_read_is_not_noted_as_a_write(tensor: torch.Tensor, observer: Observer, read: str) -> None:
     READS[read](tensor)
-    assert not here.is_written_since_copy(tensor.untyped_storage()._cdata)
-    block = here.make_empty_block(tensor.untyped_storage())
-    here.empty_storage(tensor.untyped_storage(), True, block)
-    here.give_block_to_storage(tensor.untyped_storage(), block)
+    assert not observer.is_written_since_copy(tensor.untyped_storage()._cdata)
+    block = observer.make_empty_block(tensor.untyped_storage())
+    observer.empty_storage(tensor.untyped_storage(), True, block)
+    observer.give_block_to_storage(tensor.untyped_storage(), block)
 
 
 @pytest.mark.parametrize("name", ["in place", "out", "in a list", "an element", "in inference mode"])
-def test_what_an_operator_uses_is_told(tensor: torch.Tensor, here: Observer, name: str) -> None:
-    here.newly_touched_storage_keys()
+def test_tensor_that_an_operator_uses_is_reported_as_touched(
+    tensor: torch.Tensor, observer: Observer, name: str
+) -> None:
+    observer.newly_touched_storage_keys()
     WRITES[name](tensor)
-    assert here.newly_touched_storage_keys() == [tensor.untyped_storage()._cdata]
+    assert observer.newly_touched_storage_keys() == [tensor.untyped_storage()._cdata]
     READS.get(name, torch.sum)(tensor)
-    assert here.newly_touched_storage_keys() == [tensor.untyped_storage()._cdata]
+    assert observer.newly_touched_storage_keys() == [tensor.untyped_storage()._cdata]
 
 
-def test_what_an_operator_only_looks_at_is_not_told(tensor: torch.Tensor, here: Observer) -> None:
-    here.newly_touched_storage_keys()
+def test_operator_that_reads_no_bytes_is_not_reported_as_a_touch(
+    tensor: torch.Tensor, observer: Observer
+) -> None:
+    observer.newly_touched_storage_keys()
     for look in (torch.detach, torch.t, torch.empty_like, torch.is_floating_point):
         look(tensor[None, 5:])
-    assert here.newly_touched_storage_keys() == []
+    assert observer.newly_touched_storage_keys() == []
 
 
-def test_a_kernel_that_takes_an_address_hides_no_one_after_the_next_program(
-    tensor: torch.Tensor, here: Observer
+def test_address_taken_after_the_next_program_is_noted_again(
+    tensor: torch.Tensor, observer: Observer
 ) -> None:
     tensor.mul_(2)
-    here.rearm_address_watch()
+    observer.rearm_address_watch()
     tensor.data_ptr()
-    assert here.is_address_taken(tensor.untyped_storage()._cdata)
+    assert observer.is_address_taken(tensor.untyped_storage()._cdata)

@@ -1,4 +1,8 @@
-"""What a program returns may leave once the next program has it, unless someone has its address."""
+"""Results of programs.
+
+The next program saves a result for the backward. From then on the result is evictable, unless user code has
+the result's address.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_beside import WIDTH, same, send_away
+from eager_beside import WIDTH, evict_all, same
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,7 +21,7 @@ from teraio.runtime.ledger.record import State
 
 
 class Block(nn.Module):
-    """Compiled by itself: its result is what the next one saves."""
+    """A block that is compiled alone. The next block saves the result of this block for the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +32,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, of whose results user code may keep something."""
+    """A stack of blocks. User code may keep a part of each block's result."""
 
     def __init__(self, keeps: Callable[[torch.Tensor], Any] = lambda made: None) -> None:
         super().__init__()
@@ -57,23 +61,23 @@ class Stack(nn.Module):
 
 
 def results(state: State) -> int:
-    """How many of what programs have returned are in this state."""
+    """Count the programs' results. Return the number of results in this state."""
     assert engine.ENGINE is not None
     records = engine.ENGINE.user.handed_out.values()
     return sum(record.state is state for record in records if not record.is_dead())
 
 
-def test_a_result_leaves_that_only_the_next_program_has_saved(nothing_left: None) -> None:
+def test_result_that_only_the_next_program_has_saved_is_evictable(nothing_left: None) -> None:
     stack = Stack().compiled()
-    away: list[int] = []
+    evicted: list[int] = []
 
     def between() -> None:
-        send_away()
-        away.append(results(State.AWAY))
+        evict_all()
+        evicted.append(results(State.EVICTED))
 
     wanted = Stack().step()
     assert all(same(stack.step(between), wanted) for _ in range(3))
-    assert away == [2, 2, 2], "the last one is user code's"
+    assert evicted == [2, 2, 2], "user code holds the last result"
 
 
 KEEPS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -85,31 +89,31 @@ KEEPS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", KEEPS)
-def test_a_result_stays_whose_address_is_kept(nothing_left: None, name: str) -> None:
+def test_result_is_resident_while_user_code_keeps_its_address(nothing_left: None, name: str) -> None:
     stack = Stack(KEEPS[name]).compiled()
     optimizer = torch.optim.SGD(stack.parameters(), lr=0.0)
     stack.step()
     optimizer.step()
     first, other = stack.kept[0], Stack(lambda made: made.detach().clone())
-    stack.step()  # the step that has ended is another's: addresses are forgotten
-    send_away()
+    stack.step()  # when a step ends, addresses that user code took count as forgotten
+    evict_all()
     other.step()
     if isinstance(first, tuple):
         found = (ctypes.c_float * other.kept[0].numel()).from_address(first[1])
         first = torch.frombuffer(found, dtype=torch.float32).reshape(64, WIDTH)
     assert torch.equal(torch.as_tensor(first), other.kept[0])
-    assert results(State.AWAY) == 0
+    assert results(State.EVICTED) == 0
 
 
-def test_a_result_stays_whose_address_is_taken_when_it_may_leave(nothing_left: None) -> None:
+def test_result_with_an_address_taken_while_evictable_is_resident(nothing_left: None) -> None:
     stack = Stack(lambda made: made).compiled()
     optimizer = torch.optim.SGD(stack.parameters(), lr=0.0)
     addresses: list[int] = []
     stack.step(lambda: addresses.append(stack.kept[0].data_ptr()))
     optimizer.step()
     stack.step()
-    send_away()
-    assert results(State.AWAY) >= 1, "others leave"
+    evict_all()
+    assert results(State.EVICTED) >= 1, "no other result was evicted"
     assert stack.kept[0].data_ptr() == addresses[0]
 
 
@@ -122,8 +126,8 @@ RESIZES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", RESIZES)
-def test_a_result_that_gets_another_size_stays(nothing_left: None, name: str) -> None:
-    """Its copy has too few bytes, or too many."""
+def test_resized_result_has_the_right_bytes(nothing_left: None, name: str) -> None:
+    """After an evicted result is resized, the copy of the result has too few or too many bytes."""
 
     def inference(stack: Stack, between: Callable[[], object]) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -136,4 +140,4 @@ def test_a_result_that_gets_another_size_stays(nothing_left: None, name: str) ->
 
     stack = Stack().compiled()
     for _ in range(3):
-        assert same(inference(stack, send_away), inference(Stack(), lambda: None))
+        assert same(inference(stack, evict_all), inference(Stack(), lambda: None))

@@ -1,4 +1,7 @@
-"""What eager autograd saved of a weight may be away until it is read, whoever else holds the weight."""
+"""Weights that eager autograd saved for its backward.
+
+They may be evicted until the backward reads them, even if other objects also hold them.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from eager_beside import (
     WIDTH,
     Use,
     bare,
+    evict_all,
     gradients,
     inputs,
     layer,
     record,
     same,
-    send_away,
     three_layers,
     trained_beside,
 )
@@ -36,7 +39,7 @@ KEPT: list[Any] = []
 
 
 class Doubled(torch.autograd.Function):
-    """A function of the user's. What it kept it reads in Python."""
+    """A user's autograd function whose backward reads its saved tensors in Python."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -50,7 +53,7 @@ class Doubled(torch.autograd.Function):
 
 
 def keeps_a_view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Remembers what it saved."""
+    """Multiply x by a view of the weight, and keep a reference to the view."""
     view = weight.t()
     KEPT.append(view)
     return x @ view
@@ -77,15 +80,15 @@ def model(nothing_left: None) -> Iterator[nn.Module]:
 
 
 @pytest.mark.parametrize("name", MAY_LEAVE)
-def test_a_node_brings_back_what_it_saved(model: nn.Module, name: str) -> None:
-    wanted = gradients(MAY_LEAVE[name], bare(model), away=False)
-    assert same(gradients(MAY_LEAVE[name], model, away=True), wanted)
+def test_backward_fetches_saved_weight(model: nn.Module, name: str) -> None:
+    wanted = gradients(MAY_LEAVE[name], bare(model), evicted=False)
+    assert same(gradients(MAY_LEAVE[name], model, evicted=True), wanted)
     assert record(layer(model, 0).weight).pins == 0
-    send_away()
-    assert record(layer(model, 0).weight).state is State.AWAY, "it may leave again"
+    evict_all()
+    assert record(layer(model, 0).weight).state is State.EVICTED, "it is not evictable again"
 
 
-def test_a_hook_of_the_users_gets_what_is_saved_when_it_is_read_and_not_before(model: nn.Module) -> None:
+def test_unpack_hook_of_the_user_runs_only_when_the_backward_reads(model: nn.Module) -> None:
     linear = layer(model, 0)
     unpacked: list[torch.Tensor] = []
 
@@ -97,30 +100,30 @@ def test_a_hook_of_the_users_gets_what_is_saved_when_it_is_read_and_not_before(m
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
         made = F.linear(x, linear.weight)
     assert not unpacked
-    send_away()
-    assert record(linear.weight).state is State.AWAY
+    evict_all()
+    assert record(linear.weight).state is State.EVICTED
     made.sum().backward()
     assert unpacked
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones(4, WIDTH) @ layer(bare(model), 0).weight)
 
 
-def test_who_else_asks_a_node_for_what_it_saved_gets_it(model: nn.Module) -> None:
+def test_saved_tensor_read_from_a_node_has_the_bytes(model: nn.Module) -> None:
     made = F.linear(inputs(), layer(model, 0).weight)
-    send_away()
+    evict_all()
     saved = made.grad_fn._saved_mat2  # type: ignore[union-attr]
-    assert record(layer(model, 0).weight).state is State.AWAY, "asking reads nothing"
+    assert record(layer(model, 0).weight).state is State.EVICTED, "the access has fetched the weight"
     assert torch.equal(saved, layer(bare(model), 0).weight.t())
-    send_away()
-    assert record(layer(model, 0).weight).state is State.AWAY, "that he has it keeps nothing here"
+    evict_all()
+    assert record(layer(model, 0).weight).state is State.EVICTED, "the held view keeps the weight resident"
     assert torch.equal(saved, layer(bare(model), 0).weight.t())
 
 
-def test_a_node_that_is_called_by_hand_reads_them(model: nn.Module) -> None:
-    def use(model: nn.Module, away: bool) -> torch.Tensor:
+def test_node_called_by_hand_reads_saved_weight(model: nn.Module) -> None:
+    def use(model: nn.Module, evicted: bool) -> torch.Tensor:
         made = F.linear(inputs(), layer(model, 0).weight)
-        if away:
-            send_away()
+        if evicted:
+            evict_all()
         node: Any = made.grad_fn
         found: torch.Tensor = node(torch.ones(4, WIDTH))[0]
         return found
@@ -129,12 +132,12 @@ def test_a_node_that_is_called_by_hand_reads_them(model: nn.Module) -> None:
     assert torch.equal(use(model, True), wanted)
 
 
-def test_a_view_that_was_saved_and_then_written_is_refused_as_torch_does(model: nn.Module) -> None:
+def test_saved_view_that_is_written_raises_as_in_torch(model: nn.Module) -> None:
     made = inputs() @ layer(model, 0).weight
     for node in (made, F.linear(inputs(), layer(model, 0).weight)):
         with torch.no_grad():
             layer(model, 0).weight.mul_(2)
-        send_away()
+        evict_all()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             node.sum().backward()
     assert record(layer(model, 0).weight).pins == 0
@@ -150,13 +153,13 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_modes_see_what_the_user_does_and_no_more(model: nn.Module) -> None:
-    def seen(model: nn.Module, away: bool) -> list[str]:
+def test_dispatch_mode_sees_only_operators_of_the_user(model: nn.Module) -> None:
+    def seen(model: nn.Module, evicted: bool) -> list[str]:
         x = inputs()
         with Seen() as mode:
             made = F.linear(x, layer(model, 0).weight).square().sum()
-            if away:
-                send_away()
+            if evicted:
+                evict_all()
             made.backward()
         return mode.functions
 
@@ -164,26 +167,28 @@ def test_modes_see_what_the_user_does_and_no_more(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(4, WIDTH))])
-def test_scripts_and_traces_read_them(model: nn.Module, make: Callable[[nn.Module], Any]) -> None:
+def test_scripted_and_traced_modules_read_evicted_weights(
+    model: nn.Module, make: Callable[[nn.Module], Any]
+) -> None:
     read = make(layer(model, 0))
-    send_away()
-    assert record(layer(model, 0).weight).state is State.AWAY
+    evict_all()
+    assert record(layer(model, 0).weight).state is State.EVICTED
     x, other = inputs(), inputs()
     made, wanted = read(x), layer(bare(model), 0)(other)
     assert torch.equal(made, wanted)
-    send_away()
+    evict_all()
     for result in (made, wanted):
         result.square().sum().backward()
     assert x.grad is not None and other.grad is not None and torch.equal(x.grad, other.grad)
 
 
-def test_what_is_copied_logged_or_pickled_may_leave(model: nn.Module) -> None:
+def test_weight_is_evictable_after_copy_log_and_pickle(model: nn.Module) -> None:
     copies = {name: value.clone() for name, value in model.state_dict().items()}
     norms = [parameter.norm().item() for parameter in model.parameters()]
     pickled = pickle.dumps(model)
     for _ in range(2):
-        send_away()
-        assert all(record(layer(model, n).weight).state is State.AWAY for n in range(3))
+        evict_all()
+        assert all(record(layer(model, n).weight).state is State.EVICTED for n in range(3))
         again = pickle.loads(pickled)
         assert all(torch.equal(copies[name], value) for name, value in model.state_dict().items())
         assert all(torch.equal(copies[name], value) for name, value in again.state_dict().items())
@@ -191,16 +196,16 @@ def test_what_is_copied_logged_or_pickled_may_leave(model: nn.Module) -> None:
     assert norms == [parameter.norm().item() for parameter in bare(model).parameters()]
 
 
-def test_a_backward_that_another_backend_compiles_finds_what_forwards_saved(nothing_left: None) -> None:
-    def use(model: nn.Module, away: bool) -> list[torch.Tensor]:
-        options: Any = {"inner": "eager", "memory": "64MiB"} if away else None
-        backend = "teraio" if away else "aot_eager"
+def test_backward_compiled_by_another_backend_reads_evicted_saved_tensors(nothing_left: None) -> None:
+    def use(model: nn.Module, evicted: bool) -> list[torch.Tensor]:
+        options: Any = {"inner": "eager", "memory": "64MiB"} if evicted else None
+        backend = "teraio" if evicted else "aot_eager"
         compiled: Any = torch.compile(model, backend=backend, options=options)
         x = torch.ones(1024, WIDTH, requires_grad=True)
         for step in range(3):
             loss = compiled(x).tanh().sum()
-            if away:
-                send_away()
+            if evicted:
+                evict_all()
             other: Any = torch.compile(backend="eager")
             with torch._dynamo.compiled_autograd._enable(other) if step else contextlib.nullcontext():
                 loss.backward()
@@ -213,42 +218,42 @@ def test_a_backward_that_another_backend_compiles_finds_what_forwards_saved(noth
     assert same(use(model, True), use(copy, False))
 
 
-def test_recomputation_uses_them_again(model: nn.Module) -> None:
+def test_checkpoint_recomputation_reads_evicted_weights(model: nn.Module) -> None:
     def use(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = checkpoint(MAY_LEAVE["linear"], model, x, use_reentrant=False)
         return made
 
-    assert same(gradients(use, model, away=True), gradients(use, bare(model), away=False))
+    assert same(gradients(use, model, evicted=True), gradients(use, bare(model), evicted=False))
 
 
-def test_a_graph_that_is_kept_brings_them_back_each_time(model: nn.Module) -> None:
+def test_retained_graph_fetches_saved_weight_in_each_backward(model: nn.Module) -> None:
     linear = layer(model, 0)
     x = inputs()
     loss = F.linear(x, linear.weight).square().sum()
     found: list[torch.Tensor] = []
     for _ in range(2):
-        send_away()
-        assert record(linear.weight).state is State.AWAY
+        evict_all()
+        assert record(linear.weight).state is State.EVICTED
         found += torch.autograd.grad(loss, x, retain_graph=True)
     assert torch.equal(*found)
     assert record(linear.weight).pins == 0
 
 
-def test_a_backward_of_a_backward_has_what_it_needs(model: nn.Module) -> None:
-    def twice(model: nn.Module, away: bool) -> torch.Tensor:
+def test_double_backward_reads_evicted_weights(model: nn.Module) -> None:
+    def twice(model: nn.Module, evicted: bool) -> torch.Tensor:
         x = inputs()
         loss = F.linear(x, layer(model, 0).weight).pow(3).sum()
-        if away:
-            send_away()
+        if evicted:
+            evict_all()
         (first,) = torch.autograd.grad(loss, x, create_graph=True)
-        if away:
-            send_away()
+        if evicted:
+            evict_all()
         return torch.autograd.grad(first.square().sum(), x)[0]
 
     assert torch.equal(twice(model, True), twice(bare(model), False))
 
 
-def test_a_node_that_fails_lets_go_with_its_graph(model: nn.Module) -> None:
+def test_weight_of_a_failed_backward_is_evictable_after_its_graph_is_freed(model: nn.Module) -> None:
     linear = layer(model, 0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         x = inputs()
@@ -259,20 +264,21 @@ def test_a_node_that_fails_lets_go_with_its_graph(model: nn.Module) -> None:
     del made, x
     gc.collect()
     assert record(linear.weight).pins == 0
-    send_away()
-    assert record(linear.weight).state is State.AWAY
+    evict_all()
+    assert record(linear.weight).state is State.EVICTED
 
 
-def test_other_bytes_that_a_weight_was_given_are_the_ones_that_come(model: nn.Module) -> None:
-    """As torch has it: a node that saved the weight reads what is in it then."""
+def test_backward_reads_new_bytes_after_data_is_assigned(model: nn.Module) -> None:
+    """In torch without teraio, too, a backward reads the bytes that the saved weight has when the backward
+    runs."""
 
-    def use(model: nn.Module, away: bool) -> torch.Tensor:
+    def use(model: nn.Module, evicted: bool) -> torch.Tensor:
         weight = layer(model, 0).weight
         x = inputs()
         made = x[:1] * weight
         weight.data = torch.full((WIDTH, WIDTH), 3.0)
-        if away:
-            send_away()
+        if evicted:
+            evict_all()
         made.square().sum().backward()
         assert x.grad is not None
         return x.grad
@@ -281,11 +287,11 @@ def test_other_bytes_that_a_weight_was_given_are_the_ones_that_come(model: nn.Mo
     assert torch.equal(use(model, True), wanted)
 
 
-def test_after_the_end_of_the_engine_a_graph_goes_on(model: nn.Module) -> None:
-    wanted = gradients(MAY_LEAVE["linear"], bare(model), away=False)
+def test_backward_after_reset_reads_the_saved_weights(model: nn.Module) -> None:
+    wanted = gradients(MAY_LEAVE["linear"], bare(model), evicted=False)
     x = inputs()
     made = MAY_LEAVE["linear"](model, x)
-    send_away()
+    evict_all()
     teraio.reset()
     made.square().sum().backward()
     assert x.grad is not None and torch.equal(x.grad, wanted[0])

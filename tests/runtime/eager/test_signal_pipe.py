@@ -1,4 +1,4 @@
-"""Signals that come while the main thread waits in C++ for autograd's thread."""
+"""Signals that arrive while the main thread waits in C++ for autograd's thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ SOON_S = 10.0
 
 @pytest.fixture
 def answered() -> Iterator[list[int]]:
-    """SIGUSR2 has a handler in Python, and Ctrl-C has Python's own."""
+    """Set two signal handlers: (1) for SIGUSR2 a Python function, and (2) for Ctrl-C Python's default
+    handler.
+
+    Yield the list of signals that the Python function has handled.
+    """
     found: list[int] = []
     before = {n: signal.getsignal(n) for n in (signal.SIGUSR2, signal.SIGINT)}
     signal.signal(signal.SIGUSR2, lambda number, _: found.append(number))
@@ -33,7 +37,10 @@ def answered() -> Iterator[list[int]]:
 
 @pytest.fixture
 def installed(answered: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Signals]:
-    """Stands in for the handlers, while the main thread looks as if it waited for autograd."""
+    """Install teraio's stand-ins for the signal handlers.
+
+    Also make the main thread appear to wait for autograd.
+    """
     made = Signals()
     made.install(apart=True)
     monkeypatch.setattr(signals, "_is_main_waiting_for_autograd", lambda: True)
@@ -48,7 +55,7 @@ def until(happened: Any) -> None:
     assert happened()
 
 
-def test_it_hears_what_python_answers_until_it_closes(answered: list[int]) -> None:
+def test_pipe_reports_signals_until_it_stops_listening(answered: list[int]) -> None:
     heard: list[int] = []
     ear = SignalPipe(heard.append)
     ear.start_listening()
@@ -62,7 +69,7 @@ def test_it_hears_what_python_answers_until_it_closes(answered: list[int]) -> No
     until(lambda: all(thread.name != "teraio-signals" for thread in threading.enumerate()))
 
 
-def test_an_event_loop_keeps_its_file() -> None:
+def test_wakeup_file_of_an_event_loop_is_kept() -> None:
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     try:
@@ -77,14 +84,14 @@ def test_an_event_loop_keeps_its_file() -> None:
         os.close(writes)
 
 
-def test_ctrl_c_is_raised_once_and_in_the_slot(installed: Signals) -> None:
-    """The slot raises on autograd's thread. The handler, which runs later, has nothing left to do."""
+def test_ctrl_c_in_a_backward_is_raised_once_in_the_slot(installed: Signals) -> None:
+    """The slot raises KeyboardInterrupt on autograd's thread. The handler runs later and does nothing."""
     installed._note_ctrl_c(signal.SIGINT)
     assert installed.struck
     with pytest.raises(KeyboardInterrupt):
         installed.raise_in_backward()
     assert not installed.struck
-    os.kill(os.getpid(), signal.SIGINT)  # what was pending meanwhile
+    os.kill(os.getpid(), signal.SIGINT)  # the signal that was pending while the slot raised the exception
     time.sleep(0)
     assert not installed.answered
     with pytest.raises(KeyboardInterrupt):
@@ -92,7 +99,7 @@ def test_ctrl_c_is_raised_once_and_in_the_slot(installed: Signals) -> None:
         time.sleep(SOON_S)
 
 
-def test_ctrl_c_waits_for_the_optimizer_that_steps_in_a_backward(installed: Signals) -> None:
+def test_ctrl_c_waits_for_an_optimizer_step_inside_a_backward(installed: Signals) -> None:
     def step() -> None:
         installed.begin_optimizer_step(sys._getframe().f_code)
         installed.raise_in_backward()
@@ -105,14 +112,14 @@ def test_ctrl_c_waits_for_the_optimizer_that_steps_in_a_backward(installed: Sign
         installed.raise_in_backward()
 
 
-def test_other_signals_and_other_handlers_end_no_backward(installed: Signals, answered: list[int]) -> None:
+def test_only_ctrl_c_with_pythons_handler_ends_a_backward(installed: Signals, answered: list[int]) -> None:
     installed._note_ctrl_c(signal.SIGUSR2)
     signal.signal(signal.SIGINT, lambda number, _: answered.append(number))
     installed._note_ctrl_c(signal.SIGINT)
     assert not installed.struck
 
 
-def test_signals_are_answered_on_the_main_thread_only(installed: Signals, answered: list[int]) -> None:
+def test_deferred_handlers_run_on_the_main_thread_only(installed: Signals, answered: list[int]) -> None:
     installed.due[signal.SIGUSR2] = lambda number, _: answered.append(number)
     thread = threading.Thread(target=installed.call_due_when_idle)
     thread.start()

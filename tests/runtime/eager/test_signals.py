@@ -1,4 +1,4 @@
-"""Handlers of signals run where user code does, and see what user code sees."""
+"""Signal handlers: they run only where user code may run, and read the weights' true bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SOON_S = 10.0
 
 
 @pytest.mark.parametrize(("does", "count"), [("train", 30), ("infer", 60)])
-def test_it_may_read_weights_and_states_whenever_it_is_called(does: str, count: int) -> None:
+def test_handler_reads_true_weights_and_states_at_any_time(does: str, count: int) -> None:
     ran = ended([sys.executable, str(CHILD), does, str(count), "1"])
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout)
@@ -42,8 +42,8 @@ def test_it_may_read_weights_and_states_whenever_it_is_called(does: str, count: 
     assert found["moved"] > 0
 
 
-def test_who_is_asked_to_leave_saves_whole_steps(root: Path) -> None:
-    """SIGTERM, as a scheduler of jobs sends it: the handler saves, and exits."""
+def test_sigterm_handler_saves_a_whole_step(root: Path) -> None:
+    """The test sends SIGTERM, as a job scheduler does. The handler saves a checkpoint and exits."""
     path = root / "last.pt"
     with subprocess.Popen(
         [sys.executable, str(CHILD), "leave", str(path), "1"], stdout=subprocess.PIPE
@@ -60,7 +60,7 @@ def test_who_is_asked_to_leave_saves_whole_steps(root: Path) -> None:
     assert plain.digest() == found.digest()
 
 
-# ---- a model in whose middle a signal comes
+# ---- a signal while a compiled model runs
 
 
 @library.custom_op("teraio_tests::rings", mutates_args=())
@@ -86,7 +86,7 @@ class Ringing(torch.nn.Module):
     def __init__(self, views: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.views = views  # of so many weights it gives views
+        self.views = views  # number of weights of which `forward` returns views
         self.layers = torch.nn.ModuleList(torch.nn.Linear(SIDE, SIDE) for _ in range(8))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -99,7 +99,7 @@ class Ringing(torch.nn.Module):
 
 
 class Rig:
-    """The model, compiled; a handler that reads all weights and says how they were."""
+    """The compiled model, and a signal handler that compares all weights with their initial values."""
 
     def __init__(self, memory: str, views: int = 0) -> None:
         self.model = Ringing(views)
@@ -149,14 +149,14 @@ def until(happened: Callable[[], bool]) -> None:
     assert happened()
 
 
-def test_it_waits_for_the_end_of_the_program(rig: Rig) -> None:
+def test_handler_waits_for_the_end_of_the_program(rig: Rig) -> None:
     rig.infers()
     assert HAPPENED == ["rang", "same"]
     rig.infers()
     assert HAPPENED == ["rang", "same"] * 2
 
 
-def test_each_that_waits_is_called_once(rig: Rig) -> None:
+def test_each_deferred_handler_is_called_once(rig: Rig) -> None:
     def raises_another(*_: Any) -> None:
         signal.raise_signal(signal.SIGUSR2)
         HAPPENED.append("one")
@@ -169,7 +169,7 @@ def test_each_that_waits_is_called_once(rig: Rig) -> None:
     assert HAPPENED == ["rang", "same", "one", "rang", "same"]
 
 
-def test_it_waits_for_the_end_of_the_backward(answers_of_before: None, root: Path) -> None:
+def test_handler_waits_for_the_end_of_the_backward(answers_of_before: None, root: Path) -> None:
     rig = Rig("7MiB")
     for _ in range(5):
         rig.trains()
@@ -179,9 +179,7 @@ def test_it_waits_for_the_end_of_the_backward(answers_of_before: None, root: Pat
     until(lambda: HAPPENED == ["rang", "same"] * 2)
 
 
-def test_it_waits_for_the_views_that_are_made_of_what_a_program_gives(
-    answers_of_before: None, root: Path
-) -> None:
+def test_handler_waits_for_views_made_of_results(answers_of_before: None, root: Path) -> None:
     rig = Rig("5MiB", views=1)
     for _ in range(5):
         rig.infers()
@@ -192,7 +190,7 @@ def test_it_waits_for_the_views_that_are_made_of_what_a_program_gives(
         assert torch.equal(view.t(), rig.weights[0][1])
 
 
-def test_what_it_raises_comes_out_of_the_call_and_the_next_goes_well(rig: Rig) -> None:
+def test_exception_of_a_handler_leaves_the_call_and_the_next_call_works(rig: Rig) -> None:
     def late(*_: Any) -> None:
         raise TimeoutError("late")
 
@@ -204,19 +202,24 @@ def test_what_it_raises_comes_out_of_the_call_and_the_next_goes_well(rig: Rig) -
     assert HAPPENED == ["rang", "rang", "same"]
 
 
-def test_it_is_seen_where_torch_asks_no_class_about_its_tensors(rig: Rig) -> None:
-    """Where a range of the profiler ends: in each `zero_grad`, and before each optimizer's step."""
+def test_handler_runs_where_torch_function_is_disabled(rig: Rig) -> None:
+    """A range of the profiler ends with torch functions disabled.
+
+    Such ranges end in each `zero_grad` and before each optimizer step.
+    """
     with DisableTorchFunctionSubclass():
         signal.raise_signal(signal.SIGUSR1)
     assert HAPPENED == ["same"]
 
 
-# ---- the engine at work, and an optimizer
+# ---- a signal while the engine's code or an optimizer runs
 
 
 def at_work(number: int, seconds: float = 0.0, by: Sequence[str] = ()) -> None:
-    """As if the engine did something for so long, by way of code in these files, and the signal came in the
-    midst of it."""
+    """Raise the signal and sleep, in code that counts as code of the engine.
+
+    Functions of the files in `by` call that code.
+    """
     text = "import signal, time\ndef run(n, s): signal.raise_signal(n); time.sleep(s)"
     run: Any = None
     for file in (*by, f"{signals.OURS}/no_such_file.py"):
@@ -226,12 +229,12 @@ def at_work(number: int, seconds: float = 0.0, by: Sequence[str] = ()) -> None:
     run(number, seconds)
 
 
-def test_what_waits_for_the_engine_is_called_as_soon_as_user_code_goes_on(rig: Rig) -> None:
+def test_handler_deferred_by_the_engine_runs_when_user_code_continues(rig: Rig) -> None:
     heard = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: heard.set())
     at_work(signal.SIGUSR1)
     assert not heard.is_set()
-    assert heard.wait(SOON_S)  # a signal ends the waiting, and nothing else does
+    assert heard.wait(SOON_S)  # only the handler sets the event
     assert not SIGNALS.due
 
 
@@ -239,33 +242,34 @@ BY = {
     "torch": f"{signals.ANYONES[0]}no_such_file.py",
     "the standard library": f"{signals.ANYONES[1]}no_such_file.py",
     "a dataclass": "<string>",
-    "what describes plans": f"{signals.FACE}/no_such_file.py",
+    "the package teraio": f"{signals.FACE}/no_such_file.py",
 }
 
 
 @pytest.mark.parametrize("by", BY.values(), ids=BY)
-def test_what_the_engine_calls_is_the_engine(rig: Rig, by: str) -> None:
+def test_library_code_that_the_engine_calls_counts_as_the_engine(rig: Rig, by: str) -> None:
     at_work(signal.SIGUSR1, by=[by])
     assert HAPPENED == []
     until(lambda: HAPPENED == ["same"])
-    at_work(signal.SIGUSR1, by=[by, __file__, by])  # unless it calls user code
+    # In this call stack, the engine has called user code, so the handler runs immediately.
+    at_work(signal.SIGUSR1, by=[by, __file__, by])
     assert HAPPENED == ["same"] * 2
 
 
-def test_that_one_waits_long_is_said_once(
+def test_warning_of_a_long_deferred_handler_appears_once(
     rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signals, "TOLD_S", 0.01)
-    monkeypatch.setattr(SIGNALS, "told", set())
+    monkeypatch.setattr(signals, "WARN_AFTER_S", 0.01)
+    monkeypatch.setattr(SIGNALS, "warned", set())
     with caplog.at_level(logging.WARNING, logger="teraio"):
         for times in (1, 2):
             at_work(signal.SIGUSR1, 0.3)
             until(lambda: ["same"] * times == HAPPENED)  # noqa: B023
-    said = [r.getMessage() for r in caplog.records if "SIGUSR1" in r.getMessage()]
-    assert said == ["teraio: SIGUSR1: its handler waits for the end of what runs"]
+    warnings = [r.getMessage() for r in caplog.records if "SIGUSR1" in r.getMessage()]
+    assert warnings == ["teraio: SIGUSR1 handler deferred: a program or an optimizer step still runs"]
 
 
-def test_it_waits_for_the_end_of_an_optimizers_step(rig: Rig) -> None:
+def test_handler_waits_for_the_end_of_an_optimizer_step(rig: Rig) -> None:
     def step() -> None:
         SIGNALS.begin_optimizer_step(step.__code__)
         signal.raise_signal(signal.SIGUSR1)
@@ -276,7 +280,7 @@ def test_it_waits_for_the_end_of_an_optimizers_step(rig: Rig) -> None:
     assert HAPPENED == ["steps", "same"]
 
 
-def test_ctrl_c_waits_for_the_engine_and_pressed_once_more_for_nothing(rig: Rig) -> None:
+def test_first_ctrl_c_waits_for_the_engine_and_a_second_for_nothing(rig: Rig) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
         at_work(signal.SIGINT)
@@ -304,7 +308,7 @@ def test_ctrl_c_ends_a_program_between_two_kernels(rig: Rig) -> None:
     assert HAPPENED == []
 
 
-def test_a_fork_of_the_process_waits_for_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handler_in_a_forked_process_runs_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SIGNALS, "pid", os.getpid() + 1)
     heard: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
@@ -312,10 +316,10 @@ def test_a_fork_of_the_process_waits_for_nothing(rig: Rig, monkeypatch: pytest.M
     assert heard == [signal.SIGUSR1] and not SIGNALS.due
 
 
-# ---- no one sees who stands in
+# ---- functions of the signal module that the engine replaces
 
 
-def test_they_are_those_that_were_given(rig: Rig) -> None:
+def test_signal_functions_return_the_users_handlers(rig: Rig) -> None:
     def mine(*_: Any) -> None: ...
 
     assert signal.getsignal(signal.SIGUSR2) == rig.reads
@@ -328,7 +332,7 @@ def test_they_are_those_that_were_given(rig: Rig) -> None:
         signal.signal(signal.SIGUSR2, "mine")  # type: ignore[arg-type]
 
 
-def test_before_and_after_there_is_no_trace(answers_of_before: None, root: Path) -> None:
+def test_reset_puts_all_handlers_and_signal_functions_back(answers_of_before: None, root: Path) -> None:
     def mine(*_: Any) -> None: ...
 
     before = signal.signal, signal.getsignal
@@ -348,13 +352,13 @@ def test_before_and_after_there_is_no_trace(answers_of_before: None, root: Path)
     assert signals.GET(reminder) is signal.SIG_DFL
 
 
-def test_what_waits_is_called_when_the_engine_is_given_up(rig: Rig) -> None:
+def test_deferred_handler_is_called_by_reset(rig: Rig) -> None:
     SIGNALS.due[signal.SIGUSR1] = rig.reads
     teraio.reset()
     assert HAPPENED == ["same"]
 
 
-def test_they_are_stood_in_for_by_the_main_thread_only() -> None:
+def test_stand_ins_are_installed_only_from_the_main_thread() -> None:
     taken = Signals()
     before = signal.signal
     for call in (taken.install, taken.remove):
@@ -364,7 +368,7 @@ def test_they_are_stood_in_for_by_the_main_thread_only() -> None:
         assert not taken.installed and signal.signal is before
 
 
-def test_ctrl_c_outside_of_all_code_is_answered_at_once() -> None:
+def test_ctrl_c_without_a_frame_is_answered_at_once() -> None:
     pressed = Signals()
     pressed.pid = os.getpid()
     with pytest.raises(KeyboardInterrupt):

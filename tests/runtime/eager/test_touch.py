@@ -1,5 +1,7 @@
-"""Whatever user code does to a tensor that is away: it works as on any other, or an error says what it is. No
-crash, no garbage, no write that is lost."""
+"""Operations of user code on an evicted tensor: each works as on a resident tensor, or raises a clear error.
+
+No operation crashes, reads wrong bytes or loses a write.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,17 @@ import tree
 from children import forked
 
 CHILD = tree.SUPPORT / "touch_child.py"
-DEATHS = 5  # of the process that touches: then the rest counts as failed too
+DEATHS = 5  # after this number of crashed child processes, the remaining cases count as failed
 
-Case = tuple[str, str]  # kind and operation
+Case = tuple[str, str]  # kind of tensor and name of the operation
 
 
 def run(first: int, bug: str = "") -> tuple[dict[Case, str], int]:
-    """What is wrong with each case from this one on, and the number to go on with: 0 if all were tried."""
+    """Run the cases from number `first` on in a child process.
+
+    Return a pair: the fault of each case, and the number of the next case. If all cases have run, the number
+    is 0.
+    """
     done = forked(CHILD, str(first), bug)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     found = {(kind, name): wrong for (_, kind, name), wrong in zip(lines[::2], lines[1::2])}
@@ -42,7 +48,7 @@ def touched() -> dict[Case, str]:
     return found
 
 
-def test_touching_what_is_away_gives_what_is_true_and_loses_no_write() -> None:
+def test_touch_of_an_evicted_tensor_gives_true_bytes_and_loses_no_write() -> None:
     wrong = [f"{kind}, {name}: {what}" for (kind, name), what in touched().items() if what]
     assert not wrong, "\n".join(wrong)
 
@@ -55,7 +61,9 @@ def test_every_kind_is_touched_in_many_ways() -> None:
 
 @pytest.mark.parametrize(("bug", "first"), [("nothing is observed", 1000), ("no write is noted", 970)])
 def test_a_planted_bug_is_found(bug: str, first: int) -> None:
-    """A crash among them: it is one failed case, and the process after it goes on. `first` is a case not long
-    before one that must fail."""
+    """A crash counts as one failed case, and the next process continues after that case.
+
+    `first` is the number of a case shortly before a case that must fail.
+    """
     found, following = run(first, bug)
     assert following or any(found.values())

@@ -1,5 +1,8 @@
-"""Bytes that change where no program tells are not taken for those of before: by hooks, views that a program
-gave, others' optimizers, operators and libraries."""
+"""Writes outside programs to weights, gradients or results.
+
+The writers are (1) hooks, (2) code that writes through a view of a result, (3) third-party optimizers, and
+(4) third-party operators.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from teraio.runtime.optimizer import trial
 from teraio.runtime.optimizer.strategy import Strategy
 
 CHILD = tree.SUPPORT / "untold_train.py"
-WHOLE = {"clips if they are large", "hooks on a whole step"}  # in a budget that has room for that
+# The budget of these scenarios has room for a whole optimizer step.
+WHOLE = {"clips if they are large", "hooks on a whole step"}
 
 
 @cache
@@ -29,17 +33,19 @@ def results() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_losses_weights_states_and_gradients_are_those_of_the_plain_run(scenario: str) -> None:
-    assert scenario in results(), "the process ended in it"
+def test_unnoticed_write_leaves_the_numbers_of_the_plain_run(scenario: str) -> None:
+    assert scenario in results(), "the process ended in this scenario"
     result = results()[scenario]
     assert result["same"]
     if scenario not in WHOLE:
         assert result["counts"]["fetches"] > 40, "little moved: the test shows little"
 
 
-def test_an_optimizer_is_tried_again_when_a_rule_of_its_own_is_switched_on() -> None:
-    """Which may be an attribute, and no option of a group. Another number is no reason: rates change in each
-    step."""
+def test_trial_runs_again_after_a_rule_of_the_optimizer_is_switched_on() -> None:
+    """A rule of an optimizer may be an attribute instead of an option of a group.
+
+    A changed learning rate causes no trial, because rates may change in each step.
+    """
     optimizer = Clips([torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(3)])
     optimizer.most = 0.0
     about = Strategy(0)
@@ -56,13 +62,17 @@ def test_an_optimizer_is_tried_again_when_a_rule_of_its_own_is_switched_on() -> 
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RAdam])
-def test_of_torchs_own_it_is_known_that_gradients_are_only_read(kind: Any) -> None:
-    """So that what left in the backward need not be written again."""
+def test_torch_optimizer_only_reads_gradients(kind: Any) -> None:
+    """Gradients that were evicted in the backward are still clean after the optimizer's step. They need no
+    second write."""
     assert not trial.try_in_buckets(kind([torch.nn.Parameter(torch.zeros(4, 4))])).writes_gradients
 
 
 class Begins(PerParameter):
-    """Makes its states in its first step, by a count of its own; without them, later ones fail."""
+    """An optimizer that makes its states in its first step, and counts its steps.
+
+    Later steps need these states.
+    """
 
     calls = 0
 
@@ -82,7 +92,7 @@ class Begins(PerParameter):
         self.calls += 1
 
 
-def test_what_an_optimizer_counts_is_no_reason_to_try_it_again() -> None:
+def test_trial_does_not_run_again_when_only_a_counter_changes() -> None:
     optimizer = Begins([torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(3)])
     about = Strategy(0)
     about.run_trial_if_changed(optimizer)
@@ -96,14 +106,15 @@ def test_what_an_optimizer_counts_is_no_reason_to_try_it_again() -> None:
 
 
 class Takes(PerParameter):
-    """Leaves no gradient."""
+    """An optimizer that sets each gradient to None in its update."""
 
     def update(self, p: torch.nn.Parameter, state: dict[str, Any]) -> None:
         p.grad = None
 
 
-def test_rows_are_not_stepped_by_an_optimizer_that_takes_the_gradient_away() -> None:
-    """It would take that of the rows, and the parameter would keep its own."""
+def test_rows_are_refused_for_an_optimizer_that_removes_gradients() -> None:
+    """The optimizer would remove the gradient of a slice of rows, but the parameter would keep its whole
+    gradient."""
     optimizer = Takes([torch.nn.Parameter(torch.zeros(8, 4))])
     assert trial.try_in_buckets(optimizer).reason is None
     assert not trial.can_step_by_rows(optimizer)

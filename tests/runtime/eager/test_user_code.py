@@ -1,4 +1,4 @@
-"""User code meets weights that are away: it never notices, and never gets other numbers."""
+"""User code that uses evicted weights: its numbers equal those without teraio, and it sees no difference."""
 
 from __future__ import annotations
 
@@ -35,12 +35,16 @@ TOUCHES = (
     "frozen, written",
     "frozen, by pointer",
 )
-LONG = ("evaluates", "averages", "replaces", "writes in place")  # tests/long/cases.py
+# Only tests/long/cases.py runs these scenarios.
+LONG = ("evaluates", "averages", "replaces", "writes in place")
 FEW_WRITES = ("streamed", "frozen", "frozen, touched")
 
 
 def run(scenarios: Sequence[Any]) -> tuple[list[dict[str, Any]], str]:
-    """The results of those that came to their end, and what the process said if it ended badly."""
+    """Return a pair: the results of the completed scenarios, and a text.
+
+    If a scenario failed, the text is the stderr of the process. Otherwise the text is empty.
+    """
     done = forked(CHILD, json.dumps(scenarios))
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return found, done.stderr[-3000:] if done.returncode else ""
@@ -69,42 +73,54 @@ SCENARIOS = [
 def test_user_code_gets_the_same_numbers_whatever_it_touches(scenario: str) -> None:
     result = result_of(scenario)
     assert result["same"]
-    assert result["away"] > 4, "no weight was away while user code ran: the test shows nothing"
+    assert result["away"] > 4, "no weight was evicted while user code ran: the test shows nothing"
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_being_watched_costs_no_compile_and_leaves_no_trace(scenario: str) -> None:
+def test_observation_causes_no_compile_and_keeps_plain_types(scenario: str) -> None:
     plain, found = result_of(scenario)["compiles"]
     assert found == plain
     assert result_of(scenario)["plain types"]
 
 
-def test_what_is_away_comes_back_when_it_is_touched_and_only_then() -> None:
-    """How many are away is the plan's choice: the numbers are those of plans that do not go by the clock."""
+def test_evicted_tensors_are_fetched_only_if_user_code_touches_them() -> None:
+    """The plan decides how many tensors are evicted.
+
+    The limits in this test hold for plans that do not depend on measured times.
+    """
     assert results()["prints"]["counts"]["touches"] > 10
-    clips = results()["clips"]["counts"]  # gradients: when they are touched, or before, as the last step did
+    # The engine fetches a gradient when user code touches it. If user code touched the gradient in the last
+    # step, the engine prefetches it.
+    clips = results()["clips"]["counts"]
     assert clips["touches"] > 0 and clips["ahead"] > 0 and clips["touches"] + clips["ahead"] > 20
-    eager = results()["eager blocks"]["counts"]  # what autograd saved, too
+    # The counts include the tensors that eager autograd saved for its backward.
+    eager = results()["eager blocks"]["counts"]
     assert eager["touches"] + eager["ahead"] > 15
     for untouched in ("plain", "blocks"):
         assert results()[untouched]["counts"]["touches"] == 0
 
 
-def test_what_was_read_or_is_held_leaves_for_what_is_read_next() -> None:
-    """All weights in turn, which do not fit together: in a loop, and through views that are kept."""
+def test_reading_all_weights_in_turn_causes_no_overrun() -> None:
+    """The weights do not fit in memory together.
+
+    User code reads them one by one in a loop, and through views that it keeps.
+    """
     for scenario in ("prints", "keeps views", "frozen, touched", "frozen, written"):
         assert results()[scenario]["counts"]["overrun_bytes"] == 0, scenario
 
 
-def test_what_user_code_makes_beyond_the_budget_is_said() -> None:
-    """A file in memory, and copies of the model."""
+def test_tensors_of_user_code_beyond_the_budget_count_as_overrun() -> None:
+    """The user code of these scenarios holds a file in memory, or copies of the model."""
     for scenario in ("saves", "copies"):
         assert results()[scenario]["counts"]["overrun_bytes"] > 0, scenario
 
 
 def test_weights_that_do_not_change_are_written_once() -> None:
-    """Inference, and frozen weights, looked at or not: written is what was trained, and activations."""
-    weight_bytes = 256 * 512 * 4  # all have this size, and the frozen model trains one
+    """After its first steps, inference writes no bytes to the store.
+
+    If some weights are frozen, only the trained weight and the activations are written again.
+    """
+    weight_bytes = 256 * 512 * 4  # bytes of each weight; the frozen model trains only one weight
     assert results()["streamed"]["written"][2:] == [0] * 5
     for scenario in ("frozen", "frozen, touched"):
         assert max(results()[scenario]["written"][2:]) < 2 * weight_bytes
@@ -124,7 +140,7 @@ PLANTED = (
 
 @cache
 def planted_results() -> list[Any]:
-    """With each of the bugs, and then without any."""
+    """Run a scenario with each planted bug, and one scenario without a bug."""
     pairs = [*((scenario, bug) for bug, scenario in PLANTED), ("prints", "")]
     return one_by_one(pairs, lambda left: run(left)[0])
 
@@ -134,4 +150,4 @@ def test_these_tests_find_a_planted_bug(bug: str, scenario: str) -> None:
     *found, afterwards = planted_results()
     result = found[PLANTED.index((bug, scenario))]
     assert result is None or (result["bug"] == bug and not result["same"])
-    assert afterwards["same"], "what a bug has left behind would be found, too"
+    assert afterwards["same"], "a bug has left something behind"

@@ -1,7 +1,7 @@
-"""Whatever the delays, the whole engine never lets a kernel read what is not there: random programs, budgets
-and plans on the fake asynchronous device.
+"""Random schedules of the whole engine: every kernel reads correct bytes, whatever the delays.
 
-tests/long/engine_schedules.py runs as many as there is time for, from where this ends.
+The tests run random programs, budgets and plans on the fake asynchronous device.
+tests/long/engine_schedules.py tries further seeds for as long as its time limit allows.
 """
 
 from __future__ import annotations
@@ -20,24 +20,30 @@ from engine_run import run
 from fake_device import Event
 
 from teraio.runtime.device.pending_transfer import Mark, Pending, Start
+from teraio.runtime.engine.engine import Engine, OpenSlot
 from teraio.runtime.ledger.mover import Mover
-from teraio.runtime.ledger.record import Record
+from teraio.runtime.ledger.record import Record, State
+from teraio.runtime.step.plan_follower import PlanFollower
 
 SCHEDULES = 150
 PLANTED = 40
 
 
 @pytest.fixture(autouse=True)
-def _little_to_collect() -> Iterator[None]:
-    """The end of an engine looks for garbage, among all that torch has made: 0.4 s for each schedule."""
+def _hide_torch_from_collector() -> Iterator[None]:
+    """Hide torch's objects from the garbage collector, because a collection of them costs 0.4 s after each
+    schedule."""
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
 
 
-def test_no_schedule_of_the_engine_lets_a_kernel_read_what_is_not_there(tmp_path: Path) -> None:
-    """Every read is right, within the budget, over both stores and all kinds of plans; and much moves."""
+def test_kernels_read_correct_bytes_in_random_schedules(tmp_path: Path) -> None:
+    """Every run is within its budget.
+
+    The runs use both stores and all kinds of plans, and make many moves.
+    """
     done: Counter[str] = Counter()
     for seed in range(SCHEDULES):
         faults, one = run(seed, tmp_path)
@@ -59,25 +65,25 @@ def test_no_schedule_of_the_engine_lets_a_kernel_read_what_is_not_there(tmp_path
     assert done["from_host_bytes"] > 4 * CELL * SCHEDULES
 
 
-# ---- each wait, left out
+# ---- devices that lack a wait
 
 
 class FreesBeforeTheCopy(EngineDevice):
-    """The wait before memory of an evicted tensor is used again."""
+    """A device that frees an evicted tensor's memory before the tensor's copy has ended."""
 
     def end_copy_and_free(self, pending: Pending) -> None:
         self.resize_storage(pending.storage, 0)
 
 
 class ReadsBeforeTheCopy(EngineDevice):
-    """The wait before a fetched tensor is read."""
+    """A device that reports a tensor as fetched before its copy has ended."""
 
     def end_copy_in(self, pending: Pending) -> bool:
         return False
 
 
 class EvictsBeforeCompute(EngineDevice):
-    """The copy's wait for the kernel that wrote the tensor."""
+    """A device that copies a tensor out without waiting for the kernel that wrote the tensor."""
 
     def begin_copy_out(self, storage: torch.UntypedStorage, start: Start) -> Pending:
         never = Event()
@@ -86,7 +92,7 @@ class EvictsBeforeCompute(EngineDevice):
 
 
 class FetchesBeforeCompute(EngineDevice):
-    """The copy's wait for the kernels that used its memory before."""
+    """A device that copies a tensor in without waiting for the kernels that used the same memory earlier."""
 
     def begin_copy_in(self, storage: Any, size_bytes: int, start: Start) -> Pending:
         self.resize_storage(storage, size_bytes)
@@ -99,7 +105,8 @@ class FetchesBeforeCompute(EngineDevice):
     "planted", [FreesBeforeTheCopy, ReadsBeforeTheCopy, EvictsBeforeCompute, FetchesBeforeCompute]
 )
 def test_a_missing_wait_is_caught(planted: type[EngineDevice], tmp_path: Path) -> None:
-    """Over either store a kernel reads something else; an assertion of the engine or the store counts too."""
+    """The bug is caught: with either store, a kernel reads wrong bytes, or an assertion of the engine or the
+    store fails."""
     caught: Counter[str] = Counter()
     for seed in range(PLANTED):
         try:
@@ -109,18 +116,18 @@ def test_a_missing_wait_is_caught(planted: type[EngineDevice], tmp_path: Path) -
         else:
             caught["native" if one.native else "streams"] += bool(faults)
     print(planted.__name__, dict(caught))
-    assert sum(caught.values()) >= PLANTED / 10, f"{planted.__doc__} Left out, and only {caught} noticed"
+    assert sum(caught.values()) >= PLANTED / 10, f"{planted.__doc__} Only {caught} noticed"
     assert caught["native"] + caught["streams"] >= 3
 
 
-def keeps_the_place(mover: Mover, record: Record) -> None:
-    """What is written to the SSD has an older copy in host memory still."""
+def keep_place(mover: Mover, record: Record) -> None:
+    """Plant a bug: keep the older host copy of a record when the record is written to the SSD."""
 
 
-def gives_back_early(
+def release_place_early(
     mover: Mover, record: Record, demand: bool, read: Any = Mover._read_starter_of_copy
 ) -> Start:
-    """The place of a tensor that is being fetched is another's."""
+    """Plant a bug: release a record's place in host memory while a fetch from that place is in flight."""
     start: Start = read(mover, record, demand)
     if record.place is not None:
         mover.host.release(record.place)  # type: ignore[union-attr]
@@ -128,9 +135,9 @@ def gives_back_early(
 
 
 @pytest.mark.parametrize(
-    ("name", "bug"), [("_give_up_place", keeps_the_place), ("_read_starter_of_copy", gives_back_early)]
+    ("name", "bug"), [("_release_place", keep_place), ("_read_starter_of_copy", release_place_early)]
 )
-def test_a_bug_with_host_memory_is_caught(
+def test_planted_bug_with_host_memory_is_caught(
     name: str, bug: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Mover, name, bug)
@@ -143,7 +150,39 @@ def test_a_bug_with_host_memory_is_caught(
     assert caught >= 3
 
 
-def test_a_seed_is_a_schedule_of_the_engine(tmp_path: Path) -> None:
+def test_records_of_the_next_kernel_are_in_use_during_the_moves_of_its_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step's first slot may end the step before, which advances the slot's number. So each first slot here
+    advances the number, and gets a record that it requires.
+    """
+    slots: list[tuple[Engine, OpenSlot]] = []
+    required_at_first: list[int] = []
+    open_slot, carry_out = Engine.open_slot, PlanFollower.carry_out
+
+    def note_slot(engine: Engine, *given: Any) -> OpenSlot:
+        slot = open_slot(engine, *given)
+        if slot.at == 0:
+            engine.residency.advance_slot()
+            resident = (r for r in engine.residency.records.values() if r.state is State.RESIDENT)
+            slot = slot._replace(needed=[record for record in resident if record.evictable][:1])
+        slots.append((engine, slot))
+        return slot
+
+    def check_use(follower: PlanFollower, *given: Any) -> None:
+        engine, slot = slots[-1]
+        assert all(map(engine.residency.in_use, slot.required_records)), f"slot {slot.at}"
+        required_at_first.append(len(slot.required_records) if slot.at == 0 else 0)
+        carry_out(follower, *given)
+
+    monkeypatch.setattr(Engine, "open_slot", note_slot)
+    monkeypatch.setattr(PlanFollower, "carry_out", check_use)
+    for seed in range(8):
+        run(seed, tmp_path)
+    assert len(required_at_first) > 20 and any(required_at_first)
+
+
+def test_same_seed_gives_the_same_schedule(tmp_path: Path) -> None:
     for seed in range(4):
         (_, one), (_, two) = run(seed, tmp_path), run(seed, tmp_path)
         assert (one.world.now, one.number) == (two.world.now, two.number)

@@ -1,4 +1,4 @@
-"""Promises about storages that cannot be emptied in place: they get bytes that can, or stay."""
+"""Storages that torch cannot resize: the engine adopts each, or keeps it resident and reports a reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from teraio.runtime.ledger.adoption import NUMPY, Adopted, MemorySpan, make_resi
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
 
-ARRAYS: list[Any] = []  # not in a local variable: those are not looked at under a debugger
+ARRAYS: list[Any] = []  # global, because under a debugger adoption does not read local variables
 
 
 @cache
@@ -34,12 +34,13 @@ def outcome() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_storage_is_adopted_or_stays_with_a_reason(case: str) -> None:
+def test_storage_is_adopted_or_refused_with_a_reason(case: str) -> None:
     assert outcome()[case] == ""
 
 
-def test_where_bytes_cannot_be_exchanged_tensors_are_rebound() -> None:
-    """torch 2.11: the same outcomes, by other means."""
+def test_tensors_are_rebound_if_torch_cannot_exchange_bytes() -> None:
+    """torch 2.11 cannot exchange the bytes of two storages. All outcomes are the same as with a newer
+    torch."""
     with patch.object(adoption, "EXCHANGES", False):
         assert {name: wrong for name, wrong in outcomes().items() if wrong} == {}
 
@@ -51,12 +52,13 @@ def forget_an_alias(candidate: adoption.Candidate) -> None:
 
 def forget_the_bytes(candidate: adoption.Candidate) -> None:
     other = torch.UntypedStorage(candidate.storage.nbytes())
-    other.fill_(0xA5)  # type: ignore[attr-defined]  # fresh memory may hold the very bytes, of a case before this one
+    other.fill_(0xA5)  # type: ignore[attr-defined]  # otherwise, fresh memory may contain the correct bytes
     candidate.storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
 REAL_OWN_BYTES = adoption.copy_to_torch_allocator
-# What to put where, how, and a case that must notice.
+# For each bug: (1) the function to replace, (2) its replacement, (3) True if torch can exchange bytes, and
+# (4) the name of a case that must fail.
 PLANTS: dict[str, tuple[str, Any, bool, str]] = {
     "an alias is forgotten": ("copy_to_torch_allocator", forget_an_alias, False, "tied by two parameters"),
     "the bytes are not copied": ("copy_to_torch_allocator", forget_the_bytes, True, "safetensors"),
@@ -78,7 +80,7 @@ PLANTS: dict[str, tuple[str, Any, bool, str]] = {
 
 
 @pytest.mark.parametrize("bug", PLANTS)
-def test_these_cases_find_a_planted_bug(bug: str) -> None:
+def test_adoption_cases_find_planted_bug(bug: str) -> None:
     name, planted, exchanges, noticed_by = PLANTS[bug]
     if exchanges and not adoption.EXCHANGES:
         pytest.skip("torch 2.11 cannot exchange bytes")
@@ -86,26 +88,27 @@ def test_these_cases_find_a_planted_bug(bug: str) -> None:
         assert outcomes()[noticed_by]
 
 
-def test_an_array_in_a_local_variable_of_a_running_function_is_seen() -> None:
+def test_array_in_a_local_variable_of_a_running_function_is_found() -> None:
     array = np.arange(SIZE, dtype=np.float32)
     tensor = torch.from_numpy(array)
     assert [r.reason for r in make_resizable([("w", tensor)]).refused] == [NUMPY]
     assert array[1] == 1
     del array
-    assert make_resizable([("w", tensor)]) == Adopted(1, SIZE * 4, ()), "looking left something behind"
+    assert make_resizable([("w", tensor)]) == Adopted(1, SIZE * 4, ()), "the search keeps the array alive"
 
 
-def test_memory_that_holds_others_meets_all_of_them() -> None:
-    """Not only the first: what comes behind that one lies within the large one still."""
+def test_large_span_overlaps_all_spans_within_it() -> None:
+    """The span from 0 to 100 overlaps the span from 30 to 40, although the shorter span from 10 to 20 begins
+    between their starts."""
     spans = [MemorySpan(0, 100, 1), MemorySpan(10, 20, None), MemorySpan(30, 40, 2), MemorySpan(100, 110, 3)]
     assert adoption._overlapping_storages(spans) == {1: NUMPY, 2: NUMPY}
 
 
-def test_what_can_be_emptied_already_is_left_alone() -> None:
+def test_resizable_and_meta_tensors_are_not_adopted() -> None:
     assert make_resizable([("w", values()), ("meta", torch.empty(9, device="meta"))]) == Adopted(0, 0, ())
 
 
-# ---- training
+# ---- training with adopted weights
 
 
 def trained(*sources: str) -> dict[str, Any]:
@@ -121,12 +124,12 @@ def runs() -> dict[str, Any]:
     return trained("plain", *SOURCES, "held", "looked at", "later", "plain blocks", "blocks")
 
 
-# The last one is rebound, tensor by tensor.
+# For "torch 2.11", adoption rebinds every tensor of a storage, because that torch cannot exchange bytes.
 SOURCES = ("torch.load", "mapped", "safetensors", "numpy", "torch 2.11")
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_model_from_a_file_trains_bit_equal_within_the_budget_and_its_weights_move(source: str) -> None:
+def test_model_from_a_file_trains_bit_equal_and_its_weights_are_evicted(source: str) -> None:
     run, plain = runs()[source], runs()["plain"]
     assert run["losses"] == plain["losses"]
     assert run["digest"] == plain["digest"]
@@ -136,24 +139,24 @@ def test_a_model_from_a_file_trains_bit_equal_within_the_budget_and_its_weights_
     assert run["late"] == 0, "adopted after the first step had begun"
 
 
-def test_adopting_takes_one_more_tensor_at_a_time() -> None:
+def test_adoption_has_at_most_one_tensor_twice_in_memory() -> None:
     for source in SOURCES:
         run = runs()[source]
         assert 0 < run["adopting_peak"] <= run["largest"] + 4096, source
-    assert runs()["torch.load"]["kept"] == runs()["numpy"]["kept"] == 0, "the old bytes are still there"
+    assert runs()["torch.load"]["kept"] == runs()["numpy"]["kept"] == 0, "adoption did not free the old bytes"
 
 
-def test_a_weight_that_numpy_shares_stays_counted_and_named() -> None:
+def test_weight_shared_with_numpy_is_kept_resident_counted_and_named() -> None:
     run, plain = runs()["held"], runs()["plain"]
     assert run["losses"] == plain["losses"]
     assert run["digest"] == plain["digest"]
     assert max(run["peaks"]) <= run["budget"]
     assert run["stuck"] == [HELD]
-    assert "staying in memory: 1 weight (176 KiB) whose bytes" in runs()["log"]
+    assert "kept resident: 1 weight (176 KiB), because" in runs()["log"]
     assert f"{HELD} ({NUMPY})" in runs()["log"]
 
 
-def test_weights_that_user_code_looks_at_through_numpy_are_adopted_each_time() -> None:
+def test_weights_read_through_numpy_are_adopted_each_time() -> None:
     run, plain = runs()["looked at"], runs()["plain"]
     assert run["losses"] == plain["losses"]
     assert run["digest"] == plain["digest"]
@@ -161,10 +164,10 @@ def test_weights_that_user_code_looks_at_through_numpy_are_adopted_each_time() -
     assert run["late"] > 40
     assert run["evictions"] > 20
     assert run["stuck"] == []
-    assert runs()["log"].count("again: a weight that it had is copied to where it can move, each time") == 1
+    assert runs()["log"].count("was exported to numpy again; each export costs a copy") == 1
 
 
-def test_weights_that_no_compile_saw_are_adopted_after_the_step() -> None:
+def test_weights_that_no_compilation_saw_are_adopted_after_the_step() -> None:
     run, plain = runs()["later"], runs()["plain"]
     assert run["losses"] == plain["losses"]
     assert run["digest"] == plain["digest"]
@@ -181,10 +184,10 @@ def test_blocks_that_share_a_program_are_adopted_together_before_the_first_runs(
     assert run["evictions"] > 20
 
 
-def test_a_weight_that_numpy_got_between_two_programs_is_named(
+def test_weight_shared_with_numpy_between_two_programs_is_named(
     nothing_left: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And no step ends with an optimizer, at which it would be adopted."""
+    """No optimizer runs, so no step ends. The weight is therefore never adopted at the end of a step."""
     layers = [nn.Linear(256, 256) for _ in range(2)]
     options: dict[str, Any] = {"inner": "eager", "memory": "64MiB"}
     one, other = (torch.compile(layer, backend="teraio", options=options) for layer in layers)
@@ -194,15 +197,15 @@ def test_a_weight_that_numpy_got_between_two_programs_is_named(
         ARRAYS.append(layers[0].weight.detach().numpy())
         found += [other(found[0]), one(x), other(x)]
         assert torch.equal(found[0], found[2]) and torch.equal(found[0], layers[0](x))
-    assert "1 weight (256 KiB) whose bytes" in caplog.text
-    assert f"unnoticed: weight ({NUMPY}). Clone" in caplog.text
+    assert "kept resident: 1 weight (256 KiB), because" in caplog.text
+    assert f"bytes: weight ({NUMPY}). Clone" in caplog.text
     ARRAYS.pop()[:] = 0
     assert not layers[0].weight.any()
 
 
 @pytest.mark.parametrize("what", ["weights", "gradients"])
-def test_a_loop_that_logs_all_of_them_through_numpy_pins_none(nothing_left: None, what: str) -> None:
-    """5 MiB of weights, and 3 MiB for all tensors."""
+def test_tensors_logged_through_numpy_are_evicted_later(nothing_left: None, what: str) -> None:
+    """The weights take 5 MiB. Of the budget of 7 MiB, 3 MiB are left for all resident tensors."""
 
     def logged(memory: str) -> list[float]:
         torch.manual_seed(0)
@@ -227,7 +230,7 @@ def test_a_loop_that_logs_all_of_them_through_numpy_pins_none(nothing_left: None
     assert logged("7MiB") == [*logged("64MiB")[:-1], True]
 
 
-def test_a_loop_over_compiled_layers_that_looks_at_each_pins_none(nothing_left: None) -> None:
+def test_weights_of_compiled_layers_read_through_numpy_are_evicted_later(nothing_left: None) -> None:
     layers = [nn.Linear(256, 256) for _ in range(6)]
     options: dict[str, Any] = {"inner": "eager", "memory": "5MiB"}
     compiled = [torch.compile(layer, backend="teraio", options=options) for layer in layers]
@@ -242,7 +245,7 @@ def test_a_loop_over_compiled_layers_that_looks_at_each_pins_none(nothing_left: 
     assert teraio.stats()["evictions"] > 4
 
 
-def test_a_weight_that_numpy_got_while_the_model_was_made_is_counted_once(
+def test_weight_shared_with_numpy_in_init_is_counted_once(
     nothing_left: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with teraio.init(memory="64MiB", inner="eager", keep=["0.weight"]):
@@ -255,8 +258,8 @@ def test_a_weight_that_numpy_got_while_the_model_was_made_is_counted_once(
             compiled(torch.randn(4, 256)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert "staying in memory: 1 weight (256 KiB) whose bytes" in caplog.text
-    assert f"unnoticed: 2.weight ({NUMPY}). Clone" in caplog.text
+    assert "kept resident: 1 weight (256 KiB), because" in caplog.text
+    assert f"bytes: 2.weight ({NUMPY}). Clone" in caplog.text
     records = [engine.ENGINE.residency.by_name[f"{number}.weight"] for number in range(3)]  # type: ignore[union-attr]
     assert [record.evictable for record in records] == [False, True, False]
     assert ARRAYS.pop().any()

@@ -1,4 +1,5 @@
-"""The device has less memory than the budget: others took it. Nothing is lost, and nothing is read unseen."""
+"""A device with less free memory than the budget, because other processes use it: no tensor loses its
+bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(ROWS, SIDE, generator=torch.Generator().manual_seed(step))
 
 
-def test_a_fetch_that_finds_no_memory_is_put_off_or_makes_room(
+def test_fetch_without_device_memory_waits_or_evicts_others(
     full: Full, caplog: pytest.LogCaptureFixture
 ) -> None:
     full.once = True
@@ -38,12 +39,12 @@ def test_a_fetch_that_finds_no_memory_is_put_off_or_makes_room(
     expected = trained(plain, plain, batch, None)
     assert trained(torch.compile(made, backend="teraio", options=OPTIONS), made, batch, full) == expected
     assert full.refused >= STEPS // 2 and teraio.stats()["evictions"]
-    assert caplog.text.count("the device has no memory for") == 1, "once"
+    assert caplog.text.count("the device has no memory for") == 1, "the warning is logged once"
 
 
 @pytest.mark.parametrize("after", [0, 3])
-def test_a_batch_that_finds_no_memory_can_be_left_out_as_loops_do(full: Full, after: int) -> None:
+def test_loop_can_skip_a_batch_that_finds_no_device_memory(full: Full, after: int) -> None:
     made = model()
     called = torch.compile(made, backend="teraio", options=OPTIONS)
     left_out = trained_without_one_batch(called, made, batch, full, after, views=4)
-    assert left_out == 1 and full.refused >= 2, "the fetch, and once more after all has left"
+    assert left_out == 1 and full.refused >= 2, "the fetch, and its retry after everything else was evicted"

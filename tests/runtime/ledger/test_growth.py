@@ -1,4 +1,7 @@
-"""Nothing grows while a training goes on, and what leaves memory is seen to have left it by the system."""
+"""A training of 500 steps, in which memory, files and threads must not grow.
+
+The tests compare counts of the operating system. The counts show that evicted bytes are really freed.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from children import ended
 
 MIB = 2**20
 STEPS, BUDGET = 500, 13 * MIB // 2
-RESERVE = 4 * MIB  # for what is not counted, and the buffers of the store: there before the steps
-GROWTH = 512 * 1024  # in memory, over all steps: 1 KiB per step
-UNCOUNTED = 256 * 1024  # in a step, by anything but tensors
+RESERVE = 4 * MIB  # bytes for uncounted memory and for buffers that the store allocates early
+GROWTH = 512 * 1024  # bytes by which resident memory may grow over all steps: 1 KiB per step
+UNCOUNTED = 256 * 1024  # bytes that a step may take besides tensors
 
 
 @cache
 def trained() -> dict[str, Any]:
-    """The store is where it is by default, below the run's own folder: on a disk."""
-    asked = json.dumps({"steps": STEPS, "budget": BUDGET})
-    command = [sys.executable, str(tree.SUPPORT / "growth_train.py"), asked]
+    """Train in another process. The store is in its default place, on a disk below the run's folder."""
+    options = json.dumps({"steps": STEPS, "budget": BUDGET})
+    command = [sys.executable, str(tree.SUPPORT / "growth_train.py"), options]
     done = ended(command)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -32,19 +35,22 @@ def trained() -> dict[str, Any]:
     return result
 
 
-def test_hundreds_of_steps_of_mixed_sizes_move_a_lot_and_leave_nothing_behind() -> None:
+def test_memory_files_and_threads_do_not_grow_in_hundreds_of_steps() -> None:
     result = trained()
     rows = result["rows"]
-    assert result["did"]["evictions"] > 2 * STEPS, "little moved: the test shows little"
+    assert result["did"]["evictions"] > 2 * STEPS, "too few evictions for this test"
     sizes = [row["resident"] for row in rows]
     assert max(sizes) - sizes[0] <= GROWTH
     for name in ("descriptors", "threads", "files"):
         assert len({row[name] for row in rows}) == 1, name
 
 
-def test_freed_bytes_go_back_to_the_system() -> None:
-    """In every step the process has no more memory than the budget, and it is the budget that holds it: with
-    more of it, the same programs take twice as much. The system counts other things, too, now and then."""
+def test_freed_bytes_return_to_the_system() -> None:
+    """In each step, the process takes no more memory than the budget allows.
+
+    With a larger budget, the same programs take at least twice as much. The system sometimes counts bytes
+    besides tensors, so the test allows UNCOUNTED more bytes.
+    """
     result = trained()
     took = [row["peak"] - row["resident"] for row in result["rows"]]
     assert max(took) <= BUDGET - RESERVE + UNCOUNTED
@@ -52,10 +58,10 @@ def test_freed_bytes_go_back_to_the_system() -> None:
     assert plenty["peak"] - plenty["resident"] >= 2 * statistics.median(took)
 
 
-def test_the_end_of_an_engine_is_the_end_of_its_threads_and_files() -> None:
+def test_closed_engine_has_no_threads_and_files() -> None:
     result = trained()
     left, before = result["left"], result["rows"][-1]
-    # Python's, OpenMP's, the observer's, and sometimes that of a progress bar of torch's.
+    # Python, OpenMP and the observer have threads. Sometimes a progress bar of torch also has a thread.
     assert left["threads"] <= 4
     assert left["files"] == 0
     assert left["descriptors"] < before["descriptors"]

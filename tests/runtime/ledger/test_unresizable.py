@@ -1,5 +1,8 @@
-"""A loop that looks at weights and gradients through numpy: what numpy has had moves again, at no cost that
-anyone would notice; whoever still has it goes on seeing what is written."""
+"""Tests of training loops that read weights and gradients through numpy.
+
+The engine makes these tensors evictable again, without a search for their holders. A numpy array that still
+exists sees later writes to its tensor.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,28 @@ from teraio.runtime.engine import engine
 from teraio.runtime.ledger import adoption
 
 WIDTH, LAYERS = 256, 6
-BUDGET = "7MiB"  # 4 MiB of it in reserve; weights and gradients are 3 MiB
+BUDGET = "7MiB"  # the reserve takes 4 MiB of the budget; weights and gradients take 3 MiB
 SLICE_BYTES = 4096
 
 Hold = Callable[[nn.Linear], Any]
 
 
-def looks(looked: Callable[[nn.Sequential], None], steps: int = 3) -> nn.Sequential:
-    """A training whose loop looks at its model after each backward; gradients add up."""
+def train(look: Callable[[nn.Sequential], None], steps: int = 3) -> nn.Sequential:
+    """Train, and call `look` with the model after each backward. Gradients accumulate over the steps."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     options: dict[str, Any] = {"inner": "eager", "memory": BUDGET}
     compiled: Any = torch.compile(model, backend="teraio", options=options)
     for _ in range(steps):
         compiled(torch.ones(16, WIDTH)).square().mean().backward()
-        looked(model)
+        look(model)
     return model
 
 
-def test_what_numpy_had_is_adopted_without_a_search(
+def test_tensors_shared_with_numpy_are_adopted_without_a_search(
     one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A search through all objects takes as long as dozens of steps of this model."""
+    """A search for holders through all Python objects would take as long as dozens of steps of this model."""
     searches: list[str] = []
     real = adoption.make_resizable
 
@@ -47,14 +50,14 @@ def test_what_numpy_had_is_adopted_without_a_search(
 
     monkeypatch.setattr("teraio.runtime.ledger.unresizable.make_resizable", searched)
 
-    def looked(model: nn.Sequential) -> None:
+    def look(model: nn.Sequential) -> None:
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad.numpy().sum()
             parameter.detach().numpy().sum()
             assert not parameter.untyped_storage().resizable()
 
-    looks(looked)
+    train(look)
     assert searches == []
     running = engine.ENGINE
     assert running is not None and running.mover.counts.evictions > LAYERS
@@ -70,16 +73,17 @@ def _after_numpy(layer: nn.Linear) -> torch.Tensor:
     return layer.weight
 
 
-HOLDS: dict[str, tuple[Hold, Hold]] = {  # what is kept, and what it must be like at the end
+# For each case: a holder of bytes, and the tensor that the holder must equal at the end.
+HOLDS: dict[str, tuple[Hold, Hold]] = {
     "an array of a gradient": (
         lambda layer: _gradient(layer).numpy(),
         _gradient,
     ),
-    "a part of one": (
+    "a slice of such an array": (
         lambda layer: _gradient(layer).numpy()[3:5],
         lambda layer: _gradient(layer)[3:5],
     ),
-    "the memory of one": (
+    "the memory of such an array": (
         lambda layer: memoryview(_gradient(layer).numpy()),  # type: ignore[arg-type]
         _gradient,
     ),
@@ -103,10 +107,10 @@ HOLDS: dict[str, tuple[Hold, Hold]] = {  # what is kept, and what it must be lik
 
 
 @pytest.mark.parametrize(("hold", "seen"), HOLDS.values(), ids=HOLDS)
-def test_whoever_holds_the_bytes_goes_on_seeing_them(one_thread: None, hold: Hold, seen: Hold) -> None:
+def test_holder_of_shared_bytes_sees_later_writes(one_thread: None, hold: Hold, seen: Hold) -> None:
     held: list[Any] = []
 
-    def looked(model: nn.Sequential) -> None:
+    def look(model: nn.Sequential) -> None:
         first = model[0]
         assert isinstance(first, nn.Linear)
         if not held:
@@ -114,7 +118,7 @@ def test_whoever_holds_the_bytes_goes_on_seeing_them(one_thread: None, hold: Hol
         with torch.no_grad():
             first.weight.mul_(2)
 
-    model = looks(looked, steps=5)
+    model = train(look, steps=5)
     first = model[0]
     assert isinstance(first, nn.Linear)
     wanted = seen(first)

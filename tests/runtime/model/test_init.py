@@ -1,4 +1,4 @@
-"""Models that are constructed within the budget: the same numbers, and no more memory than was allowed."""
+"""Models constructed within the budget: their weights equal the weights of a plain construction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from teraio.runtime.model import init
 from teraio.runtime.model.init import Construction
 from teraio.session import session
 
-MEMORY = 6 << 20  # 4 MiB of it in reserve
+MEMORY = 6 << 20  # bytes of the budget, of which 4 MiB are in reserve
 OPTIONS: dict[str, Any] = {"memory": str(MEMORY), "inner": "eager", "planner": "none"}
 
 
@@ -35,7 +35,7 @@ def _alone() -> Iterator[None]:
 
 
 class Scaled(nn.Module):
-    """As in many models: sums of random numbers, buffers, a weight that is used twice."""
+    """A model with computed weights, buffers, and one weight that two modules use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Scaled(nn.Module):
 
 
 class Written(nn.Module):
-    """The ways of writing into a weight."""
+    """A model whose constructor writes to its weights in many ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,10 @@ class Written(nn.Module):
 
 
 def apart() -> nn.Module:
-    """Lazy and copied modules, and another type afterwards."""
+    """Return a model with lazy modules and copied modules.
+
+    The model is converted to float64 and back to float32.
+    """
     layer = nn.TransformerEncoderLayer(128, 2, 512, batch_first=True)
     lazy = nn.Sequential(*(nn.LazyLinear(256) for _ in range(4)))
     with torch.no_grad():
@@ -99,13 +102,13 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(found)
 
 
-def away() -> int:
+def evicted_count() -> int:
     assert engine.ENGINE is not None
-    return sum(record.state is State.AWAY for record in engine.ENGINE.residency.records.values())
+    return sum(record.state is State.EVICTED for record in engine.ENGINE.residency.records.values())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_numbers_are_those_of_the_plain_construction_and_memory_is_kept_to(recipe: str) -> None:
+def test_construction_gives_the_plain_numbers_within_the_budget(recipe: str) -> None:
     torch.manual_seed(0)
     plain = RECIPES[recipe]()
     after = torch.rand(4)
@@ -118,7 +121,7 @@ def test_numbers_are_those_of_the_plain_construction_and_memory_is_kept_to(recip
     counts = teraio.stats()
     assert counts["overrun_bytes"] == 0
     assert counts["resident_bytes"] <= counts["peak_bytes"] <= MEMORY
-    assert away() > 0
+    assert evicted_count() > 0
     expected, got = tensors(plain), tensors(ours)
     assert expected.keys() == got.keys()
     for name, tensor in got.items():
@@ -128,17 +131,17 @@ def test_numbers_are_those_of_the_plain_construction_and_memory_is_kept_to(recip
         assert got["head.weight"] is got["embed.weight"]
 
 
-def test_these_tests_find_a_construction_in_which_nothing_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_construction_without_evictions_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Construction, "make_room", lambda *_: None)
     with teraio.init(**OPTIONS):
         model = RECIPES["linear"]()
     assert teraio.stats()["resident_bytes"] > MEMORY - (4 << 20)
-    assert away() == 0
+    assert evicted_count() == 0
     del model
 
 
 class Net(nn.Module):
-    """With a buffer, which no one differentiates."""
+    """A model with a buffer, which gets no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +167,7 @@ def train(model: nn.Module, compiled: Callable[..., torch.Tensor], steps: int = 
     return losses
 
 
-def test_a_compile_takes_the_weights_over_and_trains_what_does_not_fit() -> None:
+def test_compile_takes_constructed_weights_over_and_trains_beyond_memory() -> None:
     torch.manual_seed(0)
     plain = Net()
     expected = train(plain, torch.compile(plain, backend="aot_eager"))
@@ -176,17 +179,17 @@ def test_a_compile_takes_the_weights_over_and_trains_what_does_not_fit() -> None
     assert first is not None and first.mover.store.total_written_bytes > 0
     known = dict(first.residency.records)
     assert train(ours, torch.compile(ours, backend="teraio")) == expected
-    assert engine.ENGINE is first, "another session"
+    assert engine.ENGINE is first, "the compile started another session"
     weights = {r.name: r for r in first.residency.records.values() if r.kind == "weight"}
     assert weights.keys() == {name for name, _ in (*ours.named_parameters(), *ours.named_buffers())}
     assert all(known[record.key] is record for record in weights.values())
     for (name, tensor), other in zip(ours.named_parameters(), plain.parameters()):
         assert torch.equal(tensor, other), name
-    assert teraio.stats()["overrun_bytes"] == 0, "weights beside a buffer were taken for held by someone"
+    assert teraio.stats()["overrun_bytes"] == 0, "weights beside a buffer counted as held by user code"
     assert teraio.stats()["peak_bytes"] <= MEMORY
 
 
-def test_what_a_compile_says_again_must_be_the_same() -> None:
+def test_compile_with_other_options_than_init_is_refused() -> None:
     with teraio.init(**OPTIONS):
         model = Net()
     assert torch.compile(model, backend="teraio", options={"memory": str(MEMORY)})(torch.ones(16, 128)) > 0
@@ -197,7 +200,7 @@ def test_what_a_compile_says_again_must_be_the_same() -> None:
         torch.compile(model, backend="teraio", options={"memory": "1GiB"})(torch.ones(16, 128))
 
 
-def test_an_error_in_a_constructor_leaves_no_hook_behind() -> None:
+def test_error_in_a_constructor_leaves_no_hook_behind() -> None:
     with pytest.raises(ZeroDivisionError), teraio.init(**OPTIONS), teraio.init(**OPTIONS):
         nn.Linear(1 // 0, 1)
     modules = nn.modules.module
@@ -207,14 +210,14 @@ def test_an_error_in_a_constructor_leaves_no_hook_behind() -> None:
     assert type(layer.weight) is nn.Parameter
 
 
-def test_switched_off_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_with_teraio_disabled_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERAIO_DISABLE", "1")
     with teraio.init(**OPTIONS):
         assert type(nn.Linear(256, 256).weight) is nn.Parameter
     assert session.SESSION is None
 
 
-def test_everything_is_back_after_a_reset() -> None:
+def test_all_weights_are_resident_after_a_reset() -> None:
     torch.manual_seed(0)
     plain = RECIPES["linear"]()
     torch.manual_seed(0)
@@ -225,7 +228,7 @@ def test_everything_is_back_after_a_reset() -> None:
         assert type(one) is nn.Parameter and torch.equal(one, other)
 
 
-def test_a_weight_in_a_mapped_file_gets_memory_of_its_own(tmp_path: Any) -> None:
+def test_weight_in_a_mapped_file_is_copied_to_memory_of_its_own(tmp_path: Any) -> None:
     file = tmp_path / "weights.pt"
     torch.save({f"{n}": torch.randn(256, 256) for n in range(12)}, file)
     mapped = torch.load(file, mmap=True)
@@ -237,13 +240,13 @@ def test_a_weight_in_a_mapped_file_gets_memory_of_its_own(tmp_path: Any) -> None
             assert not adoption.is_resizable(tensor.untyped_storage())
             model[name] = nn.Parameter(tensor)
             del tensor
-    assert away() > 0
+    assert evicted_count() > 0
     assert all(torch.equal(model[name], expected[name]) for name in expected)
     assert teraio.stats()["overrun_bytes"] == 0
 
 
 class Coupled(torch.optim.SGD):
-    """Its update of one parameter depends on the others."""
+    """An optimizer whose update of one parameter depends on the gradients of all others."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -254,7 +257,7 @@ class Coupled(torch.optim.SGD):
                 parameter.add_(parameter.grad / (norm + 1), alpha=-0.1)
 
 
-def test_a_wrapped_optimizer_is_itself_and_is_refused_if_it_needs_all_at_once() -> None:
+def test_wrap_returns_the_optimizer_or_refuses_one_that_must_step_whole() -> None:
     model = nn.Linear(64, 64)
     adam = torch.optim.AdamW(model.parameters())
     assert teraio.wrap(adam) is adam
@@ -264,7 +267,7 @@ def test_a_wrapped_optimizer_is_itself_and_is_refused_if_it_needs_all_at_once() 
         assert teraio.wrap(optimizer, whole=True) is optimizer
 
 
-def test_a_wrapped_optimizer_that_becomes_one_for_all_at_once_is_refused_before_it_steps() -> None:
+def test_wrapped_optimizer_that_must_step_whole_later_is_refused_before_the_step() -> None:
     with teraio.init(**OPTIONS):
         model = Net()
     optimizer = teraio.wrap(torch.optim.AdamW(model.parameters()))
@@ -279,7 +282,7 @@ def test_a_wrapped_optimizer_that_becomes_one_for_all_at_once_is_refused_before_
     assert not any(torch.equal(old, now) for old, now in zip(before, model.parameters()))
 
 
-def test_hugging_face_constructs_and_loads_within_the_budget(tmp_path: Any) -> None:
+def test_hugging_face_model_is_constructed_and_loaded_within_the_budget(tmp_path: Any) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     shape: Any = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6}
@@ -295,7 +298,7 @@ def test_hugging_face_constructs_and_loads_within_the_budget(tmp_path: Any) -> N
                 ours = AutoModelForCausalLM.from_pretrained(tmp_path)
             else:
                 ours = AutoModelForCausalLM.from_config(config)
-        assert away() > 0
+        assert evicted_count() > 0
         assert teraio.stats()["overrun_bytes"] == 0
         assert teraio.stats()["peak_bytes"] <= MEMORY
         got = tensors(ours)
@@ -305,8 +308,8 @@ def test_hugging_face_constructs_and_loads_within_the_budget(tmp_path: Any) -> N
         torch._dynamo.reset()
 
 
-def test_a_device_as_a_block_still_knows_what_makes_tensors() -> None:
-    """In a new process, where no one has asked for a device before the engine is there."""
+def test_device_block_inside_init_still_applies_to_new_tensors() -> None:
+    """The test runs in a new process, because no device block may be used before the engine exists."""
     code = f"""if True:
         import torch, teraio
         with teraio.init(**{OPTIONS!r}), torch.device("meta"):
@@ -316,34 +319,34 @@ def test_a_device_as_a_block_still_knows_what_makes_tensors() -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
-def test_what_an_operation_takes_is_counted_where_it_takes_it() -> None:
-    """Without a GPU, and without computing anything on one."""
+def test_bytes_of_an_operation_are_counted_on_the_device_that_allocates_them() -> None:
+    """The test runs on fake CUDA tensors, so it needs no GPU."""
     aten, on_gpu = torch.ops.aten, {"device": torch.device("cuda:0")}
     with FakeTensorMode():
-        there = torch.empty(8, 4, device="cuda")
-    here, factor = torch.ones(8, 4), torch.tensor(2.0)
+        on_cuda = torch.empty(8, 4, device="cuda")
+    on_cpu, factor = torch.ones(8, 4), torch.tensor(2.0)
     for func, args, kwargs, of_gpu, of_ram in (
         (aten.empty.memory_format, ([8, 4],), on_gpu, 128, 0),
         (aten.empty.memory_format, ([8, 4],), {}, 0, 128),
-        (aten.add.Tensor, (there, there), {}, 128, 0),
-        (aten.mul.Tensor, (there, factor), {}, 128, 0),
-        (aten.add.Tensor, (here, factor), {}, 0, 128),
-        (aten.randn_like.default, (there,), {}, 128, 0),
-        (aten._to_copy.default, (here,), on_gpu, 128, 0),
-        (aten.add_.Tensor, (there, there), {}, 0, 0),
+        (aten.add.Tensor, (on_cuda, on_cuda), {}, 128, 0),
+        (aten.mul.Tensor, (on_cuda, factor), {}, 128, 0),
+        (aten.add.Tensor, (on_cpu, factor), {}, 0, 128),
+        (aten.randn_like.default, (on_cuda,), {}, 128, 0),
+        (aten._to_copy.default, (on_cpu,), on_gpu, 128, 0),
+        (aten.add_.Tensor, (on_cuda, on_cuda), {}, 0, 0),
     ):
         found = [init._bytes_to_allocate(func, args, kwargs, torch.device(on)) for on in ("cuda:0", "cpu")]
         assert found == [of_gpu, of_ram], func
 
 
-def test_what_another_thread_makes_meanwhile_is_its_own() -> None:
+def test_tensors_of_another_thread_are_not_registered() -> None:
     made: list[nn.Module] = []
     thread = threading.Thread(target=lambda: made.append(nn.Linear(256, 256)))
     with teraio.init(**OPTIONS):
         own = nn.Linear(256, 256)
         thread.start()
         thread.join()
-    leaving = engine.ENGINE.residency.evictable_record_of  # type: ignore[union-attr]
-    assert leaving(own.weight) is not None
-    assert [leaving(weight) for weight in made[0].parameters()] == [None, None]
+    record_of = engine.ENGINE.residency.evictable_record_of  # type: ignore[union-attr]
+    assert record_of(own.weight) is not None
+    assert [record_of(weight) for weight in made[0].parameters()] == [None, None]
     teraio.reset()

@@ -1,4 +1,7 @@
-"""Weights from safetensors files: right or refused, never all in memory, never written for nothing."""
+"""Weights from safetensors files: each is loaded correctly or refused.
+
+The weights are never all in memory. A weight is written to the store only if it changes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from teraio.runtime.engine import engine
 from teraio.runtime.ledger.record import Record, State
 from teraio.runtime.store import source_files
 
-MEMORY = 6 << 20  # 4 MiB of it in reserve
+MEMORY = 6 << 20  # bytes of the budget, of which 4 MiB are in reserve
 OPTIONS: dict[str, Any] = {"memory": str(MEMORY), "inner": "eager", "planner": "none"}
 WIDTH, LAYERS = 128, 12
 
@@ -31,12 +34,12 @@ WIDTH, LAYERS = 128, 12
 def _alone() -> Iterator[None]:
     torch._dynamo.reset()
     yield
-    gc.collect()  # of a model that has lost weights nothing is to come back
+    gc.collect()  # frees models with lost weights, before an engine fetches these weights
     torch._dynamo.reset()
 
 
 class Net(nn.Module):
-    """Tied weights, small tensors, buffers of both kinds."""
+    """A model with tied weights, small tensors and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ INDEX = torch.arange(16).remainder(7)
 
 
 def saved(folder: Path, shards: int = 3) -> Any:
-    """A model whose weights are in files as Hugging Face writes them."""
+    """Return a model whose weights are saved in sharded safetensors files, as Hugging Face writes them."""
     torch.manual_seed(0)
     model = Net()
     state = {name: t for name, t in model.state_dict().items() if name != "head.weight"}
@@ -103,11 +106,11 @@ def train(model: nn.Module, compiled: Callable[..., torch.Tensor], steps: int = 
     return losses
 
 
-# ---- the bytes
+# ---- the bytes of loaded weights
 
 
 @pytest.mark.parametrize("make", [on_meta, made])
-def test_a_sharded_folder_fills_a_model_without_being_read(tmp_path: Path, make: Any) -> None:
+def test_sharded_folder_is_loaded_without_reading_large_tensors(tmp_path: Path, make: Any) -> None:
     plain, ours = saved(tmp_path), make()
     size_bytes = sum(p.nbytes for p in plain.parameters())
     assert size_bytes > MEMORY - (4 << 20)
@@ -115,7 +118,7 @@ def test_a_sharded_folder_fills_a_model_without_being_read(tmp_path: Path, make:
     assert loaded == ((), ())
     assert ours.head.weight is ours.embed.weight
     records = [record_of(layer.weight) for layer in ours.layers]
-    assert all(record.state is State.AWAY for record in records)
+    assert all(record.state is State.EVICTED for record in records)
     assert equal(ours, plain)
     assert teraio.stats()["overrun_bytes"] == teraio.stats()["written_bytes"] == 0
     assert teraio.stats()["resident_bytes"] <= MEMORY - (4 << 20)
@@ -124,7 +127,7 @@ def test_a_sharded_folder_fills_a_model_without_being_read(tmp_path: Path, make:
     assert equal(ours, plain) is False, "these tests compare nothing"
 
 
-def test_it_trains_as_the_plain_model_does_and_writes_only_what_changed(tmp_path: Path) -> None:
+def test_loaded_model_trains_as_the_plain_one_and_writes_only_changed_weights(tmp_path: Path) -> None:
     plain = saved(tmp_path)
     for parameter in plain.layers[: LAYERS // 2].parameters():
         parameter.requires_grad_(False)
@@ -138,10 +141,10 @@ def test_it_trains_as_the_plain_model_does_and_writes_only_what_changed(tmp_path
     assert equal(ours, plain)
     for number, layer in enumerate(ours.layers):
         assert (record_of(layer.weight).source is not None) == (number < LAYERS // 2)
-        assert (record_of(layer.weight).extent is None) == (number < LAYERS // 2), "written for nothing"
+        assert (record_of(layer.weight).extent is None) == (number < LAYERS // 2), "written without need"
 
 
-def test_inference_writes_nothing_at_all(tmp_path: Path) -> None:
+def test_inference_of_a_loaded_model_writes_nothing(tmp_path: Path) -> None:
     plain = saved(tmp_path).requires_grad_(False)
     with torch.no_grad():
         expected = torch.compile(plain, backend="aot_eager")(INDEX)
@@ -156,7 +159,7 @@ def test_inference_writes_nothing_at_all(tmp_path: Path) -> None:
     assert teraio.stats()["drops"] > LAYERS
 
 
-def test_a_copy_needs_the_files_no_more(tmp_path: Path) -> None:
+def test_model_loaded_with_copy_does_not_need_the_files(tmp_path: Path) -> None:
     plain, ours = saved(tmp_path), on_meta()
     teraio.load(ours, tmp_path, copy=True, **OPTIONS)
     for file in tmp_path.iterdir():
@@ -165,7 +168,9 @@ def test_a_copy_needs_the_files_no_more(tmp_path: Path) -> None:
     assert teraio.stats()["written_bytes"] > 0
 
 
-def test_without_an_engine_it_is_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_without_an_engine_reads_all_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERAIO_DISABLE", "1")
     plain, ours = saved(tmp_path), on_meta()
     teraio.load(ours, tmp_path)
@@ -173,7 +178,7 @@ def test_without_an_engine_it_is_read_into_memory(tmp_path: Path, monkeypatch: p
     assert equal(ours, plain)
 
 
-def test_a_weight_that_is_laid_out_or_held_in_another_way_is_right_too(tmp_path: Path) -> None:
+def test_weight_with_another_layout_or_holder_is_loaded_right(tmp_path: Path) -> None:
     plain, ours = saved(tmp_path), made()
     view = ours.layers[1].weight.data
     ours.layers[0].weight.data = torch.empty(WIDTH, 4 * WIDTH).t()
@@ -184,7 +189,7 @@ def test_a_weight_that_is_laid_out_or_held_in_another_way_is_right_too(tmp_path:
     assert ours.layers[0].weight.stride() == (1, 4 * WIDTH)
 
 
-# ---- files that change
+# ---- files that change after they are loaded
 
 
 def one_file(folder: Path) -> tuple[Any, Path]:
@@ -194,7 +199,7 @@ def one_file(folder: Path) -> tuple[Any, Path]:
     return ours, folder / "model-00001-of-00001.safetensors"
 
 
-def test_a_name_that_goes_or_is_given_to_another_file_changes_nothing(tmp_path: Path) -> None:
+def test_replaced_and_removed_file_name_changes_no_weight(tmp_path: Path) -> None:
     ours, file = one_file(tmp_path)
     other = tmp_path / "other"
     other.write_bytes(b"something else")
@@ -205,7 +210,7 @@ def test_a_name_that_goes_or_is_given_to_another_file_changes_nothing(tmp_path: 
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_file_that_is_written_to_is_noticed(tmp_path: Path, cut: bool) -> None:
+def test_changed_file_raises_an_error(tmp_path: Path, cut: bool) -> None:
     ours, file = one_file(tmp_path)
     if cut:
         os.truncate(file, file.stat().st_size - 1)
@@ -218,15 +223,13 @@ def test_a_file_that_is_written_to_is_noticed(tmp_path: Path, cut: bool) -> None
             ours.layers[3].weight.sum()
 
 
-def test_a_file_that_changes_while_it_is_read_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_changed_during_a_read_raises_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, file = one_file(tmp_path)
     really = os.preadv
 
     def preadv(descriptor: int, buffers: Any, offset: int) -> int:
         count = really(descriptor, buffers, offset)
-        os.utime(file)  # as who writes to it does
+        os.utime(file)  # a real write also changes the file's time
         return count
 
     monkeypatch.setattr(os, "preadv", preadv)
@@ -234,8 +237,8 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(
         ours.layers[3].weight.sum()
 
 
-def test_a_weight_may_come_in_many_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Larger than what is read at once, and the system may bring less than it was asked for."""
+def test_weight_read_in_many_parts_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight is larger than one read, and the system may return fewer bytes than the read requested."""
     ours, _ = one_file(tmp_path)
     really = os.preadv
 
@@ -254,10 +257,13 @@ def total(weight: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_bytes_that_change_unseen_by_the_clock_are_noticed(
+def test_bytes_changed_with_the_old_time_raise_an_error(
     tmp_path: Path, hidden: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the digest of the first read; without it this test finds other numbers."""
+    """The digest of the weight's first read reveals the change.
+
+    With `hidden`, a fake digest hides the change, and only the numbers differ.
+    """
     ours, file = one_file(tmp_path)
     weight = ours.layers[3].weight
     before = total(weight)
@@ -271,9 +277,9 @@ def test_bytes_that_change_unseen_by_the_clock_are_noticed(
     os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
     assert engine.ENGINE is not None
     residency = engine.ENGINE.residency
-    residency.serial += 1
+    residency.advance_slot()
     residency.evict_until_fits(1 << 30, None)
-    assert record_of(weight).state is State.AWAY
+    assert record_of(weight).state is State.EVICTED
     if hidden:
         monkeypatch.setattr(source_files._native, "digest", lambda *_: record_of(weight).source.digest)  # type: ignore[union-attr]
         assert total(weight) != before
@@ -282,7 +288,7 @@ def test_bytes_that_change_unseen_by_the_clock_are_noticed(
         total(weight)
 
 
-# ---- models and files that do not belong together
+# ---- files that do not match the model
 
 
 def refused(ours: nn.Module, path: Path, **named: Any) -> str:
@@ -291,25 +297,25 @@ def refused(ours: nn.Module, path: Path, **named: Any) -> str:
     return str(raised.value)
 
 
-def test_everything_that_differs_is_named_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_error_names_all_differences_and_the_model_is_unchanged(tmp_path: Path) -> None:
     saved(tmp_path)
     ours = on_meta()
     ours.extra = nn.Parameter(torch.empty(3, device="meta"))
     del ours.shift
     ours.layers[2] = nn.Linear(WIDTH, WIDTH, device="meta")
     ours.layers[4] = nn.Linear(WIDTH, 4 * WIDTH, device="meta", dtype=torch.bfloat16)
-    said = refused(ours, tmp_path)
-    assert "1 missing in the file: extra" in said
-    assert "1 unexpected in the file: shift" in said
+    text = refused(ours, tmp_path)
+    assert "1 missing in the file: extra" in text
+    assert "1 unexpected in the file: shift" in text
     assert (
-        f"layers.2.weight is float32[{4 * WIDTH}, {WIDTH}] in the file and float32[{WIDTH}, {WIDTH}]" in said
+        f"layers.2.weight is float32[{4 * WIDTH}, {WIDTH}] in the file and float32[{WIDTH}, {WIDTH}]" in text
     )
-    assert "layers.4.bias is float32[512] in the file and bfloat16[512] in the model" in said
+    assert "layers.4.bias is float32[512] in the file and bfloat16[512] in the model" in text
     assert all(parameter.is_meta for parameter in ours.parameters())
     assert "4 differ" in refused(ours, tmp_path, strict=False)
 
 
-def test_what_is_not_strict_takes_what_is_there(tmp_path: Path) -> None:
+def test_load_without_strict_takes_the_matching_tensors(tmp_path: Path) -> None:
     plain = saved(tmp_path)
     ours: Any = Net()
     ours.extra = nn.Parameter(torch.ones(3))
@@ -329,13 +335,13 @@ def test_tied_weights_that_differ_in_the_file_are_refused(tmp_path: Path) -> Non
     assert "embed.weight and head.weight are one tensor" in refused(on_meta(), file)
 
 
-def test_a_folder_must_say_which_file(tmp_path: Path) -> None:
+def test_folder_without_files_and_missing_file_are_refused(tmp_path: Path) -> None:
     assert "has 0 safetensors files" in refused(on_meta(), tmp_path)
     with pytest.raises(FileFormatError, match="cannot be opened"):
         teraio.load(on_meta(), tmp_path / "none.safetensors", **OPTIONS)
 
 
-def test_headers_that_torch_writes_are_read_as_they_are_meant(tmp_path: Path) -> None:
+def test_file_with_all_types_of_torch_is_loaded_right(tmp_path: Path) -> None:
     file = tmp_path / "all.safetensors"
     kinds = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16]
     kinds += [torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]

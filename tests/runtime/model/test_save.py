@@ -1,4 +1,5 @@
-"""Checkpoints of what is away: the files that torch writes, a tensor at a time, and never half a file."""
+"""Checkpoints of evicted tensors: they have torch's own file format, tensors are fetched one at a time, and
+no partial file is left."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import tree
 from checkpoint_child import MEMORY_BYTES
 from checkpoint_kill import kill_while_saving, numbered
 from children import forked
-from touch_child import World, is_away, plain_facts, record_of, send_away, twin_of
+from touch_child import World, evict_all, is_evicted, plain_facts, record_of, twin_of
 
 import teraio
 from teraio.runtime.engine import engine
@@ -33,12 +34,15 @@ KILLS = 24
 
 @pytest.fixture
 def worlds() -> Iterator[tuple[World, World]]:
-    """One whose tensors are away, with room for three of them, and its plain twin."""
+    """Yield a pair: a world whose tensors are all evicted, and a plain copy of that world.
+
+    Memory has room for three of the world's tensors.
+    """
     torch._dynamo.reset()
     world = World(compiled=True, layers=LAYERS)
     world.train(2)
     for tensor in (t for layer in world.layers for t in (*layer.parameters(), *layer.buffers())):
-        vars(tensor).clear()  # a compile leaves a mark, which torch writes into its files
+        vars(tensor).clear()  # torch.compile marks tensors, and torch.save would write these marks into files
     twin = twin_of(world)
     shrink(world)
     yield world, twin
@@ -46,15 +50,15 @@ def worlds() -> Iterator[tuple[World, World]]:
 
 
 def shrink(world: World) -> None:
-    send_away(tensors(world))
+    evict_all(tensors(world))
     assert engine.ENGINE is not None
     residency = engine.ENGINE.residency
     residency.budget_bytes = residency.reserve_bytes + residency.mover.resident_bytes + 3 * TENSOR_BYTES
-    assert all(map(is_away, tensors(world)))
+    assert all(map(is_evicted, tensors(world)))
 
 
 def tensors(world: World) -> list[torch.Tensor]:
-    """All that can leave."""
+    """Return all evictable tensors of the world."""
     kinds = ("weight", "frozen", "buffer", "index", "gradient", "state")
     found = [world.tensor(kind, number) for kind in kinds for number in range(LAYERS)]
     return [tensor for tensor in found if (record := record_of(tensor)) and record.evictable]
@@ -65,7 +69,8 @@ def states(world: World) -> list[dict[str, torch.Tensor]]:
 
 
 def all_of(world: World) -> dict[str, Any]:
-    """State dicts, tensors by themselves, tied and viewed ones, and what an optimizer has."""
+    """Return, by name, the world's state dicts, single tensors, tied tensors and gradients, and the
+    optimizer's state dict."""
     first = world.layers[0]
     return {
         "layers": states(world),
@@ -86,20 +91,20 @@ def overrun() -> int:
     return teraio.stats()["overrun_bytes"]
 
 
-# ---- the bytes
+# ---- the bytes of saved files
 
 
-def test_a_file_is_the_one_that_torch_writes_byte_for_byte(worlds: tuple[World, World]) -> None:
+def test_saved_file_equals_torchs_file_byte_for_byte(worlds: tuple[World, World]) -> None:
     world, twin = worlds
     assert written(all_of(world)) == written(all_of(twin))
-    assert overrun() == 0, "it was not written a tensor at a time"
-    assert sum(map(is_away, tensors(world))) >= len(tensors(world)) // 2
+    assert overrun() == 0, "the file was not written one tensor at a time"
+    assert sum(map(is_evicted, tensors(world))) >= len(tensors(world)) // 2
 
 
-def test_what_is_on_a_gpu_comes_back_one_by_one_too(
+def test_tensors_of_a_gpu_are_fetched_one_at_a_time(
     worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There torch asks for the size, copies to RAM, and writes that."""
+    """To save a GPU's tensor, torch reads the size, copies the bytes to RAM, and writes the copy."""
     world, twin = worlds
     write, copies = pickling.FetchingWriter.write_record, []
 
@@ -113,29 +118,32 @@ def test_what_is_on_a_gpu_comes_back_one_by_one_too(
     monkeypatch.setattr(torch.UntypedStorage, "cpu", torch.UntypedStorage.clone)
     monkeypatch.setattr(pickling.FetchingWriter, "write_record", on_gpu)
     assert written(all_of(world)) == written(all_of(twin))
-    assert len(copies) > LAYERS and overrun() == 0, "it was not written a tensor at a time"
+    assert len(copies) > LAYERS and overrun() == 0, "the file was not written one tensor at a time"
     assert not any("cpu" in vars(tensor.untyped_storage()) for tensor in tensors(world))
 
 
 @pytest.mark.parametrize(
     "how", [{"_use_new_zipfile_serialization": False}, {"pickle_module": pickle, "pickle_protocol": 4}]
 )
-def test_other_ways_to_save_are_right_too(worlds: tuple[World, World], how: Any) -> None:
+def test_other_formats_of_torch_save_are_right(worlds: tuple[World, World], how: Any) -> None:
     world, twin = worlds
     back = torch.load(io.BytesIO(written(all_of(world), **how)), weights_only=False)
     assert plain_facts(back) == plain_facts(all_of(twin))
 
 
-def test_a_file_without_data_has_the_sizes(worlds: tuple[World, World]) -> None:
+def test_file_saved_without_data_has_the_same_size(worlds: tuple[World, World]) -> None:
     world, twin = worlds
     with torch.serialization.skip_data():
         assert len(written(all_of(world))) == len(written(all_of(twin)))
 
 
-def test_torch_alone_writes_the_same_and_has_all_of_it_in_memory_at_once(
+def test_torch_save_without_the_wrapper_writes_the_same_file_with_an_overrun(
     worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These tests find a save that does not wait: what it has pickled stays."""
+    """Without the wrapper, each pickled tensor is resident until the save ends.
+
+    The tests above would detect this overrun.
+    """
     monkeypatch.setattr(engine, "current_engine", lambda: None)
     assert written(all_of(worlds[0])) == written(all_of(worlds[1]))
     assert overrun() > 0
@@ -144,45 +152,45 @@ def test_torch_alone_writes_the_same_and_has_all_of_it_in_memory_at_once(
 # ---- state dicts
 
 
-def test_a_state_dict_brings_nothing_back_and_keeps_nothing_here(worlds: tuple[World, World]) -> None:
+def test_state_dict_fetches_nothing_and_keeps_nothing_resident(worlds: tuple[World, World]) -> None:
     world, twin = worlds
     found = states(world)
-    assert all(map(is_away, tensors(world)))
+    assert all(map(is_evicted, tensors(world)))
     assert [list(layer) for layer in found] == [list(layer) for layer in states(twin)]
     assert plain_facts(found) == plain_facts(states(twin))
     assert overrun() == 0
 
 
-def test_a_state_dict_is_the_model_also_after_a_round_on_the_disk(worlds: tuple[World, World]) -> None:
+def test_state_dict_shares_bytes_with_the_model_after_evictions(worlds: tuple[World, World]) -> None:
     weight = worlds[0].layers[0].head.weight
     found = worlds[0].layers[0].state_dict()["head.weight"]
     for number, (write, read) in enumerate([(found, weight), (weight, found)] * 2):
         with torch.no_grad():
             write.fill_(number)
-        send_away([weight])
-        assert is_away(weight) and is_away(found)
+        evict_all([weight])
+        assert is_evicted(weight) and is_evicted(found)
         assert read.mean().item() == number
-    send_away([weight])
+    evict_all([weight])
     del found, read, write
     with torch.no_grad():
         weight.fill_(7)
-    send_away([weight])
-    assert is_away(weight) and weight.mean().item() == 7
+    evict_all([weight])
+    assert is_evicted(weight) and weight.mean().item() == 7
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_what_is_away_is_loaded(worlds: tuple[World, World], assign: bool) -> None:
+def test_state_dict_is_loaded_into_evicted_tensors(worlds: tuple[World, World], assign: bool) -> None:
     world, twin = worlds
     for one in (world, twin):
         for layer in one.layers:
             other = {k: v * 2 if v.is_floating_point() else v.clone() for k, v in layer.state_dict().items()}
             layer.load_state_dict(other, assign=assign)
         one.optimizer.load_state_dict(torch.load(io.BytesIO(written(one.optimizer.state_dict()))))
-    send_away([tensor for layer in world.layers for tensor in layer.state_dict(keep_vars=True).values()])
+    evict_all([tensor for layer in world.layers for tensor in layer.state_dict(keep_vars=True).values()])
     assert plain_facts(all_of(world)) == plain_facts(all_of(twin))
 
 
-def test_safetensors_are_right(worlds: tuple[World, World], tmp_path: Path) -> None:
+def test_safetensors_saves_and_loads_evicted_tensors(worlds: tuple[World, World], tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     for name, world in zip("ab", worlds):
         safetensors.save_model(torch.nn.ModuleList(world.layers), tmp_path / f"{name}.model")
@@ -194,7 +202,9 @@ def test_safetensors_are_right(worlds: tuple[World, World], tmp_path: Path) -> N
     assert plain_facts(states(worlds[0])) == plain_facts(states(worlds[1]))
 
 
-def test_distributed_checkpoints_are_right(worlds: tuple[World, World], tmp_path: Path) -> None:
+def test_distributed_checkpoint_saves_and_loads_evicted_tensors(
+    worlds: tuple[World, World], tmp_path: Path
+) -> None:
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     world, twin = worlds
     dcp.save(
@@ -211,7 +221,7 @@ def test_distributed_checkpoints_are_right(worlds: tuple[World, World], tmp_path
 # ---- teraio.save
 
 
-def test_a_saved_file_is_read_by_torch_and_holds_no_path(worlds: tuple[World, World], tmp_path: Path) -> None:
+def test_saved_file_is_read_by_torch_and_holds_no_path(worlds: tuple[World, World], tmp_path: Path) -> None:
     path = tmp_path / "somewhere.pt"
     teraio.save(all_of(worlds[0]), path)
     assert path.read_bytes() == written(all_of(worlds[1]))
@@ -220,7 +230,7 @@ def test_a_saved_file_is_read_by_torch_and_holds_no_path(worlds: tuple[World, Wo
     assert os.listdir(tmp_path) == ["somewhere.pt"]
 
 
-def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_failed_save_leaves_only_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     teraio.save([1], path)
     with pytest.raises(AttributeError):
@@ -232,7 +242,8 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
 def test_bytes_are_on_the_disk_before_the_file_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power cut a name without bytes would be an empty checkpoint in the place of the last."""
+    """Otherwise, a power cut could leave an empty file under the checkpoint's name, in place of the last
+    checkpoint."""
     done: list[str] = []
 
     def noted(name: str) -> None:
@@ -252,7 +263,7 @@ def test_bytes_are_on_the_disk_before_the_file_has_its_name(
 
 
 class SavesAnother:
-    """While it is pickled, the same file is saved once more."""
+    """An object that saves another checkpoint to the same path while the object itself is pickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -262,7 +273,7 @@ class SavesAnother:
         return OrderedDict, ()
 
 
-def test_a_file_that_is_being_saved_is_no_leftover(tmp_path: Path) -> None:
+def test_partial_file_of_a_running_save_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     teraio.save([SavesAnother(path)], path)
     assert teraio.load(path) == [{}]
@@ -274,17 +285,17 @@ def test_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
     teraio.save(numbered(0), path)
     random_ = random.Random(5)
     numbers = {kill_while_saving(path, random_.uniform(0.02, 0.1)) for _ in range(KILLS)}
-    for seconds in (0.5, 1, 2, 4):  # where a fork or a drive is slow
+    for seconds in (0.5, 1, 2, 4):  # seconds before the kill; a slow machine needs more
         if len(numbers) == 1:
             numbers.add(kill_while_saving(path, seconds))
     assert -1 not in numbers, "half a file"
     assert len(numbers) > 1, "no file was ever finished: the test shows nothing"
-    assert len(os.listdir(tmp_path)) <= 2, "what a kill leaves is cleared by the next save"
+    assert len(os.listdir(tmp_path)) <= 2, "a save has not removed the partial file of a killed one"
     teraio.save([2], path)
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
-# ---- stop, and go on
+# ---- stopping and resuming a training
 
 
 @cache
@@ -295,20 +306,20 @@ def child(how: str, path: Path) -> dict[str, Any]:
     return found
 
 
-def test_going_on_from_a_checkpoint_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_training_resumed_from_a_checkpoint_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     straight = child("straight", tmp_path / "a.pt")
     resumed = child("resumed", tmp_path / "a.pt")
     assert resumed["digest"] == straight["digest"]
-    assert straight["fetched"] >= 8, "too little was away when it was saved"
+    assert straight["fetched"] >= 8, "too few tensors were evicted when the checkpoint was saved"
     assert straight["peak_bytes"] <= MEMORY_BYTES
     assert straight["overrun_bytes"] == 0
 
 
 class Named(torch.Tensor):
-    """Of a class of its own."""
+    """A subclass of torch.Tensor."""
 
 
-def test_what_is_no_plain_tensor_is_saved_beside_them(worlds: tuple[World, World]) -> None:
+def test_tensors_of_other_kinds_are_saved_beside_plain_ones(worlds: tuple[World, World]) -> None:
     named = torch.arange(900.0).as_subclass(Named)
     others = {"sparse": torch.eye(30).to_sparse(), "named": named, "none": torch.empty(3, device="meta")}
     first, second = ({**others, "all": all_of(world)} for world in worlds)

@@ -1,5 +1,8 @@
-"""A step of an optimizer that is compiled writes to weights and states when its program has returned: what is
-lent to it stays, or there is an error that says what it takes."""
+"""Compiled optimizer steps: weights and states are kept resident, because a compiled step writes to them when
+it ends.
+
+If weights and states do not fit, an error names the memory that the step needs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import teraio
 from teraio.errors import BudgetError
 
 WIDTH, LAYERS, STEPS = 256, 3, 4
-# The engine keeps 4 MiB; weights, gradients and states are 3 MiB, and what the program makes of them 2.25.
+# The engine's reserve takes 4 MiB, weights, gradients and states 3 MiB, and the program's results 2.25 MiB.
 FITS, TOO_LITTLE = "10MiB", "9MiB"
 
 
@@ -37,7 +40,7 @@ def within(memory: str) -> Training:
     return Training(backend="teraio", options={"inner": "eager", "memory": memory})
 
 
-def test_it_is_the_plain_one_when_all_of_it_just_fits(one_thread: None) -> None:
+def test_compiled_step_that_just_fits_gives_the_plain_numbers(one_thread: None) -> None:
     plain = Training(backend="aot_eager")
     wanted = [plain.step() for _ in range(STEPS)]
     torch._dynamo.reset()
@@ -47,7 +50,7 @@ def test_it_is_the_plain_one_when_all_of_it_just_fits(one_thread: None) -> None:
         assert torch.equal(one, other)
 
 
-def test_it_says_what_it_takes_when_it_does_not_fit_and_goes_on_with_more(one_thread: None) -> None:
+def test_compiled_step_that_does_not_fit_raises_and_continues_with_more_memory(one_thread: None) -> None:
     ours = within(TOO_LITTLE)
     before = [parameter.detach().clone() for parameter in ours.model.parameters()]
     with pytest.raises(BudgetError, match="Give at least"):

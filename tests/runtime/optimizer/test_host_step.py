@@ -1,5 +1,8 @@
-"""The optimizer's step on the host: the numbers of torch's fused kernels for the CPU, with states that are
-never on the device. RAM stands in for a device with memory of its own."""
+"""The optimizer's step on the host: torch's fused CPU kernels give the same results, and states are on the
+host only.
+
+RAM stands in for a device that has its own memory.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from teraio.options import Settings
 from teraio.runtime.device import choose, cpu
 from teraio.runtime.device.link_rates import LinkRates
 from teraio.runtime.engine import engine
-from teraio.runtime.ledger.mover import Mover
 from teraio.runtime.ledger.record import HOST, Record, State
+from teraio.runtime.ledger.residency import Residency
 from teraio.runtime.optimizer import host_step
 from teraio.runtime.store.store import Store
 from teraio.session import host_choice, session, tiers
@@ -32,7 +35,10 @@ from teraio.session import host_choice, session, tiers
 
 @pytest.fixture(autouse=True)
 def beside(one_thread: None, steady_plans: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Host memory of so many bytes beside the device; returns the steps on the host as they are made."""
+    """Return a function that provides host memory of a given size beside the device.
+
+    The function returns a list of the buckets that were stepped on the host.
+    """
 
     def of(limit_bytes: int = 64 * MIB, kind: type[RamDevice] = RamDevice) -> list[Any]:
         monkeypatch.setattr(choose, "choose_device", lambda _=None: kind())
@@ -67,23 +73,23 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_numbers_are_those_of_the_fused_kernels(
+def test_host_step_gives_the_numbers_of_the_fused_kernels(
     name: str, beside: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     steps = beside()
     with caplog.at_level(logging.WARNING, "teraio"), fetched() as found:
         assert same(LOOPS[name]().run(), plain(name))
     late = [place for place, kind in found if kind == "weight" and place.startswith("aten::_foreach")]
-    assert not late, "an update waits for what it is lent"
+    assert not late, "an update waits for a weight that is lent to it"
     assert bool(steps) == (name not in ON_DEVICE)
-    said = [record.getMessage() for record in caplog.records if "steps on the device" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "steps on the device" in record.getMessage()]
     reason = ON_DEVICE.get(name, "")
-    assert len(said) == bool(reason)
-    assert all(reason in line for line in said)
+    assert len(lines) == bool(reason)
+    assert all(reason in line for line in lines)
 
 
 @pytest.mark.parametrize("limit", [MIB // 2, MIB // 8])
-def test_where_host_memory_ends_it_is_copied_there_and_back(
+def test_tensors_without_a_host_place_are_copied_to_the_host_and_back(
     limit: int, beside: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     steps = beside(limit)
@@ -93,15 +99,15 @@ def test_where_host_memory_ends_it_is_copied_there_and_back(
     assert len([r for r in caplog.records if "host memory is full" in r.getMessage()]) == 1
 
 
-def test_the_host_waits_for_what_is_on_its_way(beside: Callable[..., list[Any]]) -> None:
-    """Copies to host memory arrive when someone waits for them, on the host or on the device."""
+def test_host_step_waits_for_copies_in_flight(beside: Callable[..., list[Any]]) -> None:
+    """In this test, a copy to host memory arrives only when the host or the device waits for the copy."""
     steps = beside(kind=Late)
     assert same(LOOPS["writes"]().run(), plain("writes"))
     assert steps and Late.arrived_late > 20
 
 
-def test_states_never_come_to_the_device(beside: Callable[..., list[Any]]) -> None:
-    """From the second step on; and what comes there besides is no more than the weights."""
+def test_states_are_never_fetched_to_the_device(beside: Callable[..., list[Any]]) -> None:
+    """From the second step on, all states are evicted and their copies are in host memory."""
     beside()
     where: list[tuple[str, State, str | None]] = []
     came = [0]
@@ -116,11 +122,11 @@ def test_states_never_come_to_the_device(beside: Callable[..., list[Any]]) -> No
     training = Training(adamw, look)
     training.run(memory=64 * MIB)
     assert len(where) > 12
-    assert {(state, home) for _, state, home in where} == {(State.AWAY, HOST)}
+    assert {(state, home) for _, state, home in where} == {(State.EVICTED, HOST)}
 
 
 class Stumbles:
-    """torch's own step, which fails after it has stepped: the `at`-th on the host."""
+    """A replacement of torch's own step that raises an error after the update of the `at`-th bucket."""
 
     def __init__(self, at: int) -> None:
         self.at, self.count, self.run = at, 0, host_step._run_step_on_twins
@@ -133,10 +139,13 @@ class Stumbles:
 
 
 @pytest.mark.parametrize("at", [1, 2, 4])
-def test_a_step_that_fails_leaves_what_it_has_stepped(
+def test_failed_host_step_keeps_the_updates_of_its_finished_buckets(
     at: int, beside: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch does: weights and states of one bucket belong together, and the training can go on."""
+    """After a failed step, the weights and states of one bucket are from the same step.
+
+    The training can continue, as with torch.
+    """
     beside()
     stumbles = Stumbles(at)
     monkeypatch.setattr(host_step, "_run_step_on_twins", stumbles)
@@ -150,7 +159,7 @@ def test_a_step_that_fails_leaves_what_it_has_stepped(
                 self.seen.append("stumbled")
 
     class Expected(Goes):
-        """Plain, and as far as the other got."""
+        """A plain training. In the failed step it updates as many layers as the training with teraio."""
 
         def step(self) -> None:
             if self.number != 1 + (at - 1) // per_step:
@@ -166,7 +175,7 @@ def test_a_step_that_fails_leaves_what_it_has_stepped(
                 parameter.grad = gradient
             self.seen.append("stumbled")
 
-    per_step = 6  # buckets: a layer each
+    per_step = 6  # buckets per step, one for each layer
     ours = Goes(adamw).run()
     assert stumbles.count == 4 * per_step + 1 + (at - 1) % per_step
     with pytest.MonkeyPatch.context() as disabled:
@@ -174,18 +183,18 @@ def test_a_step_that_fails_leaves_what_it_has_stepped(
         assert same(ours, Expected(adamw).run())
 
 
-def test_a_state_that_is_lost_ends_the_step_aloud(
+def test_lost_state_ends_the_host_step_with_an_error(
     beside: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beside()
-    there = host_step.HostTwins._view_if_only_on_host
+    view = host_step.HostTwins._view_if_only_on_host
     count = [0]
 
     def lost(self: Any, record: Any, tensor: Any) -> Any:
         count[0] += record.kind == "state"
         if count[0] == 9:
             raise TeraioError("lost on the way")
-        return there(self, record, tensor)
+        return view(self, record, tensor)
 
     monkeypatch.setattr(host_step.HostTwins, "_view_if_only_on_host", lost)
     with pytest.raises(TeraioError, match="ended after 2 of 6 buckets: lost on the way"):
@@ -193,15 +202,15 @@ def test_a_state_that_is_lost_ends_the_step_aloud(
     assert not any(record.pins for record in engine.ENGINE.residency.records.values())  # type: ignore[union-attr]
 
 
-def test_it_is_refused_where_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedError, match="here tensors are in host memory already"):
+def test_host_option_without_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="on the CPU, tensors are in host memory already"):
         session.ensure_session(Settings.parse({"optimizer_step": "host"}))
     monkeypatch.setattr(session, "refuse_host_options_without_gpu", lambda options, kind: None)
     with pytest.raises(UnsupportedError, match="no host memory is used"):
         session.ensure_session(Settings.parse({"optimizer_step": "host"}))
 
 
-# ---- what is usual
+# ---- tensors and optimizers that the host can step
 
 
 def made() -> tuple[nn.Parameter, dict[str, Any]]:
@@ -210,7 +219,7 @@ def made() -> tuple[nn.Parameter, dict[str, Any]]:
     return parameter, {"step": torch.ones(()), "exp_avg": torch.zeros(8, 4), "exp_avg_sq": torch.zeros(8, 4)}
 
 
-def test_what_torch_makes_is_usual() -> None:
+def test_tensors_as_torch_makes_them_fit_a_fused_kernel() -> None:
     assert host_step._fits_fused_kernel(*made())
 
 
@@ -238,20 +247,20 @@ STRANGE: dict[str, Callable[[nn.Parameter, dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("what", STRANGE)
-def test_what_is_strange_stays_on_the_device(what: str) -> None:
+def test_unusual_tensors_are_stepped_on_the_device(what: str) -> None:
     parameter, states = made()
     STRANGE[what](parameter, states)
     assert not host_step._fits_fused_kernel(parameter, states)
 
 
-def test_what_shares_bytes_stays_on_the_device() -> None:
+def test_tensors_that_share_bytes_are_stepped_on_the_device() -> None:
     parameter, states = made()
     assert host_step._has_separate_storages([parameter, parameter.grad, states["exp_avg"]])
     assert not host_step._has_separate_storages([parameter, parameter.detach()[1:]])
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "RMSprop": (torch.optim.RMSprop, "torch has fused kernels"),
+    "RMSprop": (torch.optim.RMSprop, "torch has fused CPU kernels"),
     "capturable": (lambda p: torch.optim.Adam(p, capturable=True), "capturable=True"),
     "differentiable": (lambda p: torch.optim.Adam(p, differentiable=True), "differentiable=True"),
     "betas": (
@@ -262,24 +271,25 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_optimizers_that_stay_on_the_device(what: str) -> None:
+def test_unsuitable_optimizer_is_stepped_on_the_device(what: str) -> None:
     make, reason = REFUSED[what]
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(2))])
     try:
         optimizer = make([nn.Parameter(torch.zeros(2))])
-    except ValueError:  # refused by this torch
+    except ValueError:  # this version of torch refuses a tensor as this option
         optimizer.param_groups[0]["betas"] = (torch.tensor(0.9), 0.99)
     assert reason in (host_step.reason_against_host_step(optimizer) or "")
 
 
-# ---- who chooses
+# ---- the automatic choice between device and host
 
 
-LEFT_OPEN = {"optimizer_step": "auto", "memory": 5 * MIB}  # one of them for more than two of tensors
+# The reserve takes 4 MiB of the budget. The tensors take over 2 MiB, but only 1 MiB is left for them.
+LEFT_OPEN = {"optimizer_step": "auto", "memory": 5 * MIB}
 
 
 def carry(monkeypatch: pytest.MonkeyPatch, rate: int, updated: int) -> None:
-    """All links carry so many bytes a second, and so many are updated on the host."""
+    """Set the rate of all links, and the rate of optimizer updates on the host, in bytes per second."""
     link = LinkRates("host", rate, rate, rate, rate, 10_000, 10_000)
     monkeypatch.setattr(RamDevice, "measure_host_link", lambda self, host, seconds, memory_bytes: link)
     monkeypatch.setattr(
@@ -293,7 +303,7 @@ def carry(monkeypatch: pytest.MonkeyPatch, rate: int, updated: int) -> None:
 @pytest.mark.parametrize(
     ("rate", "updated", "chosen"), [(10**7, 10**10, True), (10**10, 10**7, False)], ids=["link", "host"]
 )
-def test_the_faster_way_is_chosen(
+def test_faster_side_is_chosen_for_the_step(
     rate: int,
     updated: int,
     chosen: bool,
@@ -306,13 +316,13 @@ def test_the_faster_way_is_chosen(
     with caplog.at_level(logging.INFO, "teraio"):
         assert same(LOOPS["small batches"]().run(**LEFT_OPEN), plain("small batches"))
     assert bool(steps) == chosen
-    assert any("on the host from now on" in record.getMessage() for record in caplog.records) == chosen
+    assert any("of the optimizer from now on" in record.getMessage() for record in caplog.records) == chosen
 
 
-def test_what_the_host_cannot_step_is_not_chosen(
+def test_optimizer_that_the_host_cannot_step_is_not_chosen(
     beside: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor is anything planned for it, or warned of: nobody asked."""
+    """No plan expects a step on the host. No warning appears, because the user did not choose the host."""
     steps = beside()
     carry(monkeypatch, 10**7, 10**10)
     planned: list[int] = []
@@ -327,7 +337,7 @@ def test_what_the_host_cannot_step_is_not_chosen(
     assert planned[-1] > planned[-2] > 0
 
 
-def test_the_device_has_it_back_where_the_host_is_slower_than_thought(
+def test_step_returns_to_the_device_if_the_host_is_slower_than_expected(
     beside: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps = beside()
@@ -335,8 +345,8 @@ def test_the_device_has_it_back_where_the_host_is_slower_than_thought(
     monkeypatch.setattr(host_choice.HostChoice, "_undo_if_slower", goes_back_from(10**6))
     with caplog.at_level(logging.INFO, "teraio"):
         assert same(LOOPS["small batches"]().run(**LEFT_OPEN), plain("small batches"))
-    told = [record.getMessage() for record in caplog.records]
-    assert [line for line in told if "steps on the device again" in line]
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "steps on the device again" in line]
     assert 0 < len(steps) < 6 * 4
 
 
@@ -350,21 +360,21 @@ def goes_back_from(device_ns: int) -> Any:
     return seen
 
 
-def test_how_fast_the_host_updates_is_measured() -> None:
+def test_measured_update_rate_of_the_host_is_plausible() -> None:
     assert 10**8 < host_choice.measure_update_bytes_per_s() < 10**13
 
 
-def test_a_place_in_use_is_not_given_away(root: Path) -> None:
-    """Host memory is full: what the plan wants there takes others' places, not that of what is stepped."""
+def test_host_place_of_a_pinned_record_is_not_reused(root: Path) -> None:
+    """Host memory is full. A new host copy may reuse the place of an unpinned record only."""
     store = Store(root, 8 * MIB)
-    mover = Mover(store, cpu.CpuDevice(), Ram(MIB))
+    mover = Residency(store, cpu.CpuDevice(), 8 * MIB, 0, Ram(MIB)).mover
     tensors = [torch.randn(MIB // 4) for _ in range(2)]
     one, other = (Record(t.untyped_storage(), str(at), "weight", True) for at, t in enumerate(tensors))
-    mover.to_host = {"1"}
+    mover.expect_host_copies({"1"})
     assert mover.reserve_host_place(one)
-    one.pins = 1
+    one.pin()
     assert not mover.reserve_host_place(other)
-    one.pins = 0
+    one.unpin()
     assert mover.reserve_host_place(other)
     assert one.place is None
     store.close()

@@ -1,4 +1,4 @@
-"""Gradients and optimizer states are under the budget as weights are, whatever the optimizer and the loop."""
+"""Gradients and optimizer states within the budget, for many optimizers and training loops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from teraio.runtime.optimizer.buckets import BucketedGroups, split_into_buckets
 CHILD = tree.SUPPORT / "optimizer_train.py"
 MIB = 2**20
 BUDGET, RESERVE = 6 * MIB, 4 * MIB
-# tests/long/optimizers.py has these, too.
+# Slow scenarios, which only tests/long/optimizers.py runs.
 SLOWER = {
     "Adagrad",
     "NAdam",
@@ -37,15 +37,16 @@ SLOWER = {
     "zeroes before",
 }
 SCENARIOS = sorted({*LOOPS, *OPTIMIZERS} - SLOWER)
-USERS_OWN_BYTES = 256 * 1024  # the largest tensor that a loop makes is one of a weight's size, 144 KiB
-BY_HAND = {"fused by hand"}  # no optimizer steps
+USERS_OWN_BYTES = 256 * 1024  # a limit for a loop's own tensors; the largest has a weight's size, 144 KiB
+BY_HAND = {"fused by hand"}  # scenarios in which user code updates the weights without an optimizer
 REASONS = {
     "global norm": "depends on the others",
     "LBFGS": "keeps more than its groups",
     "compiled step": "its step is compiled",
     "one counter": "two of them share a state",
 }
-KEPT = {"hooks"}  # user code holds gradients: they are there, over the budget if they must be
+# Scenarios whose user code holds gradients. These gradients are resident even if they exceed the budget.
+KEPT = {"hooks"}
 
 
 def run(scenarios: Sequence[Any]) -> subprocess.CompletedProcess[str]:
@@ -72,14 +73,17 @@ def result_of(scenario: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_losses_weights_states_and_groups_are_those_of_the_plain_run(scenario: str) -> None:
+def test_optimizer_gives_the_losses_weights_states_and_groups_of_the_plain_run(scenario: str) -> None:
     assert result_of(scenario)["same"]
 
 
 @pytest.mark.parametrize("scenario", [s for s in SCENARIOS if s not in WHOLE | BY_HAND])
-def test_the_step_goes_bucket_by_bucket_within_the_budget(scenario: str) -> None:
-    """Its states are most of the memory, and away between steps; they were born so. The model is made before
-    anyone knows of the budget; from then on tensors take what the reserve leaves."""
+def test_step_runs_bucket_by_bucket_within_the_budget(scenario: str) -> None:
+    """Optimizer states take most of the memory, and the engine evicts them between steps.
+
+    The model is made before the engine exists. After the engine is made, tensors must fit in the budget less
+    the reserve.
+    """
     result = result_of(scenario)
     assert result["buckets"] >= 11
     assert result["away"].get("state", 0) >= 24
@@ -91,34 +95,38 @@ def test_the_step_goes_bucket_by_bucket_within_the_budget(scenario: str) -> None
 
 
 @pytest.mark.parametrize("scenario", ["AdamW", "AdamW foreach", "SGD momentum"])
-def test_a_plan_leaves_nothing_of_an_optimizers_step_to_demand(scenario: str) -> None:
-    """Though gradients stay after their update, which plans do not know: they leave for what has to come."""
+def test_planned_optimizer_step_has_no_miss(scenario: str) -> None:
+    """Gradients remain resident after the optimizer has used them, and no plan counts them.
+
+    If a fetch in the optimizer's step needs room, the fetch therefore evicts gradients.
+    """
     counts = result_of(scenario)["counts"]
     assert counts["step_misses"] == 0 < counts["step_read_bytes"]
 
 
 @pytest.mark.parametrize("scenario", sorted(WHOLE))
-def test_what_cannot_be_taken_apart_is_stepped_whole_and_that_is_said(scenario: str) -> None:
+def test_optimizer_that_cannot_be_split_steps_whole_with_a_warning(scenario: str) -> None:
     result_of(scenario)
     optimizer = {"global norm": "GlobalNorm", "compiled step": "AdamW", "one counter": "AdamW"}.get(
         scenario, scenario
     )
-    told = [line for line in child().stderr.splitlines() if f"{optimizer} steps all" in line]
-    assert len(told) >= 1
+    warnings = [line for line in child().stderr.splitlines() if f"{optimizer} steps all" in line]
+    assert len(warnings) >= 1
     reason = REASONS[scenario]
-    assert any(reason in line for line in told)
+    assert any(reason in line for line in warnings)
 
 
-def test_gradients_leave_between_micro_batches_and_while_they_are_clipped() -> None:
-    """Four of them: each adds to gradients that were away."""
+def test_gradients_are_evicted_between_micro_batches_and_during_clipping() -> None:
+    """Each of four micro-batches adds to gradients that are evicted between micro-batches."""
     assert result_of("accumulates")["counts"]["touches"] > 100
-    assert result_of("clips")["counts"]["touches"] > 0, "those that are not there yet are waited for"
-    assert result_of("zeroes in place")["away"]["grad"] > 0, "how many depends on what was measured"
-    assert result_of("AdamW")["counts"]["touches"] == 0, "no one else asked for anything"
+    assert result_of("clips")["counts"]["touches"] > 0, "clipping fetched no gradient"
+    assert result_of("zeroes in place")["away"]["grad"] > 0, "no gradient was evicted"
+    assert result_of("AdamW")["counts"]["touches"] == 0, "user code fetched a tensor"
 
 
 def lines(script: str, cases: Sequence[str]) -> list[Any]:
-    """What a script prints for each of the cases, or its error for one that ends it."""
+    """Return the script's result for each case. If a case ends the script, the result of this case is the
+    error."""
 
     def run(left: Sequence[str]) -> list[Any]:
         done = forked(CHILD.with_name(script), *left)
@@ -126,7 +134,7 @@ def lines(script: str, cases: Sequence[str]) -> list[Any]:
         return [*said(done), *errors]
 
     found = one_by_one(cases, run)
-    assert len(found) == len(cases), f"it ended badly after all: {found[-1]}"
+    assert len(found) == len(cases), f"the script failed after the last case: {found[-1]}"
     return found
 
 
@@ -139,15 +147,15 @@ def shared_weights() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("saves", SAVES)
-def test_a_weight_of_two_programs_gets_both_gradients_of_every_batch(saves: str) -> None:
+def test_weight_of_two_programs_gets_both_gradients_of_every_batch(saves: str) -> None:
     result = shared_weights()[saves]
     assert isinstance(result, dict), f"its process ended: {result}"
     assert result["same"]
-    assert result["added"] == 0, "a gradient left that autograd added to at once"
+    assert result["added"] == 0, "a gradient was evicted just before autograd added to it"
     assert result["counts"]["evictions"] > 50, "little moved: the test shows little"
 
 
-def test_a_forward_is_open_until_its_own_backward_has_run() -> None:
+def test_forward_is_open_until_its_own_backward_has_run() -> None:
     done = forked(CHILD.with_name("open_forward_train.py"))
     assert done.returncode == 0, f"exit {done.returncode}: {done.stdout} {done.stderr[-3000:]}"
     found = [json.loads(line) for line in done.stdout.splitlines()]
@@ -155,8 +163,11 @@ def test_a_forward_is_open_until_its_own_backward_has_run() -> None:
     assert all(result["same"] and result["added"] == 0 for result in found), found
 
 
-def test_a_group_without_parameters_is_stepped_too() -> None:
-    """It has a learning rate, a counter: what the step writes there is the next step's."""
+def test_group_without_parameters_is_stepped_too() -> None:
+    """A group without parameters has options, such as a counter.
+
+    Each step reads the option values that the previous step wrote.
+    """
     parameters = [torch.zeros(4), torch.zeros(4)]
     groups: list[dict[str, Any]] = [{"params": parameters, "t": 0}, {"params": [], "t": 5}]
     buckets = split_into_buckets(groups, limit_bytes=16)
@@ -180,16 +191,16 @@ def torn(how: str) -> dict[str, Any]:
     return result
 
 
-def test_ctrl_c_waits_for_the_end_of_the_step() -> None:
+def test_ctrl_c_waits_for_the_end_of_the_optimizer_step() -> None:
     result = torn("pressed")
     assert result["updated"] == result["of"]
     assert [error.partition(":")[0] for error in result["raised"]] == ["KeyboardInterrupt"]
     assert result["here"]
 
 
-def test_a_step_that_cannot_be_completed_is_torn_and_no_other_is_taken() -> None:
+def test_step_that_cannot_be_completed_is_torn_and_later_steps_are_refused() -> None:
     result = torn("lost")
-    assert 0 < result["updated"] < result["of"], "the test wants an end in the middle"
+    assert 0 < result["updated"] < result["of"], "the step did not end in the middle: the test shows nothing"
     assert [error.partition(":")[0] for error in result["raised"]] == ["TornStepError", "TornStepError"]
     assert f"ended after {result['updated']} of {result['of']} buckets" in result["raised"][0]
     assert "load the last checkpoint" in result["raised"][0]
@@ -207,7 +218,7 @@ PLANTED = {
 
 @cache
 def planted_results() -> list[Any]:
-    """With each of the bugs, and then without any."""
+    """Run a scenario with each planted bug, and one scenario without a bug."""
     pairs = [*((scenario, bug) for bug, scenario in PLANTED.items()), ("AdamW", "")]
     return one_by_one(pairs, lambda left: said(run(left)))
 
@@ -217,4 +228,4 @@ def test_these_tests_find_a_planted_bug(bug: str) -> None:
     *found, afterwards = planted_results()
     result = dict(zip(PLANTED, found))[bug]
     assert result is None or (result["bug"] == bug and not result["same"])
-    assert afterwards["same"], "what a bug has left behind would be found, too"
+    assert afterwards["same"], "a bug has left something behind"

@@ -1,4 +1,8 @@
-"""A parameter that is stepped some rows at a time: where the update is per element, and nothing else fits."""
+"""Optimizer steps that update a parameter in slices of rows.
+
+A parameter is updated in slices under two conditions: (1) the optimizer updates each element alone, and (2)
+an update of the whole parameter does not fit in memory.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +43,11 @@ def _one_thread(one_thread: None) -> None:
 
 
 def stepped(name: str, limit_bytes: int | None) -> list[Any]:
-    """Parameters, states and groups after steps, whole or in slices of so many bytes. In the third the last
-    parameter has no gradient."""
+    """Return parameters, states and groups after four steps.
+
+    With `limit_bytes`, each step updates slices of at most this size. Otherwise each step updates whole
+    parameters. In the third step the last parameter has no gradient.
+    """
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(WIDTH, ROWS), nn.Linear(ROWS, 3)])
     optimizer = OPTIMIZERS[name](model)
@@ -53,7 +60,7 @@ def stepped(name: str, limit_bytes: int | None) -> list[Any]:
         else:
             step_in_slices(optimizer, limit_bytes)
     states = [dict(optimizer.state.get(p, {})) for p in model.parameters()]
-    assert len(optimizer.state) <= 4, "what slices had is gone"
+    assert len(optimizer.state) <= 4, "states of slices are left"
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return [[p.data for p in model.parameters()], states, groups]
 
@@ -77,12 +84,12 @@ def step_in_slices(optimizer: torch.optim.Optimizer, limit_bytes: int) -> None:
 
 @pytest.mark.parametrize("limit_bytes", [20_000, 1_000, 1])
 @pytest.mark.parametrize("name", PER_ELEMENT)
-def test_an_update_per_element_gives_the_same_bits(name: str, limit_bytes: int) -> None:
+def test_update_per_element_in_slices_gives_the_same_bits(name: str, limit_bytes: int) -> None:
     assert is_bitwise_equal(stepped(name, limit_bytes), stepped(name, None))
 
 
 @pytest.mark.parametrize("name", PER_ELEMENT)
-def test_that_it_is_one_is_seen_on_clones(name: str) -> None:
+def test_trial_accepts_rows_for_an_update_per_element(name: str) -> None:
     optimizer = OPTIMIZERS[name](nn.Linear(WIDTH, ROWS))
     before = copy.deepcopy(optimizer.state_dict())
     assert trial.can_step_by_rows(optimizer)
@@ -90,7 +97,7 @@ def test_that_it_is_one_is_seen_on_clones(name: str) -> None:
 
 
 class Trusting(torch.optim.Optimizer):
-    """Like LAMB and LARS: how far a parameter goes depends on its norm."""
+    """An optimizer like LAMB and LARS, whose update of a parameter depends on the parameter's norm."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -105,19 +112,23 @@ class Trusting(torch.optim.Optimizer):
 
 
 def fused(parameters: Any) -> torch.optim.Optimizer:
-    """On a CPU it treats the last elements of a tensor in another way; and it holds nothing besides."""
+    """Return an AdamW optimizer with fused kernels.
+
+    On a CPU, fused kernels (1) treat the last elements of a tensor differently from its other elements, and
+    (2) allocate no temporaries.
+    """
     return torch.optim.AdamW(parameters, fused=True)
 
 
 @pytest.mark.parametrize("make", [Trusting, torch.optim.Adafactor, fused])
-def test_one_that_looks_at_a_whole_parameter_is_not(make: Any) -> None:
+def test_trial_refuses_rows_for_an_update_of_whole_parameters(make: Any) -> None:
     optimizer = make(nn.Linear(WIDTH, ROWS).parameters())
     assert trial.try_in_buckets(optimizer).reason is None
     assert not trial.can_step_by_rows(optimizer)
 
 
 class Marked(torch.optim.Optimizer):
-    """Marks on parameters, and their sizes, say how they are updated."""
+    """An optimizer whose update depends on attributes and sizes of the parameters."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, "normed_from": 10**6})
@@ -136,7 +147,7 @@ class Marked(torch.optim.Optimizer):
 
 
 def marked(**marks: Any) -> list[nn.Parameter]:
-    """The one that has the marks is neither the first nor the last."""
+    """Return three parameters, and set the given attributes on the middle one."""
     parameters = [nn.Parameter(torch.randn(shape)) for shape in ((8,), (ROWS, WIDTH), (8,))]
     vars(parameters[1]).update(marks)
     return parameters
@@ -146,7 +157,7 @@ def marked(**marks: Any) -> list[nn.Parameter]:
     ("marks", "normed_from", "by_rows"),
     [({}, 10**6, True), ({"normed": True}, 10**6, False), ({}, 32, False)],
 )
-def test_one_that_is_looked_at_whole_for_its_mark_or_size(
+def test_trial_of_rows_finds_rules_for_attributes_and_sizes(
     marks: Any, normed_from: int, by_rows: bool
 ) -> None:
     optimizer = Marked(marked(**marks))
@@ -154,13 +165,13 @@ def test_one_that_is_looked_at_whole_for_its_mark_or_size(
     assert trial.can_step_by_rows(optimizer) == by_rows
 
 
-def test_a_parameter_of_many_dimensions_is_tried() -> None:
+def test_trial_accepts_a_parameter_of_many_dimensions() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones((2,) * 8))])
     assert trial.try_in_buckets(optimizer).reason is None
     assert trial.can_step_by_rows(optimizer)
 
 
-def test_slices_have_the_marks_of_their_parameter() -> None:
+def test_slices_have_the_attributes_of_their_parameter() -> None:
     results = []
     for step in (Marked.step, lambda optimizer: step_in_slices(optimizer, 4096)):
         torch.manual_seed(0)
@@ -173,7 +184,7 @@ def test_slices_have_the_marks_of_their_parameter() -> None:
     assert is_bitwise_equal(*results)
 
 
-def test_what_has_a_factor_or_a_mask_of_its_rows_is_not_cut() -> None:
+def test_parameter_with_a_mask_or_a_state_per_row_is_not_sliced() -> None:
     for marks, state, slices in (
         ({}, {}, 19),
         ({"mask": torch.ones(ROWS, 1)}, {}, 1),
@@ -186,7 +197,7 @@ def test_what_has_a_factor_or_a_mask_of_its_rows_is_not_cut() -> None:
 
 
 class Words(nn.Module):
-    """Its embedding is most of it: 4 MiB."""
+    """A model that consists mostly of its embedding of 4 MiB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +226,7 @@ def trained(memory: str | None, make: Any = torch.optim.AdamW) -> list[Any]:
     if memory:
         assert teraio.stats()["overrun_bytes"] == 0
         assert teraio.stats()["step"] == 5
-        assert engine.ENGINE is not None and len(engine.ENGINE.tracker.known) == 1, "all are alike"
+        assert engine.ENGINE is not None and len(engine.ENGINE.tracker.known) == 1, "steps differ"
     states = [dict(optimizer.state.get(p, {})) for p in model.parameters()]
     weights = [p.detach().clone() for p in model.parameters()]
     result = copy.deepcopy([losses, weights, states])
@@ -223,23 +234,26 @@ def trained(memory: str | None, make: Any = torch.optim.AdamW) -> list[Any]:
     return result
 
 
-def test_an_embedding_trains_where_its_update_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
-    """Weight, gradient and two states are 16 MiB; the update of all rows would hold 8 beside them."""
+def test_embedding_trains_in_slices_if_its_whole_update_does_not_fit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The embedding's weight, gradient and two states take 16 MiB together. An update of all rows needs 8 MiB
+    more."""
     with caplog.at_level(logging.INFO, "teraio"):
         ours = trained("23MiB")
-    said = [r.getMessage() for r in caplog.records if "some rows at a time" in r.getMessage()]
-    assert len(said) == 1 and "AdamW" in said[0]
+    lines = [r.getMessage() for r in caplog.records if "some rows at a time" in r.getMessage()]
+    assert len(lines) == 1 and "AdamW" in lines[0]
     assert is_bitwise_equal(ours, trained(None))
     with pytest.raises(BudgetError, match="needs"):
         trained("19MiB")
 
 
-def test_a_step_that_calls_the_one_it_inherits_is_tried_by_itself() -> None:
-    """Torch wraps the inherited one as well, once an optimizer of that class was made."""
+def test_step_that_calls_its_inherited_step_has_a_trial_of_its_own() -> None:
+    """After an optimizer of a class is made, torch also wraps the step that the class inherits."""
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     assert is_bitwise_equal(trained("23MiB", Inherited), trained(None, Inherited))
 
 
-def test_where_it_cannot_be_cut_it_is_refused_as_before(nothing_left: None) -> None:
+def test_budget_too_small_for_an_update_without_slices_is_refused(nothing_left: None) -> None:
     with pytest.raises(BudgetError, match=r"Trusting.step rows.weight"):
         trained("13MiB", Trusting)

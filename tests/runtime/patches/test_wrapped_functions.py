@@ -1,5 +1,9 @@
-"""Functions of torch that read without an operator: they read true bytes, Dynamo and scripts go through them,
-and lists of tensors that do not fit together are gone through one by one."""
+"""Functions of torch that teraio wraps: they read true bytes of evicted tensors, and work in Dynamo and
+TorchScript.
+
+A function that takes a list of tensors works even if the whole list does not fit in memory. Such a function
+runs for one tensor at a time.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_beside import WIDTH, bare, layer, record, send_away, trained_beside
+from eager_beside import WIDTH, bare, evict_all, layer, record, trained_beside
 from torch import nn
 
 from teraio.errors import UnsupportedError
@@ -35,10 +39,10 @@ def called(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [encoder, attention])
-def test_evaluation_beside_a_training_gives_the_same_bits(
+def test_evaluation_with_evicted_weights_gives_the_same_bits(
     make: Callable[[], nn.Module], one_thread: None
 ) -> None:
-    """By one operator for a whole layer."""
+    """In evaluation mode, torch runs a whole layer as one operator."""
     torch.manual_seed(0)
     model = make()
     compiled: Any = torch.compile(
@@ -52,14 +56,16 @@ def test_evaluation_beside_a_training_gives_the_same_bits(
     model.eval()
     twin.eval()
     with torch.no_grad():
-        assert send_away() >= 4
+        assert evict_all() >= 4
         faster = called(model, batch)
         assert torch.equal(faster, called(twin, batch))
-        assert make is attention or not torch.equal(faster, called(twin.train(), batch)), "the ways differ"
+        assert make is attention or not torch.equal(faster, called(twin.train(), batch)), "the two ways agree"
 
 
 @pytest.mark.parametrize("make", [encoder, attention])
-def test_dynamo_and_scripts_know_what_was_wrapped(make: Callable[[], nn.Module], nothing_left: None) -> None:
+def test_dynamo_and_scripts_accept_wrapped_functions(
+    make: Callable[[], nn.Module], nothing_left: None
+) -> None:
     wrapped_functions.install()
     model, batch = make().eval(), torch.randn(2, 8, SIDE)
     with torch.no_grad():
@@ -71,7 +77,7 @@ def test_dynamo_and_scripts_know_what_was_wrapped(make: Callable[[], nn.Module],
         assert torch.equal(scripted, expected)
 
 
-def test_dynamo_compiles_functions_of_lists_that_were_wrapped(nothing_left: None) -> None:
+def test_dynamo_compiles_wrapped_functions_of_lists(nothing_left: None) -> None:
     wrapped_functions.install()
 
     def halved(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -83,7 +89,7 @@ def test_dynamo_compiles_functions_of_lists_that_were_wrapped(nothing_left: None
 
 
 def through_a_file(tensor: torch.Tensor) -> Any:
-    """By the old format, which writes storages."""
+    """Save and load the tensor in torch's old file format, which writes storages."""
     stream = io.BytesIO()
     torch.save(tensor, stream, _use_new_zipfile_serialization=False)
     stream.seek(0)
@@ -106,15 +112,15 @@ def model(nothing_left: None) -> nn.Module:
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_what_reads_without_an_operator_reads_true_bytes(
+def test_read_without_an_operator_gives_true_bytes(
     model: nn.Module, read: Callable[[torch.Tensor], Any]
 ) -> None:
     weight, plain = layer(model, 0).weight.detach(), layer(bare(model), 0).weight.detach()
-    send_away()
-    assert record(layer(model, 0).weight).state is State.AWAY
+    evict_all()
+    assert record(layer(model, 0).weight).state is State.EVICTED
     assert read(weight) == read(plain)
-    send_away()
-    assert record(layer(model, 0).weight).state is State.AWAY, "it may leave again"
+    evict_all()
+    assert record(layer(model, 0).weight).state is State.EVICTED, "it is not evictable again"
 
 
 WRITES: dict[str, Callable[[torch.UntypedStorage], Any]] = {
@@ -125,52 +131,52 @@ WRITES: dict[str, Callable[[torch.UntypedStorage], Any]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-@pytest.mark.parametrize("away", [True, False])
-def test_what_writes_a_storage_is_not_lost(
-    model: nn.Module, write: Callable[[torch.UntypedStorage], Any], away: bool
+@pytest.mark.parametrize("evicted", [True, False])
+def test_write_to_a_storage_is_not_lost(
+    model: nn.Module, write: Callable[[torch.UntypedStorage], Any], evicted: bool
 ) -> None:
     weight, plain = layer(model, 0).weight, layer(bare(model), 0).weight
-    send_away()
-    if not away:
+    evict_all()
+    if not evicted:
         weight.sum()
     for tensor in (weight, plain):
         write(tensor.untyped_storage())
-    send_away()
-    assert record(weight).state is State.AWAY
+    evict_all()
+    assert record(weight).state is State.EVICTED
     assert torch.equal(weight, plain)
 
 
-def test_lists_that_do_not_fit_together_are_gone_through_one_by_one(model: nn.Module) -> None:
+def test_function_of_a_list_that_does_not_fit_runs_one_tensor_at_a_time(model: nn.Module) -> None:
     weights = [layer(model, number).weight.detach() for number in range(3)]
     plain = [weight.clone() for weight in weights]
-    send_away()
+    evict_all()
     assert engine.ENGINE is not None
     residency = engine.ENGINE.residency
     room_bytes = 2 * weights[0].nbytes
     residency.budget_bytes = residency.mover.resident_bytes + residency.reserve_bytes + room_bytes
     torch._foreach_mul_(weights, 2.0)
     assert residency.mover.counts.overrun_bytes == 0
-    assert sum(record(layer(model, n).weight).state is State.DEVICE for n in range(3)) <= 2
+    assert sum(record(layer(model, n).weight).state is State.RESIDENT for n in range(3)) <= 2
     torch._foreach_mul_(plain, 2.0)
     assert all(map(torch.equal, weights, plain))
 
 
-def test_what_dlpack_gave_to_others_stays_where_it_is(model: nn.Module) -> None:
+def test_tensor_exported_by_dlpack_is_kept_resident(model: nn.Module) -> None:
     weight = layer(model, 0).weight
-    send_away()
+    evict_all()
     given = torch.from_dlpack(weight.detach())
-    send_away()
-    assert record(weight).state is State.DEVICE
+    evict_all()
+    assert record(weight).state is State.RESIDENT
     assert given.data_ptr() == weight.data_ptr()
     given.fill_(3.0)
-    send_away()
+    evict_all()
     assert torch.equal(weight, torch.full_like(weight, 3.0))
-    send_away()
-    assert record(layer(model, 1).weight).state is State.AWAY, "the others go on"
+    evict_all()
+    assert record(layer(model, 1).weight).state is State.EVICTED, "other tensors are no longer evicted"
 
 
-def test_a_capture_moves_nothing_and_what_it_used_stays(model: nn.Module) -> None:
-    """As of a CUDA graph, whose kernels read at the addresses of that moment."""
+def test_capture_moves_nothing_and_keeps_the_used_tensors_resident(model: nn.Module) -> None:
+    """A captured CUDA graph always uses the addresses that the tensors had during the capture."""
     begin, end = (
         cuda_graphs.wrap_capture_begin(lambda graph: "begun"),
         cuda_graphs.wrap_capture_end(lambda graph: "ended"),
@@ -180,7 +186,7 @@ def test_a_capture_moves_nothing_and_what_it_used_stays(model: nn.Module) -> Non
         layer(model, 0), backend="teraio", options={"inner": "eager", "memory": "64MiB"}
     )
     compiled(torch.ones(4, WIDTH))
-    send_away()
+    evict_all()
     used.sum()
     assert begin(None) == "begun"
     used.sum()
@@ -192,8 +198,8 @@ def test_a_capture_moves_nothing_and_what_it_used_stays(model: nn.Module) -> Non
         other.data_ptr()
     assert end(None) == "ended"
     assert read.sum() == layer(bare(model), 1).weight.sum()
-    send_away()
-    assert record(used).state is State.DEVICE
+    evict_all()
+    assert record(used).state is State.RESIDENT
     assert record(used).because == cuda_graphs.CAPTURED
-    assert record(read).state is State.AWAY, "the others go on"
+    assert record(read).state is State.EVICTED, "other tensors are no longer evicted"
     assert torch.equal(compiled(torch.ones(4, WIDTH)), layer(bare(model), 0)(torch.ones(4, WIDTH)))

@@ -1,6 +1,7 @@
-"""Promises about what user code takes between programs: it is learnt, room is made for it, no error.
+"""The memory that user code takes between programs: the engine measures it and makes room for it in later
+steps.
 
-Blocks of a Llama are compiled, its head and its loss are not; an allocator counts every byte.
+The blocks of a Llama are compiled, but its head and its loss are eager. A test allocator counts every byte.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from teraio.runtime.step.eager_memory import NOISE_BYTES, EagerMemory
 from teraio.runtime.step.program import Program
 
 LOGITS = 4 * BATCH * LENGTH * SHAPE.vocabulary
-LAST_FORWARD = str(SHAPE.layers - 1)  # call: the loss comes after it
+LAST_FORWARD = str(SHAPE.layers - 1)  # the call after which user code computes the loss
 MIB = 2**20
 
 
@@ -38,7 +39,11 @@ def results(runs: list[dict[str, Any]], *shape: str) -> dict[str, Any]:
 
 @cache
 def trained() -> dict[str, Any]:
-    """The first run compiles; in its first step nothing can be learnt where the backward is compiled."""
+    """Train with four budgets.
+
+    Only the first run compiles programs. In the first step of that run, some calls compile a backward. After
+    these calls the engine does not measure the memory of user code.
+    """
     runs = [
         {"name": "plenty", "planner": "greedy", "steps": 6},
         {"name": "demand", "of": "plenty", "part": 0.65, "planner": "none", "steps": 4},
@@ -48,18 +53,18 @@ def trained() -> dict[str, Any]:
     return results(runs)
 
 
-def test_what_a_loss_takes_is_learnt_to_the_byte_or_nearly() -> None:
-    """Logits, their log-softmax, and the gradient of one of them."""
+def test_memory_of_eager_loss_is_learnt() -> None:
+    """The loss takes three tensors of one size: the logits, their log-softmax, and one gradient."""
     for run in trained().values():
         assert not run["error"]
         assert 3 * LOGITS <= run["learnt"][LAST_FORWARD] + MIB <= 3.5 * LOGITS
         others = {call: size for call, size in run["learnt"].items() if call != LAST_FORWARD}
-        assert max(others.values()) <= 3 * MIB, "the optimizer, the last gradient: not what is learnt here"
+        assert max(others.values()) <= 3 * MIB, "the optimizer and the last gradient take no more"
         assert run["said"] == run["learnt"][LAST_FORWARD]
 
 
 @pytest.mark.parametrize("name", ["demand", "planned"])
-def test_the_first_sight_is_an_overrun_and_from_then_on_there_is_room(name: str) -> None:
+def test_first_step_overruns_and_later_steps_are_within_the_budget(name: str) -> None:
     run = trained()[name]
     assert run["peaks"][0] > 1.2 * run["budget"]
     assert max(run["peaks"][1:]) <= run["budget"]
@@ -67,9 +72,12 @@ def test_the_first_sight_is_an_overrun_and_from_then_on_there_is_room(name: str)
     assert run["overruns"][0] == run["overruns"][-1] > run["peaks"][0] - run["budget"] > 0
 
 
-def test_weights_and_gradients_of_eager_code_are_managed_within_the_budget() -> None:
-    """An embedding and a head that are most of the model, and in no program: the step holds one of them at a
-    time. What is fetched while user code runs leaves room for what that takes besides."""
+def test_weights_of_eager_code_train_within_the_budget() -> None:
+    """An embedding and a head have most of the model's bytes, and no program uses them.
+
+    Memory has room for only one of the two at a time. When the engine fetches one of them for user code, it
+    leaves room for the other memory that user code takes.
+    """
     runs = [{"name": "plenty", "planner": "greedy", "steps": 4}]
     runs += [
         {"name": str(part), "of": "plenty", "part": part, "planner": "none", "steps": 4}
@@ -83,25 +91,25 @@ def test_weights_and_gradients_of_eager_code_are_managed_within_the_budget() -> 
         assert run["touches"] > 2
 
 
-def test_an_overrun_is_said_with_bytes_and_place_once_per_run() -> None:
+def test_overrun_is_logged_with_its_call_once_per_run() -> None:
     lines = [line for line in trained()["plenty"]["log"].splitlines() if "overrun" in line]
     assert len(lines) == 3
     assert all(f"(after call {LAST_FORWARD}, forward) needs" in line for line in lines)
 
 
-def test_what_cannot_be_made_free_is_no_error() -> None:
+def test_eager_memory_beyond_a_small_budget_is_no_error() -> None:
     run = trained()["too little"]
     assert min(run["peaks"]) > run["budget"]
-    assert max(run["peaks"][1:]) < 0.75 * run["peaks"][0], "what could leave did not"
+    assert max(run["peaks"][1:]) < 0.75 * run["peaks"][0], "evictable tensors were kept resident"
     assert run["losses"] == trained()["plenty"]["losses"][: len(run["losses"])]
 
 
-def test_with_plenty_of_memory_nothing_moves_for_it() -> None:
+def test_large_budget_evicts_nothing_for_eager_memory() -> None:
     assert trained()["plenty"]["overruns"][-1] == 0
     assert trained()["plenty"]["evictions"] == 0
 
 
-# ---- what is not learnt
+# ---- rules of the measurement, without a model
 
 
 def stand_in(**facts: Any) -> Any:
@@ -109,37 +117,39 @@ def stand_in(**facts: Any) -> Any:
 
 
 class Bench:
-    """One call has returned; user code runs."""
+    """An `EagerMemory` without a model, in a state where one call has returned and user code runs."""
 
     def __init__(self, kind: str = "forward") -> None:
         self.used, self.peak = 100 * MIB, 0
         mover = stand_in(resident_bytes=50 * MIB, device_counted_bytes=50 * MIB)
+        self.said: list[tuple[int, str]] = []
         self.residency = stand_in(
             mover=mover,
             records={},
             budget_bytes=90 * MIB,
             reserve_bytes=4 * MIB,
             forget_dead_records=lambda: None,
+            report_overrun=lambda *what: self.said.append(what),
         )
         self.residency.reserve_for_user_code, self.residency.elastic = lambda kept_bytes: None, False
         program = stand_in(schedule=stand_in(kind=kind))
         expected = stand_in(outside={}, kept={})
         self.tracker = stand_in(running=stand_in(), programs=[program], known={}, expected=expected)
         vars(self.tracker).update(number=3, at=4, base=None, outside={}, kept={})
-        self.said: list[tuple[int, str]] = []
+        self.tracker.note_outside_bytes = self.tracker.outside.__setitem__
+        self.tracker.note_kept_bytes = self.tracker.kept.__setitem__
         device = stand_in(
             reset_peak=self.reset_peak, used_bytes=lambda: self.used, peak_bytes=lambda: self.peak
         )
         device.sees_pages = False
-        self.outside = EagerMemory(
-            self.residency, device, self.tracker, lambda *what: self.said.append(what), lambda record: False
-        )
+        self.outside = EagerMemory(self.residency, device, self.tracker, lambda record: False)
 
     def reset_peak(self) -> None:
         self.peak = self.used
 
     def takes(self, size_bytes: int) -> dict[int, int]:
-        """User code does, and the next program comes: what is learnt."""
+        """Let user code take so many bytes, then begin the next program. Return, by call, the number of bytes
+        that the engine has learnt."""
         self.outside.begin_user_code_measure()
         self.peak += size_bytes
         self.outside.end_user_code_measure()
@@ -147,12 +157,12 @@ class Bench:
         return learnt
 
 
-def test_the_call_it_comes_after_is_kept_with_it() -> None:
+def test_learnt_bytes_are_kept_by_the_call_before_them() -> None:
     assert Bench().takes(30 * MIB) == {3: 30 * MIB}
 
 
-def test_more_than_the_budget_is_said_with_what_is_missing() -> None:
-    """50 MiB are resident, 4 in reserve, memory is 90."""
+def test_bytes_beyond_the_budget_are_reported_as_overrun() -> None:
+    """Resident tensors take 50 MiB, the reserve is 4 MiB, and the budget is 90 MiB."""
     fits, more = Bench(), Bench()
     fits.takes(36 * MIB)
     assert fits.said == []
@@ -160,13 +170,16 @@ def test_more_than_the_budget_is_said_with_what_is_missing() -> None:
     assert more.said == [(4 * MIB, "after call 3, forward")]
 
 
-def test_noise_is_nothing() -> None:
+def test_bytes_below_the_noise_limit_count_as_zero() -> None:
     assert Bench().takes(NOISE_BYTES - 1) == {3: 0}
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_what_the_ledger_knows_of_is_not_outside(counted: bool) -> None:
-    """A weight was touched: its bytes are in the peak, if the device counts them."""
+def test_bytes_in_the_ledger_do_not_count_as_user_codes(counted: bool) -> None:
+    """User code touched a weight, so the engine fetched the weight.
+
+    The peak includes the weight's bytes if the device counts them.
+    """
     bench = Bench()
     mover = bench.residency.mover
     bench.outside.begin_user_code_measure()
@@ -177,7 +190,7 @@ def test_what_the_ledger_knows_of_is_not_outside(counted: bool) -> None:
     assert bench.tracker.outside == {3: 5 * MIB}
 
 
-def test_what_compiling_takes_does_not_come_again() -> None:
+def test_memory_of_compilation_is_not_learnt() -> None:
     bench = Bench()
     bench.outside.begin_user_code_measure()
     Program(Schedule("backward", (), ()))
@@ -187,22 +200,26 @@ def test_what_compiling_takes_does_not_come_again() -> None:
     assert bench.said == []
 
 
-def test_the_first_step_of_an_optimizer_makes_its_states() -> None:
+def test_first_step_of_an_optimizer_is_not_learnt() -> None:
     bench = Bench("optimizer")
     assert bench.takes(30 * MIB) == {}
     bench.tracker.known = {("a",): object()}
     assert bench.takes(30 * MIB) == {3: 30 * MIB}
 
 
-def test_bytes_that_are_still_coming_are_counted_already_and_come_later() -> None:
+def test_user_code_is_not_measured_during_a_fetch_if_pages_are_counted() -> None:
     bench = Bench()
     bench.outside.device.sees_pages = True
-    bench.residency.records = {1: SimpleNamespace(state=State.ARRIVING)}
+    bench.residency.records = {1: SimpleNamespace(state=State.FETCHING)}
     assert bench.takes(30 * MIB) == {}
 
 
-def test_an_optimizers_own_stretch_goes_on_when_it_is_done() -> None:
-    """It begins before the optimizer, and user code is handed over once more after it."""
+def test_measure_continues_over_an_optimizers_step() -> None:
+    """The measurement begins before the optimizer steps.
+
+    After the optimizer's step, the engine tries to begin the measurement a second time. This has no effect,
+    because the measurement still runs.
+    """
     bench = Bench()
     bench.outside.begin_user_code_measure()
     bench.peak += 30 * MIB
@@ -211,20 +228,24 @@ def test_an_optimizers_own_stretch_goes_on_when_it_is_done() -> None:
     assert bench.tracker.outside == {3: 30 * MIB}
 
 
-def test_steps_that_are_not_measured_are_not_looked_at_but_for_what_was_never_seen() -> None:
-    """As in a step that follows the plan of an earlier run from the beginning, whatever arrives meanwhile."""
+def test_unmeasured_step_learns_only_calls_that_were_never_measured() -> None:
+    """A step that follows the plan of an earlier run is not measured at first.
+
+    The engine then measures each call of the step once. It measures even while fetches are in flight, if
+    fetched pages do not count.
+    """
     bench = Bench()
     bench.tracker.running, bench.tracker.base = None, 17
-    bench.residency.records = {1: SimpleNamespace(state=State.ARRIVING)}
+    bench.residency.records = {1: SimpleNamespace(state=State.FETCHING)}
     bench.outside.device.sees_pages = True
-    assert bench.takes(30 * MIB) == {}, "there is no telling"
+    assert bench.takes(30 * MIB) == {}, "pages of the fetch would count, too"
     bench.outside.device.sees_pages = False
     assert bench.takes(30 * MIB) == {3: 30 * MIB}
     bench.tracker.expected.outside[3] = bench.tracker.outside.pop(3)
     assert bench.takes(20 * MIB) == {}
 
 
-def test_what_user_code_keeps_is_seen_once_in_a_step_that_is_not_measured() -> None:
+def test_kept_bytes_are_learnt_once_in_unmeasured_steps() -> None:
     bench = Bench()
     tracker, held = bench.tracker, list[int]()
     bench.residency.reserve_for_user_code = held.append
@@ -239,21 +260,21 @@ def test_what_user_code_keeps_is_seen_once_in_a_step_that_is_not_measured() -> N
     assert held == [0, 20 * MIB, 0, 20 * MIB]
 
 
-def test_a_system_that_does_not_say_is_asked_once() -> None:
+def test_system_without_memory_counts_is_queried_once() -> None:
     bench = Bench()
-    asked = []
+    queries = []
 
     def refuse() -> None:
-        asked.append(1)
+        queries.append(1)
         raise PermissionError
 
     bench.outside.device.reset_peak = refuse  # type: ignore[method-assign]
     assert bench.takes(30 * MIB) == bench.takes(30 * MIB) == {}
-    assert asked == [1]
+    assert queries == [1]
 
 
-def test_what_eager_autograd_keeps_between_two_programs_is_made_room_for() -> None:
-    """Without a look at it, the second program runs beside bytes that no one counted."""
+def test_tensors_saved_by_eager_autograd_get_room_between_two_programs() -> None:
+    """Without the measurement, the second program runs beside bytes that the engine does not count."""
     budget, kept = 38 * MIB, 4 * ROWS * WIDTH * SAVED
     runs = []
     for words in ([], ["unseen"]):
@@ -262,6 +283,6 @@ def test_what_eager_autograd_keeps_between_two_programs_is_made_room_for() -> No
         runs.append(json.loads(done.stdout.strip().splitlines()[-1]))
     seen, unseen = runs
     assert seen["losses"] == unseen["losses"]
-    assert abs(seen["kept"]["1"] - kept) < 2 * MIB, "the program after the break"
+    assert abs(seen["kept"]["1"] - kept) < 2 * MIB, "bytes held when the program after the graph break begins"
     assert max(seen["peaks"][2:]) <= budget
     assert max(unseen["peaks"][2:]) > 1.1 * budget

@@ -1,9 +1,13 @@
-"""What kernels take for themselves is within the budget: seen once, and room is made for it from then on,
-kernel by kernel. On a device that counts every byte, what stays there counts, too. RAM stands in for its
-memory here."""
+"""The memory that kernels allocate as workspace: the engine measures it once, and makes room for it in later
+runs.
+
+If a device counts every byte, workspace that a kernel keeps after its run also counts. RAM stands in for the
+memory of such a device.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Iterator
@@ -17,9 +21,12 @@ from torch import nn
 
 import teraio
 from teraio.errors import BudgetError
+from teraio.formats.schedule import Schedule, Slot
 from teraio.runtime.device import choose
+from teraio.runtime.ledger.mover import MoveCounts
 from teraio.runtime.ledger.residency import Residency
 from teraio.runtime.step.kernel_workspace import NOISE_BYTES, KernelWorkspace, filter_noise
+from teraio.runtime.step.program import Program
 from teraio.session import session
 
 MIB = 2**20
@@ -31,7 +38,7 @@ TRIES: list[int] = []
 
 
 class Tensors(RamDevice):
-    """RAM as it is: tensors count, those of others do not."""
+    """RAM as a device. Tensors of the ledger count in the budget, and other tensors do not."""
 
     highest = 0
 
@@ -44,14 +51,18 @@ class Tensors(RamDevice):
 
 
 class Counting(Tensors):
-    """As a GPU's: all bytes count, whoever has them."""
+    """RAM that counts memory as a GPU does: all allocated bytes count in the budget."""
 
     counts_all = True
 
 
 @torch.library.custom_op("teraio_tests::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
-    """A kernel with a workspace that no one sees. Some keep it, some try another in their first runs."""
+    """Return x doubled, by a kernel with a workspace.
+
+    If KEEPS is set, the kernel keeps its workspace. In its first runs, the kernel also allocates buffers of
+    the sizes in TRIES.
+    """
     if TRIES:
         torch.ones(TRIES.pop(), dtype=torch.uint8)
     if KEEPS and not KEPT:
@@ -97,9 +108,14 @@ in_ram = pytest.mark.parametrize("kind", [Tensors], indirect=True)
 def train(
     memory: int | None, steps: int = STEPS, kind: type[Tensors] = Counting
 ) -> tuple[list[float], list[int], int]:
-    """Losses, the device's peak of each step, and what was there before."""
+    """Train.
+
+    Return (1) the losses, (2) the device's peak in each step, and (3) the number of bytes that were in use
+    before the training.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
+    gc.collect()  # garbage of other tests would otherwise be freed in the middle of this test
     counting = kind()
     before = counting.used_bytes()
     model = Chain()
@@ -119,8 +135,8 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.item()))
-        here: Any = session.SESSION.device if session.SESSION is not None else counting
-        peaks.append(here.highest_used_bytes() - before)
+        device: Any = session.SESSION.device if session.SESSION is not None else counting
+        peaks.append(device.highest_used_bytes() - before)
     return losses, peaks, before
 
 
@@ -132,11 +148,11 @@ def plain() -> list[float]:
         disabled.setenv("TERAIO_DISABLE", "1")
         losses, peaks, _ = train(None)
     torch.set_num_threads(threads)
-    assert max(peaks) > 65 * MIB, "or there is nothing to save"
+    assert max(peaks) > 65 * MIB, "the model fits the budgets below without evictions"
     return losses
 
 
-def test_what_kernels_take_is_seen_once_and_has_room_from_then_on(
+def test_workspace_gets_room_after_it_was_measured_once(
     kind: type[Tensors], plain: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     budget = 52 * MIB
@@ -153,7 +169,7 @@ def test_what_kernels_take_is_seen_once_and_has_room_from_then_on(
         assert "kernel" in caplog.text and "(for itself)" in caplog.text
 
 
-def test_what_finds_no_room_is_said_and_no_error(
+def test_workspace_without_room_is_logged_and_no_error(
     kind: type[Tensors], plain: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "teraio"):
@@ -164,7 +180,7 @@ def test_what_finds_no_room_is_said_and_no_error(
 
 
 @on_a_gpu
-def test_a_workspace_that_is_kept_is_in_reserve_and_a_budget_without_room_for_it_is_refused(
+def test_lasting_workspace_is_in_reserve_and_budget_without_room_is_refused(
     plain: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "KEEPS", True)
@@ -181,8 +197,8 @@ def test_a_workspace_that_is_kept_is_in_reserve_and_a_budget_without_room_for_it
 
 
 @on_a_gpu
-def test_what_a_first_run_tries_is_not_counted_on_afterwards(plain: list[float]) -> None:
-    """As Inductor's autotuner: a buffer that is there in the first run of a kernel, and never again."""
+def test_buffer_of_the_first_run_alone_does_not_count_later(plain: list[float]) -> None:
+    """Inductor's autotuner allocates such a buffer only in the first run of a kernel."""
     budget = 36 * MIB
     TRIES.append(2 * SCRATCH)
     losses, peaks, before = train(budget)
@@ -192,10 +208,13 @@ def test_what_a_first_run_tries_is_not_counted_on_afterwards(plain: list[float])
     assert session.SESSION.engine.residency.reserve_bytes < before + SCRATCH
 
 
-def test_where_nobody_looks_the_budget_is_exceeded(
+def test_budget_is_exceeded_if_workspace_is_not_measured(
     kind: type[Tensors], plain: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test of the test: without a look at what is not seen, steps take more than they may."""
+    """Without the measurement of workspace, steps exceed the budget.
+
+    The excess shows that the tests above can fail.
+    """
     monkeypatch.setattr(KernelWorkspace, "end_kernel_measure", lambda self, program, index: 0)
     losses, peaks, _ = train(52 * MIB, kind=kind)
     assert losses == plain
@@ -203,7 +222,7 @@ def test_where_nobody_looks_the_budget_is_exceeded(
 
 
 class Peaks(Counting):
-    """A device whose figures are given."""
+    """A device. A test sets the device's used bytes and its peak."""
 
     used = peak = tries = 0
 
@@ -221,40 +240,47 @@ class Peaks(Counting):
 
 
 class Rig:
-    """A budget of 100, 10 in reserve, 60 there by the ledger, and a kernel that told of 20."""
+    """A budget of 100 units, of which the reserve takes 10.
+
+    Tensors of the ledger take 60 units, and the kernel's schedule counts 20 units.
+    """
 
     def __init__(self, counts_all: bool, elastic: bool = False, unit: int = 1) -> None:
         self.residency = Residency.__new__(Residency)
         self.residency.reserve_bytes, self.residency.budget_bytes = 10 * unit, 100 * unit
         self.residency.kept_bytes, self.residency.elastic = 0, elastic
-        counts = SimpleNamespace(peak_bytes=0)
-        there = {
+        counts = MoveCounts()
+        figures = {
             "resident_bytes": 60 * unit,
             "device_counted_bytes": 60 * unit,
             "foreign_bytes": 0,
             "counts": counts,
+            "recorder": None,
         }
-        self.residency.mover = SimpleNamespace(**there)  # type: ignore[assignment]
+        self.residency.mover = SimpleNamespace(**figures)  # type: ignore[assignment]
         self.residency.mortal, self.residency.records = {}, {}
-        self.asked: list[int] = []
+        self.requested: list[int] = []
         self.residency.evict_until_fits = self.free  # type: ignore[method-assign, assignment]
         self.device = Peaks()
         self.device.counts_all = counts_all
-        self.short: list[int] = []
-        self.unseen = KernelWorkspace(
-            self.residency, self.device, lambda short, place, who: self.short.append(short)
-        )
-        self.program: Any = SimpleNamespace(
-            unseen_bytes=[0], tried_bytes=[None], stops=[SimpleNamespace(kernel="mm")]
-        )
+        self.unseen = KernelWorkspace(self.residency, self.device)
+        self.program = Program(Schedule("forward", (), (Slot("mm", (), (), 0),)))
         self.unit = unit
 
+    @property
+    def overrun_bytes(self) -> int:
+        """Return the largest number of bytes by which a kernel exceeded the budget."""
+        return self.residency.mover.counts.overrun_bytes
+
     def free(self, live_bytes: int, tick: Any) -> tuple[int, None]:
-        self.asked.append(live_bytes)
+        self.requested.append(live_bytes)
         return 0, None
 
     def runs(self, peak: int, after: int, before: int = 70) -> int:
-        """The kernel once: the device's figures before it, at most, and after it. Returns what is new."""
+        """Run the kernel once while the device reports these numbers of used bytes.
+
+        Return by how much the kernel's workspace grew.
+        """
         self.device.used = before * self.unit
         self.unseen.begin_kernel_measure(self.program, 0, 20 * self.unit)
         self.device.peak, self.device.used = peak * self.unit, after * self.unit
@@ -262,83 +288,84 @@ class Rig:
 
 
 @on_a_gpu
-def test_the_smallest_budget_grows_with_what_stays() -> None:
+def test_elastic_budget_grows_with_lasting_workspace() -> None:
     rig = Rig(counts_all=True, elastic=True)
     rig.runs(peak=95, after=95)
     assert (rig.residency.reserve_bytes, rig.residency.budget_bytes) == (15, 105)
-    assert rig.program.unseen_bytes == [0] and rig.short == []
-    rig.unseen.end_kernel_measure(rig.program, 0)  # not looked at since
+    assert rig.program.unseen_bytes == [0] and rig.overrun_bytes == 0
+    rig.unseen.end_kernel_measure(rig.program, 0)  # no measurement has begun since the last one ended
     assert rig.residency.reserve_bytes == 15
 
 
 @on_a_gpu
-def test_what_comes_and_goes_is_the_kernels_own_and_its_first_run_does_not_decide() -> None:
+def test_freed_workspace_is_the_kernels_own_from_its_second_run() -> None:
     rig = Rig(counts_all=True, unit=NOISE_BYTES)
     assert rig.runs(peak=120, after=80) == 0
-    assert rig.short == [20 * NOISE_BYTES], "it did not fit, and that is said"
+    assert rig.overrun_bytes == 20 * NOISE_BYTES
     assert (rig.program.unseen_bytes, rig.program.tried_bytes) == ([0], [30 * NOISE_BYTES])
-    assert rig.runs(peak=95, after=80) == 5 * NOISE_BYTES, "what the step tells the planner"
+    assert rig.runs(peak=95, after=80) == 5 * NOISE_BYTES, "the step adds these bytes for the planner"
     assert (rig.program.unseen_bytes, rig.program.tried_bytes) == ([5 * NOISE_BYTES], [0])
     assert rig.residency.reserve_bytes == 10 * NOISE_BYTES
     assert rig.runs(peak=95, after=80) == 0
 
 
 @on_a_gpu
-def test_what_a_kernel_may_try_has_room_in_measured_runs_until_one_has_shown_what_it_takes() -> None:
+def test_autotuning_buffer_gets_room_only_in_measured_runs_until_workspace_is_known() -> None:
     rig = Rig(counts_all=True, unit=NOISE_BYTES)
     rig.device.tries = 50 * NOISE_BYTES
 
-    def asked(measured: bool) -> int:
-        rig.asked.clear()
+    def requested(measured: bool) -> int:
+        rig.requested.clear()
         rig.unseen.make_room_for_kernel(rig.program, 0, 20 * NOISE_BYTES, None, measured)
-        return sum(rig.asked) // NOISE_BYTES
+        return sum(rig.requested) // NOISE_BYTES
 
-    assert (asked(True), asked(False)) == (70, 0)
+    assert (requested(True), requested(False)) == (70, 0)
     rig.runs(peak=120, after=80)
-    assert (asked(True), asked(False)) == (50, 0)
+    assert (requested(True), requested(False)) == (50, 0)
     rig.runs(peak=85, after=80)
-    assert (asked(True), asked(False)) == (0, 0)
+    assert (requested(True), requested(False)) == (0, 0)
 
 
 @on_a_gpu
-def test_the_reserve_is_what_is_there_beside_the_ledger_when_a_measured_step_begins() -> None:
+def test_reserve_is_set_to_bytes_outside_the_ledger_when_a_measured_step_begins() -> None:
     rig = Rig(counts_all=True)
     rig.runs(peak=100, after=99)
     assert rig.residency.reserve_bytes == 19
     rig.device.used = 85
-    rig.unseen.measure_and_reserve_lasting_bytes(
-        step=False
-    )  # another program: something of the kernel's may be there still
+    # In the middle of a step, memory of kernels that ran earlier in the step may still be allocated.
+    rig.unseen.measure_and_reserve_lasting_bytes(step=False)
     assert rig.residency.reserve_bytes == 25
     rig.device.used = 74
     rig.unseen.measure_and_reserve_lasting_bytes(step=True)
     assert rig.residency.reserve_bytes == 14
     rig.device.used = 61
     rig.unseen.measure_and_reserve_lasting_bytes(step=True)
-    assert rig.residency.reserve_bytes == 10, "never less than it began with"
+    assert rig.residency.reserve_bytes == 10, "the reserve is never less than its first value"
 
 
 @in_ram
-def test_the_smallest_budget_grows_with_what_a_kernel_takes() -> None:
-    """Of 7 bytes that others have when the call begins nothing counts."""
+def test_elastic_budget_grows_with_a_kernels_own_workspace() -> None:
+    """Memory outside the ledger has 7 bytes when the call begins. These bytes do not count as workspace."""
     more = 2 * NOISE_BYTES
     rig = Rig(counts_all=False, elastic=True)
     assert rig.runs(before=67, peak=67 + 20 + more, after=67) == more
     assert rig.program.unseen_bytes == [more]
     assert (rig.residency.reserve_bytes, rig.residency.budget_bytes) == (10, 60 + 20 + more + 10)
-    assert rig.runs(before=67, peak=67 + 20 + more, after=67) == 0, "seen again: nothing is new"
+    assert rig.runs(before=67, peak=67 + 20 + more, after=67) == 0, "measured again, it has not grown"
     assert (rig.program.unseen_bytes, rig.residency.budget_bytes) == ([more], 90 + more)
 
 
-def test_what_a_kernel_takes_varies_by_a_few_bytes_and_counts_as_the_same() -> None:
-    """Plans fill the budget: where a measured step tells of a little more than the one they were made from,
-    moves find no room and others are made instead."""
-    seen = [9 * NOISE_BYTES + more for more in (100, 1124, 90, NOISE_BYTES, 0, 1 - NOISE_BYTES)]
-    told = [0]
-    for each in seen:
-        told.append(filter_noise(told[-1], each))
-        assert told[-1] >= each
-    assert set(told[1:]) == {10 * NOISE_BYTES}
+def test_workspace_that_varies_by_a_few_bytes_counts_as_unchanged() -> None:
+    """A plan fills the budget.
+
+    If a later step counted a few more bytes of workspace than the plan, the plan's moves would find no room.
+    """
+    measured = [9 * NOISE_BYTES + more for more in (100, 1124, 90, NOISE_BYTES, 0, 1 - NOISE_BYTES)]
+    counted = [0]
+    for each in measured:
+        counted.append(filter_noise(counted[-1], each))
+        assert counted[-1] >= each
+    assert set(counted[1:]) == {10 * NOISE_BYTES}
     assert filter_noise(10 * NOISE_BYTES, 12 * NOISE_BYTES + 1) == 13 * NOISE_BYTES
     assert filter_noise(10 * NOISE_BYTES, 4 * NOISE_BYTES) == 4 * NOISE_BYTES
     assert filter_noise(0, NOISE_BYTES - 1) == 0 and filter_noise(10 * NOISE_BYTES, 0) == 0

@@ -1,4 +1,7 @@
-"""What a program needs at least, worked out by hand: a budget that would do must not be refused."""
+"""The least memory of a program, compared with sums by hand.
+
+If the least memory were too high, sufficient budgets would be refused.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ LOGITS, WEIGHT, GRAD = 0, 1, 2
 def program(
     kind: ProgramKind, *, logits: str = "activation", returned: bool = False
 ) -> tuple[Program, list[torch.Tensor]]:
-    """A kernel reads logits of 30 KiB that cannot move, the next one a weight of 8 KiB that can; that makes a
-    gradient of 8 KiB and takes 50 KiB for itself."""
+    """Return a program, and the tensors of its arguments.
+
+    The kernel `loss` reads logits of 30 KiB, which cannot move. `matmul` reads a weight of 8 KiB, which can
+    move, while the program holds 50 KiB of other tensors. `add` makes a gradient of 8 KiB.
+    """
     buffers = (
         Buffer("logits", "argument", 30 * KIB),
         Buffer("weight", "argument", 8 * KIB),
@@ -36,20 +42,21 @@ def program(
     return made, tensors
 
 
-def test_a_backward_has_let_its_arguments_go_when_a_later_kernel_runs() -> None:
-    """They, and other things of 10 KiB, cannot move when it begins."""
+def test_backward_frees_its_arguments_before_later_kernels() -> None:
+    """At the start of the backward, 40 KiB cannot move: 30 KiB of logits, and 10 KiB of other tensors."""
     backward, _ = program("backward")
     assert backward.largest_kernel_need(40 * KIB) == (10 * KIB, 58 * KIB, "matmul")
 
 
-def test_a_kernel_that_uses_them_still_has_them() -> None:
+def test_arguments_count_at_a_kernel_that_uses_them() -> None:
     backward, _ = program("backward")
     backward.stops = backward.stops[:2]
     assert backward.largest_kernel_need(40 * KIB) == (40 * KIB, 4 * KIB, "loss")
 
 
-def test_what_stays_with_someone_counts_to_the_end() -> None:
-    """A forward's caller holds the arguments, a module its weights, and what is returned is the user's."""
+def test_arguments_with_other_holders_count_to_the_end() -> None:
+    """The caller of a forward holds its arguments, a module holds its weights, and user code holds
+    results."""
     for kept in (
         program("forward"),
         program("inference"),
@@ -61,7 +68,7 @@ def test_what_stays_with_someone_counts_to_the_end() -> None:
 
 
 def test_two_arguments_in_one_storage_count_once() -> None:
-    """And as long as either is used."""
+    """The storage counts until the last use of both arguments."""
     backward, _tensors = program("backward")
     backward.bound[WEIGHT] = backward.bound[LOGITS]
     assert backward.largest_kernel_need(40 * KIB) == (40 * KIB, 50 * KIB, "matmul")

@@ -1,5 +1,9 @@
-"""Promises about calls in which nothing has to move: what is counted at their end is what would have been
-counted at each slot, and what comes after finds all of it."""
+"""Quiet calls: calls in which no tensor has to move.
+
+A quiet call registers all its tensors together, at its last slot. The counts after the call equal the counts
+that its slots would have made one by one. The counts are also complete after an error, or when the budget
+shrinks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,8 @@ from teraio.runtime.step.quiet_call import QuietCall
 from teraio.session import plan_reuse
 
 WIDTH, LAYERS, BATCH = 128, 6, 512
-ROOM, LITTLE = 2**24, 6 * 2**20  # 3 MiB of activations, 1.6 of the model and what belongs to it; 4 of reserve
+# Two budgets. Activations take 3 MiB, model, gradients and states 1.6 MiB, and the reserve takes 4 MiB.
+ROOM, LITTLE = 2**24, 6 * 2**20
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +36,7 @@ def no_drift(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each call, whether it was a calm one."""
+    """Return a list to which each call appends True if it was quiet."""
     found: list[bool] = []
     begins = QuietCall.begin_if_quiet
 
@@ -44,7 +49,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 class Remembers(nn.Module):
-    """Its compiled program writes into a buffer."""
+    """A model whose compiled program writes to a buffer of the model."""
 
     seen: torch.Tensor
 
@@ -62,12 +67,15 @@ class Remembers(nn.Module):
 
 
 def trained(memory: list[int], **options: Any) -> tuple[list[str], list[Any], list[torch.Tensor]]:
-    """With so much memory in each step: losses, what was counted in each, and what the model is then."""
+    """Train with the given memory in each step.
+
+    Return (1) the losses, (2) the engine's counts after each step, and (3) the model's tensors.
+    """
     torch.manual_seed(0)
     model = Remembers()
     optimizer = torch.optim.AdamW(model.parameters())
-    asked: dict[str, Any] = {"inner": "eager", "warmup": 1, "planner": "greedy", **options}
-    compiled: Any = torch.compile(model, backend="teraio", options={**asked, "memory": ROOM})
+    chosen: dict[str, Any] = {"inner": "eager", "warmup": 1, "planner": "greedy", **options}
+    compiled: Any = torch.compile(model, backend="teraio", options={**chosen, "memory": ROOM})
     losses, counts, given = [], [], ROOM
     for number, room in enumerate(memory):
         if room != given and engine.ENGINE is not None:
@@ -85,30 +93,30 @@ def trained(memory: list[int], **options: Any) -> tuple[list[str], list[Any], li
 
 
 def counted() -> Any:
-    """What the engine knows: numbers, and the tensors in the order of their last use."""
+    """Return a pair: the engine's counts, and the engine's tensors in the order of their last use."""
     if engine.ENGINE is None:
         return None
-    told = teraio.stats()
+    stats = teraio.stats()
     records = sorted(engine.ENGINE.residency.records.values(), key=lambda r: (r.used_at, r.name))
     order = [(record.name, record.kind, record.clean, record.evictable) for record in records]
-    return {name: told[name] for name in ("slots", "step_peak_bytes", "resident_bytes")}, order
+    return {name: stats[name] for name in ("slots", "step_peak_bytes", "resident_bytes")}, order
 
 
-def test_what_is_counted_is_what_each_slot_would_have_counted(
+def test_quiet_call_counts_the_same_as_its_slots_would(
     calls: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calm = trained([ROOM] * 6)
+    quiet = trained([ROOM] * 6)
     assert calls[-2:] == [True, True]
     teraio.reset()
     torch._dynamo.reset()
-    monkeypatch.setattr(QuietCall, "_is_calm", lambda self, program: False)
+    monkeypatch.setattr(QuietCall, "_is_quiet", lambda self, program: False)
     busy = trained([ROOM] * 6)
     assert not any(calls[-12:])
-    assert calm[0] == busy[0]
-    assert calm[1] == busy[1]
+    assert quiet[0] == busy[0]
+    assert quiet[1] == busy[1]
 
 
-def test_memory_that_becomes_little_again_finds_all_that_calm_calls_wrote(
+def test_smaller_budget_after_quiet_calls_evicts_all_that_they_wrote(
     calls: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = [ROOM] * 4 + ([LITTLE] * 3 + [ROOM] * 3) * 2 + [LITTLE] * 3
@@ -123,13 +131,13 @@ def test_memory_that_becomes_little_again_finds_all_that_calm_calls_wrote(
     assert all(torch.equal(one, other) for one, other in zip(tensors, plain[2], strict=True))
 
 
-def test_a_recorded_step_has_all_its_slots(calls: list[bool], tmp_path: Path) -> None:
+def test_step_with_a_recorder_has_no_quiet_call(calls: list[bool], tmp_path: Path) -> None:
     trained([ROOM] * 5, timeline=str(tmp_path / "run.timeline.json"))
     assert calls and not any(calls)
 
 
 class Changing(Run):
-    """Random programs on the asynchronous device; from step to step there is room for all, or little."""
+    """Random programs on the asynchronous device. In half of the steps all tensors fit in the budget."""
 
     calm = 0
 
@@ -147,7 +155,7 @@ class Changing(Run):
         self.budget = little
 
 
-def test_random_programs_read_what_they_should_whether_calls_are_calm_or_not(
+def test_random_programs_read_correct_bytes_with_and_without_quiet_calls(
     calls: list[bool], tmp_path: Path
 ) -> None:
     for seed in range(6):
@@ -166,7 +174,7 @@ def test_random_programs_read_what_they_should_whether_calls_are_calm_or_not(
     assert calls.count(True) > 25
 
 
-def test_what_a_calm_call_writes_has_an_old_copy(calls: list[bool], tmp_path: Path) -> None:
+def test_quiet_call_makes_copies_of_written_tensors_stale(calls: list[bool], tmp_path: Path) -> None:
     one = Changing(0, tmp_path, more=10_000)
     weight = one.weights[0][0]
     x = one._made("x", 1)
@@ -179,12 +187,12 @@ def test_what_a_calm_call_writes_has_an_old_copy(calls: list[bool], tmp_path: Pa
         one._execute(program, {"w0": weight, "x": x})
         record = one.engine.residency.by_name["w0"]
         assert record.clean is False
-        record.clean = True
+        record.copied()
     assert calls[-1]
     one.engine.fetch_all_and_close()
 
 
-def test_a_call_that_an_error_ends_leaves_nothing_behind(calls: list[bool]) -> None:
+def test_quiet_call_that_an_exception_ends_keeps_no_collected_tensors(calls: list[bool]) -> None:
     class Fails(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -207,8 +215,8 @@ def test_a_call_that_an_error_ends_leaves_nothing_behind(calls: list[bool]) -> N
         optimizer.zero_grad()
     assert calls[-1]
     assert engine.ENGINE is not None
-    calm = engine.ENGINE.quiet_call
+    quiet = engine.ENGINE.quiet_call
     with pytest.raises(IndexError):
         compiled(x, index + 1)
-    assert calm.program is None and calm.made == []
+    assert quiet.program is None and quiet.made == []
     compiled(x, index).backward()

@@ -1,4 +1,4 @@
-"""What a logger is told: the step that was just taken, in plain numbers that add up."""
+"""Figures of `teraio.stats()`: they describe the last finished step, and add up to the figures of the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def train(steps: int, **options: Any) -> list[Stats]:
-    """The figures after each optimizer step."""
+    """Train. Return `teraio.stats()` after each optimizer step."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -36,11 +36,11 @@ def train(steps: int, **options: Any) -> list[Stats]:
     return found
 
 
-def test_each_step_is_told_when_it_was_taken_and_adds_up() -> None:
+def test_stats_after_each_optimizer_step_add_up() -> None:
     assert teraio.stats() == {}
     rows = train(6)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    # The first makes optimizer states, two are measured; the plan is made when the fourth begins.
+    # Step 1 makes the optimizer states. Steps 2 and 3 are measured. The plan is made before step 4.
     assert [row["phase"] for row in rows] == ["measuring"] * 3 + ["planned"] * 3
     assert sum(row["step_misses"] for row in rows) == rows[-1]["misses"] > 0
     assert sum(row["step_stall_ns"] for row in rows) <= rows[-1]["stall_ns"]
@@ -56,11 +56,11 @@ def test_a_planned_step_has_its_prediction_and_the_bound() -> None:
     assert last["above_bound"] == pytest.approx(last["step_ns"] / last["bound_ns"] - 1)
 
 
-def test_without_a_plan_it_is_said_that_tensors_move_on_demand() -> None:
+def test_phase_without_a_planner_is_on_demand() -> None:
     assert [row["phase"] for row in train(5, planner="none")][-1] == "on demand"
 
 
-def test_they_are_what_their_type_says_and_json() -> None:
+def test_stats_have_their_declared_types_and_survive_json() -> None:
     row = train(5)[-1]
     hints = get_type_hints(Stats)
     assert set(row) <= set(hints)
@@ -69,8 +69,8 @@ def test_they_are_what_their_type_says_and_json() -> None:
     assert json.loads(json.dumps(row)) == row
 
 
-def test_a_step_that_is_told_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bug: sums of a step begin where the run began."""
+def test_step_that_is_counted_twice_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: the sums of each step include all steps since the run began."""
     begins = StepMeter.begin_step
 
     def forgets(self: StepMeter) -> None:
@@ -79,12 +79,14 @@ def test_a_step_that_is_told_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(StepMeter, "begin_step", forgets)
     with pytest.raises(AssertionError):
-        test_each_step_is_told_when_it_was_taken_and_adds_up()
+        test_stats_after_each_optimizer_step_add_up()
 
 
-def test_the_log_has_a_line_per_step_if_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_debug_log_has_a_line_per_step(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "teraio"):
         train(3)
     lines = [line for line in caplog.messages if line.startswith("teraio: step ")]
-    told = r"teraio: step %d: .+s, of it .+s of waiting; misses: \d+; written .+B, read .+B"
-    assert len(lines) == 3 and all(re.fullmatch(told % number, line) for number, line in enumerate(lines, 1))
+    pattern = r"teraio: step %d: .+s, of it .+s of waiting; misses: \d+; written .+B, read .+B"
+    assert len(lines) == 3 and all(
+        re.fullmatch(pattern % number, line) for number, line in enumerate(lines, 1)
+    )

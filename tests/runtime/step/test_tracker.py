@@ -1,4 +1,4 @@
-"""Which call of the step is this: promises of the tracker, without a model."""
+"""Tests of the tracker, without a model: the tick of each slot in the step, and the end of each step."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 
 from teraio.formats.schedule import ProgramKind, Schedule, Slot
 from teraio.runtime.engine import engine
+from teraio.runtime.step.program import Program
 from teraio.runtime.step.tracker import EXPECTATIONS_MAX, StepTracker
 
 
-def program(name: str, slots: int = 3, kind: ProgramKind = "forward") -> Any:
-    """What the tracker looks at, of a program of so many slots."""
-    schedule = Schedule(kind, (), tuple(Slot(f"{name}{i}", (), (), 0) for i in range(slots)))
-    return SimpleNamespace(schedule=schedule, identity=schedule.identity_hash, bound=[])
+def program(name: str, slots: int = 3, kind: ProgramKind = "forward") -> Program:
+    """Return a program with so many slots and no tensors."""
+    return Program(Schedule(kind, (), tuple(Slot(f"{name}{i}", (), (), 0) for i in range(slots))))
 
 
 A, B = program("a"), program("b", slots=2)
 
 
 def run(tracker: StepTracker, *programs: Any) -> list[list[int | None]]:
-    """The ticks at the slots of these calls."""
+    """Run one call of each of these programs. Return the ticks of the slots of each call."""
     ticks = []
     for each in programs:
         tracker.begin_call(each)
@@ -35,19 +35,22 @@ def finish(tracker: StepTracker) -> Any:
 
 
 def steps_of(tracker: StepTracker, calls: str) -> str:
-    """The steps that these calls make: `i` and `j` are inference without gradients, an optimizer steps after
-    each `t`."""
+    """Return the letters of the calls, with a space between steps.
+
+    The letters `i` and `j` are calls of inference, without gradients. The letter `t` is a training call,
+    after which the optimizer steps.
+    """
     programs = {each: program(each, kind="forward" if each == "t" else "inference") for each in "ijt"}
-    told = ""
+    steps = ""
     for each in calls:
         if tracker.is_step_over_before(programs[each], None):
             finish(tracker)
-            told += " "
+            steps += " "
         tracker.begin_call(programs[each])
         tracker.without_grad |= each != "t"
         tracker.stepped = 7 if each == "t" else None
-        told += each
-    return told
+        steps += each
+    return steps
 
 
 def test_the_first_step_has_no_ticks_and_the_second_has_them_all() -> None:
@@ -84,7 +87,7 @@ def test_a_call_that_was_abandoned_is_no_part_of_the_step() -> None:
     assert run(tracker, A, B) == [[0, 1, 2], [3, 4]]
 
 
-def test_nothing_that_ran_is_no_step() -> None:
+def test_step_without_calls_is_none() -> None:
     assert finish(StepTracker()) is None
 
 
@@ -101,7 +104,7 @@ def test_an_optimizer_ends_the_step_and_a_second_one_belongs_to_it() -> None:
     assert not tracker.is_step_over_before(A, None)
 
 
-def test_inference_is_a_step_each_time_it_comes_round() -> None:
+def test_inference_step_ends_when_its_first_call_repeats() -> None:
     tracker = StepTracker()
     block = program("block", kind="inference")
     for mark in ("layer 0", "layer 1"):
@@ -114,14 +117,16 @@ def test_inference_is_a_step_each_time_it_comes_round() -> None:
 @pytest.mark.parametrize(
     "steps",
     [
-        "i t it it it",  # a teacher
-        "ij t ijt ijt",  # of two programs
-        "t t i i i t t t i i i t",  # evaluations
-        "t i t it t t i i i t t",  # one batch of it after some steps: the second time it looks like a teacher
-        "i t it i i it t t i t it",  # a teacher, with an evaluation
+        "i t it it it",  # A teacher model runs inference before each training call.
+        "ij t ijt ijt",  # A teacher model of two programs runs before each training call.
+        "t t i i i t t t i i i t",  # Evaluations run three batches.
+        # The first two evaluations have one batch each. The second of them looks like inference by a teacher
+        # model.
+        "t i t it t t i i i t t",
+        "i t it i i it t t i t it",  # A teacher model runs, and an evaluation runs in between.
     ],
 )
-def test_inference_once_before_each_training_step_begins_it(steps: str) -> None:
+def test_inference_once_before_each_training_step_is_part_of_the_step(steps: str) -> None:
     assert steps_of(StepTracker(), steps.replace(" ", "")) == steps
 
 
@@ -143,7 +148,7 @@ def test_two_orders_of_programs_are_both_known() -> None:
     assert run(tracker, A, B) == [[0, 1, 2], [3, 4]]
 
 
-def test_a_step_that_is_settled_is_measured_no_more() -> None:
+def test_settled_step_is_not_measured() -> None:
     tracker = StepTracker()
     run(tracker, A, B)
     assert finish(tracker) is not None
@@ -151,13 +156,13 @@ def test_a_step_that_is_settled_is_measured_no_more() -> None:
     run(tracker, A, B)
     assert finish(tracker) is None
     run(tracker, B, A)
-    assert finish(tracker) is None, "the first call of it was not measured"
+    assert finish(tracker) is None, "its first call was not measured"
     run(tracker, B, A)
     assert finish(tracker) is not None
 
 
-def test_a_step_that_never_ends_is_none() -> None:
-    """Forwards without an optimizer: what is kept per call is bounded."""
+def test_step_that_never_ends_is_forgotten() -> None:
+    """Forwards run without an optimizer, so no step ends. The tracker keeps a bounded number of calls."""
     loop = SimpleNamespace(
         tracker=StepTracker(),
         unresizable=SimpleNamespace(detect_and_adopt_newly_unresizable=lambda: None),
@@ -174,7 +179,7 @@ def test_a_step_that_never_ends_is_none() -> None:
         assert len(loop.tracker.calls) <= engine.CALLS_MAX
 
 
-def test_of_many_orders_the_most_recent_are_known() -> None:
+def test_tracker_keeps_only_the_most_recent_orders() -> None:
     tracker = StepTracker()
     for calls in range(1, EXPECTATIONS_MAX + 3):
         run(tracker, *[A] * calls)
