@@ -1,17 +1,20 @@
-"""The memory that is budgeted, and the order in which bytes leave it and come back.
+"""The budgeted memory, and the order of copies and kernels that use it.
 
-In: storages, and how a copy is started. Out: pending transfers, counts of memory, times of kernels.
+In: storages, and a function that starts a copy. Out: pending transfers, counts of used bytes, times of
+kernels.
 
-    device             Device, the protocol; OrderedDevice, what all kinds share; the four waits, in a picture
-    pending_transfer   Ticket, Mark, Pending: a transfer between its beginning and its end
-    cpu, cuda          CpuDevice, CudaDevice; `choose` decides which one a process has
+    device             Device, the protocol; OrderedDevice, the shared part of all devices; the four waits
+    pending_transfer   Ticket, Mark, Pending: a transfer between its begin and its end
+    cpu, cuda          CpuDevice and CudaDevice
+    choose             the choice between CpuDevice and CudaDevice
     pinned_host        HostTier: copies in pinned memory beside a GPU
-    clock              when kernels ran; memory_counts, cuda_memory, rss: what memory is used
-    limits             how much memory this process may have
-    link_rates         LinkRates: what a way between two tiers carries
+    clock              clocks for the times of kernels
+    memory_counts, cuda_memory, rss    counts of used memory
+    limits             the memory that this process may use
+    link_rates         LinkRates: the measured rates between two tiers
 
-Invariant: a storage's memory is neither freed nor used before the copy that needs it has ended (rules 1 to 4
-in device.py). No file is touched here, and nothing decides what moves.
+Invariant: after a copy has begun, the storage's memory is freed or used by kernels only when the copy has
+ended (waits 1 to 4 in device.py). This package accesses no file, and it does not decide which tensors move.
 
 Log lines: "torch ... has no way to change its allocator's settings", "this GPU's driver cannot map memory
 piece by piece".

@@ -1,4 +1,4 @@
-"""The choice of the device: a GPU where one works, else RAM."""
+"""The choice of the device: a GPU if one is usable, else RAM."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .device import Device
 
 
 def choose_device(on: str | torch.device | None = None) -> Device:
-    """The device of this process: `cuda` where one works, else `cpu`; or the one asked for."""
-    asked = None if on is None else torch.device(on)
-    if asked is None or asked.type != "cpu":
+    """Return the requested device. If `on` is None, return the GPU if a GPU is usable, else RAM."""
+    requested = None if on is None else torch.device(on)
+    if requested is None or requested.type != "cpu":
         if reason_without_gpu() is None:
-            return CudaDevice(None if asked is None else asked.index)
-        assert asked is None, f"asked for {asked}: {reason_without_gpu()}"
+            return CudaDevice(None if requested is None else requested.index)
+        assert requested is None, f"device {requested} was requested: {reason_without_gpu()}"
     return CpuDevice()

@@ -1,5 +1,8 @@
-"""When kernels ran: on the host's clock where they run as they are called, on a device's own where they run
-later. Then the host's times say when kernels were launched, and are no one's measure of anything."""
+"""Clocks for the times of kernels.
+
+A CPU kernel runs when it is called, so the host's clock times the kernel. A GPU kernel runs after its
+launch, so the device's own clock times the kernel. The host's clock would show only the time of the launch.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Any, Protocol
 
 class Clock(Protocol):
     def moment_after_kernels(self) -> Any:
-        """Now, behind all kernels given so far."""
+        """Return the moment at which all kernels launched so far have ended."""
         ...
 
     def moments_in_ns(self, moments: Sequence[Any]) -> list[int]:
-        """When they were, in ns since whenever. Waits until all of them are over."""
+        """Return the moments in ns from an arbitrary origin, after a wait until all moments have passed."""
         ...
 
 

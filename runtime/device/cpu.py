@@ -1,4 +1,8 @@
-"""RAM as the device: kernels run when they are called, and a ticket ends with the bytes in place."""
+"""RAM as the device.
+
+A kernel runs when it is called, and a ticket is finished only when the bytes are in place. Therefore this
+device needs no waits between copies and kernels.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,17 @@ from ..torch_extension.observer import observer_of_process
 from . import limits, rss
 from .device import OrderedDevice, Scratch
 
-CPU_MARGIN_PERCENT = 10  # of RAM: libraries, the interpreter and the page tables are not in the ledger
+CPU_MARGIN_PERCENT = 10  # share of RAM for libraries, the interpreter and page tables, outside the ledger
 
 
 class CpuDevice(OrderedDevice):
-    """RAM. Kernels run when they are called and tickets end with the bytes in place: nothing to order."""
+    """RAM as the budgeted memory."""
 
     kind = "cpu"
     copier = None
 
     def __init__(self) -> None:
-        limits.make_malloc_return_memory()  # of what is not a tensor; without our allocator, of everything
+        limits.make_malloc_return_memory()  # without our allocator, malloc also allocates tensors
         self.spares = not allocator.install()
         self.sees_pages = not self.spares
         self.freed = _native.spare()
@@ -57,7 +61,10 @@ class CpuDevice(OrderedDevice):
         self.freed.end_stretch()
 
     def is_uncounted_in_used_bytes(self, storage: Any) -> bool:
-        """Made before ours was there; small blocks are malloc's, and not asked for."""
+        """Return True if the storage was allocated before our allocator was installed.
+
+        Return False for small storages, because malloc allocates them and our allocator cannot look them up.
+        """
         return (
             self.spares
             and storage.nbytes() >= _native.Spare.LEAST
@@ -77,5 +84,5 @@ class CpuDevice(OrderedDevice):
 
 
 def available_bytes() -> int:
-    """The smaller of the control group's limit and available memory."""
+    """Return the number of available bytes of RAM, but at most the control group's limit."""
     return limits.read_memory_limits().obtainable_bytes

@@ -1,15 +1,19 @@
-"""A GPU: side streams, events, pinned memory. What must wait for what is said in device.py; here is how.
+"""A GPU as the device: side streams, events, pinned memory.
 
-    compute stream   the one that is current when a kernel is launched
-    evict stream     device -> pinned memory  |
-    fetch stream     pinned memory -> device  |  host tier: copies are given here, on the caller's thread
-    demand stream    the same, past the queue |
-    copier's streams device <-> pinned slabs <-> files: ssd tier, on the transfer engine's threads
+device.py states the four waits between copies and kernels. This file implements them with CUDA events.
 
-The side streams are ours alone. The compute stream may change: each is put behind the one before when it is
-met, and memory that is given back is held by the allocator until the current one is done with it.
+    compute stream    the current stream when a kernel is launched
+    evict stream      device -> pinned memory                     |
+    fetch stream      pinned memory -> device                     |  host tier: the caller's thread issues
+    demand stream     pinned memory -> device, before prefetches  |  these copies
+    copier's streams  device <-> pinned slabs <-> files              ssd tier: the transfer engine's threads
+                                                                     issue these copies
 
-Nothing of this has an effect before a CudaDevice is made.
+The evict, fetch and demand streams are the side streams. Only this file and pinned_host.py use them. The
+compute stream may change. A new compute stream first waits for the previous compute stream. The allocator
+reuses freed memory only after the current compute stream has stopped using it.
+
+Importing this file does nothing on the GPU. The first CudaDevice initializes CUDA.
 """
 
 from __future__ import annotations
@@ -39,11 +43,11 @@ from .pending_transfer import Mark, Pending, Start, Ticket
 from .pinned_host import GRAIN_BYTES, HostTier, PinnedBlock
 
 log = logging.getLogger("teraio")
-_IDLE_STREAMS: dict[tuple[int, int], list[int]] = defaultdict(list)  # by GPU and priority: no device has them
+_IDLE_STREAMS: dict[tuple[int, int], list[int]] = defaultdict(list)  # handles by GPU and priority
 
 
 def gpu_names_from_driver() -> tuple[str, ...]:
-    """The names of the GPUs that the driver shows, whatever torch was built for. Empty without a driver."""
+    """Return the names of the GPUs that the driver shows. Do not use torch. Without a driver, return ()."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         count, name = ctypes.c_int(0), ctypes.create_string_buffer(256)
@@ -59,7 +63,7 @@ def gpu_names_from_driver() -> tuple[str, ...]:
 
 
 def reason_without_gpu() -> str | None:
-    """Why this process has no GPU to use; None if it has one."""
+    """Return why this process has no usable GPU, or None if it has one."""
     if torch.version.hip:
         return f"torch {torch.__version__} is built for ROCm, which is not supported"
     if not torch.backends.cuda.is_built():
@@ -70,21 +74,27 @@ def reason_without_gpu() -> str | None:
 
 
 VIRTUAL_MEMORY_MANAGEMENT = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # in the environment
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # environment variables
 
 
 def enable_expandable_segments() -> None:
-    """Segments that grow, for tensors from now on. In others a block is not split if less than 1 MiB would be
-    left of it: all of it counts as allocated, and hundreds of tensors that come and go take that much more
-    each. Who has settings of their own keeps them: new ones would put back what they do not name. Without
-    these the reserve learns what is lost."""
+    """Let torch allocate later tensors from expandable segments.
+
+    In a segment of fixed size, torch splits a free block for a tensor only if at least 1 MiB of the block
+    would remain. Otherwise the whole block counts as allocated. A step allocates hundreds of tensors, and
+    each tensor may waste up to 1 MiB.
+
+    If the user has changed allocator settings, this function changes nothing, because new settings would
+    reset every setting that they do not name. Without expandable segments, the budget's reserve includes the
+    wasted bytes.
+    """
     if _has_user_allocator_settings():
         return
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is None:
         log.warning(
-            "teraio: torch %s has no way to change its allocator's settings: memory may be split into pieces "
-            "that nothing fits in. Start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            "teraio: torch %s has no way to change its allocator's settings: memory may fragment. Start with "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             torch.__version__,
         )
     elif _can_expand_segments():
@@ -92,23 +102,23 @@ def enable_expandable_segments() -> None:
     else:
         log.warning(
             "teraio: this GPU's driver cannot map memory piece by piece, as on virtual GPUs: torch's "
-            "allocator keeps segments of fixed sizes, and more of the memory goes to the reserve"
+            "allocator keeps segments of fixed sizes, and the reserve takes more of the budget"
         )
 
 
 def _has_user_allocator_settings() -> bool:
-    """Return whether the user made settings, in the environment or at run time."""
+    """Return True if the user has changed allocator settings, either in the environment or at run time."""
     if any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):
         return True
     try:
-        told = torch.cuda.memory._snapshot().get("allocator_settings", {})
-    except RuntimeError:  # an allocator of the user's own has no snapshot
+        settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    except RuntimeError:  # an allocator that the user installed has no snapshot
         return True
-    return any(told.get(name) for name in ALLOCATOR_SETTINGS)
+    return any(settings.get(name) for name in ALLOCATOR_SETTINGS)
 
 
 def _can_expand_segments() -> bool:
-    """Return whether the current device can have segments that grow; torch tries it without asking."""
+    """Return True if the current device supports expandable segments. torch does not check this."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         can, device = ctypes.c_int(1), ctypes.c_int(0)
@@ -120,8 +130,11 @@ def _can_expand_segments() -> bool:
 
 
 class CudaDevice(CudaMemory):
-    """One GPU of this process, by its index; without one, the current GPU. Makes its context if there is none
-    yet. Every call names this device: user code may make another one current."""
+    """One GPU of this process: the GPU with the given index, or else the current GPU.
+
+    The constructor creates the CUDA context if the process has none. Every call names this device, because
+    user code may make another device current.
+    """
 
     kind = "cuda"
 
@@ -130,18 +143,22 @@ class CudaDevice(CudaMemory):
         with torch.cuda.device(self.device):
             torch.cuda.synchronize(self.device)
             enable_expandable_segments()
-            self.copier = _native.CudaCopier()  # takes the context that is current
+            self.copier = _native.CudaCopier()  # the copier uses the current CUDA context
         self.evict_stream, self.fetch_stream = self._private_stream(), self._private_stream()
-        # A copy on it does not queue behind the prefetches: the copy engine takes from all streams in turn.
+        # A copy on this stream overtakes queued prefetches, because the copy engine serves all streams in
+        # turn.
         self.demand_stream = self._private_stream(priority=-1)
         self._compute = torch.cuda.current_stream(self.index)
         self.observer = observer_of_process()
 
     def _private_stream(self, priority: int = 0) -> torch.cuda.ExternalStream:
-        """Return a stream that no user has: torch hands out 32 of each priority in turn, and then the same.
+        """Return a stream that user code cannot get from torch.
 
-        It outlives this device, and serves the next one: where memory was used on a stream, torch may ask
-        that stream when the memory is freed, and to ask a destroyed one is undefined.
+        torch has 32 streams of each priority. The 33rd request returns the first stream again. So user code
+        could get the same stream as this device.
+
+        The stream is never destroyed, and a later CudaDevice reuses the stream. When torch frees memory that
+        was used on a stream, torch may query that stream. The query of a destroyed stream is undefined.
         """
         idle = _IDLE_STREAMS[self.index, priority]
         handle = idle.pop() if idle else self.copier.stream(priority)
@@ -149,19 +166,22 @@ class CudaDevice(CudaMemory):
         return torch.cuda.ExternalStream(handle, self.device)
 
     def resize_storage(self, storage: Any, size_bytes: int) -> None:
-        """Give the storage so many bytes. Freed memory serves the stream next that it was made on. If that is
-        not the current one, the allocator holds the memory until the current one is done with it."""
+        """Resize the storage. Kernels reuse freed memory only after the current compute stream's work so far.
+
+        torch's allocator gives freed memory to the stream on which the memory was allocated. If the current
+        stream is a different stream, `record_stream` makes the allocator wait for the current stream too.
+        """
         if size_bytes == 0 and storage.nbytes():
             tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             tensor.record_stream(self.current_compute_stream())
         storage.resize_(size_bytes)
 
     def begin_copy_out(self, storage: Any, start: Start) -> Pending:
-        self.join_user_streams()  # on any stream: it may write there still
+        self.join_user_streams()  # user code may still write the storage on any stream
         return super().begin_copy_out(storage, start)
 
     def drop_bytes(self, storage: Any, unwritten: bool = True) -> None:
-        self.join_user_streams()  # on any stream: it may read there still
+        self.join_user_streams()  # user code may still read the storage on any stream
         if self.observer is None:
             super().drop_bytes(storage, unwritten)
             return
@@ -173,7 +193,10 @@ class CudaDevice(CudaMemory):
         self.copier.unpin(slabs)
 
     def allocate_slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
-        """Pinned for the life of the copier, and on huge pages: cudaHostAlloc does not tell what it gives."""
+        """Return slabs on huge pages. The slabs are pinned until `unpin_slabs` is called or the copier ends.
+
+        cudaHostAlloc does not report its page size, so the slabs are allocated first and then pinned.
+        """
         slabs = _native.Slabs(slab_bytes, count)
         error = self.copier.pin(slabs)
         if error != 0:
@@ -203,7 +226,11 @@ class CudaDevice(CudaMemory):
         return event
 
     def moments_in_ns(self, moments: Sequence[torch.cuda.Event]) -> list[int]:
-        """From each to the next: the driver tells milliseconds in 24 bits, of an hour too few."""
+        """Return each moment as the sum of the times between neighbouring moments.
+
+        The driver returns a time in milliseconds as a float with 24 bits. Over an hour, such a float is too
+        coarse.
+        """
         for event in moments[-1:]:
             event.synchronize()
         spans = (round(a.elapsed_time(b) * 1e6) for a, b in pairwise(moments))
@@ -231,10 +258,10 @@ class CudaDevice(CudaMemory):
         self.current_compute_stream().synchronize()
 
     def current_compute_stream(self) -> torch.cuda.Stream:
-        """The current stream, behind what the last one was given.
+        """Return the current stream, after it waits for the previous compute stream.
 
-        Asked for on the caller's thread and before any side stream is entered: inside one, it would be that
-        side stream, and waiting for itself orders nothing.
+        Call this on the caller's thread, outside of the side streams. Inside a side stream, the current
+        stream would be that side stream, and a stream that waits for itself orders nothing.
         """
         stream = torch.cuda.current_stream(self.index)
         if stream == self._compute:
@@ -249,52 +276,52 @@ class CudaDevice(CudaMemory):
 
 # ---- the link
 
-LOOK_BYTES = 128 * 2**20  # pinned
-LOOK_COUNT = 4  # copies each way
-LOOK_LEAST_BYTES = 2**20  # of the device's memory, each way
+LOOK_BYTES = 128 * 2**20  # pinned memory for the measurement
+LOOK_COUNT = 4  # copies in each direction
+LOOK_LEAST_BYTES = 2**20  # least device memory for each direction
 SMALL_BYTES = 4096
 
 
 def measure_host_tier_link(
     device: CudaDevice, tier: HostTier, seconds: float, memory_bytes: int, progress: Callable[[str], None]
 ) -> LinkRates | str:
-    """The link device <-> host, or why there is none to be measured. The places go back to the tier."""
+    """Return the rates of the link device <-> host, or the reason why it cannot be measured."""
     count = 2 * LOOK_COUNT
     most = min(min(LOOK_BYTES, tier.limit_bytes) // count, (memory_bytes - SMALL_BYTES) // 2)
     size = most // GRAIN_BYTES * GRAIN_BYTES
-    places = [place for _ in range(count) if size and (place := tier.reserve(size)) is not None]
+    blocks = [block for _ in range(count) if size and (block := tier.reserve(size)) is not None]
     taken = [device.allocate_scratch(each, min(each, LOOK_LEAST_BYTES)) for each in (SMALL_BYTES, size, size)]
     scratches = [each for each in taken if each is not None]
     try:
-        if len(places) < count:
+        if len(blocks) < count:
             limit = fmt_bytes(tier.limit_bytes)
             return str(tier.refused or f"{limit} are too little to measure a link with")
         if len(scratches) < len(taken):
             return f"the GPU has less than {fmt_bytes(2 * LOOK_LEAST_BYTES)} free to measure the link with"
         return _measure_host_rates(
-            device, tier, seconds, places, [each.storage for each in scratches], progress
+            device, tier, seconds, blocks, [each.storage for each in scratches], progress
         )
     finally:
         for scratch in scratches:
             scratch.end()
-        for place in places:
-            tier.release(place)
+        for block in blocks:
+            tier.release(block)
 
 
 def _measure_host_rates(
     device: CudaDevice,
     tier: HostTier,
     seconds: float,
-    places: Sequence[PinnedBlock],
+    blocks: Sequence[PinnedBlock],
     storages: Sequence[torch.UntypedStorage],
     progress: Callable[[str], None],
 ) -> LinkRates:
     small, source, target = storages
     out = [
-        partial(_start_copy, device, tier.copy_out_starter(place), source) for place in places[:LOOK_COUNT]
+        partial(_start_copy, device, tier.copy_out_starter(block), source) for block in blocks[:LOOK_COUNT]
     ]
     into = [
-        partial(_start_copy, device, tier.copy_in_starter(place), target) for place in places[LOOK_COUNT:]
+        partial(_start_copy, device, tier.copy_in_starter(block), target) for block in blocks[LOOK_COUNT:]
     ]
     out_bytes, into_bytes = LOOK_COUNT * source.nbytes(), LOOK_COUNT * target.nbytes()
 
@@ -309,11 +336,11 @@ def _measure_host_rates(
         return int(moved / (time.monotonic() - start))
 
     progress("device to host and back")
-    measure_rate(out + into, 0)  # clocks and links of a sleeping GPU are slow for a moment
+    measure_rate(out + into, 0)  # warm-up, because the clocks and links of an idle GPU are slow at first
     evict, fetch = measure_rate(out, out_bytes), measure_rate(into, into_bytes)
     both = measure_rate(out + into, out_bytes + into_bytes) // 2
     latencies = []
-    for start in (tier.copy_out_starter(places[0]), tier.copy_in_starter(places[0])):
+    for start in (tier.copy_out_starter(blocks[0]), tier.copy_in_starter(blocks[0])):
         begun = time.monotonic_ns()
         for _ in range(16):
             _start_copy(device, start, small)

@@ -1,9 +1,10 @@
-"""A GPU's memory as torch's caching allocator counts it: all of this process, libraries and others too.
+"""Counts of a GPU's memory by torch's caching allocator. They include the whole process and its libraries.
 
-    allocated   tensors and workspaces that exist: the budget is for these
-    reserved    what the allocator has of the driver: those, and free blocks that it keeps
+    allocated   live tensors and workspaces, which the budget limits
+    reserved    memory that the allocator holds from the driver: allocated blocks and cached free blocks
 
-`reset_peak` resets torch's own peaks; the highest since the session began is kept beside them.
+`reset_peak` resets torch's own peaks. So CudaMemory itself keeps the highest peaks since the last call of
+`forget_highest_counts`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 
 from .device import OrderedDevice, Scratch
 
-MARGIN_PERCENT = 5  # of free and held memory: what the driver and libraries take beside the allocator
-LIBRARIES_BYTES = 96 * 2**20  # cuBLAS takes 32 MiB on Hopper, per thread: the forward's, and autograd's
+MARGIN_PERCENT = 5  # share of the available memory for allocations of the driver and libraries outside torch
+LIBRARIES_BYTES = 96 * 2**20  # cuBLAS takes 32 MiB in each thread of forward and autograd on Hopper
 
 
 class CudaMemory(OrderedDevice):
@@ -24,17 +25,19 @@ class CudaMemory(OrderedDevice):
     counts_all = True
 
     def __init__(self, index: int) -> None:
-        self.index = index  # torch looks a number up in a third of the time that a device takes it
+        self.index = index  # a torch call with an index takes a third of the time of a call with a device
         self.device = torch.device("cuda", index)
-        self.highest = self.highest_reserved = 0  # before the last `reset_peak`
+        self.highest = self.highest_reserved = 0  # the highest peaks up to the last update
 
     def capacity_bytes(self) -> int:
-        """Return what the allocator may take of the card: users can give it a fraction."""
+        """Return the number of bytes that torch's allocator may take. The user can limit it to a part of the
+        GPU."""
         fraction = torch.cuda.get_per_process_memory_fraction(self.device)
         return int(torch.cuda.mem_get_info(self.device)[1] * min(1.0, fraction))
 
     def available_bytes(self) -> int:
-        """Free memory and what this process holds, in use or cached by its allocator."""
+        """Return the sum of two numbers of bytes: (1) free memory, (2) memory that this process's allocator
+        holds, in use or cached."""
         free_bytes = int(torch.cuda.mem_get_info(self.device)[0])
         return min(free_bytes + torch.cuda.memory_reserved(self.device), self.capacity_bytes())
 
@@ -42,10 +45,11 @@ class CudaMemory(OrderedDevice):
         return self.available_bytes() * (100 - MARGIN_PERCENT) // 100
 
     def _read_allocator_counts(self) -> Any:
-        """Read the allocator's figures as they are.
+        """Return the allocator's counters as torch returns them.
 
-        torch.cuda.memory_allocated and its like flatten and sort all of them first, which takes ten times as
-        long. Measured steps ask twice per slot."""
+        torch.cuda.memory_allocated and similar functions flatten and sort all counters first. They take ten
+        times as long. A measured step reads the counters twice per slot.
+        """
         return torch.cuda.memory_stats_as_nested_dict(self.index)
 
     def used_bytes(self) -> int:
@@ -76,7 +80,10 @@ class CudaMemory(OrderedDevice):
         self.highest = self.highest_reserved = 0
 
     def autotuning_bytes(self, kernel: str) -> int:
-        """Inductor's autotuner empties the L2 cache between two launches, with a buffer of its size."""
+        """Return the size of the L2 cache for a Triton kernel, else 0.
+
+        Inductor's autotuner clears the L2 cache between launches with a buffer of this size.
+        """
         if not kernel.startswith("triton_"):
             return 0
         return int(torch.cuda.get_device_properties(self.device).L2_cache_size)

@@ -1,7 +1,9 @@
-"""The device whose memory is budgeted, and the order in which bytes leave it and come back.
+"""The device with the budgeted memory, and the order of its kernels and copies.
 
-A device's kernels run on its compute stream, in order and later than the host says so; copies run on side
-streams or on threads of their own. Four waits keep them apart, and only this file makes them:
+A device's kernels run on its compute stream, in the order of their launches. A kernel may run long after the
+host launched the kernel. Copies run on side streams or on threads. Four waits order kernels and copies. The
+pictures show where this file issues each wait. In the pictures, K1 to K4 are kernels, and time runs to the
+right:
 
     evict   host      begin ............................. end: wait until issued     free
             compute   K1 (1)mark  K2    K3                       (2)wait             K4 may reuse the memory
@@ -11,15 +13,15 @@ streams or on threads of their own. Four waits keep them apart, and only this fi
             compute   K1 (4)mark  K2    K3                       (2)wait             K4 reads the tensor
             side             +--wait  copy in   event ...............^
 
- 1  K1 may still be writing the tensor: the copy waits for it.
- 2  The compute stream waits for the copy before memory is used again, or for the first time.
- 3  Waiting for an event that is not recorded yet is a silent no-op: so the host first waits until the
-    transfer is issued. That is also where its errors are raised.
- 4  Fresh memory may still be in use by kernels that were given before it was freed: the copy waits for them.
+    1  K1 may still write the tensor, so the copy waits for K1.
+    2  The compute stream waits for the copy before a kernel uses the memory.
+    3  A wait for an event that is not recorded yet is a silent no-op. So the host first waits until the
+       transfer is issued. This host wait also raises the transfer's errors.
+    4  K1 may still use the new memory, which was freed after K1 was launched. So the copy waits for K1.
 
-The storage is held by `Pending` until its end, so the source outlives its copy without `record_stream`. A
-ticket without an event has nothing to order: when its `wait` returns, the bytes have arrived. On the CPU all
-tickets are so.
+`Pending` holds the storage until the end, so the source of a copy is kept allocated until the copy has ended.
+`record_stream` is not needed for this. A ticket without an event needs no ordering: when its `wait` returns,
+the bytes have arrived. On the CPU no ticket has an event.
 """
 
 from __future__ import annotations
@@ -41,135 +43,156 @@ from .pending_transfer import Mark, Pending, Start, Ticket
 
 @dataclass(slots=True)
 class Scratch:
-    """Memory where tensors are, for a measurement."""
+    """Memory of the device for a measurement."""
 
     address: int
     size_bytes: int
-    fill: Callable[[bytes], None]  # puts these at its beginning
-    end: Callable[[], None]  # gives it back to the system
-    storage: Any = None  # of a tensor; None in RAM
+    fill: Callable[[bytes], None]  # writes the bytes to the start of the memory
+    end: Callable[[], None]  # returns the memory to the system
+    storage: Any = None  # the storage of a tensor on a GPU; None in RAM
 
 
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)  # what a tensor's memory is refused with
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)  # raised when a tensor cannot be allocated
 
 
 class Host(Protocol):
-    """Copies of tensors in host memory, beside a device that has memory of its own."""
+    """The host tier: copies of tensors in host memory, for a device with memory of its own."""
 
     def reserve(self, size_bytes: int) -> Any:
-        """A place for a tensor; None where there is no room."""
+        """Return a block for a tensor, or None if no free block is large enough."""
         ...
 
-    def release(self, place: Any) -> None:
-        """What was fetched from there has ended on the host."""
+    def release(self, block: Any) -> None:
+        """Free the block. Call this method only after the host has ended the fetch from the block."""
         ...
 
-    def copy_out_starter(self, place: Any) -> Start:
-        """For `begin_copy_out`."""
+    def copy_out_starter(self, block: Any) -> Start:
+        """Return the function that `begin_copy_out` calls."""
         ...
 
-    def copy_in_starter(self, place: Any, demand: bool = False) -> Start:
-        """For `begin_copy_in`; on demand, not behind what is fetched ahead."""
+    def copy_in_starter(self, block: Any, demand: bool = False) -> Start:
+        """Return the function that `begin_copy_in` calls. A demanded fetch overtakes prefetches."""
         ...
 
 
 class Device(MemoryCounts, Clock, Protocol):
-    """All that the engine asks of a device. One end per begin, on the thread that launches the kernels."""
+    """The engine's interface to a device.
+
+    Each begin of a copy has one end. The thread that launches the kernels calls both.
+    """
 
     kind: str
-    device: torch.device  # whose memory it is, with its index
-    observer: Observer | None  # sees reads of what is evicted
+    device: torch.device  # the torch device of the budgeted memory, with its index
+    observer: Observer | None  # sees reads of evicted storages
 
     @property
     def copier(self) -> _native.Copier | None:
-        """For the store's `_native.Transfers`; None: tensors are in RAM."""
+        """Return the copier for the store's `_native.Transfers`, or None if tensors are in RAM."""
         ...
 
     def capacity_bytes(self) -> int:
-        """All memory there is, for a machine file."""
+        """Return the device's total memory, which a machine file records."""
         ...
 
     def available_bytes(self) -> int:
-        """What a budget can be taken from."""
+        """Return the memory that a budget can use."""
         ...
 
     def default_budget_bytes(self) -> int:
-        """The budget where the user gives none."""
+        """Return the budget in bytes that teraio uses if the user gives no budget."""
         ...
 
     def allocate_scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
-        """So many bytes to measure with, or by halves as many as there are; None if those are too few."""
+        """Allocate `most_bytes` for a measurement. If the allocation fails, halve the size and try again.
+
+        Return None if even an allocation of `least_bytes` fails.
+        """
         ...
 
     def limit_tensors_and_spare_memory(self, size_bytes: int) -> None:
-        """Tensors have so many bytes: what was freed may be kept for others, but no more than that in all."""
+        """Limit the sum of tensors and spare memory. Spare memory is kept from freed tensors for later
+        tensors."""
         ...
 
     def release_unused_spare_memory(self) -> None:
-        """What was kept and not needed goes back to the system."""
+        """Free spare memory that no tensor has used in the last two intervals between calls of this
+        method."""
         ...
 
     def is_uncounted_in_used_bytes(self, storage: Any) -> bool:
-        """Whether its bytes are not among those that `used_bytes` counts."""
+        """Return True if `used_bytes` excludes the storage's bytes."""
         ...
 
     def make_host_tier(self, limit_bytes: int) -> Host | None:
-        """Copies in host memory, of so many bytes in all; None where tensors are in it already."""
+        """Return a host tier of at most `limit_bytes`, or None if the device is itself in host memory."""
         ...
 
     def measure_host_link(self, host: Host, seconds: float, memory_bytes: int) -> LinkRates | str:
-        """What it carries, measured with so much of the device's memory, or why there is none after all."""
+        """Measure the link device <-> host with `memory_bytes` of device memory, and return its rates.
+
+        If this link cannot be measured, return the reason.
+        """
         ...
 
     def allocate_slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
-        """Slabs that the copier can use: on huge pages, and pinned where the device copies them itself."""
+        """Return slabs for the copier, on huge pages. If the device has memory of its own, the slabs are
+        pinned."""
         ...
 
     def unpin_slabs(self, slabs: _native.Slabs) -> None:
-        """Gives back slabs that no transfer uses any more."""
+        """Unpin slabs that no transfer uses any more."""
         ...
 
     def join_user_streams(self) -> None:
-        """Orders what user code does now, on the stream that is current, behind all that was given so far;
-        and what is given later behind that."""
+        """Order user code between earlier and later work of the compute stream.
+
+        Work that user code launches on the current stream waits for all earlier work of the compute stream.
+        Later work of the compute stream waits for user code's work.
+        """
         ...
 
     def wait_until_idle(self) -> None:
-        """The host waits until kernels and copies given so far are over."""
+        """Block the host until all kernels and copies launched so far have ended."""
         ...
 
     def begin_copy_out(self, storage: Any, start: Start) -> Pending:
-        """Starts the copy out. Until the end it may be read, not written."""
+        """Start the copy out of the storage. Until the copy ends, kernels may read the storage but not write
+        it."""
         ...
 
     def end_copy_and_free(self, pending: Pending) -> None:
-        """Frees the storage in place once its copy is confirmed. If that failed: raises, frees nothing."""
+        """Wait for the copy and free the storage's bytes. If the copy failed, raise its error instead."""
         ...
 
     def end_copy_without_freeing(self, pending: Pending) -> None:
-        """Ends an eviction without freeing: from here on the storage may be written again."""
+        """Wait for the copy and keep the storage's bytes. After this, kernels may write the storage."""
         ...
 
     def drop_bytes(self, storage: Any, unwritten: bool = True) -> None:
-        """Frees a storage in place whose bytes exist elsewhere unchanged, or, if not `unwritten`, are worth
-        nothing."""
+        """Free the storage's bytes without a copy.
+
+        With `unwritten`, the bytes must exist unchanged in another tier. Otherwise, no code needs the bytes.
+        """
         ...
 
     def begin_copy_in(self, storage: Any, size_bytes: int, start: Start) -> Pending:
-        """Allocates in place and starts the copy in."""
+        """Allocate memory for the storage and start the copy into this memory."""
         ...
 
     def end_copy_in(self, pending: Pending) -> bool:
-        """From here on kernels may use the storage. A copy that failed raises and empties the storage.
-        Returns whether its bytes are no longer the allocator's: they are where someone waited for them."""
+        """Wait for the copy and let kernels use the storage. If the copy failed, empty the storage and raise.
+
+        Return True if the bytes were copied to an address at which a thread waited for them. The memory at
+        this address belongs to the observer, not to the allocator.
+        """
         ...
 
 
 class OrderedDevice(UncountedMemory, HostClock):
-    """What is the same for all kinds of devices, over four primitives that each kind has its own of."""
+    """The shared part of all devices. Each device overrides only a few primitives."""
 
     device = torch.device("cpu")
-    observer: Observer | None = None  # sees reads of what is evicted
+    observer: Observer | None = None  # sees reads of evicted storages
 
     def resize_storage(self, storage: Any, size_bytes: int) -> None:
         storage.resize_(size_bytes)
@@ -193,16 +216,16 @@ class OrderedDevice(UncountedMemory, HostClock):
         return Mark()
 
     def make_kernels_wait_for_event(self, event: Any) -> None:
-        """Kernels given from now on wait for `event`."""
+        """Make kernels that are launched from now on wait for `event`."""
 
     def join_user_streams(self) -> None:
-        """Order what user code does now on the stream that is current behind all that was given so far."""
+        """Do nothing: this device has no streams."""
 
     def unpin_slabs(self, slabs: _native.Slabs) -> None:
-        """Give back slabs that no transfer uses any more."""
+        """Do nothing: slabs in RAM are not pinned."""
 
     def wait_for_copies(self) -> None:
-        """The host waits until no copy is running."""
+        """Block the host until no copy is running."""
 
     def wait_until_idle(self) -> None:
         self.wait_for_copies()
@@ -232,14 +255,13 @@ class OrderedDevice(UncountedMemory, HostClock):
 
     def begin_copy_in(self, storage: Any, size_bytes: int, start: Start) -> Pending:
         block = storage if self.observer is None else self.observer.make_empty_block(storage)
-        self.resize_storage(
-            block, size_bytes
-        )  # before the mark: it must stand behind whatever used this memory
+        # Allocate before the mark, because the mark must follow all kernels that used this memory.
+        self.resize_storage(block, size_bytes)
         mark = self.mark_compute_stream()
         try:
             return Pending(storage, start(block, mark), mark, block)
         except BaseException:
-            self.wait_for_copies()  # a part of the copy may have been given
+            self.wait_for_copies()  # a part of the copy may have been issued
             self.resize_storage(block, 0)
             raise
 
@@ -247,7 +269,7 @@ class OrderedDevice(UncountedMemory, HostClock):
         try:
             self.wait_for_copy(pending.ticket)
         except BaseException:
-            if not pending.ticket.done():  # Ctrl-C while waiting: the copy still runs, the end comes later
+            if not pending.ticket.done():  # after Ctrl-C the copy still runs, and a later call ends it
                 raise
             self.wait_for_copies()
             self.resize_storage(pending.block, 0)
@@ -255,7 +277,10 @@ class OrderedDevice(UncountedMemory, HostClock):
         return self.give_block_to_storage(pending)
 
     def give_block_to_storage(self, pending: Pending) -> bool:
-        """Give the storage what was copied in. Return whether that is where someone waits for it."""
+        """Give the fetched bytes to the storage.
+
+        Return True if the bytes were copied to an address at which a thread waits for them.
+        """
         copied = self.observer is not None and self.observer.give_block_to_storage(
             pending.storage, pending.block
         )
@@ -264,16 +289,21 @@ class OrderedDevice(UncountedMemory, HostClock):
         return copied
 
     def wait_for_copy(self, ticket: Ticket) -> None:
-        """Host first, then compute: the other way round the event may not be recorded yet."""
+        """Wait for the copy on the host, and then make the compute stream wait for the copy's event.
+
+        Before the host's wait has ended, the event may not be recorded yet.
+        """
         ticket.wait()
-        event = getattr(ticket, "event", None)  # asking isinstance of a protocol takes 90 us
+        event = getattr(ticket, "event", None)  # isinstance() with a protocol takes 90 us
         if event is not None:
             self.make_kernels_wait_for_event(event)
 
 
 def is_same_memory(one: torch.device, other: torch.device) -> bool:
-    """Return whether both have the same memory. RAM is the same by whatever index; `cuda` without an index is
-    the current GPU."""
+    """Return True if both devices have the same memory.
+
+    RAM is the same for every index. `cuda` without an index is the current GPU.
+    """
     return one.type == other.type and (one.type != "cuda" or _gpu_index(one) == _gpu_index(other))
 
 

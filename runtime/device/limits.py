@@ -1,4 +1,4 @@
-"""How much memory this process may have: the system's figures and the limits of its control groups."""
+"""The memory that this process may use: the system's figures and the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A control group's memory limit: this process's own group or one above it."""
+    """The memory limit of this process's own control group, or of a control group above it."""
 
     path: Path
     limit_bytes: int
@@ -21,7 +21,8 @@ class ControlGroup:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """RAM as this process meets it. `group` is the control group with the lowest limit, if any has one."""
+    """RAM as this process sees it. `group` is the control group with the lowest limit, or None without a
+    limit."""
 
     total_bytes: int
     available_bytes: int
@@ -29,19 +30,19 @@ class Memory:
 
     @property
     def capacity_bytes(self) -> int:
-        """What the machine, or the control group in front of it, has in all."""
+        """Return the smaller of the machine's memory and the control group's limit."""
         return self.total_bytes if self.group is None else min(self.total_bytes, self.group.limit_bytes)
 
     @property
     def obtainable_bytes(self) -> int:
-        """The smaller of the control group's limit and available memory."""
+        """Return the smaller of the available memory and the control group's limit."""
         return (
             self.available_bytes if self.group is None else min(self.available_bytes, self.group.limit_bytes)
         )
 
 
 def read_memory_limits(root: Path = Path("/")) -> Memory:
-    """The figures of now. `root` is where proc and sys are found."""
+    """Read the current sizes and limits of memory. `root` is the folder that contains proc and sys."""
     fields = dict(
         line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line
     )
@@ -52,8 +53,12 @@ def read_memory_limits(root: Path = Path("/")) -> Memory:
 
 
 def _groups_with_limits(root: Path) -> list[ControlGroup]:
-    """Every group with a limit from this process's own up to the mount, of both versions. A limit set
-    anywhere above counts; outside a container the file at the mount alone would show none of them."""
+    """Return the control groups that have a limit, from this process's own group up to the mount point.
+
+    The limit of each group above this process's own group also applies to this process. Outside a container,
+    the group at the mount point has no limit file. So the walk starts at this process's own group. Both
+    versions of control groups are read.
+    """
     found = []
     for own, top, limit, used in _group_folders(root):
         folder = own
@@ -68,7 +73,12 @@ def _groups_with_limits(root: Path) -> list[ControlGroup]:
 
 
 def _read_group(folder: Path, limit: str, used: str) -> ControlGroup | None:
-    """None without a limit: `max` in version 2, no such file at a root. Version 1 says 2**63 less a page."""
+    """Return the control group, or None if it has no limit.
+
+    A group without a limit looks different in the two versions of control groups. In version 2, its limit
+    file contains `max`, and a root group has no limit file. In version 1, its limit file contains 2**63 minus
+    one page, which the caller filters out.
+    """
     try:
         text = (folder / limit).read_text().strip()
         return ControlGroup(folder, int(text), int((folder / used).read_text())) if text.isdigit() else None
@@ -77,7 +87,7 @@ def _read_group(folder: Path, limit: str, used: str) -> ControlGroup | None:
 
 
 def _group_folders(root: Path) -> list[tuple[Path, Path, str, str]]:
-    """(own folder, mount, name of the limit file, name of the usage file) per mounted version."""
+    """Return (own folder, mount, name of the limit file, name of the usage file) for each mounted version."""
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
@@ -100,8 +110,11 @@ def _group_folders(root: Path) -> list[tuple[Path, Path, str, str]]:
 
 
 def _folder_of_group(top: Path, inside: str, own: str) -> Path:
-    """Where the group `own` lies under a mount that shows the tree from `inside` on. In a container the
-    process's own path may lie outside of what is mounted: then the mount is the nearest that can be seen."""
+    """Return the folder of the group `own` under a mount that shows only the groups below `inside`.
+
+    In a container, the process's own path may lie outside of the mounted tree. In that case
+    return the mount, which is the nearest visible folder.
+    """
     if inside != "/":
         own = own.removeprefix(inside) if own == inside or own.startswith(inside + "/") else "/"
     folder = top / own.lstrip("/")
@@ -109,12 +122,13 @@ def _folder_of_group(top: Path, inside: str, own: str) -> Path:
 
 
 def make_malloc_return_memory() -> None:
-    """Makes freed bytes go back to the system at once.
+    """Make malloc return freed bytes to the system immediately.
 
-    glibc raises its threshold for mapping blocks up to 32 MiB as blocks are freed, and keeps what lies below
-    it: a freed 16 MiB tensor would stay with the process.
+    By default, glibc raises its threshold for mapped blocks whenever a larger mapped block is freed, up to 32
+    MiB. glibc keeps freed blocks that are smaller than the threshold. So a freed 16 MiB tensor would still
+    occupy memory.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # musl has none, and gives large blocks back anyway
+    if hasattr(libc, "mallopt"):  # musl has no mallopt, and returns large blocks without it
         libc.mallopt(M_MMAP_THRESHOLD, 64 * KIB)
         libc.mallopt(M_TRIM_THRESHOLD, 64 * KIB)

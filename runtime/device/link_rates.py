@@ -1,16 +1,19 @@
-"""LinkRates: what the way between the device and one other tier carries, in both directions, measured."""
+"""LinkRates: the measured rates of the link between the device and one other tier, in both directions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SHARE_THRESHOLD = 0.85  # both at once carry less of the sum than this: they share (noise is about 10 %)
+# The directions share bandwidth if the rate of both directions together is below this fraction of the sum of
+# the two single rates. A measured rate varies by 10 % from run to run.
+SHARE_THRESHOLD = 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """One pair of tiers, both ways. `both_*`: with evictions and fetches running at once."""
+    """The rates between two tiers. The `both_*` rates were measured while evictions and fetches ran
+    together."""
 
     tier: str
     evict_bytes_per_s: int
@@ -26,18 +29,20 @@ class LinkRates:
 
     @property
     def is_shared_by_directions(self) -> bool:
-        """Whether the two directions take from each other, clearly."""
+        """Return True if the directions slow each other down by more than measurements vary."""
         return self.together_bytes_per_s < SHARE_THRESHOLD * (self.evict_bytes_per_s + self.fetch_bytes_per_s)
 
     @property
     def shared_bytes_per_s(self) -> int:
-        """What they have in common: never less than one of them carries alone."""
+        """Return the combined rate of both directions, but at least the rate of each direction alone."""
         return max(self.together_bytes_per_s, self.evict_bytes_per_s, self.fetch_bytes_per_s)
 
 
 def link_of_drives(links: Sequence[LinkRates]) -> LinkRates:
-    """Drives that every tensor is striped over: they carry what they carry together, and the slowest ends
-    it."""
+    """Return the combined link of drives over which tensors are striped.
+
+    The rates are added. The latencies are the largest ones of all drives.
+    """
     return LinkRates(
         links[0].tier,
         sum(link.evict_bytes_per_s for link in links),

@@ -1,4 +1,4 @@
-"""The memory of a device in figures: what is used, the most that was, and what libraries may take of it."""
+"""Counts of a device's memory: used bytes, their peak, and estimates of the bytes that libraries take."""
 
 from __future__ import annotations
 
@@ -6,44 +6,54 @@ from typing import Protocol
 
 
 class MemoryCounts(Protocol):
-    """The figures that a device has of its memory."""
+    """The counts of a device's memory."""
 
-    sees_pages: bool  # `used_bytes` counts memory that was written to, not what was asked for
-    counts_all: bool  # `used_bytes` counts all that the budget is for, libraries' and others' too
+    sees_pages: bool  # True if `used_bytes` counts written pages instead of requested bytes
+    counts_all: bool  # True if `used_bytes` includes all budgeted memory, also the libraries' memory
 
     def used_bytes(self) -> int:
-        """By everything in this process; 0 where it is not known."""
+        """Return the number of bytes that this process uses, or 0 if it is unknown."""
         ...
 
     def peak_bytes(self) -> int:
-        """The most that was used since `reset_peak`, which is the process's own: others see it reset."""
+        """Return the peak of the used bytes since `reset_peak`."""
         ...
 
-    def reset_peak(self) -> None: ...
+    def reset_peak(self) -> None:
+        """Restart the peak. The process has only one such peak, so user code sees the restart too."""
 
     def highest_used_bytes(self) -> int:
-        """The most that was used since `forget_highest_counts`, whatever was reset. 0: unknown."""
+        """Return the peak of the used bytes since the last `forget_highest_counts`, or 0 if it is unknown.
+
+        `reset_peak` does not reset this peak.
+        """
         ...
 
     def highest_reserved_bytes(self) -> int:
-        """Likewise, with what its allocator keeps for tensors to come."""
+        """Return the peak of the reserved bytes since the last `forget_highest_counts`, or 0 if it is
+        unknown.
+
+        Reserved bytes include the free blocks that the allocator keeps.
+        """
         ...
 
     def forget_highest_counts(self) -> None:
-        """Count the most that was used from now on."""
+        """Restart the peaks that `highest_used_bytes` and `highest_reserved_bytes` return."""
         ...
 
     def library_workspace_bytes(self, budget_bytes: int) -> int:
-        """Return how much of such a budget libraries may take before anything is measured."""
+        """Estimate the number of bytes that libraries will take. They are part of the budget and not measured
+        yet."""
         ...
 
     def autotuning_bytes(self, kernel: str) -> int:
-        """Return how much the first run of this kernel may take to try its variants."""
+        """Return the number of bytes that the first run of this kernel may take to try variants of the
+        kernel."""
         ...
 
 
 class UncountedMemory:
-    """A device that says nothing."""
+    """A device without counts of its memory."""
 
     sees_pages = False
     counts_all = False

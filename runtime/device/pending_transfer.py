@@ -1,4 +1,4 @@
-"""A transfer between its beginning and its end, and what it waits for."""
+"""A pending transfer, its ticket, and the mark that the transfer waits for."""
 
 from __future__ import annotations
 
@@ -8,46 +8,55 @@ from typing import Any, Protocol, runtime_checkable
 
 
 class Ticket(Protocol):
-    """A pending transfer."""
+    """The host's view of a transfer."""
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return True if `wait` would return without blocking."""
         ...
 
     def wait(self) -> None:
-        """Returns when nothing is left that the host must wait for; raises what went wrong."""
+        """Block until the bytes have arrived. In a StreamTicket, block only until the copy is issued.
+
+        Raise the transfer's error if the transfer failed.
+        """
         ...
 
 
 @runtime_checkable
 class StreamTicket(Ticket, Protocol):
-    """A ticket whose `wait` returns when the copy has been issued; what follows waits for `event`."""
+    """A ticket of a copy on a stream.
+
+    `wait` returns as soon as the copy is issued. Work that needs the bytes waits for `event`.
+    """
 
     event: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point on the compute stream, behind all kernels given so far. `handle` is what native code knows the
-    event by; 0 where there is none. Whoever holds the mark keeps the event alive."""
+    """A point on the compute stream, after all kernels launched so far.
+
+    `handle` is the native handle of the event at this point, or 0 without an event. The mark keeps the event
+    alive.
+    """
 
     event: Any = None
     handle: int = 0
 
 
 Start = Callable[[Any, Mark], Ticket]
-"""Issues a copy of this storage that waits for this mark. For example
+"""A function that issues a copy of the storage, ordered after the mark. For example
 `lambda storage, mark: store.write(extent, storage.data_ptr(), name, event=mark.handle)`."""
 
 
 @dataclass(slots=True)
 class Pending:
-    """A transfer between begin and end. Holds what the copy uses: the storage and the mark's event."""
+    """A transfer between its begin and its end. `Pending` keeps the storage and the mark's event alive."""
 
     storage: Any
     ticket: Ticket
     mark: Mark
-    block: Any = None  # where the bytes arrive, if that is not the storage itself
+    block: Any = None  # the target of a copy in; None for a copy out
 
     def done(self) -> bool:
         return self.ticket.done()

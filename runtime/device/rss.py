@@ -1,4 +1,4 @@
-"""The memory of this process as the system sees it."""
+"""The memory of this process as the system counts it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def _read_status_bytes(name: str) -> int:
 
 
 def resident_bytes() -> int:
-    """Pages of this process that are in memory now."""
+    """Return the number of bytes of this process's pages that are in memory now."""
     return _read_status_bytes("VmRSS")
 
 
 def peak_bytes() -> int:
-    """The most there were since `reset_peak`."""
+    """Return the peak of the resident bytes since `reset_peak`."""
     return _read_status_bytes("VmHWM")
 
 
 def reset_peak() -> None:
-    """Forgets the peak so far; a process may do this to itself without any right."""
+    """Restart the peak. A process needs no privilege to restart its own peak."""
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,7 +1,7 @@
-"""Which directories can be a store: whose they are, what file system they lie on, how much room there is.
+"""The checks of a directory that will hold a store: owner, file system, permissions, free space.
 
-A path comes in; an open directory that nobody can replace underneath us goes out, or a StoreError that says
-what is wrong, with the path, the uid and what to do. Nothing is written here but the directory itself.
+In: a path. Out: an open directory that no other user can replace, or a StoreError with the path, the uid, the
+cause and the remedy. This file creates a missing directory, and writes nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from teraio.units import fmt_bytes
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
-# f_type of statfs(2); what is not named here is a disk like any other, and is tried.
+# The names of file systems, by the field f_type of statfs(2). If a type is missing in this table, the file
+# system counts as a disk.
 _MAGIC = {
     0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs",
     0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x517B: "SMB", 0x00C36400: "Ceph",
@@ -35,11 +36,11 @@ GIVE_ANOTHER = "Give another directory: options={'store': '/path/on/the/ssd'} or
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """An open directory. `fd` belongs to whoever opened it."""
+    """An open directory. The code that opened `fd` also closes it."""
 
     path: Path
     fd: int
-    device: int  # st_dev: two places on one file system share its room
+    device: int  # st_dev, which is equal for directories that share their free space
     kind: str
 
     @property
@@ -51,23 +52,23 @@ class Directory:
         return self.kind in _NETWORK
 
     def free_bytes(self) -> int:
-        """What this user may still write."""
+        """Return the number of bytes that this user may still write."""
         about = os.fstatvfs(self.fd)
         return about.f_bavail * about.f_frsize
 
 
 def directory_error(path: Path, why: str, error: int = 0, remedy: str = GIVE_ANOTHER) -> StoreError:
-    """The error for a directory that cannot be used."""
+    """Return the error for a directory that cannot be used."""
     code = f" ({errno.errorcode.get(error, error)})" if error else ""
     return StoreError(
-        f"{path} cannot be a store for uid {os.geteuid()}: {why}{code}. {remedy}.",
+        f"{path} cannot be a store for uid {os.geteuid()}: {why}{code}. {remedy}",
         errno=error,
         path=str(path),
     )
 
 
 def file_system_name(fd: int) -> str:
-    """The file system's name, or `other`."""
+    """Return the name of the file system, or "other" if the name is unknown."""
     about = (ctypes.c_long * 64)()  # struct statfs is 120 bytes; its first word is the type
     if _LIBC.fstatfs(fd, about) != 0:
         return "other"
@@ -77,9 +78,10 @@ def file_system_name(fd: int) -> str:
 def open_and_check_store_directory(
     path: Path, accept: Sequence[str] = (), parents: bool = False
 ) -> Directory:
-    """Opens the directory, makes it if only its last part (or with `parents` any) is missing, and checks it.
+    """Open and check the directory. If it is missing, create it. With `parents`, also create missing parents.
 
-    `accept` may hold "tmpfs" (it is memory, and counted as such) and "network".
+    Directories on tmpfs and on network file systems are refused, unless `accept` contains "tmpfs" or
+    "network". Bytes in tmpfs count as memory.
     """
     path = Path(os.path.abspath(path))
     fd = _open_or_make_directory(path, parents)
@@ -110,11 +112,11 @@ def _open_or_make_directory(path: Path, parents: bool) -> int:
                 _make_private_directory(path, parents)
         except OSError as error:
             raise _error_for_failed_open(path, error) from None
-    raise directory_error(path, "it vanished while it was being opened", errno.ENOENT)
+    raise directory_error(path, "it was removed while it was being opened", errno.ENOENT)
 
 
 def _make_private_directory(path: Path, parents: bool) -> None:
-    """0700 from the start, whatever the umask takes away."""
+    """Create the directory with mode 0700, independent of the umask."""
     try:
         path.mkdir(mode=0o700, parents=parents)
         os.close(open_own_new_directory(path, path))
@@ -125,15 +127,18 @@ def _make_private_directory(path: Path, parents: bool) -> None:
             path,
             f"its parent {path.parent} is missing",
             errno.ENOENT,
-            "Mount or make the parent first, or give another directory",
+            "Mount or create the parent first, or give another directory",
         ) from None
     except OSError as error:
-        raise directory_error(path, "it is missing and cannot be made", error.errno or 0) from None
+        raise directory_error(path, "it is missing and cannot be created", error.errno or 0) from None
 
 
 def open_own_new_directory(root: Path, name: str | Path, root_fd: int | None = None) -> int:
-    """Open a directory just made, and make sure that it is ours, 0700 and no link, whatever the umask is and
-    whoever plays with names."""
+    """Open a directory that this process just created, and check its owner.
+
+    The mode becomes 0700, independent of the umask. This function follows no link, and raises an error
+    if another user replaced the directory.
+    """
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
     try:
         about = os.fstat(handle)
@@ -167,25 +172,29 @@ def _owner_text(about: os.stat_result) -> str:
 
 
 def _refuse_untrusted_directory(path: Path, about: os.stat_result) -> None:
-    """Nobody may put things in our way: the owner is we or root, and strangers cannot rename in it."""
+    """Raise an error if anybody except this user and root can rename files in the directory.
+
+    The owner must be this user or root. A directory that everyone can write to needs the sticky bit.
+    """
     if about.st_uid not in (os.geteuid(), 0):
         raise directory_error(
             path,
             f"it belongs to uid {about.st_uid}",
             errno.EPERM,
-            f"Give a directory of your own in it, such as {path / f'teraio-{os.geteuid()}'}",
+            f"Give a subdirectory that you own, such as {path / f'teraio-{os.geteuid()}'}",
         )
     if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
         raise directory_error(
             path,
             "everyone may write to it and it has no sticky bit",
             errno.EPERM,
-            f"chmod +t {path}, or chmod o-w {path}, or give a directory of your own in it",
+            f"chmod +t {path}, or chmod o-w {path}, or give a subdirectory that you own",
         )
 
 
 def total_free_bytes(places: Sequence[Directory]) -> int:
-    """Of all file systems together, each counted once."""
+    """Return the sum of the free bytes of all file systems. A file system with several directories counts
+    only one time."""
     return sum(_free_bytes_by_device(places).values())
 
 
@@ -194,9 +203,11 @@ def _free_bytes_by_device(places: Sequence[Directory]) -> dict[int, int]:
 
 
 def divide_free_bytes(places: Sequence[Directory], size_bytes: int | None) -> list[int]:
-    """Bytes each place may take: all that is free less 5 %, or all of it if a size is asked for and fits.
+    """Return the number of bytes that the store may take in each directory.
 
-    Places on one file system share its room in equal parts.
+    Without `size_bytes`, the store may take 95 % of the free bytes. With `size_bytes`, the store may take all
+    free bytes of a directory, and the caller limits the sum to `size_bytes`. Directories on the same file
+    system get equal parts of its free bytes. Raise StoreFullError if the free bytes do not suffice.
     """
     free = _free_bytes_by_device(places)
     shared = {device: sum(place.device == device for place in places) for device in free}
@@ -209,7 +220,7 @@ def divide_free_bytes(places: Sequence[Directory], size_bytes: int | None) -> li
         )
     if size_bytes is not None and total < size_bytes:
         raise _store_full_error(
-            f"the store shall be {fmt_bytes(size_bytes, up=True)}, {fmt_bytes(total)} are free in {where}. "
+            f"store_size is {fmt_bytes(size_bytes, up=True)}, but {fmt_bytes(total)} are free in {where}. "
             f"Give a smaller store_size, free {fmt_bytes(size_bytes - total, up=True)}, or "
             f"add another directory to store",
             where,
@@ -225,32 +236,36 @@ def _store_full_error(message: str, path: str) -> StoreError:
 
 
 def choose_default_directories() -> tuple[Path, ...]:
-    """On the roomier of the cache directory's and the temp directory's disks; made when it is opened."""
+    """Return a path in the user's cache or in the temp directory. Choose the one whose disk has more free
+    bytes.
+
+    The directory is created when the store opens it.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "teraio" / "store"
     temp = Path(tempfile.gettempdir()) / f"teraio-{os.geteuid()}"
-    rooms = {}
+    free = {}
     for path in (cache, temp):
         try:
             fd = os.open(_nearest_existing_folder(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:  # its file system is gone
+        except OSError:  # the file system of the path does not answer
             continue
         try:
             place = Directory(path, fd, 0, file_system_name(fd))
             if not place.is_in_memory and not place.is_on_network:
-                rooms[path] = place.free_bytes()
+                free[path] = place.free_bytes()
         finally:
             os.close(fd)
-    if not rooms:
+    if not free:
         raise StoreError(
-            f"there is no disk for a store: {cache} and {temp} lie in memory, on a network or on a disk that "
-            f"is gone. {GIVE_ANOTHER}.",
+            f"there is no disk for a store: {cache} and {temp} are in memory, on a network or on a disk that "
+            f"does not answer. {GIVE_ANOTHER}",
             path=str(cache),
         )
-    return (max(rooms, key=rooms.__getitem__),)
+    return (max(free, key=free.__getitem__),)
 
 
 def _nearest_existing_folder(path: Path) -> Path:
-    """The nearest that is there. OSError: its file system does not answer."""
+    """Return the path or its nearest existing parent. Raise OSError if the file system does not answer."""
     while True:
         try:
             if stat.S_ISDIR(path.stat().st_mode):

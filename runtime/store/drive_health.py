@@ -1,10 +1,11 @@
-"""How worn are the drives below a directory? In: a path. Out: what each says of itself, or why it does not.
+"""The wear of the drives below a directory. In: a path. Out: the health of each drive, or the reason why the
+health is unknown.
 
-    path -> device number -> /sys/dev/block/259:3 -> the disk that it is a part of, or those it is made of
-         -> /dev/nvme0n1 -> page 2 of its log (SMART): life used, spare blocks, bytes written, warnings
+    path -> device number -> /sys/dev/block/259:3 -> the disk of this partition, or the disks of this array
+         -> /dev/nvme0n1 -> page 2 of the drive's log (SMART): used life, spare blocks, written bytes, ...
 
-A file system without a device number of its own (btrfs, say) is found by its line in mountinfo. Only NVMe
-drives are asked, and asking takes root; nothing is written to them.
+Some file systems, such as btrfs, have no device number of their own. /proc/self/mountinfo names their
+device. Only NVMe drives are read. Reading a drive's health needs root and writes nothing to the drive.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ MOUNTS = Path("/proc/self/mountinfo")
 ADMIN_COMMAND = 0xC0484E41  # NVME_IOCTL_ADMIN_CMD
 GET_LOG_PAGE, SMART_PAGE, EVERY_NAMESPACE = 0x02, 0x02, 0xFFFFFFFF
 PAGE_BYTES = 512
-UNIT_BYTES = 512_000  # what the log counts writes in
+UNIT_BYTES = 512_000  # the drive's log counts written data in this unit
 TIMEOUT_MS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
 class DriveHealth:
-    """`used_percent` is of the life that the maker rates it for, and may exceed 100. `warnings`: the bits of
-    the log's first byte (1 few spare blocks, 2 too hot, 4 unreliable, 8 read-only, 16 its backup failed)."""
+    """The health of one drive.
+
+    `used_percent` is the used share of the drive's rated life, and may exceed 100. `warnings` is the first
+    byte of the log. Its bits mean: 1 few spare blocks, 2 too hot, 4 unreliable, 8 read-only, 16 memory backup
+    failed.
+    """
 
     drive: str
     used_percent: int
@@ -39,16 +44,16 @@ class DriveHealth:
 
 
 class NoAnswer(Exception):
-    """The text says which drive, and why."""
+    """The error for a drive whose health is unknown. The text names the drive and the reason."""
 
 
 def health_of_drives(path: Path) -> tuple[DriveHealth | NoAnswer, ...]:
-    """One entry per drive below the path's file system; a single reason if no drive is found."""
+    """Return one entry per drive below the path's file system, or a single reason if no drive is found."""
     try:
         disks = disks_of_block_device(device_number_of_path(path))
     except NoAnswer as why:
         return (why,)
-    except OSError as error:  # in a container, say, where /dev has not what is mounted
+    except OSError as error:  # for example in a container, whose /dev may lack the mounted device
         return (NoAnswer(f"{error.filename}: {error.strerror}"),)
     found: list[DriveHealth | NoAnswer] = []
     for disk in disks:
@@ -60,7 +65,11 @@ def health_of_drives(path: Path) -> tuple[DriveHealth | NoAnswer, ...]:
 
 
 def device_number_of_path(path: Path) -> str:
-    """Its number, `major:minor`: of the directory, else of what is mounted there."""
+    """Return the block device of the path as `major:minor`.
+
+    If a block device has the path's own device number, return this number. Otherwise return the number of the
+    device that mountinfo names.
+    """
     number = os.stat(path).st_dev
     own = f"{os.major(number)}:{os.minor(number)}"
     if (BLOCKS / own).exists():
@@ -71,11 +80,11 @@ def device_number_of_path(path: Path) -> str:
         if words[2] == own and source.startswith("/dev/"):
             number = os.stat(source).st_rdev
             return f"{os.major(number)}:{os.minor(number)}"
-    raise NoAnswer(f"the file system of {path} does not say which drive it is on")
+    raise NoAnswer(f"the file system of {path} does not name its drive")
 
 
 def disks_of_block_device(number: str) -> list[str]:
-    """Names in /dev of the disks that a block device is a partition of, or is put together from."""
+    """Return the names in /dev of the disks below a partition or an array."""
     place = (BLOCKS / number).resolve()
     if not place.exists():
         raise NoAnswer(f"the kernel does not show block device {number}")
@@ -90,17 +99,17 @@ def disks_of_block_device(number: str) -> list[str]:
 
 
 def read_drive_health(disk: str) -> DriveHealth:
-    """Ask an NVMe drive."""
+    """Read the health of an NVMe drive."""
     if not disk.startswith("nvme"):
         raise NoAnswer(f"{disk} is no NVMe drive")
     try:
         descriptor = os.open(f"/dev/{disk}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise NoAnswer(f"/dev/{disk}: {error.strerror}; root may ask it") from error
+        raise NoAnswer(f"/dev/{disk}: {error.strerror}; only root may read its health") from error
     try:
         return parse_smart_page(disk, _read_smart_page(descriptor))
     except OSError as error:
-        raise NoAnswer(f"/dev/{disk} does not tell: {error.strerror}") from error
+        raise NoAnswer(f"/dev/{disk} did not return its health: {error.strerror}") from error
     finally:
         os.close(descriptor)
 
@@ -131,12 +140,12 @@ def _read_smart_page(descriptor: int) -> bytes:
     command.words10[0] = SMART_PAGE | (PAGE_BYTES // 4 - 1) << 16
     status = fcntl.ioctl(descriptor, ADMIN_COMMAND, command)
     if status:
-        raise OSError(0, f"status {status:#x} of the drive")
+        raise OSError(0, f"the drive returned status {status:#x}")
     return page.raw
 
 
 def parse_smart_page(disk: str, page: bytes) -> DriveHealth:
-    """What the page says (NVM Express, SMART / health information)."""
+    """Parse the page "SMART / health information" of NVM Express."""
 
     def number_at(at: int, size: int) -> int:
         return int.from_bytes(page[at : at + size], "little")

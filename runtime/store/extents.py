@@ -1,12 +1,18 @@
-"""Which bytes of which file belong to whom: numbers in, pieces out, no file is touched here.
+"""The allocation of bytes in a store's files. In: sizes. Out: pieces. The code here does no I/O.
 
-    0            given out, freed, given out again             end        never given out           limit
+    0            reserved at least once                        end        never reserved            limit
     |--live--|--run--|--live--|--dead--|--live--|--run--|--live--|..........................................|
 
-Runs are free bytes between extents, merged when they meet. Freed extents are first kept whole, by size, and
-go out again last in, first out: their blocks were written before, and a first write into fresh blocks ran at
-0.77 GB/s where the third ran at 2.15. An extent may consist of several pieces, so all free bytes can be
-used, however scattered: a tensor fits if and only if its size, rounded up to 4 KiB, is free.
+A live range belongs to an extent. A run is a range of free bytes between extents. Neighbouring runs are
+merged. A dead range is never used again.
+
+A released extent is kept whole until its bytes are needed for an extent of another size. The next request of
+the same size gets the extent of this size that was released last. Its blocks were written before, which makes
+later writes faster. In a measurement, the first write into fresh blocks ran at 0.77 GB/s. The third write
+into the same blocks ran at 2.15 GB/s.
+
+An extent may consist of several pieces, so scattered free bytes can also be used. A tensor fits if the free
+bytes are at least its size, rounded up to 4 KiB.
 """
 
 from __future__ import annotations
@@ -14,36 +20,40 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
-Piece = tuple[int, int, int]  # (file, offset, bytes): as the transfer engine takes them
+Piece = tuple[int, int, int]  # (file, offset, bytes), the transfer engine's format
 
-BLOCK = 4096  # direct I/O wants offsets and sizes in these
-STRIPE_BYTES = 4 << 20  # dealt to one file at a time: the smallest transfer at full speed
-GATHER_BYTES = 1 << 20  # smaller runs are gathered only when nothing else is left
+BLOCK = 4096  # direct I/O needs offsets and sizes that are multiples of this
+STRIPE_BYTES = 4 << 20  # contiguous bytes per file; smaller transfers are slower
+GATHER_BYTES = 1 << 20  # runs smaller than this are used only if no other bytes are free
 
 
 def round_up_to_blocks(size_bytes: int) -> int:
-    """Up to whole blocks."""
+    """Round the size up to whole blocks."""
     return -(-size_bytes // BLOCK) * BLOCK
 
 
 class FileSpace:
-    """The free bytes of one file. `reserve_pieces` and `release_pieces` in whole blocks."""
+    """The free bytes of one file, in whole blocks."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes // BLOCK * BLOCK
         self.end = 0
         self.free_bytes = self.limit_bytes
-        self._offsets: list[int] = []  # of the runs, ascending
-        self._sizes: dict[int, int] = {}  # offset -> bytes
-        self._by_size: list[tuple[int, int]] = []  # (bytes, offset), ascending
+        self._offsets: list[int] = []  # offsets of the runs, ascending
+        self._sizes: dict[int, int] = {}  # offset of each run -> bytes
+        self._by_size: list[tuple[int, int]] = []  # (bytes, offset) of the runs, ascending
 
     def list_free_runs(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of the free bytes before `end`, ascending."""
+        """Return (offset, bytes) of the runs before `end`, ascending."""
         return [(offset, self._sizes[offset]) for offset in self._offsets]
 
     def reserve_runs(self, size: int) -> list[tuple[int, int]]:
-        """(offset, bytes) that cover `size`: the tightest run, else large runs, else fresh bytes, else
-        all."""
+        """Reserve `size` bytes and return them as (offset, bytes).
+
+        There are three cases. (1) If a run fits, use the smallest run that fits. (2) Else use runs of at
+        least GATHER_BYTES, if they suffice together. (3) Else use bytes that were never reserved, and then
+        the largest runs.
+        """
         assert 0 < size <= self.free_bytes and size % BLOCK == 0, (size, self.free_bytes)
         self.free_bytes -= size
         fit = bisect_left(self._by_size, (size, 0))
@@ -62,14 +72,15 @@ class FileSpace:
         return taken
 
     def set_limit(self, limit_bytes: int) -> None:
-        """The file turned out smaller, or may be larger again."""
+        """Set the limit of the file. Call this method when the file has failed to grow, and when it may grow
+        again."""
         limit_bytes = limit_bytes // BLOCK * BLOCK
         assert limit_bytes >= self.end
         self.free_bytes += limit_bytes - self.limit_bytes
         self.limit_bytes = limit_bytes
 
     def release_run(self, offset: int, size: int) -> None:
-        """Free again, merged with its neighbours."""
+        """Free these bytes and merge them with neighbouring runs."""
         assert size > 0 and offset % BLOCK == 0 and size % BLOCK == 0 and offset + size <= self.end
         self.free_bytes += size
         at = bisect_left(self._offsets, offset)
@@ -106,7 +117,8 @@ class FileSpace:
 
 
 class Extents:
-    """All files of a store. Bytes are dealt to them in stripes: each is as full as its weight says."""
+    """The free bytes of all files of a store. Tensors are striped over the files, in proportion to the files'
+    weights."""
 
     def __init__(
         self, limits: Sequence[int], weights: Sequence[int] | None = None, capacity_bytes: int | None = None
@@ -118,12 +130,17 @@ class Extents:
         self.capacity_bytes = room if capacity_bytes is None else min(room, capacity_bytes // BLOCK * BLOCK)
         self.dead_bytes = 0
         self._dead: list[Piece] = []
-        self._recent: dict[int, list[tuple[Piece, ...]]] = {}  # exact size -> whole extents, newest last
+        self._recent: dict[int, list[tuple[Piece, ...]]] = {}  # released whole extents by size, newest last
         self._recent_bytes = 0
+
+    def change_weights(self, weights: Sequence[int]) -> None:
+        """Distribute later extents over the files in proportion to these weights."""
+        assert len(weights) == len(self.files) and min(weights) > 0
+        self.weights = list(weights)
 
     @property
     def used_bytes(self) -> int:
-        """Given out, or dead."""
+        """Return the number of bytes that are reserved or dead."""
         return sum(file.limit_bytes - file.free_bytes for file in self.files) - self._recent_bytes
 
     @property
@@ -132,7 +149,7 @@ class Extents:
         return min(room, self.capacity_bytes - self.used_bytes)
 
     def reserve_pieces(self, size_bytes: int) -> tuple[Piece, ...] | None:
-        """Pieces that cover `size_bytes` in order; None if that many are not free."""
+        """Return pieces that cover `size_bytes` in order, or None if too few bytes are free."""
         need = round_up_to_blocks(size_bytes)
         if need > self.free_bytes:
             return None
@@ -144,7 +161,7 @@ class Extents:
         return self._reserve_striped_pieces(size_bytes)
 
     def release_pieces(self, pieces: Sequence[Piece], keep_whole: bool = True) -> None:
-        """The extent is free again, but for what is dead by now."""
+        """Free the extent's pieces, except their dead parts."""
         whole = [(file, offset, round_up_to_blocks(size)) for file, offset, size in pieces]
         rest = [left for piece in whole for left in _subtract_dead_parts(piece, self._dead)]
         if rest != whole or not keep_whole:
@@ -156,7 +173,7 @@ class Extents:
         self._recent_bytes += round_up_to_blocks(size_bytes)
 
     def retire_pieces(self, pieces: Iterable[Piece]) -> None:
-        """Parts of extents in use that must never be used again, though their extents be given back."""
+        """Mark these parts of live extents as dead, so that they are never reserved again."""
         for file, offset, size in pieces:
             for left in _subtract_dead_parts((file, offset, round_up_to_blocks(size)), self._dead):
                 self._dead.append(left)
@@ -193,7 +210,11 @@ class Extents:
         return tuple(pieces)
 
     def _deal_stripes_to_files(self, need: int) -> list[tuple[int, int]]:
-        """(file, bytes) in the order of the tensor's bytes: a stripe goes where it raises the load least."""
+        """Return the stripes of a tensor as (file, bytes), in the order of the tensor's bytes.
+
+        For each stripe and file, add the stripe's bytes to the file's used bytes and divide the sum by the
+        file's weight. The file with the smallest result gets the stripe.
+        """
         if len(self.files) == 1:
             return [(0, need)]
         free = [file.free_bytes for file in self.files]
@@ -215,7 +236,7 @@ class Extents:
 
 
 def _subtract_dead_parts(piece: Piece, dead: Iterable[Piece]) -> list[Piece]:
-    """What is left of a piece."""
+    """Return the parts of the piece that are not dead."""
     left = [piece]
     for file, start, size in dead:
         left = [part for one in left for part in _subtract_range(one, file, start, start + size)]

@@ -1,14 +1,15 @@
-"""One file per directory that holds the bytes of tensors. It has no name, so nothing is left however we end.
+"""The unnamed file in each directory of a store. The kernel frees the file whenever the process ends, even if
+it is killed.
 
     root/                      the user's directory, open and checked
-      teraio-<pid>-<random>/   made 0700, locked with flock for as long as we live      "made", "locked"
-        bytes                  made 0600 with O_EXCL and O_NOFOLLOW, unlinked at once   "created", "unlinked"
-                               then the directory goes too                              "removed"
-    fallocate, as tensors come                                                          "growing", "grown"
+      teraio-<pid>-<random>/   created 0700, then locked with flock                     "made", "locked"
+        bytes                  created 0600, O_EXCL, O_NOFOLLOW; then unlinked          "created", "unlinked"
+                               the directory is removed                                 "removed"
+    fallocate grows the file when extents are reserved                                  "growing", "grown"
 
-The names live for some 100 us and the file is empty while it has one. Whoever is killed in between leaves an
-empty directory whose lock is free: the next start clears it (stale_directories.py). The words on the right
-are the points at which tests kill us.
+The right column lists the points at which tests kill the process. The names of directory and file exist for
+some 100 us, and the file is empty in this time. A process that is killed in this time leaves a directory
+without bytes and with a free lock. The next start removes the directory (stale_directories.py).
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ from .extents import BLOCK
 
 PREFIX = "teraio-"
 NAME = "bytes"
-STEP_BYTES = (
-    1 << 30
-)  # at most this much per fallocate: one of 10 TiB filled a disk for seconds before it failed
+# The most bytes per call of fallocate. A single call for 10 TiB filled a disk and failed only after seconds.
+STEP_BYTES = 1 << 30
 FIRST_BYTES = 64 << 20
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -41,38 +41,45 @@ _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class StoreFile:
-    """An open, unlinked file. `limit_bytes`: what it may become; `allocated_bytes`: what it has on the
-    disk."""
+    """An open, unlinked file. It occupies `allocated_bytes` on the disk and may grow to `limit_bytes`."""
 
     def __init__(self, place: Directory, limit_bytes: int) -> None:
         self.place = place
         self.limit_bytes = limit_bytes // BLOCK * BLOCK
         self.allocated_bytes = 0
-        self.reserves = True  # fallocate works; else blocks come with the first write, and so may ENOSPC
+        # True if fallocate works. Otherwise the first write allocates blocks, and may fail with ENOSPC.
+        self.reserves = True
         self.fd, self.direct = _make_unnamed_file(place)
 
     @property
     def directory_path(self) -> str:
-        """For messages: the directory. The file itself has no name."""
+        """Return the path of the directory for messages, because the file itself has no name."""
         return str(self.place.path)
 
     def grow_to_at_least(self, size_bytes: int) -> None:
-        """Makes the file at least that large: in doubling steps, so that calls are few and little is idle."""
+        """Grow the file to at least this size.
+
+        Each growth doubles the size, but adds at most STEP_BYTES. So few calls are needed, and few bytes are
+        unused.
+        """
         assert size_bytes <= self.limit_bytes, (size_bytes, self.limit_bytes)
         kill_points.reach("growing")
         while self.allocated_bytes < size_bytes:
-            here = self.allocated_bytes
-            eager = min(max(here, FIRST_BYTES), STEP_BYTES, self.limit_bytes - here)
-            least = min(size_bytes - here, STEP_BYTES)
+            allocated = self.allocated_bytes
+            eager = min(max(allocated, FIRST_BYTES), STEP_BYTES, self.limit_bytes - allocated)
+            least = min(size_bytes - allocated, STEP_BYTES)
             error = self._try_to_extend(max(eager, least)) if eager > least else errno.ENOSPC
             error = self._try_to_extend(least) if error else 0
             if error:
-                raise self._error_for_failed_growth(size_bytes - here, error)
+                raise self._error_for_failed_growth(size_bytes - allocated, error)
         kill_points.reach("grown")
 
     def _try_to_extend(self, size_bytes: int) -> int:
-        """0 or an errno. A failure leaves the file as it was: ext4 keeps what it got until that is cut
-        off."""
+        """Extend the file and return 0, or return an errno and leave the file unchanged.
+
+        After a failed fallocate, ext4 keeps the blocks that it has allocated. So this method truncates the
+        file.
+        """
         try:
             if self.reserves and self.place.free_bytes() < size_bytes:
                 return errno.ENOSPC
@@ -86,7 +93,7 @@ class StoreFile:
         except OSError as refused:
             error = refused.errno or errno.EIO
         if error:
-            with contextlib.suppress(OSError):  # of a dead drive there is nothing to take back
+            with contextlib.suppress(OSError):  # a file on a dead drive cannot be truncated
                 os.ftruncate(self.fd, self.allocated_bytes)
         else:
             self.allocated_bytes += size_bytes
@@ -118,11 +125,15 @@ class StoreFile:
     def _free_space_text(self) -> str:
         try:
             return f", {fmt_bytes(self.place.free_bytes())} are free"
-        except OSError:  # the drive is gone
+        except OSError:  # the drive does not answer
             return ""
 
     def try_direct_io(self) -> bool:
-        """Writes and reads one block: some file systems take O_DIRECT at open and refuse it after that."""
+        """Write and read one block, and return True if direct I/O works.
+
+        This test is needed, because some file systems accept O_DIRECT at open and refuse it in the first
+        transfer.
+        """
         with mmap.mmap(-1, BLOCK) as page:
             try:
                 os.pwrite(self.fd, page, 0)
@@ -139,24 +150,27 @@ class StoreFile:
         return self.direct
 
     def close(self, give_back: bool = True) -> None:
-        """Gives the blocks back, even if another process still has the file open, and closes it. May be
-        repeated.
+        """Free the blocks, even if another process still has the file open, and close the file.
 
-        Without `give_back` no system call is made that could hang with the drive.
+        A second call does nothing. Without `give_back`, the blocks are not freed here. The reason is that the
+        system call that frees the blocks could hang with the drive.
         """
         if self.fd < 0:
             return
         fd, self.fd = self.fd, -1
         if give_back:
-            with contextlib.suppress(OSError):  # a dead drive: there is nothing to keep on it
+            with contextlib.suppress(OSError):  # a file on a dead drive cannot be truncated
                 os.ftruncate(fd, 0)
         for each in (fd, self.place.fd):
-            with contextlib.suppress(OSError):  # closed it is; what a file system has to say of it is late
+            with contextlib.suppress(OSError):  # a late write error, after which the descriptor is closed too
                 os.close(each)
 
 
 def _fallocate(fd: int, offset: int, size_bytes: int) -> int:
-    """fallocate(2) itself: posix_fallocate writes zeros where the file system has none. 0 or an errno."""
+    """Call fallocate(2) and return 0 or an errno.
+
+    posix_fallocate is not used, because it would write zeros on a file system without fallocate.
+    """
     while _LIBC.fallocate(fd, 0, offset, size_bytes) != 0:
         if ctypes.get_errno() != errno.EINTR:
             return ctypes.get_errno()
@@ -164,7 +178,7 @@ def _fallocate(fd: int, offset: int, size_bytes: int) -> int:
 
 
 def _make_unnamed_file(place: Directory) -> tuple[int, bool]:
-    """(fd, whether it is direct) of a fresh file without a name."""
+    """Create a file without a name and return (fd, True if it is open for direct I/O)."""
     try:
         name, directory = _make_locked_directory(place)
         try:
@@ -177,12 +191,12 @@ def _make_unnamed_file(place: Directory) -> tuple[int, bool]:
                 os.close(fd)
                 raise
         finally:
-            _unlink_file(directory)  # an exception may have come between making and unlinking
-            _remove_directory(place, name)  # before the fd is closed, and with it the lock
+            _unlink_file(directory)  # an exception may have come between the create and the unlink
+            _remove_directory(place, name)  # runs before the close of `directory`, which frees the lock
             os.close(directory)
     except OSError as error:
         remedy = "Raise the limit: ulimit -n 4096" if error.errno in (errno.EMFILE, errno.ENFILE) else None
-        why = f"the file could not be made: {error.strerror}"
+        why = f"the file could not be created: {error.strerror}"
         raise (
             directory_error(place.path, why, error.errno or 0, remedy)
             if remedy
@@ -193,15 +207,17 @@ def _make_unnamed_file(place: Directory) -> tuple[int, bool]:
 
 
 def _remove_directory(place: Directory, name: str) -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # gone: somebody found it before we had locked it; full: not ours any more
+    # Before we locked the directory, another process may have removed it or put a file into it.
+    with contextlib.suppress(OSError):
         os.rmdir(name, dir_fd=place.fd)
 
 
 def _make_locked_directory(place: Directory) -> tuple[str, int]:
-    """(name, fd) of a private directory that is locked. Whoever clears leftovers may win the race for the
-    lock."""
+    """Create and lock a private directory, and return (name, fd).
+
+    Another process that removes stale directories may lock the new directory first. In that case, try again
+    with another directory.
+    """
     for _ in range(16):
         name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         os.mkdir(name, 0o700, dir_fd=place.fd)
@@ -210,7 +226,7 @@ def _make_locked_directory(place: Directory) -> tuple[str, int]:
             fd = open_own_new_directory(place.path, name, place.fd)
         except FileNotFoundError:
             continue
-        except BaseException:  # too many open files, for one
+        except BaseException:  # for example too many open files
             _remove_directory(place, name)
             raise
         if _try_to_lock_directory(place, name, fd):
@@ -218,17 +234,18 @@ def _make_locked_directory(place: Directory) -> tuple[str, int]:
             return name, fd
         _remove_directory(place, name)
         os.close(fd)
-    raise directory_error(place.path, "somebody removes our directory as often as it is made")
+    raise directory_error(place.path, "another process removed each of our 16 new directories")
 
 
 def _try_to_lock_directory(place: Directory, name: str, fd: int) -> bool:
-    """False: somebody looks whether the directory is a leftover, or has just removed it as one."""
+    """Lock the directory. Return False if another process is checking whether the directory is stale, or has
+    removed it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        here = os.stat(name, dir_fd=place.fd, follow_symlinks=False)
+        named = os.stat(name, dir_fd=place.fd, follow_symlinks=False)
     except (BlockingIOError, FileNotFoundError):
         return False
-    return os.path.samestat(here, os.fstat(fd))
+    return os.path.samestat(named, os.fstat(fd))
 
 
 def _open_new_file(directory: int) -> tuple[int, bool]:
@@ -238,7 +255,7 @@ def _open_new_file(directory: int) -> tuple[int, bool]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        _unlink_file(directory)  # some kernels make the file before they find out that it cannot be direct
+        _unlink_file(directory)  # because some kernels create the file before they refuse O_DIRECT
         fd, direct = os.open(NAME, flags, 0o600, dir_fd=directory), False
     kill_points.reach("created")
     os.fchmod(fd, 0o600)
@@ -256,12 +273,12 @@ def _refuse_file_not_private(place: Directory, fd: int) -> None:
         raise directory_error(
             place.path,
             f"the new file has {about.st_nlink} more names, uid {about.st_uid} and mode "
-            f"{about.st_mode:o}: somebody interferes",
+            f"{about.st_mode:o}: another process changed it",
             errno.EPERM,
         )
     if stat.S_IMODE(about.st_mode) != 0o600:
         raise directory_error(
             place.path,
-            f"files made there have mode {stat.S_IMODE(about.st_mode):04o} instead of 0600",
+            f"files created there have mode {stat.S_IMODE(about.st_mode):04o} instead of 0600",
             errno.EPERM,
         )

@@ -1,16 +1,21 @@
-"""GPUDirect Storage through kvikio: bytes between device memory and a file without a copy in RAM.
+"""GPUDirect Storage through kvikio: transfers between device memory and a file without a copy in RAM.
 
-    evict   compute --mark--> side stream: tensor -> device slab (registered once) --> cuFile writes the slab
-    fetch   cuFile reads into a slab --> side stream, behind the mark: slab -> tensor
+    evict   compute --mark--> side stream: tensor -> registered device slab --> cuFile writes the slab
+    fetch   cuFile reads into a slab --> side stream, after the mark: slab -> tensor
 
-Used only where it is really direct, which is tried and never assumed. Three things would make it quietly
-something else, and each is shut: kvikio's own fallback (CompatMode.OFF makes it an error), cuFile's
-(`allow_compat_mode` is switched off in a private copy of its configuration, and read back), and a file system
-that cuFile cannot serve (a block is written and read back through a file in the same place). The trial runs
-in a process of its own with a time limit: `cuFileDriverOpen` spins forever where there is no device.
+GPUDirect is used only after a trial shows that transfers bypass RAM. Three silent fallbacks would copy
+through RAM, and this file prevents each of them:
 
-kvikio is imported inside functions only. Its I/O knows no streams: whoever calls it has synchronized before.
-There are no checksums here: the host never sees the bytes.
+    1  kvikio's fallback: CompatMode.OFF turns it into an error.
+    2  cuFile's fallback: a private copy of its configuration switches `allow_compat_mode` off. The driver's
+       value is then checked.
+    3  A file system without cuFile support: the trial writes and reads a block in the same folder.
+
+The trial runs in a separate process with a time limit, because `cuFileDriverOpen` spins forever if the
+machine has no device.
+
+kvikio is imported only inside functions. kvikio's I/O ignores streams, so its caller must synchronize the
+stream before each transfer. These transfers have no checksums, because the host never has the bytes.
 """
 
 from __future__ import annotations
@@ -46,32 +51,35 @@ from teraio.errors import (
 
 from ..device.pending_transfer import Mark, Start
 
-BLOCK = 4096  # offset, size and device address: else cuFile goes through a bounce buffer
+BLOCK = 4096  # alignment of offset, size and address; without it cuFile uses a bounce buffer
 SLAB_BYTES, SLABS = 16 * 2**20, 4
 DEADLINE_S = 60.0
-TRIAL_S = 10.0  # start of Python, torch and the driver takes 4 to 6 s
+TRIAL_S = 10.0  # time limit of the trial; the start of Python, torch and the driver takes 4 to 6 s
 TRIAL_BYTES = 2**20
-LAST = 2  # after demands (0) and prefetches (1): the thread ends
+LAST = 2  # priority of the request that ends a thread; demands have 0, prefetches 1
 
 
 class Stage(Protocol):
-    """The device's side: slabs that kvikio takes, and copies to and from them that are over on return."""
+    """Device slabs for kvikio, and synchronous copies between storages and slabs."""
 
     slabs: list[Any]
     slab_bytes: int
 
     def copy_storage_to_slab(self, slab: Any, storage: Any, at: int, size_bytes: int, mark: Mark) -> None:
-        """storage[at : at + size_bytes] -> slab, after the mark."""
+        """Copy storage[at : at + size_bytes] to the slab, after the mark."""
         ...
 
     def copy_slab_to_storage(self, slab: Any, storage: Any, at: int, size_bytes: int, mark: Mark) -> None:
-        """slab -> storage[at : at + size_bytes], after the mark."""
+        """Copy the slab to storage[at : at + size_bytes], after the mark."""
         ...
 
 
 class Arena:
-    """Device memory from the driver. Not the allocator's: kvikio would register the whole segment around it,
-    and memory that is given back while it is registered can hang the kernel module."""
+    """Device memory from the driver instead of torch's allocator.
+
+    If kvikio registered a block of torch's allocator, it would register the whole segment of the block. When
+    torch frees this registered memory, the kernel module can hang.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
@@ -91,7 +99,8 @@ class Arena:
 
 
 class CudaStage:
-    """Device slabs, registered once. Their bytes count in the budget."""
+    """Device slabs, which are registered with kvikio when they are allocated. The budget includes their
+    bytes."""
 
     def __init__(self, device: Any, slab_bytes: int = SLAB_BYTES, count: int = SLABS) -> None:
         import kvikio.buffer
@@ -102,7 +111,7 @@ class CudaStage:
         self.device_bytes = slab_bytes * count
         with torch.cuda.device(self.device):
             torch.cuda.synchronize(self.device)
-            self._arena = Arena(self.device_bytes)  # in the context that is current
+            self._arena = Arena(self.device_bytes)  # allocated in the current CUDA context
         self._bytes = torch.as_tensor(self._arena, device=self.device)
         self.slabs = list(self._bytes.split(slab_bytes))
         self._streams: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -141,7 +150,8 @@ class CudaStage:
 
 
 class DirectTicket:
-    """A transfer by one of our threads. When `wait` returns, the bytes have arrived: there is no event."""
+    """The ticket of a transfer by one of our threads. The ticket has no event, and `wait` waits for the
+    bytes."""
 
     def __init__(self, future: Future[None], what: str, path: str, name: str, deadline_s: float) -> None:
         self._future = future
@@ -156,21 +166,22 @@ class DirectTicket:
         except FutureTimeoutError:
             raise TransferTimeoutError(
                 f"the {self._what} of tensor '{self._name}' at {self._path} did not end within "
-                f"{self._deadline_s:g} s; its slab is not used again. The kernel's log tells about the drive",
+                f"{self._deadline_s:g} s; its slab is not used again. See the kernel's log (dmesg)",
                 tensor=self._name,
                 path=self._path,
             ) from None
 
 
 class DirectFile:
-    """One file of the store. `copy_out_starter` and `copy_in_starter` return what `Device.begin_copy_out` and
-    `begin_copy_in` take."""
+    """One file of the store, with starters for `Device.begin_copy_out` and `begin_copy_in`."""
 
     def __init__(
         self, path: Path, stage: Stage, *, direct: bool = True, deadline_s: float = DEADLINE_S
     ) -> None:
-        """`path` exists, is ours, and may be unlinked when this returns: kvikio opens it by name, twice, now.
-        Not `direct`: with kvikio's own fallback through RAM, for tests."""
+        """Open an existing file of the store. kvikio opens it by name, so it may be unlinked afterwards.
+
+        Tests set `direct` to False to use kvikio's fallback through RAM.
+        """
         import kvikio
         import kvikio.defaults
 
@@ -182,7 +193,7 @@ class DirectFile:
         self.deadline_s = deadline_s
         self._count = itertools.count()
         self._orders: queue.PriorityQueue[tuple[int, int, Callable[[Any], None]]] = queue.PriorityQueue()
-        # Daemons: a drive that hangs must not keep the interpreter from ending.
+        # The threads are daemons, because a hanging drive must not block the interpreter's exit.
         self._threads = [
             threading.Thread(target=self._run_queued_transfers, args=(slab,), name="teraio-gds", daemon=True)
             for slab in stage.slabs
@@ -209,7 +220,7 @@ class DirectFile:
         def run_transfer(slab: Any) -> None:
             try:
                 self._transfer_slab_by_slab(move, slab, offset, storage, mark, name)
-            except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+            except BaseException as error:  # noqa: BLE001  the ticket's `wait` raises the error
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -219,7 +230,8 @@ class DirectFile:
         return DirectTicket(future, what, self.path, name, self.deadline_s)
 
     def _run_queued_transfers(self, slab: Any) -> None:
-        """One thread per slab: one that hangs keeps its slab, and nobody else ever gets it."""
+        """Run queued transfers with this slab. Each slab has its own thread, so a hanging transfer blocks
+        only one slab."""
         while True:
             urgency, _, order = self._orders.get()
             if urgency == LAST:
@@ -247,7 +259,8 @@ class DirectFile:
     def _transfer_whole_blocks(
         self, call: Callable[..., Any], slab: Any, size: int, offset: int, kind: type[StoreError], name: str
     ) -> None:
-        """Whole blocks, in one task: the extent is taken up to the next multiple of 4096 behind the bytes."""
+        """Transfer whole blocks in one task of kvikio. This is possible because the extent is reserved up to
+        a multiple of 4096 bytes."""
         padded = -(-size // BLOCK) * BLOCK
         try:
             moved = call(slab, padded, offset, task_size=padded).get()
@@ -257,21 +270,25 @@ class DirectFile:
             raise self._store_error_from_text(kind, name, offset, f"{moved} of {padded} bytes")
 
     def _store_error_from_text(self, kind: type[StoreError], name: str, offset: int, text: str) -> StoreError:
-        """kvikio raises RuntimeError with a text and no errno: the number is read from the text."""
+        """Return the store's error for this text of kvikio's error. Take the errno from the text, because
+        kvikio's error has no errno."""
         number = errno_named_in_text(text)
         if kind is StoreWriteError and number in (errno.ENOSPC, errno.EDQUOT):
             kind = StoreFullError
         verb = "read" if kind is StoreReadError else "written"
         return kind(
             f"tensor '{name}' could not be {verb} at byte {offset} of {self.path}: {text.strip()[:300]}. "
-            "Without kvikio, teraio goes through host memory",
+            "Uninstall kvikio to transfer through host memory",
             errno=number,
             tensor=name,
             path=self.path,
         )
 
     def close(self, within_s: float = 5.0) -> bool:
-        """Ends when everything submitted has. False: something hangs; it and the file are left behind."""
+        """Finish all submitted transfers, join the threads and close the file.
+
+        Return False if a transfer hangs. In that case, the file is not closed and the thread runs on.
+        """
         for _ in self._threads:
             self._orders.put((LAST, next(self._count), lambda slab: None))
         ends = time.monotonic() + within_s
@@ -284,7 +301,8 @@ class DirectFile:
 
 
 def errno_named_in_text(text: str) -> int:
-    """The system's error number that a text names by symbol, by number or in words; 0 if it names none."""
+    """Return the errno that the text names. The text may have it as a symbol, a number or words. If it names
+    none, return 0."""
     symbol = re.search(r"\b(E[A-Z0-9]{3,})\b", text)
     if symbol and hasattr(errno, symbol[1]):
         return int(getattr(errno, symbol[1]))
@@ -294,12 +312,14 @@ def errno_named_in_text(text: str) -> int:
     return next((code for code in errno.errorcode if os.strerror(code).lower() in text.lower()), 0)
 
 
-# ---- is it direct?
+# ---- the trial
 
 
 def reason_without_gds(folder: Path) -> str | None:
-    """Why files in `folder` cannot be reached directly; None if one was, just now. Tried in a process of its
-    own, and only where torch has a device."""
+    """Return why GPUDirect does not work in `folder`, or None if the trial succeeded.
+
+    The trial runs in a separate process. Without a GPU that torch can use, no trial runs.
+    """
     from ..device import cuda
 
     missing = cuda.reason_without_gpu()
@@ -323,8 +343,11 @@ def reason_without_gds(folder: Path) -> str | None:
 
 
 def install_strict_cufile_configuration(folder: Path) -> None:
-    """Lets cuFile read a copy of its configuration in which going through host memory is not allowed; to be
-    called before it is loaded. Its log goes to `folder` too, and not to wherever this process was started."""
+    """Write to `folder` a copy of cuFile's configuration that forbids the fallback through host memory.
+
+    Call this before cuFile is loaded. cuFile's log is also written to `folder` instead of the working
+    directory.
+    """
     source = Path(os.environ.get("CUFILE_ENV_PATH_JSON", "/etc/cufile.json"))
     found = parse_cufile_json(source.read_text()) if source.exists() else {}
     found.setdefault("properties", {})["allow_compat_mode"] = False
@@ -335,7 +358,7 @@ def install_strict_cufile_configuration(folder: Path) -> None:
 
 
 def parse_cufile_json(text: str) -> dict[str, Any]:
-    """cufile.json is JSON with `//` comments and, as it is shipped, commas before closing brackets."""
+    """Parse cufile.json, which is JSON with `//` comments and with commas before closing brackets."""
     plain = re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*', lambda match: match[1] or "", text)
     found = json.loads(re.sub(r",(\s*[}\]])", r"\1", plain))
     if not isinstance(found, dict):
@@ -344,7 +367,8 @@ def parse_cufile_json(text: str) -> dict[str, Any]:
 
 
 def open_direct_file(path: Path, stage: Stage) -> DirectFile:
-    """The file, tried: a block goes out and comes back. StoreError tells what is not direct about it."""
+    """Open the file for GPUDirect. Raise StoreError if kvikio refuses the file, or if cuFile may use its
+    fallback."""
     import kvikio.cufile_driver
 
     try:
@@ -358,7 +382,8 @@ def open_direct_file(path: Path, stage: Stage) -> DirectFile:
 
 
 def try_gds_round_trip(folder: Path) -> str | None:
-    """Writes and reads a block of device memory in a private file; what went wrong, or None."""
+    """Write a block of device memory to a private file and read the file back. Return the fault, or None
+    without a fault."""
     import torch
 
     from ..device.cuda import CudaDevice
@@ -382,7 +407,7 @@ def try_gds_round_trip(folder: Path) -> str | None:
             same = bool(torch.equal(sent, came))
             file.close()
             stage.close()
-            return None if same else "the bytes that came back are others"
+            return None if same else "the trial read other bytes than it had written"
         except StoreError as error:
             return str(error)
         finally:

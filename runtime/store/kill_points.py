@@ -1,4 +1,4 @@
-"""Points of a store's life at which tests kill the process: nothing may be left, wherever it is."""
+"""The points of a store's life at which tests kill the process. No kill may leave bytes on the disk."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ POINTS = (
 
 
 def reach(point: str) -> None:
-    """Do nothing at one of POINTS. Tests put a killer in its place."""
+    """Do nothing at one of POINTS. Tests replace this function by a function that kills the process."""

@@ -1,7 +1,9 @@
-"""What a link carries: bytes out of memory and back, through slabs and O_DIRECT, as the runtime moves them.
+"""The measurement of a store's link. It moves bytes through slabs and with O_DIRECT, as the store does in
+training.
 
-Bounded in bytes and in time, so that a slow drive takes as long as a fast one: first a probe of 1 MiB blocks,
-then blocks and a file that fit what the probe found.
+In: a folder, a byte limit and a time limit. Out: a MeasuredLink. A first probe with 1 MiB blocks estimates
+the drive's rate. From this rate follow the block size and the file size of the measurement. So the
+measurement of a slow drive takes about as long as that of a fast drive.
 """
 
 from __future__ import annotations
@@ -28,33 +30,34 @@ from .slabs import LANES, SLAB_BYTES
 
 MIB = 2**20
 PAGE_BYTES = 4096
-AHEAD = 4  # transfers submitted and unfinished per direction: the drive never idles
-DEADLINE_S = 10.0  # a drive that takes longer for one block is no store
+AHEAD = 4  # transfers in flight per direction, so that the drive is never idle
+DEADLINE_S = 10.0  # a drive that takes longer for one block cannot be a store
 POLL_S = 0.0005
-PHASE_BYTES = 2 * 2**30  # per measurement: a drive's endurance is not ours to spend
-SLOWEST_BYTES_PER_S = 4 * 10**6  # below this even a look takes longer than a person waits
+PHASE_BYTES = 2 * 2**30  # most bytes per measured phase, to spare the drive's endurance
+SLOWEST_BYTES_PER_S = 4 * 10**6  # on a slower drive even the first probe would take too long
 
-MEMORY_BYTES = 128 * MIB  # where tensors are: for both directions together
-MEMORY_PARTS = 8  # of a budget, at most one for that
-MEMORY_LEAST_BYTES = 2 * MIB  # a block each way
+MEMORY_BYTES = 128 * MIB  # most device memory of a measurement, for both directions together
+MEMORY_PARTS = 8  # the measurement takes at most this fraction (1/8) of a budget
+MEMORY_LEAST_BYTES = 2 * MIB  # least device memory of a measurement, which is one block per direction
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """A store's link, and what was met on the way."""
+    """A store's link rates, and facts about the measurement."""
 
     link: LinkRates
-    page_bytes: int  # of the slabs, in effect
-    direct: bool  # O_DIRECT was taken by open and by every operation
+    page_bytes: int  # the actual page size of the slabs
+    direct: bool  # True if the open and all transfers accepted O_DIRECT
     cpu_ns_per_gb: int  # this process's CPU time per 10**9 bytes moved, checksums included
     moved_bytes: int
 
 
 @contextlib.contextmanager
 def open_private_file(folder: Path) -> Iterator[tuple[int, bool]]:
-    """(fd, O_DIRECT was taken) of a file that no one else can open and that is gone with this process."""
+    """Yield a pair for an unnamed file: its fd, and True if O_DIRECT was accepted. The file is freed when the
+    process ends."""
     private = tempfile.mkdtemp(prefix="teraio-", dir=folder)
     path = os.path.join(private, "measure")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -64,10 +67,10 @@ def open_private_file(folder: Path) -> Iterator[tuple[int, bool]]:
             fd = os.open(path, flags | os.O_DIRECT, 0o600)
         except OSError:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # Linux may create the file before it refuses the flag
+                os.unlink(path)  # Linux may create the file before it refuses O_DIRECT
             fd, direct = os.open(path, flags, 0o600), False
     except OSError as error:
-        raise StoreError(f"no file can be made in {folder}: {error}", errno=error.errno or 0) from None
+        raise StoreError(f"no file can be created in {folder}: {error}", errno=error.errno or 0) from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -79,7 +82,7 @@ def open_private_file(folder: Path) -> Iterator[tuple[int, bool]]:
 
 
 class DriveBench:
-    """A file, slabs and memory. Places of the file are written once before they are read."""
+    """A measurement with its file, slabs and memory. Each block of the file is written before it is read."""
 
     def __init__(self, io: _native.Io, device: Device, scratch: Scratch) -> None:
         self.device = device
@@ -88,38 +91,39 @@ class DriveBench:
         self.transfers = _native.Transfers(io, self.slabs, deadline_s=DEADLINE_S, copier=device.copier)
         self.scratch = scratch
         self.half = scratch.size_bytes // 2
-        scratch.fill(os.urandom(self.half))  # a drive may compress, and weights cannot be compressed
+        scratch.fill(os.urandom(self.half))  # random, because a drive may compress other bytes
         self.block_bytes = MIB
-        self.places = 0
+        self.blocks = 0
         self.moved_bytes = 0
 
-    def submit_evict(self, place: int, size_bytes: int = 0) -> int:
-        size, at = self._size_and_memory_offset(place, size_bytes)
+    def submit_evict(self, block: int, size_bytes: int = 0) -> int:
+        size, at = self._size_and_memory_offset(block, size_bytes)
         return self.transfers.out(
-            self.scratch.address + at, size, [(0, place * self.block_bytes, size)], place + 1, 1, True
+            self.scratch.address + at, size, [(0, block * self.block_bytes, size)], block + 1, 1, True
         )
 
-    def submit_fetch(self, place: int, size_bytes: int = 0) -> int:
-        size, at = self._size_and_memory_offset(place, size_bytes)
+    def submit_fetch(self, block: int, size_bytes: int = 0) -> int:
+        size, at = self._size_and_memory_offset(block, size_bytes)
         target = self.scratch.address + self.half + at
-        return self.transfers.into(target, size, [(0, place * self.block_bytes, size)], place + 1, 1, True)
+        return self.transfers.into(target, size, [(0, block * self.block_bytes, size)], block + 1, 1, True)
 
-    def _size_and_memory_offset(self, place: int, size_bytes: int) -> tuple[int, int]:
-        return size_bytes or self.block_bytes, place * self.block_bytes % self.half
+    def _size_and_memory_offset(self, block: int, size_bytes: int) -> tuple[int, int]:
+        return size_bytes or self.block_bytes, block * self.block_bytes % self.half
 
-    def write_blocks_once(self, block_bytes: int, places: int, seconds: float) -> None:
-        """Cuts the file into blocks and writes each once: first writes are slower."""
-        self.transfers.forget([(0, 0, self.places * self.block_bytes)])
-        self.block_bytes, self.places = block_bytes, 0
+    def write_blocks_once(self, block_bytes: int, blocks: int, seconds: float) -> None:
+        """Divide the file into blocks. Write each block one time before the measurement, because the first
+        write of a block is slower."""
+        self.transfers.forget([(0, 0, self.blocks * self.block_bytes)])
+        self.block_bytes, self.blocks = block_bytes, 0
         ends = time.monotonic() + seconds
         tickets: deque[int] = deque()
-        for place in range(places):
+        for block in range(blocks):
             if len(tickets) == AHEAD:
                 self._wait_for_block(tickets.popleft())
-            if time.monotonic() > ends and place >= 2 * AHEAD:
+            if time.monotonic() > ends and block >= 2 * AHEAD:
                 break
-            tickets.append(self.submit_evict(place))
-            self.places = place + 1
+            tickets.append(self.submit_evict(block))
+            self.blocks = block + 1
         while tickets:
             self._wait_for_block(tickets.popleft())
 
@@ -128,10 +132,11 @@ class DriveBench:
         self.moved_bytes += self.block_bytes
 
     def measure_rates(self, seconds: float, evict: bool, fetch: bool) -> tuple[int, int]:
-        """Bytes per second of each direction. When both run, each keeps to its half of the file."""
-        ways = [_Direction(self.submit_evict, 0, self.places // 2 if fetch else self.places)] if evict else []
-        first = self.places // 2 if evict else 0
-        ways += [_Direction(self.submit_fetch, first, self.places)] if fetch else []
+        """Return the bytes per second of each direction. If both directions run, each uses its own half of
+        the file."""
+        ways = [_Direction(self.submit_evict, 0, self.blocks // 2 if fetch else self.blocks)] if evict else []
+        first = self.blocks // 2 if evict else 0
+        ways += [_Direction(self.submit_fetch, first, self.blocks)] if fetch else []
         start = time.monotonic_ns()
         stop = start + round(seconds * 1e9)
         while time.monotonic_ns() < stop and sum(way.bytes for way in ways) < PHASE_BYTES:
@@ -148,7 +153,11 @@ class DriveBench:
         return (speeds[0] if evict else 0, speeds[-1] if fetch else 0)
 
     def _finish_oldest_block(self, way: _Direction, stop_ns: int) -> None:
-        """Counts what ended in time; of directions that run at once, the tail of one runs alone."""
+        """Wait for the oldest block, and count it if it ended before `stop_ns`.
+
+        If both directions run, one of them ends earlier, and the last blocks of the other run alone. Such
+        blocks end after `stop_ns`, so they are not counted.
+        """
         ticket = way.tickets.popleft()
         self.transfers.wait(ticket, "a measured block", keep=True)
         ended_ns = self.transfers.times(ticket)[2]
@@ -159,11 +168,11 @@ class DriveBench:
             way.last_ns = max(way.last_ns, ended_ns)
 
     def measure_latency_ns(self, move: Callable[[int, int], int], times: int = 9) -> int:
-        """Of one page with nothing else under way: the median."""
+        """Return the median latency of one page, without other transfers in flight."""
         found = []
-        for place in range(min(times, self.places)):
+        for block in range(min(times, self.blocks)):
             start = time.monotonic_ns()
-            self.transfers.wait(move(place, PAGE_BYTES), "a measured block")
+            self.transfers.wait(move(block, PAGE_BYTES), "a measured block")
             found.append(time.monotonic_ns() - start)
         return round(statistics.median(found))
 
@@ -174,7 +183,8 @@ class DriveBench:
 
 
 def memory_bytes_for_probe(budget_bytes: int) -> int:
-    """How much of the device's memory a measurement may take: by halves, so that blocks fit."""
+    """Return the number of bytes of device memory for a measurement. Halve MEMORY_BYTES until the budget
+    allows the number."""
     size = MEMORY_BYTES
     while size > max(budget_bytes // MEMORY_PARTS, MEMORY_LEAST_BYTES):
         size //= 2
@@ -182,7 +192,8 @@ def memory_bytes_for_probe(budget_bytes: int) -> int:
 
 
 class _Direction:
-    """One direction of a measurement: which places it visits, what is under way and what has arrived."""
+    """One direction of a measurement: (1) its range of blocks, (2) its transfers in flight, (3) its finished
+    bytes."""
 
     def __init__(self, move: Callable[[int], int], first: int, last: int) -> None:
         self.move, self.first, self.last = move, first, last
@@ -209,11 +220,12 @@ def measure_store_link(
     device: Device | None = None,
     memory_bytes: int = MEMORY_BYTES,
 ) -> MeasuredLink:
-    """Measures device <-> ssd with a file of up to `limit_bytes` in `folder`, in about five times `seconds`.
+    """Measure the link device <-> ssd with a file of up to `limit_bytes` in `folder`.
 
-    `around` puts something between the engine and the drive; `device`: where the tensors are, by default RAM,
-    and where it has no memory free: the drive is the slower part.
-    StoreError: the drive refuses, hangs or crawls.
+    The measurement takes about five times `seconds`. `around` may wrap the I/O between the transfer engine
+    and the drive. `device` is the device whose memory is used. Without `device`, RAM is used. If the device
+    has no free memory, RAM is used too, because the drive is the slower part. Raise StoreError if the drive
+    refuses a transfer, hangs or is too slow.
     """
     with open_private_file(folder) as (fd, opened):
         io = around(_native.ThreadIo([(fd, str(folder))], threads=LANES))
@@ -226,7 +238,7 @@ def measure_store_link(
         bench = DriveBench(io, where, scratch)
         began_cpu_ns = time.process_time_ns()
         try:
-            progress("measuring the drive: a first look")
+            progress("measuring the drive: first probe")
             _choose_and_write_blocks(
                 bench, folder, seconds, min(limit_bytes, _file_bytes_for_probe(folder)), progress
             )
@@ -242,19 +254,19 @@ def measure_store_link(
 def _choose_and_write_blocks(
     bench: DriveBench, folder: Path, seconds: float, limit_bytes: int, progress: Progress
 ) -> None:
-    """Finds the block size that suits the drive and writes every block of the file once."""
+    """Choose the block size for the drive's rate, and write each block of the file one time."""
     began = time.monotonic()
     bench.write_blocks_once(_halve_block_until_fits(MIB, 4 * AHEAD, limit_bytes), 4 * AHEAD, seconds / 4)
     first = int(bench.moved_bytes / (time.monotonic() - began))
     if first < SLOWEST_BYTES_PER_S:
         raise StoreError(
-            f"the drive of {folder} writes {fmt_rate(first)}; a store needs {fmt_rate(SLOWEST_BYTES_PER_S)} "
-            "and more. Name a directory on another drive with --store",
+            f"the drive of {folder} writes {fmt_rate(first)}; a store needs at least "
+            f"{fmt_rate(SLOWEST_BYTES_PER_S)}. Name a directory on another drive with --store",
             path=str(folder),
         )
     probe, _ = bench.measure_rates(seconds / 8, evict=True, fetch=False)
     block = min(_halve_block_until_fits(_block_bytes_for_rate(probe), 2 * AHEAD, limit_bytes), bench.half)
-    progress("measuring the drive: laying out a file")
+    progress("measuring the drive: writing a file")
     bench.write_blocks_once(block, max(min(limit_bytes, int(probe * seconds)) // block, 2 * AHEAD), seconds)
 
 
@@ -274,23 +286,27 @@ def _measure_link(bench: DriveBench, seconds: float, progress: Progress) -> Link
 
 
 def _file_bytes_for_probe(folder: Path) -> int:
-    """What a look may write: half of what is free, and no more than a file may hold."""
+    """Return the number of bytes of the measurement's file: half of the free bytes, but at most the process's
+    limit of a file's size."""
     about = os.statvfs(folder)
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     free = about.f_bavail * about.f_frsize // 2
     return free if limit == resource.RLIM_INFINITY else min(free, limit)
 
 
-def _halve_block_until_fits(block_bytes: int, places: int, limit_bytes: int) -> int:
-    """A block, by halves, of which so many fit."""
-    while block_bytes > PAGE_BYTES and block_bytes * places > limit_bytes:
+def _halve_block_until_fits(block_bytes: int, blocks: int, limit_bytes: int) -> int:
+    """Halve the block size until `blocks` of them fit in the limit."""
+    while block_bytes > PAGE_BYTES and block_bytes * blocks > limit_bytes:
         block_bytes //= 2
     return block_bytes
 
 
 def _block_bytes_for_rate(bytes_per_s: int) -> int:
-    """As large as a layer's weight where that takes a drive under 40 ms, and never so large that the tail of
-    a measurement takes long: 1, 2, 4, 8 or 16 MiB."""
+    """Return the largest block of 2, 4, 8 or 16 MiB that the drive moves in at most 40 ms, or else 1 MiB.
+
+    Blocks of more than 16 MiB, which is about the size of a layer's weight, would prolong the end of a
+    measurement.
+    """
     block = MIB
     while block < 16 * MIB and 2 * block * 25 <= bytes_per_s:
         block *= 2

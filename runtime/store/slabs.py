@@ -1,4 +1,5 @@
-"""The buffers between tensors and files: how many, how large, and less of them where memory is short."""
+"""The slabs, which are the buffers between tensors and files. This file decides their number and size, and
+allocates them."""
 
 from __future__ import annotations
 
@@ -14,14 +15,15 @@ from .extents import BLOCK
 HUGE_PAGE = 2 << 20
 SLABS_AT_MOST = 64 << 20
 MEMORY_SHARE = 20  # slabs take at most a 20th of `memory`
-# Operations per drive. 8 of 2 MiB run as fast as 4 of 16 MiB, and a demand waits 4 to 18 ms behind them, not
-# 12 to 47.
+# The number of concurrent operations per drive. 8 operations of 2 MiB reach the same rate as 4 operations of
+# 16 MiB. But a demanded fetch must wait for the running operations. For 8 operations of 2 MiB, it waits 4 to
+# 18 ms. For 4 operations of 16 MiB, it waits 12 to 47 ms.
 LANES = 8
 SLAB_BYTES = 2 << 20
 
 
 class DeviceSide(Protocol):
-    """What a store needs of a device: device.Device has it."""
+    """The part of device.Device that a store uses."""
 
     @property
     def copier(self) -> _native.Copier | None: ...
@@ -29,15 +31,19 @@ class DeviceSide(Protocol):
 
 
 def slab_size_and_count(memory_bytes: int | None, files: int) -> tuple[int, int]:
-    """(slab bytes, count): one per lane, of at most 2 MiB; at most 64 MiB and a 20th of the memory in all."""
+    """Return a pair: the size of a slab, at most 2 MiB, and the number of slabs, one per lane.
+
+    Together the slabs take at most 64 MiB, and at most a 20th of the memory. But they take at least one huge
+    page.
+    """
     share = SLABS_AT_MOST if memory_bytes is None else min(SLABS_AT_MOST, memory_bytes // MEMORY_SHARE)
-    share = max(HUGE_PAGE, share // HUGE_PAGE * HUGE_PAGE)  # pages are taken whole
+    share = max(HUGE_PAGE, share // HUGE_PAGE * HUGE_PAGE)  # whole huge pages
     count = LANES * files
     return max(BLOCK, min(SLAB_BYTES, share // count // BLOCK * BLOCK)), count
 
 
 def slab_bytes_total(memory_bytes: int | None, files: int) -> int:
-    """Memory that they will take, whole pages."""
+    """Return the number of bytes that the slabs will take, in whole huge pages."""
     size, count = slab_size_and_count(memory_bytes, files)
     return -(-size * count // HUGE_PAGE) * HUGE_PAGE
 
@@ -45,7 +51,8 @@ def slab_bytes_total(memory_bytes: int | None, files: int) -> int:
 def make_slabs(
     device: DeviceSide | None, memory_bytes: int | None, files: int, fall_back: Callable[[str], None]
 ) -> _native.Slabs:
-    """Slabs that the device can copy from and to; None: tensors are in RAM."""
+    """Let the device allocate the slabs. Without a device, allocate them in RAM. If memory is short, halve
+    the size of a slab."""
     size, count = slab_size_and_count(memory_bytes, files)
     while True:
         try:

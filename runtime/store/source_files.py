@@ -1,8 +1,10 @@
-"""A weight that no one has changed needs no copy in the store: the file that it came from has its bytes.
+"""The files from which weights were loaded. An unchanged weight is fetched from its file, so it needs no copy
+in the store.
 
-The file stays open, so a name that is removed or given to another file changes nothing. What is written into
-the file itself is noticed: by its size and its time before and after every read, and by a digest of what was
-read first. Then the weight cannot come back, and the error names the file.
+The file is kept open, so removing or reusing its name does no harm. A write into the file is detected. For
+this, two comparisons are made. (1) Before and after each read, the file's size and modification time are
+compared with their values at the open. (2) The digest of the bytes is compared with the digest of the first
+read. After a detected write, the weight cannot be fetched, and the error names the file.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from teraio import _native
 from teraio.errors import CorruptTensorError, FileFormatError, StoreReadError
 
 CHUNK_BYTES = 8 * 2**20
-THREADS = 2  # reads that are under way at once
+THREADS = 2  # concurrent reads of files
 
-REMEDY = "Load the weights again from a file that stays as it is, or with copy=True"
+REMEDY = "Load the weights again from a file that does not change, or with copy=True"
 
 
 class WeightFile:
-    """Open for reading as long as a weight needs it."""
+    """A file that is open for reading as long as a weight needs it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -43,7 +45,7 @@ class WeightFile:
         return about.st_size, about.st_mtime_ns
 
     def read(self, begin: int, size_bytes: int, address: int, name: str) -> None:
-        """Bytes of the file to memory."""
+        """Read bytes of the file into memory."""
         self._refuse_if_file_changed(name)
         at = 0
         while at < size_bytes:
@@ -61,12 +63,12 @@ class WeightFile:
             if not count:
                 break
             at += count
-        self._refuse_if_file_changed(name)  # a file that was cut is not the file that was opened
+        self._refuse_if_file_changed(name)  # also detects a file that was truncated during the read
 
     def _refuse_if_file_changed(self, name: str) -> None:
         if self._size_and_mtime() != self.state:
             raise CorruptTensorError(
-                f"{name} was to come back from {self.path}, which has been changed since it was loaded. "
+                f"{name} cannot be fetched from {self.path}: the file has changed since it was loaded. "
                 f"{REMEDY}",
                 tensor=name,
                 path=self.path,
@@ -75,7 +77,7 @@ class WeightFile:
 
 @dataclass(slots=True)
 class FileCopy:
-    """A tensor's bytes in a file. The digest is that of the first time they were read."""
+    """A tensor's bytes in a file. `digest` is the digest of these bytes at the first read."""
 
     file: WeightFile
     begin: int
@@ -95,14 +97,14 @@ class FileCopy:
             self.digest = digest
         elif digest != self.digest:
             raise CorruptTensorError(
-                f"{name} came back from {self.file.path} with other bytes than before. {REMEDY}",
+                f"{name} was fetched from {self.file.path} with other bytes than before. {REMEDY}",
                 tensor=name,
                 path=self.file.path,
             )
 
 
 class FileTicket:
-    """A read that is under way."""
+    """The ticket of a read in flight."""
 
     def __init__(self, reading: Future[None]) -> None:
         self.reading = reading

@@ -1,6 +1,7 @@
-"""Space: the files of a store, the room in them, and the native engine that moves bytes.
+"""Space: the files of a store, their free space, and the native transfer engine.
 
-The store and its tickets share it. Whoever calls a method that changes room or transfers holds `lock`.
+The store and its tickets share one Space. Some methods change extents or transfers. Their callers must hold
+`lock`.
 """
 
 from __future__ import annotations
@@ -23,27 +24,53 @@ from .files import StoreFile
 if TYPE_CHECKING:
     from teraio import _native
 
-CLOSE_S = 4.0  # the interpreter's exit may take 5 s in all
+CLOSE_S = 4.0  # time limit of the close, because the interpreter's exit may take 5 s in total
 
 
 class Extent:
-    """A place in the store, as large as the tensor that owns it. Where that is may change with a write."""
+    """A reservation in the store for one tensor. A write may change its pieces."""
 
     __slots__ = ("generation", "name", "pending", "pieces", "released", "size_bytes", "tag", "writing")
 
     def __init__(self, size_bytes: int, name: str, tag: int, pieces: tuple[Piece, ...]) -> None:
         self.size_bytes = size_bytes
         self.name = name
-        self.tag = tag  # no two extents of a store ever share one
-        self.generation = 0  # one more for each write
-        self.pieces = pieces  # empty: lost to a drive that hung; the next write finds another place
-        self.pending: set[int] = set()  # transfers under way in it
-        self.writing: int | None = None  # the one of them that writes
+        self.tag = tag  # unique among all extents of a store
+        self.generation = 0  # the number of writes
+        self.pieces = pieces  # empty after a write that hung; the next write reserves new pieces
+        self.pending: set[int] = set()  # the numbers of this extent's transfers in flight
+        self.writing: int | None = None  # the number of the write in flight, if any
         self.released = False
+
+    def begin_write(self) -> None:
+        """Count another write."""
+        self.generation += 1
+
+    def begin_transfer(self, number: int, writes: bool) -> None:
+        """Record that this transfer is in flight."""
+        self.pending.add(number)
+        if writes:
+            self.writing = number
+
+    def end_transfer(self, number: int) -> None:
+        """Note that this transfer has ended."""
+        self.pending.discard(number)
+        if self.writing == number:
+            self.writing = None
+
+    def replace_pieces(self, pieces: tuple[Piece, ...] = ()) -> tuple[Piece, ...]:
+        """Replace the extent's pieces by these pieces. Return the old pieces."""
+        before, self.pieces = self.pieces, pieces
+        return before
+
+    def release(self) -> None:
+        """Note that no tensor owns the extent any more."""
+        assert not self.released, self.name
+        self.released = True
 
 
 class Space:
-    """Room in files, and the transfers that use it."""
+    """The extents of a store's files, and the transfers that use them."""
 
     def __init__(
         self,
@@ -55,17 +82,21 @@ class Space:
         self.files = files
         self.extents = extents
         self.transfers = transfers
-        self.inherited = inherited  # all descriptors of the files: a fork's child closes them
+        self.inherited = inherited  # all descriptors of the files, which a forked child closes
         self.lock = threading.RLock()
         self.pid = os.getpid()
-        self.dropped: deque[tuple[int, Extent]] = deque()  # transfers whose tickets nobody holds any more
-        self.keeps_times = False  # tickets say when their transfers ran
+        self.dropped: deque[tuple[int, Extent]] = deque()  # transfers whose ticket was garbage-collected
+        self.keeps_times = False  # tickets record the times of their transfers
         self.shut = weakref.finalize(self, _close_transfers_and_files, transfers, files, self.pid)
         _SPACES.add(self)
 
+    def keep_times(self) -> None:
+        """Record the times of all transfers from now on."""
+        self.keeps_times = True
+
     @property
     def path_for_errors(self) -> str:
-        """The file that errors name where no other is known."""
+        """Return a directory that an error can name if the faulty directory is unknown."""
         return self.files[0].directory_path
 
     @property
@@ -76,27 +107,26 @@ class Space:
         """Raise an error in a fork of the process that opened the store."""
         if os.getpid() != self.pid:
             raise StoreError(
-                f"this store belongs to process {self.pid}; in its fork {os.getpid()} nothing of it can "
-                f"be reached. Use the model in the parent only, or start workers with 'spawn'",
+                f"this store belongs to process {self.pid}, and its fork {os.getpid()} cannot use it. "
+                f"Use the model in the parent only, or start workers with 'spawn'",
                 path=self.path_for_errors,
             )
 
     def refuse_if_closed_or_forked(self) -> None:
-        """Raise an error if the store is closed, or another process's."""
+        """Raise an error if the store is closed or belongs to another process."""
         self.refuse_in_fork()
         if not self.is_open:
             raise StoreError("the store is closed", path=self.path_for_errors)
 
-    # ---- room
+    # ---- reservations
 
     @property
     def capacity_bytes(self) -> int:
-        """How much it may hold, less what drives have spoilt."""
+        """Return the number of bytes that the store may hold, without dead bytes."""
         return self.extents.capacity_bytes - self.extents.dead_bytes
 
     def reserve_pieces(self, size_bytes: int, name: str) -> tuple[Piece, ...]:
-        """Return pieces in files that are large enough. A file that cannot grow now is left out for this
-        once."""
+        """Reserve pieces and grow the files to hold them. A file that cannot grow is skipped in this call."""
         limits = [space.limit_bytes for space in self.extents.files]
         refused: StoreError | None = None
         try:
@@ -143,44 +173,44 @@ class Space:
         )
 
     def release_pieces(self, pieces: Sequence[Piece]) -> None:
-        """Take these pieces back: their bytes are worth nothing any more."""
+        """Free these pieces. Their bytes are no longer needed."""
         self.transfers.forget(pieces)
         self.extents.release_pieces(pieces)
 
     def release_idle_extent(self, extent: Extent) -> None:
-        """Take the extent's pieces back, once no transfer is under way in it."""
+        """Free the extent's pieces, unless the extent has a transfer in flight."""
         if extent.pending or not extent.pieces:
             return
-        pieces, extent.pieces = extent.pieces, ()
+        pieces = extent.replace_pieces()
         self.release_pieces(pieces)
 
     # ---- ends of transfers
 
     def retire_lost_pieces(self) -> None:
-        """Never use the blocks of writes again that never came back: they may still come."""
+        """Mark the blocks of hung writes as dead, because a hung write may still reach the drive later."""
         self.extents.retire_pieces(self.transfers.lost())
 
     def retire_failed_block(self, failure: Any) -> None:
-        """Never use the block of this failed write again. The native engine adds where it happened."""
+        """Mark the block of this failed write as dead. The native engine adds the position to the error."""
         self.extents.retire_pieces([(failure.file, failure.offset, failure.bytes)])
 
     def abandon_extent_pieces(self, extent: Extent) -> None:
-        """Give the extent's place up, into which a late write may still come; take back the rest of it."""
+        """Mark the pieces of hung writes as dead and free the other pieces of the extent."""
         self.retire_lost_pieces()
-        pieces, extent.pieces = extent.pieces, ()
+        pieces = extent.replace_pieces()
         self.release_pieces(pieces)
 
     def note_transfer_finished(self, extent: Extent, number: int) -> None:
-        """Note that this transfer is over. The extent goes if it was only waiting for that."""
+        """Note that this transfer has ended. If the extent was released during the transfer, free its
+        pieces."""
         self.retire_lost_pieces()
-        extent.pending.discard(number)
-        if extent.writing == number:
-            extent.writing = None
+        extent.end_transfer(number)
         if extent.released:
             self.release_idle_extent(extent)
 
     def finish_transfers_without_ticket(self) -> None:
-        """Settle dropped transfers that have ended, without a second try."""
+        """Collect the results of ended transfers whose ticket was garbage-collected. Do not retry failed
+        writes."""
         for _ in range(len(self.dropped)):
             number, extent = self.dropped.popleft()
             if self.transfers.state(number) == "active":
@@ -192,11 +222,11 @@ class Space:
                 if extent.writing == number:
                     self.abandon_extent_pieces(extent)
             except StoreError:
-                pass  # nobody asks
+                pass  # no ticket exists that could raise the error
             self.note_transfer_finished(extent, number)
 
 
-# ---- the end, and forks
+# ---- closing the store, and forks
 
 _SPACES: weakref.WeakSet[Space] = weakref.WeakSet()
 
@@ -211,7 +241,7 @@ def _close_transfers_and_files(transfers: _native.Transfers, files: Sequence[Sto
 
 
 def _close_files_in_forked_child() -> None:
-    """Let go of the files in the child of a fork, or their blocks would outlive a parent that is killed."""
+    """Close the files in a forked child. Otherwise the files' blocks would outlive a killed parent."""
     for space in list(_SPACES):
         if space.is_open:
             for number in space.inherited:

@@ -1,8 +1,8 @@
-"""What processes left in a store's directory when they were killed between making it and unlinking it.
+"""The private directories that killed processes left in a store's directory.
 
-A directory is live while its maker holds the lock on it; the kernel frees the lock with the process.
-Removing takes the same lock first, so that a live store is never touched, not even one that is just being
-made.
+A process that is killed between creating and removing its directory leaves the directory. A directory is live
+while its creator holds its lock, which the kernel frees at the end of the process. A removal first takes the
+same lock, so a live directory is never removed, even during its creation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ State = Literal["live", "dead", "foreign"]
 
 @dataclass(frozen=True, slots=True)
 class StaleDirectory:
-    """`live`: in use, as a directory that is being made or as an unlinked file of a running process.
-    `dead`: may go. `foreign`: it has our name, but is not what we make; it is left alone."""
+    """A directory or an unlinked file of a store.
+
+    live      a directory during its creation, or an unlinked file of a running process
+    dead      a directory that may be removed
+    foreign   a directory with our name but other contents, which is never removed
+    """
 
     path: str
     pid: int
@@ -37,7 +41,10 @@ class StaleDirectory:
 
 
 def is_missing(root: Path) -> bool:
-    """False, too, where that cannot be known: then opening it says why."""
+    """Return True if the folder is missing.
+
+    Return False if this is unknown. In that case, a later open of the folder raises an error with the reason.
+    """
     try:
         os.lstat(root)
     except OSError as error:
@@ -46,7 +53,7 @@ def is_missing(root: Path) -> bool:
 
 
 def list_store_directories(root: Path) -> list[StaleDirectory]:
-    """Directories of this user's stores in `root`, and the nameless files that running stores have there."""
+    """Return the directories of this user's stores in `root`, and the unnamed files of running stores."""
     if is_missing(root):
         return []
     place = open_and_check_store_directory(root, accept=("tmpfs", "network"))
@@ -61,7 +68,7 @@ def list_store_directories(root: Path) -> list[StaleDirectory]:
 
 
 def remove_dead_directories(root: Path) -> list[StaleDirectory]:
-    """Removes what is dead and returns it."""
+    """Remove the dead directories and return them."""
     if is_missing(root):
         return []
     place = open_and_check_store_directory(root, accept=("tmpfs", "network"))
@@ -72,7 +79,8 @@ def remove_dead_directories(root: Path) -> list[StaleDirectory]:
 
 
 def remove_dead_directories_in_opened(root_fd: int, root: Path) -> list[StaleDirectory]:
-    """The same in a directory that is open already."""
+    """Remove the dead directories in a store's directory that is already open. Return the removed
+    directories."""
     found = [
         _classify_directory_maybe_remove(root_fd, root, name, remove=True)
         for name in _store_directory_names(root_fd)
@@ -87,7 +95,10 @@ def _store_directory_names(root_fd: int) -> list[str]:
 def _classify_directory_maybe_remove(
     root_fd: int, root: Path, name: str, remove: bool
 ) -> StaleDirectory | None:
-    """What a directory is; with `remove` it is gone if it was dead. None: it vanished, or is not ours."""
+    """Classify the directory. With `remove`, remove a dead directory.
+
+    Return None if another process has removed the directory, or if it belongs to another user.
+    """
     match = _OURS.fullmatch(name)
     assert match is not None
     path, pid = str(root / name), int(match[1])
@@ -96,7 +107,7 @@ def _classify_directory_maybe_remove(
     except FileNotFoundError:
         return None
     except OSError:
-        return StaleDirectory(path, pid, 0, "foreign")  # a link, a file, or a directory that we may not read
+        return StaleDirectory(path, pid, 0, "foreign")  # a link, a file, or an unreadable directory
     try:
         if os.fstat(fd).st_uid != os.geteuid():
             return None
@@ -104,14 +115,14 @@ def _classify_directory_maybe_remove(
         return StaleDirectory(
             path, pid, size_bytes, _classify_by_lock_maybe_remove(root_fd, name, fd, known, remove)
         )
-    except FileNotFoundError:  # it was removed while we looked
+    except FileNotFoundError:  # the directory was removed meanwhile
         return None
     finally:
         os.close(fd)
 
 
 def _classify_by_lock_maybe_remove(root_fd: int, name: str, fd: int, known: bool, remove: bool) -> State:
-    """Takes the lock, or finds it taken; removes under it."""
+    """Classify the directory by its lock. With `remove`, remove a dead directory under the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -124,7 +135,8 @@ def _classify_by_lock_maybe_remove(root_fd: int, name: str, fd: int, known: bool
 
 
 def _size_and_is_ours(fd: int) -> tuple[int, bool]:
-    """(bytes on disk, whether it holds nothing but what we make)."""
+    """Return a pair: the number of bytes on disk, and True if the directory contains nothing except our
+    file."""
     size_bytes, known = 0, True
     for name in os.listdir(fd):
         with contextlib.suppress(FileNotFoundError):
@@ -136,23 +148,26 @@ def _size_and_is_ours(fd: int) -> tuple[int, bool]:
 
 
 def _remove_locked_directory(root_fd: int, name: str, fd: int) -> None:
-    """Only while the name is still the directory that we have locked."""
+    """Remove the directory, but only if the name still belongs to the directory that this process locked."""
     with contextlib.suppress(FileNotFoundError):
-        here = os.stat(name, dir_fd=root_fd, follow_symlinks=False)
-        if (here.st_dev, here.st_ino) != (os.fstat(fd).st_dev, os.fstat(fd).st_ino):
+        named = os.stat(name, dir_fd=root_fd, follow_symlinks=False)
+        if (named.st_dev, named.st_ino) != (os.fstat(fd).st_dev, os.fstat(fd).st_ino):
             return
         with contextlib.suppress(FileNotFoundError):
             os.unlink(NAME, dir_fd=fd)
-        with contextlib.suppress(OSError):  # not empty: somebody put a file there just now
+        with contextlib.suppress(OSError):  # not empty: another process just created a file in the directory
             os.rmdir(name, dir_fd=root_fd)
 
 
 def list_unlinked_files_in_use(root: Path) -> list[StaleDirectory]:
-    """Unlinked files of stores in `root` that this user's processes hold open, one per process and file."""
+    """Return the unlinked files in `root` that this user's processes hold open.
+
+    A file occurs one time for each process that holds it open.
+    """
     prefix = os.path.join(os.path.abspath(root), PREFIX)
     seen: dict[tuple[int, int, int], StaleDirectory] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # the process is gone, or is not ours to look at
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             for number in os.listdir(f"/proc/{pid}/fd"):
                 link = f"/proc/{pid}/fd/{number}"
                 with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
-"""The slow tier: bytes of idle tensors in files without a name, one per directory, moved in the background.
+"""The SSD tier. It keeps the bytes of evicted tensors in unnamed files, and moves them in the background.
 
     reserve(size) -> Extent        write(extent, address) -> Ticket
     release(extent)                read(extent, address) -> Ticket
 
-A tensor's memory may be used again when its ticket is finished: `wait` has returned or raised, or `done` is
-true. A write that failed has kept nothing and lost nothing: the copy in memory is the tensor. After a fork
-the store is the parent's alone.
+A ticket is finished when `wait` has returned or raised, or when `done` has returned True. A tensor's memory
+may be reused only after its ticket is finished. After a failed write, the bytes in memory are the only valid
+copy. After a fork, only the parent can use the store.
 """
 
 from __future__ import annotations
@@ -44,13 +44,17 @@ Size = int | Callable[[int], int] | None
 
 
 class Store:
-    """Opens one private file in each directory.
+    """The store of a session, with one private file in each directory.
 
-    `size_bytes`: how much it may hold, or how that follows from what is free; None: all that is free less 5
-    %. `device`: where tensors are; None: in RAM. `bandwidths`: of each directory, to weigh the stripes.
-    `memory_bytes`: the budget that the slabs are a part of. `deadline_s`: for one operation of a drive.
-    `on_fallback`: "warn" says once what is slower than it could be, "error" refuses it. `accept`: "tmpfs"
-    and "network" are refused unless named here. `wrap`: puts a shim around the I/O (tests).
+    size_bytes     the bytes that the store may hold, or a function that computes them from the free bytes;
+                   None means 95 % of the free bytes
+    device         the device with the tensors; None means RAM
+    bandwidths     rates of the directories, as weights for the stripes
+    memory_bytes   the budget that includes the slabs
+    deadline_s     the time limit of one operation of a drive
+    on_fallback    "warn" logs each slower mode only once, "error" raises an error
+    accept         "tmpfs", "network"; directories of these two kinds are refused unless listed here
+    wrap           a function with which tests wrap the I/O
     """
 
     def __init__(
@@ -90,18 +94,18 @@ class Store:
 
     @classmethod
     def open(cls, directories: Directories = None, size_bytes: Size = None, **settings: Any) -> Store:
-        """The same as `Store(...)`."""
+        """Open a store with the arguments of the constructor."""
         return cls(directories, size_bytes, **settings)
 
     def _open_files(
         self, paths: Sequence[Path], size_bytes: Size, accept: Sequence[str], parents: bool
     ) -> tuple[list[int], int | None]:
-        """Opens the files; returns how large each may become, and all of them together."""
+        """Open the files. Return the size limit of each file, and the limit of their sum, if any."""
         places: list[Directory] = []
         try:
             for path in paths:
                 places.append(open_and_check_store_directory(path, accept, parents))
-                with contextlib.suppress(OSError):  # what cannot be cleared now is cleared another time
+                with contextlib.suppress(OSError):  # a later start removes the directories
                     stale_directories.remove_dead_directories_in_opened(places[-1].fd, places[-1].path)
             if callable(size_bytes):
                 size_bytes = size_bytes(total_free_bytes(places))
@@ -127,8 +131,8 @@ class Store:
                 )
             if file.place.is_in_memory:
                 self._report_fallback(
-                    f"{file.directory_path} is memory ({file.place.kind}): what is evicted there still "
-                    "takes RAM"
+                    f"{file.directory_path} is memory ({file.place.kind}): tensors evicted to it still "
+                    "take RAM"
                 )
         return room, size_bytes
 
@@ -157,7 +161,7 @@ class Store:
     def _report_fallback(self, what: str) -> None:
         if self._on_fallback == "error":
             raise StoreError(
-                f"{what} (on_fallback is 'error'). {GIVE_ANOTHER}.", path=self._files[0].directory_path
+                f"{what} (on_fallback is 'error'). {GIVE_ANOTHER}", path=self._files[0].directory_path
             )
         if what not in self.fallbacks:
             self.fallbacks.append(what)
@@ -166,7 +170,7 @@ class Store:
     # ---- extents
 
     def reserve(self, size_bytes: int, name: str) -> Extent:
-        """Room for a tensor. StoreFullError says what it needs and what there is."""
+        """Reserve an extent for a tensor, or raise StoreFullError with the needed and the free bytes."""
         assert size_bytes > 0, name
         self.space.refuse_if_closed_or_forked()
         with self.space.lock:
@@ -175,12 +179,11 @@ class Store:
             return Extent(size_bytes, name, self._tags, self.space.reserve_pieces(size_bytes, name))
 
     def release(self, extent: Extent) -> None:
-        """The room is free again, once no transfer is under way in it."""
+        """Free the extent as soon as its transfers in flight have ended."""
         if os.getpid() != self.space.pid:
             return
         with self.space.lock:
-            assert not extent.released, extent.name
-            extent.released = True
+            extent.release()
             self.space.finish_transfers_without_ticket()
             self.space.release_idle_extent(extent)
 
@@ -189,32 +192,36 @@ class Store:
     def write(
         self, extent: Extent, address: int, name: str, demand: bool = False, event: int = 0
     ) -> StoreTicket:
-        """Memory to the extent, once the device's `event` has come. The bytes must stay as they are until the
-        ticket is finished."""
+        """Write the memory at `address` to the extent. The write begins after the device's `event`.
+
+        The caller keeps the bytes unchanged until the ticket is finished.
+        """
         self.space.refuse_if_closed_or_forked()
         if self.allowance is not None:
             self.allowance.wait_until_allowed(extent.size_bytes)
         with self.space.lock:
             self.space.finish_transfers_without_ticket()
             assert not extent.released and not extent.pending, (
-                f"{name}: a transfer of this extent is still under way"
+                f"{name}: a transfer of this extent is still in flight"
             )
-            if not extent.pieces:  # its place was lost to a drive that hung
-                extent.pieces = self.space.reserve_pieces(extent.size_bytes, name)
+            if not extent.pieces:  # the pieces were abandoned, because a write hung
+                extent.replace_pieces(self.space.reserve_pieces(extent.size_bytes, name))
             return StoreTicket(self.space, "write", extent, address, name, demand, event)
 
     def read(
         self, extent: Extent, address: int, name: str, demand: bool = False, event: int = 0
     ) -> StoreTicket:
-        """The extent to memory, which holds anything until the ticket is done. A demand overtakes
-        prefetches."""
+        """Read the extent into memory. Until the ticket is finished, the memory's contents are undefined.
+
+        A demanded read overtakes prefetches.
+        """
         self.space.refuse_if_closed_or_forked()
         with self.space.lock:
             self.space.finish_transfers_without_ticket()
             assert not extent.released and extent.writing is None, f"{name}: it is still being written"
             return StoreTicket(self.space, "read", extent, address, name, demand, event)
 
-    # ---- for the outside
+    # ---- properties for users of the store
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -222,7 +229,7 @@ class Store:
 
     @property
     def capacity_bytes(self) -> int:
-        """How much it may hold, less what drives have spoilt."""
+        """Return the number of bytes that the store may hold. Blocks that failed or hung do not count."""
         return self.space.capacity_bytes
 
     @property
@@ -231,12 +238,13 @@ class Store:
 
     @property
     def slab_bytes_total(self) -> int:
-        """Memory that the slabs take, whole pages: counted in `memory`."""
+        """Return the number of bytes of the slabs, in whole huge pages. The option `memory` includes these
+        bytes."""
         return -(-self._slabs.arena_bytes // HUGE_PAGE) * HUGE_PAGE
 
     @property
     def tmpfs_limit_bytes(self) -> int:
-        """What files in memory (tmpfs) may take: counted as host memory."""
+        """Return the size limit of the files in tmpfs, whose bytes count as host memory."""
         return sum(file.limit_bytes for file in self._files if file.place.is_in_memory)
 
     @property
@@ -254,11 +262,16 @@ class Store:
         return int(self.space.transfers.stats()["bytes_read"])
 
     def enable_transfer_times(self) -> None:
-        """Have tickets say when their transfers ran."""
-        self.space.keeps_times = True
+        """Make tickets record the times of their transfers."""
+        self.space.keep_times()
+
+    def weigh_directories(self, bandwidths: Sequence[int]) -> None:
+        """Distribute extents to the directories in proportion to these bandwidths."""
+        self.space.extents.change_weights(bandwidths)
 
     def close(self) -> None:
-        """Finishes what runs, joins the threads, gives the disks back. May be repeated; waits at most 5 s."""
+        """Finish running transfers, join threads and free the files. This takes at most 5 s. Repeated calls
+        are safe."""
         self.space.shut()
 
 
@@ -272,14 +285,15 @@ def _list_directory_paths(directories: Directories) -> list[Path]:
 
 
 def _descriptors_of_files(files: Sequence[StoreFile]) -> list[int]:
-    """All of this process's descriptors of these files: ours and the transfer engine's."""
+    """Return all descriptors of these files in this process, including the descriptors of the transfer
+    engine."""
     wanted = {(about.st_dev, about.st_ino) for about in (os.fstat(file.fd) for file in files)}
     found = []
     for number in map(int, os.listdir("/proc/self/fd")):
         try:
             about = os.fstat(number)
         except OSError:
-            continue  # the listing's own
+            continue  # the descriptor that os.listdir itself used, and which is closed now
         if (about.st_dev, about.st_ino) in wanted:
             found.append(number)
     return found

@@ -1,12 +1,11 @@
-"""A transfer that is under way: waiting for it, giving it up, and a second try when a block cannot be
-written.
+"""A transfer of the store: the wait, the cancellation, and the retry of a write at another place.
 
     submitted --> active --> done
-                    |  \\--> failed: EIO in a write, the first time --> submitted again, to another extent
-                    |   \\-> failed --> `wait` raises; the tensor's copy in memory is untouched
+                    |  \\--> failed: first EIO of a write --> submitted again, to other pieces
+                    |   \\-> failed --> `wait` raises; the tensor's bytes in memory are unchanged
                     \\-----> cancelled
 
-Whatever happens: once a ticket is finished, nothing reads or writes the tensor's memory any more.
+Invariant: after a ticket is finished, the store neither reads nor writes the tensor's memory.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from . import kill_points
 from .extents import Piece
 from .space import Extent, Space
 
-FirstTry = tuple[StoreWriteError, tuple[Piece, ...]]  # what went wrong, and where
+FirstTry = tuple[StoreWriteError, tuple[Piece, ...]]  # the error of the first write, and its pieces
 
 
 class StoreTicket:
-    """A pending transfer. Made by the store, under its lock."""
+    """A pending transfer, created by the store under its lock."""
 
     __slots__ = (
         "_address",
@@ -52,7 +51,7 @@ class StoreTicket:
         demand: bool,
         event: int,
     ) -> None:
-        self._finished = True  # until something is under way
+        self._finished = True  # True until a transfer is submitted
         self._space = space
         self._op = op
         self._extent = extent
@@ -63,10 +62,10 @@ class StoreTicket:
         self._failure: StoreError | None = None
         self._first: FirstTry | None = None
         self._number = 0
-        self.times = (0, 0, 0)  # submitted, started, finished in ns, where the store keeps them
+        self.times = (0, 0, 0)  # submitted, started, finished in ns, if the store records them
         try:
             self._submit_transfer()
-        except BaseException:  # Ctrl-C: nobody has this ticket, and its memory goes to others
+        except BaseException:  # on Ctrl-C, the caller gets no ticket and may reuse the memory
             self.cancel()
             raise
 
@@ -79,7 +78,7 @@ class StoreTicket:
                 path=self._space.path_for_errors,
             )
         if self._op == "write":
-            extent.generation += 1
+            extent.begin_write()
         submit = transfers.out if self._op == "write" else transfers.into
         try:
             self._number = submit(
@@ -97,12 +96,10 @@ class StoreTicket:
             ) from None
         kill_points.reach("submitted")
         self._finished = False
-        extent.pending.add(self._number)
-        if self._op == "write":
-            extent.writing = self._number
+        extent.begin_transfer(self._number, writes=self._op == "write")
 
     def done(self) -> bool:
-        """Finished, well or badly; `wait` says which and then does not block."""
+        """Return True if the transfer has succeeded or failed. `wait` then does not block."""
         self._space.refuse_in_fork()
         with self._space.lock:
             if self._finished:
@@ -110,13 +107,15 @@ class StoreTicket:
             return self._space.transfers.state(self._number) != "active" and self._collect_result()
 
     def wait(self) -> None:
-        """Returns when the bytes have arrived. Raises the StoreError of what failed, or KeyboardInterrupt;
-        the transfer is over then as well."""
+        """Block until the bytes have arrived. Raise the transfer's StoreError, or KeyboardInterrupt.
+
+        When `wait` returns or raises, the transfer has ended.
+        """
         try:
             self._space.refuse_in_fork()
             while not self._finished:
                 self._wait_and_collect_result()
-        except BaseException:  # Ctrl-C, anywhere in there
+        except BaseException:  # Ctrl-C may come at any point of the wait
             self.cancel()
             raise
         if self._failure is not None:
@@ -127,20 +126,24 @@ class StoreTicket:
         try:
             self._space.transfers.wait(number, self._name, keep=True)
         except StoreError:
-            pass  # met again in _settle
+            pass  # `_collect_result` gets the same error again
         except ValueError:
-            with self._space.lock:  # another thread that waits has settled it
+            with self._space.lock:  # another waiting thread has collected the result
                 assert self._finished or self._number != number
         self._collect_result()
 
     def promote_to_demand(self) -> bool:
-        """Somebody needs it now: it overtakes prefetches. False: it was a demand already, or is under way."""
+        """Let the transfer overtake prefetches. Return False if the transfer is a demand already, or has
+        started."""
         self._demand = True
         return not self._finished and self._space.transfers.promote(self._number)
 
     def cancel(self) -> bool:
-        """Gives the transfer up. True: its bytes have not arrived and `wait` raises. False: it was
-        finished."""
+        """Cancel the transfer. Return True if the transfer's bytes have not arrived. In that case, `wait`
+        raises an error.
+
+        Return False if the transfer had already finished.
+        """
         if self._finished:
             return False
         self._space.refuse_in_fork()
@@ -151,7 +154,7 @@ class StoreTicket:
                 transfers.wait(self._number, self._name, keep=True)
             except StoreError:
                 break
-            except KeyboardInterrupt as signal:  # once more Ctrl-C: what runs must end all the same
+            except KeyboardInterrupt as signal:  # even after another Ctrl-C, the running part must end
                 interrupt = signal
         self._collect_result(again=False)
         if interrupt is not None:
@@ -159,12 +162,12 @@ class StoreTicket:
         return self._failure is not None
 
     def _cancel_queued_part(self) -> bool:
-        """Drops what is queued; whether something of it still runs."""
+        """Cancel the queued part of the transfer. Return True if another part still runs."""
         with self._space.lock:
             try:
                 self._space.transfers.cancel(self._number)
                 return self._space.transfers.state(self._number) == "active"
-            except ValueError:  # released already: Ctrl-C came while its result was taken
+            except ValueError:  # the transfer was released: Ctrl-C interrupted `_collect_result`
                 self._failure = self._failure or self._cancelled_error()
                 self._space.note_transfer_finished(self._extent, self._number)
                 self._finished = True
@@ -172,13 +175,13 @@ class StoreTicket:
 
     def _cancelled_error(self) -> StoreError:
         return StoreError(
-            f"the {self._op} of tensor '{self._name}' was given up",
+            f"the {self._op} of tensor '{self._name}' was cancelled",
             tensor=self._name,
             path=self._space.path_for_errors,
         )
 
     def _collect_result(self, again: bool = True) -> bool:
-        """Takes the result of a transfer that has ended. False: it was submitted once more."""
+        """Collect the result of an ended transfer. Return False if a failed write was submitted again."""
         space = self._space
         with space.lock:
             if self._finished:
@@ -193,11 +196,12 @@ class StoreTicket:
                 failure = error
             if again and self._resubmit_failed_write_elsewhere(failure):
                 return False
-            # Ctrl-C may come between any two lines: `_finished` is last, doing the rest twice does no harm.
+            # Ctrl-C may interrupt at any line. So `_finished` is set last, and a second run of the other
+            # lines does no harm.
             self._failure = failure
             if self._first is not None:
                 (refused, pieces), self._first = self._first, None
-                if failure is None:  # else the whole drive fails, and no block is to blame
+                if failure is None:  # otherwise the whole drive fails, and this block may be good
                     space.retire_failed_block(refused)
                 space.release_pieces(pieces)
             if isinstance(failure, TransferTimeoutError) and self._op == "write":
@@ -207,7 +211,8 @@ class StoreTicket:
             return True
 
     def _resubmit_failed_write_elsewhere(self, failure: StoreError | None) -> bool:
-        """A block that cannot be written is no reason to give up: once, the tensor goes to another extent."""
+        """Submit a write that failed with EIO a second time, to other pieces. Return True if this was
+        possible."""
         if not isinstance(failure, StoreWriteError) or failure.errno != errno.EIO or self._first is not None:
             return False
         space, extent = self._space, self._extent
@@ -217,9 +222,8 @@ class StoreTicket:
             elsewhere = space.reserve_pieces(extent.size_bytes, self._name)
         except StoreError:
             return False
-        extent.pending.discard(self._number)
-        self._first = (failure, extent.pieces)
-        extent.pieces = elsewhere
+        extent.end_transfer(self._number)
+        self._first = (failure, extent.replace_pieces(elsewhere))
         try:
             self._submit_transfer()
         except StoreError:

@@ -1,8 +1,9 @@
-"""How fast a store may write in the long run: so many bytes per day, an hour's worth of them at once.
+"""The limit of a store's long-term write rate, in bytes per day. A burst may have at most the bytes of one
+hour.
 
-level     full at the start, what a write takes is gone, time fills it again
-a write   waits until there is as much as it takes; one that is larger than the hour's worth, until it is
-          full, and leaves a debt
+level     the bytes that may be written now; the level is full at the start and rises with time
+a write   waits until the level is at least its size, then subtracts its size from the level; a write larger
+          than the full level waits until the level is full, and makes the level negative
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ DAY_S, AT_ONCE_S = 86_400, 3_600
 
 
 class WriteRate:
+    """A token bucket of bytes."""
+
     def __init__(
         self,
         per_day_bytes: int,
@@ -30,12 +33,12 @@ class WriteRate:
         self.full_bytes = self.rate * AT_ONCE_S
         self.level_bytes = self.full_bytes
         self._now, self._sleep = now, sleep
-        self._seen_s = now()
-        self._said_s = 0.0
+        self._refilled_s = now()
+        self._warned_s = 0.0  # the total waiting time that the last warning reported
         self.waited_s = 0.0
 
     def wait_until_allowed(self, size_bytes: int) -> None:
-        """Returns when so many bytes may be written."""
+        """Block until this many bytes may be written."""
         self._refill_level()
         wanted = min(size_bytes, self.full_bytes)
         while (missing := wanted - self.level_bytes) >= 1:
@@ -48,16 +51,16 @@ class WriteRate:
 
     def _refill_level(self) -> None:
         now = self._now()
-        self.level_bytes = min(self.full_bytes, self.level_bytes + (now - self._seen_s) * self.rate)
-        self._seen_s = now
+        self.level_bytes = min(self.full_bytes, self.level_bytes + (now - self._refilled_s) * self.rate)
+        self._refilled_s = now
 
     def _warn_of_waiting(self, wait_s: float) -> None:
-        """At first, and each time the waiting has doubled."""
-        if self.waited_s + wait_s > 2 * self._said_s:
-            self._said_s = self.waited_s + wait_s
+        """Warn at the first wait, and whenever the total waiting time has doubled."""
+        if self.waited_s + wait_s > 2 * self._warned_s:
+            self._warned_s = self.waited_s + wait_s
             log.warning(
                 "teraio: max_write_per_day: %s per day are used up, writes wait (%s so far). More memory "
                 "means fewer writes",
                 fmt_bytes(self.per_day_bytes),
-                fmt_ns(int(self._said_s * 1e9)),
+                fmt_ns(int(self._warned_s * 1e9)),
             )

@@ -1,16 +1,16 @@
-"""C++ that is compiled against the installed torch, because torch's classes differ from version to version.
+"""C++ that is compiled against the installed torch, because torch's classes differ between versions.
 
-In: the sources beside this page, and a compiler. Out: two shared libraries, kept from run to run.
+In: the C++ sources in this folder, and a compiler. Out: two shared libraries, which are kept for later runs
+of teraio.
 
-    build        compiles a source once per torch and returns the library
-    allocator    torch's CPU allocator over ours: freed blocks are kept for the next tensors
-    observer     sees every read of an evicted storage below Python and asks its owner to fetch it
-                 (observer.cpp; its tables in observer_known.h, fences in observer_fences.h, reads in
-                 observer_reads.h)
+    build        compiles a source once per torch version and loads the library
+    allocator    connects torch's CPU allocator to ours, which keeps freed blocks for later tensors
+    observer     detects each read of an evicted storage, below Python, and calls the engine to fetch it
+                 (observer.cpp; tables: observer_known.h, fences: observer_fences.h, reads: observer_reads.h)
 
-Invariant: without a compiler teraio still trains; each loss is said once. Nothing here knows records, plans
-or budgets.
+Invariant: without a compiler teraio still trains. It then logs one warning per lost feature. This package has
+no dependency on records, plans or budgets.
 
-Log lines: "freed memory goes back to the system at once", "weights, gradients and optimizer states stay in
-memory, because nobody would see who reads them".
+Log lines: "freed memory goes back to the system at once", "weights, gradients and optimizer states are kept
+resident, because their readers cannot be observed".
 """

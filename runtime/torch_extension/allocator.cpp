@@ -1,5 +1,5 @@
-// torch's allocator of CPU tensors, over two functions that it is given: built against the torch that is
-// there, once, because its classes differ from version to version.
+// A CPU allocator for torch. To take and to give back memory, it calls two functions of teraio. This file is
+// compiled against the installed torch, because torch's classes differ between versions.
 #include <c10/core/CPUAllocator.h>
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Spare final : c10::Allocator {
     const c10::Device cpu(c10::kCPU);
     if (bytes == 0) return {nullptr, nullptr, give_block, cpu};
     void* block = take_block(bytes);
-    // In the words of torch's own: libraries look for them, to try again with a smaller batch.
+    // This is the text of torch's own error. Libraries search for this text, and then retry a smaller batch.
     TORCH_CHECK(block != nullptr, "DefaultCPUAllocator: can't allocate memory: you tried to allocate ", bytes,
                 " bytes. Error code 12 (Cannot allocate memory)");
     return {block, block, give_block, cpu};
@@ -28,7 +28,8 @@ Spare allocator;
 }  // namespace
 
 extern "C" {
-// Whether tensors are made with it from now on: not where someone else's allocator has a higher priority.
+// Installs the allocator. Returns false if another allocator has a higher priority, because torch then
+// allocates tensors with that allocator.
 bool teraio_install(Take take, Give give) {
   take_block = take;
   give_block = give;

@@ -1,13 +1,14 @@
-"""Freed tensors' memory is kept for the next ones, within the budget: torch's allocator over ours.
+"""The allocator of CPU tensors. It keeps the memory of freed tensors for later tensors.
 
-What the system gives anew costs a fault per page, and clearing it: a fifth of a training step, if every
-tensor's memory comes from the system and goes back there. So blocks that were freed are kept as long as they
-and those in use fit in the budget together (`csrc/allocator/spare_blocks.h`). A user's budget is theirs to
-use: the process stays within it, and beside what is not tensors takes no more than that.
+For each page of new memory, the system handles a page fault and clears the page. If each tensor's memory came
+from the system and were returned to the system, this would take a fifth of a training step. So this allocator
+keeps freed blocks, as long as the kept blocks and the blocks in use together fit in the budget
+(`csrc/allocator/spare_blocks.h`). Kept blocks never take the process above the budget.
 
-torch asks a C++ class of its own for memory, which differs from version to version. Ours is 40 lines
-(`allocator.cpp`), built with the system's compiler against the torch that is here, in two seconds, once.
-Without a compiler every tensor's memory goes back to the system at once, and that is said.
+torch allocates through a C++ class that differs between torch's versions. Our class has 40 lines
+(`allocator.cpp`). The system's compiler builds this class against the installed torch, in two seconds.
+Without a compiler, the memory of each freed tensor is returned to the system immediately, and a
+warning is logged.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ OTHER = "another allocator of tensors is installed"
 
 @cache
 def install() -> str:
-    """Tensors take their memory from here from now on; out: why not, or nothing. It stays until the process
-    ends: blocks go back to whom they were taken from."""
+    """Install the allocator for later tensors. Return "" if torch now allocates tensors with this allocator,
+    else the reason against it.
+
+    The allocator is installed until the process ends, because it must free the blocks that it allocated.
+    """
     reason = _build_and_install()
     if reason and reason != OTHER:
         log.warning(
@@ -56,6 +60,7 @@ def _build_and_install() -> str:
 
 
 def _is_behind_other_allocator() -> bool:
-    """Whether another allocator, as one that counts, takes its memory from ours."""
+    """Return True if torch uses another allocator that takes its memory from ours. An example is a counter of
+    allocations."""
     block = torch.empty(2**20, dtype=torch.uint8)
     return _native.spare().holds(block.data_ptr())

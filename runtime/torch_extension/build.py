@@ -1,6 +1,7 @@
-"""C++ that is built against the torch that is here, because torch's classes differ from version to version.
+"""The build of C++ sources against the installed torch, because torch's classes differ between versions.
 
-Each source is compiled with the system's compiler, once, in a few seconds, and kept with other built files.
+In: a source. Out: a loaded library. The system's compiler compiles each source only once, in a few seconds.
+For later runs, the library is kept in the folder of compiled extensions.
 """
 
 from __future__ import annotations
@@ -21,19 +22,23 @@ import torch
 from teraio.formats.plan_cache import compiled_extension_folder, reason_to_distrust
 
 COMPILERS = ("g++", "clang++", "c++")
-BUILD_S = 120  # a compiler that takes longer than this is stuck
-# NDEBUG is part of torch's binary interface: without it some of its classes have a member more.
+BUILD_S = 120  # time limit of the compiler
+# NDEBUG is part of torch's binary interface: without it, some classes have an additional member.
 FLAGS = ("-O2", "-DNDEBUG", "-std=c++20", "-shared", "-fPIC")
 
 
 def build_and_load(source: Path, libraries: Sequence[str]) -> ctypes.CDLL:
-    """Load what this source is built to. OSError or SubprocessError: it cannot be built or loaded."""
+    """Build the source and load the library. Raise OSError or SubprocessError if the build or the loading
+    fails."""
     with contextlib.ExitStack() as ends:
         return ctypes.CDLL(str(build_unless_built(source, libraries, _folder_for_built_libraries(ends))))
 
 
 def _folder_for_built_libraries(ends: contextlib.ExitStack) -> Path:
-    """Where it was built before; without such a place one that is gone when the library is loaded."""
+    """Return the folder of compiled extensions, or a temporary folder if that folder cannot be used.
+
+    The temporary folder is deleted after the library is loaded.
+    """
     folder = compiled_extension_folder()
     if folder is not None:
         with contextlib.suppress(OSError):
@@ -43,10 +48,10 @@ def _folder_for_built_libraries(ends: contextlib.ExitStack) -> Path:
 
 
 def build_unless_built(source: Path, libraries: Sequence[str], folder: Path) -> Path:
-    """The library for this torch, compiler and platform: as it was built before, or now."""
+    """Return the library for this torch, compiler and platform. Build the library if it is missing."""
     compiler, flags = _compiler_command(), _compiler_flags(libraries)
     about = (torch.__version__, platform.machine(), *compiler, *flags)
-    # Its own headers are named after it.
+    # The file names of a source's headers begin with the source's name.
     parts = [source, *sorted(source.parent.glob(f"{source.stem}_*.h"))]
     digest = hashlib.sha256("\0".join(about).encode() + b"".join(part.read_bytes() for part in parts))
     name = digest.hexdigest()[:32]
@@ -70,7 +75,8 @@ def _compiler_command() -> list[str]:
 
 
 def _compiler_flags(libraries: Sequence[str]) -> list[str]:
-    """The last of them belongs behind the source."""
+    """Return the compiler's flags. The last element has the linker's flags, which must come after the source
+    in the command."""
     root = Path(torch.__file__).parent
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={torch._C._GLIBCXX_USE_CXX11_ABI:d}"
     linked = " ".join([f"-L{root}/lib", *(f"-l{name}" for name in libraries), f"-Wl,-rpath,{root}/lib"])
@@ -84,6 +90,6 @@ def _compile(command: list[str]) -> None:
 
 
 def first_error_line(error: OSError | subprocess.SubprocessError) -> str:
-    """One line of what a compiler has to say."""
+    """Return the compiler's first error line."""
     lines = str(getattr(error, "stderr", None) or error).splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else type(error).__name__)

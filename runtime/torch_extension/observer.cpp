@@ -1,15 +1,16 @@
-// Sees every read of an evicted tensor from below Python. Built against the torch that is there, as
-// allocator.cpp is: its classes differ from version to version.
+// Detects each read of an evicted tensor below Python. This file is compiled against the installed torch,
+// because torch's classes differ between versions.
 //
-//   an operator begins   RecordFunction calls `begins` in the thread that runs it, before any kernel: the
-//                        storages of its arguments are in use until `ends`. Those that are evicted are
-//                        fetched.
-//   a mutable pointer    where torch can tell (2.13), `pointed_at` fetches before the pointer is handed out
-//   any other pointer    in RAM: leads to fenced pages, and who reads there faults: `fault` has them filled
-//   the engine evicts    `teraio_leave` takes the bytes and keeps the size; refused while someone uses it
+//   an operator begins   RecordFunction calls `begins` on the operator's thread, before any kernel; `begins`
+//                        fetches evicted arguments; the arguments' storages are in use until `ends`
+//   a mutable pointer    torch 2.13 calls `pointed_at`, which fetches before the caller gets the pointer
+//   any other pointer    a pointer in RAM leads to fenced pages; a read of a fenced page faults, and `fault`
+//                        fills the pages
+//   the engine evicts    `teraio_leave` takes the bytes and keeps the size; it refuses a storage in use
 //
-// Locks: each thread notes what it uses under a lock of its own, which nobody else takes except `Everyone`.
-// So an operator begins without waiting for other operators, and an eviction sees all of them at one moment.
+// Locks: each thread has a lock, under which it records its storages in use. Only `Everyone` takes the locks
+// of all threads. So an operator begins without waiting for other operators, and an eviction sees a
+// consistent state of all threads.
 //
 //   observer_known.h    storages, threads, locks        observer_reads.h    operators, fetches, faults
 //   observer_fences.h   fenced pages                    this file           what Python calls
@@ -20,8 +21,9 @@
 
 namespace {
 void before_fork() {
-  // A thread's first operator since a callback came takes a lock of torch's, which another thread may hold at
-  // this moment, and the child for ever. So this thread has what that is for.
+  // After a change of callbacks, a thread's first operator takes a lock of torch. If another thread holds
+  // this lock during the fork, the child can never take the lock. So the forking thread updates its callbacks
+  // before the fork.
   at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   own();
   service_lock.lock();
@@ -46,7 +48,7 @@ bool teraio_materializes() {
   return materializes<StorageImpl>;
 }
 
-// From now on operators are observed. In the main thread, where no mode is on.
+// Starts the observation of operators. Call it on the main thread, without an active torch mode.
 void teraio_observe(Fetch fetch, KnowsPython state) {
   fetch_in_python = fetch;
   thread_state = state;
@@ -63,17 +65,18 @@ void teraio_observe(Fetch fetch, KnowsPython state) {
         at::RecordFunctionCallback(begins, ends).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
 }
 
-// What gives blocks of RAM back, and what gives up their pages alone.
+// Sets two functions of the allocator. `gives` frees a block of RAM. `vacates` frees only the block's pages,
+// and leaves the addresses to the observer.
 void teraio_blocks(void (*gives)(void*), uint64_t (*vacates)(void*)) {
   give = gives;
   vacate = vacates;
 }
 
-// Nobody fetches any more: reading what is evicted is an error from now on, and Python is not asked.
+// Ends all fetches. A later read of an evicted tensor raises an error, without a call into Python.
 void teraio_end() {
   ended = true;
   std::lock_guard<std::mutex> held(service_lock);
-  asked.notify_all();
+  request_added.notify_all();
 }
 
 void teraio_switch(bool on) {
@@ -84,8 +87,9 @@ void teraio_switch(bool on) {
   }
 }
 
-// A copy of its bytes begins, or is good: who writes into it from now on is noted. Until `teraio_watch` this
-// thread asks for its address, and reads nothing. False: it is in use.
+// Starts the detection of writes into the storage. Call it when a copy of the storage's bytes begins or is
+// valid. Until `teraio_watch`, this thread may take the storage's address to make this copy. Returns false if
+// the storage is in use or copy-on-write, or if code outside of teraio has the storage's address.
 bool teraio_copied(void* address) {
   auto* storage = static_cast<StorageImpl*>(address);
   if (c10::impl::cow::is_cow_data_ptr(storage->_mutable_data_ptr_no_checks())) return false;
@@ -94,15 +98,15 @@ bool teraio_copied(void* address) {
   Entry& entry = entries[storage];
   if (entry.flags & kPointed) return false;
   entry.flags &= static_cast<uint8_t>(~(kWritten | kDisarmed));
-  everyone.here.in_engine++;
+  everyone.own_thread.in_engine++;
   return true;
 }
 
-// From now on who takes a mutable address of it is seen, once.
+// Starts to detect when code takes a mutable address of the storage.
 void teraio_watch(void* address) {
   auto* storage = static_cast<StorageImpl*>(address);
   Everyone everyone;
-  Thread& thread = everyone.here;
+  Thread& thread = everyone.own_thread;
   thread.in_engine--;
   if (!thread.disarmed.empty() && thread.disarmed.back() == storage) thread.disarmed.pop_back();
   auto found = entries.find(storage);
@@ -111,12 +115,12 @@ void teraio_watch(void* address) {
   arm(storage);
 }
 
-// Frees its bytes, or moves them into an empty storage, if nobody uses them and, with `unwritten`, nobody has
-// written into them. 0: done, 1: in use, 2: written.
+// Frees the storage's bytes, or moves them into the empty storage `into`. Returns 0 on success, and 1 if the
+// storage is in use. With `unwritten`, returns 2 if code has written to the storage since its copy began.
 int teraio_leave(void* address, void* into, bool unwritten) {
   auto* storage = static_cast<StorageImpl*>(address);
   auto* other = static_cast<StorageImpl*>(into);
-  c10::DataPtr bytes;  // goes when the locks are free: that of numpy takes the GIL
+  c10::DataPtr bytes;  // destroyed after the locks are released, because numpy's deleter takes the GIL
   Everyone everyone;
   Entry& entry = entries[storage];
   if (everyone.uses(storage) || entry.flags & kPointed) return 1;
@@ -135,33 +139,35 @@ int teraio_leave(void* address, void* into, bool unwritten) {
   return 0;
 }
 
-// The bytes of another storage are its own from now on. Whether they were copied to where the fence is, and
-// the other storage still has them.
+// Moves the bytes of `from` into the storage. Returns true if `from` still has its bytes. There are two such
+// cases: (1) the bytes were copied to the fenced address, (2) the storage is already resident.
 bool teraio_arrive(void* address, void* from) {
   auto* storage = static_cast<StorageImpl*>(address);
   auto* other = static_cast<StorageImpl*>(from);
   Everyone everyone;
   Entry& entry = entries[storage];
-  if (!(entry.flags & kEvicted)) return true;  // a finalizer has read it meanwhile
+  if (!(entry.flags & kEvicted)) return true;  // a read in a finalizer has already fetched the storage
   allow(storage, entry);
   entry.flags &= static_cast<uint8_t>(~kEvicted);
   auto fenced = fences.find(reinterpret_cast<uintptr_t>(storage->_mutable_data_ptr_no_checks().get()));
   const bool awaited = entry.flags & kFaulted;
   entry.flags &= static_cast<uint8_t>(~kFaulted);
-  // Without a materializer someone may have the address, and write there later.
+  // If torch has no materializer, code may have taken the fenced address unnoticed. Such code may later write
+  // to this address.
   if (fenced != fences.end() && (awaited || !materializes<StorageImpl>) &&
       fill(*fenced->second, other->_mutable_data_ptr_no_checks().get(), storage->nbytes())) {
     if (awaited) entry.flags |= kWritten | kPointed;
     return true;
   }
-  // The materializer stays: that of a storage which is fetched by it is cleared when it returns.
+  // The materializer is not cleared here. If this fetch runs inside the materializer, torch clears it later.
   storage->set_data_ptr_noswap(std::move(other->_mutable_data_ptr_no_checks()));
   other->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
   other->set_nbytes(size_t{0});
   return false;
 }
 
-// Its last tensor is gone, or nobody asks any more.
+// Forgets a storage. Without `alive`, the storage was freed. With `alive`, the engine no longer tracks the
+// storage.
 void teraio_forget(void* address, bool alive) {
   auto* storage = static_cast<StorageImpl*>(address);
   Everyone everyone;
@@ -172,27 +178,27 @@ void teraio_forget(void* address, bool alive) {
   reasons.erase(storage);
 }
 
-// What happened to it: kWritten, kPointed.
+// Returns the storage's flags.
 int teraio_flags(void* address) {
   std::lock_guard<Spin> held(own().lock);
   auto found = entries.find(static_cast<StorageImpl*>(address));
   return found == entries.end() ? 0 : flags_of(found->second).load();
 }
 
-// Its bytes are at another address, and nobody has the old one.
+// Records that the storage's bytes have a new address, which no code outside of teraio has taken.
 void teraio_renewed(void* address) {
   Everyone everyone;
   auto found = entries.find(static_cast<StorageImpl*>(address));
   if (found != entries.end()) found->second.flags &= static_cast<uint8_t>(~kPointed);
 }
 
-// Someone takes its address, of which torch does not tell.
+// Records that code takes the storage's address in a way that torch does not report.
 void teraio_point(void* address) {
   Everyone everyone;
   entries[static_cast<StorageImpl*>(address)].flags |= kWritten | kPointed;
 }
 
-// Whoever asked for an address has forgotten it.
+// Ends a step. From now on, assumes that code no longer has the addresses that it took earlier.
 void teraio_unpoint() {
   Everyone everyone;
   for (auto& [storage, entry] : entries) entry.flags &= static_cast<uint8_t>(~kPointed);
@@ -200,7 +206,7 @@ void teraio_unpoint() {
   everyone.forget_reads();
 }
 
-// Whether any of these tensors is evicted.
+// Returns true if any of these tensors is evicted.
 bool teraio_some_evicted(void** tensors, int count) {
   std::lock_guard<Spin> held(own().lock);
   for (int at = 0; at < count; at++) {
@@ -212,7 +218,7 @@ bool teraio_some_evicted(void** tensors, int count) {
   return false;
 }
 
-// What operators use now. Returns how many; those that do not fit in `out` are left out.
+// Writes the storages that operators use now to `out`. Returns their number, which is at most `capacity`.
 int teraio_used(void** out, int capacity) {
   Everyone everyone;
   int count = 0;
@@ -222,7 +228,8 @@ int teraio_used(void** out, int capacity) {
   return count;
 }
 
-// What operators have used since the last call, in the order of their threads.
+// Writes the storages that user code's operators have used since the last call of this function to `out`,
+// thread by thread.
 int teraio_touched(void** out, int capacity) {
   Everyone everyone;
   int count = 0;
@@ -235,7 +242,7 @@ int teraio_touched(void** out, int capacity) {
   return count;
 }
 
-// The streams of this device's that operators have used what can be evicted on, since the last call.
+// Writes to `out` the device's streams on which operators used evictable storages since the last call.
 int teraio_streams(int64_t device, int64_t* out, int capacity) {
   Everyone everyone;
   int count = 0;
@@ -264,13 +271,13 @@ void teraio_rearm() {
   for (Thread* thread : threads) rearm(*thread);
 }
 
-// The bytes that it gets come from where tensors' bytes come from.
+// Sets the storage's allocator to the allocator that torch uses for tensors.
 void teraio_like_tensors(void* address) {
   auto* storage = static_cast<StorageImpl*>(address);
   storage->set_allocator(c10::GetAllocator(storage->device_type()));
 }
 
-// Why it could not be fetched, for who asked.
+// Sets the error message for readers of a storage whose fetch failed.
 void teraio_refuse(void* address, const char* message) {
   Everyone everyone;
   reasons[static_cast<StorageImpl*>(address)] = message;
@@ -280,15 +287,17 @@ void teraio_patience(int64_t ms) {
   patience_ms = ms;
 }
 
-// For a thread of Python's: waits for a request of a thread that Python does not know. Null: the end.
+// Waits until a thread without a Python thread state requests a fetch. Returns this request, or null after
+// `teraio_end`. A Python thread of teraio calls this function.
 void* teraio_serve() {
   std::unique_lock<std::mutex> held(service_lock);
-  asked.wait(held, [] { return ended || !requests.empty(); });
+  request_added.wait(held, [] { return ended || !requests.empty(); });
   if (requests.empty()) return nullptr;
   Request* request = requests.front();
   return request;
 }
-// Now that the thread has the GIL: whether the request is still there, and what it asks for.
+// Removes the request from the queue and returns its storages through the arguments. The caller holds the
+// GIL. Returns false if the requesting thread stopped waiting.
 bool teraio_take(void* taken, void*** storages, int* count, const char** place) {
   std::lock_guard<std::mutex> held(service_lock);
   auto* request = static_cast<Request*>(taken);

@@ -1,15 +1,15 @@
-"""The observer: sees every read of an evicted tensor from below Python (`observer.cpp`), and has it fetched.
+"""The observer. It detects each read of an evicted tensor below Python (`observer.cpp`).
 
-    evict     `empty_storage`: the bytes are freed, or go to a block; the storage keeps its size, not its
+    evict     `empty_storage` frees the bytes or moves them to a block; the storage keeps its size but no
               pointer
-    fetch     `make_empty_block`: fresh memory, filled while the storage still has no pointer
-              `give_block_to_storage`: the storage has these bytes from now on
-    read      an operator begins, in any thread: the storages of its arguments are in use until it ends, and
-              those that are evicted are fetched by `owner`, with the GIL
-    write     noted by what operators say of their arguments, and by who takes a mutable address
+    fetch     `make_empty_block` returns a block, which is filled while the storage still has no pointer;
+              `give_block_to_storage` gives the block's bytes to the storage
+    read      from the begin to the end of an operator, in any thread, the storages of its arguments are in
+              use; `owner`, the engine, fetches the evicted arguments, with the GIL
+    write     the observer detects a write by the operator's schema, or when code takes a mutable address
 
-A storage that someone uses is neither evicted nor copied: `InUseError`. One that was written since its copy
-began is not emptied: `WrittenError`.
+To copy or evict a storage in use raises `InUseError`. To evict a storage that was written since its copy
+began raises `WrittenError`.
 """
 
 from __future__ import annotations
@@ -36,45 +36,47 @@ log = logging.getLogger("teraio")
 
 SOURCE = Path(__file__).with_name("observer.cpp")
 LIBRARIES = ("c10", "torch_cpu")
-FAULT = b"a read of memory"  # as in observer.cpp
-WRITTEN, POINTED = 2, 4  # as in observer.cpp
-LISTED_MOST = 2**16  # storages that one question is answered with
+FAULT = b"a read of memory"  # the same text as kFault in observer_reads.h
+WRITTEN, POINTED = 2, 4  # the values of kWritten and kPointed in observer_known.h
+LISTED_MOST = 2**16  # most storages that one call returns
 STREAMS_MOST = 2**10
 
 FETCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_char_p)
 
 
 class NotEvicted(Exception):
-    """A storage stays as it is."""
+    """The storage was not evicted."""
 
 
 class InUseError(NotEvicted):
-    """An operator uses the storage, or someone has its address."""
+    """The error for a storage that an operator uses, or whose address code outside of teraio has."""
 
 
 class WrittenError(NotEvicted):
-    """Someone wrote into the storage since its copy began."""
+    """The storage was written since its copy began."""
 
 
 class Owner(Protocol):
-    """The engine, as the observer needs it."""
+    """The part of the engine that the observer calls."""
 
     def fetch_for_reader(self, keys: Sequence[int], place: str) -> None:
-        """Make these storages resident: an operator, or whoever asks for an address, is about to use them."""
+        """Make these storages resident, because a reader will use them. The reader is an operator, or code
+        that takes an address."""
         ...
 
     def note_failed_fetch(self, error: BaseException) -> None:
-        """Someone reads memory whose bytes could not be fetched, and finds NaN."""
+        """Record that a fetch failed with this error. The code that reads the tensor gets NaN instead of
+        values."""
         ...
 
 
 class Observer:
-    """The one of this process."""
+    """The observer of this process."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self.owner: Owner | None = None
-        self._fetch = FETCH(self._fetch_or_refuse)  # as long as C++ may call it
+        self._fetch = FETCH(self._fetch_or_refuse)  # this callback must live as long as C++ may call it
         self._found = (ctypes.c_void_p * LISTED_MOST)()
         self._streams = (ctypes.c_int64 * STREAMS_MOST)()
         self._declare_c_functions()
@@ -128,25 +130,33 @@ class Observer:
             function = getattr(self.library, f"teraio_{name}")
             function.restype, function.argtypes = result, arguments
 
+    def report_to(self, owner: Owner | None) -> None:
+        """Make this engine fetch for readers from now on. If `owner` is None, a read of an evicted storage
+        raises an error."""
+        self.owner = owner
+
     def set_observing(self, on: bool) -> None:
-        """Switch it off, to measure what it costs; nothing is seen meanwhile."""
+        """Switch the observation of operators on or off. Benchmarks switch it off to measure the cost."""
         self.library.teraio_switch(on)
 
     @property
     def can_notice_taken_addresses(self) -> bool:
-        """Whether this torch tells when a mutable address is taken."""
+        """Return True if this version of torch reports when code takes a mutable address."""
         return bool(self.library.teraio_materializes())
 
     # ---- moves
 
     def watch_for_writes(self, storage: Any) -> None:
-        """Note who writes into it from now on: it has a copy that is good."""
+        """Start to detect writes into the storage. Its copy in another tier is valid now."""
         self.begin_write_watch(storage)
         self.arm_write_watch(storage)
 
     def begin_write_watch(self, storage: Any) -> None:
-        """Note who writes into it from now on. This thread asks for its address to copy it, until
-        `arm_write_watch`."""
+        """Start to detect writes into the storage.
+
+        Until `arm_write_watch` is called, this thread may take the storage's address to copy its bytes. This
+        does not count as a write.
+        """
         if not self.library.teraio_copied(storage._cdata):
             raise InUseError
 
@@ -154,48 +164,52 @@ class Observer:
         self.library.teraio_watch(storage._cdata)
 
     def empty_storage(self, storage: Any, unwritten: bool, block: Any = None) -> None:
-        """Free its bytes, or move them into this block."""
+        """Free the storage's bytes, or move them into the block."""
         into = None if block is None else block._cdata
         if (refused := self.library.teraio_leave(storage._cdata, into, unwritten)) != 0:
             raise InUseError if refused == 1 else WrittenError
 
     def make_empty_block(self, storage: Any) -> Any:
-        """Return an empty storage on the same device, whose bytes come from where tensors' bytes do."""
+        """Return an empty storage on the same device, with the allocator that torch uses for tensors."""
         block = torch.UntypedStorage(0, device=storage.device)
         if storage.device.type == "cpu":
             self.library.teraio_like_tensors(block._cdata)
         return block
 
     def give_block_to_storage(self, storage: Any, block: Any) -> bool:
-        """The bytes of the block are the storage's from now on. Return whether it has a copy of them, at an
-        address that someone has, and the block is to be freed."""
+        """Move the block's bytes into the storage.
+
+        Return True if the block still has its bytes. There are two such cases: (1) the bytes were copied to
+        an address at which other threads may read them, (2) the storage is already resident. The caller then
+        frees the block.
+        """
         return bool(self.library.teraio_arrive(storage._cdata, block._cdata))
 
     def note_new_address(self, storage: Any) -> None:
-        """Its bytes are at another address, and nobody has the old one."""
+        """Record that the storage's bytes have a new address, which no code outside of teraio has taken."""
         self.library.teraio_renewed(storage._cdata)
 
     def rearm_address_watch(self) -> None:
-        """See who takes an address again, where kernels took it meanwhile."""
+        """Restore the detection of taken addresses, for storages whose address a kernel took."""
         self.library.teraio_rearm()
 
     def note_address_taken(self, key: int) -> None:
-        """Someone takes the address of this storage."""
+        """Record that code outside of teraio takes the address of this storage."""
         self.library.teraio_point(key)
 
     def forget_taken_addresses(self) -> None:
-        """Take it that nobody has an address any more that he asked for."""
+        """Assume from now on that code no longer has the addresses that it took earlier."""
         self.library.teraio_unpoint()
 
     def forget_storage(self, key: int, alive: bool) -> None:
         self.library.teraio_forget(key, alive)
 
     def is_written_since_copy(self, key: int) -> bool:
-        """Whether someone wrote into it since it was copied."""
+        """Return True if the storage was written since its copy began."""
         return bool(self.library.teraio_flags(key) & WRITTEN)
 
     def is_address_taken(self, key: int) -> bool:
-        """Whether someone has taken its address in this step."""
+        """Return True if code outside of teraio took the storage's address in this step."""
         return bool(self.library.teraio_flags(key) & POINTED)
 
     def some_are_evicted(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -203,16 +217,20 @@ class Observer:
         return bool(self.library.teraio_some_evicted(addresses, len(tensors)))
 
     def storage_keys_in_use(self) -> list[int]:
-        """Return what operators use now, in any thread."""
+        """Return the keys of the storages that operators use now, in any thread."""
         return self._read_storage_keys_from(self.library.teraio_used)
 
     def newly_touched_storage_keys(self) -> list[int]:
-        """Return what operators have used since the last call, each once."""
+        """Return the storages that user code's operators have used since the last call of this method. Each
+        key occurs only one time."""
         return self._read_storage_keys_from(self.library.teraio_touched)
 
     def newly_used_streams(self, device: int) -> list[int]:
-        """Return on which streams of this device operators out of programs have used what can be evicted,
-        since the last call."""
+        """Return streams of the device: the streams on which operators have used evictable storages since the
+        last call of this method.
+
+        Operators within programs are not counted.
+        """
         count = self.library.teraio_streams(device, self._streams, STREAMS_MOST)
         return self._streams[:count]
 
@@ -221,12 +239,13 @@ class Observer:
         return [key for key in self._found[:count] if key is not None]
 
     def change_program_depth(self, change: int) -> None:
-        """Begin (+1) or end (-1) a stretch in which what this thread uses is no touch of user code's."""
+        """Begin (+1) or end (-1) a program on this thread. The program's operators are not user code."""
         self.library.teraio_program(change)
 
     @contextmanager
     def ignore_own_addresses(self) -> Iterator[None]:
-        """In the block this thread asks for addresses and reads nothing."""
+        """Ignore the addresses that this thread takes in the `with` block, because the block reads no bytes
+        at these addresses."""
         self.library.teraio_engine(1)
         try:
             yield
@@ -237,15 +256,18 @@ class Observer:
     # ---- reads
 
     def _fetch_or_refuse(self, storages: Any, count: int, place: bytes) -> int:
-        """In the thread of whoever reads, with the GIL. What is not resident afterwards cannot be read."""
+        """Fetch the storages on the thread that reads them, with the GIL held. Return 1 if the fetch failed.
+
+        If a storage is still evicted afterwards, a read of the storage raises an error.
+        """
         keys = [storages[at] for at in range(count)]
-        prior = set_eval_frame(None)  # Dynamo runs the frame that reads, and would compile us
+        prior = set_eval_frame(None)  # Dynamo may run the frame that reads, and would compile this code too
         try:
             if self.owner is None:
-                raise RuntimeError("no engine is there to fetch it")
+                raise RuntimeError("no engine exists that could fetch it")
             self.owner.fetch_for_reader(keys, place.decode())
             return 0
-        except BaseException as error:  # noqa: BLE001  C++ called this
+        except BaseException as error:  # noqa: BLE001  the caller is C++
             for key in keys:
                 self.library.teraio_refuse(key, f"teraio: {error}".encode())
             if place == FAULT and self.owner is not None:
@@ -255,7 +277,7 @@ class Observer:
             set_eval_frame(prior)
 
     def _fetch_for_threads_unknown_to_python(self) -> None:
-        """A thread: fetches for threads that Python does not know."""
+        """Fetch for threads without a Python thread state. A thread of teraio runs this method."""
         library = self.library
         storages, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_int()
         place = ctypes.c_char_p()
@@ -269,13 +291,13 @@ class Observer:
 
 @cache
 def observer_of_process() -> Observer | None:
-    """The one of this process; None if it cannot be built, which is said."""
+    """Return the observer of this process. If its library cannot be built, log a warning and return None."""
     try:
         return Observer(build.build_and_load(SOURCE, LIBRARIES))
     except (OSError, subprocess.SubprocessError) as error:
         log.warning(
-            "teraio: weights, gradients and optimizer states stay in memory, because nobody would see who "
-            "reads them; what forwards save is evicted (%s)",
+            "teraio: weights, gradients and optimizer states are kept resident, because their readers cannot "
+            "be observed; saved activations are still evicted (%s)",
             build.first_error_line(error),
         )
         return None

@@ -1,4 +1,5 @@
-// Fenced pages: where a pointer leads to whose tensor is evicted from RAM.
+// Fenced pages. While a tensor of RAM is evicted, the pages at its address are inaccessible, so that a read
+// faults.
 #pragma once
 #include <c10/util/intrusive_ptr.h>
 #include <sys/mman.h>
@@ -13,28 +14,32 @@ namespace {
 struct Fence {
   char* at;
   size_t bytes;
-  StorageImpl* storage;            // held weakly: its memory stays, its bytes need not
-  std::atomic<bool> idle = false;  // its storage has bytes. Who has this address finds a copy of them
-  std::atomic<bool> filled = false;
-  int ends = 0;  // of steps, since it is idle and its storage is fenced elsewhere
+  StorageImpl* storage;              // a weak reference, which keeps the object alive but not its bytes
+  std::atomic<bool> idle = false;    // the storage has its bytes at another address
+  std::atomic<bool> filled = false;  // the pages have a copy of the bytes
+  int ends = 0;                      // steps that ended while idle, while another thread might still read
 };
-std::map<uintptr_t, std::unique_ptr<Fence>> fences;  // by address; read and changed as `entries` are
-std::atomic<size_t> retired{0};                      // since they were last cleared
+std::map<uintptr_t, std::unique_ptr<Fence>> fences;  // by address; guarded by the locks of `entries`
+std::atomic<size_t> retired{0};                      // fences that became idle since the last `clear_fences`
 constexpr size_t kRetiredMost = 4096;
 constexpr size_t kPage = 4096;
 constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
-// The allocator's: gives up the pages of a block, and leaves its addresses to us.
+// The allocator's functions. `give` frees a block. `vacate` frees a block's pages, and leaves the addresses
+// to the observer.
 uint64_t (*vacate)(void* block) = nullptr;
 void (*give)(void* block) = nullptr;
-// Small blocks that another thread may read: of this step, and of the one before.
+// Bytes of evicted small storages that another thread may still read. `read_still` has the bytes of storages
+// that were evicted in this step. `read_before` has the bytes of storages that were evicted in the previous
+// step.
 std::vector<c10::DataPtr> read_still, read_before;
 size_t read_still_bytes = 0;
 constexpr size_t kReadStillMost = 2 << 20;
 constexpr size_t kSmall = 64 << 10;
 
 void empty(Fence& fenced) {
-  // In this order: where another thread fills it at this moment, it counts as filled, and is emptied later.
+  // The exchange comes before the mmap. If another thread fills the fence in between, `filled` is set again,
+  // and a later call empties the fence.
   if (fenced.filled.exchange(false)) mmap(fenced.at, fenced.bytes, PROT_NONE, kReserved | MAP_FIXED, -1, 0);
 }
 
@@ -45,13 +50,14 @@ void retire(void* address) {
   fenced->idle = true;
 }
 
-bool is_gone(StorageImpl* storage) {
+bool is_released(StorageImpl* storage) {
   return c10::raw::weak_intrusive_ptr::use_count(storage) == 0;
 }
 
-// When a step has ended, or many were retired: gives back what nobody can have the address of any more. That
-// of a storage which may be evicted again is kept for it, without bytes. Threads that may be reading have two
-// steps more.
+// Unmaps each fence whose address no code can still have. `teraio_unpoint` calls this function at the end of
+// a step. `teraio_leave` calls it when many fences are idle. A storage keeps its last fence, without bytes,
+// for its next eviction. If another thread may still read at an idle fence, the fence is kept for two more
+// steps.
 void clear_fences(const Everyone& everyone) {
   const bool reading = everyone.read_elsewhere();
   read_before = std::move(read_still);
@@ -63,7 +69,7 @@ void clear_fences(const Everyone& everyone) {
     auto found = entries.find(fenced.storage);
     const bool again = found != entries.end() && found->second.fence == &fenced;
     const bool over = fenced.idle && !again && (!reading || fenced.ends++ == kReadsFor);
-    if (over || (fenced.idle && is_gone(fenced.storage))) {
+    if (over || (fenced.idle && is_released(fenced.storage))) {
       munmap(fenced.at, fenced.bytes);
       if (again) found->second.fence = nullptr;
       c10::raw::weak_intrusive_ptr::decref(fenced.storage);
@@ -76,13 +82,15 @@ void clear_fences(const Everyone& everyone) {
 }
 
 Fence* new_fence(StorageImpl* storage, size_t bytes, void* at) {
-  c10::raw::weak_intrusive_ptr::incref(storage);  // a strong one might wait for the GIL
+  // The reference is weak, because the release of a strong reference might wait for the GIL.
+  c10::raw::weak_intrusive_ptr::incref(storage);
   auto& made = fences[reinterpret_cast<uintptr_t>(at)];
   made.reset(new Fence{static_cast<char*>(at), bytes, storage});
   return made.get();
 }
 
-// Under `Everyone`: fences it where it is, for threads that read there at this moment. Whether that was done.
+// Makes fenced pages at the storage's current address, because other threads may be reading at this address.
+// Returns false if this is impossible. The caller holds `Everyone`.
 bool fence_in_place(StorageImpl* storage, Entry& entry, c10::DataPtr& bytes) {
   if (vacate == nullptr || bytes.get_deleter() != give) return false;
   void* at = bytes.get();
@@ -100,7 +108,8 @@ bool fence_in_place(StorageImpl* storage, Entry& entry, c10::DataPtr& bytes) {
   return false;
 }
 
-// Under `Everyone`. Null: the system has no more mappings.
+// Returns fenced pages for the storage. Returns null if the storage is on a GPU, or if the system allows no
+// more mappings. The caller holds `Everyone`.
 c10::DataPtr fence(StorageImpl* storage, Entry& entry, c10::Device device) {
   if (!device.is_cpu()) return {nullptr, device};
   const size_t bytes = (storage->nbytes() + kPage - 1) / kPage * kPage;
@@ -115,7 +124,8 @@ c10::DataPtr fence(StorageImpl* storage, Entry& entry, c10::Device device) {
   return {fenced->at, fenced, retire, device};
 }
 
-// All threads see these bytes there at once; `from` null: bytes that no one can take for good.
+// Fills the fenced pages with the bytes at `from`. All threads see the bytes at the same moment. If `from` is
+// null, all bytes are set to 0xFF, which is NaN in a float.
 bool fill(Fence& fenced, const void* from, size_t bytes) {
   void* fresh = mmap(nullptr, fenced.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (fresh == MAP_FAILED) return false;

@@ -1,4 +1,4 @@
-// What is known of storages and threads, and the locks around it.
+// The tables of storages and threads, and their locks.
 #pragma once
 #include <ATen/core/function_schema.h>
 #include <ATen/record_function.h>
@@ -19,10 +19,10 @@ namespace {
 using c10::StorageImpl;
 
 #ifndef NDEBUG
-#error "torch is built with NDEBUG, which changes the layout of RecordFunction: build this with it, too"
+#error "torch is built with NDEBUG, which changes the layout of RecordFunction: compile this file with NDEBUG"
 #endif
 
-// ---- private members of torch's, by their names: a torch without them does not compile this
+// ---- private members of torch's classes; without them this file does not compile
 
 template <typename Tag, typename Tag::type Member>
 struct Opened {
@@ -42,31 +42,31 @@ template struct Opened<Throws, &StorageImpl::throw_on_immutable_data_ptr_>;
 template <typename S>
 constexpr bool materializes = requires(S* storage) { storage->has_materializer(); };
 
-// ---- what is known of storages and threads
+// ---- storages and threads
 
-constexpr uint8_t kEvicted = 1;   // it keeps its size, and has no bytes
-constexpr uint8_t kWritten = 2;   // since the engine last asked
-constexpr uint8_t kPointed = 4;   // someone took its address in this step
-constexpr uint8_t kDisarmed = 8;  // a kernel took its pointer: the next one that is taken is not seen
-constexpr uint8_t kRefused = 16;  // reading raises an error, until the operator has ended that asked
-constexpr uint8_t kFaulted = 32;  // someone waits for its bytes at the fenced address
+constexpr uint8_t kEvicted = 1;   // the storage has its size, but no bytes
+constexpr uint8_t kWritten = 2;   // the storage was written since its copy began
+constexpr uint8_t kPointed = 4;   // code outside of teraio took the address in this step
+constexpr uint8_t kDisarmed = 8;  // a kernel took the pointer, and the next taking is not detected
+constexpr uint8_t kRefused = 16;  // a read raises an error, until the reading operator has ended
+constexpr uint8_t kFaulted = 32;  // a thread waits for the storage's bytes at the fenced address
 
 struct Fence;
 struct Entry {
-  uint8_t flags = 0;  // by several readers at once: through `flags_of`
-  uint32_t touched = 0;
-  Fence* fence = nullptr;  // where it was evicted last, and is again
+  uint8_t flags = 0;       // several threads change the flags concurrently, through `flags_of`
+  uint32_t touched = 0;    // the value of `stretch` when an operator last used the storage
+  Fence* fence = nullptr;  // the fence of the storage's last eviction; the next eviction reuses it
 };
 std::atomic_ref<uint8_t> flags_of(Entry& entry) {
   return std::atomic_ref<uint8_t>(entry.flags);
 }
 
 struct Thread;
-constexpr int kReadsFor = 2;  // steps after that with its last read, a thread may have a pointer
+constexpr int kReadsFor = 2;  // steps after a thread's last read in which it may still have a pointer
 std::mutex threads_lock;
 std::vector<Thread*> threads;
-ska::flat_hash_map<StorageImpl*, Entry> entries;  // read under any thread's lock, changed under all of them
-std::atomic<uint32_t> stretch{1};
+ska::flat_hash_map<StorageImpl*, Entry> entries;  // read under any thread's lock, changed under all locks
+std::atomic<uint32_t> stretch{1};                 // grows with each call of `teraio_touched`
 
 class Spin {
  public:
@@ -79,29 +79,30 @@ class Spin {
   std::atomic_flag taken_ = ATOMIC_FLAG_INIT;
 };
 
-// What is known of an operator.
+// The properties of an operator.
 struct About {
   const c10::FunctionSchema* schema = nullptr;
   std::string name, overload;
-  uint64_t writes = 0;
-  bool looks = false;
-  bool goes_on = false;  // it may use its arguments when it has ended: a collective
+  uint64_t writes = 0;   // one bit per argument, set if the operator writes the argument
+  bool looks = false;    // the operator uses no bytes of its arguments
+  bool goes_on = false;  // the operator is a collective, which may use its arguments after its end
 };
 
 struct Thread {
   Spin lock;
-  std::vector<StorageImpl*> used;  // by operators that have begun, outermost first
-  std::vector<uint32_t> marks;     // where each of them begins in `used`
-  std::vector<StorageImpl*> touched;
-  std::vector<c10::Stream> streams;                             // of a GPU, where they ran
-  std::vector<StorageImpl*> missing;                            // of the operator that begins
-  std::unordered_map<const c10::FunctionSchema*, About> known;  // the operators that it has run
-  std::array<About*, 512> recent{};                             // of these, the last by address
-  std::vector<StorageImpl*> disarmed;
-  std::vector<std::pair<size_t, StorageImpl*>> refused;  // with how many operators had begun by then
+  std::vector<StorageImpl*> used;     // storages of the operators that run now, outermost operator first
+  std::vector<uint32_t> marks;        // the start of each operator's storages in `used`
+  std::vector<StorageImpl*> touched;  // storages that user code's operators used since `teraio_touched`
+  std::vector<c10::Stream> streams;   // GPU streams on which user code's operators ran
+  std::vector<StorageImpl*> missing;  // evicted arguments of the operator that is beginning
+  std::unordered_map<const c10::FunctionSchema*, About> known;  // operators of this thread so far
+  std::array<About*, 512> recent{};                             // a cache of `known`, indexed by address
+  std::vector<StorageImpl*> disarmed;                           // storages that this thread disarmed
+  // The refused storages, each with the number of operators that ran at its refusal.
+  std::vector<std::pair<size_t, StorageImpl*>> refused;
   int in_program = 0;
   int in_engine = 0;
-  int reads = 0;  // steps for which it counts as one that reads, out of programs, what can be evicted
+  int reads = 0;  // remaining steps in which the thread counts as a reader outside of programs
   Thread() {
     std::lock_guard<std::mutex> held(threads_lock);
     threads.push_back(this);
@@ -111,7 +112,9 @@ struct Thread {
     std::erase(threads, this);
   }
 };
-thread_local Thread* mine = nullptr;  // a pointer needs no guard at each operator
+// This is a pointer and not an object, because a thread_local object would need an initialization guard in
+// each operator.
+thread_local Thread* mine = nullptr;
 struct Ending {
   ~Ending() { delete std::exchange(mine, nullptr); }
 };
@@ -124,22 +127,25 @@ Thread& own() {
   return mine != nullptr ? *mine : begun();
 }
 
+// A lock of all threads' tables.
 class Everyone {
  public:
-  Thread& here;  // this one's, which is known before the lock is held: to become so takes it
-  Everyone() : here(own()), held_(threads_lock) {
+  // The calling thread's tables. They are set before this object takes the lock, because their creation takes
+  // the same lock.
+  Thread& own_thread;
+  Everyone() : own_thread(own()), held_(threads_lock) {
     for (Thread* thread : threads) thread->lock.lock();
   }
   ~Everyone() {
     for (Thread* thread : threads) thread->lock.unlock();
   }
-  // Whether another thread than this one may hold a pointer, which nobody sees.
+  // Returns true if another thread may have a pointer that the observer did not detect.
   bool read_elsewhere() const {
     for (const Thread* thread : threads)
-      if (thread != &here && thread->reads > 0) return true;
+      if (thread != &own_thread && thread->reads > 0) return true;
     return false;
   }
-  // A step has ended.
+  // Counts the end of a step in each thread's `reads`.
   void forget_reads() {
     for (Thread* thread : threads) thread->reads -= thread->reads > 0;
   }
@@ -154,7 +160,7 @@ class Everyone {
   std::lock_guard<std::mutex> held_;
 };
 
-// ---- mutable pointers: torch 2.13 says when one is taken
+// ---- mutable pointers: torch 2.13 reports when code takes one
 
 template <typename S>
 void pointed_at(S* storage);

@@ -1,4 +1,4 @@
-// How a read is seen, and has what it reads fetched.
+// The detection of reads, and the fetch of storages for these reads.
 #pragma once
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/function_schema.h>
@@ -17,7 +17,8 @@
 namespace {
 // ---- operators
 
-// Operators of torch's that look at a tensor and not at its bytes; so do all that make views.
+// torch's operators that use a tensor but not its bytes. The list has no operators that create views, because
+// `learn` finds these by their schema.
 constexpr const char* kLooks =
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros "
     "new_ones "
@@ -53,7 +54,7 @@ void learn(About& about, const c10::FunctionSchema& schema) {
   if (arguments.empty() || schema.returns().empty()) return;
   const auto* in = arguments[0].alias_info();
   const auto* out = schema.returns()[0].alias_info();
-  about.looks |= in != nullptr && !in->isWrite() && out != nullptr && !out->isWrite();  // a view
+  about.looks |= in != nullptr && !in->isWrite() && out != nullptr && !out->isWrite();  // returns a view
 }
 
 const About& about(Thread& thread, const c10::FunctionSchema& schema) {
@@ -61,7 +62,7 @@ const About& about(Thread& thread, const c10::FunctionSchema& schema) {
       reinterpret_cast<uintptr_t>(&schema) / alignof(std::max_align_t) % thread.recent.size();
   About*& found = thread.recent[place];
   if (found == nullptr || found->schema != &schema) found = &thread.known[&schema];
-  // The address of a schema that is gone may be another's by now.
+  // The comparison is needed because a new schema may have the address of a freed schema.
   if (found->schema != &schema || found->name != schema.name() || found->overload != schema.overload_name())
     learn(*found, schema);
   return *found;
@@ -78,7 +79,8 @@ pid_t owner = 0;
 const at::ThreadLocalState* clean = nullptr;
 std::atomic<int64_t> patience_ms{20'000};
 
-// Threads that Python does not know, and that whoever holds the GIL may be waiting for: another one asks.
+// A fetch request of a thread without a Python thread state. A Python thread of ours serves the request,
+// because the holder of the GIL may be waiting for the requesting thread.
 struct Request {
   void** storages;
   int count;
@@ -86,14 +88,14 @@ struct Request {
   bool taken = false, done = false;
 };
 std::mutex service_lock;
-std::condition_variable asked, answered;
+std::condition_variable request_added, answered;
 std::deque<Request*> requests;
 
 bool ask_service(void** storages, int count, const char* place) {
   Request request{storages, count, place};
   std::unique_lock<std::mutex> held(service_lock);
   requests.push_back(&request);
-  asked.notify_one();
+  request_added.notify_one();
   answered.wait_for(held, std::chrono::milliseconds(patience_ms), [&] { return request.taken; });
   if (!request.taken) {
     std::erase(requests, &request);
@@ -103,27 +105,28 @@ bool ask_service(void** storages, int count, const char* place) {
   return true;
 }
 
-std::unordered_map<StorageImpl*, std::string> reasons;  // why it could not be fetched; under `Everyone`
+std::unordered_map<StorageImpl*, std::string> reasons;  // errors of failed fetches; under `Everyone`
 
-// Reading it raises an error with this message from now on.
+// Makes reads of the storage raise an error. The error's text is the storage's entry in `reasons`, or
+// `message` without an entry.
 void refuse(StorageImpl* storage, const std::string& message) {
   Everyone everyone;
   auto found = entries.find(storage);
   if (found == entries.end() || !(found->second.flags & kEvicted)) return;
   found->second.flags |= kRefused;
-  auto told = reasons.extract(storage);
-  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(told ? told.mapped() : message);
+  auto reason = reasons.extract(storage);
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(reason ? reason.mapped() : message);
   own().refused.emplace_back(own().marks.size(), storage);
 }
 
-// Under `Everyone`.
+// Makes reads of a refused storage work again. The caller holds `Everyone`.
 void allow(StorageImpl* storage, Entry& entry) {
   if (!(entry.flags & kRefused)) return;
   entry.flags &= static_cast<uint8_t>(~kRefused);
   storage->*member(Throws{}) = false;
   storage->get_extra_meta().custom_data_ptr_error_msg_ = std::nullopt;
   disarm(storage);
-  arm(storage);  // which looks at the flags anew
+  arm(storage);  // sets the materializer, which makes torch evaluate its flags again
 }
 
 bool is_evicted(StorageImpl* storage) {
@@ -137,7 +140,7 @@ bool is_evicted(StorageImpl* storage, const Everyone&) {
   return found != entries.end() && found->second.flags & kEvicted;
 }
 
-// All of them are resident when this returns, or reading them raises an error.
+// Fetches the storages. Afterwards each storage is resident, or a read of the storage raises an error.
 void fetch(std::vector<StorageImpl*>& missing, const char* place) {
   const char* why = nullptr;
   void** storages = reinterpret_cast<void**>(missing.data());
@@ -147,7 +150,7 @@ void fetch(std::vector<StorageImpl*>& missing, const char* place) {
         "was forked from the process that can fetch it. Fork inside `with teraio.resident(model):`, or start "
         "processes by 'spawn'";
   } else if (ended) {
-    why = "ends, and nobody can fetch it any more";
+    why = "ends, so it cannot be fetched";
   } else if (thread_state() != nullptr) {
     at::ThreadLocalStateGuard state(*clean);
     fetch_in_python(storages, count, place);
@@ -220,7 +223,8 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
   return nullptr;
 }
 
-// Under `Everyone`. Kernels took pointers of these: from here on the next one who does is seen.
+// Restores the detection of taken pointers for the storages whose pointer a kernel took. The caller holds
+// `Everyone`.
 void rearm(Thread& thread) {
   for (StorageImpl* storage : thread.disarmed) {
     auto found = entries.find(storage);
@@ -250,7 +254,8 @@ void ends(const at::RecordFunction&, at::ObserverContext*) {
   });
 }
 
-// This thread was refused it, and no operator will end for that.
+// Lets code read the storage again after this thread has refused the storage. This function is called for
+// reads outside of operators.
 void forgive(StorageImpl* storage) {
   Everyone everyone;
   if (auto found = entries.find(storage); found != entries.end()) allow(storage, found->second);
@@ -288,9 +293,9 @@ void pointed_at(S* storage) {
 
 // ---- faults
 
-struct sigaction others{};  // who handled faults before
+struct sigaction others{};  // the previous action for SIGSEGV
 
-constexpr const char* kFault = "a read of memory";  // as in observer.py
+constexpr const char* kFault = "a read of memory";  // the same text as FAULT in observer.py
 
 Fence* fence_at(uintptr_t address) {
   std::lock_guard<Spin> held(own().lock);
@@ -300,16 +305,17 @@ Fence* fence_at(uintptr_t address) {
   return address < reinterpret_cast<uintptr_t>(fenced->at) + fenced->bytes ? fenced : nullptr;
 }
 
-// Whether the bytes of now are where the fence is.
+// Fills the fence with the storage's current bytes. Returns false if this fails.
 bool serve_fault(Fence* fenced) {
-  StorageImpl* storage = fenced->storage;  // alive: whoever reads its bytes has a tensor of it
-  if (is_gone(storage)) return false;
+  // The storage is alive, because code that reads its bytes has a tensor of this storage.
+  StorageImpl* storage = fenced->storage;
+  if (is_released(storage)) return false;
   Thread& thread = own();
   bool evicted = false;
   {
     std::lock_guard<Spin> held(thread.lock);
     thread.reads = kReadsFor + 1;
-    thread.used.push_back(storage);  // until it is copied
+    thread.used.push_back(storage);  // in use until its bytes are copied
     auto found = entries.find(storage);
     if (found != entries.end()) {
       auto flags = flags_of(found->second);
@@ -337,7 +343,8 @@ bool serve_fault(Fence* fenced) {
 void fault(int, siginfo_t* info, void*) {
   const int error = errno;
   Fence* fenced = fence_at(reinterpret_cast<uintptr_t>(info->si_addr));
-  if (fenced == nullptr || !serve_fault(fenced)) sigaction(SIGSEGV, &others, nullptr);  // it faults once more
+  if (fenced == nullptr || !serve_fault(fenced))
+    sigaction(SIGSEGV, &others, nullptr);  // the read faults again, under the previous signal action
   errno = error;
 }
 

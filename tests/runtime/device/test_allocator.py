@@ -1,4 +1,4 @@
-"""Freed memory that is kept: blocks never meet, the limit holds, what is not needed goes back."""
+"""The allocator of CPU tensors: blocks never overlap, the limit holds, and unused memory is returned."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LARGE = (100 * KIB, 300 * KIB, 512 * KIB, MIB, 3 * MIB + 5, 5 * MIB)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_blocks_never_meet_and_used_and_kept_stay_within_the_limit(seed: int) -> None:
+def test_blocks_never_overlap_and_used_and_kept_bytes_respect_the_limit(seed: int) -> None:
     chance = random.Random(seed)
     sizes, limits = (SMALL, (0, MIB, 4 * MIB, 16 * MIB)) if seed % 2 else (LARGE, (8 * MIB, 40 * MIB))
     spare = Spare()
@@ -89,12 +89,13 @@ def test_blocks_never_meet_and_used_and_kept_stay_within_the_limit(seed: int) ->
         spare.give(address)
     assert spare.counts().used_bytes == 0
     assert spare.counts().reused_bytes > 20 * MIB
-    assert seed % 2 or spare.counts().gathered_bytes > MIB  # how often goes by addresses
+    # The number of gathers depends on the blocks' addresses.
+    assert seed % 2 or spare.counts().gathered_bytes > MIB
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-def test_addresses_stay_without_pages(gathered: bool) -> None:
-    """Which are kept for other blocks."""
+def test_vacated_block_has_addresses_without_pages(gathered: bool) -> None:
+    """The allocator keeps the pages of a vacated block for other blocks."""
     spare = Spare()
     spare.keep_within(64 * MIB)
     parts = [spare.take(MIB) for _ in range(8)]
@@ -117,7 +118,7 @@ def test_addresses_stay_without_pages(gathered: bool) -> None:
     assert UNMAP(block, 8 * MIB) == 0
 
 
-def test_a_block_larger_than_any_range_gathers_their_pages() -> None:
+def test_block_larger_than_any_range_gathers_pages_of_several() -> None:
     spare = Spare()
     spare.keep_within(64 * MIB)
     blocks = [spare.take(MIB) for _ in range(8)]
@@ -145,14 +146,14 @@ def test_a_block_larger_than_any_range_gathers_their_pages() -> None:
 
 
 def side_by_side(spare: Spare, *sizes: int) -> list[int]:
-    """Blocks in this order, with nothing between them."""
+    """Return blocks of these sizes, adjacent in memory and in this order."""
     spare.give(spare.take(sum(sizes)))
     blocks = [spare.take(size) for size in sizes]
     assert blocks == [blocks[0] + sum(sizes[:i]) for i in range(len(sizes))]
     return blocks
 
 
-def test_a_block_is_the_best_fit_and_its_rest_stays() -> None:
+def test_block_is_cut_from_best_fit_and_rest_is_kept() -> None:
     spare = Spare()
     spare.keep_within(64 * MIB)
     small, wall, large = side_by_side(spare, 2 * MIB, 64 * KIB, 8 * MIB)
@@ -180,7 +181,7 @@ def test_freed_neighbours_are_one_block_again() -> None:
     assert spare.counts().mapped_bytes == mapped
 
 
-def test_what_must_go_is_what_was_freed_first() -> None:
+def test_oldest_freed_range_is_released_first() -> None:
     spare = Spare()
     spare.keep_within(7 * MIB)
     three, _, two, _, one = side_by_side(spare, 3 * MIB, 64 * KIB, 2 * MIB, 64 * KIB, MIB)
@@ -192,7 +193,7 @@ def test_what_must_go_is_what_was_freed_first() -> None:
     assert spare.counts().spare_bytes == 0
 
 
-def test_memory_really_goes_back() -> None:
+def test_lower_limit_returns_memory_to_the_system() -> None:
     spare = Spare()
     spare.keep_within(200 * MIB)
     blocks = [spare.take(size * MIB) for size in range(1, 15)]
@@ -208,7 +209,7 @@ def test_memory_really_goes_back() -> None:
     assert resident_bytes() < full - 95 * MIB
 
 
-def test_what_two_stretches_did_not_need_goes_back() -> None:
+def test_memory_unused_for_two_stretches_is_returned() -> None:
     spare = Spare()
     spare.keep_within(200 * MIB)
     blocks = [spare.take(10 * MIB) for _ in range(6)]
@@ -256,17 +257,17 @@ def test_threads_take_and_give_at_once() -> None:
     assert spare.counts().used_bytes == 0
 
 
-# ---- under torch, in a process of its own
+# ---- under torch, in a child process
 
 
 def child(do: str, **environment: str) -> dict[str, Any]:
     done = ended([sys.executable, str(CHILD), do], env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return {**found, "said": done.stderr}
+    return {**found, "stderr": done.stderr}
 
 
-def test_a_training_reuses_what_it_frees_and_the_process_keeps_to_the_budget() -> None:
+def test_training_reuses_freed_memory_and_process_respects_budget() -> None:
     found = child("train")
     assert found["foreign"] == 0
     assert found["mapped_per_step"] < found["reused_per_step"] / 5, found
@@ -275,7 +276,7 @@ def test_a_training_reuses_what_it_frees_and_the_process_keeps_to_the_budget() -
     assert found["after_reset"] == 0
 
 
-def test_weights_made_before_are_counted_as_they_come_back_and_without_a_home_nothing_stays(
+def test_earlier_weights_are_counted_once_fetched_and_no_build_folder_is_left(
     tmp_path: Path,
 ) -> None:
     found = child("foreign", XDG_CACHE_HOME="/dev/null/none", TMPDIR=str(tmp_path))
@@ -287,11 +288,11 @@ def test_weights_made_before_are_counted_as_they_come_back_and_without_a_home_no
     assert not list(tmp_path.glob("teraio-built-*"))
 
 
-def test_a_fork_takes_memory_of_its_own() -> None:
+def test_fork_allocates_its_own_memory() -> None:
     assert child("fork")["children"] == [0] * 20
 
 
-def test_where_it_cannot_be_built_memory_goes_back_and_why_is_said_once(tmp_path: Path) -> None:
+def test_failed_build_returns_memory_and_warns_once(tmp_path: Path) -> None:
     compiler = tmp_path / "cc"
     compiler.write_text("#!/bin/sh\necho 'x.cpp:1: fatal error: stdint.h is missing' >&2\nexit 1\n")
     compiler.chmod(0o755)
@@ -305,13 +306,13 @@ def test_where_it_cannot_be_built_memory_goes_back_and_why_is_said_once(tmp_path
     assert "fatal error: stdint.h is missing" in failing
     assert "can be written by others" in writable
     assert not list((tmp_path / "teraio" / "built").iterdir())
-    assert found["said"].count("freed memory goes back to the system at once") == 1
+    assert found["stderr"].count("freed memory goes back to the system at once") == 1
     assert found["used_is_resident"]
     assert found["freed"] > 31 * MIB
 
 
-def test_another_allocator_stays_and_nothing_is_said() -> None:
+def test_other_allocator_is_kept_without_a_warning() -> None:
     found = child("other")
     assert found["installed"] == "another allocator of tensors is installed"
     assert found["counted"] == MIB
-    assert "memory goes back" not in found["said"]
+    assert "memory goes back" not in found["stderr"]

@@ -1,4 +1,4 @@
-"""Where kernels run later than they are launched, it is the device's clock that says how long they take."""
+"""Timing of kernels that run after their launch has returned: the device's clock measures their durations."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ MS = 10**6
 
 
 class OwnClock(RamDevice):
-    """One millisecond goes by from each moment to the next."""
+    """A device whose clock advances by one millisecond with each moment that the engine takes."""
 
-    taken = asked = 0
+    taken = reads = 0
 
     def moment_after_kernels(self) -> Any:
         OwnClock.taken += 1
         return [OwnClock.taken]
 
     def moments_in_ns(self, moments: Sequence[Any]) -> list[int]:
-        OwnClock.asked += 1
+        OwnClock.reads += 1
         return [MS * at for (at,) in moments]
 
 
 @pytest.fixture(autouse=True)
 def _own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(choose, "choose_device", lambda kind=None: OwnClock())
-    monkeypatch.setattr(OwnClock, "asked", 0)
+    monkeypatch.setattr(OwnClock, "reads", 0)
     yield
     teraio.reset()
 
@@ -47,7 +47,7 @@ def test_a_profile_has_the_times_of_the_devices_clock(tmp_path: Path, train: boo
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: Any = {"memory": "1GiB", "inner": "eager", "warmup": 2, "profile": str(path)}
     compiled: Any = torch.compile(model, backend="teraio", options=options)
-    asked = []
+    reads = []
     for _ in range(5):
         if train:
             compiled(torch.ones(8, 64)).sum().backward()
@@ -56,12 +56,12 @@ def test_a_profile_has_the_times_of_the_devices_clock(tmp_path: Path, train: boo
         else:
             with torch.no_grad():
                 compiled(torch.ones(8, 64))
-        asked.append(OwnClock.asked)
+        reads.append(OwnClock.reads)
     profile = Profile.read(path)
     durations = [kernel.duration_ns for kernel in profile.kernels]
-    # Behind a slot's second moment the kernel runs, up to the first moment of the next slot; inference ends
-    # when it is seen to come round again, one moment later.
+    # A kernel runs from the second moment of its slot to the first moment of the next slot. The engine
+    # detects the end of an inference step only when the step repeats, one moment later.
     assert len(durations) > 8 and set(durations[:-1]) == {MS}
     assert durations[-1] == (MS if train else 2 * MS)
     assert teraio.stats()["step_ns"] % MS == 0 < teraio.stats()["step_ns"]
-    assert asked[0] == 0, "no one waits for the device within a step"
+    assert reads[0] == 0, "the engine waited for the device within a step"

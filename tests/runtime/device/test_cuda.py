@@ -1,4 +1,4 @@
-"""The CUDA device without a GPU: its streams, events and pinned copies on the fake driver, which is late."""
+"""The CUDA device without a GPU: its streams, events and pinned copies run on a fake driver with delays."""
 
 from __future__ import annotations
 
@@ -29,30 +29,31 @@ def bytes_of(seed: int) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_tensor_survives_the_host_tier_whatever_the_streams_do(fake: FakeCuda, seed: int) -> None:
-    """Six tensors in memory for three, back and forth without ever stopping the host."""
+def test_tensor_survives_host_tier_for_any_timing_of_streams(fake: FakeCuda, seed: int) -> None:
+    """The test evicts and fetches six tensors in random order. Memory has room for three of them. The host
+    waits for no copy."""
     fake.driver.fake_set(seed * 100, 300)
     device, order = CudaDevice(), random.Random(seed)
     tier, held = HostTier(device, 16 * 2**20), []
     pool: list[int] = []
     tensors = [FakeStorage(fake, pool) for _ in range(6)]
     holds = [bytes_of(seed * 10 + index) for index in range(6)]
-    places: list[PinnedBlock | None] = [None] * 6
+    blocks: list[PinnedBlock | None] = [None] * 6
     seen: list[tuple[Any, bytes]] = []
     for index, storage in enumerate(tensors):
         held.append(fake.write(storage, holds[index]))
     for turn in range(40):
         index = order.randrange(6)
-        storage, place = tensors[index], places[index]
-        if place is None:
-            place = places[index] = tier.reserve(SIZE)
-            assert place is not None
-            device.end_copy_and_free(device.begin_copy_out(storage, tier.copy_out_starter(place)))
+        storage, block = tensors[index], blocks[index]
+        if block is None:
+            block = blocks[index] = tier.reserve(SIZE)
+            assert block is not None
+            device.end_copy_and_free(device.begin_copy_out(storage, tier.copy_out_starter(block)))
         else:
-            pending = device.begin_copy_in(storage, SIZE, tier.copy_in_starter(place, demand=turn % 2 == 0))
+            pending = device.begin_copy_in(storage, SIZE, tier.copy_in_starter(block, demand=turn % 2 == 0))
             device.end_copy_in(pending)
-            tier.release(place)
-            places[index] = None
+            tier.release(block)
+            blocks[index] = None
             seen.append((fake.read(storage), holds[index]))
             if order.random() < 0.5:
                 holds[index] = bytes_of(1000 + turn)
@@ -64,7 +65,10 @@ def test_a_tensor_survives_the_host_tier_whatever_the_streams_do(fake: FakeCuda,
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_tensor_survives_the_ssd_tier(fake: FakeCuda, seed: int, tmp_path: Path) -> None:
-    """The same through pinned slabs and a file: the copier waits for the mark by its handle."""
+    """A tensor is moved through pinned slabs and a file.
+
+    To wait for a mark, the copier uses the mark's handle.
+    """
     fake.driver.fake_set(seed * 100, 300)
     device = CudaDevice()
     fd = os.open(tmp_path / "store", os.O_RDWR | os.O_CREAT)
@@ -99,29 +103,33 @@ def test_a_tensor_survives_the_ssd_tier(fake: FakeCuda, seed: int, tmp_path: Pat
     transfers.close()
 
 
-def test_a_missing_wait_shows_here_too(fake: FakeCuda) -> None:
-    """The compute stream does not wait for the copy out before the memory is used again."""
+def test_missing_wait_is_detected_on_the_fake_driver(fake: FakeCuda) -> None:
+    """The planted bug: kernels do not wait for events.
+
+    The compute stream then reuses a tensor's memory before the tensor's copy out has ended.
+    """
     wrong = 0
     for seed in range(30):
         fake.driver.fake_set(seed * 10, 2000)
         device = CudaDevice()
         device.make_kernels_wait_for_event = lambda event: None  # type: ignore[method-assign]
         tier, storage = HostTier(device, 16 * 2**20), FakeStorage(fake, [])
-        place = tier.reserve(SIZE)
-        assert place is not None
+        block = tier.reserve(SIZE)
+        assert block is not None
         held = fake.write(storage, bytes_of(seed))
-        device.end_copy_and_free(device.begin_copy_out(storage, tier.copy_out_starter(place)))
+        device.end_copy_and_free(device.begin_copy_out(storage, tier.copy_out_starter(block)))
         device.wait_for_copies()
-        wrong += ctypes.string_at(place.address, SIZE) != held.raw
+        wrong += ctypes.string_at(block.address, SIZE) != held.raw
         fake.synchronize()
     assert wrong >= 3
 
 
 @pytest.mark.parametrize("out", [True, False])
-def test_a_large_copy_is_given_in_pieces_behind_the_mark(
+def test_large_copy_is_issued_in_pieces_after_the_mark(
     fake: FakeCuda, out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the order of their addresses, on the device's streams, and none before the kernel that wrote."""
+    """The device's copy stream copies the pieces in the order of their addresses. The copies begin after the
+    kernel that wrote the tensor."""
     monkeypatch.setattr(pinned_host, "PIECE_BYTES", SIZE // 3)
     device = CudaDevice()
     tier, storage, data = HostTier(device, 16 * 2**20), FakeStorage(fake, []), bytes_of(1)
@@ -131,42 +139,45 @@ def test_a_large_copy_is_given_in_pieces_behind_the_mark(
         given.append(about)
         return give_to(*about)  # type: ignore[arg-type]
 
-    place = tier.reserve(SIZE)
-    assert place is not None
+    block = tier.reserve(SIZE)
+    assert block is not None
     held = fake.write(storage, data)
-    device.end_copy_and_free(device.begin_copy_out(storage, tier.copy_out_starter(place)))
+    device.end_copy_and_free(device.begin_copy_out(storage, tier.copy_out_starter(block)))
     device.copier = SimpleNamespace(give_to=seen_giving)  # type: ignore[assignment]
-    device.end_copy_in(device.begin_copy_in(storage, SIZE, tier.copy_in_starter(place)))
+    device.end_copy_in(device.begin_copy_in(storage, SIZE, tier.copy_in_starter(block)))
     if out:
         given.clear()
-        device.end_copy_without_freeing(device.begin_copy_out(storage, tier.copy_out_starter(place)))
+        device.end_copy_without_freeing(device.begin_copy_out(storage, tier.copy_out_starter(block)))
     seen = fake.read(storage)
     stream = (device.evict_stream if out else device.fetch_stream).cuda_stream
     third = SIZE // 3
     assert given == [
-        (stream, storage.data_ptr() + start, place.address + start, size, out)
+        (stream, storage.data_ptr() + start, block.address + start, size, out)
         for start, size in ((0, third), (third, third), (2 * third, SIZE - 2 * third))
     ]
     fake.synchronize()
     assert held and seen.raw == data
 
 
-def test_a_copy_that_the_driver_refuses_is_an_error_and_not_lost(fake: FakeCuda) -> None:
+def test_refused_copy_raises_and_keeps_the_bytes(fake: FakeCuda) -> None:
     device = CudaDevice()
     tier, storage = HostTier(device, 16 * 2**20), FakeStorage(fake, [])
-    place = tier.reserve(SIZE)
-    assert place is not None
+    block = tier.reserve(SIZE)
+    assert block is not None
     fake.driver.fake_fail_next(700)
     with pytest.raises(RuntimeError, match=r"refuses a copy of 64 KiB from the device \(error 700\)"):
-        device.begin_copy_out(storage, tier.copy_out_starter(place))
+        device.begin_copy_out(storage, tier.copy_out_starter(block))
     assert storage.nbytes() == SIZE
 
 
 @pytest.mark.parametrize("met", [CudaDevice.mark_compute_stream, CudaDevice.join_user_streams])
-def test_another_current_stream_is_put_behind_the_last_one(
+def test_new_current_stream_waits_for_the_previous_one(
     fake: FakeCuda, met: Callable[[CudaDevice], object]
 ) -> None:
-    """By a move, and by user code though nothing moves."""
+    """A move makes the new current stream wait for the previous current stream.
+
+    `join_user_streams` makes the new stream wait without a move.
+    """
     device, first = CudaDevice(), fake.compute
     storage = FakeStorage(fake, [])
     fake.driver.fake_set(1, 20_000)
@@ -179,17 +190,17 @@ def test_another_current_stream_is_put_behind_the_last_one(
     assert fake.compute is not first
 
 
-def test_time_passes_as_kernels_run_and_not_as_they_are_given(fake: FakeCuda) -> None:
+def test_moments_measure_runs_of_kernels_and_not_launches(fake: FakeCuda) -> None:
     device = CudaDevice()
     tier = device.make_host_tier(2 * SIZE)
-    place = tier.reserve(SIZE)
-    assert place is not None
+    block = tier.reserve(SIZE)
+    assert block is not None
     storage = FakeStorage(fake, [])
     moments = [device.moment_after_kernels()]
     fake.driver.fake_gate.restype = ctypes.c_void_p
     gate = ctypes.c_void_p(fake.driver.fake_gate(fake.compute.handle))
     moments.append(device.moment_after_kernels())
-    ticket = tier.copy_out_starter(place)(storage, device.mark_compute_stream())
+    ticket = tier.copy_out_starter(block)(storage, device.mark_compute_stream())
     asked_ns = time.perf_counter_ns()
     time.sleep(0.05)
     assert not ticket.done(), "the copy waits for the kernel"
@@ -211,14 +222,17 @@ def test_a_mark_inside_a_side_stream_is_a_programmer_error(fake: FakeCuda) -> No
     fake.compute = own
 
 
-def test_the_copies_streams_are_nobody_elses(fake: FakeCuda) -> None:
-    """The driver makes them once; torch's pool hands out the same ones again. The next device has them, as
-    torch may ask them later: what was used on them is freed when its last user goes."""
+def test_copy_streams_are_private_and_reused_by_the_next_device(fake: FakeCuda) -> None:
+    """The driver creates the copy streams, because torch's pool gives the same stream to several users.
+
+    The next device reuses the copy streams. They are never destroyed, because torch may query them when
+    memory is freed.
+    """
 
     def own(device: CudaDevice) -> set[int]:
         return {s.cuda_stream for s in (device.evict_stream, device.fetch_stream, device.demand_stream)}
 
-    gc.collect()  # devices of other tests
+    gc.collect()  # this call frees the devices of other tests
     first = CudaDevice()
     second = CudaDevice()
     before, other = own(first), own(second)
@@ -230,8 +244,9 @@ def test_the_copies_streams_are_nobody_elses(fake: FakeCuda) -> None:
     assert own(CudaDevice()) == before and fake.driver.fake_alive() == alive
 
 
-def test_memory_is_given_back_behind_the_stream_that_is_current(fake: FakeCuda) -> None:
-    """It may have been made on another one, which would take it at once."""
+def test_freed_memory_is_recorded_on_the_current_stream(fake: FakeCuda) -> None:
+    """The memory was allocated on another stream. Without the record, that stream would reuse the memory
+    immediately."""
     device, storage = CudaDevice(), FakeStorage(fake, [])
     fake.compute = fake.Stream()
     device.drop_bytes(storage)
@@ -240,16 +255,16 @@ def test_memory_is_given_back_behind_the_stream_that_is_current(fake: FakeCuda) 
     assert len(fake.recorded) == 1
 
 
-def test_memory_of_a_fetch_that_failed_half_way_is_not_given_back_under_its_copy(fake: FakeCuda) -> None:
+def test_failed_fetch_frees_memory_only_after_its_copy(fake: FakeCuda) -> None:
     fake.driver.fake_set(1, 20_000)
     device, pool = CudaDevice(), list[int]()
     tier, storage = HostTier(device, 16 * 2**20), FakeStorage(fake, pool)
-    place = tier.reserve(SIZE)
-    assert place is not None
-    device.end_copy_and_free(device.begin_copy_out(storage, tier.copy_out_starter(place)))
+    block = tier.reserve(SIZE)
+    assert block is not None
+    device.end_copy_and_free(device.begin_copy_out(storage, tier.copy_out_starter(block)))
 
     def breaks_off(storage: Any, mark: Any) -> Any:
-        tier.copy_in_starter(place)(storage, mark)
+        tier.copy_in_starter(block)(storage, mark)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -261,11 +276,11 @@ def test_memory_of_a_fetch_that_failed_half_way_is_not_given_back_under_its_copy
     assert seen.raw == held.raw
 
 
-# ---- which device
+# ---- the choice of the GPU
 
 
-def test_the_device_is_the_one_of_its_index_whichever_is_current(fake: FakeCuda) -> None:
-    """User code works on device 0; streams and the copier are those of device 1."""
+def test_device_with_index_ignores_the_current_device(fake: FakeCuda) -> None:
+    """User code uses device 0. The streams and the copier belong to device 1."""
     contexts: list[int] = []
     native: Any = cuda._native
     make = native.CudaCopier

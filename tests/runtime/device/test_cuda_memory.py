@@ -1,4 +1,4 @@
-"""A GPU's memory without a GPU: what there is of it, how it is counted, and what is pinned beside it."""
+"""The memory of a fake GPU: its capacity, its counts, and pinned host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_budget_is_free_and_held_memory_less_five_percent(fake: FakeCuda) ->
     assert (device.capacity_bytes(), device.available_bytes(), device.default_budget_bytes()) == (100, 80, 76)
 
 
-def test_segments_grow_unless_the_user_has_settings_of_their_own(
+def test_expandable_segments_are_enabled_unless_user_has_settings(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     CudaDevice()
@@ -34,13 +34,13 @@ def test_segments_grow_unless_the_user_has_settings_of_their_own(
     assert fake.settings == ["expandable_segments:True"] and caplog.text.count("has no way") == 1
 
 
-def test_settings_that_were_made_at_run_time_are_kept_too(fake: FakeCuda) -> None:
+def test_allocator_settings_made_at_run_time_are_kept(fake: FakeCuda) -> None:
     fake.asked_for["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:64"
     CudaDevice()
     assert fake.settings == []
 
 
-def test_an_allocator_of_the_users_own_is_left_alone(fake: FakeCuda) -> None:
+def test_allocator_of_the_user_is_left_unchanged(fake: FakeCuda) -> None:
     def has_none() -> None:
         raise RuntimeError("CUDAPluggableAllocator does not yet support snapshot")
 
@@ -49,7 +49,7 @@ def test_an_allocator_of_the_users_own_is_left_alone(fake: FakeCuda) -> None:
     assert fake.settings == []
 
 
-def test_segments_do_not_grow_where_the_driver_cannot_map_memory(
+def test_expandable_segments_are_disabled_if_driver_cannot_map_memory(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cuda, "_can_expand_segments", lambda: False)
@@ -57,7 +57,7 @@ def test_segments_do_not_grow_where_the_driver_cannot_map_memory(
     assert fake.settings == [] and "cannot map memory piece by piece" in caplog.text
 
 
-def test_a_fraction_of_the_card_is_all_that_there_is(fake: FakeCuda) -> None:
+def test_memory_fraction_limits_capacity_and_budget(fake: FakeCuda) -> None:
     fake.fraction = 0.4
     device = CudaDevice()
     assert (device.capacity_bytes(), device.available_bytes(), device.default_budget_bytes()) == (40, 40, 38)
@@ -73,7 +73,7 @@ def test_slabs_of_a_measurement_are_unpinned_when_it_ends(fake: FakeCuda) -> Non
     assert fake.driver.fake_pinned() == before
 
 
-def test_the_most_that_was_used_outlives_every_reset(fake: FakeCuda) -> None:
+def test_highest_used_bytes_survive_a_reset_of_the_peak(fake: FakeCuda) -> None:
     device = CudaDevice()
     for fake.most, highest in ((70, 70), (20, 70), (90, 90), (10, 90)):
         device.reset_peak()
@@ -82,7 +82,7 @@ def test_the_most_that_was_used_outlives_every_reset(fake: FakeCuda) -> None:
     assert [device.library_workspace_bytes(budget) for budget in (2**23, 2**40)] == [2**20, most]
 
 
-def test_allocated_and_reserved_memory_have_peaks_of_their_own_and_begin_anew(fake: FakeCuda) -> None:
+def test_allocated_and_reserved_peaks_are_separate_and_restart(fake: FakeCuda) -> None:
     device = CudaDevice()
     fake.used, fake.most, fake.reserved = 5, 70, 90
     device.reset_peak()
@@ -94,7 +94,7 @@ def test_allocated_and_reserved_memory_have_peaks_of_their_own_and_begin_anew(fa
 
 
 class Card:
-    """A card with so many bytes free, as `torch.empty` and what it returns show it."""
+    """A GPU with the given number of free bytes. `empty` replaces `torch.empty`."""
 
     OutOfMemoryError = MemoryError
     uint8 = "uint8"
@@ -112,12 +112,12 @@ class Card:
         self.size = size
 
     def empty_cache(self) -> None:
-        assert self.size == 0, "or nothing goes back to the driver"
+        assert self.size == 0, "the memory is still in use"
         self.emptied += 1
 
 
 @pytest.mark.parametrize(("free", "found"), [(100, 64), (64, 64), (63, 32), (8, 8), (7, None)])
-def test_a_full_card_is_measured_with_what_it_has_and_gets_it_back(
+def test_scratch_on_full_gpu_is_halved_and_freed(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, free: int, found: int | None
 ) -> None:
     device, card = CudaDevice(), Card(free)
@@ -140,7 +140,7 @@ def test_links_are_measured_with_an_eighth_of_the_budget_at_most() -> None:
     assert sizes == {4: 2, 16: 2, 40: 4, 57: 4, 1000: 64, 10**5: 128}
 
 
-def test_only_kernels_that_are_tuned_in_their_first_run_get_room_for_that(
+def test_only_autotuned_kernels_have_autotuning_bytes(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     about = SimpleNamespace(L2_cache_size=50 * 2**20)

@@ -1,4 +1,7 @@
-"""No schedule makes a kernel read bytes that are not there, and a missing wait is found without a GPU."""
+"""The order of kernels and copies on a fake device: no schedule lets a kernel read wrong bytes.
+
+The tests remove one wait of the device at a time. The fake device must detect each missing wait.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,17 @@ CELLS = 9
 
 class At(Enum):
     DEVICE = 1
-    LEAVING = 2
-    AWAY = 3
-    ARRIVING = 4
+    EVICTING = 2
+    EVICTED = 3
+    FETCHING = 4
 
 
 @dataclass(slots=True)
 class Tensor:
-    """What the engine knows of a tensor, and what it holds if everything runs at once in program order."""
+    """A tensor as the engine records it.
+
+    `holds` is the list of values that the tensor would have if all work ran in program order.
+    """
 
     storage: Storage
     holds: list[int]
@@ -43,7 +49,7 @@ class Tensor:
 
 
 class Run:
-    """A random program of kernels, evictions and fetches, as the engine may give them to a device."""
+    """A random program of kernels, evictions and fetches, as the engine could issue them."""
 
     def __init__(self, seed: int, kind: type[FakeDevice] = FakeDevice) -> None:
         self.world = World(seed)
@@ -53,7 +59,7 @@ class Run:
         self.tensors: list[Tensor] = []
         for index in range(5):
             size = self.random.randint(1, 3)
-            tensor = Tensor(Storage(f"t{index}", size), [], at=At.AWAY)
+            tensor = Tensor(Storage(f"t{index}", size), [], at=At.EVICTED)
             tensor.holds = tensor.place.cells = [100 * (index + 1) + cell for cell in range(size)]
             tensor.clean = True
             self.tensors.append(tensor)
@@ -72,7 +78,7 @@ class Run:
         for _ in range(moves):
             self.random.choice(actions)()
         for tensor in self.tensors:
-            self.settle(tensor)
+            self.check_last_value(tensor)
         self.world.run_out()
         return self.world.faults
 
@@ -80,15 +86,18 @@ class Run:
         return [tensor for tensor in self.tensors if tensor.at in where]
 
     def kernel(self) -> None:
-        """Reads up to two tensors, of which one may be leaving, and writes one that is not."""
-        targets, sources = self.some(At.DEVICE), self.some(At.DEVICE, At.LEAVING)
+        """Launch a kernel that writes a resident tensor.
+
+        The kernel reads up to two tensors. Each is resident, or its eviction is in flight.
+        """
+        targets, sources = self.some(At.DEVICE), self.some(At.DEVICE, At.EVICTING)
         if targets:
             target = self.random.choice(targets)
             self.launch(self.random.sample(sources, min(2, len(sources))), target.storage, target)
             target.clean = False
 
     def transient(self) -> None:
-        """A kernel's scratch memory: taken and given back at once by the host, used later."""
+        """Launch a kernel with scratch memory, which the host frees before the kernel has used it."""
         size = self.random.randint(1, 3)
         if self.device.room(size):
             scratch = Storage("scratch", size)
@@ -106,26 +115,26 @@ class Run:
     def evict(self) -> None:
         for tensor in self.some(At.DEVICE)[:1]:
             tensor.pending = self.device.begin_copy_out(tensor.storage, self.device.copy_out(tensor.place))
-            tensor.at = At.LEAVING
+            tensor.at = At.EVICTING
 
     def fetch(self) -> None:
-        away = [tensor for tensor in self.some(At.AWAY) if self.device.room(tensor.storage.size)]
-        if away:
-            self.begin_copy_in(self.random.choice(away))
+        fitting = [tensor for tensor in self.some(At.EVICTED) if self.device.room(tensor.storage.size)]
+        if fitting:
+            self.begin_copy_in(self.random.choice(fitting))
 
     def begin_copy_in(self, tensor: Tensor) -> None:
         start = self.device.copy_in(tensor.place)
         tensor.pending = self.device.begin_copy_in(tensor.storage, tensor.storage.size, start)
-        tensor.at = At.ARRIVING
+        tensor.at = At.FETCHING
 
     def end(self) -> None:
-        under_way = self.some(At.LEAVING, At.ARRIVING)
-        if under_way:
-            self.end_of(self.random.choice(under_way))
+        in_flight = self.some(At.EVICTING, At.FETCHING)
+        if in_flight:
+            self.end_of(self.random.choice(in_flight))
 
     def end_of(self, tensor: Tensor) -> None:
         assert tensor.pending is not None
-        if tensor.at is At.ARRIVING:
+        if tensor.at is At.FETCHING:
             self.device.end_copy_in(tensor.pending)
             tensor.at, tensor.clean = At.DEVICE, True
         elif self.random.random() < 0.3:
@@ -133,7 +142,7 @@ class Run:
             tensor.at, tensor.clean = At.DEVICE, True
         else:
             self.device.end_copy_and_free(tensor.pending)
-            tensor.at, tensor.clean = At.AWAY, True
+            tensor.at, tensor.clean = At.EVICTED, True
         tensor.pending = None
 
     def drop(self) -> None:
@@ -141,39 +150,40 @@ class Run:
         if clean:
             tensor = self.random.choice(clean)
             self.device.drop_bytes(tensor.storage)
-            tensor.at = At.AWAY
+            tensor.at = At.EVICTED
 
-    def settle(self, tensor: Tensor) -> None:
-        """Every tensor is looked at once more in the end, then makes room."""
-        while tensor.at in (At.LEAVING, At.ARRIVING):
+    def check_last_value(self, tensor: Tensor) -> None:
+        """Make the tensor resident at the end of the program, and launch a kernel that checks its value."""
+        while tensor.at in (At.EVICTING, At.FETCHING):
             self.end_of(tensor)
-        if tensor.at is At.AWAY:
+        if tensor.at is At.EVICTED:
             for other in self.tensors:
                 if not self.device.room(tensor.storage.size):
-                    self.make_away(other)
+                    self.evict_now(other)
             self.begin_copy_in(tensor)
             self.end_of(tensor)
         self.device.launch([(tensor.storage, tensor.holds)], tensor.storage, tensor.holds)
 
-    def make_away(self, other: Tensor) -> None:
-        if other.at in (At.LEAVING, At.ARRIVING):
+    def evict_now(self, other: Tensor) -> None:
+        if other.at in (At.EVICTING, At.FETCHING):
             self.end_of(other)
         if other.at is At.DEVICE:
             other.pending = self.device.begin_copy_out(other.storage, self.device.copy_out(other.place))
             self.device.end_copy_and_free(other.pending)
-            other.at, other.clean, other.pending = At.AWAY, True, None
+            other.at, other.clean, other.pending = At.EVICTED, True, None
 
 
-def test_no_schedule_lets_a_kernel_read_what_is_not_there() -> None:
+def test_no_schedule_lets_a_kernel_read_wrong_bytes() -> None:
     for seed in range(SCHEDULES):
         assert Run(seed).go() == [], f"seed {seed}"
 
 
-# ---- what the fake is worth: each wait, left out
+# ---- missing waits, which the fake device must detect
 
 
 class FreesBeforeTheCopy(FakeDevice):
-    """Rule: freed memory may be reused at once, so the compute stream waits for the copy first."""
+    """Rule: freed memory may be reused immediately. So before an evicted tensor is freed, the compute stream
+    must wait for the tensor's copy out."""
 
     def end_copy_and_free(self, pending: Pending) -> None:
         pending.ticket.wait()
@@ -181,7 +191,8 @@ class FreesBeforeTheCopy(FakeDevice):
 
 
 class FetchesBeforeCompute(FakeDevice):
-    """Rule: fresh memory may still be in use, so the side stream waits for the compute stream."""
+    """Rule: earlier kernels may still use memory that is newly allocated for a fetch, so the side stream must
+    wait for the compute stream."""
 
     def begin_copy_in(self, storage: Storage, size_bytes: int, start: Start) -> Pending:
         self.resize_storage(storage, size_bytes)
@@ -190,7 +201,8 @@ class FetchesBeforeCompute(FakeDevice):
 
 
 class WaitsForTheUnissued(FakeDevice):
-    """Rule: the host waits until the transfer is issued, or there is no event to wait for yet."""
+    """Rule: a transfer's event is recorded only when the transfer is issued, so the host must wait for the
+    issue."""
 
     def wait_for_copy(self, ticket: Ticket) -> None:
         if isinstance(ticket, StreamTicket):
@@ -200,7 +212,8 @@ class WaitsForTheUnissued(FakeDevice):
 
 
 class EvictsBeforeCompute(FakeDevice):
-    """Rule: the kernel that makes the tensor may still run, so the copy waits for the compute stream."""
+    """Rule: the kernel that writes the tensor may still run, so the copy out must wait for the compute
+    stream."""
 
     def begin_copy_out(self, storage: Storage, start: Start) -> Pending:
         mark = Mark(Event())
@@ -208,15 +221,17 @@ class EvictsBeforeCompute(FakeDevice):
 
 
 class ReadsBeforeTheCopy(FakeDevice):
-    """Rule: a fetch that was issued has not arrived."""
+    """Rule: a fetch that is issued may not have ended, so the compute stream must wait for the fetch's
+    end."""
 
     def end_copy_in(self, pending: Pending) -> bool:
         pending.ticket.wait()
         return False
 
 
-class WritesWhileItLeaves(FakeDevice):
-    """Rule: a tensor that was kept after all is written only when its copy is complete."""
+class WritesDuringTheEviction(FakeDevice):
+    """Rule: if a tensor is kept resident after its copy out, kernels may write to it only when the copy has
+    ended."""
 
     def end_copy_without_freeing(self, pending: Pending) -> None:
         pass
@@ -230,22 +245,25 @@ class WritesWhileItLeaves(FakeDevice):
         WaitsForTheUnissued,
         EvictsBeforeCompute,
         ReadsBeforeTheCopy,
-        WritesWhileItLeaves,
+        WritesDuringTheEviction,
     ],
 )
 def test_the_fake_catches_a_missing_wait(planted: type[FakeDevice]) -> None:
-    """In 15 to 195 of the first 200 schedules: that 3000 are clean says something."""
+    """Each missing wait is detected in at least 15 and at most 195 of the first 200 schedules.
+
+    If the device lacked a wait, some of 3000 schedules would therefore fail.
+    """
     caught = sum(Run(seed, planted).go() != [] for seed in range(200))
-    assert caught >= 10, f"{planted.__doc__} Left out, only {caught} of 200 schedules went wrong"
+    assert caught >= 10, f"{planted.__doc__} Without it, only {caught} of 200 schedules had a fault"
 
 
-def test_a_seed_is_a_schedule() -> None:
+def test_same_seed_gives_same_schedule() -> None:
     one, two = Run(7, FreesBeforeTheCopy), Run(7, FreesBeforeTheCopy)
     assert one.go() == two.go() != []
     assert one.world.now == two.world.now
 
 
-# ---- the fake itself, by hand
+# ---- tests of the fake device
 
 
 def test_a_wait_for_an_event_that_was_not_recorded_is_a_no_op() -> None:
@@ -264,16 +282,16 @@ def test_a_wait_for_an_event_that_was_not_recorded_is_a_no_op() -> None:
     assert order == ["compute", "side", "after"]
 
 
-def test_a_host_that_waits_for_ever_is_told() -> None:
+def test_endless_host_wait_raises_deadlock() -> None:
     with pytest.raises(AssertionError, match="deadlock"):
         World(0).run_until(lambda: False)
 
 
-# ---- errors and ends
+# ---- failed copies, and the ends of copies
 
 
 class Failing:
-    """A ticket that ends badly, or is interrupted while its copy still runs."""
+    """A ticket whose wait raises an error. With `finished=False`, the ticket's copy still runs."""
 
     def __init__(self, error: BaseException, finished: bool = True) -> None:
         self.error = error
@@ -288,23 +306,23 @@ class Failing:
 
 @pytest.fixture
 def evicted() -> Iterator[torch.Tensor]:
-    """Emptied, and no engine is there to fetch it."""
-    tensor, here = torch.arange(64, dtype=torch.uint8), CpuDevice()
-    forget(tensor.untyped_storage())  # which may be where one was that an engine did not forget
-    here.drop_bytes(tensor.untyped_storage())
+    """Yield an evicted tensor, without an engine that could fetch it."""
+    tensor, device = torch.arange(64, dtype=torch.uint8), CpuDevice()
+    forget(tensor.untyped_storage())  # a freed storage at this address may still be observed
+    device.drop_bytes(tensor.untyped_storage())
     yield tensor
     forget(tensor.untyped_storage())
 
 
 def forget(storage: torch.UntypedStorage) -> None:
-    """Do what an engine does when a storage's record ends."""
+    """End the observation of a storage, as an engine does when it deletes the storage's record."""
     observer = CpuDevice().observer
     assert observer is not None
     observer.forget_storage(storage._cdata, alive=True)
 
 
 def cannot_be_read(tensor: torch.Tensor) -> bool:
-    with pytest.raises(RuntimeError, match="teraio: no engine is there to fetch it"):
+    with pytest.raises(RuntimeError, match="teraio: no engine exists that could fetch it"):
         tensor.sum()
     return True
 
@@ -320,8 +338,8 @@ def test_an_eviction_that_failed_frees_nothing() -> None:
 
 def test_a_fetch_that_failed_leaves_the_storage_empty(evicted: torch.Tensor) -> None:
     cpu, storage = CpuDevice(), evicted.untyped_storage()
-    pending = cpu.begin_copy_in(storage, 64, lambda storage, mark: Failing(OSError("gone")))
-    with pytest.raises(OSError, match="gone"):
+    pending = cpu.begin_copy_in(storage, 64, lambda storage, mark: Failing(OSError("lost")))
+    with pytest.raises(OSError, match="lost"):
         cpu.end_copy_in(pending)
     assert pending.block.nbytes() == 0
     assert cannot_be_read(evicted)
@@ -351,7 +369,7 @@ def test_an_interrupted_fetch_keeps_its_memory_while_the_copy_runs(evicted: torc
     assert cannot_be_read(evicted)
 
 
-def test_what_a_copy_uses_is_kept_alive_until_its_end() -> None:
+def test_storage_and_event_of_copy_live_until_its_end() -> None:
     class Held(Event):
         pass
 
@@ -376,22 +394,22 @@ def test_what_a_copy_uses_is_kept_alive_until_its_end() -> None:
 
 def test_round_trip_of_a_storage_on_the_cpu(evicted: torch.Tensor) -> None:
     cpu, storage, view = CpuDevice(), evicted.untyped_storage(), evicted[8:16]
-    away = bytearray(range(64))
+    copied = bytearray(range(64))
 
     def out(storage: Any, mark: Mark) -> Ticket:
         assert mark.handle == 0
-        away[:] = bytes(storage)
+        copied[:] = bytes(storage)
         return Done()
 
     def into(storage: Any, mark: Mark) -> Ticket:
-        storage.copy_(torch.frombuffer(away, dtype=torch.uint8).untyped_storage())
+        storage.copy_(torch.frombuffer(copied, dtype=torch.uint8).untyped_storage())
         return Done()
 
     for _ in range(2):
         assert cannot_be_read(view)
         assert storage.nbytes() == 64
         cpu.end_copy_in(cpu.begin_copy_in(storage, 64, into))
-        away[:] = bytes(64)
+        copied[:] = bytes(64)
         assert view.tolist() == list(range(8, 16))
         cpu.end_copy_and_free(cpu.begin_copy_out(storage, out))
 
@@ -399,7 +417,7 @@ def test_round_trip_of_a_storage_on_the_cpu(evicted: torch.Tensor) -> None:
 # ---- budgets
 
 
-def test_the_cpu_budget_is_a_tenth_below_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_budget_is_a_tenth_below_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "available_bytes", lambda: 1000)
     assert CpuDevice().default_budget_bytes() == 900
 

@@ -1,4 +1,5 @@
-"""Pinned memory without a GPU: its places, the thread that pins ahead, and copies in pieces."""
+"""Pinned host memory without a GPU: its blocks, the thread that pins the next segment, and copies in
+pieces."""
 
 from __future__ import annotations
 
@@ -18,22 +19,26 @@ KIB = 1024
 GIB = 2**30
 
 
-# ---- places in pinned memory
+# ---- blocks of pinned memory
 
 
 class Toy:
-    """Pins nothing: an arena is an address. The driver refuses more than `most` segments."""
+    """A device that pins no real memory: a slab is only an address.
+
+    The device refuses to pin more than `most` segments.
+    """
 
     def __init__(self, most: int = 1000) -> None:
         self.at, self.most = GIB, most
-        self.pinned: list[tuple[int, threading.Thread]] = []  # how many bytes, on which thread
-        self.goes_on = threading.Event()
-        self.goes_on.set()
+        # For each segment: the number of its bytes, and the thread that pinned the segment.
+        self.pinned: list[tuple[int, threading.Thread]] = []
+        self.may_pin = threading.Event()  # the pinning thread waits for this event
+        self.may_pin.set()
 
     def allocate_slabs(self, slab_bytes: int, count: int) -> Any:
         self.pinned.append((slab_bytes * count, threading.current_thread()))
         if threading.current_thread() is not threading.main_thread():
-            assert self.goes_on.wait(60)
+            assert self.may_pin.wait(60)
         if len(self.pinned) > self.most:
             raise OSError(12, "no")
         self.at += 4 * GIB
@@ -44,24 +49,24 @@ def toy_tier(limit: int, toy: Toy | None = None) -> HostTier:
     return HostTier(toy or Toy(), limit)  # type: ignore[arg-type]
 
 
-def test_places_never_overlap_and_all_memory_comes_back() -> None:
+def test_pinned_blocks_never_overlap_and_all_memory_is_freed() -> None:
     tier, order = toy_tier(3 * GIB), random.Random(1)
     live: list[PinnedBlock] = []
     for _ in range(3000):
         if order.random() < 0.5 and live:
             tier.release(live.pop(order.randrange(len(live))))
         else:
-            place = tier.reserve(order.randrange(1, GIB // 4))
-            live += [place] if place else []
+            block = tier.reserve(order.randrange(1, GIB // 4))
+            live += [block] if block else []
         edges = sorted(live)
         assert all(one.address + one.size_bytes <= two.address for one, two in pairwise(edges))
-    for place in live:
-        tier.release(place)
+    for block in live:
+        tier.release(block)
     assert tier.pinned_bytes == 3 * GIB
-    assert sorted(place.size_bytes for place in tier._free) == [GIB] * 3
+    assert sorted(block.size_bytes for block in tier._free) == [GIB] * 3
 
 
-def test_the_limit_is_kept_and_a_freed_place_serves_again() -> None:
+def test_limit_holds_and_freed_block_is_reused() -> None:
     tier = toy_tier(GIB + GIB // 2)
     one, two = tier.reserve(GIB), tier.reserve(GIB // 2)
     assert one and two
@@ -71,15 +76,15 @@ def test_the_limit_is_kept_and_a_freed_place_serves_again() -> None:
     assert tier.pinned_bytes == GIB + GIB // 2
 
 
-def test_a_tensor_larger_than_a_segment_has_one_of_its_own() -> None:
+def test_tensor_larger_than_a_segment_gets_its_own_segment() -> None:
     tier = toy_tier(8 * GIB)
-    place = tier.reserve(2 * GIB + 1)
-    assert place is not None
-    assert place.size_bytes >= 2 * GIB + 1
+    block = tier.reserve(2 * GIB + 1)
+    assert block is not None
+    assert block.size_bytes >= 2 * GIB + 1
     assert tier.pinned_bytes == 3 * GIB
 
 
-def test_when_no_more_can_be_pinned_what_there_is_stays_in_use() -> None:
+def test_refused_pinning_keeps_pinned_blocks_usable() -> None:
     tier = toy_tier(8 * GIB, Toy(most=1))
     one = tier.reserve(GIB)
     assert one is not None
@@ -91,29 +96,31 @@ def test_when_no_more_can_be_pinned_what_there_is_stays_in_use() -> None:
     assert tier.pinned_bytes == GIB and len(tier.device.pinned) == 2  # type: ignore[attr-defined]
 
 
-def test_a_thread_pins_the_next_segment_while_there_is_room_in_the_last_one() -> None:
+def test_thread_pins_next_segment_while_last_one_has_free_blocks() -> None:
     toy = Toy()
     tier = toy_tier(8 * GIB, toy)
-    toy.goes_on.clear()
-    places = [tier.reserve(GIB // 4) for _ in range(4)]  # none of them waits for the thread
+    toy.may_pin.clear()
+    # None of these reservations waits for the pinning thread.
+    blocks = [tier.reserve(GIB // 4) for _ in range(4)]
     deadline = time.monotonic() + 60
     while len(toy.pinned) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert [thread is threading.main_thread() for _, thread in toy.pinned] == [True, False]
-    assert None not in places and tier.pinned_bytes == GIB
-    toy.goes_on.set()
-    assert tier.reserve(GIB // 4) is not None  # of the segment that the thread pins, and of no third one
+    assert None not in blocks and tier.pinned_bytes == GIB
+    toy.may_pin.set()
+    # The thread pins the second segment, and this block is in that segment. No third segment is needed.
+    assert tier.reserve(GIB // 4) is not None
     assert tier.pinned_bytes == 2 * GIB and len(toy.pinned) == 2
 
 
-def test_a_thread_that_is_refused_ends_nothing() -> None:
+def test_refused_pinning_on_thread_lowers_the_limit() -> None:
     tier = toy_tier(8 * GIB, Toy(most=1))
     assert [tier.reserve(GIB // 4) is None for _ in range(5)] == [False] * 4 + [True]
     assert tier.refused is not None and tier.limit_bytes == GIB
 
 
-def test_no_more_than_a_segment_is_pinned_ahead_of_need() -> None:
-    """The limit is 64 GiB; what one tensor needs may be more than a segment, and the next is as large."""
+def test_at_most_one_segment_is_pinned_ahead() -> None:
+    """The next segment is as large as the next tensor if that tensor is larger than a usual segment."""
     for sizes in ([GIB // 10] * 40, [3 * GIB, GIB // 4, GIB // 4], [GIB // 2 + 1] * 5):
         toy = Toy()
         tier = toy_tier(64 * GIB, toy)
@@ -129,7 +136,7 @@ def test_no_more_than_a_segment_is_pinned_ahead_of_need() -> None:
 
 
 def test_a_large_copy_is_cut_into_pieces_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less than two pieces are one copy, as ever."""
+    """A copy that is smaller than two pieces is not divided."""
     monkeypatch.setattr(pinned_host, "PIECE_BYTES", 1000)
     for size, expected in ((1, [1]), (1999, [1999]), (2000, [1000, 1000]), (3500, [1000, 1000, 1500])):
         cut = list(pinned_host.piece_bounds(size))

@@ -1,4 +1,4 @@
-"""What a drive says of its own wear: which drives are below a directory, and what is asked of them."""
+"""The health of drives: finding the drives that store a directory, and reading their SMART log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from teraio.runtime.store import drive_health
 
 
-def log_page(**said: int) -> bytes:
+def log_page(**values: int) -> bytes:
     page = bytearray(drive_health.PAGE_BYTES)
     for name, (at, size) in {
         "warnings": (0, 1),
@@ -23,12 +23,12 @@ def log_page(**said: int) -> bytes:
         "units": (48, 16),
         "errors": (160, 16),
     }.items():
-        page[at : at + size] = said[name].to_bytes(size, "little")
+        page[at : at + size] = values[name].to_bytes(size, "little")
     return bytes(page)
 
 
 def tree_of_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in /sys: two drives, a partition of each, and a volume that is made of both."""
+    """Create a tree like /sys with two drives, a partition on each, and a volume over both partitions."""
     devices, numbers = root / "devices", root / "block"
     for name in ("nvme0n1/nvme0n1p2", "nvme1n1/nvme1n1p1", "dm-0/slaves"):
         (devices / name).mkdir(parents=True)
@@ -47,7 +47,9 @@ def tree_of_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drive_health, "BLOCKS", numbers)
 
 
-def test_the_drives_below_a_partition_and_a_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disks_of_a_partition_and_of_a_volume_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tree_of_blocks(tmp_path, monkeypatch)
     assert (
         drive_health.disks_of_block_device("259:0")
@@ -59,7 +61,7 @@ def test_the_drives_below_a_partition_and_a_volume(tmp_path: Path, monkeypatch: 
         drive_health.disks_of_block_device("7:7")
 
 
-def test_a_file_system_without_a_number_is_found_where_it_is_mounted(
+def test_file_system_without_block_device_is_found_by_its_mount(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drive_health, "BLOCKS", tmp_path)
@@ -69,15 +71,18 @@ def test_a_file_system_without_a_number_is_found_where_it_is_mounted(
     mounts.write_text(f"36 35 {own} / /mnt rw,noatime shared:1 - btrfs /dev/null rw\n")
     assert drive_health.device_number_of_path(tmp_path) == "1:3"
     mounts.write_text(f"36 35 {own} / /mnt rw - btrfs /dev/nowhere rw\n")
-    (told,) = drive_health.health_of_drives(tmp_path)
-    assert isinstance(told, drive_health.NoAnswer) and str(told).startswith("/dev/nowhere: ")
+    (answer,) = drive_health.health_of_drives(tmp_path)
+    assert isinstance(answer, drive_health.NoAnswer) and str(answer).startswith("/dev/nowhere: ")
     mounts.write_text(f"36 35 {own} / /mnt rw - overlay overlay rw\n")
-    (told,) = drive_health.health_of_drives(tmp_path)
-    assert isinstance(told, drive_health.NoAnswer) and "does not say which drive" in str(told)
+    (answer,) = drive_health.health_of_drives(tmp_path)
+    assert isinstance(answer, drive_health.NoAnswer) and "does not name its drive" in str(answer)
 
 
-def test_a_drive_is_asked_for_its_log_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked as linux/nvme_ioctl.h has it: the page arrives where the command points."""
+def test_only_the_smart_log_of_a_drive_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command has the layout of linux/nvme_ioctl.h.
+
+    The drive writes the log page to the address in the command.
+    """
     page = log_page(warnings=1, spare=9, least=10, used=130, units=2**70, errors=7)
 
     def drive(descriptor: int, request: int, command: Any) -> int:
@@ -93,13 +98,13 @@ def test_a_drive_is_asked_for_its_log_and_nothing_else(monkeypatch: pytest.Monke
     assert drive_health.parse_smart_page(
         "nvme0n1", drive_health._read_smart_page(7)
     ) == drive_health.DriveHealth("nvme0n1", 130, 9, 10, 2**70 * 512_000, 7, 1)
-    monkeypatch.setattr(drive_health.fcntl, "ioctl", lambda *asked: 0x4002)
+    monkeypatch.setattr(drive_health.fcntl, "ioctl", lambda *arguments: 0x4002)
     with pytest.raises(OSError, match="0x4002"):
         drive_health._read_smart_page(7)
 
 
-def test_a_drive_that_cannot_be_asked_is_said_with_its_name() -> None:
+def test_unreadable_drive_is_reported_by_name() -> None:
     with pytest.raises(drive_health.NoAnswer, match="vda is no NVMe drive"):
         drive_health.read_drive_health("vda")
-    with pytest.raises(drive_health.NoAnswer, match=r"/dev/nvme99n9: .*root may"):
+    with pytest.raises(drive_health.NoAnswer, match=r"/dev/nvme99n9: .*only root may"):
         drive_health.read_drive_health("nvme99n9")

@@ -1,4 +1,4 @@
-"""Extents: no block has two owners, every block has one, and whatever is free can be used."""
+"""Tests of extents: each block is free or has exactly one owner, and all free blocks can be reserved."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from teraio.runtime.store.extents import STRIPE_BYTES, Extents, Piece, round_up_
 
 BLOCK = 4096
 
-# (blocks to take; 0: give one back; -1: bury a part of one), a number that picks which, bytes short of blocks
+# Each tuple is a step. The first number is the count of blocks to reserve, 0 to release an extent, or -1 to
+# retire one of its blocks. The second number chooses the extent. The third number is subtracted from the
+# bytes to reserve.
 STEPS = st.lists(
     st.tuples(st.integers(-1, 40), st.integers(0, 10**6), st.integers(0, BLOCK - 1)), max_size=60
 )
 
 
 @settings(max_examples=150, deadline=None)
-@example([(2, 0, 0), (2, 0, 0), (0, 0, 0), (1, 0, 0)], [100])  # a part of what was given back
+# The last step reserves a part of a released extent.
+@example([(2, 0, 0), (2, 0, 0), (0, 0, 0), (1, 0, 0)], [100])
 @given(STEPS, st.lists(st.integers(1, 100), min_size=1, max_size=3))
 def test_every_block_has_one_owner_and_free_bytes_can_be_used(
     steps: list[tuple[int, int, int]], files: list[int]
@@ -54,7 +57,7 @@ def test_every_block_has_one_owner_and_free_bytes_can_be_used(
     assert extents.free_bytes == extents.capacity_bytes - extents.dead_bytes
 
 
-def test_the_extent_that_was_freed_last_goes_out_first() -> None:
+def test_last_freed_extent_is_reused_first() -> None:
     extents = Extents([100 * BLOCK])
     first, second = extents.reserve_pieces(5000), extents.reserve_pieces(5000)
     assert first and second
@@ -64,7 +67,7 @@ def test_the_extent_that_was_freed_last_goes_out_first() -> None:
 
 
 def test_mixed_sizes_do_not_grow_without_bound() -> None:
-    """The file's end stays near what is in use at most, however long that goes on."""
+    """After any number of reservations, the file's end is below 1.5 times the peak of the used bytes."""
     random_ = random.Random(4)
     extents = Extents([1 << 40])
     live: list[tuple[Piece, ...]] = []
@@ -78,32 +81,32 @@ def test_mixed_sizes_do_not_grow_without_bound() -> None:
         peak = max(peak, extents.used_bytes)
     assert extents.files[0].end < 1.5 * peak, (extents.files[0].end, peak)
     assert len(extents.files[0].list_free_runs()) < 200
-    assert sum(map(len, live)) < 8 * len(live), "extents fall to pieces"
+    assert sum(map(len, live)) < 8 * len(live), "extents are fragmented"
 
 
-def test_stripes_go_where_the_weights_say() -> None:
+def test_stripes_are_distributed_by_weights() -> None:
     extents = Extents([1 << 34, 1 << 34], weights=[3, 1])
     pieces = extents.reserve_pieces(64 * STRIPE_BYTES)
     assert pieces is not None
     by_file = [sum(size for file, _, size in pieces if file == number) for number in (0, 1)]
     assert by_file == [48 * STRIPE_BYTES, 16 * STRIPE_BYTES]
-    assert len(pieces) > 16, "both drives work at any part of the tensor"
+    assert len(pieces) > 16, "the stripes of both drives alternate"
 
 
-def test_small_tensors_are_dealt_to_all_files() -> None:
+def test_small_tensors_are_spread_over_all_files() -> None:
     extents = Extents([1 << 30] * 4)
     taken = [extents.reserve_pieces(BLOCK) for _ in range(40)]
     counts = [sum(pieces[0][0] == file for pieces in taken if pieces) for file in range(4)]
     assert counts == [10] * 4
 
 
-def test_a_full_file_leaves_the_rest_to_the_others() -> None:
+def test_other_files_take_the_stripes_of_a_full_file() -> None:
     extents = Extents([2 * STRIPE_BYTES, 6 * STRIPE_BYTES])
     assert extents.reserve_pieces(8 * STRIPE_BYTES) is not None
     assert extents.free_bytes == 0 and extents.reserve_pieces(1) is None
 
 
-def test_the_capacity_holds_over_all_files() -> None:
+def test_capacity_limits_all_files_together() -> None:
     extents = Extents([100 * BLOCK, 100 * BLOCK], capacity_bytes=50 * BLOCK)
     assert extents.reserve_pieces(51 * BLOCK) is None
     pieces = extents.reserve_pieces(50 * BLOCK)
@@ -113,7 +116,7 @@ def test_the_capacity_holds_over_all_files() -> None:
 
 
 @pytest.mark.parametrize("keep_whole", [True, False])
-def test_what_is_buried_never_comes_back(keep_whole: bool) -> None:
+def test_retired_blocks_are_never_reserved_again(keep_whole: bool) -> None:
     extents = Extents([10 * BLOCK])
     pieces = extents.reserve_pieces(10 * BLOCK)
     assert pieces

@@ -1,4 +1,4 @@
-"""GPUDirect without a GPU: the adapter's own logic on a toy kvikio, and the real kvikio on a stub driver."""
+"""GPUDirect Storage without a GPU: the adapter with a toy kvikio, and the real kvikio with a stub driver."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Storage:
 
 
 class Stage:
-    """Slabs in RAM. Counts the copies and keeps the marks that they were given."""
+    """Slabs in RAM. `marks` lists the mark that each copy got."""
 
     slab_bytes = SLAB
 
@@ -61,13 +61,16 @@ class Stage:
 
 
 class ToyFile:
-    """What kvikio's CuFile does, by pread and pwrite; every operation raises `trouble`, or waits for it."""
+    """A toy kvikio.CuFile with pread and pwrite.
+
+    If `trouble` is an error, each operation raises it. If `trouble` is an event, each operation waits for it.
+    """
 
     trouble: Any = None
     calls: list[tuple[str, int, int]]
 
     def __init__(self, path: str, flags: str) -> None:
-        assert flags == "r+", "any other mode makes or truncates the file"
+        assert flags == "r+", "any other mode creates or truncates the file"
         if kvikio_mode.refuse:
             raise RuntimeError("cuFile error: cuFileHandleRegister: 5008")
         self.fd = os.open(path, os.O_RDWR)
@@ -103,7 +106,7 @@ kvikio_mode = SimpleNamespace(compat=None, refuse=False, cufile_falls_back=False
 
 @pytest.fixture(autouse=True)
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A module of that name with what the adapter uses."""
+    """Install a toy module `kvikio` that has only the parts that the adapter uses."""
     toy: Any = ModuleType("kvikio")
     toy.CuFile = ToyFile
     toy.CompatMode = SimpleNamespace(OFF="off", ON="on")
@@ -130,7 +133,7 @@ def path(tmp_path: Path) -> Path:
     return made
 
 
-def test_tensors_of_all_sizes_go_out_and_come_back(path: Path) -> None:
+def test_tensors_of_all_sizes_are_read_as_written(path: Path) -> None:
     file, offset, extents = gds.DirectFile(path, Stage()), 0, []
     path.unlink()
     for size in (1, 4095, 4096, 4097, SLAB, SLAB + 1, 5 * SLAB + 77):
@@ -146,8 +149,9 @@ def test_tensors_of_all_sizes_go_out_and_come_back(path: Path) -> None:
     assert file.close()
 
 
-def test_it_is_a_start_like_any_other(path: Path) -> None:
-    """`Device.begin_evict` and `begin_fetch` take what `write` and `read` give; every copy gets the mark."""
+def test_starters_work_with_an_ordered_device(path: Path) -> None:
+    """The functions that start a copy to or from the file work with `begin_copy_out` and `begin_copy_in` of
+    the device. Each copy gets the device's mark."""
     stage, cpu, storage = Stage(), device.OrderedDevice(), Storage(b"x" * 3 * SLAB)
     cpu.mark_compute_stream = lambda: Mark("event", 7)  # type: ignore[method-assign]
     file = gds.DirectFile(path, stage)
@@ -216,7 +220,7 @@ def test_a_short_read_is_an_error(path: Path) -> None:
     assert file.close()
 
 
-def test_a_drive_that_hangs_is_an_error_in_time_and_its_slab_is_never_used_again(path: Path) -> None:
+def test_hung_transfer_times_out_and_its_slab_is_never_reused(path: Path) -> None:
     stage, gate = Stage(2), threading.Event()
     file = gds.DirectFile(path, stage, deadline_s=0.1)
     ToyFile.trouble = gate
@@ -225,7 +229,7 @@ def test_a_drive_that_hangs_is_an_error_in_time_and_its_slab_is_never_used_again
         hanging.wait()
     assert not hanging.done()
     ToyFile.trouble = None
-    file.deadline_s = 60.0  # of what goes well
+    file.deadline_s = 60.0  # a deadline for the next transfer, which succeeds
     came = Storage(b"y" * 4096)
     file.copy_in_starter(4096)(came, Mark()).wait()
     assert came.data == bytes(4096)
@@ -233,34 +237,34 @@ def test_a_drive_that_hangs_is_an_error_in_time_and_its_slab_is_never_used_again
     gate.set()
 
 
-# ---- is it direct?
+# ---- the trial of GPUDirect Storage
 
 
-def test_without_a_gpu_kvikio_is_not_even_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_gpu_kvikio_is_not_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cuda, "reason_without_gpu", lambda: "the driver shows no GPU")
     monkeypatch.setattr(gds.importlib.util, "find_spec", lambda name: pytest.fail("looked for"))
     assert gds.reason_without_gds(tmp_path) == "no GPU (the driver shows no GPU)"
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "reason"),
+    ("printed", "code", "reason"),
     [
         ("", 0, None),
         ("cuFile refuses x", 1, "cuFile refuses x"),
     ],
 )
-def test_the_reason_is_what_the_trial_says(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, code: int, reason: str | None
+def test_reason_is_the_output_of_the_trial(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, printed: str, code: int, reason: str | None
 ) -> None:
     monkeypatch.setattr(cuda, "reason_without_gpu", lambda: None)
     monkeypatch.setattr(gds.importlib.util, "find_spec", lambda name: object())
-    done = subprocess.CompletedProcess([], code, said, "")
+    done = subprocess.CompletedProcess([], code, printed, "")
     monkeypatch.setattr(gds.subprocess, "run", lambda *command, **options: done)
     assert gds.reason_without_gds(tmp_path) == reason
 
 
-def test_a_trial_that_hangs_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As cuFileDriverOpen does where there is no device."""
+def test_hanging_trial_returns_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The cuFile function cuFileDriverOpen hangs if no GPU exists."""
     monkeypatch.setattr(cuda, "reason_without_gpu", lambda: None)
     monkeypatch.setattr(gds.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(gds, "TRIAL_S", 0.01)
@@ -277,7 +281,7 @@ SHIPPED = """{
 }"""
 
 
-def test_the_configuration_stays_as_it_is_but_for_the_fallback(
+def test_cufile_configuration_changes_only_the_fallback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     theirs = tmp_path / "theirs.json"

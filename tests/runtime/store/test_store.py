@@ -1,4 +1,4 @@
-"""The store: bytes come back or an error says why, whatever the drive does."""
+"""Tests of the store: for each fault of the drive, a read returns the written bytes or raises an error."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def fetched(store: Store, extent: Extent, size: int) -> bytes:
     return back.get()
 
 
-# ---- what goes right
+# ---- without faults
 
 
 @pytest.mark.parametrize("checksums", [True, False])
 @pytest.mark.parametrize("files", [1, 3])
-def test_bytes_come_back(root: Path, files: int, checksums: bool) -> None:
+def test_written_bytes_are_read_unchanged(root: Path, files: int, checksums: bool) -> None:
     store = Store([root] * files, 128 * MIB, checksums=checksums)
     memories = [Memory(size, seed=size) for size in (1, 4095, 4096, 4097, 3 * MIB + 5, 21 * MIB)]
     extents = [store.reserve(memory.size, f"t{memory.size}") for memory in memories]
@@ -64,7 +64,7 @@ def test_slabs_are_a_twentieth_of_memory_and_at_most_64_mib() -> None:
             assert size * count <= max(HUGE_PAGE, min(64 * MIB, (memory or 1 << 60) // 20), count * BLOCK)
 
 
-def test_a_full_store_says_what_it_needs_and_what_it_has(root: Path) -> None:
+def test_full_store_error_names_needed_and_free_bytes(root: Path) -> None:
     with Faulty(root, size_bytes=MIB) as rig:
         extent = rig.store.reserve(MIB - 10, "first")
         with pytest.raises(
@@ -77,7 +77,7 @@ def test_a_full_store_says_what_it_needs_and_what_it_has(root: Path) -> None:
         rig.store.reserve(MIB, "second")
 
 
-def test_churn_of_mixed_sizes_grows_nothing(root: Path) -> None:
+def test_mixed_sizes_leak_no_descriptor_thread_or_block(root: Path) -> None:
     def counts() -> tuple[int, int, int]:
         gc.collect()
         return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
@@ -123,7 +123,7 @@ def test_many_threads_may_wait_for_one_ticket(root: Path) -> None:
             def wait(ticket: StoreTicket = ticket, raised: list[BaseException] = raised) -> None:
                 try:
                     ticket.wait()
-                except BaseException as error:  # noqa: BLE001 - the test looks at it
+                except BaseException as error:  # noqa: BLE001 - the test checks it
                     raised.append(error)
 
             threads = [threading.Thread(target=wait) for _ in range(6)]
@@ -137,16 +137,16 @@ def test_many_threads_may_wait_for_one_ticket(root: Path) -> None:
             rig.store.release(extent)
 
 
-# ---- tickets that are given up, dropped or interrupted
+# ---- tickets that are cancelled, dropped or interrupted
 
 
-def test_a_cancelled_transfer_says_so_and_the_extent_lives_on(root: Path) -> None:
+def test_cancelled_transfer_raises_and_extent_is_reusable(root: Path) -> None:
     with Faulty(root, "memory") as rig:
         memory = Memory(3 * MIB, seed=1)
         extent = rig.store.reserve(memory.size, "t")
         ticket = rig.store.write(extent, memory.address, "t")
         assert ticket.cancel()
-        with pytest.raises(StoreError, match="given up"):
+        with pytest.raises(StoreError, match="cancelled"):
             ticket.wait()
         with pytest.raises(CorruptTensorError):
             fetched(rig.store, extent, memory.size)
@@ -154,7 +154,7 @@ def test_a_cancelled_transfer_says_so_and_the_extent_lives_on(root: Path) -> Non
         assert fetched(rig.store, extent, memory.size) == memory.get()
 
 
-def test_an_extent_released_under_a_dropped_ticket_is_not_reused_before_its_end(root: Path) -> None:
+def test_extent_released_with_dropped_ticket_is_reused_only_after_the_transfer(root: Path) -> None:
     with Faulty(root, size_bytes=2 * MIB) as rig:
         memory = Memory(2 * MIB, seed=1)
         rig.fault.add("stall", "write", sticky=True)
@@ -173,7 +173,7 @@ def test_an_extent_released_under_a_dropped_ticket_is_not_reused_before_its_end(
 
 
 def test_ctrl_c_leaves_no_transfer_behind(root: Path) -> None:
-    """The memory may be freed as soon as the exception is seen."""
+    """The caller may free the tensor's memory as soon as the exception is raised."""
     with Faulty(root) as rig:
         memory = Memory(4 * MIB, seed=1)
         extent = rig.put(memory, "t")
@@ -185,7 +185,7 @@ def test_ctrl_c_leaves_no_transfer_behind(root: Path) -> None:
                 break
             ticket.cancel()
         else:
-            pytest.fail("the interrupt never came while the ticket was waited for")
+            pytest.fail("no interrupt arrived during the wait for the ticket")
         assert ticket.done() and rig.store.space.transfers.stats()["unfinished"] == 0
         then = back.get()
         time.sleep(0.4)
@@ -219,11 +219,11 @@ def test_ctrl_c_at_any_moment_ends_the_transfer_and_the_store_goes_on(root: Path
     assert interrupted > 5
 
 
-# ---- what goes wrong
+# ---- with faults
 
 
 @pytest.mark.parametrize("where", ["threads", "memory"])
-def test_eio_on_write_goes_to_another_extent_once(root: Path, where: str) -> None:
+def test_write_that_failed_with_eio_is_retried_at_other_pieces(root: Path, where: str) -> None:
     with Faulty(root, where, size_bytes=4 * MIB) as rig:
         memory = Memory(MIB, seed=1)
         rig.fault.add("EIO", "write", nth=1)
@@ -236,7 +236,7 @@ def test_eio_on_write_goes_to_another_extent_once(root: Path, where: str) -> Non
         ticket.wait()
         assert extent.pieces != first
         assert fetched(rig.store, extent, memory.size) == memory.get()
-        assert rig.store.space.extents.dead_bytes > 0, "the block that failed is not used again"
+        assert rig.store.space.extents.dead_bytes > 0, "the failed block may be used again"
         check_extents(rig.store.space.extents, [extent.pieces])
 
 
@@ -271,7 +271,10 @@ def test_enospc_in_mid_run_is_a_full_store_and_the_memory_copy_is_kept(root: Pat
 
 
 def test_an_extent_never_yields_the_bytes_of_another(root: Path) -> None:
-    """Were the books ever wrong and two extents in one place, the drive's blocks know whose they are."""
+    """The test gives the same pieces to two extents.
+
+    The tag in each written block then detects the wrong owner.
+    """
     with Faulty(root) as rig:
         memory = Memory(MIB, seed=1)
         mine, other = rig.put(memory, "mine"), rig.put(memory, "other")
@@ -293,8 +296,11 @@ def test_eio_on_read_is_retried_twice_then_names_the_tensor(root: Path) -> None:
             fetched(rig.store, extent, memory.size)
 
 
-def test_a_hung_write_loses_its_place_and_only_that(root: Path) -> None:
-    """The write may come at any time: its blocks are out of use for good, the tensor finds others."""
+def test_hung_write_retires_only_its_own_blocks(root: Path) -> None:
+    """A hung write may still reach the drive later.
+
+    Its blocks are therefore retired, and the tensor gets other blocks.
+    """
     with Faulty(root, "memory", size_bytes=8 * MIB) as rig:
         memory, other = Memory(3 * MIB, seed=1), Memory(3 * MIB, seed=2)
         rig.fault.add("drop", "write", nth=2)
@@ -313,7 +319,7 @@ def test_a_hung_write_loses_its_place_and_only_that(root: Path) -> None:
         assert all(fetched(rig.store, one, BLOCK) == Memory(BLOCK, seed=3).get() for one in extents)
 
 
-def test_a_hung_write_that_nobody_waits_for_loses_its_place_too(root: Path) -> None:
+def test_hung_write_without_ticket_retires_its_blocks(root: Path) -> None:
     with Faulty(root, "memory", size_bytes=8 * MIB, deadline_s=0.2) as rig:
         memory = Memory(MIB, seed=1)
         rig.fault.add("drop", "write", nth=1)
@@ -321,7 +327,7 @@ def test_a_hung_write_that_nobody_waits_for_loses_its_place_too(root: Path) -> N
         extent = rig.store.reserve(memory.size, "t")
         rig.store.write(extent, memory.address, "t")
         lost_in = extent.pieces
-        for _ in range(2):  # time passes while others are waited for
+        for _ in range(2):  # two other transfers, so that the deadline of the lost write passes
             rig.store.release(rig.put(Memory(BLOCK, seed=2), "other"))
         rig.store.release(rig.store.reserve(BLOCK, "other"))
         assert not rig.store.space.dropped and extent.pieces == () != lost_in
@@ -331,7 +337,10 @@ def test_a_hung_write_that_nobody_waits_for_loses_its_place_too(root: Path) -> N
 
 
 def scenario(rig: Faulty, wrong: list[str]) -> int:
-    """Three tensors are written twice and read. Returns how many came back; notes those that came wrong."""
+    """Write and read three tensors twice.
+
+    Return the number of completed reads, and append the names of tensors with wrong bytes to `wrong`.
+    """
     right = 0
     for generation in range(2):
         for number, size in enumerate((5000, MIB // 4 + 1, MIB // 2)):
@@ -339,7 +348,7 @@ def scenario(rig: Faulty, wrong: list[str]) -> int:
             try:
                 extent = rig.store.reserve(size, f"t{number}")
             except StoreFullError:
-                continue  # buried blocks made it too small; that is loud, too
+                continue  # retired blocks made the store too small, and the StoreFullError reports that
             try:
                 rig.store.write(extent, memory.address, "t").wait()
                 rig.store.read(extent, back.address, "t", demand=True).wait()
@@ -375,10 +384,10 @@ def test_every_operation_fails_in_turn_and_no_byte_is_wrong(root: Path, kind: An
             assert nth > 4
 
 
-# ---- the end
+# ---- a closed store
 
 
-def test_a_closed_store_says_so(root: Path) -> None:
+def test_closed_store_raises(root: Path) -> None:
     store = Store(root, 16 * MIB)
     extent = store.reserve(100, "t")
     store.close()

@@ -1,5 +1,8 @@
-"""However a process ends, 0 bytes and 0 files are left and other stores are untouched: `kill -9` at random
-moments and at every named point, a fork, an exit with exceptions flying."""
+"""The end of a process that has a store: (1) `kill -9` at random moments, (2) `kill -9` at named points, (3)
+forks, and (4) exits.
+
+Each case leaves no byte and no file on the drive, and other stores are unchanged.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +43,10 @@ def bystander(root: Path) -> Iterator[Bystander]:
 
 def check(root: Path, bystander: Bystander, names: int) -> None:
     left = Left(root)
-    assert left.named_bytes == 0, "a file with bytes in it had a name"
+    assert left.named_bytes == 0, "a file with bytes had a name"
     assert left.names <= names
     assert left.names_after_start == 0
-    assert left.owners == {os.getpid()}, "somebody still holds the dead store's file"
+    assert left.owners == {os.getpid()}, "another process still has the dead store's file open"
     assert bystander.intact()
 
 
@@ -54,21 +57,22 @@ def test_kill_at_random_moments_leaves_nothing(root: Path, bystander: Bystander)
         check(root, bystander, names=2)
 
 
-# Between making and unlinking there are names, of an empty file; the next start clears them.
+# A store creates an empty file in its own directory and then unlinks the file. A kill between these two
+# moments leaves the file and the directory. The next start of a store removes both.
 @pytest.mark.parametrize("point", POINTS)
 def test_kill_at_each_named_point_leaves_nothing(root: Path, bystander: Bystander, point: str) -> None:
     killed_at_point(root, point)
     check(root, bystander, names={"made": 1, "locked": 1, "created": 2, "unlinked": 1}.get(point, 0))
 
 
-def test_the_next_start_clears_what_a_kill_left(root: Path) -> None:
+def test_next_start_removes_directory_of_killed_process(root: Path) -> None:
     killed_at_point(root, "created")
     assert len(list(root.rglob("*"))) == 2
     Store(root, MIB).close()
     assert not list(root.iterdir())
 
 
-def test_leftovers_tell_dead_from_live_and_clear_only_the_dead(root: Path, bystander: Bystander) -> None:
+def test_only_dead_directories_are_removed(root: Path, bystander: Bystander) -> None:
     killed_at_point(root, "created")
     states = {one.state: one for one in stale_directories.list_store_directories(root)}
     assert set(states) == {"dead", "live"}
@@ -78,7 +82,7 @@ def test_leftovers_tell_dead_from_live_and_clear_only_the_dead(root: Path, bysta
     assert stale_directories.remove_dead_directories(root) == [] and bystander.intact()
 
 
-def test_a_missing_directory_has_no_leftovers_and_stays_missing(root: Path) -> None:
+def test_missing_directory_has_no_stale_directories_and_is_not_created(root: Path) -> None:
     assert (
         stale_directories.list_store_directories(root / "none")
         == stale_directories.remove_dead_directories(root / "none")
@@ -87,8 +91,11 @@ def test_a_missing_directory_has_no_leftovers_and_stays_missing(root: Path) -> N
     assert not (root / "none").exists()
 
 
-def test_a_directory_that_is_being_made_is_not_cleared(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever clears comes at the worst moments; the maker notices, or has the lock."""
+def test_directory_during_its_creation_is_not_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each point, another process removes stale directories.
+
+    The creator detects the removal, or its lock prevents it.
+    """
     seen: list[str] = []
 
     def clear_now(point: str) -> None:
@@ -99,7 +106,7 @@ def test_a_directory_that_is_being_made_is_not_cleared(root: Path, monkeypatch: 
             seen.append(f"{point} {os.WEXITSTATUS(cleared)}")
             if point == "made":
                 monkeypatch.setattr(
-                    kill_points, "reach", lambda here: clear_now(here) if here != "made" else None
+                    kill_points, "reach", lambda reached: clear_now(reached) if reached != "made" else None
                 )
 
     monkeypatch.setattr(kill_points, "reach", clear_now)
@@ -110,14 +117,14 @@ def test_a_directory_that_is_being_made_is_not_cleared(root: Path, monkeypatch: 
     assert not list(root.iterdir())
 
 
-def test_what_is_not_ours_is_left_alone(root: Path, tmp_path: Path) -> None:
+def test_foreign_files_are_never_removed(root: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     name = f"{files.PREFIX}1-{'a' * 16}"
     (root / name).mkdir()
     (root / name / "photos").write_text("mine")
     (root / f"{files.PREFIX}2-{'b' * 16}").symlink_to(tmp_path)
-    (tmp_path / "empty").mkdir()  # what a killed process leaves looks so
+    (tmp_path / "empty").mkdir()  # an empty directory, as a killed process leaves it
     (root / f"{files.PREFIX}5-{'e' * 16}").symlink_to(tmp_path / "empty")
     (root / f"{files.PREFIX}3-{'c' * 16}").write_text("a file")
     linked = root / f"{files.PREFIX}4-{'d' * 16}"
@@ -131,8 +138,8 @@ def test_what_is_not_ours_is_left_alone(root: Path, tmp_path: Path) -> None:
     assert sorted(root.rglob("*")) == before and victim.read_text() == "precious"
 
 
-@pytest.mark.parametrize("then", ["gone", "another"])
-def test_a_directory_cleared_before_it_was_locked_is_made_again(
+@pytest.mark.parametrize("then", ["removed", "another"])
+def test_directory_removed_before_its_lock_is_created_again(
     root: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     really = fcntl.flock
@@ -153,7 +160,7 @@ def test_a_directory_cleared_before_it_was_locked_is_made_again(
     assert not list(root.iterdir())
 
 
-def test_making_and_clearing_at_once_never_fails(root: Path) -> None:
+def test_concurrent_creation_and_removal_never_fails(root: Path) -> None:
     def work() -> None:
         for _ in range(100):
             place = directories.open_and_check_store_directory(root)
@@ -165,8 +172,11 @@ def test_making_and_clearing_at_once_never_fails(root: Path) -> None:
     assert not list(root.iterdir())
 
 
-def test_two_stores_in_one_directory_never_meet(root: Path) -> None:
-    """Many open, use and close at once; each finds its own bytes and the directory ends empty."""
+def test_stores_in_one_directory_are_independent(root: Path) -> None:
+    """Several processes open, use and close stores at the same time.
+
+    Each reads its own bytes, and no file is left.
+    """
 
     def work() -> None:
         for seed in range(3):
@@ -179,10 +189,10 @@ def test_two_stores_in_one_directory_never_meet(root: Path) -> None:
     assert not list(root.iterdir())
 
 
-# ---- forks and the end
+# ---- forks and exits
 
 
-def test_a_fork_can_do_nothing_with_the_store_and_nothing_to_it(root: Path) -> None:
+def test_fork_can_neither_use_nor_damage_the_store(root: Path) -> None:
     bystander = Bystander(root)
     ticket = bystander.store.write(bystander.extent, bystander.memory.address, "bystander")
 
@@ -224,7 +234,7 @@ if sys.argv[2] == "cycle":
 
 
 @pytest.mark.parametrize("how", ["plain", "raise", "thread", "cycle"])
-def test_the_interpreter_ends_in_time_and_leaves_nothing(root: Path, how: str) -> None:
+def test_interpreter_exits_in_time_and_leaves_no_file(root: Path, how: str) -> None:
     began = time.monotonic()
     ran = subprocess.run(
         [sys.executable, "-c", EXIT, str(root), how], capture_output=True, text=True, check=False
@@ -232,5 +242,5 @@ def test_the_interpreter_ends_in_time_and_leaves_nothing(root: Path, how: str) -
     assert ran.returncode == (1 if how == "raise" else 0), ran.stderr
     assert ("RuntimeError: flying" in ran.stderr) == (how == "raise")
     assert how == "raise" or not ran.stderr
-    assert time.monotonic() - began < 5 + 25, "imports included; a drive that hangs is given up after 60 s"
+    assert time.monotonic() - began < 5 + 25, "imports included; a hung transfer would end after 60 s"
     assert not list(root.iterdir())

@@ -1,4 +1,4 @@
-"""What the system refuses a store is said, or another way is taken."""
+"""Failing system calls of a store: after each, the store raises an error or uses a fallback."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def failing(*args: Any) -> int:
         ("access", lambda *_, **__: False, "it is not writable"),
         ("fstatvfs", lambda fd: SimpleNamespace(f_flag=os.ST_RDONLY), "mounted read-only"),
         ("open", no_files_left, "too many files are open.*ulimit -n"),
-        ("open", vanished, "it vanished while it was being opened"),
+        ("open", vanished, "it was removed while it was being opened"),
         ("pwrite", failing, "the first block could not be written: Input/output error"),
     ],
 )
-def test_what_the_system_refuses_is_said(
+def test_refused_system_call_raises_with_its_cause(
     root: Path, monkeypatch: pytest.MonkeyPatch, call: str, answer: Callable[..., Any], why: str
 ) -> None:
     monkeypatch.setattr(os, call, answer)
@@ -49,27 +49,23 @@ def test_what_the_system_refuses_is_said(
     assert str(root) in str(got.value) and got.value.path == str(root)
 
 
-def test_a_disk_without_a_free_byte_is_said_before_a_file_is_made(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_raises_before_a_file_is_created(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directories.Directory, "free_bytes", lambda self: 0)
     with pytest.raises(StoreError, match=f"the disk is full: no bytes are free in {root}"):
         Store(root)
     assert not list(root.iterdir())
 
 
-def test_a_file_system_that_cannot_reserve_grows_all_the_same(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_grows_without_fallocate(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_fallocate", lambda *_: errno.EOPNOTSUPP)
     store = Store(root, 512 * MIB)
-    assert [said for said in store.fallbacks if "cannot reserve space" in said]
+    assert [fallback for fallback in store.fallbacks if "cannot reserve space" in fallback]
     extents = [store.reserve(100 * MIB, f"t{number}") for number in range(3)]
     assert store.space.files[0].allocated_bytes >= 300 * MIB == sum(extent.size_bytes for extent in extents)
     store.close()
 
 
-def test_a_system_call_that_a_signal_ended_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_fallocate_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [errno.EINTR, errno.EINTR, 0, errno.ENOSPC]
 
     def fallocate(*_: int) -> int:
@@ -80,11 +76,11 @@ def test_a_system_call_that_a_signal_ended_is_made_again(monkeypatch: pytest.Mon
     assert [files._fallocate(3, 0, 1) for _ in range(2)] == [0, errno.ENOSPC]
 
 
-def test_a_descriptor_without_a_file_system_is_of_no_known_kind() -> None:
+def test_invalid_descriptor_has_file_system_other() -> None:
     assert directories.file_system_name(-1) == "other"
 
 
-def test_a_file_is_closed_once_and_on_request_without_a_call_that_may_hang(
+def test_file_is_closed_once_and_on_request_without_truncation(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(root, MIB)

@@ -1,4 +1,5 @@
-"""How much a store may hold, and what it does when the disk says no: at the start, in mid-run, by a limit."""
+"""The capacity of a store, and its errors for lack of space: at the start, during a run, or because of a
+limit."""
 
 from __future__ import annotations
 
@@ -22,27 +23,27 @@ from teraio.runtime.store.space import Extent
 from teraio.runtime.store.store import Store
 
 
-def test_too_large_a_store_is_refused_before_it_is_made(root: Path) -> None:
-    with pytest.raises(StoreFullError, match=r"shall be 4 PiB, .* are free in .*store_size"):
+def test_store_larger_than_the_disk_is_refused_before_its_creation(root: Path) -> None:
+    with pytest.raises(StoreFullError, match=r"store_size is 4 PiB, but .* are free in .*store_size"):
         Store([root, root], 1 << 52)
     assert not list(root.iterdir())
 
 
-def test_the_size_may_follow_from_what_is_free(root: Path) -> None:
-    asked: list[int] = []
+def test_size_may_be_a_function_of_free_bytes(root: Path) -> None:
+    received: list[int] = []
 
     def eighth(free_bytes: int) -> int:
-        asked.append(free_bytes)
+        received.append(free_bytes)
         return 8 * MIB
 
     store = Store([root, root], eighth)
     assert store.capacity_bytes == 8 * MIB
-    assert abs(asked[0] - shutil.disk_usage(root).free) < (1 << 30), "one disk is counted once"
+    assert abs(received[0] - shutil.disk_usage(root).free) < (1 << 30), "one disk is counted once"
     store.close()
 
 
 class Tight:
-    """A device that can pin little."""
+    """A device that can pin at most 4 MiB."""
 
     copier = None
 
@@ -57,7 +58,7 @@ class Broken(Tight):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
-def test_where_slabs_are_short_there_are_fewer_and_it_says_so(root: Path) -> None:
+def test_slabs_shrink_with_a_warning_if_memory_is_short(root: Path) -> None:
     store = Store(root, 16 * MIB, device=Tight())
     assert store.slab_bytes_total == 4 * MIB
     assert len(store.fallbacks) == 2 and "4 MiB instead of 8 MiB" in store.fallbacks[1]
@@ -68,14 +69,14 @@ def test_where_slabs_are_short_there_are_fewer_and_it_says_so(root: Path) -> Non
     assert not list(root.iterdir())
 
 
-def test_two_directories_on_one_disk_share_its_room(root: Path) -> None:
+def test_two_directories_on_one_disk_share_its_free_bytes(root: Path) -> None:
     store = Store([root, root])
     assert store.capacity_bytes <= shutil.disk_usage(root).free * 0.96
     store.close()
 
 
-def test_a_failed_allocation_is_given_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ext4 keeps what it got before it ran out, until the file is cut off."""
+def test_failed_fallocate_frees_its_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failed fallocate, ext4 keeps the blocks that it has allocated until the file is truncated."""
 
     def half(fd: int, offset: int, size_bytes: int) -> int:
         if offset + size_bytes <= 4 * MIB:
@@ -103,21 +104,21 @@ def test_a_failed_allocation_is_given_back(root: Path, monkeypatch: pytest.Monke
     store.close()
 
 
-def test_a_disk_that_is_gone_is_named_and_does_not_keep_the_store_from_its_end(
+def test_unreachable_disk_is_named_and_store_can_be_closed(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(root, 256 * MIB)
     system_close, closed = os.close, list[int]()
 
-    def gone(*_: object) -> None:
+    def unreachable(*_: object) -> None:
         raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
     def close(fd: int) -> None:
         system_close(fd)
         closed.append(fd)
-        gone()
+        unreachable()
 
-    monkeypatch.setattr(os, "fstatvfs", gone)
+    monkeypatch.setattr(os, "fstatvfs", unreachable)
     with pytest.raises(StoreError, match=r"cannot grow by .*: Transport endpoint is not connected"):
         store.reserve(200 * MIB, "large")
     monkeypatch.setattr(os, "close", close)
@@ -125,7 +126,7 @@ def test_a_disk_that_is_gone_is_named_and_does_not_keep_the_store_from_its_end(
     assert len(closed) >= 2, "the file, and its directory"
 
 
-def test_when_one_disk_cannot_grow_the_others_take_its_part(
+def test_other_disks_take_the_part_of_a_disk_that_cannot_grow(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store([root, root], 256 * MIB)
@@ -182,7 +183,7 @@ mount -o loop "$1/image" "$1/disk"
 
 @pytest.fixture(params=["ext4", "xfs", "tmpfs"])
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own of some 90 MiB."""
+    """Mount a file system of about 90 MiB and yield its folder."""
     kind = request.param
     if os.geteuid() != 0:
         pytest.skip("only root can mount a small disk")
@@ -208,7 +209,7 @@ def free(disk: Path) -> int:
     return about.f_bavail * about.f_frsize
 
 
-def test_a_disk_that_runs_full_is_left_as_it_was(small_disk: Path) -> None:
+def test_full_disk_is_empty_again_after_close(small_disk: Path) -> None:
     before = free(small_disk)
     store = Store(small_disk, accept=("tmpfs",))
     extents: list[Extent] = []
@@ -228,7 +229,7 @@ def test_a_disk_that_runs_full_is_left_as_it_was(small_disk: Path) -> None:
     assert free(small_disk) >= before - MIB
 
 
-def test_a_disk_that_somebody_else_fills_is_a_full_store(small_disk: Path) -> None:
+def test_disk_filled_by_another_process_raises_store_full(small_disk: Path) -> None:
     store = Store(small_disk, accept=("tmpfs",))
     hog = small_disk / "hog"
     with hog.open("wb") as file:
