@@ -1,14 +1,15 @@
-"""What happens at compile time: where slots stand, and which plan a step gets.
+"""The compile-time half of teraio. It inserts slots into programs and plans the moves of a step.
 
-In: graphs that torch captured; profiles. Out: programs with slots and their schedules; plans.
+In: graphs that torch captured, and profiles. Out: programs with slots, their schedules, and plans.
 
-    capture    what AOTAutograd hands over: kinds of arguments, where the joint graph is cut
-    slots      where slots stand in a program, and the schedule that the engine gets
-    fx         slots in an FX graph that is executed in order (inner program `eager`)
+    capture    metadata of AOTAutograd, and the cut of the joint graph into forward and backward
+    slots      positions of the slots in a program, and the schedule for the engine
+    fx         slots in an FX graph that runs node by node (inner program `eager`)
     inductor   slots in Inductor's wrapper lines (inner program `inductor`)
-    selftest   whether slots work on this torch
+    selftest   a test whether slots work on the installed torch
     planner    plans from profiles: bounds, heuristics, an integer program, simulators
-    synth      profiles of models by roofline, without running them
+    synth      profiles of models that never ran, with times from a roofline model
 
-Invariant: nothing here imports the runtime. A schedule and a plan are data (teraio.formats).
+Invariant: no module of this package imports the runtime. The runtime receives schedules and plans as data
+(teraio.formats).
 """

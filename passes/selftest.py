@@ -1,18 +1,20 @@
-"""Do slots work on this torch? A small graph, forward and backward, through one inner program.
+"""A self-test of slots on the installed torch.
 
-Meanwhile every tensor that a program hands to its slots is NaN, except while a kernel was promised it:
+In: the name of an inner program. Out: a line about the first fault found, or "". A small graph runs forward
+and backward with slots. Each tensor is NaN, except while a slot has announced a kernel that uses the tensor:
 
-    slot i      kernel i reads w        -> w has its bytes
-                kernel i does not       -> w is NaN, its bytes are in a copy
+    slot i      kernel i reads w                -> w has its bytes
+                kernel i does not read w        -> w is NaN, and its bytes are in a copy
     kernel i    runs
-    exit        all that the caller sees has its bytes
+    exit        all tensors that the caller sees have their bytes
 
-So a slot that is missing, late or without one of its kernel's tensors changes the numbers. The inputs are
-small integers: every sum is exact in any order, and the numbers must be the plain ones to the last bit.
+A slot that is missing, late or called without a tensor of its kernel therefore changes the results. The
+inputs are small integers, so every sum is exact in any order. The results must equal a plain run's results
+bit for bit.
 
-It runs in a process of its own: when it is asked for, a compilation of the user's is under way, which holds
-torch's locks and notes, and a torch that nobody knows may end a process. These slots call `program` in this
-file, not the engine's.
+The self-test runs in its own process, for two reasons. The self-test is started during a compile of user
+code, and such a compile holds locks and state of torch. An untested version of torch could also end the
+process. In the self-test, slots call `program` in this file, and not the engine.
 """
 
 from __future__ import annotations
@@ -30,33 +32,33 @@ import torch
 
 from teraio.formats.schedule import MADE, READ, WRITE, ProgramKind, Schedule
 
-DEADLINE_S = 600  # Inductor's C++ compilations take half a minute on a slow machine
-FEWEST_KERNELS = 3  # with all fusion there is, each of the two programs has four or more
+DEADLINE_S = 600  # time limit; Inductor's C++ compilations take half a minute on a slow machine
+FEWEST_KERNELS = 3  # fewest kernels of a graph; forward and backward have at least four each if fully fused
 
 
 class SelfTestError(Exception):
-    """What the self-test found."""
+    """A fault that the self-test found."""
 
 
 @dataclass
 class HiddenStorage:
-    """A storage, and its bytes while it is NaN. `written`: a kernel said so since they were last copied."""
+    """A storage, and a copy of its bytes while the storage itself is filled with NaN."""
 
     storage: torch.UntypedStorage
     copy: torch.Tensor
     name: str
-    away: bool = False
-    written: bool = True
+    is_nan: bool = False
+    written: bool = True  # True if a slot announced a write since the last copy
 
 
 class SlotChecker:
-    """Stands where the engine stands when a model runs."""
+    """A replacement of the engine. It checks each slot call and hides the tensors that no kernel needs."""
 
     def __init__(self) -> None:
         self.hidden: dict[int, HiddenStorage] = {}
-        self.bound: dict[int, int] = {}  # buffer of the running program -> its storage
+        self.bound: dict[int, int] = {}  # buffer of the running program -> key of its storage
         self.ran: list[Schedule] = []
-        self.visited = 0  # slots of the running program
+        self.visited = 0  # number of slots of the running program that were called
 
     def check_slot_and_hide_unneeded(self, schedule: Schedule, index: int, tensors: Sequence[Any]) -> None:
         if index == 0:
@@ -65,11 +67,11 @@ class SlotChecker:
             self.visited = 0
         where = f"slot {index} of the {schedule.kind}"
         if index != self.visited or schedule != self.ran[-1]:
-            raise SelfTestError(f"{where} came where slot {self.visited} was due")
+            raise SelfTestError(f"{where} was called, but slot {self.visited} was expected")
         self.visited += 1
         slot = schedule.slots[index]
         if len(tensors) != len(slot.buffers):
-            raise SelfTestError(f"{where} was handed {len(tensors)} tensors, not {len(slot.buffers)}")
+            raise SelfTestError(f"{where} got {len(tensors)} tensors, not {len(slot.buffers)}")
         needed: set[int] = set()
         for buffer, flags, tensor in zip(slot.buffers, slot.flags, tensors):
             key = self._check_and_bind_tensor(schedule, buffer, bool(flags & MADE), tensor, where)
@@ -78,7 +80,10 @@ class SlotChecker:
                 needed.add(key)
         if index == len(schedule.slots) - 1:
             if len(self.bound) != len(schedule.buffers):
-                raise SelfTestError(f"the {schedule.kind} ended without handing over all of its tensors")
+                raise SelfTestError(
+                    f"the {schedule.kind} passed {len(self.bound)} of its "
+                    f"{len(schedule.buffers)} tensors to slots"
+                )
             needed |= {key for buffer, key in self.bound.items() if schedule.buffers[buffer].role != "saved"}
         for key in needed:
             _restore_bytes(self.hidden[key])
@@ -90,16 +95,15 @@ class SlotChecker:
     ) -> int:
         about = schedule.buffers[buffer]
         if not isinstance(tensor, torch.Tensor) or tensor.untyped_storage().nbytes() != about.size_bytes:
-            raise SelfTestError(f"{where} was handed something else for {about.name}")
+            raise SelfTestError(f"{where} got another type or size for {about.name}")
         storage = tensor.untyped_storage()
         key = storage._cdata
-        due = self.visited == 1 if about.role == "argument" else made  # arguments at the first slot
-        if buffer not in self.bound and not due:
-            raise SelfTestError(f"{where} was handed {about.name}, which a slot before it should have been")
+        # Arguments are expected at the first slot, and other tensors at the slot after they were made.
+        expected = self.visited == 1 if about.role == "argument" else made
+        if buffer not in self.bound and not expected:
+            raise SelfTestError(f"{where} got {about.name}, but an earlier slot did not get it")
         if not made and self.bound.get(buffer, key) != key:
-            raise SelfTestError(
-                f"{where} was handed another tensor for {about.name} than the slots before it"
-            )
+            raise SelfTestError(f"{where} got another tensor for {about.name} than earlier slots")
         self.bound[buffer] = key
         if key not in self.hidden:
             self.hidden[key] = HiddenStorage(storage, _view_as_bytes(storage).clone(), about.name)
@@ -108,13 +112,13 @@ class SlotChecker:
     def check_both_programs_ran(self) -> None:
         kinds = [schedule.kind for schedule in self.ran]
         if kinds != ["forward", "backward"]:
-            raise SelfTestError(f"slots were met in {' and '.join(kinds) or 'no program'}, not in both")
+            raise SelfTestError(f"slots ran in {' and '.join(kinds) or 'no program'}, not in both programs")
         if self.visited != len(self.ran[-1].slots):
             raise SelfTestError(f"the backward ended at slot {self.visited} of {len(self.ran[-1].slots)}")
         for schedule in self.ran:
-            if len(schedule.slots) - 2 < FEWEST_KERNELS:  # less enter and exit
+            if len(schedule.slots) - 2 < FEWEST_KERNELS:  # without the slots `enter` and `exit`
                 raise SelfTestError(
-                    f"the {schedule.kind} has slots for {len(schedule.slots) - 2} kernels only"
+                    f"the {schedule.kind} has slots for only {len(schedule.slots) - 2} kernels"
                 )
 
 
@@ -123,29 +127,32 @@ def _view_as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _restore_bytes(hidden: HiddenStorage) -> None:
-    if hidden.away:
+    if hidden.is_nan:
         _view_as_bytes(hidden.storage).copy_(hidden.copy)
-        hidden.away = False
+        hidden.is_nan = False
 
 
 def _save_bytes_and_fill_nan(hidden: HiddenStorage) -> None:
-    if hidden.away:
+    if hidden.is_nan:
         return
     now = _view_as_bytes(hidden.storage)
     if hidden.written:
         hidden.copy.copy_(now)
         hidden.written = False
     elif not torch.equal(hidden.copy, now):
-        raise SelfTestError(f"a kernel wrote {hidden.name} and no slot said so")
-    now.fill_(0xFF)  # NaN in every floating type
-    hidden.away = True
+        raise SelfTestError(f"a kernel wrote {hidden.name}, but no slot announced the write")
+    now.fill_(0xFF)  # these bytes are NaN in every floating-point type
+    hidden.is_nan = True
 
 
-WATCH: list[SlotChecker] = []  # the self-test that is running
+WATCH: list[SlotChecker] = []  # the checker of the running self-test
 
 
 def program(text: str) -> Callable[..., None]:
-    """Called by a compiled program of the self-test when it is loaded, as the engine's is by all others."""
+    """Return the function that the slots of a program call.
+
+    Programs of the self-test call `program` when loaded.
+    """
     schedule = Schedule.parse(text)
 
     def call_checker(index: int, tensors: Sequence[Any], live_bytes: Any = None) -> None:
@@ -156,8 +163,10 @@ def program(text: str) -> Callable[..., None]:
 
 
 def make_test_graph() -> torch.fx.GraphModule:
-    """Two layers and a sum, as Dynamo would hand them over: sum(relu(x @ w1 * b) @ w2 * w3). However it is
-    fused, each kernel of the forward reads a weight."""
+    """Make a graph as Dynamo would pass it to a backend: sum(relu(x @ w1 * b) @ w2 * w3).
+
+    Each kernel of the forward reads a weight, however Inductor fuses operators.
+    """
     made = torch.fx.Graph()
     x, w1, b, w2, w3 = (made.placeholder(name) for name in ("x", "w1", "b", "w2", "w3"))
     hidden = made.call_function(torch.mul, (made.call_function(torch.matmul, (x, w1)), b))
@@ -168,7 +177,10 @@ def make_test_graph() -> torch.fx.GraphModule:
 
 
 def make_test_inputs(device: str) -> list[torch.Tensor]:
-    """From -2 to 2: up to 96 in what enters a matrix product, so that bfloat16 would be exact, too."""
+    """Make inputs of integers from -2 to 2.
+
+    The operands of the matrix products, intermediate results included, lie between -96 and 96. bfloat16
+    holds such integers exactly, so the products would be exact in bfloat16 as well."""
     shapes = ((6, 8), (8, 10), (10,), (10, 12), (12,))
     made = []
     for number, shape in enumerate(shapes):
@@ -179,7 +191,7 @@ def make_test_inputs(device: str) -> list[torch.Tensor]:
 
 
 def compute_loss_and_gradients(run: Callable[..., Any], device: str) -> list[torch.Tensor]:
-    """The loss and each weight's gradient."""
+    """Return the loss and the gradient of each weight."""
     arguments = make_test_inputs(device)
     (loss,) = run(*arguments)
     loss.backward()
@@ -187,10 +199,10 @@ def compute_loss_and_gradients(run: Callable[..., Any], device: str) -> list[tor
 
 
 def find_fault_in_slots(inner: str, device: str = "cpu") -> str:
-    """What is wrong with slots in this inner program, in a line; nothing if nothing is."""
+    """Return the first fault of slots in this inner program, in one line, or "" if there is no fault."""
     try:
         _compare_with_plain_run(inner, device)
-    except Exception as error:  # noqa: BLE001  whatever a torch that nobody knows may raise
+    except Exception as error:  # noqa: BLE001  an untested torch may raise anything
         first = (str(error).strip() or "no message").splitlines()[0][:200]
         return first if isinstance(error, SelfTestError) else f"{type(error).__name__}: {first}"
     return ""
@@ -208,12 +220,12 @@ def _compare_with_plain_run(inner: str, device: str) -> None:
     for name, one, other in zip(("sum", "gradient of w1", "of b", "of w2", "of w3"), expected, found):
         if not torch.equal(one, other):
             raise SelfTestError(
-                f"other numbers than plainly ({name}): a kernel ran without a tensor it reads"
+                f"numbers differ from a plain run ({name}): a kernel ran without a tensor that it reads"
             )
 
 
 def _compile_test_graph(inner: str, device: str) -> Callable[..., Any]:
-    # Imported late, for a torch in which they cannot be.
+    # This import is here, because it may fail on an untested torch.
     import torch._functorch.config as functorch_config
 
     made: Callable[..., Any]
@@ -241,7 +253,7 @@ def _insert_and_check_slots(gm: torch.fx.GraphModule, kind: ProgramKind) -> None
         if getattr(node.target, "__module__", "") == "teraio":
             index += 1
         elif index < 0 or schedule.slots[index].kernel != node.name:
-            raise SelfTestError(f"the slot before {node.name} of the {kind} is not its own")
+            raise SelfTestError(f"the slot before {node.name} of the {kind} is for another kernel")
     connect(program(schedule.as_json_text))
 
 
@@ -250,9 +262,10 @@ def _raise_on_notice(notice: str) -> None:
 
 
 def run_selftest_in_subprocess(inner: str, device: str) -> str:
-    """`run`, in a process of its own."""
+    """Run `find_fault_in_slots` in a separate process and return its result."""
     command = [sys.executable or "python3", "-m", __name__, inner, device]
-    # What this process can import, that one can: its path may have grown since it started.
+    # The child process gets the current import path of this process, because the path may have grown since
+    # this process started.
     paths = os.pathsep.join(path for path in sys.path if path)
     try:
         ran = subprocess.run(
@@ -273,7 +286,7 @@ def run_selftest_in_subprocess(inner: str, device: str) -> str:
 
 
 if __name__ == "__main__":
-    # Not as `__main__`: compiled programs import this file by its name.
+    # Compiled programs import this file by its module name, so `__main__` must use that module as well.
     from teraio.passes import selftest
 
     sys.stdout.write("\n" + json.dumps(selftest.find_fault_in_slots(*sys.argv[1:])) + "\n")

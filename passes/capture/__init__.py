@@ -1,13 +1,13 @@
-"""What AOTAutograd hands over, before an inner program is chosen.
+"""Graphs and metadata from AOTAutograd, before an inner program is chosen.
 
-In: joint graphs and the graphs that they are cut into. Out: which outputs reach the user, what is saved and
-what is computed again.
+In: joint graphs, and the forward and backward graphs cut from them. Out: the outputs that reach the user, the
+saved tensors, and the recomputed tensors.
 
-    aot                which outputs are results, which arguments come back as views
-    recompute_cut      where the joint graph is cut, with some saved tensors computed again
-    foreign_backends   whether another backend compiled something, whose kernels take addresses of weights
+    aot                outputs that reach the caller, and arguments used after the return
+    recompute_cut      the cut of the joint graph, with some saved tensors recomputed
+    foreign_backends   a watch on compiles by other backends, because their kernels take addresses of weights
 
-Invariant: a cut changes which tensors are saved and no number. No slot is laid here.
+Invariant: a cut changes which tensors are saved, and changes no computed number. This package lays no slots.
 
-Log lines: "... activations are saved: made again they do not fit", "pass recompute_cut: ..." (debug).
+Log lines: "... activations are saved: ...", "pass recompute_cut: ..." (debug).
 """

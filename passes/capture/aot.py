@@ -1,4 +1,4 @@
-"""What AOTAutograd knows of a graph: which outputs reach the user, which arguments come back as views."""
+"""Metadata of AOTAutograd about a graph: outputs that reach the user, arguments used after the call."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from torch._guards import TracingContext
 
 from teraio.formats.schedule import ProgramKind
 
-# Where modules keep what they have; Dynamo goes through `__dict__` where a class has its own `__getattr__`.
-UNSAID = {"_modules", "_parameters", "_buffers", "_orig_mod", "__dict__"}
+# Attributes that hold the children of a module. They are omitted from the names of weights. Dynamo's source
+# uses `__dict__` if a class has its own `__getattr__`.
+OMITTED_PARTS = {"_modules", "_parameters", "_buffers", "_orig_mod", "__dict__"}
 
 
 def count_outputs_to_caller(kind: ProgramKind, outputs: int) -> int:
-    """How many leading outputs leave to the caller; the rest are saved for the backward.
+    """Return the number of leading outputs that the caller receives. The backward uses the other outputs.
 
-    A partitioned forward returns mutated inputs, user outputs and intermediate bases first: all of them are
-    touched by AOTAutograd's own wrapper or by the user.
+    A partitioned forward returns mutated inputs, user outputs and intermediate bases first. AOTAutograd's own
+    wrapper or the user touches all of these outputs.
     """
     if kind != "forward":
         return outputs
@@ -26,8 +27,11 @@ def count_outputs_to_caller(kind: ProgramKind, outputs: int) -> int:
 
 
 def arguments_used_after_return(kind: ProgramKind) -> frozenset[int]:
-    """Arguments that AOTAutograd touches after the program returned: it replays views of them, or writes to
-    them what the program made of them, as to a running mean. They must be resident then."""
+    """Return the positions of arguments that AOTAutograd touches after the program has returned.
+
+    AOTAutograd then replays views of these arguments, or writes a result of the program into them, for
+    example a running mean. The arguments must be resident at that time.
+    """
     metadata = _traced_forward_metadata()
     if metadata is None or kind == "backward":
         return frozenset()
@@ -41,8 +45,11 @@ def arguments_used_after_return(kind: ProgramKind) -> frozenset[int]:
 
 
 def gradient_edge_per_output(kind: ProgramKind, outputs: int) -> tuple[int, ...]:
-    """Of a backward's outputs: which of the inputs that want a gradient each belongs to, -1 for those
-    that are none. The edges of the autograd node that runs it are in the same order."""
+    """Return, for each output of a backward, the edge of the output's gradient, or -1 for no gradient.
+
+    The edge is the number of the input whose gradient the output is. This number counts only inputs that
+    require a gradient. The edges of the autograd node that runs the backward are in the same order.
+    """
     metadata = _traced_forward_metadata()
     if kind != "backward" or metadata is None or len(metadata.input_info) > outputs:
         return ()
@@ -57,8 +64,11 @@ def _traced_forward_metadata() -> Any:
 
 
 def weight_and_buffer_names(gm: torch.fx.GraphModule) -> tuple[str, ...]:
-    """The user's names for the weights and buffers that enter a captured graph, such as
-    `layers.0.mlp.up_proj.weight`; "" for other tensors."""
+    """Return the names of a captured graph's weights and buffers in the user's model.
+
+    An example is `layers.0.mlp.up_proj.weight`. Inputs of the graph that are no weight or buffer get the name
+    "".
+    """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     tensors = [node for node in placeholders if isinstance(node.meta.get("example_value"), torch.Tensor)]
     return tuple(_weight_name_from_source(node) for node in tensors)
@@ -73,4 +83,4 @@ def _weight_name_from_source(node: torch.fx.Node) -> str:
     parts = [
         p for p in text.replace("[", ".").replace("]", "").replace("'", "").replace('"', "").split(".") if p
     ]
-    return ".".join(p for p in parts[2:] if p not in UNSAID) or node.name
+    return ".".join(p for p in parts[2:] if p not in OMITTED_PARTS) or node.name

@@ -1,15 +1,20 @@
-"""Where AOTAutograd's joint graph is cut into forward and backward, with some saved tensors made again.
+"""The cut of AOTAutograd's joint graph into forward and backward, with some saved tensors recomputed.
 
-    cut once as torch would        -> which nodes are saved, and which of them could be made again
-    a set of those is asked for    -> torch's own tags on the joint graph, and cut once more
+    torch's own cut          -> the saved nodes, and the saved nodes that could be recomputed
+    nodes to recompute       -> torch's tags on the joint graph, and a second cut
 
-The tags are torch's: MUST_RECOMPUTE on what is made again and on what lies between that and what stays saved,
-MUST_SAVE on what stays saved. Tags that are there already, from activation checkpointing, stay as they are:
-what the user saves is never made again, what the user makes again is never saved.
+The tags belong to torch's partitioner. MUST_RECOMPUTE marks each recomputed node and the nodes between it
+and saved tensors. MUST_SAVE marks each node that is still saved. The tags of activation checkpointing are not
+changed: a node that the user saves is never recomputed, and a node that the user recomputes is never saved.
 
-Not made again: random operators (they would give other numbers), what writes to its arguments, what reads a
-tensor that the graph writes, collectives, operators whose result's shape depends on data, and operators of
-other libraries, which may do any of this.
+Some operators are never recomputed:
+
+    random operators                                      the second run would give another result
+    operators that write to their arguments
+    operators that read an argument the graph writes
+    collectives                                           (communication between processes)
+    operators whose result's shape depends on data
+    operators of other libraries                          they could be any of the above
 """
 
 from __future__ import annotations
@@ -27,25 +32,25 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 log = logging.getLogger("teraio")
 
-KEY = "teraio_partition"  # in the forward's meta
+KEY = "teraio_partition"  # key in the meta of the forward graph
 BUILT_IN = {"aten", "prims"}
 BY_USER = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
 ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 Cut = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
-# A joint graph -> which of its saved nodes are to be made again, and the bytes that a kernel may need for it.
-Asked = Callable[[str], tuple[Collection[str], int]]
-Needs = Callable[[torch.fx.GraphModule], int]  # a backward -> the bytes that its largest kernel needs
+# Maps the hash of a joint graph to a pair: the names of the saved nodes to recompute, and the memory limit of
+# a kernel in bytes.
+ChooseRecompute = Callable[[str], tuple[Collection[str], int]]
+Needs = Callable[[torch.fx.GraphModule], int]  # backward graph -> the bytes that its largest kernel needs
 
 
 @dataclass(frozen=True, slots=True)
 class JointGraphCut:
-    """`graph` names the joint graph. `nodes`: of the forward's outputs. `possible`: those of its saved nodes
-    that could be made again."""
+    """The result of a cut, with the names of the saved nodes that can be recomputed."""
 
-    graph: str
-    nodes: tuple[str, ...]
-    names: tuple[str, ...]  # of the possible, sorted: caches hash what lies in a graph's meta
+    graph: str  # hash of the joint graph
+    nodes: tuple[str, ...]  # for each output of the forward, the name of its node in the joint graph
+    names: tuple[str, ...]  # names of recomputable nodes; sorted, because caches hash a graph's meta
 
     @property
     def recomputable_nodes(self) -> frozenset[str]:
@@ -53,35 +58,40 @@ class JointGraphCut:
 
 
 def read_cut_from_forward_meta(forward: torch.fx.GraphModule) -> JointGraphCut | None:
-    """What is known of a forward graph; None for a graph without a backward."""
+    """Return the cut that made a forward graph, or None for a graph without a backward."""
     found = forward.meta.get(KEY)
     return found if isinstance(found, JointGraphCut) else None
 
 
 def cut_with_recompute(
-    cut: Cut, asked: Asked, needs: Needs, joint: torch.fx.GraphModule, inputs: Any, **settings: Any
+    cut: Cut, choose: ChooseRecompute, needs: Needs, joint: torch.fx.GraphModule, inputs: Any, **settings: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """A partitioner: `cut`, with what is asked for made again. That is then in memory in the middle of the
-    backward: where its largest kernel would need more than before and more than there is, only every second
-    is made again, and so on."""
+    """Cut a joint graph as `cut` does, and recompute the nodes that `choose` names.
+
+    Recomputed tensors need memory in the middle of the backward. The largest kernel of the backward may then
+    need more memory than without recomputation. If this kernel also needs more than `choose` allows, only
+    every second of the named nodes is recomputed. The halving repeats until the kernel's memory is within the
+    limit.
+    """
     graph = hash_joint_graph(joint.graph)
     forward, backward = cut(joint, inputs, **settings)
     returned = int(settings["num_fwd_outputs"])
     saved = as_torch_cuts = _saved_tensor_names(forward, returned)
-    names, room_bytes = asked(graph)
+    names, room_bytes = choose(graph)
     again = [node.name for node in joint.graph.nodes if node.name in saved and node.name in names]
     first, most_bytes = (forward, backward), max(room_bytes, needs(backward)) if again else 0
     while again:
         tagged = _tag_for_recompute(joint.graph, saved, again)
         made = cut(joint, inputs, **settings) if tagged else first
-        for node in joint.graph.nodes:  # copies: every cut makes the graph anew
+        for node in joint.graph.nodes:  # remove our tags; the cut has copied them into new graphs
             if node.name in tagged:
                 node.meta.pop("recompute", None)
         if not tagged or needs(made[1]) <= most_bytes:
             forward, backward = made
             break
         log.info(
-            "teraio: %d of %d activations are saved: made again they do not fit",
+            "teraio: %d of %d activations are saved instead of recomputed: otherwise the largest kernel "
+            "of the backward does not fit",
             -(-len(again) // 2),
             len(again),
         )
@@ -99,7 +109,7 @@ def cut_with_recompute(
     )
     log.debug(
         "teraio: pass recompute_cut: joint graph %s of %d nodes: %d tensors are saved, %d by torch's own "
-        "cut; made again: %s",
+        "cut; recomputed: %s",
         graph,
         len(nodes),
         len(saved),
@@ -111,7 +121,10 @@ def cut_with_recompute(
 
 
 def hash_joint_graph(graph: torch.fx.Graph) -> str:
-    """A hash of operators, their order and the shapes of their results: the same in every process."""
+    """Hash the operators, their order and the shapes of their results.
+
+    The hash is the same in every process.
+    """
     digest = hashlib.sha256(b"teraio-joint-1")
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -130,7 +143,7 @@ def _outputs_of_forward_graph(forward: torch.fx.GraphModule) -> Any:
 
 
 def _saved_tensor_names(forward: torch.fx.GraphModule, returned: int) -> frozenset[str]:
-    """Tensors that the forward makes and leaves to the backward only."""
+    """Return the names of tensors that the forward returns only for the backward."""
     nodes = [node for node in _outputs_of_forward_graph(forward) if isinstance(node, torch.fx.Node)]
     to_caller = set(_outputs_of_forward_graph(forward)[:returned])
     return frozenset(
@@ -143,7 +156,10 @@ def _saved_tensor_names(forward: torch.fx.GraphModule, returned: int) -> frozens
 
 
 def _written_arguments(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
-    """What some operator of the graph writes: arguments, as functional graphs write nothing else."""
+    """Return the arguments that some operator of the graph writes.
+
+    A functional graph writes to no tensors except arguments.
+    """
     return frozenset(
         node.args[0]
         for node in graph.nodes
@@ -155,9 +171,12 @@ def _written_arguments(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
 
 
 def _recompute_chain(
-    wanted: torch.fx.Node, there: Collection[str], written: Collection[torch.fx.Node]
+    wanted: torch.fx.Node, saved: Collection[str], written: Collection[torch.fx.Node]
 ) -> set[torch.fx.Node] | None:
-    """The nodes that make this one from arguments and from what is there; None if one must not run twice."""
+    """Return the nodes that compute `wanted` from arguments and saved nodes.
+
+    Return None if one of these nodes must not run twice.
+    """
     chain: set[torch.fx.Node] = set()
     open_ = [wanted]
     while open_:
@@ -167,7 +186,7 @@ def _recompute_chain(
         if node.op == "placeholder":
             if "tangent" in str(node.target) or node in written:
                 return None
-        elif node.op == "get_attr" or (node.name in there and node is not wanted):
+        elif node.op == "get_attr" or (node.name in saved and node is not wanted):
             continue
         elif not _is_recomputable(node, node is wanted):
             return None
@@ -182,7 +201,7 @@ def _is_recomputable(node: torch.fx.Node, wanted: bool) -> bool:
     if tag in BY_USER or (wanted and tag is not None):
         return False
     if node.target is operator.getitem or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
-        return True  # a part of a result, or a number
+        return True  # the node is an item of a tuple, or a number
     op = node.target
     return (
         isinstance(op, torch._ops.OpOverload)
@@ -194,13 +213,17 @@ def _is_recomputable(node: torch.fx.Node, wanted: bool) -> bool:
 
 
 def _tag_for_recompute(graph: torch.fx.Graph, saved: Collection[str], again: Collection[str]) -> set[str]:
-    """Tags the nodes that run again and those that stay saved. Out: which; none if none can be made again."""
+    """Tag the nodes to recompute: the nodes of `again`, and the nodes of their chains.
+
+    The other saved nodes are tagged as saved. Return the names of the tagged nodes, or an empty set if no
+    node of `again` can be recomputed.
+    """
     nodes: Mapping[str, torch.fx.Node] = {node.name: node for node in graph.nodes}
     written, wanted = _written_arguments(graph), set(again)
     chains: dict[str, set[torch.fx.Node]] = {}
     while wanted:
-        there = set(saved) - wanted
-        found = {name: _recompute_chain(nodes[name], there, written) for name in wanted if name in nodes}
+        kept = set(saved) - wanted
+        found = {name: _recompute_chain(nodes[name], kept, written) for name in wanted if name in nodes}
         chains = {name: chain for name, chain in found.items() if chain is not None}
         if chains.keys() == wanted:
             break

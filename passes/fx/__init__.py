@@ -2,11 +2,12 @@
 
 In: a graph and its kind. Out: the same graph with slot calls, and its Schedule.
 
-    program       insert_slots: a graph as events, and the calls written into it
-    symbols       where each symbol is bound; bytes as nodes of the graph
-    materialize   a plan written into the graph: its moves are nodes, and no table is asked
+    program       insert_slots(), which lists the events of a graph and inserts slot calls
+    symbols       the node that binds each symbol, and sizes in bytes as nodes of the graph
+    materialize   a plan written into the graph: the plan's moves become nodes, and the engine reads no table
 
-Invariant: without an engine the graph computes the same. Only the order of kernels decides where slots stand.
+Invariant: without an engine, a graph with slots computes the same numbers as the original graph. The
+positions of slots depend only on the order of the kernels.
 
 Log lines: "pass slots: ... graph of ..." (debug).
 """

@@ -1,17 +1,18 @@
-"""A plan written into an FX graph: the moves of its call are nodes, and the table is not asked.
+"""A plan written into an FX graph: the moves of one call become nodes, so the engine reads no table.
 
-A slot at which nothing moves stays one node. One at which something does becomes its parts:
+A slot without moves remains one node. A slot with moves becomes several nodes, for example:
 
-    take_in(3, (addmm, primals_4))        what the kernel before made is known from here on
-    evict('0.addmm', 'ssd')               the write begins
-    fetch('2.weight', 'ssd')              the read begins
-    wait('1.weight', 'fetch')             compute waits for a read that began earlier, in whatever call
-    ensure(3)                             the law: what the kernel needs is here, and there is room for it
+    take_in(3, (addmm, primals_4))        registers the tensors that the previous kernel made
+    evict('0.addmm', 'ssd')               begins a write
+    fetch('2.weight', 'ssd')              begins a read
+    wait('1.weight', 'fetch')             waits for a read that began earlier, in this call or in another call
+    ensure(3)                             makes room and makes the tensors of the kernel resident
 
-Moves name their tensors as the plan does: many are none of this graph's, as the states that leave during a
-forward. Residency stays the law: with a move missing, or two of them in the wrong order, the numbers are the
-same. A graph has the moves of one call: a program that runs several times in a step is as many graphs, and
-the optimizer's ticks, which have no graph, follow the table.
+Nodes name tensors as the plan does. Many of these tensors are not in this graph, for example states that are
+evicted during a forward. `ensure` still guarantees residency: if a move is missing, or two moves are in the
+wrong order, the computed numbers are the same. A graph has the moves of one call, so a program that runs
+several times in a step becomes several graphs. The ticks of the optimizer belong to no graph. Their moves
+remain in the engine's table.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from torch.fx.node import map_arg
 from teraio.formats.moves_by_kernel import acts_by_tick
 from teraio.formats.plan import Plan
 
-SLOT = "teraio_slot"  # as `fx.insert_slots` names it
+SLOT = "teraio_slot"  # name of the function that `fx.insert_slots` calls at slots
 VERBS = ("evict", "drop", "fetch", "wait")
 
 
 class MoveRunner(Protocol):
-    """Whom the nodes call (runtime/engine/explicit_moves.py)."""
+    """The functions of the engine that the nodes call (runtime/engine/explicit_moves.py)."""
 
     def slot(self, index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None: ...
     def take_in(self, index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None: ...
@@ -44,9 +45,11 @@ class MoveRunner(Protocol):
 def copy_graph_with_moves(
     graph: torch.fx.GraphModule, plan: Plan, first: int, length: int, runs: MoveRunner | None = None
 ) -> torch.fx.GraphModule:
-    """The graph of a call with its slots (`fx.insert_slots`), whose own is tick `first` of the plan's step of
-    `length` ticks, with the moves written in. The graph that is given stays as it is. Without `runs` the new
-    one is there to be read."""
+    """Copy a graph that has slots (`fx.insert_slots`), and add the moves of one call to the copy.
+
+    The first slot of the graph is tick `first` of the plan's step, which has `length` ticks. The given graph
+    is not changed. Without `runs` the copy can only be printed, and cannot run.
+    """
     spelled = acts_by_tick(plan, length)
     target = {name: _make_node_target(name, runs) for name in (*VERBS, "slot", "take_in", "ensure")}
     made = torch.fx.Graph()
@@ -73,10 +76,10 @@ def _is_call_to(node: torch.fx.Node, name: str) -> bool:
 
 
 def _make_node_target(name: str, runs: MoveRunner | None) -> Callable[..., None]:
-    """A function that prints as `teraio.NAME`."""
+    """Return a function that appears as `teraio.NAME` in printed graphs."""
 
     def call_runner(*arguments: Any) -> None:
-        assert runs is not None, "this graph was made to be read"
+        assert runs is not None, "this graph was made to be printed, without a MoveRunner"
         getattr(runs, name)(*arguments)
 
     call_runner.__module__, call_runner.__name__, call_runner.__qualname__ = "teraio", name, name

@@ -1,7 +1,8 @@
-"""Slots in an AOTAutograd FX graph that is executed in order: the inner program `eager`.
+"""Slots in an AOTAutograd FX graph that runs node by node: the inner program `eager`.
 
-The graph itself carries its slots as nodes and prints them. A view counts as a use: on an emptied storage it
-raises.
+In: a graph and its kind. Out: its Schedule, and slot calls as nodes of the graph. The nodes appear when the
+graph is printed. A view counts as a use of its source, because making a view of an emptied storage raises an
+error.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from .symbols import GraphSymbols
 
 SlotFunction = Callable[..., None]
 
-UNTOLD_VIEWS = {torch.ops.aten._unsafe_view.default}  # their schemas tell of no alias
+UNDECLARED_VIEWS = {torch.ops.aten._unsafe_view.default}  # view operators whose schemas declare no alias
 
 log = logging.getLogger("teraio")
 
 
 def is_strided_tensor(value: object) -> bool:
-    """Tell whether this is a tensor with a storage: a sparse gradient is made of two others and has none."""
+    """Return True for a tensor with a storage.
+
+    A sparse gradient has no storage; it consists of two tensors.
+    """
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
@@ -45,14 +49,19 @@ def storage_key(value: torch.Tensor) -> int:
 
 
 def storage_bytes_and_expression(value: torch.Tensor) -> tuple[int, Any]:
-    """Bytes of a fake tensor's storage (a hint where the size is symbolic) and the expression for them, None
-    where it is static."""
+    """Return a pair for a fake tensor's storage: the number of bytes, and its expression in symbols.
+
+    If the size is symbolic, the number is an estimate. If the size is static, the expression is None.
+    """
     return _hint_and_expression_of_size(value.untyped_storage().nbytes())
 
 
 def dense_bytes_and_expression(value: torch.Tensor) -> tuple[int, Any]:
-    """Return the bytes of a copy of a fake tensor, as `storage_bytes_and_expression` does. A view's storage
-    may be larger, and its size may depend on symbols that the graph is not given."""
+    """Return a pair for a dense copy of a fake tensor: the number of bytes, and its expression or None.
+
+    The storage of a view may be larger than a dense copy of the view. The storage's size may also depend on
+    symbols that are no inputs of the graph.
+    """
     return _hint_and_expression_of_size(value.numel() * value.dtype.itemsize)
 
 
@@ -63,7 +72,10 @@ def _hint_and_expression_of_size(size: int | torch.SymInt) -> tuple[int, Any]:
 
 
 def named_tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a node's value, however nested, each with its name: `split.1.0` is no variable's."""
+    """Yield (name, tensor) for each tensor in a node's value.
+
+    A nested tensor gets a name such as `split.1.0`. The dots prevent a clash with the name of a variable.
+    """
     if isinstance(value, torch.Tensor):
         if is_strided_tensor(value):
             yield name, value
@@ -73,7 +85,11 @@ def named_tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]
 
 
 def fake_value_of_node(node: torch.fx.Node) -> Any:
-    """What a node makes, in fake tensors; some operators leave that to what is taken out of their result."""
+    """Return the value of a node, made of fake tensors.
+
+    Some operators have no value in their meta. The value of such an operator is a list of the values of the
+    nodes that take its elements.
+    """
     value = node.meta.get("val")
     taken = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if value is None and taken:
@@ -82,14 +98,16 @@ def fake_value_of_node(node: torch.fx.Node) -> Any:
 
 
 class GraphReader:
-    """Writes the nodes of a graph down as events. Which storage a node's value has is what its operator
-    and its fake tensor say."""
+    """A reader that turns the nodes of a graph into events.
+
+    The operator of a node and the node's fake tensors determine which storage the node's value has.
+    """
 
     def __init__(self, gm: torch.fx.GraphModule) -> None:
         self.gm = gm
         self.nodes = list(gm.graph.nodes)
         self.symbols = GraphSymbols()
-        self.owner: dict[int, str] = {}  # fake storage -> the name under which it appeared
+        self.owner: dict[int, str] = {}  # fake storage -> the name under which the storage first appeared
         self.dies: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         last_user = {used: node for node in self.nodes for used in (*node.all_input_nodes, node)}
         for used, node in last_user.items():
@@ -119,7 +137,7 @@ class GraphReader:
         source = source_of_view(node)
         for name, result in named_tensors_in(node.name, value):
             key = storage_key(result)
-            if source is not None and (whole := storage_key(source.meta["val"])) in self.owner:  # no constant
+            if source is not None and (whole := storage_key(source.meta["val"])) in self.owner:
                 self.owner.setdefault(key, self.owner[whole])
             if key in self.owner:
                 aliases.append(Alias(at, name, self.owner[key]))
@@ -137,7 +155,11 @@ class GraphReader:
         yield from aliases
 
     def events_of_getitem(self, at: int, node: torch.fx.Node, value: Any) -> Iterator[Alias]:
-        """Out of a tuple, by its place in it: some operators' results have other fake storages there."""
+        """Yield an alias of a tuple's element. The position in the tuple identifies the element.
+
+        The fake storage cannot identify the element. For some operators, the element in the tuple has another
+        fake storage than the node that takes the element.
+        """
         source: Any = node.args[0]
         for name, result in named_tensors_in(node.name, value):
             element = f"{source.name}.{node.args[1]}{name.removeprefix(node.name)}"
@@ -145,8 +167,11 @@ class GraphReader:
             yield Alias(at, name, element)
 
     def workspace_of_call(self, at: int, node: torch.fx.Node, made: list[Make]) -> Make | None:
-        """What a kernel takes besides its results: its workspace, or what the largest of the bodies takes
-        that an operator runs (`cond`, `scan`)."""
+        """Return the memory that a kernel allocates besides its results, or None if it allocates none.
+
+        For a library kernel, this memory is the workspace. For an operator that runs bodies, such as `cond`
+        or `scan`, this memory is the need of the largest body.
+        """
         bodies = [getattr(self.gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
         loops = any(word in str(node.target) for word in ("while", "scan"))
         sums: list[Make] = []
@@ -159,7 +184,7 @@ class GraphReader:
                 kept = {reader.owner[storage_key(n.meta["val"])] for n in parts if is_tensor_node(n)}
                 sums += live_bytes_per_launch(events, () if loops else kept)
         largest = symbolic_sizes.largest(sums, f"{node.name}.own")
-        if loops:  # what the last round made is alive in the next one, and stacked in the end
+        if loops:  # results of an iteration live during the next iteration, and are stacked at the end
             largest = symbolic_sizes.total([largest, *made, *made], largest.name)
         for copied in library_workspace.tensors_copied_by_kernel(node):
             sums.append(
@@ -172,16 +197,19 @@ class GraphReader:
 
 
 def source_of_view(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Whose bytes a node's value has, if its operator says so: a fake tensor that was made of a saved one may
-    have a storage of its own (`detach` in the backward of logcumsumexp)."""
-    if node.target in UNTOLD_VIEWS or getattr(node.target, "is_view", False):
+    """Return the node whose bytes this node views, or None if the node's operator is no view.
+
+    The operator decides, and not the fake tensor, because a view made from a saved tensor may have its own
+    fake storage (`detach` in the backward of logcumsumexp).
+    """
+    if node.target in UNDECLARED_VIEWS or getattr(node.target, "is_view", False):
         source = node.args[0] if node.args else None
         return source if isinstance(source, torch.fx.Node) and is_tensor_node(source) else None
     return None
 
 
 def mutated_arguments(node: torch.fx.Node) -> frozenset[str]:
-    """Arguments that the operator's schema says it writes."""
+    """Return the arguments that the operator writes, according to its schema."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return frozenset()
@@ -221,7 +249,10 @@ def build_program_signature(gm: torch.fx.GraphModule, kind: ProgramKind) -> Sign
 def insert_slots(
     gm: torch.fx.GraphModule, kind: ProgramKind
 ) -> tuple[Schedule, Callable[[SlotFunction], None]]:
-    """Puts slot nodes into the graph. Returns the schedule and a function that says whom the slots call."""
+    """Insert slot nodes into the graph.
+
+    Return the schedule, and a function that connects the slots to a SlotFunction.
+    """
     graph = gm.graph
     nodes = list(graph.nodes)
     by_name = {node.name: node for node in nodes}
@@ -253,7 +284,10 @@ def insert_slots(
 
 
 def largest_kernel_bytes(backward: torch.fx.GraphModule) -> int:
-    """The most that a kernel of it needs: what it touches, and what the program holds meanwhile."""
+    """Return the number of bytes that the largest kernel needs.
+
+    The number includes the tensors that the kernel touches, and all other bytes that are live in the graph.
+    """
     events = list(GraphReader(backward).events())
     schedule, _ = lay_slots(
         build_program_signature(backward, "backward"), events, len(backward.graph.nodes) - 1
@@ -266,12 +300,14 @@ def largest_kernel_bytes(backward: torch.fx.GraphModule) -> int:
 
 
 class BoxedProgram:
-    """A program that takes its arguments in one list and clears it: whoever holds a tensor keeps its bytes
-    alive."""
+    """A program that takes its arguments in a list and clears the list.
+
+    The list therefore keeps no tensor alive.
+    """
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run = run
-        self._boxed_call = True  # on the instance: AOTAutograd's wrapper loses a class attribute
+        self._boxed_call = True  # set on the instance, because AOTAutograd's wrapper loses class attributes
 
     def __call__(self, arguments: list[Any]) -> Any:
         return self.run(arguments)
@@ -286,10 +322,13 @@ def make_boxed_program(gm: torch.fx.GraphModule) -> BoxedProgram:
 def make_aot_backend(
     transform: Callable[[torch.fx.GraphModule, ProgramKind], None],
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
-    again: recompute_cut.Asked = lambda graph: ((), 0),
+    again: recompute_cut.ChooseRecompute = lambda graph: ((), 0),
 ) -> Callable[..., Any]:
-    """A Dynamo backend that runs AOTAutograd's graphs in order after `transform` has changed each of them;
-    `around` wraps their calls; `again`: what is made again instead of saved."""
+    """Return a Dynamo backend that runs AOTAutograd's graphs node by node.
+
+    `transform` changes each graph before it is compiled. `around` wraps the function that runs a program.
+    `again` returns a pair: the saved nodes to recompute, and the memory limit of a kernel in bytes.
+    """
     from functorch.compile import min_cut_rematerialization_partition
 
     def make_graph_compiler(kind: ProgramKind) -> Callable[..., BoxedProgram]:

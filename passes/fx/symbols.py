@@ -1,6 +1,6 @@
-"""The symbols of an FX graph: where each is bound, and bytes that depend on them as nodes of the graph.
+"""Symbols of an FX graph: the node that binds each symbol, and symbolic sizes as nodes of the graph.
 
-A size is then evaluated by the graph itself, in plain integers; nothing symbolic is left when it runs.
+The graph itself computes each size at run time, in plain integers. No symbolic value is left at run time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 from ..slots import symbolic_sizes
 from ..slots.events import Make
 
-UNKNOWN = 8192  # elements, where nothing at all limits a symbol; Inductor's own guess
+UNKNOWN = 8192  # assumed value of a symbol without any limit; Inductor's own default
 
 
 def _make_deferred_operator(function: Callable[[Any], Any]) -> Any:
-    """Return an operator that calls this function when the graph runs, on a value that may be a node's."""
+    """Return an operator that calls `function` on a number, or adds a node that calls `function` later."""
 
     def call_or_add_node(x: Any, *_: Any) -> Any:
         if isinstance(x, torch.fx.Proxy):
@@ -34,7 +34,11 @@ def _make_deferred_operator(function: Callable[[Any], Any]) -> Any:
 
 
 class SizeOperatorsAsNodes(OptimizedPythonReferenceAnalysis):
-    """The operators of sizes as nodes; torch computes some of them at once, but a node has no value yet."""
+    """Operators of size expressions, as nodes of the graph.
+
+    Torch's own analysis computes some operators immediately. This class adds nodes, because a node has no
+    value yet.
+    """
 
     int_truediv = staticmethod(operator.truediv)
     floor_to_int = _make_deferred_operator(math.floor)
@@ -55,13 +59,18 @@ class SizeOperatorsAsNodes(OptimizedPythonReferenceAnalysis):
 
 @dataclass
 class GraphSymbols:
+    """The symbols of one graph, with the node that binds each symbol."""
+
     sources: dict[Any, tuple[int, torch.fx.Node, int | None]] = field(default_factory=dict)
     estimates: dict[Any, Any] = field(default_factory=dict)
     nodes: dict[Any, torch.fx.Node] = field(default_factory=dict)
     shape_env: Any = None
 
     def note_bound_symbols(self, at: int, node: torch.fx.Node) -> None:
-        """A node binds a symbol that it is, or that is one of its dimensions."""
+        """Record the symbols that a node binds.
+
+        A node binds its value if the value is a symbol, and the symbols in the dimensions of its tensor.
+        """
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
             self._note_symbol_source(value, at, node, None)
@@ -80,7 +89,10 @@ class GraphSymbols:
             self.sources[symbol] = (at, node, dimension)
 
     def insert_size_node(self, graph: torch.fx.Graph, live: Any, at: int) -> Any:
-        """Bytes as a node at the point of insertion, which is before position `at`; None for a number."""
+        """Insert nodes that compute `live` before position `at`, and return the last of these nodes.
+
+        Return None if `live` is a number. Return a number if `live` has no symbol that is bound before `at`.
+        """
         if isinstance(live, int):
             return None
         for symbol in live.free_symbols - self.estimates.keys():
@@ -97,7 +109,7 @@ class GraphSymbols:
         return sympy_interp(SizeOperatorsAsNodes, values, live).node
 
     def _traced_value_or_default(self, symbol: Any) -> int:
-        """Return the value, if it had one when the graph was traced: one of an input's storage, say."""
+        """Return the value that the symbol had when the graph was traced, or UNKNOWN."""
         return (
             UNKNOWN
             if self.shape_env is None
@@ -105,7 +117,10 @@ class GraphSymbols:
         )
 
     def _get_or_insert_symbol_node(self, graph: torch.fx.Graph, symbol: Any) -> torch.fx.Node:
-        """The node whose value the symbol is; a dimension is read right after its tensor was made."""
+        """Return the node with the value of a symbol.
+
+        A node that reads a dimension is inserted after the node that makes the tensor.
+        """
         if symbol not in self.nodes:
             _, source, dimension = self.sources[symbol]
             if dimension is not None:
@@ -120,8 +135,10 @@ class GraphSymbols:
 
 
 def _limit_of_unbacked_symbol(symbol: Any, node: torch.fx.Node) -> Any:
-    """Of a symbol that data decide: at most as many as the largest input has elements, where nothing better
-    is known."""
+    """Return an upper limit of a symbol whose value depends on the values in a tensor.
+
+    Without a better limit, the limit is the number of elements of the largest input.
+    """
     value = node.meta["val"]
     values = [v for v in (value if isinstance(value, tuple | list) else [value]) if hasattr(v, "shape")]
     dimensions = [d for v in values for d in v.shape if isinstance(d, torch.SymInt)]

@@ -1,15 +1,15 @@
-"""Slots in Inductor's generated code. The only package that names torch._inductor.
+"""Slots in Inductor's generated code. Only this package imports torch._inductor.
 
 In: a captured graph. Out: Inductor's compiled program, whose text calls the engine before each kernel.
 
-    codegen     SlottedWrapper, compile_program: slot calls among the wrapper's lines, and the cache key
-    lines       wrapper lines written down as events
-    calls       branches, loops and subprograms: each counts as one kernel
-    options     Inductor's settings: what the user may set, what slots cannot live with
-    partition   Inductor's partitioner with some saved tensors computed again
+    codegen     SlottedWrapper and compile_program: slot calls among the wrapper's lines, and the cache key
+    lines       a reader that turns wrapper lines into events
+    calls       branches, loops and subprograms, each of which counts as one kernel
+    options     Inductor's settings: settings that the user may set, and settings that slots do not work with
+    partition   Inductor's partitioner with some saved tensors recomputed
 
-Invariant: the printed program is the plain one but for its slot calls. What decides the text is part of
-Inductor's cache key, so no program with other slots comes back.
+Invariant: the printed program is Inductor's plain program with slot calls added. Every input that changes the
+text is part of Inductor's cache key, so the caches never return a program with other slots.
 
 Log lines: "pass slots: ... program of ..." (debug), "a ... has a wrapper line ... that teraio cannot read".
 """

@@ -1,14 +1,15 @@
-"""Branches, loops and calls of subprograms among Inductor's wrapper lines: each is one kernel.
+"""Branches, loops and calls of subprograms among Inductor's wrapper lines: each of them counts as one kernel.
 
     buf3 = [None] * 1           the region begins
     if buf1.item():
         true_graph_0_args = […]
-        buf3 = true_graph_0(…)  its reads and writes are those of all of its lines,
-    else:                       its bytes those of the largest body
+        buf3 = true_graph_0(…)  the kernel reads and writes all tensors that the region's lines read and
+    else:                       write, and needs the bytes of the largest body
         …
-    buf4 = buf3[0]              an element is unpacked
+    buf4 = buf3[0]              an element of the result is unpacked
 
-No slot stands inside: bodies print functions of their own, which take what they need as arguments.
+A region is the lines of one call, and has no slot inside. Its bodies are printed as separate functions, with
+their inputs as arguments.
 """
 
 from __future__ import annotations
@@ -42,24 +43,30 @@ FREES = {"FreeIfNotReusedLine", "FreeLine"}
 
 @dataclass(frozen=True)
 class Subprogram:
-    """A branch or loop body as its caller sees it."""
+    """A branch or loop body, reduced to the facts that its caller needs."""
 
-    own: Make  # what it takes beside its arguments and outputs
+    own: Make  # bytes allocated besides arguments and outputs
     returns: tuple[
         Make | int | None, ...
-    ]  # per output: its storage, or the argument that it is, or no tensor
-    writes: bool  # to its arguments
+    ]  # per output: its storage, or the position of the argument that it aliases, or None if it is no tensor
+    writes: bool  # True if the body writes to its arguments
 
 
 class WrapperProgramReader(WrapperLineReader):
-    """A program's lines as events. `subprograms`: those that were read before, by name."""
+    """A reader that turns the lines of a program into events.
+
+    `subprograms` has the subprograms that were read before, by name.
+    """
 
     def __init__(self, lines: list[Any], outputs: set[str], subprograms: dict[str, Subprogram]) -> None:
         super().__init__(lines, outputs)
         self.subprograms = subprograms
 
     def events(self, unknown: Callable[[str], None] | None = None) -> Iterator[Event]:
-        """With `unknown`, lines of unknown type are told to it and left out."""
+        """Yield the events of all lines.
+
+        With `unknown`, pass lines of unknown type to this function and skip them.
+        """
         at = 0
         while at < len(self.lines):
             region = self.end_of_subprogram_call(at)
@@ -84,7 +91,10 @@ class WrapperProgramReader(WrapperLineReader):
             at = region or at + 1
 
     def end_of_subprogram_call(self, at: int) -> int | None:
-        """Where the lines of a subprogram's call end that begin here: `buf1 = [None] * 2`, … `if …:` …"""
+        """Return the end of a subprogram call that begins at line `at`, or None if no call begins there.
+
+        A call begins with `buf1 = [None] * 2` and continues with `if …:` and more lines.
+        """
         begin = re.fullmatch(r"(\w+) = \[None\] \* \d+", str(self.lines[at]).strip())
         if not isinstance(self.lines[at], str) or not begin:
             return None
@@ -135,7 +145,7 @@ class WrapperProgramReader(WrapperLineReader):
     def events_of_call_results(
         self, at: int, name: str, node: Any, subprograms: list[Subprogram]
     ) -> Iterator[Make | Alias]:
-        """A result's storage is as large as it is in any branch."""
+        """Yield the results of a call. The storage of a result gets the size of its largest branch."""
         self.elements[name] = []
         operands = [value.get_name() for value in node.inputs if hasattr(value, "get_name")]
         for position, result in enumerate(flatten_outputs(node.outputs)):
@@ -153,7 +163,10 @@ class WrapperProgramReader(WrapperLineReader):
                 yield Make(at, part, made.size_bytes, made.size)
 
     def workspace_of_subprograms(self, at: int, name: str, node: Any, subprograms: list[Subprogram]) -> Make:
-        """What the largest of them takes; a loop also holds what its last round made."""
+        """Return the memory of the largest subprogram.
+
+        A while loop also holds the results of the previous iteration.
+        """
         makes = [subprogram.own for subprogram in subprograms]
         made = symbolic_sizes.largest(makes, f"{name}.own")
         if type(node).__name__ == "WhileLoop":
@@ -165,8 +178,11 @@ class WrapperProgramReader(WrapperLineReader):
         return Make(at, made.name, made.size_bytes, made.size)
 
     def events_of_frees_in_branches(self, at: int, end: int) -> Iterator[Event]:
-        """What one branch frees, the other keeps until the program returns: it has no name any more, and is
-        there."""
+        """Yield the frees inside a call. For each tensor that a branch frees, first yield an alias.
+
+        The alias keeps the tensor alive until the program returns, because the other branch may not free the
+        tensor.
+        """
         depth = 0
         for line in self.lines[at:end]:
             kind = type(line).__name__
@@ -180,7 +196,7 @@ class WrapperProgramReader(WrapperLineReader):
 def read_subprogram(
     lines: list[Any], subprograms: dict[str, Subprogram], unknown: Callable[[str], None]
 ) -> Subprogram:
-    """Reads a branch or body while its graph is the current one."""
+    """Read the body of a branch or loop. The graph of the body must be the current graph (`V.graph`)."""
     graph = V.graph
     reader = WrapperProgramReader(lines, set(graph.get_output_names()), subprograms)
     events = list(reader.events(unknown))
@@ -202,5 +218,5 @@ def read_subprogram(
 
 
 def _replace_inner_symbols(size: Any, symbols: WrapperSymbols) -> Any:
-    """Symbols that are bound inside mean nothing outside."""
+    """Replace symbols that are bound inside a subprogram, because they have no value outside."""
     return None if size is None else sympy.sympify(symbols.replace_unbound_symbols(size, -1))

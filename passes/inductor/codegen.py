@@ -1,13 +1,13 @@
-"""Slots in Inductor's wrapper IR: the typed lines it is about to print, after scheduling, fusion and buffer
-reuse.
+"""Slots in Inductor's wrapper IR. The wrapper IR is the list of typed lines that Inductor prints as a
+program, after scheduling, fusion and buffer reuse.
 
-This file and its siblings `inductor_*.py` are the only ones that know Inductor's internals. Lines are written
-down as events (`layout.py` decides where slots stand) and each slot becomes one more line. Kernels stay the
-same, name for name.
+In: a captured graph. Out: Inductor's compiled program with slot calls. The lines are read as events,
+`layout.py` places the slots, and each slot becomes one more line. Kernels keep their names and their order.
+Only this package depends on Inductor's internals. options.py checks the settings of Inductor.
 
-The schedule is printed into the program as a literal, so that it travels through Inductor's cache. The pass's
-`uuid` is part of the cache key: without it a program that was cached without slots comes back, silently and
-over budget. What Inductor is asked for on top of that is checked in options.py.
+The schedule is printed into the program as a literal, so that Inductor's cache stores the schedule with the
+program. The pass's `uuid` is part of the cache key. Without the `uuid`, the cache could return a program
+without slots, which would run over budget without an error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logging.getLogger("teraio")
 
 
 def _hash_slot_sources() -> str:
-    """Of everything that decides what is printed into a program: the bytes of these files."""
+    """Return a hash of the source files that determine the text printed into a program."""
     modules = (recompute_chains, aot, events, calls, lines, recompute_cut, symbolic_sizes, layout, schedules)
     files = [__file__, *(module.__file__ for module in modules)]
     digest = hashlib.sha256()
@@ -58,19 +58,22 @@ def _hash_slot_sources() -> str:
     return f"teraio-slots-4 {digest.hexdigest()[:32]}"
 
 
-# Part of Inductor's cache key. Raise the number if what a slot line calls takes other arguments.
+# A part of Inductor's cache key. It contains a number (`teraio-slots-4`). Raise this number if the arguments
+# of the function that slots call change.
 VERSION = _hash_slot_sources()
 
 SLOT = "_teraio_slot"
-REGISTRY = "teraio.runtime.engine.engine"  # whose `program` a compiled program calls when it is loaded
+REGISTRY = "teraio.runtime.engine.engine"  # module whose function `program` a loaded program calls
 
 
 @dataclasses.dataclass
 class SlotLine(wrapper.WrapperLine):
+    """A wrapper line that prints a slot call."""
+
     wrapper: Any
     index: int
     names: tuple[str, ...]
-    live: Any  # bytes; an expression of the graph's symbols is printed, and evaluated at run time
+    live: Any  # live bytes; an expression of symbols is printed, and evaluated at run time
 
     def codegen(self, code: Any) -> None:
         tensors = "".join(f"{name}, " for name in self.names)
@@ -80,24 +83,27 @@ class SlotLine(wrapper.WrapperLine):
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """The graph that is being compiled now, for the wrapper that Inductor makes deep inside."""
+    """The state of the compile in progress. The wrapper that Inductor creates reads this state."""
 
     kind: ProgramKind
     to_caller: int
     held: frozenset[int]
     notice: Callable[[str], None]
     registry: str
-    guard: bool  # whether calls of the program go through the registry's `guarded`
+    guard: bool  # True if calls of the program go through the registry's function `guarded`
     cut: recompute_cut.JointGraphCut | None = None
     subprograms: dict[str, Subprogram] = dataclasses.field(default_factory=dict)
 
 
 COMPILING: list[Compilation] = []
-ONE_AT_A_TIME = threading.RLock()  # backwards are compiled in the threads that run them first
+ONE_AT_A_TIME = threading.RLock()  # a lock, because a backward is compiled in the thread that first runs it
 
 
 class SlottedWrapper(wrapper.PythonWrapperCodegen):
-    """Inductor's wrapper with slots: one pass more over its lines, one literal more in its source."""
+    """Inductor's wrapper with slots.
+
+    The wrapper makes one more pass over the lines, and prints the schedule as a literal.
+    """
 
     schedule: Schedule
 
@@ -107,7 +113,7 @@ class SlottedWrapper(wrapper.PythonWrapperCodegen):
     ) -> Any:
         if is_subgraph:
             return SubprogramWrapper(subgraph_name, parent_wrapper, partition_signatures)
-        if V.graph.name:  # not the program, but a variant of a part of it that is only timed while tuning
+        if V.graph.name:  # a variant of a part of the program that Inductor only times for tuning
             return wrapper.PythonWrapperCodegen()
         return SlottedWrapper()
 
@@ -125,8 +131,8 @@ class SlottedWrapper(wrapper.PythonWrapperCodegen):
                 )
         except UserStreamsError:
             raise UnsupportedError(
-                "the model puts kernels on streams of its own: teraio moves memory in the order of one "
-                "stream. Leave torch.cuda.stream(...) out of the compiled model"
+                "the model runs kernels on CUDA streams of its own; teraio moves memory in the order of one "
+                "stream. Remove torch.cuda.stream(...) from the compiled model"
             ) from None
         bounded = [
             dataclasses.replace(p, live=program.symbols.replace_unbound_symbols(p.live, p.at)) for p in places
@@ -158,7 +164,10 @@ class SlottedWrapper(wrapper.PythonWrapperCodegen):
 
 
 class SubprogramWrapper(wrapper.SubgraphPythonWrapperCodegen):
-    """A branch or body: no slots, but its caller's slot knows what it takes."""
+    """A wrapper of a branch or loop body.
+
+    The wrapper prints no slots. It records the bytes of the body, which the slot of the body's caller needs.
+    """
 
     def run_wrapper_ir_passes(self, is_inference: bool) -> None:
         super().run_wrapper_ir_passes(is_inference)
@@ -167,8 +176,8 @@ class SubprogramWrapper(wrapper.SubgraphPythonWrapperCodegen):
             self.lines,
             compilation.subprograms,
             lambda line: compilation.notice(
-                f"teraio: a branch or body has a wrapper line {line} that teraio cannot read: the memory "
-                f"that it takes is not counted"
+                f"teraio: a branch or body has a wrapper line {line} that teraio cannot read: its memory "
+                f"is not counted"
             ),
         )
 
@@ -176,14 +185,17 @@ class SubprogramWrapper(wrapper.SubgraphPythonWrapperCodegen):
 def schedule_unreadable_program(
     signature: Signature, program: WrapperProgramReader, line: str, notice: Callable[[str], None]
 ) -> tuple[Schedule, list[SlotPlace]]:
-    """Something in the program cannot be read: no slot could be trusted but the first and the last."""
+    """Schedule a program with an unknown wrapper line as one kernel, and report the line.
+
+    Slots after an unknown line could be wrong, so the program gets only the first and the last slot.
+    """
     made = list(program.events(unknown=lambda line: None))
     own = symbolic_sizes.largest(live_bytes_per_launch(made), "program")
     arguments = sum(size_bytes for _, size_bytes in signature.arguments)
     notice(
         f"teraio: a {signature.kind} program has a wrapper line {line} that teraio cannot read, so it runs "
-        f"whole: all of its arguments ({fmt_bytes(arguments)}) and what it makes (about "
-        f"{fmt_bytes(own.size_bytes)}) are in memory at once, and none of it moves while it runs"
+        f"as one kernel: its arguments ({fmt_bytes(arguments)}) and the tensors that it makes (about "
+        f"{fmt_bytes(own.size_bytes)}) are in memory at once and cannot be evicted while it runs"
     )
     sized = {event.name: event.size_bytes for event in made if isinstance(event, Make)}
     outputs = [(name, sized.get(name, 0)) for name in signature.outputs if name]
@@ -226,10 +238,11 @@ def build_program_signature(compilation: Compilation) -> Signature:
 
 
 class SlotsInCacheKey(CustomGraphPass):
-    """Does nothing to the graph; its `uuid` keeps programs with other slots, or none, out of the caches: of
-    whole models (AOTAutograd's) and of single graphs (Inductor's).
+    """A graph pass that changes no graph. Its `uuid` is part of the cache keys.
 
-    A pass that the user put in the same place still runs, and its own uuid counts.
+    The caches of AOTAutograd (whole models) and of Inductor (single graphs) therefore never return a program
+    with other slots or without slots. A pass that the user has set still runs, and its uuid is part of the
+    key as well.
     """
 
     def __init__(self, inner: Any, about: str) -> None:
@@ -257,8 +270,8 @@ def use_slotted_wrapper(compilation: Compilation) -> Iterator[None]:
             common.device_codegens[device] = codegen
     COMPILING.append(compilation)
     try:
-        # Two models may have the same forward graph, and one of them returns to the user what the other
-        # saves for its backward: the graph alone is not the key.
+        # The graph alone is no sufficient key. Two models may have the same forward graph, although one model
+        # returns a tensor to the user that the other model saves for its backward.
         about = f"{compilation.kind} returns {compilation.to_caller} holds {sorted(compilation.held)}"
         about += f" calls {compilation.registry} without {sorted(switches.disabled_features())}"
         if cut := compilation.cut:
@@ -279,15 +292,17 @@ def compile_program(
     guard: bool = False,
     registry: str = REGISTRY,
     settings: Mapping[str, Any] | None = None,
-    again: tuple[recompute_cut.Asked | None, str] = (None, ""),
+    again: tuple[recompute_cut.ChooseRecompute | None, str] = (None, ""),
 ) -> Any:
-    """A captured graph through Inductor, with slots; plainly if nobody takes notices. `again`: what is made
-    again instead of saved, and all that may be, in a stable form.
+    """Compile a captured graph with Inductor, with slots. Without `notice`, compile it without slots.
 
-    The backward is compiled lazily, at its first run: slots are set up per graph, not around the whole, and
-    Inductor does the same with `settings`, its own that are asked for. `loads` opens a block and yields the
-    programs that report in it. All that a program needs is printed into it, the `guard` of its calls too:
-    from AOTAutograd's cache both programs come back without any of this being run.
+    `again` is the pair for `partitioner_config_patch`: (1) a function that names the nodes to recompute, and
+    (2) a stable description of all nodes that this function may name. `settings` are Inductor's own settings.
+    `loads` opens a block and yields the programs that are loaded in the block.
+
+    The backward is compiled later, at its first run, so slots and settings are set up for each graph. All
+    that a program needs is printed into the program, including the `guard` of its calls. AOTAutograd's cache
+    can therefore return forward and backward without a run of `inner_compile`.
     """
     patches = dict(settings or {})
     if notice is None:
@@ -296,43 +311,43 @@ def compile_program(
     about = f"{registry} guard {guard} without {sorted(switches.disabled_features())}"
     patches["post_grad_custom_post_pass"] = SlotsInCacheKey(config.post_grad_custom_post_pass, about)
     patches |= partition.partitioner_config_patch(*again, VERSION)
-    asked = 0
+    compiled_graphs = 0
 
     def inner_compile(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        empty = count_calls(graph.graph) == 0  # asked before: compiling changes the graph
+        nonlocal compiled_graphs
+        compiled_graphs += 1
+        empty = count_calls(graph.graph) == 0  # counted before the compile, which changes the graph
         with loads() as loaded:
             compiled = _compile_graph_with_slots(graph, inputs, notice, registry, guard, **kwargs)
-        if not empty:  # with no kernel there is no program: Inductor returns the graph itself
+        if not empty:  # for a graph without operators, Inductor returns the graph itself
             _require_slots(compiled, len(loaded))
         return compiled
 
     with loads() as from_cache:
         slotted: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
-    if not asked and not from_cache:
+    if not compiled_graphs and not from_cache:
         raise UnsupportedError(
-            "Inductor has compiled a model without asking teraio for any of its graphs: it would run without "
-            "slots, whatever the budget. Is something set that replaces Inductor's compiler (TORCH_BISECT_*, "
-            "a cache of compiled models)? Leave it out, or compile without teraio"
+            "Inductor compiled a model without calling teraio for any of its graphs: the model would run "
+            "without slots and over the budget. If a setting replaces Inductor's compiler (TORCH_BISECT_*, "
+            "a cache of compiled models), unset it, or compile without teraio"
         )
     return slotted
 
 
 def _require_slots(compiled: Any, reported: int) -> None:
-    """A program without a slot would run over budget in silence."""
+    """Raise UnsupportedError if a program has no slots, because it would run over budget without an error."""
     source = getattr(compiled, "source_code", None) or ""
     if f"{SLOT}(0, " not in source:
         raise UnsupportedError(
-            f"Inductor has returned a program without teraio's slots ({type(compiled).__name__}, "
-            f"{len(source)} characters of source): it would run over the budget unseen. It is made for a "
-            f"device other than CPU and CUDA, or something replaces Inductor's wrapper. Compile without "
-            f"teraio, or with inner='eager'"
+            f"Inductor returned a program without teraio's slots ({type(compiled).__name__}, "
+            f"{len(source)} characters of source): it would silently run over the budget. The program is for "
+            f"a device other than CPU and CUDA, or another library replaces Inductor's wrapper. Compile "
+            f"without teraio, or with inner='eager'"
         )
     if not reported:
         raise UnsupportedError(
-            "a compiled program did not report to teraio when it was loaded, so its slots would do nothing: "
-            "it came from a cache that hands back what was loaded before. Set "
+            "a compiled program did not report to teraio when it was loaded, so its slots would do nothing. "
+            "A cache returned a program that was loaded earlier. Set "
             "torch._inductor.config.force_disable_caches = True"
         )
 
@@ -345,8 +360,10 @@ def _compile_graph_with_slots(
     guard: bool,
     **kwargs: Any,
 ) -> Any:
-    """Inductor's `compile_fx_inner` with slots. The backward is compiled lazily: everything is set up per
-    graph."""
+    """Run Inductor's `compile_fx_inner` with slots.
+
+    All set-up is per graph, because the backward is compiled later.
+    """
     kind: ProgramKind = "forward"
     if kwargs.get("is_backward"):
         kind = "backward"
@@ -357,8 +374,9 @@ def _compile_graph_with_slots(
     cut = recompute_cut.read_cut_from_forward_meta(gm) if kind == "forward" else None
     compilation = Compilation(kind, to_caller, held, notice, registry, guard, cut)
     with ONE_AT_A_TIME:
-        # Once more: since the forward was compiled a setting may have changed, or the model asks for CUDA
-        # graphs by itself (torch.compiler.override_cudagraphs), which reaches us as an argument.
+        # Check the settings again, because a setting may have changed since the forward was compiled. A model
+        # may also turn on CUDA graphs itself (torch.compiler.override_cudagraphs). Inductor passes that
+        # setting on as an argument.
         graphs = kwargs.get("cudagraphs")
         refuse_unfit_settings({"triton.cudagraphs": True} if graphs is not None and graphs.value else {})
         what = f"compiling the {kind} program of {fmt_count(count_calls(gm.graph), 'operator')} with Inductor"

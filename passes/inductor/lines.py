@@ -1,7 +1,8 @@
-"""Inductor's wrapper lines, written down as events.
+"""A reader of Inductor's wrapper lines. In: wrapper lines. Out: events.
 
-Line classes are matched by name: torch 2.11 has fewer of them than 2.13. A line of a type that is not listed
-ends the reading: whatever it does, no slot would be right after it.
+Line classes are matched by name, because torch 2.11 has fewer line classes than torch 2.13. A line of an
+unlisted class raises UnknownLineError. The effect of such a line is unknown, so no slot after the line could
+be trusted.
 """
 
 from __future__ import annotations
@@ -48,23 +49,23 @@ STREAMS = {"EnterCudaStreamContextLine", "ExitCudaStreamContextLine"}
 
 
 class UnknownLineError(Exception):
-    """A line that this pass cannot read; the program runs with one slot that holds everything."""
+    """A wrapper line of a type that this pass cannot read. Its program then runs as one kernel."""
 
 
 class UserStreamsError(Exception):
-    """Kernels on streams of the user's."""
+    """A wrapper line that runs kernels on streams of user code."""
 
 
 @dataclass
 class WrapperSymbols:
-    """Where the symbols that data decide are bound, and what they can be at most until then."""
+    """Symbols of a program: the lines that bind them, and upper limits that replace unbound symbols."""
 
     inputs: frozenset[str]
     at: dict[str, int] = field(default_factory=dict)
     estimates: dict[Any, Any] = field(default_factory=dict)
 
     def replace_unbound_symbols(self, live: Any, at: int) -> Any:
-        """Bytes as an expression of the symbols that are bound before `at`."""
+        """Return `live` with each symbol that is unbound before line `at` replaced by a limit."""
         if isinstance(live, int):
             return live
         for symbol in live.free_symbols - self.estimates.keys():
@@ -80,8 +81,8 @@ class WrapperSymbols:
         )
 
     def is_bound_before(self, symbol: Any, at: int) -> bool:
-        data_decide = symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
-        return str(symbol) in self.inputs or self.at.get(str(symbol), at if data_decide else -2) < at
+        unbacked = symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
+        return str(symbol) in self.inputs or self.at.get(str(symbol), at if unbacked else -2) < at
 
 
 def _input_symbols() -> frozenset[str]:
@@ -100,8 +101,10 @@ def identifiers_in_text(value: object) -> frozenset[str]:
 
 
 def storage_bytes_and_expression(node: Any) -> tuple[int, Any]:
-    """Bytes of a buffer (a hint where the size is symbolic) and the expression for them, None where it is
-    static."""
+    """Return a pair for a buffer: the number of bytes, and its expression in symbols.
+
+    If the size is symbolic, the number is an estimate. If the size is static, the expression is None.
+    """
     elements = V.graph.get_allocation_storage_size(node)
     item = get_dtype_size(node.get_dtype())
     hint = int(V.graph.sizevars.optimization_hint(elements, fallback=0)) * item
@@ -110,15 +113,15 @@ def storage_bytes_and_expression(node: Any) -> tuple[int, Any]:
 
 
 class WrapperLineReader:
-    """Writes wrapper lines down as events, one by one."""
+    """A reader that turns single wrapper lines into events."""
 
     def __init__(self, lines: list[Any], outputs: set[str]) -> None:
         self.lines = lines
         self.outputs = outputs
         self.known: set[str] = set(V.graph.graph_inputs)
         self.symbols = WrapperSymbols(_input_symbols())
-        self.elements: dict[str, list[str]] = {}  # tuple -> its elements' names
-        self.unpacked: dict[str, list[Any]] = {}  # tuple -> the lines that unpack it
+        self.elements: dict[str, list[str]] = {}  # tuple -> the names of its elements
+        self.unpacked: dict[str, list[Any]] = {}  # tuple -> the lines that unpack the tuple
         for line in lines:
             if type(line).__name__ == "MultiOutputLine":
                 self.unpacked.setdefault(line.arg_name, []).append(line)
@@ -161,7 +164,10 @@ class WrapperLineReader:
             yield from (Forget(at, part) for part in self.elements.get(name, ()))
 
     def events_of_raw_text(self, at: int, line: str) -> Iterator[Event]:
-        """A raw string: comments, asserts, `del x`, `x = copy_if_misaligned(x)`, `dst.copy_(src)`."""
+        """Yield the events of a line that is a raw string.
+
+        Such lines are comments, asserts, `del x`, `x = copy_if_misaligned(x)` and `dst.copy_(src)`.
+        """
         line = line.strip()
         if line.startswith("del "):
             yield from (Forget(at, name) for name in sorted(identifiers_in_text(line[4:])))
@@ -182,7 +188,11 @@ class WrapperLineReader:
     # ---- library kernels
 
     def events_of_extern_kernel(self, at: int, line: Any) -> Iterator[Event]:
-        """What a library kernel reads is what will be printed: `get_read_names` omits graph inputs."""
+        """Yield the events of a library kernel.
+
+        The reads are taken from the arguments that will be printed, because `get_read_names` omits graph
+        inputs.
+        """
         node, kind = line.node, type(line).__name__
         name = node.get_name()
         reads = set(node.get_read_names())
@@ -208,7 +218,10 @@ class WrapperLineReader:
         yield Launch(at, str(node.get_kernel_name() or name), frozenset(reads), frozenset(writes))
 
     def events_of_allocated_results(self, at: int, node: Any) -> Iterator[Event]:
-        """What a kernel that allocates its own outputs brings into being: also what nobody unpacks."""
+        """Yield the results of a kernel that allocates its own outputs.
+
+        Results that no line unpacks are included.
+        """
         name = node.get_name()
         shared = list(node.get_inputs_that_alias_output())
         if shared:
@@ -230,8 +243,10 @@ class WrapperLineReader:
             yield Make(at, name, *storage_bytes_and_expression(node))
 
     def note_symbol_limits(self, node: Any) -> None:
-        """Of symbols that this kernel decides: at most as many as its largest input has elements, where
-        nothing better is known (`nonzero`, `unique`, `masked_select`)."""
+        """Record upper limits of the symbols that this kernel binds (`nonzero`, `unique`, `masked_select`).
+
+        Without a better limit, the limit is the number of elements of the kernel's largest input.
+        """
         for symbol in node.get_unbacked_symbol_defs():
             limit = symbolic_sizes.upper_limit_of_symbol(symbol, V.graph.sizevars.shape_env)
             if limit is None:
@@ -249,7 +264,7 @@ def is_blank_or_comment(line: Any) -> bool:
 
 
 def flatten_outputs(outputs: Any) -> list[Any]:
-    """The tensors among a kernel's results, however nested."""
+    """Return the tensors among a kernel's results, at any depth of nesting."""
     if isinstance(outputs, dict):
         outputs = list(outputs.values())
     if isinstance(outputs, list | tuple):
@@ -258,15 +273,19 @@ def flatten_outputs(outputs: Any) -> list[Any]:
 
 
 def name_of_tuple_element(name: str, indices: Any) -> str:
-    """The name of a tuple's element before it is unpacked, and for as long as the tuple holds it.
+    """Return the name under which a tuple keeps one of its elements alive.
 
-    No variable has this name (see `_Names`).
+    The name has a dot, so no variable has this name.
     """
     return ".".join([name, *(str(index) for _, index in indices)])
 
 
 def names_read_and_written(line: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """(reads, writes) of a generated kernel. When unsure both, which costs a write-back and nothing else."""
+    """Return (reads, writes) of a generated kernel.
+
+    An argument whose access is unclear counts as read and as written. The only cost is an additional write
+    when the argument's tensor is evicted.
+    """
     reads: set[str] = set()
     writes: set[str] = set()
     keys = list((line.triton_meta or {}).get("signature", ())) if line.triton else []

@@ -1,5 +1,8 @@
-"""Inductor's partitioner with some of what it would save made again (partition.py), and with that in the keys
-of its caches: a program of another cut never comes back."""
+"""Inductor's partitioner, with some saved tensors recomputed (`capture/recompute_cut.py`).
+
+The set of nodes that may be recomputed is part of the keys of Inductor's caches. The caches therefore never
+return a program that was compiled with another cut.
+"""
 
 from __future__ import annotations
 
@@ -19,39 +22,46 @@ SETTING = "custom_partitioner_fn"
 
 
 class RecomputePartitioner(CustomPartitionerFn):
-    """`about`: everything that may be asked for, in a stable form."""
+    """A partitioner that recomputes the nodes that `choose` names.
 
-    def __init__(self, asked: recompute_cut.Asked, about: str, version: str) -> None:
-        self.asked = asked
+    `about` describes all nodes that `choose` may name, in a stable form.
+    """
+
+    def __init__(self, choose: recompute_cut.ChooseRecompute, about: str, version: str) -> None:
+        self.choose = choose
         self.key = f"{version} {about}"
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
         cut = min_cut_rematerialization_partition
         return recompute_cut.cut_with_recompute(
-            cut, self.asked, program.largest_kernel_bytes, gm, joint_inputs, **settings
+            cut, self.choose, program.largest_kernel_bytes, gm, joint_inputs, **settings
         )
 
     def uuid(self) -> Any:
         return self.key
 
 
-def partitioner_config_patch(asked: recompute_cut.Asked | None, about: str, version: str) -> dict[str, Any]:
-    """What Inductor's compile is patched with. A partitioner that is there already stays, and some versions
-    take none: then nothing is asked for."""
-    if asked is None or not hasattr(config, SETTING) or getattr(config, SETTING) is not None:
+def partitioner_config_patch(
+    choose: recompute_cut.ChooseRecompute | None, about: str, version: str
+) -> dict[str, Any]:
+    """Return the patch of Inductor's config that sets the partitioner.
+
+    The patch is empty if another partitioner is set, or if this version of torch has no such setting.
+    """
+    if choose is None or not hasattr(config, SETTING) or getattr(config, SETTING) is not None:
         return {}
-    return {SETTING: RecomputePartitioner(asked, about, version)}
+    return {SETTING: RecomputePartitioner(choose, about, version)}
 
 
 def refuse_other_partitioner(wanted: bool) -> None:
-    """`recompute=auto` needs the place that another partitioner has."""
+    """Raise UnsupportedError if recomputation is wanted and our partitioner cannot be set."""
     if wanted and getattr(config, SETTING, None) is not None:
         raise UnsupportedError(
-            f"option 'recompute' is auto, and torch._inductor.config.{SETTING} is set: it decides what is "
-            f"saved for the backward, and so would teraio. Set it to None, or leave recompute off"
+            f"option 'recompute' is auto, and torch._inductor.config.{SETTING} is set: only one of the two "
+            f"can choose the tensors that are saved for the backward. Set it to None, or turn recompute off"
         )
     if wanted and not hasattr(config, SETTING):
         raise UnsupportedError(
-            f"option 'recompute' is auto, but Inductor in torch {torch.__version__} lets no one decide what "
-            f"is saved for the backward ({SETTING}). Use a newer torch, or inner='eager'"
+            f"option 'recompute' is auto, but Inductor in torch {torch.__version__} has no setting to choose "
+            f"the tensors saved for the backward ({SETTING}). Use a newer torch, or inner='eager'"
         )

@@ -1,16 +1,18 @@
-"""Planners: which tensor moves when, and how far such a plan is at most from the best one.
+"""Planners. They choose the ticks of each tensor's moves, and prove how far a plan can be from the best plan.
 
-In: a profile, a machine, a budget. Out: a Plan with its predicted step, or a PlanError that proves why not.
+In: a profile, a machine, a budget. Out: a Plan with its predicted step, or a PlanError with the proof that no
+plan exists.
 
-    planners          plan, predicted_step_ns, bound_ns: what others call
+    planners          the entry points: plan, bound_ns, tensors_to_recompute
     auto              the default: greedy, search and the integer program in turn, until the bound is near
-    problem           what is decided about: gaps, routes, ledgers
-    simulate          how long a step takes with a plan: a fast recurrence, and a simulation of events
-    bound             how fast a step can be at best, certified in integers
+    problem           the problem that every planner solves: gaps, routes, ledgers
+    simulate          the step time of a plan by the native recurrence, and its timeline by simulation
+    bound             the shortest step that any plan can reach, proved in integers
     greedy, search, exact      three planners, from fast to thorough
     published         planners of published systems, for comparison
-    joint_recompute   what to compute again, decided together with what moves
-    endurance         plans that keep to a cap on bytes written per day
+    joint_recompute   tensors to recompute, chosen together with the moves
+    endurance         plans that keep to a daily limit for bytes written to SSDs
 
-Invariant: formats.plan_check has accepted every plan with moves that `plan` returns. No torch, no device.
+Invariant: `plan` returns a plan with moves only after formats.plan_check has accepted it. The package uses no
+torch and no device.
 """

@@ -1,11 +1,12 @@
-"""What `auto` does. In: a problem and a budget. Out: the best plan that the planners make together, in turn.
+"""The planner `auto`. In: a problem and a budget. Out: the best plan of several planners.
 
-    greedy    a portfolio of plans, guided by the relaxation; where it is far from the bound, those of others
-    search    goes on from the best of them
-    ilp       solves windows that still wait exactly
+    greedy    a portfolio of plans, guided by the relaxation; published systems add their plans in two
+              cases: (1) no plan meets the bound, and gaps are few; (2) the best plan is far from the bound
+    search    improves the best of these plans
+    ilp       solves windows around the remaining stalls exactly
 
-Each hands on the best plan so far, so none makes it worse. A plan that meets the bound ends it at once; small
-steps end by rounds, long before the time is up.
+Each planner starts from the best plan so far, so the plan never gets worse. `auto` stops as soon as a plan
+meets the bound. On small steps the search ends by its limit of rounds, long before the time limit.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ from .published.zero_infinity import zero_infinity
 from .search import search
 from .simulate.simulate import tick_entries_and_period
 
-CLOSE = 1.001  # of the bound: not worth more time
-FIRST = 4
-WINDOWS_SHARE = (
-    0.15  # four steps of Llama 8B came 0 to 0.5 % closer to the bound in 2.5 of 10 s, after greedy
-)
+CLOSE = 1.001  # factor of the bound: a plan this near to the bound is not worth more time
+FIRST = 4  # number of plans of greedy's portfolio
+# The windows' share of the time limit. The measurement used four steps of Llama 8B and a time limit of 10 s.
+# After greedy, windows got 2.5 s. They brought the plans closer to the bound by 0 to 0.5 %.
+WINDOWS_SHARE = 0.15
 
-# Published systems are asked, too, where that takes no time, or where greedy is so far above the bound.
+# The planners of published systems run as well in two cases. (1) Gaps are few, and these planners therefore
+# take nearly no time. (2) Greedy's plan is far from the bound.
 OTHERS = (zero_infinity, tencache, g10, teraio_paper)
-FEW = 400  # gaps
-FAR = 1.1
-OTHERS_SHARE = 0.05  # of the time, for each
+FEW = 400  # at most this number of gaps counts as few
+FAR = 1.1  # factor of the bound: a plan beyond it is far from the bound
+OTHERS_SHARE = 0.05  # share of the time limit for each of these planners
 _Start = tuple[int, Plan]
 
 
 def _published_plans(
     problem: Problem, machine: Machine, budget_bytes: int, time_limit_s: float
 ) -> Iterator[_Start]:
-    """The plans of published systems, where they have one."""
+    """Yield (step time, plan) of each published system that finds a plan."""
     for other in OTHERS:
         share_s = OTHERS_SHARE * time_limit_s
         try:
@@ -62,7 +64,10 @@ def _step_ns_of_starting_plan(start: _Start) -> int:
 def quick_greedy_plan(
     problem: Problem, machine: Machine, budget_bytes: int, bound_ns: int
 ) -> tuple[int, Plan]:
-    """The best of greedy's first plans, and its step: often it meets even the simple bound."""
+    """Return (step time, plan) of the best of greedy's first plans.
+
+    The plan often meets even the simple bound.
+    """
     best: tuple[int, Plan] | None = None
     for plan, period_ns in islice(greedy_plans_with_periods(problem, machine, budget_bytes, bound_ns), FIRST):
         if best is None or period_ns < best[0]:
@@ -76,7 +81,7 @@ def quick_greedy_plan(
 def plan_by_planners_in_turn(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
-    """The fastest plan found."""
+    """Return the fastest plan that greedy, search and ilp find one after another."""
     begun, close_ns = monotonic(), int(bound_ns * CLOSE)
     portfolio_ends = begun + search.START_SHARE * time_limit_s
     starts = search.best_greedy_plans_with_periods(problem, machine, budget_bytes, bound_ns, portfolio_ends)

@@ -1,10 +1,12 @@
-"""Plans that keep to a cap on bytes written per day. In: who plans. Out: the plan with the shortest step, a
-step being no shorter than its writes allow.
+"""Plans that keep to a limit for bytes written to SSDs per day: the cap.
 
-A drive carries each write as fast as ever, and it is their sum that is capped. So the cap is no bandwidth;
-but a planner that is told of slower links away from the device chooses what is clean, large and long away,
-and writes less. It is asked for the machine as it is, for one that writes at the rate of the cap, and for one
-in between; each plan is judged on the machine as it is.
+In: a planner. Out: the plan with the shortest step. A step is at least as long as its writes take at the rate
+of the cap.
+
+The cap limits the sum of all writes, and not the speed of a single write. The cap is therefore no bandwidth.
+But a planner that sees slower links to the SSDs evicts clean, large and long idle tensors, and therefore
+writes less. The planner runs up to three times: for the real machine, for a machine whose links write at the
+rate of the cap, and for a machine in between. Each plan is simulated on the real machine.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from teraio.formats.profile import Profile
 from teraio.formats.recompute import apply_plan_recompute
 
 DAY_NS = 86_400 * 10**9
-FIRST_SHARE = 0.5  # of the time; if it keeps to the cap it is the only one
-LATER_SHARE = 0.25
+# Share of the time for the plan on the real machine. If this plan keeps to the cap, no other plan is made.
+FIRST_SHARE = 0.5
+LATER_SHARE = 0.25  # share of the time for each slower machine
 
 
 def plan_within_write_cap(
@@ -29,7 +32,11 @@ def plan_within_write_cap(
     machine: Machine,
     per_day_bytes: int,
 ) -> Plan:
-    """`make` plans for a machine in a share of the time, and predicts on the one it was made for here."""
+    """Return the plan with the shortest step that keeps to the cap.
+
+    `make` takes a machine and a share of the time, and returns a plan for that machine. The plan's predicted
+    step is that on the real machine.
+    """
     first = make(machine, FIRST_SHARE)
     if _shortest_allowed_step_ns(first, profile, per_day_bytes) <= first.predicted.step_ns:
         return first
@@ -45,7 +52,11 @@ def plan_within_write_cap(
 
 
 def machines_with_slower_writes(machine: Machine, per_day_bytes: int) -> Iterator[Machine]:
-    """The machine with links to the SSDs that write ever more slowly, down to what the cap allows."""
+    """Yield two machines that differ from this machine only by slower links to the SSDs.
+
+    In the first machine a link has the geometric mean of its bandwidth and the rate of the cap. In the second
+    machine a link has the rate of the cap.
+    """
     rate = max(per_day_bytes // 86_400, 1)
 
     def limited(now: int, between: bool) -> int:
@@ -62,13 +73,13 @@ def machines_with_slower_writes(machine: Machine, per_day_bytes: int) -> Iterato
 
 
 def ssd_bytes_written_per_step(plan: Plan, profile: Profile) -> int:
-    """To the SSDs, per step."""
+    """Return the number of bytes that a plan writes to SSDs in each step."""
     plan, step = apply_plan_recompute(plan, profile)
     return sum(moved_bytes_by_kind(plan, step, "ssd", evict=True).values())
 
 
 def _shortest_allowed_step_ns(plan: Plan, profile: Profile, per_day_bytes: int) -> int:
-    """How long a step must take for its writes to be within the cap."""
+    """Return the shortest step time at which the writes keep to the cap."""
     return -(-ssd_bytes_written_per_step(plan, profile) * DAY_NS // per_day_bytes)
 
 

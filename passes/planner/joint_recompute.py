@@ -1,16 +1,25 @@
-"""What to make again, decided together with what moves. In: a problem. Out: names, and a bound.
+"""The choice of tensors to recompute, made together with the moves.
 
-The relaxation says which fraction of each tensor it would make again, if all of this were a fluid
-(recompute_terms.py). That is nearly a decision: on steps of Llama 8B all but 1 to 6 of 450 fractions were 0
-or 1. What it does not know is that a tensor may have to be made again long before it is used, because another
-is made from it. A chain of such tensors goes through all layers: then all of it is made again at the
-beginning of the backward. So where tensors come early, some are saved that all ways from them lead through,
-the smallest on the way: all of these, every second, third or fourth. A solution of the relaxation also leaves
-out a few of many that are alike, one per layer, where others would do as well: the set with those is tried,
-too. And where what was made again would need more memory than there is until it is used, some of it is saved.
+In: a problem. Out: the names of these tensors, and a bound.
 
-Each set is planned by greedy for a moment. Of those that are as fast within a little, the one whose own bound
-is the lowest wins: a plan comes within a percent of that.
+The relaxation treats bytes as a fluid and returns the fraction of each tensor that it recomputes
+(recompute_terms.py). These fractions are nearly a decision: on steps of Llama 8B all but 1 to 6 of 450
+fractions were 0 or 1. Several candidate sets of tensors are made from the fractions:
+
+- Chains are cut. If a tensor is recomputed from another tensor, the other tensor is recomputed long before
+  its own use. The relaxation ignores this. A chain through all layers would be recomputed as a whole at the
+  start of the backward. For each tensor that is recomputed early, one tensor can be saved instead of
+  recomputed. It is the smallest of the early tensor itself and the tensors on every path from the early
+  tensor to a use. There are four candidate sets: they save all, every second, every third or every fourth of
+  these smallest tensors.
+- Sets are completed. The relaxation often leaves out a few of many equal tensors, one per layer, because its
+  optimum does not depend on which of them are recomputed. A set with all of the equal tensors is a candidate
+  as well.
+- Sets are trimmed. Recomputed tensors may need more memory until their use than the budget has. In this case
+  the largest recomputed tensors are saved.
+
+Greedy makes a few plans for each set. Among the sets whose plans are nearly equally fast, the set with the
+lowest bound wins, because the final plan comes within a percent of its bound.
 """
 
 from __future__ import annotations
@@ -37,21 +46,23 @@ from .bound.recompute_terms import find_recompute_options
 from .greedy.greedy import greedy_plans_with_periods
 from .problem.problem import Problem, build_problem
 
-THRESHOLDS = (0.5, 0.05, 0.95)
-SAVED = (1, 2, 3, 4)  # of those that would come early: all, every second, ...
+THRESHOLDS = (0.5, 0.05, 0.95)  # one set per value: the tensors whose fraction is at least this value
+SAVED = (1, 2, 3, 4)  # n: every n-th of the tensors that cut chains is saved
 ROUNDS = 4
-EARLY = 0.1  # of the time for which a tensor would be away otherwise: that is early
-FIRST = 4  # plans of greedy's portfolio that a set is judged by
-SHARE = 0.4  # of the time limit, at most, for the relaxation; steps of Llama 8B take 4 to 7 s
-TRIES_SHARE = 0.3  # likewise for plans of other sets than the first
-NEAR = 1.02  # of what greedy reaches: it is not surer than that
-LOOK_S = 5.0  # at the bound of a set; steps of Llama 8B take 0.3 s
-NUMBER = re.compile(r"(?<![A-Za-z])\d+")  # layers.17.add1.out is like layers.3.add1.out
+# A tensor is early if its recomputed bytes wait too long for their first use. Too long is more than this part
+# of the time between the last use of the original bytes and that first use.
+EARLY = 0.1
+FIRST = 4  # number of plans of greedy's portfolio that are made for each set
+SHARE = 0.4  # largest share of the time limit for the relaxation; it takes 4 to 7 s on steps of Llama 8B
+TRIES_SHARE = 0.3  # share of the time limit for the plans of all sets except the first
+NEAR = 1.02  # sets within this factor of the fastest set count as equally fast; greedy is no more precise
+LOOK_S = 5.0  # time limit for the bound of a set; it takes 0.3 s on steps of Llama 8B
+NUMBER = re.compile(r"(?<![A-Za-z])\d+")  # makes layers.17.add1.out and layers.3.add1.out similar
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeChoice:
-    """`bound_ns` holds for every plan that makes again any of what the profile says can be."""
+    """The tensors to recompute, and a bound for every plan, whichever tensors it recomputes."""
 
     names: tuple[str, ...]
     bound_ns: int
@@ -60,8 +71,11 @@ class RecomputeChoice:
 def bound_with_recompute(
     problem: Problem, machine: Machine, budget_bytes: int, time_limit_s: float
 ) -> Bound | None:
-    """Finds what no plan beats, whatever it makes again; None as for `choose_tensors_to_recompute`."""
-    tell_progress("what to make again")
+    """Return a bound for all plans, whichever tensors they recompute.
+
+    Return None if no tensor can be recomputed, or if all tensors fit into the budget.
+    """
+    tell_progress("choosing tensors to recompute")
     again = find_recompute_options(problem)
     if not again or int(problem.live.max()) <= budget_bytes:
         return None
@@ -76,14 +90,19 @@ def choose_tensors_to_recompute(
     time_limit_s: float,
     spare: float = 0.0,
 ) -> RecomputeChoice | None:
-    """None: nothing is to be decided, because nothing can be made again or all of it fits. `spare`: the part
-    of the budget that no kernel needs, because the kernels that then run will not be quite these."""
+    """Return the tensors to recompute.
+
+    Return None if no tensor can be recomputed, or if all tensors fit into the budget. `spare` is the part of
+    the budget that the kernels must leave free, because the kernels of the compiled step will differ slightly
+    from the kernels of this problem.
+    """
     begun = monotonic()
     lower = bound_with_recompute(problem, machine, budget_bytes, time_limit_s)
     if lower is None:
         return None
     names_of = [tensor.name for tensor in problem.profile.tensors]
-    # Without a relaxation all of it, cheap or not, and none of it are the only sets there are.
+    # Without a relaxation every fraction is 1. All sets are then made from all tensors, whatever
+    # recomputation costs.
     fractions = lower.again or tuple((each.tensor, 1.0) for each in find_recompute_options(problem))
     taken = [tuple(names_of[i] for i, part in fractions if part >= least) for least in THRESHOLDS]
     whole = _add_alike_tensors(taken[0], [names_of[i] for i, _ in fractions])
@@ -114,7 +133,10 @@ def choose_tensors_to_recompute(
 def _recompute_set_with_lowest_bound(
     steps: Mapping[tuple[str, ...], Problem], machine: Machine, budget_bytes: int, stop: float
 ) -> tuple[str, ...]:
-    """Of these sets, fastest first, the one with the lowest bound, as far as there is time to look."""
+    """Return the set with the lowest bound.
+
+    `steps` has the fastest set first. The loop ends when the time is up.
+    """
     best: tuple[int, tuple[str, ...]] | None = None
     for names, step in steps.items() if len(steps) > 1 else ():
         if best is not None and monotonic() > stop:
@@ -126,7 +148,11 @@ def _recompute_set_with_lowest_bound(
 
 
 def _add_alike_tensors(names: Sequence[str], possible: Sequence[str]) -> tuple[str, ...]:
-    """With all of those that are alike but for a number, if more than half of them are made again."""
+    """Return the set with similar tensors added.
+
+    Tensors whose names differ only in numbers are similar. If more than half of a group of similar tensors
+    are in the set, all of the group are added.
+    """
     alike = {name: NUMBER.sub("", name) for name in possible}
     among, taken = Counter(alike.values()), Counter(alike[name] for name in names)
     chosen = set(names)
@@ -134,7 +160,10 @@ def _add_alike_tensors(names: Sequence[str], possible: Sequence[str]) -> tuple[s
 
 
 def _recompute_sets_with_chains_cut(profile: Profile, names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The set as it is, and, if anything of it comes early, with some of it saved."""
+    """Yield the set itself.
+
+    If any of its tensors is early, also yield sets in which some tensors are saved.
+    """
     yield names
     for each in SAVED if _tensors_that_cut_chains(profile, names) else ():
         left = names
@@ -147,7 +176,7 @@ def _recompute_sets_with_chains_cut(profile: Profile, names: tuple[str, ...]) ->
 
 
 def _tensors_that_cut_chains(profile: Profile, names: tuple[str, ...]) -> list[str]:
-    """What would end the chains, in the order of the step."""
+    """Return, in the order of the step, the tensors that cut the chains if they are saved."""
     import networkx as nx
 
     if not names:
@@ -182,8 +211,11 @@ def _tensors_that_cut_chains(profile: Profile, names: tuple[str, ...]) -> list[s
 
 
 def _trim_set_to_memory(profile: Profile, names: tuple[str, ...], most_bytes: int) -> tuple[str, ...]:
-    """Of these, what no kernel needs more memory for: of what is there before it is used, the largest for
-    longest is saved."""
+    """Return the set without some tensors, so that the working set of each kernel is within the limit.
+
+    At the kernel with the largest working set, some recomputed tensors only wait for a later use. The waiting
+    tensor with the most bytes x ticks is removed first. Return an empty set if no tensor is left to remove.
+    """
     while names:
         step, replay = replay_with_copies(profile, names)
         floor = build_problem(fold_copies_into_workspace(step, len(profile.tensors))).floor
@@ -208,7 +240,7 @@ def _trim_set_to_memory(profile: Profile, names: tuple[str, ...], most_bytes: in
 
 
 def _best_greedy_step_ns(step: Problem, machine: Machine, budget_bytes: int, bound_ns: int) -> int | None:
-    """The step of the best of greedy's first plans; None if there is none."""
+    """Return the step time of the best of greedy's first plans, or None if greedy finds no plan."""
     try:
         plans = islice(greedy_plans_with_periods(step, machine, budget_bytes, bound_ns), FIRST)
         return min((period_ns for _, period_ns in plans), default=None)

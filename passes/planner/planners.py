@@ -1,19 +1,17 @@
-"""Planners: a profile, a machine and a budget in, a plan out.
+"""The entry points of planning. In: a profile, a machine, a budget. Out: a plan, its bound and prediction.
 
     plan(profile, machine, budget_bytes)     -> a plan that plan_check has accepted, with its predicted step
-    smallest_budget(profile)                 -> the budget below which there is none
-    tensors_to_recompute(profile, ...)       -> what `plan` with `recompute` would make again
-    bound_ns(profile, machine, budget_bytes) -> the bound that such a plan has, without the plan
-    predicted_step_ns(plan, profile, machine) -> its predicted step, also where links share a bandwidth
+    tensors_to_recompute(profile, ...)       -> the tensors that `plan` would recompute with `recompute`
+    bound_ns(profile, machine, budget_bytes) -> the bound of such a plan, without making the plan
 
-`auto` is `greedy`, `search` and `ilp` in turn. `none` decides nothing: its plan has no moves, the engine
+`auto` runs `greedy`, `search` and `ilp` one after another. The plan of `none` has no moves, so the engine
 fetches and evicts on demand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Protocol
 
@@ -38,12 +36,11 @@ from .published.tencache import tencache
 from .published.teraio_paper import teraio_paper
 from .published.zero_infinity import zero_infinity
 from .search.search import search
-from .simulate import event_simulation
 from .simulate.simulate import step_ns
 
 
 class Planner(Protocol):
-    """What a planner is: moves and homes for a problem that has a plan."""
+    """The signature of a planner. A planner returns a plan of moves and homes."""
 
     def __call__(
         self,
@@ -60,14 +57,14 @@ class Planner(Protocol):
 def plan_without_moves(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
-    """No moves: everything happens on demand."""
+    """Return a plan without moves, so that the engine fetches and evicts on demand."""
     return Plan("", "none", budget_bytes)
 
 
-LEAST_S = 0.1  # for a plan, however long it took to choose what is made again
-# Of the budget, beside what the kernels are said to need that will run again: these are estimates.
+LEAST_S = 0.1  # least time for a plan, however long the choice of tensors to recompute took
+# Part of the budget that recomputed kernels must leave free. The memory of these kernels is only an estimate.
 SPARE = 0.1
-BOUND_SHARE = 0.25  # of the time limit, at most; steps of Llama 8B take 2 to 4 s
+BOUND_SHARE = 0.25  # largest share of the time limit for the bound; it takes 2 to 4 s on steps of Llama 8B
 
 PLANNERS: dict[str, Planner] = {
     "auto": plan_by_planners_in_turn,
@@ -75,7 +72,7 @@ PLANNERS: dict[str, Planner] = {
     "ilp": ilp,
     "none": plan_without_moves,
     "search": search,
-    # Published systems, to compare with: each file says where its rules come from.
+    # Published systems, for comparison. Each file names the source of its rules.
     "zero-infinity": zero_infinity,
     "g10": g10,
     "teraio-paper": teraio_paper,
@@ -97,54 +94,113 @@ def plan(
     recompute: bool = False,
     write_per_day_bytes: int = 0,
 ) -> Plan:
-    """Make a plan, check it, predict it. Tensors in `keep` and inputs stay where they are. A budget beyond
-    the device's capacity is cut down to it. `auto` takes no longer than a better plan could save in so many
-    `steps`, if that is given. `recompute`: what can be made again may be; then the plan's moves and its step
-    are those of the longer step (recompute.py). With `write_per_day_bytes` a step takes as long as its
-    writes to SSDs may.
+    """Make a plan, check it and predict its step.
 
-    Raises PlanError with the certificate if there is no plan: the kernel whose working set exceeds the
-    budget, or the tiers that cannot hold what must be away. A plan of `none` promises nothing about memory,
-    so it is the only one that the check may refuse; then only the bound is predicted (step and peak are 0).
+    A budget above the device's capacity is reduced to the capacity.
+
+        steps                  limit for the time of `auto`: the time that a better plan could save in
+                               this number of steps; 0: no limit
+        keep                   tensors that never move; inputs never move either
+        recompute              the plan may recompute tensors; its moves and its predicted step then belong to
+                               the longer step of formats/recompute.py
+        write_per_day_bytes    limit for the SSD writes of a day; the predicted step is long enough to keep it
+
+    Raise PlanError if no plan exists. The error names the kernel whose working set exceeds the budget, or the
+    slow tiers that cannot hold the tensors to evict. A plan of `none` gives no guarantee about memory. Only a
+    plan of `none` is returned even if plan_check refuses it. The prediction of a refused plan has only the
+    bound: step and peak are 0.
     """
     if planner not in PLANNERS:
         raise OptionError(f"planner={planner!r} is unknown; there are {', '.join(sorted(PLANNERS))}")
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
     refuse_budget_below_floor(build_problem(profile, machine, keep), budget_bytes)
 
-    def plan_on_machine(on: Machine, share: float) -> Plan:
-        problem, step, choice = build_problem(profile, on, keep), profile, None
-        limit_s = share * time_limit_s
-        stop = monotonic() + limit_s
-        if recompute and planner != "none":
-            choice = joint_recompute.choose_tensors_to_recompute(problem, on, budget_bytes, keep, limit_s)
-            if choice is not None and choice.names:
-                step = profile_with_recomputation(profile, choice.names)
-                problem = build_problem(step, on, keep)
-        left_s = max(stop - monotonic(), LEAST_S)
-        made, bound_ns = _plan_and_bound(problem, on, budget_bytes, planner, seed, left_s, steps)
-        names = choice.names if choice is not None else ()
-        bound_ns = choice.bound_ns if choice is not None else bound_ns
-        made = replace(made, fingerprint=fingerprint, planner=planner, recompute=names)
-        return _check_plan_and_add_prediction(made, profile, step, machine, bound_ns)
+    request = _Request(
+        profile, budget_bytes, planner, fingerprint, seed, time_limit_s, steps, keep, recompute
+    )
+    if not write_per_day_bytes:
+        return _plan_on_machine(request, machine, machine, 1.0)
+    return plan_within_write_cap(
+        lambda on, share: _plan_on_machine(request, machine, on, share), profile, machine, write_per_day_bytes
+    )
 
-    if write_per_day_bytes:
-        return plan_within_write_cap(plan_on_machine, profile, machine, write_per_day_bytes)
-    return plan_on_machine(machine, 1.0)
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The arguments of `plan` for one planner."""
+
+    profile: Profile
+    budget_bytes: int
+    planner: str
+    fingerprint: str
+    seed: int
+    time_limit_s: float
+    steps: int
+    keep: Collection[str]
+    recompute: bool
+
+
+def _plan_on_machine(request: _Request, machine: Machine, on: Machine, share: float) -> Plan:
+    """Make a plan for the machine `on` in this share of the time, and predict its step on `machine`."""
+    profile, budget_bytes, planner = request.profile, request.budget_bytes, request.planner
+    problem, step, choice = build_problem(profile, on, request.keep), profile, None
+    limit_s = share * request.time_limit_s
+    stop = monotonic() + limit_s
+    if request.recompute and planner != "none":
+        choice = joint_recompute.choose_tensors_to_recompute(problem, on, budget_bytes, request.keep, limit_s)
+        if choice is not None and choice.names:
+            step = profile_with_recomputation(profile, choice.names)
+            problem = build_problem(step, on, request.keep)
+    begun, made = monotonic(), None
+    limit_s = max(stop - begun, LEAST_S)
+    bound_ns = simple_bound_ns(problem, budget_bytes)
+    remember_bound_for_progress(bound_ns)
+    if planner == "auto":
+        period_ns, quick = quick_greedy_plan(problem, on, budget_bytes, bound_ns)
+        if period_ns <= bound_ns * CLOSE:
+            made = quick
+        elif request.steps:
+            limit_s = min(limit_s, request.steps * (period_ns - bound_ns) / 1e9)
+    if made is None:
+        problem, bound_ns = _problem_with_bound(problem, on, budget_bytes, limit_s)
+        made = PLANNERS[planner](
+            problem,
+            on,
+            budget_bytes,
+            bound_ns=bound_ns,
+            seed=request.seed,
+            time_limit_s=begun + limit_s - monotonic(),
+        )
+    if choice is not None:
+        bound_ns = choice.bound_ns
+    names = choice.names if choice is not None else ()
+    made = replace(made, fingerprint=request.fingerprint, planner=planner, recompute=names)
+    return _check_plan_and_add_prediction(made, profile, step, machine, bound_ns)
+
+
+def _problem_with_bound(
+    problem: Problem, machine: Machine, budget_bytes: int, limit_s: float
+) -> tuple[Problem, int]:
+    """Return a pair: the problem with hints from the relaxation, and the lower bound."""
+    lower = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * limit_s)
+    remember_bound_for_progress(lower.step_ns)
+    tell_progress("")
+    hints = replace(
+        problem, stalls_ns=lower.stalls_ns, evicted_parts=lower.evicted_parts, towards=lower.towards
+    )
+    return hints, lower.step_ns
 
 
 def _check_plan_and_add_prediction(
     made: Plan, profile: Profile, step: Profile, machine: Machine, bound_ns: int
 ) -> Plan:
-    """`step`: the profile, with what is made again made again."""
+    """Return the plan with its prediction. `step` is the profile including the recomputed kernels."""
     verdict = check_plan_against_profile(made, profile, machine)
     if not verdict.feasible and made.planner == "none":
         return replace(made, predicted=Predicted(0, bound_ns, 0))
     if not verdict.feasible:
-        raise PlanError(f"planner {made.planner!r} made a plan that the check refuses: {verdict.problems[0]}")
-    return replace(
-        made, predicted=Predicted(predicted_step_ns(made, step, machine), bound_ns, verdict.peak_bytes)
-    )
+        raise PlanError(f"the check refuses the plan of planner {made.planner!r}: {verdict.problems[0]}")
+    return replace(made, predicted=Predicted(step_ns(made, step, machine), bound_ns, verdict.peak_bytes))
 
 
 def bound_ns(
@@ -155,9 +211,12 @@ def bound_ns(
     time_limit_s: float = 10.0,
     recompute: bool = False,
 ) -> int:
-    """Finds the bound that a plan for this has (`plan`, with the same limit and `recompute`), without making
-    the plan. It is the same number, unless the time ends the search for it, or a plan meets the simple bound
-    at once: then the two are within a thousandth of each other."""
+    """Return the bound that `plan` would predict for the same arguments, without making the plan.
+
+    The result differs from the bound of `plan` in two cases. (1) The time limit may end the search for the
+    bound early. (2) A first plan of greedy may meet the simple bound, and `plan` then stops with the simple
+    bound. In case (2) the two bounds differ by at most a thousandth.
+    """
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
     problem = build_problem(profile, machine)
     refuse_budget_below_floor(problem, budget_bytes)
@@ -174,47 +233,14 @@ def bound_ns(
 def tensors_to_recompute(
     profile: Profile, machine: Machine, budget_bytes: int, *, time_limit_s: float = 10.0
 ) -> tuple[str, ...]:
-    """What a plan with `recompute` would make again, without the rest of the plan: for a run, which measures
-    the step that this makes."""
+    """Return the tensors that a plan with `recompute` would recompute, without making the plan.
+
+    A run calls this function first. It then compiles the step with these tensors recomputed, and measures
+    that step.
+    """
     problem = build_problem(profile, machine)
     refuse_budget_below_floor(problem, budget_bytes)
     choice = joint_recompute.choose_tensors_to_recompute(
         problem, machine, budget_bytes, (), time_limit_s, SPARE
     )
     return () if choice is None else choice.names
-
-
-def _plan_and_bound(
-    problem: Problem,
-    machine: Machine,
-    budget_bytes: int,
-    planner: str,
-    seed: int,
-    time_limit_s: float,
-    steps: int,
-) -> tuple[Plan, int]:
-    """The plan and the bound."""
-    begun, bound_ns = monotonic(), simple_bound_ns(problem, budget_bytes)
-    remember_bound_for_progress(bound_ns)
-    if planner == "auto":
-        period_ns, made = quick_greedy_plan(problem, machine, budget_bytes, bound_ns)
-        if period_ns <= bound_ns * CLOSE:
-            return made, bound_ns
-        if steps:
-            time_limit_s = min(time_limit_s, steps * (period_ns - bound_ns) / 1e9)
-    stop = begun + time_limit_s
-    lower = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * time_limit_s)
-    remember_bound_for_progress(lower.step_ns)
-    tell_progress("")
-    problem = replace(problem, stalls_ns=lower.stalls_ns, away=lower.away, towards=lower.towards)
-    left_s = stop - monotonic()
-    make = PLANNERS[planner]
-    made = make(problem, machine, budget_bytes, bound_ns=lower.step_ns, seed=seed, time_limit_s=left_s)
-    return made, lower.step_ns
-
-
-def predicted_step_ns(made: Plan, profile: Profile, machine: Machine) -> int:
-    """How long a step takes: by events where links share a bandwidth, which the recurrence does not know."""
-    if event_simulation.has_contended_links(machine):
-        return event_simulation.simulate_by_events(made, profile, machine).step_ns
-    return step_ns(made, profile, machine)

@@ -1,15 +1,15 @@
-"""Slots of a program: places between kernels at which the engine may act, and the schedule that describes
-them.
+"""Slots of a program: positions between kernels at which the engine may act, and their schedule.
 
-In: a program as events. Out: a Schedule (data for the engine) and the positions where slot calls are printed.
+In: a program as events. Out: a Schedule (data for the engine), and the positions of slot calls in the
+program.
 
-    events              Make, Alias, Forget, Launch; Signature
-    layout              lay_slots: events -> Schedule, and a SlotPlace per slot
-    recompute_chains    which kernels make a saved output again
+    events              the events Make, Alias, Forget, Launch, and the Signature of a program
+    layout              lay_slots(), which turns events into a Schedule and a SlotPlace per slot
+    recompute_chains    kernels that recompute a saved output
     symbolic_sizes      bytes that depend on a program's symbols
-    library_workspace   memory that library kernels take while they run
-    lifetimes           measured steps -> Profile
+    library_workspace   memory that library kernels allocate while they run
+    lifetimes           the Profile of measured steps
 
-Invariant: every slot stands before the memory that its kernel takes is allocated. Its call is handed each
-storage that is new since the slot before and needed later, and what its kernel reads or writes.
+Invariant: every slot is before the allocations of its kernel. The slot call gets the arguments and outputs
+that the kernel reads or writes, and each output that was made since the previous slot.
 """

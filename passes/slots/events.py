@@ -1,13 +1,13 @@
-"""Events: what happens in a program, in order, whichever inner program it comes from.
+"""Events of a program, in order. All inner programs use the same kinds of events.
 
-Inductor's wrapper lines and the FX graph are both written down as these four:
+Inductor's wrapper lines and FX graphs are both read as events of four kinds:
 
-    Make(name, bytes)      a storage appears under a name
+    Make(name, bytes)      a new storage with a name
     Alias(new, old)        another name for the same storage
-    Forget(name)           a name goes; the storage goes with its last name
+    Forget(name)           a name ends; the storage is freed together with its last name
     Launch(kernel, ...)    a kernel runs
 
-A `Signature` says what of the program its caller hands in and takes out.
+A `Signature` describes the arguments and outputs of a program.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from teraio.formats.schedule import ProgramKind
 class Make:
     at: int  # position of the line or node in the program
     name: str
-    size_bytes: int  # a hint where the size depends on symbols
-    size: Any = None  # where it does: an expression that adds up with others and with numbers
+    size_bytes: int  # an estimate if the size depends on symbols
+    size: Any = None  # expression of the size if it depends on symbols; otherwise None
 
     @property
     def bytes_or_expression(self) -> Any:
@@ -56,14 +56,14 @@ Event = Make | Alias | Forget | Launch
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What enters and leaves a program. `saved` are the outputs (by position) that never reach the user."""
+    """The arguments and outputs of a program."""
 
     kind: ProgramKind
-    arguments: tuple[tuple[str, int], ...]  # (name, size_bytes)
+    arguments: tuple[tuple[str, int], ...]  # (name, size_bytes) of each argument
     outputs: tuple[str | None, ...]
-    saved: frozenset[int]
-    held: frozenset[str] = frozenset()  # arguments whose views the caller gets back
-    gradients: tuple[int, ...] = ()  # per output: the edge of the backward's node that it goes to, or -1
-    graph: str = ""  # of a forward: the joint graph it was cut from
-    nodes: tuple[str, ...] = ()  # per output: its node in that graph
-    possible: frozenset[str] = frozenset()  # nodes that could be made again instead of saved
+    saved: frozenset[int]  # positions of outputs that are only saved for the backward
+    held: frozenset[str] = frozenset()  # arguments that AOTAutograd touches after the program has returned
+    gradients: tuple[int, ...] = ()  # per output: its edge of the autograd node of the backward, or -1
+    graph: str = ""  # for a forward: the hash of the joint graph from which it was cut
+    nodes: tuple[str, ...] = ()  # per output: the name of its node in the joint graph
+    possible: frozenset[str] = frozenset()  # names of nodes that could be recomputed instead of saved

@@ -1,7 +1,7 @@
-"""Where slots go: an ordered program in, its schedule and the places of its slots out.
+"""The layout of slots. In: the events of a program and its signature. Out: its schedule and slot positions.
 
-Both inner programs (Inductor's wrapper lines, the FX graph) are first written down as events (events.py).
-Everything that has to be right once is decided here, once.
+Both inner programs (Inductor's wrapper lines, the FX graph) are first read as events (events.py). All rules
+about slots are in this file, so the rules are the same for both inner programs.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ from .events import Alias, Event, Forget, Launch, Make, Signature
 
 @dataclass(frozen=True, slots=True)
 class SlotPlace:
-    """A slot and where it stands: before position `at`, handed the tensors that are called `names` there."""
+    """The position of a slot: before line or node `at`, where the slot's tensors have these `names`."""
 
     at: int
     names: tuple[str, ...]
-    live: Any  # bytes, or an expression of the program's symbols
+    live: Any  # live bytes, or an expression of them in the program's symbols
 
 
 @dataclass
 class _Names:
-    """Which names are alive for which storage (root), now and at the mark: where the next slot stands."""
+    """The live names of each storage, at the current event and at the mark.
+
+    The mark is the position of the next slot. The root of a name is the first name of the name's storage.
+    """
 
     root: dict[str, str] = field(default_factory=dict)
     alive: dict[str, dict[str, None]] = field(default_factory=dict)  # root -> its live names, oldest first
-    past: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of those that changed since the mark
+    past: dict[str, tuple[str, ...]] = field(default_factory=dict)  # root -> names at the mark, if changed
 
     def add_storage(self, name: str) -> None:
         self.past.setdefault(name, ())
@@ -47,7 +50,10 @@ class _Names:
             self.alive[root][new] = None
 
     def remove_name(self, name: str) -> str | None:
-        """The root that died with this name, if it did."""
+        """Remove a name.
+
+        If it was the last name of its storage, return the root, because the storage is then freed.
+        """
         root = self.root.get(name)
         if root is None or name not in self.alive.get(root, {}):
             return None
@@ -59,17 +65,20 @@ class _Names:
         self.past.clear()
 
     def variables_at_mark(self, root: str) -> tuple[str, ...]:
-        """The variables that held it there."""
+        """Return the variables that referred to the storage at the mark."""
         past = self.past.get(root)
         return self._live_variables_of_storage(root) if past is None else past
 
     def _live_variables_of_storage(self, root: str) -> tuple[str, ...]:
-        """`buf3.0`, an element of a tuple that is not unpacked yet, is none."""
+        """Return the live names that are variables.
+
+        `buf3.0`, an element that is not yet unpacked, is no variable.
+        """
         return tuple(name for name in self.alive.get(root, ()) if name.isidentifier())
 
 
 class _Layout:
-    """Walks the events once and drops a slot before each kernel's allocations."""
+    """A single pass over the events that inserts a slot before the allocations of each kernel."""
 
     def __init__(self, signature: Signature, events: Sequence[Event]) -> None:
         self.signature = signature
@@ -78,11 +87,11 @@ class _Layout:
         self.index: dict[str, int] = {}  # root -> index of its buffer
         self.slots: list[Slot] = []
         self.places: list[SlotPlace] = []
-        self.live: dict[str, Make] = {}  # storages that no slot has handed over yet
-        self.fresh: dict[str, None] = {}  # outputs written by a kernel, not yet handed over
+        self.live: dict[str, Make] = {}  # root -> allocated storages that are no buffers yet
+        self.fresh: dict[str, None] = {}  # outputs that a kernel wrote and that no slot has received yet
         self.results: dict[str, Make] = {}
-        self.before: int | None = None  # where the next slot stands
-        self.dying: list[str] = []  # died between a slot and its kernel: alive at the allocations
+        self.before: int | None = None  # position of the next slot, if it is set
+        self.dying: list[str] = []  # storages freed after a slot, but alive at the allocations of its kernel
         self.roles, self.returned, self.edges = _roles_and_edges_of_outputs(signature, events)
         self.again, self.nodes = recompute_chains.find_recompute_chains(signature, events, self.roles)
         for name, size_bytes in signature.arguments:
@@ -116,8 +125,10 @@ class _Layout:
                 self._lay_slot_for_launch(event)
 
     def _set_next_slot_position(self, at: int) -> None:
-        """The next slot goes before the first allocation since the last kernel, with the names alive
-        there."""
+        """Set the next slot's position to `at` and mark the names, unless an earlier event set the position.
+
+        The position is therefore before the first allocation after the last kernel.
+        """
         if self.before is None:
             self.before = at
             self.names.mark_current_names()
@@ -133,7 +144,7 @@ class _Layout:
         reads = {self.names.root[n] for n in event.reads if n in self.names.root}
         writes = {self.names.root[n] for n in event.writes if n in self.names.root}
         flags: dict[str, int] = {}
-        for root in list(self.fresh):  # made by the kernel before; may be read by this one
+        for root in list(self.fresh):  # outputs of earlier kernels, which this kernel may read
             if self.names.variables_at_mark(root):
                 flags[root] = MADE
                 del self.fresh[root]
@@ -141,7 +152,7 @@ class _Layout:
         for root in sorted(reads | writes):
             if root in self.index:
                 assert self.names.variables_at_mark(root), (
-                    f"{event.kernel} touches {root}, which has no name before it"
+                    f"{event.kernel} uses {root}, but {root} has no name before {event.kernel}"
                 )
                 flags[root] = flags.get(root, 0) | READ * (root in reads) | WRITE * (root in writes)
         self._append_slot(at, event.kernel, flags)
@@ -175,11 +186,14 @@ class _Layout:
         self._append_slot(0, "enter", dict.fromkeys(self.index, 0))
 
     def lay_exit_slot(self, at: int) -> None:
-        """Everything that leaves: user outputs are counted, saved ones become evictable.
+        """Lay the last slot.
 
-        Autograd makes a zero gradient for every output that the loss does not use, between this program and
-        its backward: as many bytes again as a forward's results have count as alive until then. What is
-        still alive here and does not leave goes first.
+        The exit slot gets all outputs: saved outputs become evictable, and user outputs are counted.
+
+        Between a forward and its backward, autograd makes a zero gradient for each output that the loss does
+        not use. The live bytes of the exit slot are therefore at least the bytes of the results. Storages
+        that are no outputs are freed before these gradients are made. The live bytes are therefore the larger
+        of two sums: (1) the live storages at the exit, and (2) the results.
         """
         self._remove_dead_storages()
         self.names.mark_current_names()
@@ -204,9 +218,12 @@ def _total_bytes_of_storages(storages: dict[str, Make]) -> int:
 def _roles_and_edges_of_outputs(
     signature: Signature, events: Iterable[Event]
 ) -> tuple[dict[str, Role], list[str], dict[str, int]]:
-    """Root of each output -> its role; the arguments that are returned: a gradient may take the memory of an
-    activation; root of each gradient that is the only output in its storage -> its edge. A storage that the
-    user sees through any output is never `saved`."""
+    """Return, by root, the roles of outputs, the returned arguments, and the edges of gradients.
+
+    A storage that the user receives through any output is never `saved`. An argument can be returned, because
+    a gradient may reuse the memory of an activation. A gradient has an edge only if it is the only output in
+    its storage.
+    """
     root = {name: name for name, _ in signature.arguments}
     for event in events:
         if isinstance(event, Make):
@@ -233,8 +250,7 @@ def _roles_and_edges_of_outputs(
 
 
 def lay_slots(signature: Signature, events: Sequence[Event], end: int) -> tuple[Schedule, list[SlotPlace]]:
-    """The program's schedule, and for each of its slots the place in the program (`end`: where it
-    returns)."""
+    """Return the schedule of a program and the position of each slot. The program returns at `end`."""
     if "slots" in switches.disabled_features():
         own = symbolic_sizes.largest(live_bytes_per_launch(events), "program")
         sizes = {event.name: event.size_bytes for event in events if isinstance(event, Make)}
@@ -254,8 +270,10 @@ def lay_slots(signature: Signature, events: Sequence[Event], end: int) -> tuple[
 
 
 def live_bytes_per_launch(events: Iterable[Event], kept: Iterable[str] = ()) -> list[Make]:
-    """What a program takes at its launches beside its arguments and those of its buffers that are `kept` (its
-    outputs): one sum per launch, of which the largest counts."""
+    """Return the bytes that a program has allocated at each launch, as one sum per launch.
+
+    Arguments and the buffers in `kept` (its outputs) are not counted.
+    """
     names = _Names()
     live: dict[str, Make] = {}
     sums: list[Make] = []
@@ -286,9 +304,11 @@ def live_bytes_per_launch(events: Iterable[Event], kept: Iterable[str] = ()) -> 
 def schedule_as_one_kernel(
     signature: Signature, kernel: str, own: Make, end: int, outputs: Iterable[tuple[str, int]] = ()
 ) -> tuple[Schedule, list[SlotPlace]]:
-    """The schedule of a program that cannot be slotted: one kernel that needs every argument from start to
-    end, and `own` bytes. Its outputs (name, size_bytes) are counted and never moved: what they share is not
-    known."""
+    """Return the schedule of a program without slots between kernels.
+
+    The program counts as one kernel that needs every argument from start to end, and `own` bytes. The outputs
+    (name, size_bytes) are counted and never evicted, because it is unknown which of them share a storage.
+    """
     layout = _Layout(signature, ())
     layout.lay_enter_slot()
     layout.live = {own.name: own}

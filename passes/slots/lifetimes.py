@@ -1,5 +1,8 @@
-"""Schedules and the order of their calls in, a profile out: every tensor's uses by tick, every kernel's
-duration."""
+"""The profile of measured steps.
+
+In: steps, each with its schedules in the order of their calls. Out: a Profile with the uses of every tensor
+by tick, and the duration of every kernel.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from teraio.formats.schedule import MADE, READ, WRITE, Call, Step
 
 
 def profile_of_steps(steps: Sequence[Step], name: str) -> Profile:
-    """The last step's tensors and order; durations are medians over all steps of the same order."""
+    """Return a profile with the tensors and the order of the last step.
+
+    Durations are medians over all steps that have the same order of calls as the last step.
+    """
     last = steps[-1]
     order = [call.schedule.identity_hash for call in last.calls]
     alike = [step for step in steps if [call.schedule.identity_hash for call in step.calls] == order]
@@ -29,8 +35,11 @@ def profile_of_steps(steps: Sequence[Step], name: str) -> Profile:
 
 
 def _bytes_made_by_previous_kernel(call: Call, index: int, sizes: dict[str, int]) -> int:
-    """Bytes of tensors that the kernel before this slot made: there they were still among the bytes that no
-    one can move, here they are tensors that live from that kernel on. They count once."""
+    """Return the bytes of tensors that the kernel before slot `index` made.
+
+    The live bytes of that kernel include these tensors, and the profile lists the tensors as well. The caller
+    subtracts their bytes, so that they are counted only once.
+    """
     if index == len(call.schedule.slots):
         return 0
     slot = call.schedule.slots[index]
@@ -39,7 +48,10 @@ def _bytes_made_by_previous_kernel(call: Call, index: int, sizes: dict[str, int]
 
 
 def _kernel_durations_ns(step: Step) -> list[int]:
-    """Per tick: from when the kernel could start to when the next slot began. Waiting is not the kernel's."""
+    """Return the duration of each tick, without stalls.
+
+    A tick lasts from the end of its slot to the begin of the next slot.
+    """
     start = [at for call in step.calls for at in call.at_ns]
     begin = [at - stall for call in step.calls for at, stall in zip(call.at_ns, call.stall_ns)]
     return [max(0, after - at) for at, after in zip(start, [*begin[1:], step.end_ns])]
@@ -64,7 +76,7 @@ def _tensors_with_uses(step: Step) -> tuple[Tensor, ...]:
                 if flags & WRITE:
                     writes.setdefault(tensor, set()).add(tick)
             tick += 1
-        for tensor in (name for at, name in step.exposed if at == number):  # user code runs: reads, writes
+        for tensor in (name for at, name in step.exposed if at == number):  # user code may use the tensor
             reads.setdefault(tensor, set()).add(tick - 1)
             writes.setdefault(tensor, set()).add(tick - 1)
     tensors: list[Tensor] = []
@@ -79,7 +91,7 @@ def _tensors_with_uses(step: Step) -> tuple[Tensor, ...]:
 
 
 def _add_write_at_first_use(name: str, reads: dict[str, set[int]], writes: dict[str, set[int]]) -> None:
-    """What eager code made no kernel writes: it is there from its first use on."""
+    """Add a write at the first use of a tensor that eager code made, because no kernel writes it."""
     first = min(reads.get(name, ()), default=None)
     if first is not None and first < min(writes.get(name, ()), default=first + 1):
         writes.setdefault(name, set()).add(first)

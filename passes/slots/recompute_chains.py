@@ -1,7 +1,9 @@
-"""Which kernels of a program make a saved output again. In: a signature and events. Out: slots by storage.
+"""Recompute chains: the kernels of a program that recompute a saved output.
 
-Kernel by kernel, from the outputs back to arguments and other saved outputs. What runs in truth is decided
-when the graph is cut anew (partition.py), and measured then; this is for the planner to choose by.
+In: a signature and events. Out: slots and nodes by storage. A chain is followed from a saved output back to
+arguments and other saved outputs. The planner uses chains only to choose the outputs to recompute. The second
+cut of the graph (`capture/recompute_cut.py`) determines the kernels that really run, and these kernels are
+measured when they run.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from .events import Alias, Event, Launch, Make, Signature
 def find_recompute_chains(
     signature: Signature, events: Sequence[Event], roles: Mapping[str, str]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]:
-    """(slots whose kernels make it again, its nodes in the joint graph), for the storages that can be."""
+    """Return two maps from each storage that can be recomputed: to its chain's slots, and to its nodes.
+
+    Slots are given by their index, and nodes by their names in the joint graph.
+    """
     if not signature.possible:
         return {}, {}
     root: dict[str, str] = {name: name for name, _ in signature.arguments}
@@ -36,11 +41,11 @@ def find_recompute_chains(
     for position, name in enumerate(signature.outputs[: len(signature.nodes)]):
         if name is not None and name in root and roles.get(root[name]) == "saved":
             nodes[root[name]].append(signature.nodes[position])
-    there = {name for name, _ in signature.arguments} | nodes.keys()
+    available = {name for name, _ in signature.arguments} | nodes.keys()
     chains: dict[str, tuple[int, ...]] = {}
     for storage, names in nodes.items():
         chain = _recompute_chain(
-            storage, there, makers, [{root.get(n, n) for n in x.reads} for x in launches]
+            storage, available, makers, [{root.get(n, n) for n in x.reads} for x in launches]
         )
         if chain and signature.possible.issuperset(names):
             chains[storage] = tuple(sorted(index + 1 for index in chain))  # the first slot is `enter`
@@ -48,9 +53,12 @@ def find_recompute_chains(
 
 
 def _recompute_chain(
-    wanted: str, there: set[str], makers: Mapping[str, Sequence[int]], reads: Sequence[set[str]]
+    wanted: str, available: set[str], makers: Mapping[str, Sequence[int]], reads: Sequence[set[str]]
 ) -> set[int]:
-    """The kernels; empty where one of the storages on the way is written more than once."""
+    """Return the kernels of a chain.
+
+    The set is empty if not exactly one kernel writes each storage of the chain.
+    """
     chain: set[int] = set()
     open_ = [wanted]
     while open_:
@@ -60,5 +68,5 @@ def _recompute_chain(
         maker = makers[storage][0]
         if maker not in chain:
             chain.add(maker)
-            open_ += [source for source in sorted(reads[maker]) if source not in there]
+            open_ += [source for source in sorted(reads[maker]) if source not in available]
     return chain

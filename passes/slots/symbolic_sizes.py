@@ -1,8 +1,9 @@
-"""Bytes that depend on a program's symbols: expressions while it is compiled, code in the program, numbers
-when it runs.
+"""Sizes in bytes that depend on the symbols of a program.
 
-A symbol of a program's inputs is bound from its first line on. One that data decide (`nonzero`, `.item()`) is
-bound in the middle: before that, its largest possible value stands for it.
+A size is an expression during the compile, code in the program, and a number at run time. Symbols of inputs
+are bound from the first line on. A symbol whose value depends on the values in a tensor (`nonzero`,
+`.item()`) is bound in the middle of the program. Before that position, the symbol's largest possible value
+replaces the symbol.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from torch.utils._sympy.functions import Max
 
 from .events import Make
 
-UNLIMITED = 2**48  # a symbol whose range ends above is taken to have none
+UNLIMITED = 2**48  # an upper limit above this counts as no limit
 
 
 def largest(sums: Iterable[Make], name: str) -> Make:
-    """The largest of these, whatever the symbols are: what can never be the largest is left out."""
+    """Return the maximum of the sums, as an expression that is valid for all values of the symbols.
+
+    The expression leaves out sums that are never the largest.
+    """
     sums = list(sums)
     hint = max((made.size_bytes for made in sums), default=0)
     if all(made.size is None for made in sums):
@@ -43,7 +47,7 @@ def _is_never_larger(one: Any, other: Any) -> bool:
 
 
 def upper_limit_of_symbol(symbol: Any, shape_env: Any) -> int | None:
-    """The largest value that a symbol can have, if that is known."""
+    """Return the largest value that a symbol can have, or None if no limit is known."""
     limits = shape_env.var_to_range.get(symbol)
     end = getattr(limits, "upper", None)
     try:
@@ -53,15 +57,18 @@ def upper_limit_of_symbol(symbol: Any, shape_env: Any) -> int | None:
 
 
 def size_at_traced_shapes(size: Any, shape_env: Any, unknown: int) -> int:
-    """Return a size for the shapes that were traced. Each symbol that data decide counts as `unknown`."""
-    if not hasattr(shape_env, "optimization_hint"):  # torch 2.11
+    """Return the value of a size at the traced shapes.
+
+    A symbol whose value depends on the values in a tensor counts as `unknown`.
+    """
+    if not hasattr(shape_env, "optimization_hint"):  # torch 2.11 has only size_hint
         found = shape_env.size_hint(size, allow_none=True)
         return int(unknown if found is None else found)
     return int(shape_env.optimization_hint(size, fallback=unknown))
 
 
 def replace_unbound_symbols(live: Any, bound: Callable[[Any], bool], estimates: Mapping[Any, Any]) -> Any:
-    """An expression of nothing but symbols that are bound: for the others, what they can be at most."""
+    """Replace unbound symbols by their estimates, so that the expression has only bound symbols."""
     if isinstance(live, int):
         return live
     unbound = {symbol: estimates.get(symbol, 0) for symbol in live.free_symbols if not bound(symbol)}

@@ -1,8 +1,8 @@
-"""Models that people recognise, from their published configurations. Each says what its layers launch.
+"""Well-known models, from their published configurations. Each model adds its kernels to a tape.
 
-Decoder        Llama 3, Mistral (grouped queries, RMSNorm, SwiGLU); Qwen3 (with norms of query and key)
-experts > 0    Qwen3 MoE: a router, the tokens sorted by expert, grouped products, the results combined
-Classic        GPT-2 and ViT: LayerNorm, biases, GELU, one product for query, key and value
+Decoder              Llama 3, Mistral (grouped queries, RMSNorm, SwiGLU); Qwen3 (also norms of query and key)
+with experts > 0     Mixtral, Qwen3 MoE: router, sort of the tokens by expert, grouped products, combination
+ClassicTransformer   GPT-2, ViT: LayerNorm, biases, GELU, one product for query, key and value
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .tape import Param, Tape
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """Of one micro-batch."""
+    """The shape of one micro-batch."""
 
     batch: int
     sequence: int
@@ -28,13 +28,15 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
+    """A decoder with RMSNorm and grouped queries, with a SwiGLU MLP or experts."""
+
     vocabulary: int
     hidden: int
     layers: int
     heads: int
     kv_heads: int
     head_size: int
-    ffn: int  # of each expert, if there are any
+    ffn: int  # width of the MLP, or of each expert if the model has experts
     tied: bool = False
     qk_norm: bool = False
     experts: int = 0
@@ -43,7 +45,10 @@ class Decoder:
     fixed_sequence: bool = False
 
     def add_forward_and_loss(self, tape: Tape, shape: BatchShape, layers: int) -> None:
-        """The whole forward pass and its loss, which launches its own backward."""
+        """Add the kernels of the forward pass and of its loss.
+
+        The loss also adds its own backward kernels.
+        """
         param = tape.weights.get_or_add_parameter
         tokens = tape.recorder.add_tensor(f"{tape.prefix}tokens", "input", 8 * shape.tokens)
         table = param("embed_tokens", self.vocabulary * self.hidden)
@@ -83,7 +88,7 @@ class Decoder:
                 ("v", kv_width, self.kv_heads),
             )
         ]
-        flop = 4 * shape.batch * shape.sequence**2 * width // 2  # causal: half of the square
+        flop = 4 * shape.batch * shape.sequence**2 * width // 2  # causal attention: half of the square
         out_bytes = tokens * width * tape.element_bytes
         o = tape.add_attention(f"{name}.attention", qkv, out_bytes, tokens * self.heads, flop)
         weight = param(f"{name}.wo", width * hidden)
@@ -110,7 +115,10 @@ class Decoder:
         return tape.add_linear(f"{name}.down", s, [down], tokens * self.hidden, flop)
 
     def _add_experts(self, tape: Tape, h: int, name: str, tokens: int) -> int:
-        """Experts' weights are stacked, tokens spread evenly; every expert is read by every micro-batch."""
+        """Add a layer of experts. The weights of the experts are stacked.
+
+        Tokens are spread evenly over the experts. Every micro-batch reads the weights of every expert.
+        """
         rows, hidden, ffn, param = (
             tokens * self.experts_per_token,
             self.hidden,
@@ -121,7 +129,7 @@ class Decoder:
         logits = tape.add_linear(
             f"{name}.router", h, [router], tokens * self.experts, 2 * tokens * hidden * self.experts
         )
-        routes = tape.add_elementwise(f"{name}.top_k", [logits], 12 * rows)  # an fp32 weight, an int64 index
+        routes = tape.add_elementwise(f"{name}.top_k", [logits], 12 * rows)  # fp32 weights and int64 indices
         sorted_ = tape.add_elementwise(f"{name}.dispatch", [h, routes], rows * hidden * tape.element_bytes)
         gate_up = param(f"{name}.experts.gate_up", self.experts * hidden * 2 * ffn)
         both = tape.add_linear(
@@ -135,7 +143,11 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class ClassicTransformer:
-    """`patch` 0: a language model over tokens with tied embeddings. Else: images, in squares of `patch`."""
+    """A transformer with LayerNorm and biases.
+
+    With `patch` 0, the model is a language model with tied embeddings. Otherwise its inputs are images, cut
+    into squares of `patch` x `patch` pixels.
+    """
 
     hidden: int
     layers: int
@@ -150,7 +162,10 @@ class ClassicTransformer:
         return bool(self.patch)
 
     def add_forward_and_loss(self, tape: Tape, shape: BatchShape, layers: int) -> None:
-        """The whole forward pass and its loss, which launches its own backward."""
+        """Add the kernels of the forward pass and of its loss.
+
+        The loss also adds its own backward kernels.
+        """
         param, hidden = tape.weights.get_or_add_parameter, self.hidden
         positions = param("position", self.default_sequence * hidden)
         if self.patch:
@@ -174,10 +189,13 @@ class ClassicTransformer:
         flop = 2 * shape.batch * hidden * self.classes
         logits = tape.add_linear("head", first, params, shape.batch * self.classes, flop)
         tape.recorder.add_kernel("cross_entropy", [logits, labels], [logits])
-        tape.add_gradient_part(logits, logits)  # its gradient takes its place
+        tape.add_gradient_part(logits, logits)  # the gradient of the logits overwrites the logits
 
     def _add_patch_embedding(self, tape: Tape, shape: BatchShape, positions: Param) -> int:
-        """A convolution whose stride is its size is one matrix product; then class token and positions."""
+        """Add the patch embedding, then the class token and the positions.
+
+        The patch embedding is a convolution whose stride equals its size, so it is one matrix product.
+        """
         side, squares = self.patch, self.default_sequence - 1
         pixels, count = 3 * side * side, shape.batch * squares
         image = tape.recorder.add_tensor(f"{tape.prefix}images", "input", count * pixels * tape.element_bytes)
@@ -231,7 +249,7 @@ def _add_weight_and_bias(tape: Tape, name: str, elements: int, bias: int) -> lis
 
 
 def add_embedding(tape: Tape, name: str, tokens: int, tables: Sequence[Param], rows: int, hidden: int) -> int:
-    """Reads rows of a table; the backward adds rows to a gradient that is as large as the table."""
+    """Add a lookup of rows in tables. Its backward adds rows to a gradient that is as large as the table."""
     y = tape.add_activation(f"{name}.out", rows * hidden * tape.element_bytes)
     moved = 2 * len(tables) * tape.recorder.bytes_of_tensor(y)
     tape.recorder.add_kernel(name, [tokens, *(t.weight for t in tables)], [y], moved_bytes=moved)
@@ -251,8 +269,10 @@ def add_embedding(tape: Tape, name: str, tokens: int, tables: Sequence[Param], r
 def add_chunked_loss(
     tape: Tape, x: int, tokens: int, head: Param, shape: BatchShape, vocabulary: int
 ) -> None:
-    """The head, cross entropy and their backward for one slice of the tokens after another, so that only one
-    slice of the logits exists at a time. The logits' gradient takes their place."""
+    """Add the head, the cross entropy and their backward kernels, for one slice of the tokens after another.
+
+    Only one slice of the logits exists at a time. The gradient of the logits overwrites the logits.
+    """
     recorder, chunks = tape.recorder, shape.loss_chunks
     dx = tape.add_activation("head.dx", recorder.bytes_of_tensor(x))
     flop = (
@@ -279,7 +299,8 @@ def add_chunked_loss(
 
 Model = Decoder | ClassicTransformer
 
-# Parameters as published; tests add ours up and compare.
+# Each model with its published number of parameters. Tests compare this number with the total number of
+# elements in the model's weights.
 MODELS: dict[str, tuple[Model, int]] = {
     "llama-3.2-1b": (Decoder(128256, 2048, 16, 32, 8, 64, 8192, tied=True), 1_235_814_400),
     "llama-3.2-3b": (Decoder(128256, 3072, 28, 24, 8, 128, 8192, tied=True), 3_212_749_824),

@@ -1,8 +1,8 @@
-"""What an operator costs: floating point operations and bytes, from the shapes of fake tensors.
+"""Costs of operators: floating point operations and bytes, from the shapes of fake tensors.
 
-Operations are counted by torch's own formulas (`torch.utils.flop_counter`); bytes are those of all tensors
-that an operator reads and writes, views at their own size. Of a table that is looked up, the rows that come
-out.
+Torch's own formulas (`torch.utils.flop_counter`) count the operations. The bytes are the sum over all tensors
+that an operator reads and writes. For a view, the bytes of the view itself count. For a lookup table, only
+the rows that the operator reads count.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .roofline import Rates
 
 aten = torch.ops.aten
 
-HALF_BYTES = 2  # per element: for what is as narrow, processors have units of their own
+HALF_BYTES = 2  # bytes per element; processors have separate units for elements of at most this size
 
-# They read as many bytes of their first argument as they write.
+# Operators that read only as many bytes of their first argument as they write to their result.
 LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.slice, aten.select}
 
-# Torch has no formulas of their own for these.
+# Maps each operator for which torch has no formula to an operator whose formula applies.
 SAME_FLOP = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -36,7 +36,7 @@ SAME_FLOP = {
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of a processor: for operands of two bytes and less, and for wider ones."""
+    """The rates of a processor, for operands of at most two bytes and for wider operands."""
 
     half: Rates
     full: Rates
@@ -49,17 +49,19 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
+    """The cost of one call of an operator."""
+
     flop: int
     moved_bytes: int
     half: bool = False
-    launches: bool = True  # a view launches nothing
+    launches: bool = True  # False for a view, which launches no kernel
 
 
 NOTHING = Cost(0, 0, launches=False)
 
 
 def cost_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> Cost:
-    """Of an operator that was called with these, fake tensors for tensors."""
+    """Return the cost of one call of an operator. Its arguments and its result are fake tensors."""
     given, made = list(strided_tensors_in((args, kwargs))), list(strided_tensors_in(result))
     if not made or (_has_only_views(given, made) and not _is_mutating(target)):
         return NOTHING
@@ -73,7 +75,11 @@ def cost_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> Cost:
 
 
 def costs_of_nodes(gm: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, list[Cost]]]:
-    """Each node of a graph; an operator that runs other graphs (`cond`, `scan`) costs what they do, once."""
+    """Yield each node of a graph with its costs.
+
+    Some operators run other graphs (`cond`, `scan`). The costs of such an operator are the costs of the calls
+    in these graphs. Each of these graphs is counted as if it ran one time.
+    """
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue

@@ -1,11 +1,11 @@
-"""Profiles of models that one does not own the machine for: one training step, kernel by kernel, by roofline.
+"""Profiles of models that no machine has to run: one training step, kernel by kernel.
 
     synth("llama-3.1-8b", ProfileRequest(batch=4))     -> a profile
 
-Nothing here is measured. What launches, in which order, what it reads, writes and saves, is that of a fused
-implementation (flash attention, fused norms and activations, a chunked loss, one AdamW kernel per parameter);
-durations are the larger of compute and memory time (`roofline`). `models` has the models, `tape` their
-operators and what those launch in the backward.
+Nothing is measured. Kernels, their order and the saved tensors follow a fused implementation. Such an
+implementation has flash attention, fused norms and activations, a chunked loss, and one AdamW kernel per
+parameter. The duration of a kernel is the larger of its compute time and its memory time (`roofline`).
+`models` has the models. `tape` has the operators of the models, with their backward kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ RATES = Rates()
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """What is asked for. `batch` is of one micro-batch; 0 stands for the model's own."""
+    """A request for a profile. `batch` is the number of samples in one micro-batch.
+
+    If `sequence` or `layers` is 0, the model's own number is used.
+    """
 
     batch: int = 1
     sequence: int = 0
@@ -39,8 +42,10 @@ class ProfileRequest:
 
 
 def synth(model: str, request: ProfileRequest | None = None) -> Profile:
-    """One training step: micro-batches forward and backward, then the optimizer. OptionError names what
-    cannot be asked for."""
+    """Return the profile of one training step: forward and backward of each micro-batch, then the optimizer.
+
+    Raise OptionError if the request is impossible.
+    """
     request = _validate_and_complete_request(model, request or ProfileRequest())
     it = MODELS[model][0]
     recorder = ProfileBuilder(request.rates)
@@ -49,12 +54,11 @@ def synth(model: str, request: ProfileRequest | None = None) -> Profile:
     for micro in range(request.micro_batches):
         prefix = f"m{micro}." if request.micro_batches > 1 else ""
         tape = Tape(recorder, weights, prefix, request.checkpoint)
-        recorder.call = 2 * micro
-        recorder.forward.add(recorder.call)
+        recorder.begin_call(2 * micro, forward=True)
         it.add_forward_and_loss(tape, shape, request.layers)
-        recorder.call = 2 * micro + 1
+        recorder.begin_call(2 * micro + 1)
         tape.add_backward_kernels()
-    recorder.call = 2 * request.micro_batches
+    recorder.begin_call(2 * request.micro_batches)
     if request.clip:
         weights.add_clip_kernels()
     weights.add_adamw_kernels()
@@ -62,7 +66,7 @@ def synth(model: str, request: ProfileRequest | None = None) -> Profile:
 
 
 def count_parameters(profile: Profile, precision: str = "bf16-mixed") -> int:
-    """How many parameters the weights of a profile hold."""
+    """Return the number of elements in the weights of a profile."""
     size = PRECISIONS[precision].weight_bytes
     return sum(tensor.size_bytes for tensor in profile.tensors if tensor.kind == "weight") // size
 
@@ -75,13 +79,11 @@ def _validate_and_complete_request(model: str, request: ProfileRequest) -> Profi
     if request.precision not in PRECISIONS:
         raise OptionError(f"precision {request.precision!r} is unknown; there are {', '.join(PRECISIONS)}")
     if it.fixed_sequence and request.sequence not in {0, it.default_sequence}:
-        raise OptionError(
-            f"{model} has a sequence of {it.default_sequence} and no other; leave --sequence out"
-        )
+        raise OptionError(f"{model} has a fixed sequence of {it.default_sequence}; omit --sequence")
     request = replace(
         request, sequence=request.sequence or it.default_sequence, layers=request.layers or it.layers
     )
-    if it.fixed_sequence:  # images: one small row of logits each
+    if it.fixed_sequence:  # an image has only one small row of logits, so the loss has one chunk
         request = replace(request, loss_chunks=1)
     limits = {
         "batch": 2**20,
@@ -99,8 +101,8 @@ def _validate_and_complete_request(model: str, request: ProfileRequest) -> Profi
     kernels = request.micro_batches * request.layers * 64
     if kernels > ENTRIES_MAX:
         raise OptionError(
-            f"{request.micro_batches} micro-batches of {request.layers} layers are about {kernels} kernels; "
-            f"a profile holds {ENTRIES_MAX}. Give fewer micro-batches: they repeat each other"
+            f"{request.micro_batches} micro-batches of {request.layers} layers have about {kernels} kernels; "
+            f"a profile has at most {ENTRIES_MAX}. Give fewer micro-batches; all have the same kernels"
         )
     return request
 

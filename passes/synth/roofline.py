@@ -1,9 +1,9 @@
-"""Kernels and tensors as they are written down one after another; how long a kernel takes.
+"""A builder of profiles. Kernels and tensors are added one after another, with durations from a roofline.
 
     duration = overhead + the larger of   floating point operations / FLOP rate
                                           bytes read and written / memory bandwidth
 
-Everything is an integer and rounded up, so that the same request gives the same file on every machine.
+All numbers are integers and rounded up. The same request therefore gives the same file on every machine.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from dataclasses import dataclass, field
 
 from teraio.formats.profile import Kernel, Kind, Profile, Tensor
 
-# Of a H100 SXM, what large kernels reach: 400 of 989 dense bf16 TFLOP/s (40 %, what large trainings report
-# for whole steps), 80 % of 3.3 TB/s, and 4 us from one launch to the next.
+# Rates that large kernels reach on an H100 SXM. They reach 400 TFLOP/s of the dense bf16 rate, which is 989
+# TFLOP/s. Large trainings also report 40 % of the dense rate for whole steps. Large kernels reach 80 % of the
+# memory bandwidth of 3.3 TB/s. The time from one kernel launch to the next is 4 us.
 FLOP_PER_S = 400 * 10**12
 BANDWIDTH_BYTES_PER_S = 2_640 * 10**9
 OVERHEAD_NS = 4_000
 
-CHAIN_MAX = 8  # kernels that may be run again for one tensor; longer chains cost more than they save
+CHAIN_MAX = 8  # limit for the kernels that recompute one tensor; longer chains cost more than they save
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
+    """Speeds of an accelerator for one width of operands."""
+
     flop_per_s: int = FLOP_PER_S
     bandwidth_bytes_per_s: int = BANDWIDTH_BYTES_PER_S
     overhead_ns: int = OVERHEAD_NS
@@ -34,9 +37,9 @@ class Rates:
         return self.overhead_ns + max(compute_ns, memory_ns)
 
 
-# For operands of two bytes, and for wider ones: 40 % of what data sheets say of dense bf16 and 75 % of fp32
-# without tensor cores, which large products reach; 80 % of the memory's bandwidth. By how a machine's name
-# begins.
+# Rates by the start of a machine's name: first for operands of two bytes, then for wider operands. Large
+# products reach 40 % of the data sheet's dense bf16 rate, and 75 % of its fp32 rate without tensor cores.
+# Kernels reach 80 % of the memory bandwidth.
 _TERA, _GIGA = 10**12, 10**9
 ACCELERATORS = {
     "h100": (Rates(400 * _TERA, 2_640 * _GIGA), Rates(50 * _TERA, 2_640 * _GIGA)),
@@ -48,13 +51,13 @@ ACCELERATORS = {
 
 
 def accelerator_name_in(machine: str) -> str:
-    """Finds the accelerator that a machine's name begins with; nothing if there is none."""
+    """Return the accelerator's name with which a machine's name begins, or "" if there is none."""
     return max((each for each in ACCELERATORS if machine.startswith(each)), key=len, default="")
 
 
 @dataclass(slots=True)
 class _TensorRow:
-    """A tensor, as far as it is known."""
+    """A tensor of the step, with the uses added so far."""
 
     name: str
     kind: Kind
@@ -65,15 +68,21 @@ class _TensorRow:
 
 
 class ProfileBuilder:
-    """The step so far. Tensors are numbers; a kernel's tick is its place."""
+    """A step under construction. Tensors are given by index. The tick of a kernel is its position."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
         self.rows: list[_TensorRow] = []
         self.kernels: list[Kernel] = []
-        self.read_by: list[tuple[int, ...]] = []  # per kernel
+        self.read_by: list[tuple[int, ...]] = []  # per kernel: the tensors that it reads
         self.call = 0
-        self.forward: set[int] = set()  # calls that are forward passes: what they make can be made again
+        self.forward: set[int] = set()  # calls that are forward passes; their tensors can be recomputed
+
+    def begin_call(self, number: int, forward: bool = False) -> None:
+        """Begin a call, to which the next kernels belong. Tensors of a `forward` call can be recomputed."""
+        self.call = number
+        if forward:
+            self.forward.add(number)
 
     def add_tensor(self, name: str, kind: Kind, size_bytes: int, persistent: bool = False) -> int:
         self.rows.append(_TensorRow(name, kind, size_bytes, persistent))
@@ -92,7 +101,10 @@ class ProfileBuilder:
         moved_bytes: int | None = None,
         workspace_bytes: int = 0,
     ) -> None:
-        """`moved_bytes`: where a kernel touches only a part of its tensors (a slice, some rows)."""
+        """Add a kernel.
+
+        Pass `moved_bytes` if the kernel touches only a part of its tensors (a slice, some rows).
+        """
         if moved_bytes is None:
             moved_bytes = sum(map(self.bytes_of_tensor, reads)) + sum(map(self.bytes_of_tensor, writes))
         tick = len(self.kernels)
@@ -121,9 +133,11 @@ class ProfileBuilder:
         return Profile(name, step_ns, tuple(self.kernels), tensors)
 
     def _recompute_chain(self, row: _TensorRow) -> tuple[int, ...]:
-        """The forward kernels that make a saved activation again from what lives as long as it does.
+        """Return the forward kernels that recompute a saved activation.
 
-        Empty for what is not saved, for what several kernels write, and where the chain is too long.
+        The kernels start from tensors that live at least as long as the activation. The chain is empty in
+        three cases: the tensor is not saved, several kernels write the tensor, or the chain would be too
+        long.
         """
         if row.kind != "activation" or len(row.writes) != 1 or not row.reads:
             return ()
@@ -137,9 +151,9 @@ class ProfileBuilder:
             if len(chain) > CHAIN_MAX:
                 return ()
             for source in map(self.rows.__getitem__, self.read_by[tick]):
-                gone = source.kind == "activation" and source.reads[-1] < last
-                if gone and len(source.writes) != 1:
+                freed = source.kind == "activation" and source.reads[-1] < last
+                if freed and len(source.writes) != 1:
                     return ()
-                if gone and source.writes[0] not in chain:
+                if freed and source.writes[0] not in chain:
                     open_.append(source.writes[0])
         return tuple(sorted(chain))

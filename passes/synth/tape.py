@@ -1,8 +1,9 @@
-"""Operators of a network, forward and backward. Each forward kernel notes what its backward will launch.
+"""Operators of a network, forward and backward. Each forward operator records its backward kernels.
 
-Gradients of an activation that has several readers are summed where they are next needed: inside the kernel
-that needs them if it works elementwise (as fusing compilers do), by a kernel of its own before a matrix
-product. A weight's gradient is added to in place from the second time on.
+An activation with several readers gets several gradient parts. The parts are summed at the next use of the
+gradient. If this use is an elementwise kernel, the kernel itself sums the parts, as in the code of fusing
+compilers. If this use is a matrix product, a separate kernel sums the parts first. After the first gradient
+of a weight, later kernels add to the existing gradient in place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .roofline import ProfileBuilder
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Bytes per element. `master_bytes` 0: the optimizer updates the weights themselves."""
+    """Bytes per element of each kind. If `master_bytes` is 0, the optimizer updates the weights directly."""
 
     weight_bytes: int
     grad_bytes: int
@@ -25,7 +26,7 @@ class Precision:
 
 
 PRECISIONS = {
-    "bf16-mixed": Precision(2, 2, 2, 4, 4),  # weights and gradients in bf16; fp32 master copy and moments
+    "bf16-mixed": Precision(2, 2, 2, 4, 4),  # weights and gradients in bf16, master copy and moments in fp32
     "bf16": Precision(2, 2, 2, 0, 2),
     "fp32": Precision(4, 4, 4, 0, 4),
 }
@@ -33,7 +34,7 @@ PRECISIONS = {
 
 @dataclass(slots=True)
 class Param:
-    """A weight and what training adds to it. `grad` is there from its first kernel on."""
+    """A weight, its optimizer states and its gradient. `grad` is None until a kernel makes it."""
 
     name: str
     elements: int
@@ -43,7 +44,7 @@ class Param:
 
 
 class Weights:
-    """All parameters of a model, in the order in which the forward pass meets them."""
+    """All parameters of a model, in the order in which the forward pass first uses them."""
 
     def __init__(self, recorder: ProfileBuilder, precision: Precision) -> None:
         self.recorder, self.precision = recorder, precision
@@ -61,7 +62,7 @@ class Weights:
         return self.of[name]
 
     def gradients_read_and_written(self, params: Sequence[Param]) -> tuple[list[int], list[int]]:
-        """(read, written) by a kernel that adds to these parameters' gradients."""
+        """Return (reads, writes) of a kernel that adds to the gradients of these parameters."""
         read, written = [], []
         for param in params:
             if param.grad is None:
@@ -73,7 +74,7 @@ class Weights:
         return read, written
 
     def add_clip_kernels(self) -> None:
-        """Gradients are read for their norm, then scaled in place."""
+        """Add kernels that compute the norms of all gradients, then kernels that scale the gradients."""
         for param in self.of.values():
             assert param.grad is not None, param.name
             self.recorder.add_kernel(f"{param.name}.norm", [param.grad], [])
@@ -82,7 +83,7 @@ class Weights:
             self.recorder.add_kernel(f"{param.name}.clip", [param.grad], [param.grad])
 
     def add_adamw_kernels(self) -> None:
-        """One fused kernel per parameter."""
+        """Add one fused AdamW kernel per parameter."""
         for param in self.of.values():
             assert param.grad is not None, param.name
             own = [] if self.precision.master_bytes else [param.weight]
@@ -91,15 +92,15 @@ class Weights:
 
 
 class Tape:
-    """One forward pass; `add_backward_kernels` goes through it in reverse."""
+    """One forward pass. `add_backward_kernels` adds the backward of its operators in reverse order."""
 
     def __init__(self, recorder: ProfileBuilder, weights: Weights, prefix: str, checkpoint: bool) -> None:
         self.recorder, self.weights = recorder, weights
         self.prefix, self.checkpoint = prefix, checkpoint
         self.element_bytes = weights.precision.activation_bytes
         self.entries: list[Callable[[], None]] = []
-        self.pending: dict[int, list[int]] = {}  # activation -> gradients that are to be summed
-        self.leaves: set[int] = set()  # that need no gradient
+        self.pending: dict[int, list[int]] = {}  # activation -> the parts of its gradient, to be summed
+        self.leaves: set[int] = set()  # activations that need no gradient
 
     def add_activation(self, name: str, size_bytes: int) -> int:
         return self.recorder.add_tensor(self.prefix + name, "activation", size_bytes)
@@ -109,7 +110,7 @@ class Tape:
             self.pending.setdefault(activation, []).append(grad)
 
     def sum_gradient_parts(self, activation: int, name: str) -> int:
-        """Its gradient in one piece."""
+        """Return the gradient of an activation. If it has several parts, add a kernel that sums them."""
         parts = self.pending.pop(activation)
         if len(parts) == 1:
             return parts[0]
@@ -124,7 +125,10 @@ class Tape:
     def add_linear(
         self, name: str, x: int, params: Sequence[Param], elements: int, flop: int, out: str = ""
     ) -> int:
-        """A matrix product (grouped ones too) with or without bias; its backward is two of them."""
+        """Add a matrix product, plain or grouped, with or without bias.
+
+        Its backward has two matrix products.
+        """
         y = self.add_activation(out or f"{name}.out", elements * self.element_bytes)
         self.recorder.add_kernel(name, [x, *(p.weight for p in params)], [y], flop=flop)
 
@@ -141,12 +145,14 @@ class Tape:
         return y
 
     def add_norm(self, name: str, x: int, params: Sequence[Param], rows: int) -> int:
-        """RMSNorm or LayerNorm; fp32 statistics per row are saved. The residual's gradient joins in its
-        backward."""
+        """Add an RMSNorm or LayerNorm, which saves fp32 statistics per row.
+
+        Its backward kernel also adds the gradient of the residual.
+        """
         y = self.add_activation(f"{name}.out", self.recorder.bytes_of_tensor(x))
         stats = self.add_activation(
             f"{name}.stats", 4 * rows * len(params)
-        )  # one number, or mean and deviation
+        )  # per row one number (RMSNorm), or mean and deviation (LayerNorm)
         weights = [p.weight for p in params]
         self.recorder.add_kernel(name, [x, *weights], [y, stats])
 
@@ -164,7 +170,10 @@ class Tape:
     def add_elementwise(
         self, name: str, inputs: Sequence[int], size_bytes: int, *, saves: bool = True
     ) -> int:
-        """`saves`: the backward reads the inputs, as an activation function's does and a rotation's not."""
+        """Add an elementwise kernel. With `saves`, its backward reads the inputs.
+
+        The backward of an activation function reads its inputs. The backward of a rotation does not.
+        """
         y = self.add_activation(f"{name}.out", size_bytes)
         self.recorder.add_kernel(name, inputs, [y])
 
@@ -183,7 +192,10 @@ class Tape:
         return y
 
     def add_residual(self, name: str, a: int, b: int) -> int:
-        """A residual. Its backward launches nothing: both sides get the same gradient."""
+        """Add the sum of a residual connection.
+
+        Its backward launches no kernel, because both inputs get the same gradient.
+        """
         y = self.add_activation(f"{name}.out", self.recorder.bytes_of_tensor(a))
         self.recorder.add_kernel(name, [a, b], [y])
 
@@ -196,8 +208,11 @@ class Tape:
         return y
 
     def add_attention(self, name: str, qkv: Sequence[int], out_bytes: int, rows: int, flop: int) -> int:
-        """Flash attention: output and one fp32 number per row and head are saved. The backward makes half of
-        the product again and works in an fp32 copy of the query's gradient."""
+        """Add flash attention, which saves its output and one fp32 number per row and head.
+
+        The backward computes half of the product again, and needs workspace for an fp32 copy of the query's
+        gradient.
+        """
         o = self.add_activation(f"{name}.out", out_bytes)
         lse = self.add_activation(f"{name}.lse", 4 * rows)
         self.recorder.add_kernel(name, qkv, [o, lse], flop=flop)
@@ -223,7 +238,11 @@ class Tape:
         return o
 
     def add_layer(self, name: str, x: int, run: Callable[[Tape, int], int]) -> int:
-        """A layer. With checkpointing only its input is saved, and the backward runs all of it once more."""
+        """Add a layer.
+
+        With checkpointing, only the layer's input is saved, and the layer's backward first recomputes the
+        layer.
+        """
         if not self.checkpoint:
             return run(self, x)
         forward = Tape(self.recorder, self.weights, self.prefix, False)

@@ -1,5 +1,8 @@
-"""Promises about slots in FX graphs: with the tightest engine there is the numbers are those of the same
-program without slots, and no kernel takes more than its slot knew of."""
+"""Tests of slots in FX graphs.
+
+In these tests, the engine evicts all tensors that it may evict. The numbers equal the numbers of a run
+without slots, bit for bit. No kernel takes more memory than its slot reports.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,25 @@ from teraio.formats.schedule import Schedule
 from teraio.passes.fx import program
 from teraio.passes.fx.symbols import GraphSymbols
 
-HERE = tree.SUPPORT
+SUPPORT = tree.SUPPORT
 
-# What a library kernel takes for itself, and no one outside knows: bytes at most, at these shapes.
+# Slots do not report the workspace of library kernels. These are upper limits in bytes for this workspace, at
+# the shapes of these tests.
 WORKSPACES = {
     "_scaled_dot_product_flash_attention": 16 * 1024,
     "native_layer_norm_backward": 1024,
     "native_dropout_backward": 64 * 1024,
-    "run_": 64 * 1024,  # dropout and attention with a random state kept
+    "run_": 64 * 1024,  # dropout and attention with a saved random state
     "index_put": 4096,
-    "flex_attention": 640 * 1024,  # not fused here: all scores at once
-    "sum": 128 * 1024,  # of truth values: they become integers first
+    # This device has no fused kernel, so flex_attention computes all scores together.
+    "flex_attention": 640 * 1024,
+    "sum": 128 * 1024,  # converts booleans to integers before it sums them
 }
 SCALAR_BYTES = 64
 
 
 def run(*cases: dict[str, Any]) -> list[dict[str, Any]]:
-    done = forked(HERE / "slots_child.py", json.dumps(cases))
+    done = forked(SUPPORT / "slots_child.py", json.dumps(cases))
     assert done.returncode == 0, done.stderr[-3000:]
     results: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return results
@@ -51,7 +56,8 @@ def eager_runs() -> dict[str, dict[str, Any]]:
 
 
 def beyond(excess: dict[str, int], workspaces: dict[str, int]) -> dict[str, int]:
-    """Kernels that took more than was known, and more than a library kernel's workspace."""
+    """Return the kernels whose unreported bytes exceed the limit for the workspace of their library
+    kernel."""
 
     def limit(kernel: str) -> int:
         return max(
@@ -62,18 +68,18 @@ def beyond(excess: dict[str, int], workspaces: dict[str, int]) -> dict[str, int]
 
 
 @pytest.mark.parametrize("model", slots_models.MODELS)
-def test_an_engine_that_evicts_all_it_may_changes_no_bit_and_sees_every_byte(model: str) -> None:
+def test_numbers_and_bytes_are_right_if_engine_evicts_everything(model: str) -> None:
     result = eager_runs()[model]
     assert not result.get("error")
     assert result["equal"]
-    assert result["evicted"] >= 15, "nothing moved: the test shows nothing"
+    assert result["evicted"] >= 15, "too few evictions for this test to show anything"
     assert beyond(result["excess"], WORKSPACES) == {}
 
 
-def test_one_program_serves_every_batch_and_its_slots_evaluate_their_bytes() -> None:
+def test_dynamic_program_is_reused_for_every_batch_size() -> None:
     result = eager_runs()["any batch"]
     assert result["symbolic"][:2] == [True, True]
-    assert len(result["kernels"]) <= 4  # and one for a batch of one
+    assert len(result["kernels"]) <= 4  # two programs for any batch size, and at most two for a batch of one
 
 
 def slotted(model: torch.nn.Module, batch: torch.Tensor) -> list[tuple[GraphModule, Schedule]]:
@@ -89,15 +95,15 @@ def slotted(model: torch.nn.Module, batch: torch.Tensor) -> list[tuple[GraphModu
     return graphs
 
 
-def test_the_graph_carries_its_slots_and_prints_them() -> None:
+def test_slots_are_printed_with_the_graph() -> None:
     about = slots_models.MODELS["any batch"]
     (forward, schedule), (backward, _) = slotted(about.make(), about.input(4))
     assert forward.code.count("teraio_slot(") == len(schedule.slots)
     assert "teraio_slot(0, (" in backward.code
 
 
-def test_nothing_symbolic_is_left_when_the_graph_runs() -> None:
-    """The bytes of a slot are made by nodes of plain integer arithmetic."""
+def test_graph_has_no_symbolic_size_at_run_time() -> None:
+    """Check that nodes of plain integer arithmetic compute the bytes of a slot."""
     about = slots_models.MODELS["rows of any batch"]
     for gm, schedule in slotted(about.make(), about.input(4)):
         assert schedule.symbolic
@@ -112,22 +118,22 @@ def test_nothing_symbolic_is_left_when_the_graph_runs() -> None:
         assert "sympy" not in gm.code
 
 
-def test_a_size_that_data_decide_is_bounded_until_it_is_known() -> None:
+def test_data_dependent_size_uses_its_limit_until_it_is_bound() -> None:
     about = slots_models.MODELS["rows"]
     (gm, schedule), _ = slotted(about.make(), about.input(4))
     chosen = next(index for index, slot in enumerate(schedule.slots) if slot.kernel == "index")
     slots = [node for node in gm.graph.nodes if getattr(node.target, "__name__", "") == "teraio_slot"]
     before = inputs_of(slots[chosen].args[2])
     after = [inputs_of(slot.args[2]) for slot in slots[chosen + 1 :] if len(slot.args) == 3]
-    gm.graph.lint()  # every node that is used stands before its use
+    gm.graph.lint()  # checks that every node is before its uses
     rows = {node.name for node in gm.graph.nodes if node.target == "size" and node.args[0].name == "index"}
-    assert rows, "nobody asks how many rows there are"
+    assert rows, "no node reads the number of rows"
     assert before and not rows & before
     assert any(rows & names for names in after)
 
 
 @pytest.mark.parametrize("view", ["detach", "_unsafe_view", "split"])
-def test_a_view_has_the_bytes_of_its_source_whatever_its_fake_tensor_says(view: str) -> None:
+def test_view_shares_the_storage_of_its_source(view: str) -> None:
     graph, aten = torch.fx.Graph(), torch.ops.aten
     source = graph.placeholder("source")
     source.meta["val"] = torch.empty(8)
@@ -140,7 +146,7 @@ def test_a_view_has_the_bytes_of_its_source_whatever_its_fake_tensor_says(view: 
             parts = graph.call_function(aten.split.Tensor, (source, 4))
             parts.meta["val"] = [torch.empty(4), torch.empty(4)]
             seen = graph.call_function(operator.getitem, (parts, 0))
-    seen.meta["val"] = torch.empty(8)  # of its own, as of what a backward makes of a saved result
+    seen.meta["val"] = torch.empty(8)  # a storage of its own; in a backward, a view of a saved tensor has one
     used = graph.call_function(aten.neg.default, (seen,))
     used.meta["val"] = torch.empty(8)
     graph.output((used,))
@@ -150,7 +156,7 @@ def test_a_view_has_the_bytes_of_its_source_whatever_its_fake_tensor_says(view: 
     assert not any(slot.live_bytes for slot in schedule.slots[:-2]), "a view takes no bytes"
 
 
-def test_a_view_of_a_constant_is_no_ones() -> None:
+def test_view_of_constant_adds_no_buffer() -> None:
     graph, root = torch.fx.Graph(), torch.nn.Module()
     root.register_buffer("constant", torch.ones(8))
     constant = graph.get_attr("constant")
@@ -163,7 +169,7 @@ def test_a_view_of_a_constant_is_no_ones() -> None:
 
 
 def inputs_of(value: Any) -> set[str]:
-    """Names of all nodes that a value is computed from."""
+    """Return the names of all nodes from which a value is computed."""
     if not isinstance(value, torch.fx.Node):
         return set()
     return {value.name}.union(*(inputs_of(node) for node in value.all_input_nodes))
@@ -171,7 +177,7 @@ def inputs_of(value: Any) -> set[str]:
 
 S, T = sympy.symbols("s t", integer=True, positive=True)
 SIZES = (
-    functions.TruncToInt(functions.IntTrueDiv(S, T) * 3.7) * 4,  # F.interpolate with a factor has these
+    functions.TruncToInt(functions.IntTrueDiv(S, T) * 3.7) * 4,  # as in F.interpolate with a scale factor
     functions.CeilToInt(functions.IntTrueDiv(S, T)),
     functions.FloorToInt(functions.IntTrueDiv(S, 7)),
     functions.RoundToInt(functions.IntTrueDiv(S, 7) * 2.0),
@@ -188,7 +194,7 @@ SIZES = (
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_any_size_becomes_nodes_that_compute_it(size: Any) -> None:
+def test_symbolic_size_becomes_nodes_that_compute_it(size: Any) -> None:
     graph = torch.fx.Graph()
     symbols = GraphSymbols({symbol: (0, graph.placeholder(str(symbol)), None) for symbol in (S, T)})
     graph.output(symbols.insert_size_node(graph, size, at=2))
@@ -208,9 +214,12 @@ class Convolves(torch.nn.Module):
         return out
 
 
-def test_a_batch_may_be_a_view_whose_storage_the_graph_does_not_know(one_thread: None) -> None:
-    """The kernel's copies of a batch were taken to be as large as its storage, and that to be 8192 in each
-    dimension: the budget was larger than any memory."""
+def test_input_view_of_unknown_storage_gets_a_small_budget(one_thread: None) -> None:
+    """Count the kernel's copies of the input batch by the size of the view.
+
+    The size of the storage is unknown. If 8192 stood for each unknown dimension, the budget would exceed any
+    memory.
+    """
     compiled = torch.compile(
         Convolves(), backend="teraio", dynamic=True, options={"memory": "min", "inner": "eager", "warmup": 1}
     )

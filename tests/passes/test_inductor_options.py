@@ -1,6 +1,9 @@
-"""Promises about Inductor's own settings: what it does not know is refused with what was meant, what slots
-cannot live with is refused by name wherever it was set, and nothing is compiled before. No program comes out
-without its slots."""
+"""Tests of settings of Inductor that a user changes.
+
+An unknown setting is refused, and the error suggests the nearest known name. A setting that does not work
+with slots is refused by name, wherever it was set. Both errors are raised before anything is compiled. The
+backend never returns a program without slots.
+"""
 
 from __future__ import annotations
 
@@ -51,16 +54,16 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def compiled(**options: Any) -> Any:
-    """A small graph handed to the backend, as Dynamo does it."""
+    """Compile a small graph through the backend, as Dynamo would."""
     return backend.backend(
         selftest.make_test_graph(), selftest.make_test_inputs("cpu"), options={**SMALL, **options}
     )
 
 
-# ---- what Inductor knows
+# ---- known and unknown settings
 
 
-def test_what_is_asked_for_reaches_inductor_by_its_own_names() -> None:
+def test_settings_keep_inductors_own_names() -> None:
     assert merge_checked_settings(None, {}) == {}
     assert merge_checked_settings("default", {}) == {}
     assert merge_checked_settings("max-autotune-no-cudagraphs", {}) == {
@@ -73,14 +76,14 @@ def test_what_is_asked_for_reaches_inductor_by_its_own_names() -> None:
     }
 
 
-def test_a_setting_by_name_wins_over_the_mode() -> None:
+def test_setting_by_name_overrides_mode() -> None:
     asked = merge_checked_settings("max-autotune", {"triton.cudagraphs": False})
     assert asked == {"max_autotune": True, "triton.cudagraphs": False, "coordinate_descent_tuning": True}
     inductor_options.refuse_unfit_settings(asked, "max-autotune")
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"mode": "reduce-overheat"}, "did you mean reduce-overhead?"),
         ({"inductor": {"max_autotun": True}}, "did you mean max_autotune?"),
@@ -88,59 +91,57 @@ def test_a_setting_by_name_wins_over_the_mode() -> None:
         ({"inductor": "epilog_fusion=true"}, "did you mean epilogue_fusion?"),
     ],
 )
-def test_an_unknown_name_fails_with_the_nearest_one(
-    options: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+def test_unknown_name_error_suggests_nearest_name(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with nothing_compiled(monkeypatch), pytest.raises(OptionError) as error:
         compiled(**options)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
-        ("max_autotune", 1, "takes bool, such as its False"),
+        ("max_autotune", 1, "takes bool, such as its current value False"),
         ("max_autotune", "yes", "takes bool"),
-        ("max_fusion_size", "64", "takes int, such as its 64"),
+        ("max_fusion_size", "64", "takes int, such as its current value 64"),
         ("max_fusion_size", True, "takes int"),
         ("cpp.simdlen", 1.5, "takes int | None"),
         ("max_autotune_gemm_search_space", "WIDE", "one of 'DEFAULT', 'EXHAUSTIVE'"),
-        ("custom_should_partition_ops", "aten::mm", "is set in torch._inductor.config.custom_should"),
-        ("post_grad_custom_post_pass", "mine", "is set in torch._inductor.config.post_grad"),
+        ("custom_should_partition_ops", "aten::mm", "string in torch._inductor.config.custom_should"),
+        ("post_grad_custom_post_pass", "mine", "string in torch._inductor.config.post_grad"),
     ],
 )
-def test_a_value_of_the_wrong_type_fails(
-    name: str, value: Any, told: str, monkeypatch: pytest.MonkeyPatch
+def test_value_of_wrong_type_is_refused(
+    name: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with nothing_compiled(monkeypatch), pytest.raises(OptionError) as error:
         compiled(inductor={name: value})
     assert f"'{name}' is " in str(error.value)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
-def test_a_whole_number_is_a_number() -> None:
+def test_integer_is_accepted_for_float_setting() -> None:
     assert merge_checked_settings(None, {"min_overlap_ratio": 2}) == {"min_overlap_ratio": 2}
 
 
 @pytest.mark.parametrize("options", [{"mode": "lite"}, {"inductor": {"max_autotune": True}}])
-def test_eager_takes_no_settings_of_inductor(options: dict[str, Any]) -> None:
+def test_inductor_settings_are_refused_with_inner_eager(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="is for Inductor, but inner is 'eager'"):
         compiled(inner="eager", **options)
 
 
-def test_torch_compile_itself_hands_over_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mode_of_torch_compile_reaches_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.compile(torch.nn.Linear(4, 4), backend="teraio", mode="reduce-overhead")
     with nothing_compiled(monkeypatch), pytest.raises(Exception, match=r"by option 'mode' \('reduce-over"):
         model(torch.randn(2, 4))
 
 
-# ---- what slots cannot live with
+# ---- settings that do not work with slots
 
 
 @pytest.mark.parametrize("unfit", UNFIT, ids=lambda unfit: unfit.name)
-def test_what_slots_cannot_live_with_is_refused_by_name(
-    unfit: UnfitSetting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfit_setting_is_refused_by_name(unfit: UnfitSetting, monkeypatch: pytest.MonkeyPatch) -> None:
     with nothing_compiled(monkeypatch):
         with pytest.raises(UnsupportedError) as asked:
             compiled(inductor={unfit.name: True})
@@ -153,7 +154,7 @@ def test_what_slots_cannot_live_with_is_refused_by_name(
 
 
 @pytest.mark.parametrize("mode", torch._inductor.list_mode_options())
-def test_a_mode_with_cuda_graphs_is_refused_and_the_others_are_not(mode: str) -> None:
+def test_mode_is_refused_only_if_it_uses_cuda_graphs(mode: str) -> None:
     asked = merge_checked_settings(mode, {})
     if asked.get("triton.cudagraphs"):
         with pytest.raises(UnsupportedError, match=f"by option 'mode' .'{mode}'.*max-autotune-no-cudagraphs"):
@@ -176,7 +177,7 @@ for one in UNFIT:
 """
 
 
-def test_what_the_environment_turns_on_is_found() -> None:
+def test_error_names_environment_variable_of_unfit_setting() -> None:
     variables = [unfit.variable for unfit in UNFIT if unfit.variable]
     assert len(variables) >= 6
     environment = {**os.environ, **dict.fromkeys(variables, "1")}
@@ -186,16 +187,16 @@ def test_what_the_environment_turns_on_is_found() -> None:
     assert ran.stdout.split() == [word for variable in variables for word in (variable, "True")], ran.stderr
 
 
-def test_other_ways_around_the_slots_are_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_paths_without_slots_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_fx = sys.modules["torch._inductor.compile_fx"]
     others: list[tuple[Any, str, Any, str]] = [
         (compile_fx, "fx_compile_mode", SimpleNamespace(name="SUBPROCESS"), "TORCHINDUCTOR_FX_COMPILE_MODE"),
         (utils._unstable_customized_partition_wrapper, "wrapper", print, "partitions"),
     ]
-    for owner, name, value, told in others:
+    for owner, name, value, message in others:
         with nothing_compiled(monkeypatch), monkeypatch.context() as patched:
             patched.setattr(owner, name, value)
-            with pytest.raises(UnsupportedError, match=told):
+            with pytest.raises(UnsupportedError, match=message):
                 compiled()
     with nothing_compiled(monkeypatch), V.set_aot_compilation(True):
         with pytest.raises(UnsupportedError, match="ahead-of-time"):
@@ -205,7 +206,7 @@ def test_other_ways_around_the_slots_are_refused_too(monkeypatch: pytest.MonkeyP
             compiled()
 
 
-def test_a_wrapper_of_another_library_is_not_silently_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrapper_of_another_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Foreign(wrapper.PythonWrapperCodegen):
         pass
 
@@ -217,7 +218,7 @@ def test_a_wrapper_of_another_library_is_not_silently_replaced(monkeypatch: pyte
             compiled()
 
 
-# ---- silent loss
+# ---- programs without slots
 
 
 def trained(**options: Any) -> None:
@@ -226,7 +227,7 @@ def trained(**options: Any) -> None:
     loss.backward()
 
 
-def test_a_program_that_comes_back_without_slots_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_without_slots_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def lost(_: Any) -> Iterator[None]:
         yield
@@ -236,20 +237,20 @@ def test_a_program_that_comes_back_without_slots_is_an_error(monkeypatch: pytest
         trained()
 
 
-def test_a_compiler_that_asks_us_for_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_that_never_calls_teraio_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "compile_fx", lambda gm, *_, **__: gm)
-    with pytest.raises(UnsupportedError, match="without asking teraio"):
+    with pytest.raises(UnsupportedError, match="without calling teraio"):
         trained()
 
 
-def test_a_program_that_does_not_report_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_that_does_not_report_at_load_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("teraio.runtime.engine.engine.collect_loaded_programs", lambda meets: nullcontext([]))
     with pytest.raises(Exception, match="did not report to teraio"):
         trained()
 
 
 def keys(registry: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """Return what of a graph's key and of a whole model's is teraio's, if programs call this module."""
+    """Return teraio's parts of two cache keys: the key of a whole model and the key of a single graph."""
     whole: list[str] = []
 
     def compile_fx(gm: Any, inputs: Any, inner_compile: Any, config_patches: dict[str, Any]) -> None:
@@ -263,7 +264,7 @@ def keys(registry: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
         return whole[0], key.uuid()
 
 
-def test_a_cached_program_that_calls_a_module_by_its_old_name_is_compiled_anew(
+def test_cache_key_depends_on_registry_module_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, before = keys(inductor.REGISTRY, monkeypatch), keys("teraio.runtime.engine", monkeypatch)
@@ -273,23 +274,26 @@ def test_a_cached_program_that_calls_a_module_by_its_old_name_is_compiled_anew(
     assert callable(importlib.import_module(inductor.REGISTRY).program)
 
 
-def test_a_setting_that_changes_before_the_backward_is_found_there() -> None:
+def test_setting_changed_before_backward_is_refused_at_backward() -> None:
     run = compiled()
     (loss,) = run(*selftest.make_test_inputs("cpu"))
     with config.patch(cpp_wrapper=True), pytest.raises(Exception, match="'cpp_wrapper' is on"):
         loss.backward()
 
 
-class UnheardLine(wrapper.WrapperLine):
+class UnlistedLine(wrapper.WrapperLine):
     def codegen(self, code: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("before", [[], [UnheardLine()]])
-def test_streams_of_the_users_are_refused_by_name(
+@pytest.mark.parametrize("before", [[], [UnlistedLine()]])
+def test_user_streams_are_refused_by_name(
     before: list[wrapper.WrapperLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also behind a line that cannot be read, where the program would run whole."""
+    """Check that user streams are refused, even after a line of the program that teraio cannot read.
+
+    Because of such a line, teraio would otherwise run the program as one kernel.
+    """
     plainly = wrapper.PythonWrapperCodegen.run_wrapper_ir_passes
 
     def with_streams(self: Any, is_inference: bool) -> None:
@@ -297,5 +301,5 @@ def test_streams_of_the_users_are_refused_by_name(
         self.lines += [*before, wrapper.EnterCudaStreamContextLine(stream_idx=1)]
 
     monkeypatch.setattr(wrapper.PythonWrapperCodegen, "run_wrapper_ir_passes", with_streams)
-    with pytest.raises(Exception, match=r"kernels on streams of its own.*torch\.cuda\.stream"):
+    with pytest.raises(Exception, match=r"kernels on CUDA streams of its own.*torch\.cuda\.stream"):
         trained()

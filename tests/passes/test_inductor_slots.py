@@ -1,5 +1,8 @@
-"""Promises about programs that Inductor made: they are the plain ones but for the slots, they come back from
-its cache with the slots they were made with, and its modes and settings change nothing of that."""
+"""Tests of programs that Inductor makes.
+
+The programs equal programs of a compile without teraio, except for added slots. Inductor's cache returns each
+program with its slots. Both statements hold for all modes and settings of Inductor.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from children import ended, forked
 from recompute_runs import child as recompute_child
 from test_fx_slots import WORKSPACES, beyond
 
-HERE = tree.SUPPORT
-# Of 34 MB that plain training takes.
+SUPPORT = tree.SUPPORT
+# Budgets of runs. The same training without teraio takes 34 MB.
 OURS = {"task": "train", "name": "ours", "budget": 27_000_000, "whole": True}
 LESS = {**OURS, "name": "less", "budget": 20_400_000, "options": {"warmup": 1}}
 PLAIN = {"task": "train", "name": "plain", "whole": True}
 CACHE = tempfile.TemporaryDirectory(prefix="teraio-inductor-")
 
 
-def child(*asked: dict[str, Any], flags: tuple[str, ...] = ()) -> dict[str, Any]:
-    script, environment = HERE / "compile_child.py", {**os.environ, "TORCHINDUCTOR_CACHE_DIR": CACHE.name}
+def child(*runs: dict[str, Any], flags: tuple[str, ...] = ()) -> dict[str, Any]:
+    script, environment = SUPPORT / "compile_child.py", {**os.environ, "TORCHINDUCTOR_CACHE_DIR": CACHE.name}
     if flags:
-        done = ended([sys.executable, *flags, str(script), json.dumps(asked)], env=environment)
+        done = ended([sys.executable, *flags, str(script), json.dumps(runs)], env=environment)
     else:
-        done = forked(script, json.dumps(asked), env=environment)
+        done = forked(script, json.dumps(runs), env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return results
@@ -36,13 +39,20 @@ def child(*asked: dict[str, Any], flags: tuple[str, ...] = ()) -> dict[str, Any]
 
 @cache
 def cold() -> dict[str, Any]:
-    """The first process: Inductor's cache is empty, then holds the programs of a plain compile."""
+    """Run the first process.
+
+    For the plain compile, Inductor's cache is empty. For the other compiles, the cache has the programs of
+    the plain compile.
+    """
     return child(PLAIN, OURS, LESS)
 
 
 @cache
 def warm() -> dict[str, Any]:
-    """The second, without asserts: nothing that keeps a program from losing its slots may be one."""
+    """Run the second process with `-O`, which disables asserts.
+
+    The checks for slots must work without asserts.
+    """
     cold()
     return child(
         OURS,
@@ -63,14 +73,18 @@ def warm() -> dict[str, Any]:
 
 
 def right(run: dict[str, Any]) -> bool:
-    """The numbers of the plain run, within the budget, with moves."""
+    """Return True if a run has (1) the numbers of the plain run, (2) a peak within the budget, and (3) enough
+    evictions."""
     plain = cold()["plain"]
     same = run["losses"] == plain["losses"] and run["digest"] == plain["digest"]
     return bool(same and run["peak"] <= OURS["budget"] < plain["peak"] and run["evictions"] > 50)
 
 
 def test_inductor_trains_bit_equal_within_three_fifths_of_its_memory() -> None:
-    """Of a larger model it is little more than half: test_training, among the long cases."""
+    """Train with 0.61 times the memory of the plain run.
+
+    In test_training.py, a larger model needs little more than half of its plain run's memory.
+    """
     less, plain = cold()["less"], cold()["plain"]
     assert less["losses"] == plain["losses"] and less["digest"] == plain["digest"]
     assert less["peak"] <= LESS["budget"] < 0.61 * plain["peak"]
@@ -78,16 +92,16 @@ def test_inductor_trains_bit_equal_within_three_fifths_of_its_memory() -> None:
     assert less["last"]["fetches"] > 10
 
 
-def test_programs_of_a_plain_compile_never_come_back() -> None:
+def test_cache_never_returns_programs_of_a_plain_compile() -> None:
     ours = cold()["ours"]
     assert (ours["whole"], ours["hits"], ours["misses"], ours["bypasses"]) == (0, 0, 2, 0)
     assert right(ours)
 
 
-def test_a_second_process_finds_both_programs_with_their_slots() -> None:
-    """Whether AOTAutograd brings the whole model back, without calling us, or Inductor each of its graphs."""
+def test_second_process_gets_both_programs_with_slots_from_cache() -> None:
+    """Check two caches: AOTAutograd's cache of whole models, and Inductor's cache of single graphs."""
     runs = warm()
-    assert runs["optimized"], "asserts were on: the test shows less than it says"
+    assert runs["optimized"], "the child ran with asserts, so this test shows less than intended"
     for name, whole in ("ours", 1), ("graph by graph", 0):
         run = runs[name]
         assert (run["whole"], run["hits"], run["misses"]) == (whole, 2, 0), name
@@ -95,34 +109,38 @@ def test_a_second_process_finds_both_programs_with_their_slots() -> None:
         assert run["slots"] == cold()["ours"]["slots"] > 50
 
 
-def test_a_program_is_guarded_wherever_it_came_from() -> None:
-    """What ends it in the middle is told to the engine, which brings the weights back."""
+def test_program_is_guarded_if_compiled_and_if_cached() -> None:
+    """Check that an interrupted program is reported to the engine, which then fetches the weights.
+
+    Check two cases: (1) the program was just compiled, and (2) the program came from a cache.
+    """
     runs = [cold()["ours"], *(warm()[name] for name in ("ours", "graph by graph", "another version"))]
     assert [run["abandoned"] for run in runs] == [1] * 4
 
 
-def test_a_plain_compile_still_finds_its_own_programs() -> None:
+def test_plain_compile_gets_its_own_programs_from_cache() -> None:
     plain = warm()["plain"]
     assert (plain["whole"], plain["hits"], plain["misses"]) == (1, 2, 0)
     assert not any("teraio" in program for program in plain["printed"])
 
 
-def test_programs_of_another_version_of_the_pass_never_come_back() -> None:
+def test_cache_never_returns_programs_of_another_version() -> None:
     other = warm()["another version"]
     assert (other["whole"], other["hits"], other["misses"]) == (0, 0, 2)
     assert right(other)
 
 
-def test_a_twin_that_shows_what_the_other_saves_does_not_get_its_program() -> None:
-    """Both forwards are one graph: Inductor's own key is the same."""
+def test_models_with_equal_forward_and_other_outputs_share_no_program() -> None:
+    """Compile two models with the same forward graph, so that Inductor computes the same cache key for
+    both."""
     twins = warm()["twins"]
     assert twins["roles"] == [["result", "saved"], ["result", "result"]]
     assert (twins["hits"], twins["misses"]) == (0, 1)
     assert twins["equal"]
 
 
-def test_the_program_is_the_plain_one_but_for_its_slots() -> None:
-    """Not only the kernels, name for name: every line, in the same order."""
+def test_program_equals_the_plain_one_except_slots() -> None:
+    """Compare every line of the two programs in order."""
     runs = cold()
     pairs = list(zip(runs["plain"]["printed"], runs["ours"]["printed"], strict=True))
     assert len(pairs) == 2
@@ -133,37 +151,42 @@ def test_the_program_is_the_plain_one_but_for_its_slots() -> None:
 
 
 def code(program: str) -> list[str]:
-    """Without our lines, and without the first, which numbers the compilations of a process."""
+    """Return the program's lines without slots.
+
+    The first line is omitted, because it numbers the compiles of a process.
+    """
     return [line for line in program.splitlines()[1:] if "_teraio_" not in line]
 
 
-def test_modes_and_settings_change_no_bit_and_hide_no_byte() -> None:
+def test_modes_and_settings_keep_numbers_and_byte_counts_right() -> None:
     for name in ("lite", "tuned"):
         run = warm()[name]
         assert run["equal"], name
-        assert run["evicted"] > 100, "nothing moved: the test shows nothing"
+        assert run["evicted"] > 100, "too few evictions for this test to show anything"
         assert run["notices"] == []
         excess = {kernel.removeprefix("torch.ops.aten."): over for kernel, over in run["excess"].items()}
         assert beyond(excess, WORKSPACES) == {}
 
 
-def test_settings_reach_the_backward_which_is_compiled_later() -> None:
+def test_settings_reach_the_backward() -> None:
     assert all("# reuse" in program for program in cold()["plain"]["printed"])
     tuned = warm()["tuned"]["printed"]
-    assert len(tuned) == 4  # forward and backward, plainly and with slots
+    assert len(tuned) == 4  # a forward and a backward, each compiled without and with slots
     assert not any("# reuse" in program for program in tuned)
 
 
-def test_a_mode_is_the_one_of_inductor() -> None:
-    """`lite` fuses nothing: each operator is a kernel of its own."""
+def test_mode_lite_fuses_no_kernels() -> None:
+    """Compile in Inductor's mode `lite`, which fuses nothing, so that each operator is a separate kernel."""
     forward, backward = warm()["lite"]["kernels"]
     assert len(forward) + len(backward) > 80
     assert not any(kernel.startswith("cpp_fused") for kernel in forward)
 
 
-def test_what_is_made_again_is_compiled_once_more_and_found_again() -> None:
-    """The cut is in the keys of AOTAutograd's cache and Inductor's; the bits are those of the same cut
-    without a budget."""
+def test_recompute_compiles_once_more_and_is_cached() -> None:
+    """Check that the cut between forward and backward is part of the cache keys of AOTAutograd and Inductor.
+
+    The numbers equal the numbers of a run with the same cut and without a budget, bit for bit.
+    """
     common = {"model": "mlp", "layers": 2, "cache": True}
     auto = {**common, "budget": 9_500_000, "options": {"recompute": "auto", "inner": "inductor"}}
     cut = {**common, "name": "cut", "cut": "auto", "options": {"inner": "inductor"}}

@@ -1,5 +1,8 @@
-"""Promises about slots: whatever the program, every slot stands before the memory is taken, is handed what
-the next kernel touches under a name that holds it there, and knows all bytes that are alive."""
+"""Tests of the layout of slots in a program, for any program.
+
+Every slot is before the allocations of its kernel. The slot gets the tensors that the kernel uses, under
+names that are alive at the slot. The slot counts all bytes that are alive until the kernel runs.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from teraio.passes.slots.events import Alias, Event, Forget, Make, Signature
 from teraio.passes.slots.layout import SlotPlace, live_bytes_per_launch, schedule_as_one_kernel
 from teraio.runtime.step.program import Program
 
-# ---- by hand
+# ---- layouts compared with layouts by hand
 
 
-def test_a_slot_stands_before_the_allocations_of_its_kernel() -> None:
+def test_slot_is_before_allocations_of_its_kernel() -> None:
     events: list[Event] = [Make(3, "a", 8), Make(4, "b", 16), launch(5, "mm", "w", "a b")]
     schedule, places = lay(signature("a"), events)
     assert [(slot.kernel, place.at) for slot, place in zip(schedule.slots, places)] == [
@@ -32,7 +35,7 @@ def test_a_slot_stands_before_the_allocations_of_its_kernel() -> None:
     check(signature("a"), events, (schedule, places))
 
 
-def test_an_output_that_the_next_kernel_reads_is_made_and_needed_at_one_slot() -> None:
+def test_output_read_by_next_kernel_is_made_and_read_at_one_slot() -> None:
     events: list[Event] = [
         Make(0, "a", 8),
         launch(1, "first", "w", "a"),
@@ -48,9 +51,7 @@ def test_an_output_that_the_next_kernel_reads_is_made_and_needed_at_one_slot() -
     check(about, events, (schedule, places))
 
 
-def test_a_storage_that_is_renamed_before_the_kernel_is_handed_over_under_the_name_it_has_at_the_slot() -> (
-    None
-):
+def test_storage_renamed_after_the_slot_is_passed_under_its_name_at_the_slot() -> None:
     events: list[Event] = [
         Make(0, "a", 8),
         launch(1, "first", "w", "a"),
@@ -65,7 +66,7 @@ def test_a_storage_that_is_renamed_before_the_kernel_is_handed_over_under_the_na
     check(about, events, (schedule, places))
 
 
-def test_what_dies_between_the_slot_and_its_kernel_still_counts() -> None:
+def test_storage_freed_between_slot_and_kernel_counts_as_live() -> None:
     events: list[Event] = [
         Make(0, "a", 8),
         launch(1, "first", "w", "a"),
@@ -78,19 +79,19 @@ def test_what_dies_between_the_slot_and_its_kernel_still_counts() -> None:
     assert [slot.live_bytes for slot in schedule.slots] == [0, 8, 24, 16, 16]
 
 
-def test_a_storage_that_the_user_sees_through_one_output_is_never_evictable() -> None:
+def test_saved_storage_that_the_user_sees_is_a_result() -> None:
     events: list[Event] = [Make(0, "a", 8), launch(0, "k", "", "a"), Alias(1, "view", "a")]
     schedule, _ = lay(signature("a view", saved=[1]), events)
     assert [buffer.role for buffer in schedule.buffers] == ["argument", "result"]
 
 
-def test_an_argument_that_leaves_stays_an_argument() -> None:
+def test_returned_argument_keeps_role_argument() -> None:
     schedule, _ = lay(signature("v", saved=[0]), [Alias(0, "v", "w"), launch(0, "k", "v", "v")])
     assert [buffer.role for buffer in schedule.buffers] == ["argument"]
     assert schedule.slots[1].flags == (READ | WRITE,)
 
 
-def test_an_element_of_a_tuple_is_handed_over_once_it_has_a_name() -> None:
+def test_tuple_element_is_passed_once_it_has_a_variable() -> None:
     events: list[Event] = [
         Make(0, "t.0", 8),
         launch(0, "split", "w", "t.0"),
@@ -105,14 +106,18 @@ def test_an_element_of_a_tuple_is_handed_over_once_it_has_a_name() -> None:
     check(about, events, (schedule, places))
 
 
-def test_results_count_twice_until_the_backward_has_used_them() -> None:
+def test_results_of_forward_count_again_at_exit() -> None:
     schedule, _ = lay(signature("a"), [Make(0, "a", 8), launch(0, "k", "", "a")])
-    assert schedule.slots[-1].live_bytes == 8  # the zero gradient that autograd may make
+    # The 8 bytes are for a zero gradient, which autograd may make for the result.
+    assert schedule.slots[-1].live_bytes == 8
 
 
 def test_sizes_of_symbols_add_up_to_one_expression() -> None:
     class Term:
-        """Adds up like a symbolic expression; printed for the assertion."""
+        """A number that supports addition as a symbolic expression does.
+
+        Its text is compared with the expected sum.
+        """
 
         def __init__(self, text: str) -> None:
             self.text = text
@@ -132,7 +137,7 @@ def test_sizes_of_symbols_add_up_to_one_expression() -> None:
     assert (own.size_bytes, own.size.text) == (24, "0+s*4+16")
 
 
-def test_own_bytes_are_what_a_program_takes_at_each_launch_beside_its_outputs() -> None:
+def test_live_bytes_per_launch_exclude_kept_outputs() -> None:
     events: list[Event] = [
         Make(0, "a", 8),
         launch(1, "first", "w", "a"),
@@ -145,8 +150,8 @@ def test_own_bytes_are_what_a_program_takes_at_each_launch_beside_its_outputs() 
     assert [made.size_bytes for made in live_bytes_per_launch(events, ["b"])] == [8, 8, 0]
 
 
-def test_an_activation_whose_memory_becomes_a_gradient_is_the_callers_in_the_end() -> None:
-    """Inductor: `buf3 = mm; del mm  # reuse`, and buf3 is returned."""
+def test_argument_reused_for_a_gradient_is_flagged_returned() -> None:
+    """Lay slots for Inductor's lines `buf3 = mm; del mm  # reuse`, where buf3 is returned."""
     events: list[Event] = [Alias(0, "buf3", "mm"), Forget(0, "mm"), launch(1, "mul", "buf3", "buf3")]
     about = replace(signature("buf3", arguments="w mm"), kind="backward")
     schedule, places = lay(about, events)
@@ -157,12 +162,12 @@ def test_an_activation_whose_memory_becomes_a_gradient_is_the_callers_in_the_end
     assert Program(schedule).stops[-1].returned == returned.buffers
 
 
-def test_a_weight_that_is_saved_for_the_backward_is_not_given_away() -> None:
+def test_weight_saved_for_backward_is_not_flagged_returned() -> None:
     schedule, _ = lay(signature("w", saved=(0,)), [launch(0, "mm", "w", "")])
     assert schedule.slots[-1].buffers == ()
 
 
-def test_a_program_that_cannot_be_slotted_needs_every_argument_and_moves_no_output() -> None:
+def test_unreadable_program_needs_every_argument_and_evicts_no_output() -> None:
     about = signature("a w", saved=[0], arguments="w x")
     schedule, places = schedule_as_one_kernel(about, "program", Make(0, "own", 50), 9, [("a", 8), ("w", 100)])
     assert [place.at for place in places] == [0, 0, 9]
@@ -175,11 +180,11 @@ def test_a_program_that_cannot_be_slotted_needs_every_argument_and_moves_no_outp
     ]
 
 
-# ---- generated
+# ---- random programs
 
 
 class Generator:
-    """Random programs of every event in every order that a compiler could print."""
+    """A generator of random programs, with events in every order in which a compiler could print them."""
 
     def __init__(self, seed: int) -> None:
         self.choose = random.Random(seed)
@@ -188,8 +193,8 @@ class Generator:
         self.arguments = tuple(
             (f"w{n}", 10 ** self.choose.randrange(4)) for n in range(self.choose.randrange(4))
         )
-        self.names: dict[str, str] = {name: name for name, _ in self.arguments}  # name -> storage
-        self.named = set(self.names)  # storages that had a variable
+        self.names: dict[str, str] = {name: name for name, _ in self.arguments}  # storage by name
+        self.named = set(self.names)  # storages that have had a variable
 
     def name(self) -> str:
         self.count += 1
@@ -221,7 +226,10 @@ class Generator:
         return Make(self.at, name, 10 ** self.choose.randrange(5))
 
     def alias(self) -> Iterator[Event]:
-        """A tuple's element is unpacked once: what had a name is called by it from then on."""
+        """Yield an alias of a live name.
+
+        If the name is an element of a tuple whose storage already had a variable, yield nothing.
+        """
         old, new = self.choose.choice(sorted(self.names)), self.name()
         root = self.names[old]
         if not old.isidentifier() and root in self.named:
@@ -248,7 +256,7 @@ class Generator:
 SEEDS = range(3000)
 
 
-def test_generated_programs_keep_every_promise() -> None:
+def test_generated_programs_pass_the_checker() -> None:
     for seed in SEEDS:
         about, events = Generator(seed).program()
         try:
@@ -257,16 +265,16 @@ def test_generated_programs_keep_every_promise() -> None:
             raise AssertionError(f"seed {seed}: {error}") from error
 
 
-# ---- planted bugs: the checker finds each of them in these programs
+# ---- planted bugs: the checker finds each of them in the random programs
 
 
 def late(schedule: Schedule, places: list[SlotPlace]) -> tuple[Schedule, list[SlotPlace]]:
-    """Each slot stands before its kernel, after its allocations."""
+    """Plant a bug: move each slot after the allocations of its kernel."""
     return schedule, [replace(place, at=place.at + 1) for place in places]
 
 
 def only_made(schedule: Schedule, places: list[SlotPlace]) -> tuple[Schedule, list[SlotPlace]]:
-    """A fresh output is not needed by its next reader."""
+    """Plant a bug: remove all flags except MADE from the outputs that are made at a slot."""
     changed = [replace(s, flags=tuple(f & MADE or f for f in s.flags)) for s in schedule.slots]
     return replace(schedule, slots=tuple(changed)), places
 
@@ -277,36 +285,39 @@ def forget_bytes(schedule: Schedule, places: list[SlotPlace]) -> tuple[Schedule,
 
 
 @pytest.mark.parametrize("bug", [late, only_made, forget_bytes])
-def test_a_wrong_schedule_is_found(bug: Callable[..., tuple[Schedule, list[SlotPlace]]]) -> None:
+def test_checker_finds_wrong_schedule(bug: Callable[..., tuple[Schedule, list[SlotPlace]]]) -> None:
     assert found(lambda about, events: bug(*lay(about, events)))
 
 
 @pytest.mark.parametrize(
     ("where", "bug"),
     [
-        # the name that the storage has at the kernel, not at the slot: a reuse may have renamed it
+        # Bug: the slot gets a storage's names at its kernel, although a reuse may have changed the names
+        # since the slot.
         ("variables_at_mark", lambda self, root: self._live_variables_of_storage(root)),
-        # a name that is gone
+        # Bug: the slot gets a name that has ended.
         (
             "_live_variables_of_storage",
             lambda self, root: tuple(n for n, r in self.root.items() if r == root and n.isidentifier()),
         ),
-        # a storage dies with its first name
+        # Bug: a storage counts as freed when its first name ends.
         (
             "remove_name",
             lambda self, name: self.root.get(name) if self.alive.pop(self.root.get(name), None) else None,
         ),
-        # an alias is a storage of its own
+        # Bug: an alias counts as a new storage.
         ("add_alias", lambda self, new, old: self.add_storage(new)),
     ],
 )
-def test_wrong_names_are_found(where: str, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checker_finds_wrong_names(
+    where: str, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(slots._Names, where, bug)
     assert found(lay)
 
 
 def forget_at_once(layout: slots._Layout, event: Event) -> None:
-    """What dies between a slot and its kernel is not counted at that slot."""
+    """Plant a bug: a slot's bytes exclude storages that are freed between the slot and its kernel."""
     if isinstance(event, Forget):
         layout.live.pop(layout.names.remove_name(event.name) or "", None)
     else:
@@ -333,7 +344,7 @@ ADD = slots._Layout.apply_event
         ("lay_exit_slot", hand_over_nothing),
     ],
 )
-def test_a_wrong_layout_is_found(
+def test_checker_finds_wrong_layout(
     where: str, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slots._Layout, where, bug)
@@ -341,7 +352,7 @@ def test_a_wrong_layout_is_found(
 
 
 def found(layer: Callable[[Signature, Sequence[Event]], tuple[Schedule, list[SlotPlace]]]) -> bool:
-    """Whether the checker refuses one of the generated programs."""
+    """Return True if the checker refuses the layout of at least one random program."""
     for seed in SEEDS:
         about, events = Generator(seed).program()
         try:

@@ -1,4 +1,4 @@
-"""Measured steps become profiles: what the planner is told is what was there."""
+"""Tests of profiles that are made from measured steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from teraio.passes.slots.lifetimes import profile_of_steps
 from teraio.session.planning import cut_workspaces_to_budget
 
 
-def test_a_saved_output_counts_once_at_the_kernel_that_makes_it() -> None:
-    """A weight of 10 bytes, a saved output of 100 and a result of 1: 110 bytes at k1, 111 at k2."""
+def test_saved_output_counts_once_at_its_kernel() -> None:
+    """Use a weight of 10 bytes, a saved output of 100 bytes and a result of 1 byte.
+
+    Kernel k1 needs 110 bytes, and k2 needs 111.
+    """
     signature = Signature("forward", (("w", 10),), ("r", "s"), frozenset({1}))
     events: list[Event] = [
         Make(0, "s", 100),
@@ -37,9 +40,11 @@ def test_a_saved_output_counts_once_at_the_kernel_that_makes_it() -> None:
     assert check_plan_against_profile(Plan("", "none", 2**40), profile).peak_bytes == 111
 
 
-def test_what_user_code_takes_after_a_program_counts_where_it_ends() -> None:
-    """30 bytes beside the weight's 10, in the plan from the first, though the step was measured without room
-    for them; of what does not fit, as much as there is."""
+def test_eager_memory_after_a_program_counts_at_its_last_tick() -> None:
+    """Count 30 bytes of eager code beside a weight of 10 bytes, at the last tick of the program.
+
+    If a budget is smaller than the 30 bytes, these bytes are cut to the budget.
+    """
     schedule, _ = lay_slots(Signature("forward", (("w", 10),), (), frozenset()), [], 0)
     slots = len(schedule.slots)
     call = Call(schedule, ("w",), tuple(range(slots)), (0,) * slots, (0,) * slots)
@@ -51,8 +56,13 @@ def test_what_user_code_takes_after_a_program_counts_where_it_ends() -> None:
     assert floors == {50: 30, 30: 30, 25: 25}
 
 
-def test_a_gradient_that_eager_code_made_is_there_from_its_first_use_on() -> None:
-    """The optimizer only reads it, and a program may make one of its name afterwards; a file takes it."""
+def test_gradient_made_by_eager_code_is_written_at_first_use() -> None:
+    """Make two profiles of a gradient that only the optimizer reads.
+
+    In the second profile, a program writes the gradient later.
+
+    The profile format accepts both.
+    """
     step = Schedule("optimizer", (Buffer("w.grad", "argument", 10),), (Slot("step", (0,), (READ,), 0),))
     backward = Schedule("backward", (Buffer("w.grad", "result", 10),), (Slot("exit", (0,), (MADE,), 0),))
     for schedules, writes in (((step,), (0,)), ((step, step, backward), (0, 1))):

@@ -1,5 +1,7 @@
-"""Promises about plans that are written into graphs: the same moves in the same order and the same bits as
-when the table is followed, and `teraio explain --graph` prints what is in the graphs.
+"""Tests of graphs that contain the moves of a plan.
+
+Moves, their order and the numbers are the same as when the engine looks up the moves in the plan's table.
+`teraio explain --graph` prints the moves that the graphs contain.
 """
 
 from __future__ import annotations
@@ -52,74 +54,77 @@ def plain() -> Training:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    folder = tmp_path_factory.mktemp("run")  # with a profile asked for, the first plan stays
+def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    folder = tmp_path_factory.mktemp("run")  # a run that writes a profile keeps following its first plan
     with steady.planned():
         return train(profile=str(folder / "run.profile.json"), timeline=str(folder / "run.timeline.json"))
 
 
-# ---- running
+# ---- running graphs with moves
 
 
-def test_a_graph_with_its_moves_written_in_moves_what_the_table_moves_in_that_order(told: Training) -> None:
-    table, graph = told.of("table"), told.of("graph")
+def test_graph_moves_equal_table_moves_in_order(training: Training) -> None:
+    table, graph = training.of("table"), training.of("graph")
     assert graph == table
-    assert len(table) > 80, "little moved: the test shows little"
+    assert len(table) > 80, "too few moves for this test to show anything"
     assert {what for _, what, _ in table} >= {"begin_evict", "end_evict", "begin_fetch", "end_fetch"}
-    skipped = [after - before for before, after in pairwise(told.skipped)]
-    assert skipped[told.last("graph") - 1] == skipped[told.last("table") - 1]
+    skipped = [after - before for before, after in pairwise(training.skipped)]
+    assert skipped[training.last("graph") - 1] == skipped[training.last("table") - 1]
 
 
-def test_the_numbers_are_the_same_bit_for_bit_whatever_is_written_in_a_graph(
-    told: Training, plain: Training
-) -> None:
-    assert told.losses == plain.losses
-    assert told.digest == plain.digest
+def test_numbers_are_bit_equal_for_any_moves_in_the_graph(training: Training, plain: Training) -> None:
+    assert training.losses == plain.losses
+    assert training.digest == plain.digest
     assert len(set(plain.losses)) == len(WAYS)
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_these_tests_find_a_planted_bug(told: Training, bug: str) -> None:
-    """And nothing but the bug: the step before it was as it should be, and so is the second one after it."""
-    at = told.last(bug)
-    before, planted, _, after = told.events[at - 1 : at + 3]
-    assert before == after == told.of("table") != planted
+def test_these_tests_find_a_planted_bug(training: Training, bug: str) -> None:
+    """Check that only the step with the bug differs: the step before it and the second step after it are
+    right."""
+    at = training.last(bug)
+    before, planted, _, after = training.events[at - 1 : at + 3]
+    assert before == after == training.of("table") != planted
 
 
-def test_a_hostile_plan_does_the_same_from_a_graph_as_from_a_table(told: Training) -> None:
-    """What cannot be done is skipped in both, and so is what does not fit beside the next kernel."""
-    table, graph = told.of(HOSTILE_TABLE), told.of(HOSTILE_GRAPH)
+def test_hostile_plan_makes_same_moves_from_graph_and_table(training: Training) -> None:
+    """Follow a plan with impossible moves and with moves that do not fit.
+
+    Graph and table skip the same moves.
+    """
+    table, graph = training.of(HOSTILE_TABLE), training.of(HOSTILE_GRAPH)
     assert [event for event in graph if event[1] != "end_fetch"] == [e for e in table if e[1] != "end_fetch"]
     assert len(table) > 100 and any(what == "miss" for _, what, _ in table)
-    skipped = [after - before for before, after in pairwise(told.skipped)]
-    assert skipped[told.last(HOSTILE_GRAPH) - 1] == skipped[told.last(HOSTILE_TABLE) - 1] > 20
+    skipped = [after - before for before, after in pairwise(training.skipped)]
+    assert skipped[training.last(HOSTILE_GRAPH) - 1] == skipped[training.last(HOSTILE_TABLE) - 1] > 20
 
 
-def test_what_a_kernel_needs_stays_whatever_a_graph_says(told: Training) -> None:
-    at, usual = told.last(UNLAWFUL), told.last("graph")
-    assert told.events[at] == told.of("table")
-    skipped = [after - before for before, after in pairwise(told.skipped)]
+def test_tensor_of_a_kernel_is_kept_despite_graph_moves(training: Training) -> None:
+    at, usual = training.last(UNLAWFUL), training.last("graph")
+    assert training.events[at] == training.of("table")
+    skipped = [after - before for before, after in pairwise(training.skipped)]
     assert skipped[at - 1] == skipped[usual - 1] + 1
 
 
-def test_a_read_that_fails_is_tried_again_where_a_kernel_needs_it(told: Training) -> None:
-    """A `wait` is a hint, like all of a plan, and it is the `wait` that waits: not the slot after it."""
-    more = [event for event in told.of(FAILING) if event not in told.of("table")]
+def test_failed_read_is_retried_at_the_kernel_that_needs_it(training: Training) -> None:
+    """Check (1) that `wait` waits for the fetch, not the slot after `wait`, and (2) that a failed read counts
+    only as a miss."""
+    more = [event for event in training.of(FAILING) if event not in training.of("table")]
     assert [what for _, what, _ in more] == ["miss"]
     slot, _, name = more[0]
-    assert told.of(FAILING).count((slot, "end_fetch", name)) == 2
+    assert training.of(FAILING).count((slot, "end_fetch", name)) == 2
 
 
-def test_a_timeline_has_the_kernels_of_such_a_step(told: Training) -> None:
-    assert len(told.kernels[0]) > 60
-    assert told.kernels[told.last("graph")] == told.kernels[told.last("table")]
+def test_timeline_has_the_kernels_of_a_step_with_graph_moves(training: Training) -> None:
+    assert len(training.kernels[0]) > 60
+    assert training.kernels[training.last("graph")] == training.kernels[training.last("table")]
 
 
-# ---- reading
+# ---- listings of moves
 
 
 def lines_of(graph: GraphModule, program: Program) -> Iterator[str]:
-    """The moves that a graph prints, between the names of its kernels."""
+    """Yield the moves and the kernel names that the code of a graph contains, in order."""
     arrow = {"evict": "evict {} -> {}", "fetch": "fetch {} <- {}", "drop": "drop {}", "wait": "wait {} ({})"}
     for line in graph.code.splitlines():
         if move := re.search(r"teraio_(evict|drop|fetch|wait)\('(.+)', '(\w+)'\)", line):
@@ -129,7 +134,7 @@ def lines_of(graph: GraphModule, program: Program) -> Iterator[str]:
 
 
 def printed(text: str) -> dict[int, list[str]]:
-    """The lines of each call in a listing, without ticks and what kernels touch."""
+    """Return the lines of each call in a listing. Ticks, and the tensors that kernels use, are omitted."""
     found: dict[int, list[str]] = {}
     for line in text.splitlines():
         if call := re.match(r"call (\d+),", line):
@@ -139,38 +144,39 @@ def printed(text: str) -> dict[int, list[str]]:
     return found
 
 
-def test_explain_prints_what_is_in_the_graphs(told: Training) -> None:
-    assert told.plan is not None and told.profile is not None
-    found = printed(listing.step_listing_as_text(told.plan, told.profile))
-    graphs = [[*lines_of(gm, program)] for gm, (_, program) in zip(told.written, told.graphs)]
+def test_explain_prints_the_moves_of_the_graphs(training: Training) -> None:
+    assert training.plan is not None and training.profile is not None
+    found = printed(listing.step_listing_as_text(training.plan, training.profile))
+    graphs = [[*lines_of(gm, program)] for gm, (_, program) in zip(training.written, training.graphs)]
     assert len(graphs) == 2 and all(len(lines) > 30 for lines in graphs)
     assert [found[0], found[1]] == graphs
     for bug in (without("evict"), too_late, turned_round):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(listing, "acts_by_tick", lambda *given: bug(acts_by_tick(*given)))  # noqa: B023  called at once
-            assert printed(listing.step_listing_as_text(told.plan, told.profile))[0] != graphs[0]
+            patch.setattr(listing, "acts_by_tick", lambda *given: bug(acts_by_tick(*given)))  # noqa: B023  called immediately
+            assert printed(listing.step_listing_as_text(training.plan, training.profile))[0] != graphs[0]
 
 
-def test_explain_says_which_part_has_no_graph(told: Training) -> None:
-    assert told.plan is not None and told.profile is not None
-    parts = [*listing.list_calls(told.plan, told.profile)]
+def test_explain_marks_the_call_without_a_graph(training: Training) -> None:
+    assert training.plan is not None and training.profile is not None
+    parts = [*listing.list_calls(training.plan, training.profile)]
     assert [part.optimizer for part in parts] == [False, False, True]
     heads = [
         line
-        for line in listing.step_listing_as_text(told.plan, told.profile).splitlines()
+        for line in listing.step_listing_as_text(training.plan, training.profile).splitlines()
         if line[:4] == "call"
     ]
-    assert ["no graph" in line for line in heads] == [False, False, True]
+    assert ["without a graph" in line for line in heads] == [False, False, True]
     shown = [act for part in parts for line in part.lines for act in line.before]
     assert shown == [
-        act for there in acts_by_tick(told.plan, len(told.profile.kernels)).values() for act in there
+        act for acts in acts_by_tick(training.plan, len(training.profile.kernels)).values() for act in acts
     ]
 
 
 def test_explain_prints_a_listing_and_the_same_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The diamond of toys.py: a is made at tick 0 and away until 9, while b is there."""
+    """List the diamond of toys.py: `a` is made at tick 0, and is evicted until tick 9, while `b` is
+    resident."""
     toys.diamond().write(tmp_path / "profile.json")
     toys.machine().write(tmp_path / "machine.json")
     moves = (Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 6, 9))
@@ -202,7 +208,7 @@ def test_explain_prints_a_listing_and_the_same_as_json(
     assert (call["lines"][4]["kernel"], call["lines"][4]["writes"]) == ("k4", ["b"])
 
 
-def test_a_reader_who_has_seen_enough_ends_a_listing_without_a_traceback(tmp_path: Path) -> None:
+def test_closed_pipe_ends_a_listing_without_traceback(tmp_path: Path) -> None:
     root = tree.ROOT / "profiles"
     profile = str(root / "llama-cpu-160MiB.profile.json.gz")
     machine = str(root / "machines/h100-4ssd-nohost.machine.json")
@@ -217,7 +223,7 @@ def test_a_reader_who_has_seen_enough_ends_a_listing_without_a_traceback(tmp_pat
     assert ran.returncode == 141
 
 
-# ---- what a plan says, spelled out
+# ---- operations of a plan in the graph (acts)
 
 
 def any_plan(seed: int, ticks: int) -> Plan:
@@ -231,9 +237,12 @@ def any_plan(seed: int, ticks: int) -> Plan:
     return Plan("", "any", 0, (), tuple(moves))
 
 
-def test_acts_are_the_tables_operations_and_the_waits_for_reads() -> None:
-    """Also around the end of the step, and where an eviction begins and ends before the same kernel, which
-    the table writes as one operation."""
+def test_acts_equal_table_operations_plus_waits_for_reads() -> None:
+    """Compare the acts in the graph with the operations in the table, for random plans with moves that cross
+    the end of the step.
+
+    If an eviction begins and ends before the same kernel, the table has only one operation for the eviction.
+    """
     operation = {
         "evict": EVICT,
         "fetch": FETCH,
@@ -248,8 +257,8 @@ def test_acts_are_the_tables_operations_and_the_waits_for_reads() -> None:
         at_once = {
             (m.trigger % ticks, m.tensor) for m in plan.moves if isinstance(m, Evict) and m.trigger == m.free
         }
-        for tick, there in acts_by_tick(plan, ticks).items():
-            for act in there:
+        for tick, acts in acts_by_tick(plan, ticks).items():
+            for act in acts:
                 if (act.verb, act.of) == ("wait", "fetch"):
                     continue
                 if act.verb == "evict" and (tick, act.tensor) in at_once:
@@ -257,12 +266,12 @@ def test_acts_are_the_tables_operations_and_the_waits_for_reads() -> None:
                     continue
                 found.setdefault(tick, []).append((operation[act.verb], act.tensor))
         table = table_of(plan, ticks)
-        assert found == {tick: [(what, tensor) for what, tensor, _ in there] for tick, there in table.items()}
+        assert found == {tick: [(what, tensor) for what, tensor, _ in acts] for tick, acts in table.items()}
         ready = {(m.ready % ticks, m.tensor) for m in plan.moves if isinstance(m, Fetch)}
         waits = [
             (tick, act.tensor)
-            for tick, there in acts_by_tick(plan, ticks).items()
-            for act in there
+            for tick, acts in acts_by_tick(plan, ticks).items()
+            for act in acts
             if (act.verb, act.of) == ("wait", "fetch")
         ]
         assert sorted(waits) == sorted(ready)
@@ -270,7 +279,7 @@ def test_acts_are_the_tables_operations_and_the_waits_for_reads() -> None:
 
 
 class Noted:
-    """In place of an engine: what is called, in order."""
+    """A replacement of the engine that records all calls of its methods in order."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -279,8 +288,11 @@ class Noted:
         return lambda *given: self.calls.append((name, *given))
 
 
-def test_a_graph_for_any_batch_says_how_many_bytes_live() -> None:
-    """Sizes that depend on the batch are nodes, which come along; the graph that is given stays as it is."""
+def test_graph_with_dynamic_batch_passes_live_bytes_as_integers() -> None:
+    """Copy a graph in which nodes compute the sizes that depend on the batch.
+
+    The original graph does not change.
+    """
     noted, model = Noted(), Model()
     plan = Plan("", "hand", 0, (), (Fetch("x", "ssd", 1, 2), Evict("y", "ssd", 2)))
 
@@ -306,7 +318,7 @@ def test_a_graph_for_any_batch_says_how_many_bytes_live() -> None:
     assert [call[1] for call in noted.calls if call[0] == "ensure"] == [1, 2]
 
 
-def test_a_graph_that_was_made_to_be_read_says_so_when_it_runs() -> None:
+def test_graph_without_move_runner_raises_when_run() -> None:
     graph = torch.fx.Graph()
     given = graph.placeholder("given")
 
@@ -316,5 +328,5 @@ def test_a_graph_that_was_made_to_be_read_says_so_when_it_runs() -> None:
     graph.output(given)
     made = materialize.copy_graph_with_moves(GraphModule({}, graph), Plan("", "hand", 0), 0, 1)
     assert "teraio_slot(0, (given,))" in made.code
-    with pytest.raises(AssertionError, match="to be read"):
+    with pytest.raises(AssertionError, match="to be printed"):
         made(torch.ones(1))

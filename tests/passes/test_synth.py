@@ -1,4 +1,5 @@
-"""Synthetic profiles: parameters as published, work as arithmetic says, files that anybody can make again."""
+"""Tests of synthetic profiles: parameter counts equal published counts, durations equal sums by hand, and
+files are reproducible."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from teraio.passes.synth.models import Decoder
 
 FOLDER = tree.ROOT / "profiles"
 TOY = Decoder(vocabulary=10, hidden=4, layers=3, heads=2, kv_heads=1, head_size=2, ffn=8, default_sequence=6)
-FREE = roofline.Rates(10**9, 10**18, 0)  # 1 operation per nanosecond; kernels without a product take 1 ns
+# The rate is 1 operation per nanosecond. Kernels without a matrix product take 1 ns.
+FREE = roofline.Rates(10**9, 10**18, 0)
 
 
 @pytest.fixture
@@ -40,47 +42,49 @@ def by_name(profile: Profile) -> dict[str, Tensor]:
 
 
 def commands() -> dict[str, list[str]]:
-    """File name -> the command that makes it, from the README."""
+    """Return, by file name, the command that makes the file. The commands are in profiles/README.md."""
     lines = re.findall(r"^teraio (profile synth .*)$", (FOLDER / "README.md").read_text(), re.MULTILINE)
     commands = [shlex.split(line) for line in lines]
     return {command[-1]: command for command in commands}
 
 
 @pytest.mark.parametrize("model", models.MODELS)
-def test_parameters_are_those_of_the_published_model(model: str) -> None:
+def test_parameter_count_equals_published_count(model: str) -> None:
     profile = profiles.synth(model)
     assert profiles.count_parameters(profile) == models.MODELS[model][1]
     states = sum(t.size_bytes for t in profile.tensors if t.kind == "state")
-    assert states == 12 * models.MODELS[model][1]  # fp32 master copy and two moments
+    assert states == 12 * models.MODELS[model][1]  # per parameter: an fp32 master copy and two fp32 moments
     profile.validate()
 
 
-def test_products_are_six_operations_per_parameter_and_token(toy: str) -> None:
-    # Per layer wq 16, wk and wv 8 each, wo 16, three of 32 in the MLP: 144; the head 40. Two operations per
-    # weight and token forward, four backward. Attention: 2 sequences, 4 * 6 * 6 * 4 / 2 = 288 each per
-    # layer forward, and 2.5 times as much backward. All the rest computes nothing.
+def test_products_have_six_operations_per_parameter_and_token(toy: str) -> None:
+    # Each layer has 144 parameters: wq 16, wk and wv 8 each, wo 16, and three matrices of 32 in the MLP. The
+    # head has 40. Per weight and token, the forward has two operations, and the backward has four. Attention
+    # has, per layer, 2 sequences with 4 * 6 * 6 * 4 / 2 = 288 operations each in the forward. The backward
+    # has 2.5 times as many. Other kernels count no operations.
     profile = profiles.synth(toy, profiles.ProfileRequest(batch=2, loss_chunks=3, rates=FREE))
     products = 6 * (3 * 144 + 40) * 12
     attention = 3 * 2 * 288 * 7 // 2
     assert products_ns(profile) == products + attention
     again = profiles.synth(toy, profiles.ProfileRequest(batch=2, loss_chunks=3, rates=FREE, checkpoint=True))
-    once_more = 3 * (2 * 144 * 12 + 2 * 288)  # the layers' forward
+    once_more = 3 * (2 * 144 * 12 + 2 * 288)  # operations of the layers' forward, which runs again
     assert products_ns(again) == products_ns(profile) + once_more
 
 
-def test_a_kernel_takes_the_larger_of_compute_and_memory(toy: str) -> None:
+def test_kernel_duration_is_the_larger_of_compute_and_memory(toy: str) -> None:
     rates = roofline.Rates(10**9, 10**9, 7)
     kernels = {
         k.name: k for k in profiles.synth(toy, profiles.ProfileRequest(loss_chunks=1, rates=rates)).kernels
     }
-    # 6 tokens of 4 numbers in and out, 16 weights, 2 bytes each: 48 + 48 + 32; 2 * 6 * 16 operations.
+    # A number has 2 bytes. The kernel reads 6 tokens of 4 numbers (48 bytes) and 16 weights (32 bytes). It
+    # writes 6 tokens of 4 numbers (48 bytes). It has 2 * 6 * 16 operations.
     assert kernels["layers.0.wq"].duration_ns == 7 + max(128, 192)
     assert kernels["layers.0.add1"].duration_ns == 7 + 3 * 48
     assert kernels["layers.0.wq.adamw"].duration_ns == 7 + 16 * (2 + 3 * 8 + 2)
 
 
 def saved_bytes(profile: Profile) -> int:
-    """What the forward leaves for the backward."""
+    """Return the bytes of activations that the forward makes and the backward reads."""
     calls = [kernel.call for kernel in profile.kernels]
     return sum(
         t.size_bytes for t in profile.tensors if t.kind == "activation" and calls[t.writes[0]] == 0
@@ -88,30 +92,40 @@ def saved_bytes(profile: Profile) -> int:
     )  # fmt: skip
 
 
-def test_what_a_layer_saves_is_what_its_backward_reads(toy: str) -> None:
-    # Numbers per token: x, norm1, q, attention, add1 and norm2 of 4, k and v of 2, gate, up and swiglu of 8,
-    # all of 2 bytes; 4 fp32 statistics, of two norms and of attention per head. The last x and its statistic.
+def test_saved_bytes_equal_bytes_read_by_backward(toy: str) -> None:
+    # Each layer saves numbers of 2 bytes per token. For each of x, norm1, q, attention, add1 and norm2, it
+    # saves 4 numbers. For k and v it saves 2, and for gate, up and swiglu 8. Each layer also saves 4 fp32
+    # statistics per token: one for each of two norms, and one for each of 2 attention heads. The head saves
+    # the last x and its statistic.
     request = profiles.ProfileRequest(loss_chunks=1)
     layer = 6 * (2 * (6 * 4 + 2 * 2 + 3 * 8) + 4 * 4)
-    head = 6 * (2 * 4 + 4) + 2 * 6 * 4  # and its gradient, which the loss makes in the forward
+    # The head includes the gradient of the last x, which the loss makes in the forward.
+    head = 6 * (2 * 4 + 4) + 2 * 6 * 4
     assert saved_bytes(profiles.synth(toy, request)) == 3 * layer + head
     checkpointed = profiles.synth(toy, profiles.ProfileRequest(loss_chunks=1, checkpoint=True))
-    assert saved_bytes(checkpointed) == 3 * 6 * 2 * 4 + head  # each layer's input
+    # With checkpoints, each layer saves only its input.
+    assert saved_bytes(checkpointed) == 3 * 6 * 2 * 4 + head
 
 
-def test_gradients_are_added_up_over_micro_batches(toy: str) -> None:
+def test_gradients_are_accumulated_over_micro_batches(toy: str) -> None:
     profile = profiles.synth(toy, profiles.ProfileRequest(micro_batches=3, loss_chunks=1, clip=True))
     grad = by_name(profile)["layers.1.wq.grad"]
     calls = [kernel.call for kernel in profile.kernels]
-    assert [calls[tick] for tick in grad.writes] == [1, 3, 5, 6]  # three backwards, and the clipping
-    assert [calls[tick] for tick in grad.reads] == [3, 5, 6, 6, 6]  # its norm, the clipping, AdamW
+    # Three backwards and the clipping write the gradient.
+    assert [calls[tick] for tick in grad.writes] == [1, 3, 5, 6]
+    # Two backwards read the gradient to add to it. The gradient's norm, the clipping and AdamW also read it.
+    assert [calls[tick] for tick in grad.reads] == [3, 5, 6, 6, 6]
     assert [calls[tick] for tick in by_name(profile)["layers.1.wq"].writes] == [6]
     assert not grad.persistent
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "vit-b-16"])
-def test_what_is_run_again_finds_its_inputs(model: str) -> None:
-    """What a chain reads is a weight, an input, made by it before, or alive as long as its tensor."""
+def test_recompute_chain_has_its_inputs(model: str) -> None:
+    """Check that each kernel of a recompute chain can run again.
+
+    It reads only (1) weights, (2) inputs of the step, (3) results of the chain, or (4) tensors that are alive
+    at least as long as the recomputed tensor.
+    """
     profile = profiles.synth(model, profiles.ProfileRequest(batch=4, layers=2))
     reads: dict[int, list[Tensor]] = {}
     for tensor in profile.tensors:
@@ -132,21 +146,23 @@ def test_experts_are_read_once_per_micro_batch_and_product() -> None:
     profile = profiles.synth("qwen3-30b-a3b", profiles.ProfileRequest(layers=1))
     experts = by_name(profile)["layers.0.experts.gate_up"]
     assert experts.size_bytes == 2 * 128 * 2048 * 2 * 768
-    assert len(experts.reads) == 2 and len(experts.writes) == 1  # forward, its input's gradient; AdamW
+    # The forward reads the experts, and the backward reads them for the input's gradient. AdamW writes them.
+    assert len(experts.reads) == 2 and len(experts.writes) == 1
 
 
-def test_shipped_profiles_are_what_their_commands_make(
+def test_shipped_profiles_equal_output_of_their_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made_by = commands()
     made = {path.name for path in FOLDER.glob("*.profile.json.gz")}
-    assert made - set(made_by) == {"llama-cpu-160MiB.profile.json.gz"}  # measured
+    # Only this shipped profile was measured.
+    assert made - set(made_by) == {"llama-cpu-160MiB.profile.json.gz"}
     for name, command in made_by.items():
         assert main.main([*command[:-1], str(tmp_path / name), "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
+        printed = json.loads(capsys.readouterr().out)
         about = shipped_files.ABOUT_PROFILES[name.removesuffix(shipped_files.PROFILES.suffix)]
-        assert asdict(about).items() - told.items() == {("what", about.what)}
-        # Packers differ between machines; what they pack does not.
+        assert asdict(about).items() - printed.items() == {("what", about.what)}
+        # Compressed bytes differ between machines, but decompressed bytes do not.
         packed = (FOLDER / name).read_bytes()
         assert gzip.decompress(packed) == gzip.decompress((tmp_path / name).read_bytes()), name
         assert len(packed) < 2**20
@@ -175,23 +191,23 @@ def test_every_shipped_file_is_read_and_named_in_the_readme() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["llama-3.1-8"], "model 'llama-3.1-8' is unknown; did you mean llama-3.1-8b?"),
         (["gpt2", "--precision", "fp8"], "precision 'fp8' is unknown; there are bf16-mixed, bf16, fp32"),
         (["gpt2", "--batch", "0"], "--batch is 0; give 1 to"),
         (["gpt2", "--loss-chunks", "7"], "--loss-chunks 7 does not divide the 1024 tokens"),
-        (["vit-b-16", "--sequence", "100"], "has a sequence of 197 and no other"),
+        (["vit-b-16", "--sequence", "100"], "has a fixed sequence of 197"),
         (["gpt2", "--flop-rate", "fast"], "--flop-rate 'fast' is not a number"),
         (["gpt2", "--overhead", "1min"], "--overhead below 2 ms"),
         (["gpt2", "--memory-bandwidth", "9 parsecs"], "--memory-bandwidth, --overhead: '9 parsecs'"),
         (["gpt2", "--micro-batches", "4096", "--layers", "4096"], "give fewer micro-batches"),
     ],
 )
-def test_a_request_that_makes_no_sense_is_one_line(
-    arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_request_prints_one_error_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["profile", "synth", *arguments, "-o", str(tmp_path / "x.json")]) == 2
     error = capsys.readouterr().err
-    assert told.lower() in error.lower() and error.count("\n") == 1
+    assert message.lower() in error.lower() and error.count("\n") == 1
     assert not (tmp_path / "x.json").exists()

@@ -1,14 +1,18 @@
-"""How fast can a step be at best? In: problem, machine, budget. Out: a lower bound, and where it waits.
+"""A lower bound on the time of a step.
 
-The bound holds for every plan that keeps the budget, *for this profile*: this order of kernels, these times,
-these links, inputs and kept tensors where they are. If it is told what may be made again (`again`), it holds
-for plans that do so, too; else for plans without recompute. It is the larger of a simple one and the optimum
-of a linear relaxation (`relaxation`), recomputed in integers (`certificate`).
+In: a problem, a machine, a budget. Out: the bound, and the stalls of the relaxation.
 
-The relaxation looks at memory and at time at a few check kernels only. Whichever they are, the bound is true;
-more of them make it tighter, and the solver's time grows with the cube of their number. So the first are the
-fullest kernels of equal parts of the step, and then they are added where the solution's prices say. A step
-that waits nowhere by them has no prices: then the parts are halved, as it may wait in a small one.
+The bound holds for every plan that keeps the budget, but only for this profile and this machine. The profile
+fixes the order and the times of the kernels, and the machine fixes the links. Inputs and kept tensors are
+resident. Plans that recompute tensors are included only if the caller passes these tensors (`again`). The
+bound is the larger of two numbers: a simple bound, and the optimum of a linear relaxation (`relaxation`),
+recomputed in integers (`certificate`).
+
+The relaxation constrains memory and time only at a few check kernels. The bound holds for any choice of check
+kernels. More check kernels make the bound tighter, but the solver's time grows with the cube of their number.
+The first check kernels are therefore the fullest kernels of equal parts of the step. Further check kernels
+are added where the solution's prices change. A relaxation without stalls has no prices. In this case the
+number of parts is doubled, because a short part of the step may still stall.
 """
 
 from __future__ import annotations
@@ -29,35 +33,45 @@ from .certificate import Solution, certified_stall_bound_ns, solve_relaxation
 from .recompute_terms import RecomputeOption
 from .relaxation import Relaxation, build_relaxation
 
-# On four steps of Llama 8B (1,500 kernels, 40 and 80 GB, 4 and 8 SSDs) 16 checks and 4 more a round ended
-# after 4 to 8 rounds and 2 to 4 s at a bound 0 to 1.2 % above that of 96 checks in equal parts (10 to 19 s).
+# The numbers of checks were measured on four steps of Llama 8B with 1,500 kernels. The machines had 40 or 80
+# GB and 4 or 8 SSDs. The bound search began with 16 checks, and added 4 checks in each round. It ended after
+# 4 to 8 rounds, which took 2 to 4 s. For comparison, 96 checks were laid in equal parts of the step. The
+# solver then took 10 to 19 s, and the bound was lower by 0 to 1.2 %.
 FIRST_CHECKS = 16
 MORE_CHECKS = 4
-CALM_CHECKS = 32  # that see no wait are enough
-WORTH = 1e-3  # of the step: the least time by which the prices of an interval must differ to cut it
-GAP_S = 40e-6  # the time a gap costs before the solver starts
+CALM_CHECKS = 32  # with this number of checks and no stall, the search for a better bound ends
+WORTH = 1e-3  # split an interval if its price change times its length is above this share of the step
+GAP_S = 40e-6  # estimated time per gap before the solver starts
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """`step_ns` is proven. The rest are hints, empty without a relaxation: `stalls_ns`, by tick, is where it
-    waits, `away` the part of each gap's bytes that it has away at most, `towards`, by tensor, the place of
-    its route in `problem.routes` (-1: it is never away)."""
+    """A proven bound on the step, and hints for planners. The hints are empty without a relaxation.
+
+    step_ns          the bound
+    simple_ns        the simple bound
+    checks           ticks of the check kernels
+    stalls_ns        by tick: the stall in the optimum of the relaxation
+    evicted_parts    by gap: the largest fraction of its bytes that is evicted at a check kernel
+    towards          by tensor: the index of its route in `problem.routes`, or -1 if it is never evicted
+    again            (tensor, fraction that is recomputed) for each tensor that can be recomputed
+    """
 
     step_ns: int
     simple_ns: int
     checks: tuple[int, ...] = ()
     stalls_ns: tuple[int, ...] = ()
-    away: tuple[float, ...] = ()
+    evicted_parts: tuple[float, ...] = ()
     towards: tuple[int, ...] = ()
-    again: tuple[tuple[int, float], ...] = ()  # tensor, and which fraction of it is made again
+    again: tuple[tuple[int, float], ...] = ()
 
 
 def simple_bound_ns(problem: Problem, budget_bytes: int) -> int:
-    """A true bound on the step time of any plan that keeps this budget, simple and not tight.
+    """Return a simple bound on the step time of any plan that keeps this budget. It is valid but not tight.
 
-    Compute: kernels run one after another. Bytes: at every tick, what lives beyond the budget is away; all of
-    it is used again (unused tensors are left out), so it is fetched once per step or more, over all links.
+    The bound is the larger of two times: (1) the time of all kernels, and (2) the time of fetching the live
+    bytes beyond the budget at the fullest tick. All links together fetch these bytes. Each of these bytes is
+    fetched at least once per step, because it is used again. Unused tensors are not counted.
     """
     forced_bytes = _bytes_beyond_budget(problem, budget_bytes)
     rate = sum(route.back.bandwidth_bytes_per_s for route in problem.routes)
@@ -74,8 +88,11 @@ def lower_bound(
     again: Sequence[RecomputeOption] = (),
     refined: bool = True,
 ) -> Bound:
-    """The best bound that the time allows, and never less than the simple one. `again`: it holds also for
-    plans that make any of these again. Not `refined`: that of the first checks, within a percent of it."""
+    """Return the best bound found in the time. The result is at least the simple bound.
+
+    With `again`, the bound also holds for plans that recompute any of these tensors. With refined=False, the
+    result is the bound with only the first checks. This bound is within a percent of the refined bound.
+    """
     stop = monotonic() + time_limit_s
     simple = _compute_ns(problem) if again else simple_bound_ns(problem, budget_bytes)
     best = Bound(simple, simple)
@@ -92,10 +109,10 @@ def lower_bound(
         step_ns = _compute_ns(problem) + certified_stall_bound_ns(relaxation.rows, solution.prices)
         if step_ns > best.step_ns or not best.checks:
             stalls = _spread_stalls_by_tick(problem, checks, solution.values[: len(checks)])
-            away = _evicted_part_by_gap(problem, relaxation, solution.values)
+            parts = _evicted_part_by_gap(problem, relaxation, solution.values)
             made = tuple((tensor, solution.values[column]) for tensor, column in relaxation.again.items())
             towards = _assign_route_per_tensor(problem, relaxation, solution.values)
-            best = Bound(max(step_ns, best.step_ns), simple, tuple(checks), stalls, away, towards, made)
+            best = Bound(max(step_ns, best.step_ns), simple, tuple(checks), stalls, parts, towards, made)
         more = _split_intervals_where_prices_change(problem, relaxation, solution)
         if len(more) == len(checks) and step_ns == _compute_ns(problem) and len(checks) < CALM_CHECKS:
             more = pick_check_ticks(problem, 2 * len(checks))
@@ -111,13 +128,16 @@ def _compute_ns(problem: Problem) -> int:
 
 
 def _bytes_beyond_budget(problem: Problem, budget_bytes: int) -> int:
-    """What must be away at the fullest tick, and is used again."""
+    """Return the number of bytes that are used again and must be evicted at the fullest tick."""
     return int(problem.live.max()) - sum(g.size_bytes for g in problem.gaps if g.unused) - budget_bytes
 
 
 def pick_check_ticks(problem: Problem, count: int) -> list[int]:
-    """The fullest tick of each of so many parts of the step, which are equal in time and in bytes that begin
-    or end a gap."""
+    """Return the fullest tick of each part of the step.
+
+    The `count` parts are equal in the sum of two weights: time, and the bytes of gaps that begin or end in
+    the part.
+    """
     ticks = len(problem.live)
     if ticks <= count:
         return list(range(ticks))
@@ -137,7 +157,10 @@ def _kernel_durations_ns(problem: Problem) -> Bytes:
 
 
 def _gap_edge_bytes(problem: Problem) -> Bytes:
-    """By tick, the bytes whose gaps begin or end there: what transfers have to do with it."""
+    """Return, by tick, the bytes of gaps that begin or end at the tick.
+
+    Transfers near the tick move these bytes.
+    """
     edges = np.zeros(len(problem.live), np.float64)
     for gap in problem.gaps:
         if not gap.unused:
@@ -149,11 +172,15 @@ def _gap_edge_bytes(problem: Problem) -> Bytes:
 def _spread_stalls_by_tick(
     problem: Problem, checks: Sequence[int], stalls_ns: Sequence[float]
 ) -> tuple[int, ...]:
-    """Stalls by tick: those of an interval in proportion to the bytes of gaps that begin or end in it."""
+    """Return stalls by tick.
+
+    The stall of an interval is spread over the interval's ticks. The part of a tick is in proportion to the
+    bytes of the gaps that begin or end at the tick.
+    """
     ticks, weight = len(problem.live), _gap_edge_bytes(problem) + 1.0
     spread = np.zeros(ticks, np.float64)
     for (first, end), stall_ns in zip(pairwise([*checks, checks[0] + ticks]), stalls_ns, strict=True):
-        inside = np.arange(first + 1, end + 1) % ticks  # the wait is before the kernel at `end`
+        inside = np.arange(first + 1, end + 1) % ticks  # includes `end`, because the kernel at `end` waits
         spread[inside] += max(stall_ns, 0.0) * weight[inside] / weight[inside].sum()
     return tuple(int(stall) for stall in spread)
 
@@ -161,24 +188,28 @@ def _spread_stalls_by_tick(
 def _evicted_part_by_gap(
     problem: Problem, relaxation: Relaxation, values: Sequence[float]
 ) -> tuple[float, ...]:
-    """For each gap the largest fraction that is away at a check in it."""
-    away = [0.0] * len(problem.gaps)
-    for each in relaxation.away:
+    """Return for each gap the largest fraction that is evicted at a check kernel in the gap."""
+    evicted_parts = [0.0] * len(problem.gaps)
+    for each in relaxation.evicted:
         most = max(sum(values[column] for column in check) for check in zip(*each.columns, strict=True))
         for gaps in each.group.members:
-            away[gaps[each.gap]] = most
-    return tuple(away)
+            evicted_parts[gaps[each.gap]] = most
+    return tuple(evicted_parts)
 
 
 def _assign_route_per_tensor(
     problem: Problem, relaxation: Relaxation, values: Sequence[float]
 ) -> tuple[int, ...]:
-    """A route for each tensor, so that of those that are alike the routes get the parts that they have in the
-    relaxation, one after another in the order of the step."""
+    """Return the index of a route for each tensor, or -1 if the tensor is never evicted.
+
+    The relaxation splits the bytes of a group of equal tensors among the routes. This function takes the
+    tensors of a group in the order of the step, and gives each tensor one route. The shares of the routes in
+    the group remain about the same.
+    """
     routes = range(len(problem.routes))
     parts: dict[int, list[float]] = defaultdict(lambda: [0.0 for _ in routes])
     alike: dict[int, list[int]] = defaultdict(list)
-    for number, each in enumerate(relaxation.away):
+    for number, each in enumerate(relaxation.evicted):
         most = [max(values[column] for column in columns) for columns in each.columns]
         for gaps in each.group.members:
             tensor = problem.gaps[gaps[each.gap]].tensor
@@ -199,11 +230,12 @@ def _assign_route_per_tensor(
 def _split_intervals_where_prices_change(
     problem: Problem, relaxation: Relaxation, solution: Solution
 ) -> list[int]:
-    """The checks, and the middles of those intervals at whose ends the price of a lane changes the most.
+    """Return the old checks, and a new check in each interval at which a lane's price changes most.
 
-    Where prices are alike, a transfer may as well run in the next interval, and a check between them changes
-    little. Where they change, the relaxation profits from transfers that run in the cheap part of an interval
-    that has none: before the bytes exist, or after they are needed.
+    A new check lies in the middle of its interval. If two neighbouring intervals have the same price, a
+    transfer can run in either interval, so a new check changes little. If the prices differ, the relaxation
+    runs transfers at times in the cheap interval at which no plan can run them. At these times the bytes do
+    not exist yet, or were needed before. A check inside the cheap interval excludes part of these times.
     """
     checks, lanes = relaxation.checks, {lane for lane, _, _ in relaxation.timed}
     prices = {lane: [0.0] * len(checks) for lane in lanes}

@@ -1,13 +1,15 @@
-"""A bound that no rounding breaks. In: integer rows, what a solver says. Out: an integer below the optimum.
+"""A bound that rounding cannot make wrong.
 
-Any prices of the rows, however wrong, give a lower bound on the minimum by weak duality:
+In: integer rows, and a solver's prices. Out: an integer at or below the optimum.
 
-    sum over rows (price x low if it is positive, price x high if negative)
+By weak duality any prices of the rows, however wrong, give a lower bound on the minimum:
+
+    sum over rows (price x low if the price is positive, price x high if it is negative)
     + sum over fractions min(0, -prices x column)        as long as no stall has a negative reduced cost
 
-So the solver's prices, in floating point, are only a suggestion. They are put on a grid, made to fit (a price
-of the wrong sign becomes 0, those of an interval whose stall would be too cheap are scaled down), and the sum
-is done in integers.
+The solver's prices, in floating point, are therefore only a suggestion. They are rounded to a grid. A price
+with the wrong sign becomes 0. If the stall of an interval would get a negative reduced cost, the prices of
+this interval are scaled down. The sum is computed in integers.
 """
 
 from __future__ import annotations
@@ -23,22 +25,22 @@ import numpy as np
 from ..problem import solvers
 from .rows import NS_PER_S, Rows
 
-GRID_BITS = 44  # a price is a multiple of 2**-44 ns per unit: rounding it on 10**12 bytes costs 0.03 ns
-# What MathOpt turns a solver's refusal into; AttributeError when it fails to (9.15).
+GRID_BITS = 44  # a price is a multiple of 2**-44 ns per unit; for 10**12 bytes this rounding costs 0.03 ns
+# Errors that MathOpt raises when a solver refuses a model. AttributeError comes from a bug of MathOpt 9.15.
 REFUSALS = (RuntimeError, ValueError, AttributeError, TypeError, AssertionError, ArithmeticError, OSError)
-GIGA = 10**9  # the solver gets bytes and ns in units of this: factors near 1
+GIGA = 10**9  # the solver gets bytes and ns in units of 10**9, so that factors are near 1
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a solver says, in the units of the rows."""
+    """The solution of a solver, in the units of the rows."""
 
-    values: tuple[float, ...]  # by unknown
-    prices: tuple[float, ...]  # by row, ns per unit
+    values: tuple[float, ...]  # value of each unknown
+    prices: tuple[float, ...]  # price of each row, in ns per unit
 
 
 def certified_stall_bound_ns(rows: Rows, prices: Sequence[float]) -> int:
-    """A lower bound on the sum of the stalls of everything that keeps the rows; 0 always is one."""
+    """Return a lower bound, at least 0, on the sum of the stalls in every solution of the rows."""
     one = 1 << GRID_BITS
     grid = [round(price * one) if isfinite(price) else 0 for price in prices]
     for row, price in enumerate(grid):
@@ -64,7 +66,7 @@ def certified_stall_bound_ns(rows: Rows, prices: Sequence[float]) -> int:
 
 
 def solve_relaxation(rows: Rows, time_limit_s: float) -> Solution | None:
-    """What OR-Tools' simplex says, None if it says nothing within the time."""
+    """Return the solution of OR-Tools' simplex, or None if the time is too short or OR-Tools is missing."""
     if not solvers.is_ortools_installed():
         return None
     from ortools.math_opt.python import mathopt
@@ -72,7 +74,7 @@ def solve_relaxation(rows: Rows, time_limit_s: float) -> Solution | None:
     unit_ns = [NS_PER_S if column < rows.stalls else 1 for column in range(rows.unknowns)]
     units = _solver_units_by_row(rows)
     model = mathopt.Model.from_model_proto(_build_solver_model(rows, units, unit_ns))
-    # Without presolve GLOP took 0.6 s instead of 1.0 s for 28,000 unknowns.
+    # GLOP solved a program with 28,000 unknowns in 0.6 s without presolve, and in 1.0 s with presolve.
     limits = mathopt.SolveParameters(
         time_limit=timedelta(seconds=max(time_limit_s, 0.001)), presolve=mathopt.Emphasis.OFF
     )
@@ -92,7 +94,7 @@ def solve_relaxation(rows: Rows, time_limit_s: float) -> Solution | None:
 
 
 def _solver_units_by_row(rows: Rows) -> list[int]:
-    """Rows of bytes and of ns have large factors, rows of fractions have 1."""
+    """Return a unit per row: GIGA for rows of bytes and ns, which have large factors, and 1 for fractions."""
     units = [1] * len(rows.low)
     for row, factor in zip(rows.row, rows.factor, strict=True):
         if abs(factor) > 1:
@@ -101,7 +103,10 @@ def _solver_units_by_row(rows: Rows) -> list[int]:
 
 
 def _build_solver_model(rows: Rows, units: list[int], unit_ns: list[int]) -> Any:
-    """The model in arrays: built by name it would take longer than its solution."""
+    """Return the model.
+
+    The model is filled from arrays, because adding rows one by one would take longer than the solver.
+    """
     from ortools.math_opt import model_pb2
 
     model = model_pb2.ModelProto()

@@ -1,18 +1,22 @@
-"""What making tensors again costs and saves, for the relaxation. In: a problem. Out: unknowns and rows.
+"""The costs and savings of recomputation in the relaxation. In: a problem. Out: unknowns and rows.
 
-Unknown are, for each tensor that can be made again, the fraction of it that is, and for each kernel that
-several of them need, the fraction of it that runs again. A stall is then any time beyond the step's own
-kernels: waiting, or a kernel that runs again. The rows hold for every plan on every step that
-`profile_with_recomputation` makes:
+Each tensor that can be recomputed has one unknown: the fraction of the tensor that is recomputed. Each kernel
+that several of these tensors need has an unknown as well: the fraction of the kernel that runs again. In this
+relaxation a stall is any time beyond the step's own kernels: a wait, or a kernel that runs again. The rows
+hold for every plan on every step that `profile_with_recomputation` makes:
 
-- A tensor that is made again is not there, at most, between the uses of its cut, without any transfer.
-- Its kernel runs again at least once, and so does every other of its chain whose result is dead by then.
-- A kernel runs again before the first use of what is made, and not before anything that needs it is used for
-  the first time after its own cut. So up to a check, the intervals have room for what must have run by then,
-  and from a check on for what cannot have run before.
+- At best, a recomputed tensor takes no memory after its last use before the cut. It takes memory again at its
+  first use after the cut. This saving needs no transfer.
+- The kernel of the tensor runs again one time or more. Every other kernel of the tensor's chain whose result
+  is dead at the cut also runs again one time or more.
+- A kernel runs again before the first use of its recomputed result. The earliest moment is directly before
+  the first use, after its cut, of a tensor that depends on the result. The intervals up to a check therefore
+  have room for the kernels that must have run before the check. The intervals from a check on have room for
+  the kernels that cannot have run before the check.
 
-That tensors are made again before they are needed, because others are made from them, or that what is read
-must be there, is not in the rows: the bound may be below what can be reached, never above it.
+The rows leave out two costs. (1) A tensor may be recomputed long before its use, because another tensor is
+recomputed from it. (2) The tensors that a recomputed kernel reads must be resident. The bound may therefore
+be below every possible step, but it is never above a possible step.
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ from .rows import Rows, Terms
 
 @dataclass(frozen=True, slots=True)
 class RecomputeOption:
-    """A tensor that can be made again: the gap that this spans, the kernels that then must run again, and
-    between which kernels they do."""
+    """A tensor that can be recomputed: its gap, the kernels that must run again, and the ticks between which
+    these kernels run."""
 
     tensor: int
     gap: int  # index into problem.gaps
@@ -41,7 +45,7 @@ class RecomputeOption:
 
 
 def find_recompute_options(problem: Problem) -> tuple[RecomputeOption, ...]:
-    """What could be made again, of what may move at all."""
+    """Return the movable tensors that can be recomputed."""
     profile = problem.profile
     touched = KernelAccesses(profile)
     possible = find_recompute_gaps(profile, touched)
@@ -54,16 +58,16 @@ def find_recompute_options(problem: Problem) -> tuple[RecomputeOption, ...]:
         if gap is None:
             continue
         chain = set(profile.tensors[index].recompute_from)
-        # Kernels that make no tensor of the profile run with it always.
-        open_, needed = [cut.made, *(tick for tick in chain if not touched.writes[tick])], set[int]()
-        while open_:
-            tick = open_.pop()
+        # Kernels of the chain that write no tensor of the profile always run again with the chain.
+        pending, needed = [cut.made, *(tick for tick in chain if not touched.writes[tick])], set[int]()
+        while pending:
+            tick = pending.pop()
             needed.add(tick)
             for source in touched.reads[tick]:
                 tensor = profile.tensors[source]
                 short = not tensor.persistent and tensor.kind != "input"
                 if short and dies[source] <= cut.last and {*tensor.writes} <= chain - needed:
-                    open_.append(tensor.writes[0])
+                    pending.append(tensor.writes[0])
         found.append(RecomputeOption(index, gap, tuple(sorted(needed)), earliest[index], cut.first))
     return tuple(found)
 
@@ -71,7 +75,10 @@ def find_recompute_options(problem: Problem) -> tuple[RecomputeOption, ...]:
 def _earliest_recompute_ticks(
     problem: Problem, touched: KernelAccesses, possible: dict[int, RecomputeGap]
 ) -> dict[int, int]:
-    """For each tensor, the first use after a cut of it, or of anything that is made from it or with it."""
+    """Return, for each tensor, the tick of the earliest use after the tensor's cut.
+
+    The use is a use of the tensor itself, or a use of a tensor that depends on it.
+    """
     tensors = problem.profile.tensors
     users: dict[int, set[int]] = defaultdict(set)
     for index in possible:
@@ -80,7 +87,8 @@ def _earliest_recompute_ticks(
                 if source in possible and source != index:
                     users[source].add(index)
     found = {index: cut.first for index, cut in possible.items()}
-    for _ in range(2):  # siblings are users of each other: once more than the order of the step needs
+    # The first pass follows the order of the step. Siblings depend on each other, so they need a second pass.
+    for _ in range(2):
         for index in sorted(possible, key=lambda index: -possible[index].made):
             found[index] = min([found[index], *(found[user] for user in users[index])])
     return found
@@ -88,7 +96,7 @@ def _earliest_recompute_ticks(
 
 @dataclass(frozen=True, slots=True)
 class _RecomputedKernel:
-    """A kernel that runs again: the unknown, its time, and in which intervals it does."""
+    """A kernel that runs again: its unknown, its duration, and the intervals in which the kernel may run."""
 
     column: int
     duration_ns: int
@@ -97,7 +105,7 @@ class _RecomputedKernel:
 
 
 class RecomputeFractions:
-    """The unknowns of one relaxation, and their rows."""
+    """The unknowns for recomputation in one relaxation, and their rows."""
 
     def __init__(self, problem: Problem, candidates: Sequence[RecomputeOption], rows: Rows) -> None:
         self.problem, self.rows = problem, rows
@@ -105,7 +113,10 @@ class RecomputeFractions:
         self.columns: dict[int, int] = {}  # tensor -> unknown
 
     def add_unknown_for_gaps(self, gaps: Sequence[int], sizes_bytes: Sequence[int]) -> int:
-        """The fraction of these tensors together, weighted by size, that is made again; -1: none can be."""
+        """Return one unknown for all these gaps: the fraction of their bytes that is recomputed.
+
+        Return -1 if none of these tensors can be recomputed.
+        """
         if not any(gap in self.of_gap for gap in gaps):
             return -1
         together = self.rows.add_unknown()
@@ -121,7 +132,7 @@ class RecomputeFractions:
         return together
 
     def add_recompute_time_rows(self, checks: Sequence[int]) -> None:
-        """The rows about time."""
+        """Add the rows that charge the time of recomputed kernels to stalls."""
         users: dict[int, list[RecomputeOption]] = defaultdict(list)
         for each in self.of_gap.values():
             if each.tensor in self.columns:
@@ -129,14 +140,14 @@ class RecomputeFractions:
                     users[kernel].append(each)
         kernels = self.problem.profile.kernels
         calls: dict[int, list[_RecomputedKernel]] = defaultdict(list)
-        for kernel, those in users.items():
-            column = self.columns[those[0].tensor]
-            if len(those) > 1:
+        for kernel, options in users.items():
+            column = self.columns[options[0].tensor]
+            if len(options) > 1:
                 column = self.rows.add_unknown()
-                for each in those:
+                for each in options:
                     self.rows.add_row(0, None, [(column, 1), (self.columns[each.tensor], -1)])
-            first = bisect_left(checks, min(each.earliest for each in those)) - 1
-            latest = max(each.latest for each in those)
+            first = bisect_left(checks, min(each.earliest for each in options)) - 1
+            latest = max(each.latest for each in options)
             last = bisect_left(checks, latest) - 1
             calls[kernels[latest].call].append(
                 _RecomputedKernel(column, kernels[kernel].duration_ns, first, last)
@@ -154,7 +165,10 @@ class RecomputeFractions:
     def _require_stalls_cover_recompute(
         self, first: int, last: int, costs: Sequence[_RecomputedKernel]
     ) -> None:
-        """In these intervals there is time for that; the interval before the first check is the last one."""
+        """Require that the stalls of the intervals `first` to `last` cover the costs.
+
+        Interval -1, before the first check, is the same as the last interval.
+        """
         stalls = sorted({interval % self.rows.stalls for interval in range(first, last + 1)})
         sums: dict[int, int] = defaultdict(int)
         for cost in costs:

@@ -1,27 +1,37 @@
 """The linear relaxation of planning, in integers. In: a problem, a budget, check kernels. Out: sparse rows.
 
-Time is cut at the starts of a few *check* kernels into intervals, cyclic like the step. Bytes are a fluid:
+Time is cut into intervals at the starts of a few *check* kernels. Intervals are cyclic, as the step is. Bytes
+are a fluid, of which any fraction can move:
 
     check u            check u+1          check u+2          (unrolled: u may lie in the next step)
     |--- interval u ---|--- interval u+1 -|
-    away[u] ---------- away[u+1]                             away[u+1] = away[u] + written[u] - read[u]
+    evicted[u] ------- evicted[u+1]                evicted[u+1] = evicted[u] + written[u] - read[u]
 
-Unknown are the stall of each interval and, for each group of versions that see the same checks, which
-fraction is written in an interval, which is away at a check, which is read in an interval. Rows: what lives
-beyond the budget at a check is away; the transfers of a link fit into the interval and its stall, and so do
-those of links that share a bandwidth; a slow tier holds what is away in it. They hold for what any plan does:
+Each interval has one unknown: its stall. A version is the contents of a tensor from one write to the next.
+Versions whose gaps contain the same checks form a group. Each group has three kinds of unknowns: the
+fractions that are written in an interval, evicted at a check, and read in an interval. The rows are:
 
-- A transfer runs while its lane does, so the share of its time that has passed is the fraction moved. A write
-  starts after the kernel that made the bytes, also while they are still read. Its bytes are gone, at the
-  earliest, when it ends; those of a fetch count from its trigger, before it starts. So what is away at a
-  check in truth is no more than the fluid's.
-- A version is written once per tier and leaves for nothing afterwards; one that no kernel makes always does.
-- Steps that differ from each other average to a point of the relaxation, because it is convex.
-- Where links share a bandwidth, one that could take more than its part of it loses time to each other one
-  that moves bytes meanwhile.
-- The latency of a transfer is part of its time, but not where links share a bandwidth: it moves no bytes.
-- In a group every byte moves at the price of the cheapest.
-- What is fetched within a gap and leaves again might as well have stayed away.
+    memory    The live bytes beyond the budget at a check must be evicted.
+    links     The transfers of a link fit into the interval and its stall. So do the transfers of all links
+              that share a bandwidth.
+    tiers     A slow tier has room for the bytes that are evicted to it.
+
+No plan is faster than the relaxation, for these reasons:
+
+    fluid     The fraction of a transfer that has moved is the fraction of its time that has passed.
+    writes    A write starts after the kernel that made the bytes, perhaps while kernels still read them. The
+              bytes on the device are free when the write ends, or later. Fetched bytes take memory from the
+              trigger on, before the fetch starts. The fluid therefore evicts at least as many bytes at a
+              check as the plan.
+    copies    A version is written once per tier, and its later evictions are drops. A version that no kernel
+              makes needs no write.
+    steps     If the steps of a plan differ, their average is a point of the relaxation, which is convex.
+    sharing   Some links alone would take more than their part of a shared bandwidth. Such a link loses time
+              whenever another link of the bandwidth moves bytes.
+    latency   The time of a transfer includes the latency. If links share a bandwidth, the latency is left
+              out, because no bytes move during the latency.
+    groups    Every byte of a group moves at the price of the group's cheapest transfer.
+    detours   A tensor that is fetched within a gap and evicted again could as well have remained evicted.
 """
 
 from __future__ import annotations
@@ -43,9 +53,10 @@ from .rows import NS_PER_S, Rows, Terms
 class VersionGroup:
     """Versions whose gaps contain the same checks.
 
-    `born`: the first check after the kernel that makes them, None if none does. `gaps`: first and last check
-    of each gap, unrolled. `members`: for each version its gaps, as indices into `problem.gaps`. `alone`: they
-    are the only versions of persistent tensors, so that a copy takes room all step long.
+    born       the first check after the kernel that makes the versions; None if no kernel makes them
+    gaps       the first and the last check of each gap, unrolled: checks of the next step have larger numbers
+    alone      True if each is the only version of a persistent tensor; its copy then takes room all step long
+    members    for each version, its gaps as indices into `problem.gaps`
     """
 
     born: int | None
@@ -57,7 +68,7 @@ class VersionGroup:
 
 @dataclass(frozen=True, slots=True)
 class EvictedUnknowns:
-    """The unknowns of what is away of a group in one gap: [route][check in the gap]."""
+    """The unknowns of a group's evicted fraction in one gap, as [route][check in the gap]."""
 
     group: VersionGroup
     gap: int
@@ -66,13 +77,18 @@ class EvictedUnknowns:
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """`timed`: (lane, interval, row) for each row that says that transfers fit into an interval."""
+    """The rows, and the meaning of their unknowns.
+
+    evicted    the unknowns of evicted fractions
+    timed      (lane, interval, row) for each row that limits transfers to the time of an interval
+    again      tensor -> unknown for the fraction of the tensor that is recomputed
+    """
 
     rows: Rows
     checks: tuple[int, ...]
-    away: tuple[EvictedUnknowns, ...]
+    evicted: tuple[EvictedUnknowns, ...]
     timed: tuple[tuple[Link | str, int, int], ...]
-    again: dict[int, int] = field(default_factory=dict)  # tensor -> the fraction of it that is made again
+    again: dict[int, int] = field(default_factory=dict)
 
 
 def build_relaxation(
@@ -82,8 +98,11 @@ def build_relaxation(
     checks: Sequence[int],
     again: Sequence[RecomputeOption] = (),
 ) -> Relaxation:
-    """The relaxation with these check kernels, which rise. `shared`: bandwidths by the names links share.
-    `again`: what may be made again (recompute_terms.py)."""
+    """Return the relaxation with these check kernels, in the order of the step.
+
+    `shared` maps the names of shared bandwidths to bytes per second. `again` has the tensors that may be
+    recomputed (recompute_terms.py).
+    """
     rows = Rows(len(checks), len(checks))
     builder = _Builder(problem, shared, tuple(checks), rows, RecomputeFractions(problem, again, rows))
     for group in _group_versions_by_checks(problem, checks):
@@ -93,7 +112,7 @@ def build_relaxation(
             builder.add_multi_gap_group(group)
     timed = builder.add_limit_rows(budget_bytes)
     builder.again.add_recompute_time_rows(checks)
-    return Relaxation(rows, tuple(checks), tuple(builder.away), timed, builder.again.columns)
+    return Relaxation(rows, tuple(checks), tuple(builder.evicted), timed, builder.again.columns)
 
 
 def _group_versions_by_checks(problem: Problem, checks: Sequence[int]) -> list[VersionGroup]:
@@ -137,9 +156,11 @@ def _group_versions_by_checks(problem: Problem, checks: Sequence[int]) -> list[V
 
 
 def _latency_class(problem: Problem, size_bytes: int) -> tuple[int, ...]:
-    """What latency adds to a transfer of this size, in steps of 2 % of its time, up to twice its time.
+    """Return, per link, the latency relative to the time that these bytes take on the link.
 
-    A group counts at the price of its cheapest, so those of one group should cost about the same.
+    The unit of the result is 2 % of that time. The result is at most 100 units. Each byte of a group counts
+    at the price of the group's cheapest transfer. All versions of a group should therefore cost about the
+    same per byte.
     """
     return tuple(
         min(50 * link.latency_ns * link.bandwidth_bytes_per_s // (size_bytes * NS_PER_S), 100)
@@ -150,20 +171,23 @@ def _latency_class(problem: Problem, size_bytes: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class _Builder:
-    """Rows under construction. What links, tiers and checks carry is collected until the end."""
+    """Rows under construction.
+
+    The builder collects the terms of links, tiers and checks until add_limit_rows() is called.
+    """
 
     problem: Problem
     shared: Mapping[str, int]
     checks: tuple[int, ...]
     rows: Rows
     again: RecomputeFractions
-    away: list[EvictedUnknowns] = field(default_factory=list)
+    evicted: list[EvictedUnknowns] = field(default_factory=list)
     on_link: dict[tuple[Link, int], Terms] = field(default_factory=lambda: defaultdict(list))
     on_shared: dict[tuple[str, int], Terms] = field(default_factory=lambda: defaultdict(list))
     at_check: list[Terms] = field(default_factory=list)
     in_tier: dict[tuple[Route, int], Terms] = field(default_factory=lambda: defaultdict(list))
-    held: dict[Route, Terms] = field(default_factory=lambda: defaultdict(list))  # all step long
-    scarce: tuple[bool, ...] = ()  # by route: not everything that may move has room in this tier
+    held: dict[Route, Terms] = field(default_factory=lambda: defaultdict(list))  # copies kept all step long
+    scarce: tuple[bool, ...] = ()  # by route: True if the tier has no room for all movable tensors together
 
     def __post_init__(self) -> None:
         self.at_check = [[] for _ in self.checks]
@@ -171,13 +195,13 @@ class _Builder:
         self.scarce = tuple(route.capacity_bytes < sum(sizes.values()) for route in self.problem.routes)
 
     def add_single_gap_group(self, group: VersionGroup, born: int) -> None:
-        """One gap of a version that a kernel made: what is written leaves, what is read is back."""
+        """Add a group whose versions are made by a kernel and have one gap. Writes evict, and reads fetch."""
         first, last = group.gaps[0]
         columns = []
         for route in self.problem.routes:
-            away = tuple(self.rows.add_unknown() for _ in range(first, last + 1))
-            columns.append(away)
-            terms: Terms = [(away[0], 1)]
+            evicted = tuple(self.rows.add_unknown() for _ in range(first, last + 1))
+            columns.append(evicted)
+            terms: Terms = [(evicted[0], 1)]
             for check in range(born, last + 1):
                 written = self.rows.add_unknown()
                 terms.append((written, -1))
@@ -188,13 +212,16 @@ class _Builder:
                 if check < last:
                     read = self.rows.add_unknown()
                     self._charge_link_time(route.back, check, group, [(read, 1)])
-                    terms = [(away[check + 1 - first], 1), (away[check - first], -1), (read, 1)]
-            self._charge_link_time(route.back, last, group, [(away[-1], 1)])
+                    terms = [(evicted[check + 1 - first], 1), (evicted[check - first], -1), (read, 1)]
+            self._charge_link_time(route.back, last, group, [(evicted[-1], 1)])
         self._add_evicted_bytes_terms(group, 0, tuple(columns))
 
     def add_multi_gap_group(self, group: VersionGroup) -> None:
-        """Several gaps of a version: what is written stays good, and up to so much is away in each of them.
-        A version that no kernel makes needs no write."""
+        """Add a group whose versions have several gaps, or are made by no kernel.
+
+        The written fraction of a version remains clean, and each gap can evict at most this fraction. A
+        version that no kernel makes needs no write.
+        """
         copies: list[dict[int, int]] = []
         for route in self.problem.routes:
             copy: dict[int, int] = {}
@@ -210,20 +237,20 @@ class _Builder:
         for index, (first, last) in enumerate(group.gaps):
             columns = []
             for route, copy in zip(self.problem.routes, copies, strict=True):
-                away = tuple(self.rows.add_unknown() for _ in range(first, last + 1))
-                columns.append(away)
-                for check, column in enumerate(away, first):
+                evicted = tuple(self.rows.add_unknown() for _ in range(first, last + 1))
+                columns.append(evicted)
+                for check, column in enumerate(evicted, first):
                     if copy:
                         self.rows.add_row(0, None, [(copy[check], 1), (column, -1)])
                     if check < last:
                         read = self.rows.add_unknown()
-                        self.rows.add_row(0, None, [(read, 1), (column, -1), (away[check + 1 - first], 1)])
+                        self.rows.add_row(0, None, [(read, 1), (column, -1), (evicted[check + 1 - first], 1)])
                         self._charge_link_time(route.back, check, group, [(read, 1)])
-                self._charge_link_time(route.back, last, group, [(away[-1], 1)])
+                self._charge_link_time(route.back, last, group, [(evicted[-1], 1)])
             self._add_evicted_bytes_terms(group, index, tuple(columns))
 
     def _charge_link_time(self, link: Link, interval: int, group: VersionGroup, fractions: Terms) -> None:
-        """The time that fractions of the group's transfers take on a link in an interval."""
+        """Charge the time of these fractions of the group's transfers to a link in an interval."""
         interval %= len(self.checks)
         size = sum(group.sizes_bytes)
         if link.shares is None:
@@ -237,14 +264,14 @@ class _Builder:
     def _add_evicted_bytes_terms(
         self, group: VersionGroup, gap: int, columns: tuple[tuple[int, ...], ...]
     ) -> None:
-        """What is away counts at checks and in tiers, and is at most everything."""
+        """Add the evicted fractions to the terms of checks and tiers, and limit their sum to 1."""
         first, size = group.gaps[gap][0], sum(group.sizes_bytes)
-        self.away.append(EvictedUnknowns(group, gap, columns))
-        for route, scarce, away in zip(self.problem.routes, self.scarce, columns, strict=True):
+        self.evicted.append(EvictedUnknowns(group, gap, columns))
+        for route, scarce, evicted in zip(self.problem.routes, self.scarce, columns, strict=True):
             hold = self.rows.add_unknown() if scarce and group.alone else -1
             if hold >= 0:
                 self.held[route].append((hold, size))
-            for check, column in enumerate(away, first):
+            for check, column in enumerate(evicted, first):
                 self.at_check[check % len(self.checks)].append((column, size))
                 if hold >= 0:
                     self.rows.add_row(0, None, [(hold, 1), (column, -1)])
@@ -260,7 +287,10 @@ class _Builder:
                 self.rows.add_row(None, 1, parts)
 
     def add_limit_rows(self, budget_bytes: int) -> tuple[tuple[Link | str, int, int], ...]:
-        """The rows in which all groups meet. Out: which of them are about time."""
+        """Add the rows that limit all groups together.
+
+        Return (lane, interval, row) for each row that limits time.
+        """
         problem, checks = self.problem, self.checks
         durations = [kernel.duration_ns for kernel in problem.profile.kernels]
         lengths_ns = [sum(durations[a:b]) for a, b in pairwise(checks)]
@@ -292,22 +322,24 @@ class _Builder:
         return tuple(timed)
 
     def _slowed_link_pairs(self) -> Iterator[tuple[Link, Link, int]]:
-        """Each link that is slower than alone while another moves bytes, that other one, and what the first
-        loses of a second of its time by each second of the other's, in ns."""
+        """Yield (link, other link, loss) if the link is slower while the other link moves bytes.
+
+        The loss is the time in ns that the link loses per second in which the other link moves bytes.
+        """
         sharing = list(dict.fromkeys(link for link, _ in self.on_link if link.shares is not None))
         for one, other in permutations(sharing, 2):
             if one.shares is None or one.shares != other.shares:
                 continue
             alone, others = one.bandwidth_bytes_per_s, other.bandwidth_bytes_per_s
             whole = self.shared[one.shares]
-            rate = min(alone, max(-(-whole // 2), whole - others))  # at most, if both move
+            rate = min(alone, max(-(-whole // 2), whole - others))  # highest rate if both links move bytes
             others_rate = min(others, max(-(-whole // 2), whole - alone))
             if rate < alone:
                 yield one, other, others * (alone - rate) * NS_PER_S // (others_rate * alone)
 
 
 def _scale_ns(ns: int, of_second: int) -> int:
-    """So many ns of each second, rounded towards nothing."""
+    """Return `ns` scaled by `of_second` ns per second, rounded towards zero."""
     return ns * of_second // NS_PER_S if ns >= 0 else -(-ns * of_second // NS_PER_S)
 
 
@@ -316,7 +348,11 @@ def _link_name(link: Link) -> str:
 
 
 def _merge_terms(terms: Terms) -> Terms:
-    """An unknown may stand in both links of a row, or in both ends of an interval: one entry each."""
+    """Return the terms with one entry per unknown.
+
+    An unknown may occur two times in a row. The row may contain the unknown for both of its links, or for
+    both ends of an interval.
+    """
     sums: dict[int, int] = defaultdict(int)
     for column, factor in terms:
         sums[column] += factor

@@ -1,4 +1,4 @@
-"""Sparse rows of integers: a linear program without a solver."""
+"""A linear program as sparse rows of integers, without a solver."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Terms = list[tuple[int, int]]  # (unknown, factor)
 
 @dataclass(slots=True)
 class Rows:
-    """Minimize the sum of the stalls, subject to low <= row <= high; None is no limit.
+    """A linear program: minimize the sum of the stalls, subject to low <= row <= high. None means no limit.
 
-    The first unknowns are the stalls, in ns, from 0 up. All others are fractions from 0 to 1.
+    The first unknowns are the stalls, in ns and at least 0. All other unknowns are fractions from 0 to 1.
     """
 
     stalls: int

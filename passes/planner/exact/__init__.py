@@ -1,10 +1,10 @@
 """The exact planner: parts of a plan as integer programs, solved window by window.
 
-In: a plan, simulated; a problem. Out: the same plan or a faster one.
+In: a problem, a simulated plan. Out: the same plan or a faster one.
 
-    ilp               which windows are solved, in which order
-    windows           what may change in a window, and what is free in it
+    ilp               the choice of windows, and their order
+    windows           the gaps that may change in a window, and the limits of these changes
     integer_program   a window as variables and rows for OR-Tools
 
-Invariant: a window's solution is taken only if the whole plan got faster by simulation.
+Invariant: a window's solution is taken only if it makes the simulated step of the whole plan shorter.
 """

@@ -1,9 +1,10 @@
 """The exact planner. In: a problem and a budget. Out: greedy's plan, improved window by window.
 
-A step of few gaps is one window, all of it: nothing on the grid of ticks is better. A larger one is
-simulated, and a window is laid around each of its longest stalls (`windows`). The gaps that leave or come
-back in it are freed, the best choice for them is found (`exact`), and taken if the check accepts it and the
-whole step, simulated, is shorter. Windows that did not help are tried again when something in them changed.
+A step with few gaps is one window, and its solution is optimal on a grid of ticks. For a larger step, the
+plan is simulated, and windows are laid around the longest stalls (`windows`). Gaps with an eviction or a
+fetch in a window may change. A solver finds the best ticks and routes for these gaps (`integer_program`). A
+solution is taken if plan_check accepts the plan and the simulated step is shorter. A window whose solution
+was not taken is tried again after another solution has changed the plan within the window's ticks.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from ..simulate.simulate import tick_entries_and_period
 from .integer_program import solve_window
 from .windows import GapSolution, MovableGap, SimulatedPlan, Window
 
-FEW_GAPS = 6  # so many are one window
-MOST_TICKS = 400  # to choose from, of all gaps of that window; beyond it, every second, third, ... tick
-GREEDY_SHARE = 0.5  # of the time
+FEW_GAPS = 6  # a step with at most this number of gaps is one window
+# Limit for the ticks of all gaps in a window of the whole step. Above it, only every n-th tick is a choice.
+MOST_TICKS = 400
+GREEDY_SHARE = 0.5  # share of the time for greedy
 
 
 def ilp(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
-    """The best plan found until the time is up, or until no window helps."""
+    """Return the best plan found. Stop when the time is up, or when no window helps any more."""
     stop = monotonic() + time_limit_s
     share = GREEDY_SHARE * time_limit_s
     start = greedy(problem, machine, budget_bytes, bound_ns=bound_ns, seed=seed, time_limit_s=share)
@@ -43,7 +45,7 @@ def ilp(
 def improve_plan_by_windows(
     problem: Problem, machine: Machine, plan: Plan, *, bound_ns: int, seed: int, stop: float
 ) -> Plan:
-    """The plan, or a faster one."""
+    """Return the plan, or a faster one."""
     best, best_ns = plan, tick_entries_and_period(plan, problem.profile, machine)[1]
     if sum(not gap.unused for gap in problem.gaps) <= FEW_GAPS:
         if best_ns > bound_ns and monotonic() < stop:
@@ -83,7 +85,7 @@ def _plan_with_solutions_if_faster(
     chosen: Sequence[GapSolution] | None,
     all_unused: bool = False,
 ) -> tuple[Plan, int]:
-    """The plan with what was chosen, if it is faster and good, else the one before."""
+    """Return the plan with the solutions if it is faster and plan_check accepts it, else `best`."""
     if chosen is None:
         return best, best_ns
     homes = {home.tensor for home in best.homes}
@@ -109,19 +111,22 @@ def _plan_with_solutions_if_faster(
 
 
 def _age_sort_key(problem: Problem, index: int) -> tuple[int, int]:
-    """Gaps in the order in which those of one version come."""
+    """Return a sort key that orders the gaps of a version by their time since the write."""
     return problem.gaps[index].ticks_since_write(len(problem.live)), index
 
 
 def _route_of_unused_tensor(problem: Problem, plan: Plan, index: int) -> Route:
-    """Where an unused tensor lives: as before, or on the fastest route."""
+    """Return the route to an unused tensor's home.
+
+    Return the fastest route if the plan gives the tensor no home.
+    """
     name = problem.profile.tensors[problem.gaps[index].tensor].name
     tier = next((home.tier for home in plan.homes if home.tensor == name), problem.routes[0].tier)
     return next(route for route in problem.routes if route.tier == tier)
 
 
 def _whole_step_window(problem: Problem, plan: Plan, below_ns: int) -> Window:
-    """All gaps of the step by age, every tick of them to choose from."""
+    """Return the window of the whole step: all gaps by age, with all of their ticks or every n-th tick."""
     ages = sorted(range(len(problem.gaps)), key=lambda index: _age_sort_key(problem, index))
     used = [(index, problem.gaps[index]) for index in ages if not problem.gaps[index].unused]
     thin = max(1, -(-sum(gap.end - gap.start for _, gap in used) // MOST_TICKS))

@@ -1,14 +1,19 @@
-"""A part of a plan as an integer program. In: gaps that may change in a window of ticks. Out: the best.
+"""A window of a plan as an integer program. In: gaps that may change in the window. Out: the best solution.
 
-Unknown are, per gap, whether it is away and on which route, the tick at which its bytes are gone, and that at
-which its fetch is issued, each out of a list; and when every kernel and every transfer starts. Ticks are
-coded by order, one bit per tick of the list that says "by then", so that the ledger is linear. Lanes serve
-in the order in which a plan issues: by tick, then as `plan_of_absences` sorts.
+Each gap has these unknowns: one bit for its eviction, its route, the tick `free` of its eviction, and the
+tick `trigger` of its fetch. Both ticks are chosen from lists. The start of every kernel and of every transfer
+is unknown as well. A tick from a list is coded as one bit per entry: "the chosen tick is at or before this
+entry". The ledger is therefore linear in these bits. Lanes serve transfers in the order in which the plan
+issues them: by tick, then in the order of `plan_of_absences`.
 
-Two kinds of windows. *Around* the step: all gaps are free, tick x + K comes one step after tick x, and the
-step is minimized. *Within* the step: its ticks from `first` up to `end`. What was issued before runs as it
-did; what is issued in the window may end as long after the end of the window as it did, or as nobody waited;
-the time from `first` to `end` is minimized.
+There are two kinds of windows:
+
+    around    The window is the whole step of K ticks. All gaps may change, tick x + K comes one step after
+              tick x, and the step time is minimized.
+    within    The window has the ticks from `first` up to `end` of a step. Transfers issued before the window
+              keep their times. A transfer issued in the window may end after the window, but before the tick
+              that waits for it. Each lane may be busy after the window for as long as in the plan so far, or
+              until its next transfer starts. The time from `first` to `end` is minimized.
 """
 
 from __future__ import annotations
@@ -25,31 +30,38 @@ from ..problem import solvers
 from ..problem.problem import Problem, Route, transfer_ns
 from .windows import GapSolution, MovableGap, Window
 
-UNITS = 10_000  # times in a program are this fine, or exact
-EFFORT = 0.5  # of the solver, in its own seconds, which do not depend on the machine
+UNITS = 10_000  # a step has at most about this number of time units
+EFFORT = 0.5  # limit of the solver's work, in the solver's deterministic time, which is equal on all machines
 
 
 @dataclass(slots=True)
 class _TickVariable:
-    """A tick out of a list: `by[m]` says that it is at most `ticks[m]`; the last of them, that it exists."""
+    """A tick chosen from a list, as bits: `by[m]` is set if the tick is at most `ticks[m]`.
+
+    The last bit is set if a tick is chosen at all.
+    """
 
     ticks: tuple[int, ...]
     by: list[Any]
 
     def is_at_or_before(self, tick: int) -> Any:
-        """Whether the edge is at or before this tick."""
+        """Return the bit that is set if the chosen tick is at or before this tick."""
         place = bisect_right(self.ticks, tick) - 1
         return self.by[place] if place >= 0 else 0
 
     def chosen_tick(self) -> Any:
-        """The tick, if the edge exists."""
+        """Return the chosen tick. The result has no meaning if no tick is chosen."""
         steps = [(b - a) * (1 - by) for (a, b), by in zip(pairwise(self.ticks), self.by, strict=False)]
         return self.ticks[0] + sum(steps)
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """On a lane if `on`; `start` from the beginning of the step in which it is issued, or of the window."""
+    """A transfer on a lane. It exists if bit `on` is set.
+
+    `start` counts from the beginning of the step in which the transfer is issued, or from the beginning of
+    the window. Lanes serve transfers by `order`, which is between `lowest` and `highest`.
+    """
 
     start: Any
     on: Any
@@ -62,7 +74,7 @@ class _Transfer:
 def solve_window(
     problem: Problem, window: Window, time_limit_s: float, seed: int
 ) -> list[GapSolution] | None:
-    """The best choice for the window that is found in the time; None if there is none below `below_ns`."""
+    """Return the best solution found in the time, or None if no solution is below `below_ns`."""
     if not solvers.is_ortools_installed():
         return None
     from ortools.sat.python import cp_model
@@ -73,7 +85,9 @@ def solve_window(
     program.add_limit_rows()
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.catch_sigint_signal = False  # it would leave SIGINT to the system: Ctrl-C then kills
+    # Without this setting, OR-Tools would reset the SIGINT handler to the system's handler. Ctrl-C would then
+    # kill the process.
+    solver.parameters.catch_sigint_signal = False
     solver.parameters.random_seed = seed % 2**31
     solver.parameters.max_deterministic_time = EFFORT
     solver.parameters.max_time_in_seconds = max(time_limit_s, 0.001)
@@ -92,7 +106,11 @@ def solve_window(
 
 
 def _choose_time_unit_ns(problem: Problem, window: Window) -> int:
-    """The largest unit in which a step is exact, or one that is fine enough: bounds move in such steps."""
+    """Return the largest time unit in which all times are exact.
+
+    Return a still larger unit if a step would otherwise have more than UNITS units. The solver's bounds move
+    by one unit at a time, so the solver is faster with fewer units.
+    """
     times = [kernel.duration_ns for kernel in problem.profile.kernels]
     for free in window.free:
         size = problem.gaps[free.index].size_bytes
@@ -106,27 +124,27 @@ class _GapVariables:
 
     free: _TickVariable
     trigger: _TickVariable
-    on: dict[Route, Any]  # away, by route
-    away: Any
+    on: dict[Route, Any]  # by route: the bit for an eviction to the route's tier
+    evicted: Any
 
 
 @dataclass(slots=True)
 class _Program:
-    """The program under construction."""
+    """The integer program under construction."""
 
     problem: Problem
     window: Window
     model: Any
     gaps: list[_GapVariables] = field(default_factory=list)
     lanes: dict[tuple[Route, bool], list[_Transfer]] = field(default_factory=lambda: defaultdict(list))
-    routes: dict[int, dict[Route, Any]] = field(default_factory=dict)  # by tensor
-    issued: dict[int, Any] = field(default_factory=dict)  # by tick: when its writes are waited for
-    begun: dict[int, Any] = field(default_factory=dict)  # by tick: when its kernel starts
-    sure: Any = None  # a bit that is true
-    unit_ns: int = 1  # of all times in the program
-    took: Any = None  # the step, or the window
-    needs: list[list[tuple[int, Any]]] = field(default_factory=list)
-    ranks: dict[int, int] = field(default_factory=dict)  # tensors by name: the last thing a plan sorts by
+    routes: dict[int, dict[Route, Any]] = field(default_factory=dict)  # by tensor: the bits of its routes
+    issued: dict[int, Any] = field(default_factory=dict)  # by tick: the end of its waits for evictions
+    begun: dict[int, Any] = field(default_factory=dict)  # by tick: the time at which its kernel starts
+    sure: Any = None  # a bit that is always set
+    unit_ns: int = 1  # the time unit of the program
+    took: Any = None  # duration of the step, or of the window
+    needs: list[list[tuple[int, Any]]] = field(default_factory=list)  # by tick: bytes and bits of moves
+    ranks: dict[int, int] = field(default_factory=dict)  # by tensor: rank by name, the last sort key of moves
 
     def __post_init__(self) -> None:
         window, kernels = self.window, self.problem.profile.kernels
@@ -148,17 +166,17 @@ class _Program:
         self.model.add(self.took == entered)
 
     def add_gap(self, free: MovableGap) -> None:
-        """One gap: its edges, what it does to the ledger, its transfers."""
+        """Add one gap: its ticks, its terms in the ledger, its transfers."""
         gap, ticks = self.problem.gaps[free.index], len(self.problem.live)
-        away = self.sure if free.must else self._new_bit()
+        evicted = self.sure if free.must else self._new_bit()
         edges = [
-            _TickVariable(options, [*(self._new_bit() for _ in options[1:]), away])
+            _TickVariable(options, [*(self._new_bit() for _ in options[1:]), evicted])
             for options in (free.frees, free.triggers)
         ]
         for edge in edges:
             for earlier, later in pairwise(edge.by):
                 self.model.add_implication(earlier, later)
-        mine = _GapVariables(edges[0], edges[1], self._evicted_bit_by_route(free, away), away)
+        mine = _GapVariables(edges[0], edges[1], self._evicted_bit_by_route(free, evicted), evicted)
         self.gaps.append(mine)
         for tick in sorted({*free.frees, *free.triggers}):
             self.model.add(mine.trigger.is_at_or_before(tick) <= mine.free.is_at_or_before(tick - 1))
@@ -167,11 +185,14 @@ class _Program:
             if 0 <= row < len(self.needs):
                 self.needs[row].append((gap.size_bytes, mine.free.is_at_or_before(tick)))
                 self.needs[row].append((-gap.size_bytes, mine.trigger.is_at_or_before(tick)))
-        self._add_write_of_gap(free, mine, self._bit_whether_gap_writes(free, away))
+        self._add_write_of_gap(free, mine, self._bit_whether_gap_writes(free, evicted))
         self._add_fetch_of_gap(free, mine)
 
     def _add_write_of_gap(self, free: MovableGap, mine: _GapVariables, writes: Any) -> None:
-        """Issued when the gap begins; the kernels from `free` on wait for it."""
+        """Add the write of a gap.
+
+        The write is issued when the gap begins, and the kernels from `free` on wait for the write.
+        """
         gap, ticks = self.problem.gaps[free.index], len(self.problem.live)
         out = gap.start + 1
         if isinstance(writes, int):
@@ -207,7 +228,11 @@ class _Program:
                 self.lanes[route, True].append(moved)
 
     def _add_fetch_of_gap(self, free: MovableGap, mine: _GapVariables) -> None:
-        """Issued at the trigger, after its waits for writes; the kernel at the gap's end waits for it."""
+        """Add the fetch of a gap.
+
+        The fetch is issued at its trigger, after the trigger's waits for evictions. The kernel at the end of
+        the gap waits for the fetch.
+        """
         gap, ticks = self.problem.gaps[free.index], len(self.problem.live)
         ready = self._is_in_window(gap.end)
         if not self._is_in_window(free.triggers[0]):
@@ -215,11 +240,11 @@ class _Program:
                 late = self.model.add(
                     self._time_at_tick(self.begun, gap.end) >= self._ns_to_units(free.read_ns)
                 )
-                late.only_enforce_if(mine.away)
+                late.only_enforce_if(mine.evicted)
             return
         start = self._new_time()
         for place, tick in enumerate(free.triggers):
-            after = [mine.away] if place == 0 else [mine.away, mine.trigger.by[place - 1].negated()]
+            after = [mine.evicted] if place == 0 else [mine.evicted, mine.trigger.by[place - 1].negated()]
             self.model.add(start >= self._time_at_tick(self.issued, tick)).only_enforce_if(after)
         lap: Any = free.triggers[0] // ticks
         if free.triggers[-1] // ticks != lap:
@@ -233,7 +258,7 @@ class _Program:
             if not isinstance(lap, int):
                 early = mine.trigger.is_at_or_before(ticks - 1)
                 self.model.add(begin == start).only_enforce_if(early)
-                self.model.add(begin + self.took == start).only_enforce_if(early.negated(), mine.away)
+                self.model.add(begin + self.took == start).only_enforce_if(early.negated(), mine.evicted)
         for route, on in mine.on.items():
             duration = self._ns_to_units(transfer_ns(route.back, gap.size_bytes))
             end = (
@@ -246,7 +271,7 @@ class _Program:
             self.lanes[route, False].append(moved)
 
     def add_limit_rows(self) -> None:
-        """The ledger, and lanes that serve one transfer at a time, in order."""
+        """Add the limits of the ledger and the tiers, and the order in which lanes serve transfers."""
         for need, terms in zip(self.window.need_bytes, self.needs, strict=True):
             if need > 0:
                 self.model.add(sum(size * by for size, by in terms) >= need)
@@ -261,12 +286,16 @@ class _Program:
                 if not self.window.around:
                     late = self.took + self._ns_to_units(self.window.late_ns.get(lane, 0))
                     self.model.add(end <= late).only_enforce_if(moved.on)
-            if self.window.around:  # follows from the order, but not quickly
+            if self.window.around:  # the transfers' order implies this row, but the solver is faster with it
                 self.model.add(sum(moved.duration * moved.on for moved in transfers) <= self.took)
             self._order_lane_transfers(sorted(transfers, key=lambda moved: moved.lowest))
 
     def _copy_bits_in_tier(self, route: Route, tick: int) -> Iterator[tuple[int, Any]]:
-        """Tensors that may have a copy in a tier at a tick: all step long, or while they live."""
+        """Yield (size, bit) of each tensor that may have a copy in a tier at a tick.
+
+        The copy of a persistent tensor is kept for the whole step. The copy of any other tensor is kept while
+        the tensor lives.
+        """
         for index in sorted({self.problem.gaps[free.index].tensor for free in self.window.free}):
             tensor = self.problem.profile.tensors[index]
             uses = (*tensor.reads, *tensor.writes)
@@ -278,7 +307,11 @@ class _Program:
                 yield tensor.size_bytes, copy
 
     def _order_lane_transfers(self, transfers: list[_Transfer]) -> None:
-        """Pair by pair; within a step those are left out that a transfer which is sure to run keeps apart."""
+        """Order the transfers of a lane, pair by pair.
+
+        Within a step, a pair of transfers is skipped if, in every solution, a third transfer runs between the
+        two.
+        """
         for place, a in enumerate(transfers):
             between = [
                 c.highest for c in transfers[place + 1 :] if c.on is self.sure and c.lowest > a.highest
@@ -304,33 +337,39 @@ class _Program:
         if self.window.around:
             self.model.add(two.start + two.duration <= one.start + self.took).only_enforce_if(given)
 
-    def _evicted_bit_by_route(self, free: MovableGap, away: Any) -> dict[Route, Any]:
-        """Away by route; a tensor keeps one."""
+    def _evicted_bit_by_route(self, free: MovableGap, evicted: Any) -> dict[Route, Any]:
+        """Return, by route, the bit for an eviction of the gap's tensor on the route.
+
+        A tensor has one route.
+        """
         tensor = self.problem.gaps[free.index].tensor
         if len(free.routes) == 1:
-            return {free.routes[0]: away}
+            return {free.routes[0]: evicted}
         if tensor not in self.routes:
             self.routes[tensor] = {route: self._new_bit() for route in free.routes}
             self.model.add_exactly_one(self.routes[tensor].values())
-        return {route: self._and_of_bits(away, bit) for route, bit in self.routes[tensor].items()}
+        return {route: self._and_of_bits(evicted, bit) for route, bit in self.routes[tensor].items()}
 
-    def _bit_whether_gap_writes(self, free: MovableGap, away: Any) -> Any:
-        """Whether the gap writes: the first of its version that is away does. 0 if it never does."""
+    def _bit_whether_gap_writes(self, free: MovableGap, evicted: Any) -> Any:
+        """Return the bit that is set if the gap's eviction writes a copy, or 0 if it never writes one.
+
+        The first evicted gap of a version writes the copy.
+        """
         gaps, ticks = self.problem.gaps, len(self.problem.live)
         gap = gaps[free.index]
         if gap.version is None or free.writes is False:
             return 0
         if free.writes:
-            return away
+            return evicted
         mine, version = (gap.start - gap.version) % ticks, gap.version
         older = []
         for other, unknowns in zip(self.window.free, self.gaps):
             it = gaps[other.index]
             if (it.tensor, it.version) == (gap.tensor, version) and (it.start - version) % ticks < mine:
-                older.append(unknowns.away)
+                older.append(unknowns.evicted)
         writes = self._new_bit()
-        self.model.add_implication(writes, away)
-        self.model.add_bool_or(writes, away.negated(), *older)
+        self.model.add_implication(writes, evicted)
+        self.model.add_bool_or(writes, evicted.negated(), *older)
         for each in older:
             self.model.add_implication(writes, each.negated())
         return writes
@@ -359,7 +398,7 @@ class _Program:
         return times[tick % ticks] + (tick // ticks * self.took if self.window.around else 0)
 
     def _tick_entry_time(self, tick: int) -> Any:
-        """When the kernel before ends."""
+        """Return the time at which a tick is entered: the end of the previous kernel."""
         ticks = len(self.problem.live)
         if tick % ticks == self.window.first:
             return tick // ticks * self.took if self.window.around else 0

@@ -1,7 +1,8 @@
-"""Windows of a plan in which something may change. In: a plan, simulated. Out: what is free in them.
+"""Windows of a plan in which gaps may change. In: a simulated plan. Out: the movable gaps of each window.
 
-A window is a range of ticks within the step. Every transfer that is issued or waited for in it is part of it;
-of a gap, an edge in the window may move within it, and the other stays where it is.
+A window is a range of ticks within the step. It includes every transfer that is issued or waited for at these
+ticks. The `free` and `trigger` of a gap may change if they are within the window. Outside the window they are
+fixed.
 """
 
 from __future__ import annotations
@@ -17,19 +18,24 @@ from ..greedy.timing import Absence, Clock
 from ..problem.problem import BytesByTick, Problem, Route
 from ..simulate.simulate import simulate
 
-WIDTHS = (24, 8, 48, 96)  # ticks, tried in turn
-MOST_FREE = 60  # gaps; with 100 a program took 2 to 10 s and found nothing
-MOST_NEW = 10  # gaps among them that are not away yet, the largest
+WIDTHS = (24, 8, 48, 96)  # widths of windows in ticks, tried in this order
+MOST_FREE = 60  # limit for the gaps in a window; with 100 gaps a solve took 2 to 10 s and found nothing
+MOST_NEW = 10  # limit for movable gaps whose tensors are still resident; the largest gaps are taken
 
 
 @dataclass(frozen=True, slots=True)
 class MovableGap:
-    """A gap in the window. `frees` and `triggers`: ticks to choose from, rising, unrolled like the gap.
+    """A gap that may change in the window.
 
-    `must`: it is away whatever else is chosen. `writes`: whether it writes when it is away, None if that is
-    to follow from the gaps of its version, which come by age. Within a step: if its write or read was issued
-    before the window, `written_ns` and `read_ns` are when they end, from the start of the window; if one is
-    waited for after it, `write_late_ns` and `read_late_ns` are how long after its end that may be.
+    frees, triggers    ticks to choose from, in rising order, unrolled like the gap
+    must               True if the gap is evicted in every solution
+    writes             True if an eviction in the gap writes a copy; None if this depends on the other gaps of
+                       the version, which are in order of age
+
+    The following four are used in windows within a step:
+
+    written_ns, read_ns              time from the window's start to the end of an earlier write or read
+    write_late_ns, read_late_ns      time from the window's end to the wait for a write or read
     """
 
     index: int
@@ -46,10 +52,14 @@ class MovableGap:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`need_bytes`, by tick: what these gaps must have away. `below_ns`: only shorter windows are wanted.
+    """A range of ticks whose gaps may change, and its limits.
 
-    `busy_ns` and `late_ns`, by (route, whether it is out): for how long the lane serves what was issued
-    before the window, and how long after it it may still serve. `room_bytes`: what tiers can hold of these.
+    around        True if the window is the whole step, False if the window lies within the step
+    need_bytes    by tick: the bytes that the movable gaps must evict
+    below_ns      time that a solution must stay below
+    busy_ns       by (route, True for evictions): how long transfers issued before the window use the lane
+    late_ns       by (route, True for evictions): how long after the window the lane may serve its transfers
+    room_bytes    by route: the room in the route's tier for the movable gaps
     """
 
     around: bool
@@ -65,7 +75,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class GapSolution:
-    """What the program says of a gap; `route` is None if it stays on the device."""
+    """The solution for a gap. Its `route` is None if the tensor is kept resident."""
 
     index: int
     route: Route | None
@@ -75,7 +85,7 @@ class GapSolution:
 
 @dataclass(frozen=True, slots=True)
 class TransferTimes:
-    """When a transfer ran, from the start of the step in which it was issued."""
+    """The start and end of a transfer, measured from the start of the step in which it was issued."""
 
     start_ns: int
     end_ns: int
@@ -83,9 +93,11 @@ class TransferTimes:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPlan:
-    """A plan, taken apart: absences, when ticks are entered, when transfers run (by gap), where it waits.
+    """A plan and the result of its simulation.
 
-    `away`: how many gaps of each version are away. `runs`: every transfer by lane, with its tick.
+    The result has the absences, the entry times of ticks, the transfer times by gap, and the stalls.
+    `evicted` has the number of evicted gaps of each version. A lane is (route, True for evictions). For each
+    lane, `runs` has the issue tick and the times of every transfer.
     """
 
     problem: Problem
@@ -94,8 +106,8 @@ class SimulatedPlan:
     clock: Clock
     writes: dict[int, TransferTimes]
     reads: dict[int, TransferTimes]
-    stalls_ns: dict[int, int]  # by tick
-    away: dict[tuple[int, int | None], int]
+    stalls_ns: dict[int, int]  # by tick: the stall
+    evicted: dict[tuple[int, int | None], int]
     runs: dict[tuple[Route, bool], list[tuple[int, TransferTimes]]]
 
     @classmethod
@@ -111,18 +123,22 @@ class SimulatedPlan:
         for stall in line.stalls:
             waits[stall.tick] += stall.ns
         absences, writes, reads = _absences_with_times(problem, plan, by_move)
-        away: dict[tuple[int, int | None], int] = defaultdict(int)
+        evicted: dict[tuple[int, int | None], int] = defaultdict(int)
         runs: dict[tuple[Route, bool], list[tuple[int, TransferTimes]]] = defaultdict(list)
         for absence in absences:
             gap = problem.gaps[absence.gap]
-            away[gap.tensor, gap.version] += 1
+            evicted[gap.tensor, gap.version] += 1
             runs[absence.route, False].append((absence.trigger % ticks, reads[absence.gap]))
             if absence.gap in writes:
                 runs[absence.route, True].append(((gap.start + 1) % ticks, writes[absence.gap]))
-        return cls(problem, plan, absences, Clock(entered, period_ns), writes, reads, waits, away, runs)
+        return cls(problem, plan, absences, Clock(entered, period_ns), writes, reads, waits, evicted, runs)
 
     def ranges_around_stalls(self) -> list[tuple[int, int]]:
-        """Where to look: windows that end soon after a stall, the longest first."""
+        """Return ranges of ticks that end soon after a stall.
+
+        The ranges are in the order of WIDTHS. Ranges of the same width are in the order of their stalls, with
+        the longest stall first.
+        """
         ticks, found = len(self.problem.live), []
         for width in WIDTHS:
             for tick in sorted(self.stalls_ns, key=lambda tick: (-self.stalls_ns[tick], tick)):
@@ -131,7 +147,7 @@ class SimulatedPlan:
         return found
 
     def build_window(self, first: int, end: int) -> Window | None:
-        """The window of these ticks; None if too much or nothing happens in it."""
+        """Return the window of these ticks, or None if no gap or too many gaps may change in it."""
         view = _View(self, first, end)
         free = [view.movable_gap_of_absence(absence) for absence in self.absences]
         inside = [each for each in free if each is not None]
@@ -154,14 +170,14 @@ class SimulatedPlan:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A plan seen from a window."""
+    """A simulated plan with the ticks of one window."""
 
     state: SimulatedPlan
     first: int
     end: int
 
     def movable_gap_of_absence(self, absence: Absence) -> MovableGap | None:
-        """What of an absence lies in the window; None if nothing does."""
+        """Return the movable gap of an absence, or None if no part of the absence lies in the window."""
         problem, at = self.state.problem, self.state.clock.ns_at_tick
         gap, ticks = problem.gaps[absence.gap], len(problem.live)
         f, t, write = absence.free, absence.trigger, self.state.writes.get(absence.gap)
@@ -196,14 +212,14 @@ class _View:
         )
 
     def movable_resident_gaps(self) -> Iterator[MovableGap]:
-        """Gaps that lie in the window and are not away yet."""
+        """Yield the largest gaps that lie in the window and in which the tensors are still resident."""
         problem, ticks = self.state.problem, len(self.state.problem.live)
-        away = {absence.gap for absence in self.state.absences}
+        evicted = {absence.gap for absence in self.state.absences}
         routes = {problem.gaps[absence.gap].tensor: absence.route for absence in self.state.absences}
         found = []
         for index, gap in enumerate(problem.gaps):
             inside = self.first <= gap.start + 1 and gap.end < self.end
-            if inside and index not in away and not gap.unused and self._has_no_evicted_sibling(index):
+            if inside and index not in evicted and not gap.unused and self._has_no_evicted_sibling(index):
                 found.append((-gap.size_bytes, index))
         for _, index in sorted(found)[:MOST_NEW]:
             gap = problem.gaps[index]
@@ -217,7 +233,7 @@ class _View:
             )
 
     def lane_busy_and_late_ns(self) -> tuple[dict[tuple[Route, bool], int], dict[tuple[Route, bool], int]]:
-        """For each lane, until when it is busy at the start of the window, and may be after its end."""
+        """Return two maps by lane: busy time after the window's start, and allowed time after its end."""
         at, ticks = self.state.clock.ns_at_tick, len(self.state.problem.live)
         begin_ns, end_ns, period_ns = at(self.first), at(self.end), at(ticks)
         busy: dict[tuple[Route, bool], int] = {}
@@ -231,7 +247,10 @@ class _View:
         return busy, late
 
     def _window_start_ns_since_issue(self, issued: int, waited: int) -> int:
-        """The start of the window in which something is waited for, from that of the step it is issued in."""
+        """Return the time at which the window in the step of tick `waited` starts.
+
+        The time counts from the start of the step of tick `issued`.
+        """
         ticks = len(self.state.problem.live)
         return self.state.clock.ns_at_tick((waited // ticks - issued // ticks) * ticks + self.first)
 
@@ -239,21 +258,26 @@ class _View:
         return self.first <= tick % len(self.state.problem.live) < self.end
 
     def _ticks_for_edge_in_window(self, now: int, low: int, high: int) -> tuple[int, ...]:
-        """Where an edge may be: in the window around where it is now."""
+        """Return the ticks in the window that a `free` or `trigger` at tick `now` may change to."""
         lap = now - now % len(self.state.problem.live)
         return tuple(range(max(low, lap + self.first), min(high, lap + self.end - 1) + 1))
 
     def _has_no_evicted_sibling(self, index: int) -> bool:
-        """Whether no other gap that is away depends on who writes: then this one may come and go."""
+        """Return True if no other gap of this gap's version is evicted.
+
+        Only then may the eviction of this gap be added or removed. The first evicted gap of a version writes
+        the copy, so a change of that gap would change the other gaps. Gaps of a version that no kernel writes
+        never depend on each other.
+        """
         gap = self.state.problem.gaps[index]
-        others = self.state.away.get((gap.tensor, gap.version), 0) - (index in self.state.reads)
+        others = self.state.evicted.get((gap.tensor, gap.version), 0) - (index in self.state.reads)
         return gap.version is None or others == 0
 
 
 def _absences_with_times(
     problem: Problem, plan: Plan, ran: dict[Move, TransferTimes]
 ) -> tuple[tuple[Absence, ...], dict[int, TransferTimes], dict[int, TransferTimes]]:
-    """The absences behind the moves, and when the write and the read of each gap ran."""
+    """Return a plan's absences, the times of each gap's write, and the times of each gap's read."""
     ticks, routes = len(problem.live), {route.tier: route for route in problem.routes}
     names = {tensor.name: index for index, tensor in enumerate(problem.profile.tensors)}
     gaps: dict[int, list[int]] = defaultdict(list)

@@ -1,11 +1,11 @@
-"""The greedy planner: which gaps are spent evicted, and when each move begins.
+"""The greedy planner. It first chooses the gaps in which tensors are evicted, then the ticks of their moves.
 
-In: a problem and a budget. Out: the best plan of a small portfolio, by simulation.
+In: a problem and a budget. Out: of a small portfolio of plans, the plan with the shortest simulated step.
 
-    greedy     greedy, greedy_plans_with_periods: several targets and orders, the best of their plans
-    choose     which gaps, to which tier
-    timing     when bytes leave and return: an Absence per gap
-    packing    what goes where when slow tiers are nearly full
+    greedy     the portfolio: plans for several targets and orders, of which the best is returned
+    choose     the gaps in which tensors are evicted, and their tiers
+    timing     the ticks of each eviction and fetch: an Absence per gap
+    packing    the choice of tiers by a solver, for slow tiers that are nearly full
 
-Invariant: where a plan exists, greedy finds one.
+Invariant: if a plan exists, greedy finds one.
 """

@@ -1,14 +1,19 @@
-"""Which gaps are spent away, and where. In: a problem and a ladder of targets. Out: one choice per target.
+"""The choice of the gaps in which tensors are evicted, and the choice of the tensors' tiers.
 
-As long as the ledger is above the target somewhere, take the gap with the best ratio of benefit to cost:
+In: a problem, and targets in falling order. Out: one choice per target. A target is a number of bytes that
+the ledger must not exceed.
 
-    benefit   its bytes x the time for which the ledger is above the target within the gap; with `sparing`,
-              only those of its bytes count that are above the target
-    cost      the time its transfers occupy the links; a version that is written already costs no second write
+While the ledger is above the target at some tick, the gap with the highest ratio of benefit to cost is taken:
 
-A lower target means that more is away than memory asks for; what is gained is room for transfers in flight.
-Targets go down, and each choice goes on from the one before, so that the whole ladder costs little more than
-its last rung. Every gap of positive benefit can be taken, so a target at or above the floor is always met
+    benefit   the gap's bytes x the time in the gap for which the ledger is above the target; with `sparing`,
+              only the gap's bytes above the target count
+    cost      the time for which the gap's transfers occupy the links; a version that an earlier choice writes
+              costs no write
+
+A target below the budget evicts more bytes than the budget requires. The difference is room for transfers in
+flight. Targets fall, and each choice continues from the choice before. All choices together therefore take
+little longer than the choice for the lowest target alone. Every gap with a positive benefit can be taken. The
+floor is the least memory in which all kernels can run. A target at or above the floor is therefore always met
 unless a tier is full.
 """
 
@@ -23,12 +28,12 @@ from teraio.errors import PlanError
 
 from ..problem.problem import Bytes, BytesByTick, Problem, Route, transfer_ns
 
-CLASS_TICKS = 50_000  # sizes x ticks: with 12 sizes and 1,500 ticks a choice takes as long as with one size
+CLASS_TICKS = 50_000  # limit for size classes x ticks; 12 sizes with 1,500 ticks took no longer than one size
 
 
 @dataclass(frozen=True, slots=True)
 class GapChoice:
-    """Indices into `problem.gaps`, and the tier of each tensor that moves."""
+    """The chosen gaps, as indices into `problem.gaps`, and the route of each tensor that moves."""
 
     target_bytes: int
     gaps: tuple[int, ...]
@@ -36,8 +41,12 @@ class GapChoice:
 
 
 class _TierAssignment:
-    """Where tensors go: where the problem says, else on the route on which they are done first; each to a
-    tier with room."""
+    """The tier of each tensor.
+
+    The problem's hint for the tensor is followed if the hint's tier has room. Otherwise the tensor gets one
+    of the tiers with room. It is the tier whose route would be the first to finish the fetches assigned to
+    the route.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -46,7 +55,7 @@ class _TierAssignment:
         self.of: dict[int, Route] = {}
 
     def try_assign_tier(self, gap: int) -> bool:
-        """Give the gap's tensor a tier if it has none; False if no tier has room for it."""
+        """Assign a tier to the gap's tensor if it has none. Return False if no tier has room for it."""
         tensor, size = self.problem.gaps[gap].tensor, self.problem.gaps[gap].size_bytes
         if tensor in self.of:
             self.load_ns[self.of[tensor]] += transfer_ns(self.of[tensor].back, size)
@@ -70,7 +79,10 @@ class _TierAssignment:
 
 
 def lifetime(problem: Problem, tensor: int) -> tuple[int, int]:
-    """Ticks for which a copy may be held; a persistent tensor keeps its place all step long."""
+    """Return the ticks in which a slow tier may hold a copy of the tensor.
+
+    For a persistent tensor, these ticks are the whole step.
+    """
     it = problem.profile.tensors[tensor]
     uses = (*it.reads, *it.writes)
     return (0, len(problem.live)) if it.persistent else (min(uses), max(uses) + 1)
@@ -79,9 +91,9 @@ def lifetime(problem: Problem, tensor: int) -> tuple[int, int]:
 def choose_gaps(
     problem: Problem, targets: Sequence[int], windows: Sequence[tuple[int, int]], sparing: bool = False
 ) -> Iterator[GapChoice]:
-    """One choice per target, which go down. Ends early when no gap that is left helps.
+    """Yield one choice per target. Targets must fall. End early if no remaining gap helps.
 
-    `windows`: for each gap, from which tick up to which its bytes count as away, within its widest absence.
+    `windows` has, for each gap, the ticks [first, end) in which its bytes count as evicted.
     """
     gaps, ticks = problem.gaps, len(problem.live)
     slots_ns = np.array([kernel.duration_ns + 1 for kernel in problem.profile.kernels] or [1], np.float64)
@@ -119,12 +131,15 @@ def choose_gaps(
 
 
 def _size_classes(size: Bytes, ticks: int) -> tuple[Bytes, Bytes]:
-    """For each gap its class, and for each class its size: few enough to look at all of them each time."""
+    """Return the class of each gap and the size of each class.
+
+    The number of classes is limited, because each choice tries all classes.
+    """
     caps, classes = np.unique(size, return_inverse=True)
     most = max(CLASS_TICKS // ticks, 4)
     if len(caps) <= most:
         return classes, caps
-    # Of several sizes the largest counts.
+    # A class of several sizes counts as its largest size.
     part = np.arange(len(caps)) * most // len(caps)
     last = np.flatnonzero(np.diff(part, append=most))
     return part[classes], caps[last]
@@ -138,7 +153,10 @@ def _prune_superfluous_gaps(
     ledger: BytesByTick,
     target: int,
 ) -> list[int]:
-    """Without the gaps that later ones made superfluous; the most expensive are let off first."""
+    """Return the taken gaps without the gaps that later choices made superfluous.
+
+    The most expensive gaps are tried first.
+    """
     room, kept = BytesByTick(ledger.rows), []
     for index in sorted(taken, key=lambda i: (-cost[i], i)):
         first, end = windows[index]
@@ -150,7 +168,10 @@ def _prune_superfluous_gaps(
 
 
 def _round_trip_ns(problem: Problem, index: int) -> int:
-    """What a gap's transfers take on the fastest route; never 0, so that it can divide."""
+    """Return the time of a gap's transfers on the fastest route.
+
+    Return at least 1, because the time is used as a divisor.
+    """
     gap = problem.gaps[index]
     if gap.unused or not problem.routes:
         return 1
@@ -160,13 +181,13 @@ def _round_trip_ns(problem: Problem, index: int) -> int:
 
 
 def no_tier_room_error(problem: Problem, budget_bytes: int) -> PlanError:
-    """The certificate when memory would do, but the slow tiers do not."""
+    """Return the error for slow tiers that are too small, although the budget is large enough."""
     tick = int(problem.live.argmax())
     kernels = problem.profile.kernels
     name = kernels[tick].name if kernels else "(no kernels)"
     tiers = ", ".join(f"{r.tier!r} {r.capacity_bytes} bytes" for r in problem.routes)
     return PlanError(
-        f"{int(problem.live[tick]) - budget_bytes} bytes must be away at kernel {name!r} (tick {tick}), and"
-        f" the slow tiers lack room ({tiers or 'there is none with links both ways'}). Give a larger tier, or"
-        f" up to {int(problem.live[tick])} bytes of budget"
+        f"{int(problem.live[tick]) - budget_bytes} bytes must be evicted at kernel {name!r} (tick {tick}),"
+        f" and the slow tiers lack room ({tiers or 'no tier has links in both directions'}). Give a larger"
+        f" tier, or up to {int(problem.live[tick])} bytes of budget"
     )

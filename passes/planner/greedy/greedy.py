@@ -1,15 +1,19 @@
-"""The greedy planner. In: a problem and a budget. Out: the best plan of a small portfolio, by simulation.
+"""The greedy planner.
 
-One rung of the portfolio: choose gaps down to a target (`choose`), time them within the budget (`timing`),
-simulate, and time them again with the simulated clock, which knows where compute waits.
+In: a problem and a budget. Out: of a portfolio of plans, the plan with the shortest simulated step.
 
-- If a relaxation said where the step waits and what is away, the first rungs count a gap for as long as its
-  own transfers hide behind kernels and those stalls, stretched a little; some take only what is away there.
-- The next count a gap only for as long as its transfers hide behind kernels; they may lead nowhere.
-- The next count all of it, and the first of them leads to a plan whenever there is one: at worst it streams
-  everything and waits.
-- The last are like those two kinds, but they count no more bytes than are too many: where a few are, a large
-  tensor is not worth its transfers.
+A rung of the portfolio chooses gaps down to a target (`choose`), sets their ticks within the budget
+(`timing`) and simulates the plan. It then sets the ticks again with the simulated clock, which includes the
+stalls. The rungs differ in the ticks for which a gap counts:
+
+- The first rungs exist only if a relaxation was solved. They count the ticks for which the gap's transfers
+  hide behind kernels and behind the relaxation's stalls, which are stretched a little. Some of these rungs
+  take only gaps that the relaxation uses.
+- The next rungs count only the ticks for which the transfers hide behind kernels. They may find no plan.
+- The next rungs count the whole gap. The first of these rungs finds a plan if one exists. At worst this plan
+  streams all tensors and stalls.
+- The last rungs repeat the two previous kinds, but count only the bytes above the target (`sparing`). If few
+  bytes are above the target, a large tensor is not worth its transfers.
 """
 
 from __future__ import annotations
@@ -28,26 +32,29 @@ from .choose import GapChoice, choose_gaps
 from .packing import pack_gaps_into_tiers
 from .timing import Absence, Clock, choose_absence_ticks, stall_free_tick_ranges
 
-# Shares of the way from the budget to the floor that a target goes down: room for transfers in flight. On
-# seven synthetic Llama steps (8 and 32 layers, 20 to 80 GB, 4 and 8 SSDs) the best share was 0 to 0.5.
+# Targets as shares of the way from the budget down to the floor. The difference to the budget is room for
+# transfers in flight. The shares were measured on seven synthetic steps of Llama with 8 or 32 layers. The
+# machines had 20 to 80 GB and 4 or 8 SSDs. The best share was between 0 and 0.5, depending on the step.
 HIDDEN = (0.0, 0.15, 0.3, 0.5)
 LADDER = (0.0, 0.05, 0.25, 0.5, 0.75)
-# (stretch of the relaxation's stalls, least part away in it, shares). On five steps of Llama 8B (40 and 80
-# GB, 4 or 8 SSDs) plans were 1.1 to 2.4 % above the bound without these, and are 0.6 to 1.5 % with them.
+# Rungs guided by the relaxation: (stretch of the relaxation's stalls, least evicted part of a gap in the
+# relaxation, shares). The rungs were measured on five steps of Llama 8B. The machines had 40 or 80 GB and 4
+# or 8 SSDs. Without these rungs, the plans were 1.1 to 2.4 % above the bound. With these rungs, the plans
+# were 0.6 to 1.5 % above the bound.
 GUIDED: tuple[tuple[float, float, tuple[float, ...]], ...] = (
     (1.0, 0.01, (0.0, 0.1, 0.2)),
     (1.1, 0.01, (0.0, 0.1, 0.2)),
     (1.1, 0.0, (0.0, 0.3, 0.5, 0.6)),
 )
-WRITES_FIRST = (False, True, False, True, False)  # one timing each; each starts from the clock of the last
-HOPELESS = 1.05  # two timings of a rung that is so much worse than the best plan are enough
-GOOD = 1.02  # of the bound: with such a plan from the guided rungs, the others only cost time (3 of 10 s)
+WRITES_FIRST = (False, True, False, True, False)  # one timing per entry, with the previous timing's clock
+HOPELESS = 1.05  # a rung whose plan is slower than the best plan by this factor gets only two timings
+GOOD = 1.02  # factor of the bound: if guided rungs find such a plan, other rungs only cost time (3 of 10 s)
 
 
 def greedy(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
-    """The fastest plan found. Stops when one meets the bound or the time is up; `seed` changes nothing."""
+    """Return the fastest plan. Stop when a plan meets the bound or the time is up. `seed` is unused."""
     stop = monotonic() + time_limit_s
     best, best_ns = Plan("", "greedy", budget_bytes), -1
     for plan, period_ns in greedy_plans_with_periods(problem, machine, budget_bytes, bound_ns):
@@ -61,7 +68,7 @@ def greedy(
 def greedy_plans_with_periods(
     problem: Problem, machine: Machine, budget_bytes: int, bound_ns: int
 ) -> Iterator[tuple[Plan, int]]:
-    """Every plan with its period. PlanError at the end if there was none."""
+    """Yield every plan with its period. Raise PlanError at the end if there is no plan."""
     best_ns = -1
     for choice, start, guided in _choices_with_clocks(problem, budget_bytes):
         if not guided and 0 <= best_ns <= bound_ns * GOOD:
@@ -82,7 +89,10 @@ def greedy_plans_with_periods(
 def _plans_from_retimed_choice(
     problem: Problem, machine: Machine, budget_bytes: int, choice: GapChoice, clock: Clock, best_ns: int
 ) -> Iterator[tuple[Plan, int]]:
-    """A choice, timed again and again, as long as it is not hopeless beside the best."""
+    """Yield the plans of one choice, timed several times.
+
+    Stop early if a plan is much worse than the best.
+    """
     for lap, writes_first in enumerate(WRITES_FIRST):
         absences = choose_absence_ticks(problem, choice, budget_bytes, clock, writes_first)
         plan = plan_of_absences(problem, choice, absences, budget_bytes)
@@ -95,19 +105,21 @@ def _plans_from_retimed_choice(
 
 
 def _choices_with_clocks(problem: Problem, budget_bytes: int) -> Iterator[tuple[GapChoice, Clock, bool]]:
-    """The portfolio: choices, each with the clock by which it is timed first, and whether it is guided."""
+    """Yield the portfolio as (choice, clock of its first timing, whether the relaxation guided it)."""
     room = budget_bytes - int(problem.floor.max())
     alone = replace(problem, towards=())
-    # With several tiers, by the relaxation and by what each carries, in turn: on steps of Llama 8B with a
-    # host tier one or the other was up to 7 % better, and at 70B there is time for one setting of each.
-    tiers = (problem, alone) if len(problem.routes) > 1 else (alone,)
-    told = ((each, one) for each in GUIDED for one in tiers)
-    for (stretch, least_away, shares), one in told if problem.stalls_ns else ():
-        slow = _stretch_kernels_by_stalls(one, stretch)
+    # With several tiers, each setting is used two times. (1) The relaxation assigns the tiers. (2) The load
+    # of each route decides the tiers. The two ways were compared on steps of Llama 8B with a host tier. On
+    # some of these steps way (1) was better by up to 7 %. On the other steps way (2) was better by up to 7 %.
+    # On steps of Llama 70B there is time for only one setting of each way.
+    variants = (problem, alone) if len(problem.routes) > 1 else (alone,)
+    guided = ((setting, variant) for setting in GUIDED for variant in variants)
+    for (stretch, least_part, shares), variant in guided if problem.stalls_ns else ():
+        slow = _stretch_kernels_by_stalls(variant, stretch)
         windows = [
-            window if part >= least_away or gap.unused else (gap.end, gap.end)
+            window if part >= least_part or gap.unused else (gap.end, gap.end)
             for window, part, gap in zip(
-                stall_free_tick_ranges(slow), problem.away, problem.gaps, strict=True
+                stall_free_tick_ranges(slow), problem.evicted_parts, problem.gaps, strict=True
             )
         ]
         for choice in choose_gaps(slow, [budget_bytes - int(share * room) for share in shares], windows):
@@ -123,7 +135,7 @@ def _choices_with_clocks(problem: Problem, budget_bytes: int) -> Iterator[tuple[
 
 
 def _stretch_kernels_by_stalls(problem: Problem, stretch: float) -> Problem:
-    """The same with kernels as long as they take together with the stalls before them."""
+    """Return the problem with each kernel lengthened by the stall before the kernel."""
     kernels = tuple(
         replace(kernel, duration_ns=kernel.duration_ns + int(stretch * stall_ns))
         for kernel, stall_ns in zip(problem.profile.kernels, problem.stalls_ns, strict=True)
@@ -132,7 +144,7 @@ def _stretch_kernels_by_stalls(problem: Problem, stretch: float) -> Problem:
 
 
 def _evenly_stretched_clock(problem: Problem, choice: GapChoice) -> Clock:
-    """Kernel times, stretched evenly to what the busiest link needs: such steps wait somewhere anyway."""
+    """Return a clock whose step takes as long as the busiest link needs, with the stalls spread evenly."""
     busy: dict[tuple[str, str], int] = {}
     seen: set[tuple[int, int | None]] = set()
     for index in choice.gaps:
@@ -156,7 +168,10 @@ def _evenly_stretched_clock(problem: Problem, choice: GapChoice) -> Clock:
 
 
 def plan_of_absences(problem: Problem, choice: GapChoice, absences: list[Absence], budget_bytes: int) -> Plan:
-    """Moves in the order in which an engine issues them, and homes of what is away when the step ends."""
+    """Return the plan: homes, and moves in the order in which the engine issues them.
+
+    A tensor that is evicted at the end of the step has its home in its slow tier.
+    """
     ticks = len(problem.live)
     tensors = problem.profile.tensors
     issued: list[tuple[int, int, int, Move]] = []
@@ -190,7 +205,10 @@ def plan_of_absences(problem: Problem, choice: GapChoice, absences: list[Absence
 def _absences_and_whether_each_writes(
     problem: Problem, absences: list[Absence]
 ) -> Iterator[tuple[Absence, bool]]:
-    """Each absence, and whether it writes: the first of a version that is left does (they come by age)."""
+    """Yield (absence, whether it writes).
+
+    Absences are in order of age. The first absence of a version writes.
+    """
     seen: set[tuple[int, int | None]] = set()
     for absence in absences:
         gap = problem.gaps[absence.gap]

@@ -1,8 +1,10 @@
-"""What goes where, when slow tiers are nearly full. In: a problem and a budget. Out: a choice, or why not.
+"""The choice of tiers and gaps for slow tiers that are nearly full.
 
-A choice that goes gap by gap may fill a tier with what had better gone elsewhere. Here all is decided at
-once, by a solver: which tensors have a place in which tier, and which gaps are spent there. It looks at bytes
-only, not at time, and moves as few as it can. If there is no choice, there is no plan.
+In: a problem and a budget. Out: a choice, or a PlanError with the reason why no choice exists.
+
+`choose` works gap by gap, so it may fill a tier with tensors that fit better into another tier. Here a solver
+chooses the tier of every tensor together with the gaps to evict in. The solver minimizes the bytes that move,
+and ignores time. If the solver proves that no choice exists, no plan exists either.
 """
 
 from __future__ import annotations
@@ -15,17 +17,20 @@ from ..problem import solvers
 from ..problem.problem import Problem
 from .choose import GapChoice, lifetime, no_tier_room_error
 
-PACKING_S = 5.0  # for a solver that needs milliseconds where tensors are hundreds
+PACKING_S = 5.0  # time limit of the solver, which needs milliseconds for hundreds of tensors
 
 
 def pack_gaps_into_tiers(problem: Problem, budget_bytes: int) -> GapChoice:
-    """PlanError with the certificate if nothing fits, or if none was found in time."""
+    """Return the choice whose evictions move the fewest bytes.
+
+    Raise PlanError if no choice exists, if no choice was found in time, or if OR-Tools is missing.
+    """
     gaps, routes = problem.gaps, problem.routes
     if not routes:
         raise no_tier_room_error(problem, budget_bytes)
     if not solvers.is_ortools_installed():
         raise PlanError(
-            f"{no_tier_room_error(problem, budget_bytes)} (ortools, which is missing, might find a way)"
+            f"{no_tier_room_error(problem, budget_bytes)} (install ortools: its solver may find a way)"
         )
     from ortools.sat.python import cp_model
 
@@ -35,12 +40,12 @@ def pack_gaps_into_tiers(problem: Problem, budget_bytes: int) -> GapChoice:
         if gap.tensor not in places:
             places[gap.tensor] = [model.new_bool_var("") for _ in routes]
             model.add_at_most_one(places[gap.tensor])
-    away = [model.new_bool_var("") for _ in gaps]
-    for gap, bit in zip(gaps, away, strict=True):
+    evicted = [model.new_bool_var("") for _ in gaps]
+    for gap, bit in zip(gaps, evicted, strict=True):
         model.add_bool_or(*places[gap.tensor], bit.negated())
-    _add_memory_limit(problem, budget_bytes, model, away)
+    _add_memory_limit(problem, budget_bytes, model, evicted)
     _add_tier_limits(problem, model, places)
-    model.minimize(sum(gap.size_bytes * bit for gap, bit in zip(gaps, away, strict=True)))
+    model.minimize(sum(gap.size_bytes * bit for gap, bit in zip(gaps, evicted, strict=True)))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_time_in_seconds = PACKING_S
@@ -50,9 +55,9 @@ def pack_gaps_into_tiers(problem: Problem, budget_bytes: int) -> GapChoice:
         raise no_tier_room_error(problem, budget_bytes)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise PlanError(
-            f"{no_tier_room_error(problem, budget_bytes)} (this was not proven: {PACKING_S:g} s did not do)"
+            f"{no_tier_room_error(problem, budget_bytes)} (not proven: the solver had {PACKING_S:g} s)"
         )
-    taken = tuple(index for index, bit in enumerate(away) if solver.boolean_value(bit))
+    taken = tuple(index for index, bit in enumerate(evicted) if solver.boolean_value(bit))
     on = {
         gaps[index].tensor: next(
             route
@@ -64,11 +69,11 @@ def pack_gaps_into_tiers(problem: Problem, budget_bytes: int) -> GapChoice:
     return GapChoice(budget_bytes, taken, on)
 
 
-def _add_memory_limit(problem: Problem, budget_bytes: int, model: Any, away: list[Any]) -> None:
-    """At each tick, what is above the budget is away."""
+def _add_memory_limit(problem: Problem, budget_bytes: int, model: Any, evicted: list[Any]) -> None:
+    """Require at each tick that the evicted bytes reduce the ledger to the budget."""
     ticks = len(problem.live)
     inside: list[list[Any]] = [[] for _ in range(ticks)]
-    for gap, bit in zip(problem.gaps, away, strict=True):
+    for gap, bit in zip(problem.gaps, evicted, strict=True):
         for tick in range(gap.start + 1, gap.end):
             inside[tick % ticks].append(gap.size_bytes * bit)
     for tick, terms in enumerate(inside):
@@ -77,12 +82,12 @@ def _add_memory_limit(problem: Problem, budget_bytes: int, model: Any, away: lis
 
 
 def _add_tier_limits(problem: Problem, model: Any, places: dict[int, list[Any]]) -> None:
-    """A tier has room for its tensors, while they live."""
+    """Require that each tier has room for its tensors while they live."""
     sizes = {gap.tensor: gap.size_bytes for gap in problem.gaps}
     lives = {tensor: lifetime(problem, tensor) for tensor in places}
     for number, route in enumerate(problem.routes):
         if sum(sizes.values()) <= route.capacity_bytes:
             continue
         for tick in sorted({first for first, _ in lives.values()}):
-            there = [t for t, (first, end) in lives.items() if first <= tick < end]
-            model.add(sum(sizes[t] * places[t][number] for t in there) <= route.capacity_bytes)
+            alive = [t for t, (first, end) in lives.items() if first <= tick < end]
+            model.add(sum(sizes[t] * places[t][number] for t in alive) <= route.capacity_bytes)

@@ -1,14 +1,18 @@
-"""When bytes leave and return. In: a choice, and when each tick is entered. Out: an absence per gap.
+"""The ticks of evictions and fetches. In: a choice, and the entry time of each tick. Out: an absence per gap.
 
     tick      start+1            free                trigger              end
     kernel    |                  |                   |                    |
-              evict is issued    bytes are gone      fetch is issued      tensor is needed
+              evict is issued    bytes are free      fetch is issued      tensor is needed
 
-Every gap begins with the widest absence, free = start + 1 and trigger = end: there compute waits for each
-transfer in full, and the ledger is lowest. Then what room the budget leaves is given out, a little to
-everyone first: as much as a transfer takes by itself, then as much as it takes with its queue on the link,
-then whatever is left (early fetches, latest start first). No step can put the ledger above the budget, so the
-result is a plan at every moment.
+Each gap starts with its widest absence, free = start + 1 and trigger = end. With the widest absences compute
+waits for each transfer in full, and the ledger is lowest. The room below the budget is then distributed in
+three rounds:
+
+    1    each transfer gets the ticks that it takes alone
+    2    each transfer gets the ticks that it takes together with the queue of its link
+    3    fetches get the remaining room, in the order of their triggers
+
+No round puts the ledger above the budget, so the absences form a valid plan after each change.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from .choose import GapChoice
 
 @dataclass(slots=True)
 class Absence:
-    """A gap spent in a slow tier. `write_ns` is 0 for a drop."""
+    """A gap in which the tensor is evicted. `write_ns` is 0 for a drop."""
 
     gap: int
     route: Route
@@ -37,7 +41,10 @@ class Absence:
 
 
 class Clock:
-    """When each tick is entered; ticks beyond the step are entered one period later."""
+    """The entry time of each tick.
+
+    A tick of the next step is entered one period after the same tick of this step.
+    """
 
     def __init__(self, entered_ns: Sequence[int], period_ns: int) -> None:
         self.ticks = len(entered_ns)
@@ -45,7 +52,7 @@ class Clock:
 
     @classmethod
     def without_stalls(cls, profile: Profile) -> Clock:
-        """Kernels one after another."""
+        """Return the clock of a step whose kernels run one after another."""
         entered = [0, *accumulate(kernel.duration_ns for kernel in profile.kernels)]
         return cls(entered[:-1] or [0], max(entered[-1], 1))
 
@@ -53,18 +60,21 @@ class Clock:
         return self.entered_ns[tick + self.ticks]
 
     def last_tick_at_or_before(self, time_ns: int) -> int:
-        """The last tick that is entered no later than this."""
+        """Return the last tick that is entered at or before this time."""
         return bisect_right(self.entered_ns, time_ns) - 1 - self.ticks
 
     def first_tick_at_or_after(self, time_ns: int) -> int:
-        """The first tick that is entered no earlier than this."""
+        """Return the first tick that is entered at or after this time."""
         return bisect_left(self.entered_ns, time_ns) - self.ticks
 
 
 def choose_absence_ticks(
     problem: Problem, choice: GapChoice, budget_bytes: int, clock: Clock, writes_first: bool
 ) -> list[Absence]:
-    """Absences of a choice, with as much overlap as the budget has room for; none for unused tensors."""
+    """Return the absences of a choice, with as much overlap as the budget allows.
+
+    Unused tensors get no absence.
+    """
     absences = _widest_absences(problem, choice)
     ledger = BytesByTick(problem.live)
     for index in choice.gaps:
@@ -86,8 +96,8 @@ def choose_absence_ticks(
         absence.free = max(later, absence.free)
 
     written = [absence for absence in absences if absence.write_ns]
-    back = sorted(absences, key=lambda a: (problem.gaps[a.gap].end, a.gap))
-    gone = sorted(written, key=lambda a: (problem.gaps[a.gap].start, a.gap))
+    by_end = sorted(absences, key=lambda a: (problem.gaps[a.gap].end, a.gap))
+    by_start = sorted(written, key=lambda a: (problem.gaps[a.gap].start, a.gap))
     start_of, end_of = (lambda a: problem.gaps[a.gap].start + 1), (lambda a: problem.gaps[a.gap].end)
     queued_reads = _latest_fetch_starts(absences, end_of, clock)
     queued_writes = _earliest_write_ends(written, start_of, clock)
@@ -99,7 +109,7 @@ def choose_absence_ticks(
         (lambda a: queued_reads[a.gap], lambda a: queued_writes[a.gap]),
     ]
     for reads, writes in rounds:
-        steps = [(fetch_earlier, reads, back), (evict_later, writes, gone)]
+        steps = [(fetch_earlier, reads, by_end), (evict_later, writes, by_start)]
         for extend, wanted, order in reversed(steps) if writes_first else steps:
             for absence in order:
                 extend(wanted, absence)
@@ -109,9 +119,10 @@ def choose_absence_ticks(
 
 
 def stall_free_tick_ranges(problem: Problem) -> list[tuple[int, int]]:
-    """For each gap the ticks for which its bytes can be away if transfers run behind kernels; may be none.
+    """Return, for each gap, the ticks in which its tensor can be evicted without a stall.
 
-    Links are taken to be free, and the fastest.
+    In these ticks the gap's transfers hide behind kernels. The range may be empty. Each transfer is assumed
+    to run alone, on the links of the fastest route.
     """
     clock, now_ns = Clock.without_stalls(problem.profile), problem.profile.compute_ns
     windows = []
@@ -125,14 +136,18 @@ def stall_free_tick_ranges(problem: Problem) -> list[tuple[int, int]]:
             )
             read_ns = min(transfer_ns(route.back, gap.size_bytes), now_ns)
             end = clock.last_tick_at_or_before(clock.ns_at_tick(end) - read_ns)
-        # Kernels of no duration are all entered at once, so a tick by time may lie outside the gap.
+        # Kernels of no duration are all entered at the same time, so a tick found by time may be outside the
+        # gap.
         first, end = max(first, gap.start + 1), min(end, gap.end)
         windows.append((first, end) if first < end else (gap.end, gap.end))
     return windows
 
 
 def _widest_absences(problem: Problem, choice: GapChoice) -> list[Absence]:
-    """The widest absences. The first gap of a version writes it, the others find a clean copy and drop."""
+    """Return the widest absence of each gap.
+
+    The first gap of a version writes the copy, and the other gaps drop.
+    """
     ticks, seen = len(problem.live), set()
     absences = []
     for index in sorted(choice.gaps, key=lambda i: (problem.gaps[i].ticks_since_write(ticks), i)):
@@ -152,9 +167,10 @@ def _widest_absences(problem: Problem, choice: GapChoice) -> list[Absence]:
 def _latest_fetch_starts(
     absences: list[Absence], end_of: Callable[[Absence], int], clock: Clock
 ) -> dict[int, int]:
-    """The tick at which each fetch should be issued if the link always serves the latest need last.
+    """Return the tick at which to issue each fetch.
 
-    Walks backwards over two steps, so that the first step's fetches queue behind those of the step after.
+    Each link is assumed to serve fetches in the order in which their tensors are needed. The loop walks
+    backwards over two steps, so that it includes fetches queued across the end of the step.
     """
     wanted: dict[int, int] = {}
     until_ns: dict[Route, int] = {}
@@ -172,7 +188,7 @@ def _latest_fetch_starts(
 def _earliest_write_ends(
     absences: list[Absence], start_of: Callable[[Absence], int], clock: Clock
 ) -> dict[int, int]:
-    """The tick by which each write is done if the link serves writes in the order in which gaps begin."""
+    """Return the tick by which each write is done, if each link serves writes in the order of their issue."""
     wanted: dict[int, int] = {}
     from_ns: dict[Route, int] = {}
     for lap in (0, 1):

@@ -1,9 +1,11 @@
-"""What a planner decides about. In: profile, machine, names that must stay. Out: gaps, routes and ledgers.
+"""The problem that every planner solves.
 
-A gap is an idle interval of a tensor: after its use at `start` and before its use at `end`. Gaps of
-persistent tensors may go around the end of the step, so `end` may be at or beyond the number of kernels, at
-most one step after `start`. The widest absence in a gap is from tick `start + 1` up to `end`, where the
-tensor must be back.
+In: a profile, a machine, names of tensors to keep resident. Out: gaps, routes, ledgers.
+
+A gap is an idle interval of a tensor, after its use at `start` and before its use at `end`. The gap of a
+persistent tensor may cross the end of the step. In that case `end` is at least the number of kernels, but at
+most one step after `start`. In the widest absence of a gap the tensor is evicted from tick `start + 1` to
+tick `end`.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from teraio.formats.machine import Link, Machine
 from teraio.formats.profile import Profile, Tensor
 
 DEVICE = "device"
-Bytes = NDArray[Any]  # int64, one row per tick
+Bytes = NDArray[Any]  # an array of int64 with one row per tick
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """`version` is the tick of the write that made these bytes, None if no kernel makes them (always clean).
+    """An idle interval of one tensor.
 
-    `unused`: no kernel of the step touches the tensor; it may live in a slow tier without any move.
+    version    tick of the write that made these bytes; None if no kernel writes them: they are always clean
+    unused     True if no kernel of the step touches the tensor; its home may be a slow tier without any move
     """
 
     tensor: int
@@ -38,13 +41,16 @@ class Gap:
     unused: bool = False
 
     def ticks_since_write(self, ticks: int) -> int:
-        """Ticks since these bytes were made; the gaps of one version come in this order."""
+        """Return the ticks since these bytes were written.
+
+        This number is the gap's age within its version.
+        """
         return 0 if self.version is None else (self.start - self.version) % ticks
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A slow tier with a link both ways."""
+    """A slow tier with a link in each direction."""
 
     tier: str
     capacity_bytes: int
@@ -54,10 +60,16 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`live`: ledger if nothing moves; `floor`: if everything that may move is away whenever it is idle.
+    """The gaps, routes and ledgers of a profile, with hints from a relaxation.
 
-    Hints from a relaxation, empty if there is none: `stalls_ns`, by tick, where a step waits even at best;
-    `away`, by gap, which part of its bytes is away then; `towards`, by tensor, on which route (-1: on none).
+    live             bytes on the device by tick if no tensor moves
+    floor            bytes on the device by tick if every movable tensor is evicted whenever it is idle
+
+    The hints are empty without a relaxation:
+
+    stalls_ns        by tick: the stall in the relaxation's optimum
+    evicted_parts    by gap: the largest fraction of its bytes that is evicted at a check kernel
+    towards          by tensor: the index of its route, or -1 if the tensor never moves
     """
 
     profile: Profile
@@ -66,7 +78,7 @@ class Problem:
     live: Bytes
     floor: Bytes
     stalls_ns: tuple[int, ...] = ()
-    away: tuple[float, ...] = ()
+    evicted_parts: tuple[float, ...] = ()
     towards: tuple[int, ...] = ()
 
     @property
@@ -75,12 +87,15 @@ class Problem:
 
 
 def transfer_ns(link: Link, size_bytes: int) -> int:
-    """Whole nanoseconds for which a transfer occupies its lane, rounded up."""
+    """Return the time for which a transfer occupies its lane, rounded up to whole nanoseconds."""
     return link.latency_ns - (-size_bytes * 1_000_000_000 // link.bandwidth_bytes_per_s)
 
 
 def build_problem(profile: Profile, machine: Machine | None = None, keep: Collection[str] = ()) -> Problem:
-    """Gaps and ledgers of a profile. Inputs belong to the user and `keep` was asked to stay: no gaps."""
+    """Return the gaps and ledgers of a profile. Inputs and tensors in `keep` get no gaps.
+
+    Inputs belong to the user. The caller keeps the tensors in `keep` resident.
+    """
     ticks = max(len(profile.kernels), 1)
     live = np.zeros(ticks, np.int64)
     live[: len(profile.kernels)] = [kernel.workspace_bytes for kernel in profile.kernels]
@@ -102,7 +117,7 @@ def build_problem(profile: Profile, machine: Machine | None = None, keep: Collec
 
 
 def _gaps_of_tensor(index: int, tensor: Tensor, uses: list[int], ticks: int) -> list[Gap]:
-    """The idle intervals of one tensor, in the order of the step."""
+    """Return the idle intervals of one tensor, in the order of the step."""
     if tensor.size_bytes == 0:
         return []
     if not uses:
@@ -119,7 +134,7 @@ def _gaps_of_tensor(index: int, tensor: Tensor, uses: list[int], ticks: int) -> 
 
 
 def _routes_to_slow_tiers(machine: Machine) -> tuple[Route, ...]:
-    """Slow tiers that can be reached and come back, the fastest first."""
+    """Return a route for each slow tier that has links in both directions, the fastest first."""
     links = {(link.source, link.target): link for link in machine.links}
     routes = [
         Route(tier.name, tier.capacity_bytes, links[DEVICE, tier.name], links[tier.name, DEVICE])
@@ -130,12 +145,15 @@ def _routes_to_slow_tiers(machine: Machine) -> tuple[Route, ...]:
 
 
 def smallest_budget(profile: Profile, keep: Collection[str] = ()) -> int:
-    """The bytes no plan can go below: a kernel's largest working set, with workspace and what must stay."""
+    """Return the smallest budget with which a plan can exist: the largest working set of any kernel.
+
+    The working set includes the kernel's workspace and the tensors that are kept resident.
+    """
     return int(build_problem(profile, None, keep).floor.max())
 
 
 def refuse_budget_below_floor(problem: Problem, budget_bytes: int) -> None:
-    """Raise with the certificate if no plan can exist: the kernel whose working set exceeds the budget."""
+    """Raise PlanError if the working set of a kernel exceeds the budget. No plan can exist then."""
     tick = int(problem.floor.argmax())
     needed = int(problem.floor[tick])
     if needed <= budget_bytes:
@@ -143,21 +161,21 @@ def refuse_budget_below_floor(problem: Problem, budget_bytes: int) -> None:
     name = problem.profile.kernels[tick].name if problem.profile.kernels else "(no kernels)"
     workspace = problem.profile.kernels[tick].workspace_bytes if problem.profile.kernels else 0
     raise PlanError(
-        f"step needs {needed} bytes at kernel {name!r} (tick {tick}): its tensors, what must stay, and"
-        f" {workspace} bytes of workspace; the budget is {budget_bytes}. Give at least {needed} bytes,"
+        f"step needs {needed} bytes at kernel {name!r} (tick {tick}): its tensors, all tensors kept resident"
+        f" and {workspace} bytes of workspace; the budget is {budget_bytes}. Give at least {needed} bytes,"
         f" or a smaller batch"
     )
 
 
 class BytesByTick:
-    """Bytes on the device by tick, around the step. Windows are [first, end), at most one step long."""
+    """Bytes by tick. The ticks are cyclic, as the step is. A window [first, end) is at most one step long."""
 
     def __init__(self, rows: Bytes) -> None:
         self.rows = rows.copy()
         self.ticks = len(rows)
 
     def add_bytes_between(self, first: int, end: int, size_bytes: int) -> None:
-        """Add bytes to a window; negative bytes take away."""
+        """Add bytes to a window, or subtract them if `size_bytes` is negative."""
         if end <= first:
             return
         assert end - first <= self.ticks, (first, end)
@@ -167,21 +185,21 @@ class BytesByTick:
             self.rows[: end - self.ticks] += size_bytes
 
     def rows_between(self, first: int, end: int) -> Bytes:
-        """The rows of a window, in order."""
+        """Return the rows of a window, in the order of its ticks."""
         first, end = first % self.ticks, first % self.ticks + end - first
         if end <= self.ticks:
             return self.rows[first:end]
         return np.concatenate((self.rows[first:], self.rows[: end - self.ticks]))
 
     def earliest_tick_with_room(self, first: int, end: int, size_bytes: int, limit: int) -> int:
-        """The earliest tick from `first` on from which the bytes fit without a break up to `end`."""
+        """Return the earliest tick, at least `first`, from which the bytes fit at every tick up to `end`."""
         if end <= first:
             return end
         full = np.flatnonzero(self.rows_between(first, end) > limit - size_bytes)
         return first + int(full[-1]) + 1 if len(full) else first
 
     def latest_tick_with_room(self, first: int, end: int, size_bytes: int, limit: int) -> int:
-        """The latest tick up to `end` until which the bytes fit without a break from `first` on."""
+        """Return the latest tick, at most `end`, up to which the bytes fit at every tick from `first` on."""
         if end <= first:
             return first
         full = np.flatnonzero(self.rows_between(first, end) > limit - size_bytes)

@@ -1,22 +1,23 @@
-"""What a person who waits for a plan is told: who plans, and how good the best plan so far is."""
+"""Progress lines for a person who waits for a plan: the planner at work, and its best step so far."""
 
 from __future__ import annotations
 
 from teraio.progress import tell_progress
 from teraio.units import fmt_ns
 
-# Of the step that is being planned. Planners are given another: the one at which they may stop.
+# Certified bound of the step that is being planned. The `bound_ns` argument of a planner can be larger,
+# because it is the step time at which the planner may stop.
 _BOUND_NS = 0
 
 
 def remember_bound_for_progress(bound_ns: int) -> None:
-    """Notes the bound that is known by now, for what is told from here on."""
+    """Remember the best bound found so far for all later progress lines."""
     global _BOUND_NS
     _BOUND_NS = bound_ns
 
 
 def show_best_step(planner: str, best_ns: int) -> None:
-    """Tells the best step that this planner has so far, against the bound."""
+    """Show the best step that this planner has found so far, and its distance from the bound."""
     bound_ns = _BOUND_NS
 
     def text() -> str:
@@ -27,5 +28,5 @@ def show_best_step(planner: str, best_ns: int) -> None:
 
 
 def show_bound_search(count: int) -> None:
-    """Tells that the bound is being found."""
-    tell_progress(f"the bound, by a relaxation of {count} kernels")
+    """Show that the relaxation is being solved, with the number of its check kernels."""
+    tell_progress(f"lower bound by a relaxation with {count} check kernels")

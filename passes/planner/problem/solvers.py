@@ -1,4 +1,5 @@
-"""OR-Tools, where it is installed. Without it plans are greedy's and the search's, and bounds simple ones."""
+"""OR-Tools, if it is installed. Without OR-Tools, greedy and search make the plans, and only the simple bound
+is known."""
 
 from __future__ import annotations
 
@@ -11,13 +12,16 @@ log = logging.getLogger("teraio")
 
 @cache
 def is_ortools_installed() -> bool:
-    """Imported here for the first time: planning is what it is for. Says once if it is not there."""
+    """Return True if OR-Tools can be imported. Warn once per process if it cannot.
+
+    The import happens here, so a process that never plans does not pay for it.
+    """
     try:
         import_module("ortools")
     except ImportError as error:
         log.warning(
-            "teraio: plans are made without OR-Tools (%s): they are found by search alone, and how far they "
-            "are from the best possible ones is known but roughly. Install it: pip install ortools",
+            "teraio: plans are made without OR-Tools (%s): the integer program is skipped, and the lower "
+            "bound on the step time is only the simple one. Install it: pip install ortools",
             error,
         )
         return False

@@ -1,12 +1,12 @@
-"""Planners of published systems, by their rules, for comparison and for `auto`'s portfolio.
+"""Planners of published systems, made by their published rules, for comparison and for `auto`'s portfolio.
 
 In: a problem, a machine, a budget. Out: the plan that the published rules make, or a PlanError.
 
-    common          absences in, a plan out; links as bins of bytes
-    zero_infinity   layer by layer, as ZeRO-Infinity streams
-    g10             every transfer hidden behind kernels, or a refusal
-    tencache        a sliding window over size classes
-    teraio_paper    the greedy of the TERAIO paper
+    common          the plan from absences, and the bytes that each link can still carry
+    zero_infinity   the layer-wise streaming of ZeRO-Infinity
+    g10             G10, whose plan hides every transfer behind kernels, or is refused
+    tencache        the sliding window of 10Cache over size classes
+    teraio_paper    the greedy algorithm of the TERAIO paper
 
-Invariant: their plans pass plan_check like all others.
+Invariant: plan_check accepts every plan of these planners.
 """

@@ -1,8 +1,9 @@
-"""What the planners of published systems have in common: absences in, a plan out; links as bins of bytes.
+"""The common part of the planners of published systems. In: absences. Out: a plan, or a PlanError.
 
-Each system decides which gaps are spent away, where, and when transfers begin. It does not get the timing,
-write elision or portfolio of ours, so that the comparison is with what was published. Where one ends above
-its budget, the plan is refused with the bytes, as the system would fail.
+Each system chooses the gaps to evict in, the tiers, and the ticks of transfers. The systems do not use three
+parts of greedy: its timing, its elision of writes, and its portfolio. A comparison is therefore with the
+published rules. If the plan of a system needs more than its budget, PlanError names the excess bytes, because
+the real system would fail as well.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from ..problem.problem import Bytes, BytesByTick, Gap, Problem, Route
 
 @dataclass(slots=True)
 class Absence:
-    """A gap spent in a slow tier. Its eviction is issued when the gap begins; its bytes are gone from `free`
-    on; its fetch is issued at `trigger`. Without `writes` a good copy is there already."""
+    """A gap in which the tensor is evicted. The eviction is issued when the gap begins, and its bytes are
+    free from tick `free` on. The fetch is issued at `trigger`. If `writes` is False, the slow tier has a
+    clean copy."""
 
     gap: int
     route: Route
@@ -30,17 +32,25 @@ class Absence:
     trigger: int
     writes: bool = True
 
+    def change_free(self, tick: int) -> None:
+        """Set the tick from which the bytes count as free."""
+        self.free = tick
+
+    def change_trigger(self, tick: int) -> None:
+        """Set the tick at which the fetch is issued."""
+        self.trigger = tick
+
 
 class TierRoom:
-    """How full the slow tiers are. A tensor keeps its place for the whole step."""
+    """The room left in each slow tier. A tensor keeps its bytes in a tier for the whole step."""
 
     def __init__(self, problem: Problem) -> None:
         self.left = {route: route.capacity_bytes for route in problem.routes}
         self.of: dict[int, Route] = {}
 
     def has_room(self, gap: Gap, route: Route) -> bool:
-        there = self.of.get(gap.tensor)
-        return there is route if there else self.left[route] >= gap.size_bytes
+        assigned = self.of.get(gap.tensor)
+        return assigned is route if assigned else self.left[route] >= gap.size_bytes
 
     def assign_tier(self, gap: Gap, route: Route) -> None:
         if gap.tensor not in self.of:
@@ -49,7 +59,10 @@ class TierRoom:
 
 
 class LinkCapacity:
-    """Bytes that a link can still carry while each kernel runs. Links that share a bandwidth do so here."""
+    """The bytes that each link can still carry while each kernel runs.
+
+    Shared bandwidths are taken into account.
+    """
 
     def __init__(self, problem: Problem, machine: Machine) -> None:
         self.durations = np.array([k.duration_ns for k in problem.profile.kernels] or [0], np.float64)
@@ -61,19 +74,22 @@ class LinkCapacity:
         return np.minimum(own, self.shared[link.shares]) if link.shares else own
 
     def first_tick_transfer_is_done(self, link: Link, start: int, end: int, size_bytes: int) -> int:
-        """The first tick by which a transfer that begins at `start` is done; `end` if it is not before."""
+        """Return the first tick by which a transfer that begins at `start` is done, at most `end`."""
         sums = np.cumsum(_rows_between(self.bytes_left_by_tick(link), start, end))
         return min(start + int(np.searchsorted(sums, size_bytes)) + 1, end)
 
     def last_tick_to_start_transfer(self, link: Link, start: int, end: int, size_bytes: int) -> int:
-        """The last tick at which a transfer may begin to be done by `end`; `start` if none is after it."""
+        """Return the last tick, at least `start`, at which a transfer may begin and be done by `end`."""
         sums = np.cumsum(_rows_between(self.bytes_left_by_tick(link), start, end)[::-1])
         return max(end - int(np.searchsorted(sums, size_bytes)) - 1, start)
 
     def commit_transfer(
         self, link: Link, start: int, end: int, size_bytes: int, *, backwards: bool = False
     ) -> None:
-        """Carry a transfer in this window, from its beginning or, backwards, from its end."""
+        """Reserve the bytes of a transfer from the first tick of this window on.
+
+        With `backwards`, reserve them from the last tick of the window back.
+        """
         ticks = np.arange(start, end) % len(self.durations)
         ticks = ticks[::-1] if backwards else ticks
         left = self.bytes_left_by_tick(link)[ticks]
@@ -90,7 +106,10 @@ def _rows_between(rows: Bytes, start: int, end: int) -> Bytes:
 
 
 def tiers_and_ledger_without_unused(problem: Problem) -> tuple[TierRoom, BytesByTick]:
-    """Tensors that no kernel uses are put away, each on the first tier with room; all else is there."""
+    """Return the tiers and the ledger after eviction of all tensors that no kernel uses.
+
+    Each unused tensor is assigned to the first tier with room. All other tensors are resident.
+    """
     tiers, ledger = TierRoom(problem), BytesByTick(problem.live)
     for gap in problem.gaps:
         route = next((r for r in problem.routes if gap.unused and tiers.has_room(gap, r)), None)
@@ -100,34 +119,40 @@ def tiers_and_ledger_without_unused(problem: Problem) -> tuple[TierRoom, BytesBy
     return tiers, ledger
 
 
-def mark_writing_absences(problem: Problem, aways: Sequence[Absence]) -> list[Absence]:
-    """The first absence of a version writes it, the others find its copy good: for systems that know which
-    tensors are unchanged. Absences of no time are left out."""
+def mark_writing_absences(problem: Problem, absences: Sequence[Absence]) -> list[Absence]:
+    """Return the absences with `writes` set only for the first absence of each version.
+
+    The other absences drop. The planners of systems that track unchanged tensors call this function. Empty
+    absences are left out.
+    """
     ticks, seen, useful = len(problem.live), set(), []
 
-    def age_sort_key(away: Absence) -> tuple[int, int]:
-        return problem.gaps[away.gap].ticks_since_write(ticks), away.gap
+    def age_sort_key(absence: Absence) -> tuple[int, int]:
+        return problem.gaps[absence.gap].ticks_since_write(ticks), absence.gap
 
-    for away in sorted(aways, key=age_sort_key):
-        gap = problem.gaps[away.gap]
-        away.writes = gap.version is not None and (gap.tensor, gap.version) not in seen
-        away.free = away.free if away.writes else gap.start + 1
-        if away.free < away.trigger:
+    for absence in sorted(absences, key=age_sort_key):
+        gap = problem.gaps[absence.gap]
+        absence.writes = gap.version is not None and (gap.tensor, gap.version) not in seen
+        absence.free = absence.free if absence.writes else gap.start + 1
+        if absence.free < absence.trigger:
             seen.add((gap.tensor, gap.version))
-            useful.append(away)
+            useful.append(absence)
     return useful
 
 
 def plan_of_absences(
-    problem: Problem, aways: Sequence[Absence], tiers: TierRoom, budget_bytes: int, name: str, fails: str
+    problem: Problem, absences: Sequence[Absence], tiers: TierRoom, budget_bytes: int, name: str, fails: str
 ) -> Plan:
-    """The plan of these absences, unless they leave more than the budget on the device: then PlanError with
-    the bytes, and with what this means for the system (`fails`)."""
-    aways = [away for away in aways if away.free < away.trigger]
+    """Return the plan of these absences.
+
+    Raise PlanError if more bytes than the budget would be resident. `fails` describes how the real system
+    would fail.
+    """
+    absences = [absence for absence in absences if absence.free < absence.trigger]
     unused = [gap for gap in problem.gaps if gap.unused and gap.tensor in tiers.of]
     _, ledger = tiers_and_ledger_without_unused(problem)
-    for away in aways:
-        ledger.add_bytes_between(away.free, away.trigger, -problem.gaps[away.gap].size_bytes)
+    for absence in absences:
+        ledger.add_bytes_between(absence.free, absence.trigger, -problem.gaps[absence.gap].size_bytes)
     tick = int(ledger.rows.argmax())
     over = int(ledger.rows[tick]) - budget_bytes
     if over > 0:
@@ -140,17 +165,17 @@ def plan_of_absences(
     tensors, ticks = problem.profile.tensors, len(problem.live)
     homes = [Home(tensors[gap.tensor].name, tiers.of[gap.tensor].tier) for gap in unused]
     issued: list[tuple[int, int, int, Move]] = []
-    for away in aways:
-        gap = problem.gaps[away.gap]
-        tensor, tier = tensors[gap.tensor], away.route.tier
+    for absence in absences:
+        gap = problem.gaps[absence.gap]
+        tensor, tier = tensors[gap.tensor], absence.route.tier
         out = gap.start + 1
         shift = out // ticks * ticks
-        evict = Evict(tensor.name, tier, away.free - shift, out - shift if away.writes else None)
-        issued.append((out % ticks, gap.end, away.gap, evict))
-        shift = away.trigger // ticks * ticks
-        fetch = Fetch(tensor.name, tier, away.trigger - shift, gap.end - shift)
-        issued.append((away.trigger % ticks, gap.end, away.gap, fetch))
-        if tensor.persistent and away.free < ticks <= gap.end:
+        evict = Evict(tensor.name, tier, absence.free - shift, out - shift if absence.writes else None)
+        issued.append((out % ticks, gap.end, absence.gap, evict))
+        shift = absence.trigger // ticks * ticks
+        fetch = Fetch(tensor.name, tier, absence.trigger - shift, gap.end - shift)
+        issued.append((absence.trigger % ticks, gap.end, absence.gap, fetch))
+        if tensor.persistent and absence.free < ticks <= gap.end:
             homes.append(Home(tensor.name, tier))
     moves = tuple(move for *_, move in sorted(issued, key=lambda row: row[:3]))
     return Plan("", name, budget_bytes, tuple(sorted(homes, key=lambda home: home.tensor)), moves)

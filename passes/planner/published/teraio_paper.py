@@ -1,17 +1,20 @@
-"""The greedy of the TERAIO paper. In: a problem. Out: a plan; kernels wait where links do not keep up.
+"""The greedy algorithm of the TERAIO paper.
+
+In: a problem. Out: a plan. Kernels wait for transfers if the links are too slow.
 
 Source: "TERAIO: Cost-Efficient LLM Training with Lifetime-Aware Tensor Offloading via GPUDirect Storage",
 NeurIPS 2025 (arXiv 2506.06472), section 3.2 and algorithm 1; its code was not published:
 
     line 1-3        candidates: a tensor and one of its inactive periods; memory required at each kernel
-    line 4-5, 16-17 bandwidth promised before shrinks the period to [offloaded, prefetch]
-    line 6-8        benefit: the integral of what the absence takes off the part of memory above capacity;
-                    cost: the time of its offload and of its prefetch; the best ratio first
-    line 9-11       its bandwidth is committed, until required memory is below capacity
-    destination     the SSD first; the host, up to its capacity, where the SSD's bandwidth is used up
-    urgent          what still does not fit makes kernels wait; such transfers are served first
+    line 4-5, 16-17 earlier choices have reserved bandwidth; this shrinks the period to [offloaded, prefetch]
+    line 6-8        benefit: the integral of the bytes above capacity that the absence removes;
+                    cost: the time of its offload and of its prefetch; the highest ratio comes first
+    line 9-11       bandwidth is reserved for the chosen absence; this repeats until required memory is below
+                    capacity
+    destination     the SSD first; the host, up to its capacity, if the SSD's bandwidth is used up
+    urgent          tensors that still do not fit make kernels wait; their transfers are served first
 
-Every eviction is a write: the paper does not tell changed tensors from others.
+Every eviction is a write, because the paper does not distinguish changed and unchanged tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ from .g10 import SSD_FIRST, routes_in_tier_order, stall_free_absences
 def teraio_paper(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
-    """Nothing is left to chance: `seed` changes nothing. Past its time the rest of the choices wait."""
+    """Return the paper's plan. Nothing is random, so `seed` is unused.
+
+    After the time limit all further absences are urgent, so kernels wait for their transfers.
+    """
     stop = monotonic() + time_limit_s
     bins, (tiers, ledger) = LinkCapacity(problem, machine), tiers_and_ledger_without_unused(problem)
     routes = routes_in_tier_order(problem, SSD_FIRST)
@@ -44,20 +50,21 @@ def teraio_paper(
 
     def stalling_candidates(index: int) -> Iterable[Absence]:
         gap = problem.gaps[index]
-        # No time is left behind kernels on the SSD's links: the host takes what it has room for.
+        # The SSD's links have no time left behind kernels, so the host is taken first while it has room.
         route = next((route for route in reversed(routes) if tiers.has_room(gap, route)), None)
         return (Absence(index, route, gap.start + 1, gap.end),) if route else ()
 
     chosen = _choose_best_absences(problem, budget_bytes, ledger, tiers, stall_free_candidates, bins, set())
     urgent = _choose_best_absences(
-        problem, budget_bytes, ledger, tiers, stalling_candidates, None, {away.gap for away in chosen}
+        problem, budget_bytes, ledger, tiers, stalling_candidates, None, {absence.gap for absence in chosen}
     )
-    if (ledger.rows > budget_bytes).any():  # chosen ones too, for all of their gaps
-        for away in chosen:
-            gap = problem.gaps[away.gap]
-            ledger.add_bytes_between(gap.start + 1, away.free, -gap.size_bytes)
-            ledger.add_bytes_between(away.trigger, gap.end, -gap.size_bytes)
-            away.free, away.trigger = gap.start + 1, gap.end
+    if (ledger.rows > budget_bytes).any():  # extend the chosen absences to their whole gaps
+        for absence in chosen:
+            gap = problem.gaps[absence.gap]
+            ledger.add_bytes_between(gap.start + 1, absence.free, -gap.size_bytes)
+            ledger.add_bytes_between(absence.trigger, gap.end, -gap.size_bytes)
+            absence.change_free(gap.start + 1)
+            absence.change_trigger(gap.end)
         urgent += _choose_best_absences(
             problem,
             budget_bytes,
@@ -65,7 +72,7 @@ def teraio_paper(
             tiers,
             stalling_candidates,
             None,
-            {away.gap for away in (*chosen, *urgent)},
+            {absence.gap for absence in (*chosen, *urgent)},
         )
         urgent += chosen
         chosen = []
@@ -86,10 +93,13 @@ def _choose_best_absences(
     bins: LinkCapacity | None,
     taken: set[int],
 ) -> list[Absence]:
-    """Lines 6 to 11. Benefits only shrink, so what is still the best after it has been worked out again is
-    the best of all. Without `bins` no bandwidth is committed: kernels will wait."""
+    """Choose absences by lines 6 to 11 of the algorithm.
+
+    Benefits only shrink. If a candidate is computed again and is still the best, it is therefore the best of
+    all. Without `bins` no bandwidth is reserved, and kernels will wait for the transfers.
+    """
     slots = np.array([kernel.duration_ns + 1 for kernel in problem.profile.kernels] or [1], np.float64)
-    ticks, aways = len(slots), []
+    ticks, absences = len(slots), []
     heap = [
         (-float("inf"), index)
         for index, gap in enumerate(problem.gaps)
@@ -99,25 +109,25 @@ def _choose_best_absences(
     while heap and (ledger.rows > budget_bytes).any():
         _, index = heapq.heappop(heap)
         gap = problem.gaps[index]
-        for away in candidates(index):
-            above: Bytes = ledger.rows_between(away.free, away.trigger) - budget_bytes
-            lasting = slots[np.arange(away.free, away.trigger) % ticks]
+        for absence in candidates(index):
+            above: Bytes = ledger.rows_between(absence.free, absence.trigger) - budget_bytes
+            lasting = slots[np.arange(absence.free, absence.trigger) % ticks]
             benefit = float((np.clip(above, 0, gap.size_bytes) * lasting).sum())
             if benefit > 0:
                 break
         else:
             continue
-        entry = (-benefit / _round_trip_ns(away.route, gap.size_bytes), index)
+        entry = (-benefit / _round_trip_ns(absence.route, gap.size_bytes), index)
         if heap and entry > heap[0]:
             heapq.heappush(heap, entry)
             continue
         if bins is not None:
-            bins.commit_transfer(away.route.out, gap.start + 1, away.free, gap.size_bytes)
-            bins.commit_transfer(away.route.back, away.trigger, gap.end, gap.size_bytes, backwards=True)
-        tiers.assign_tier(gap, away.route)
-        ledger.add_bytes_between(away.free, away.trigger, -gap.size_bytes)
-        aways.append(away)
-    return aways
+            bins.commit_transfer(absence.route.out, gap.start + 1, absence.free, gap.size_bytes)
+            bins.commit_transfer(absence.route.back, absence.trigger, gap.end, gap.size_bytes, backwards=True)
+        tiers.assign_tier(gap, absence.route)
+        ledger.add_bytes_between(absence.free, absence.trigger, -gap.size_bytes)
+        absences.append(absence)
+    return absences
 
 
 def _round_trip_ns(route: Route, size_bytes: int) -> int:
@@ -127,24 +137,31 @@ def _round_trip_ns(route: Route, size_bytes: int) -> int:
 def _shorten_absences(
     problem: Problem, urgent: list[Absence], ledger: BytesByTick, budget_bytes: int, empty: LinkCapacity
 ) -> None:
-    """Where memory allows, first the time that each transfer takes on an empty link, then all there is for
-    reads: what is urgent is under way at once, and a kernel waits only where its room is needed."""
+    """Shorten the urgent absences if memory allows it, so that kernels wait less.
+
+    Each transfer first gets the time that it takes on an empty link. After all transfers, each fetch is
+    issued as early as memory allows.
+    """
     by_end = sorted(urgent, key=lambda a: (problem.gaps[a.gap].end, a.gap))
 
-    def fetch_earlier(away: Absence, wanted: int) -> None:
-        size = problem.gaps[away.gap].size_bytes
-        earlier = ledger.earliest_tick_with_room(max(wanted, away.free), away.trigger, size, budget_bytes)
-        ledger.add_bytes_between(earlier, away.trigger, size)
-        away.trigger = min(earlier, away.trigger)
+    def fetch_earlier(absence: Absence, wanted: int) -> None:
+        size = problem.gaps[absence.gap].size_bytes
+        earlier = ledger.earliest_tick_with_room(
+            max(wanted, absence.free), absence.trigger, size, budget_bytes
+        )
+        ledger.add_bytes_between(earlier, absence.trigger, size)
+        absence.change_trigger(min(earlier, absence.trigger))
 
-    for away in by_end:
-        gap, route = problem.gaps[away.gap], away.route
+    for absence in by_end:
+        gap, route = problem.gaps[absence.gap], absence.route
         fetch_earlier(
-            away, empty.last_tick_to_start_transfer(route.back, gap.start + 1, gap.end, gap.size_bytes)
+            absence, empty.last_tick_to_start_transfer(route.back, gap.start + 1, gap.end, gap.size_bytes)
         )
         done = empty.first_tick_transfer_is_done(route.out, gap.start + 1, gap.end, gap.size_bytes)
-        later = ledger.latest_tick_with_room(away.free, min(done, away.trigger), gap.size_bytes, budget_bytes)
-        ledger.add_bytes_between(away.free, later, gap.size_bytes)
-        away.free = max(later, away.free)
-    for away in by_end:
-        fetch_earlier(away, away.free)
+        later = ledger.latest_tick_with_room(
+            absence.free, min(done, absence.trigger), gap.size_bytes, budget_bytes
+        )
+        ledger.add_bytes_between(absence.free, later, gap.size_bytes)
+        absence.change_free(max(later, absence.free))
+    for absence in by_end:
+        fetch_earlier(absence, absence.free)

@@ -1,23 +1,25 @@
-"""ZeRO-Infinity's layer-wise schedule on one device. In: a problem. Out: a plan that streams weights,
-gradients and optimizer states; activations stay.
+"""ZeRO-Infinity's layer-wise schedule on one device.
 
-Source: Rajbhandari et al., SC 2021 (arXiv 2104.07857), and DeepSpeed 0.16, with the settings under which the
-TERAIO paper runs it (its appendix B) where it names them:
+In: a problem. Out: a plan that streams weights, gradients and optimizer states. Activations never move.
+
+Source: Rajbhandari et al., SC 2021 (arXiv 2104.07857), and DeepSpeed 0.16. The settings are from the
+TERAIO paper (its appendix B) if it names them:
 
     weights       section 5.1.1 (infinity offload engine), runtime/zero/partitioned_param_coordinator.py: a
-                  weight is fetched before the module that uses it, the next ones of the recorded trace up to
-                  PREFETCH_BUCKET elements ahead (stage3_prefetch_bucket_size), and released after it, unless
-                  it is used again within MAX_REUSE_DISTANCE elements (stage3_max_reuse_distance) and no more
-                  than MAX_LIVE elements stay (stage3_max_live_parameters)
-    small ones    stage3_param_persistence_threshold: below it they stay
-    unchanged     a release of a weight that was not updated is no write (its partition on NVMe is good)
-    gradients     section 5.2.1: leave as soon as the backward has made them
+                  weight is fetched before the module that uses it; the next weights of the recorded trace are
+                  fetched up to PREFETCH_BUCKET elements ahead (stage3_prefetch_bucket_size); a weight is
+                  released after its module, unless it is used again within MAX_REUSE_DISTANCE elements
+                  (stage3_max_reuse_distance) and at most MAX_LIVE elements are resident
+                  (stage3_max_live_parameters)
+    small         weights below stage3_param_persistence_threshold are kept resident
+    unchanged     the release of a weight that was not updated is no write (its partition on NVMe is clean)
+    gradients     section 5.2.1: evicted as soon as the backward has made them
     states        runtime/swap_tensor/pipelined_optimizer_swapper.py: one sub-group is updated while the next
-                  is read (pipeline_read) and the one before is written (pipeline_write)
-    activations   stay on the device; offloading checkpoints is an option of the model's code, not of ZeRO
+                  sub-group is read (pipeline_read) and the previous one is written (pipeline_write)
+    activations   kept resident; offloading of checkpoints is an option of the model's code, not of ZeRO
 
-A sub-group is a parameter here, as our optimizer kernels are. Not modelled: partitions over devices, the
-CPU's Adam, tiling of operators.
+A sub-group is one parameter, as in our optimizer kernels. The following is not modelled: partitions over
+devices, Adam on the CPU, tiling of operators.
 """
 
 from __future__ import annotations
@@ -44,10 +46,10 @@ NVME_FIRST = ("ssd", "host")  # offload_param.device and offload_optimizer.devic
 def zero_infinity(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
-    """A fixed schedule: neither time nor `seed` change it."""
+    """Return ZeRO-Infinity's plan. The schedule is fixed, so the time limit and `seed` are unused."""
     (tiers, _), tensors = tiers_and_ledger_without_unused(problem), problem.profile.tensors
     trace, states = _Trace(problem), _optimizer_ticks(problem)
-    aways: list[Absence] = []
+    absences: list[Absence] = []
     for index, gap in enumerate(problem.gaps):
         kind = tensors[gap.tensor].kind
         if gap.unused or kind not in {"weight", "grad", "state"}:
@@ -62,21 +64,22 @@ def zero_infinity(
         tiers.assign_tier(gap, route)
         before = _neighbour_optimizer_tick(states, gap.end, -1, problem.ticks_per_step)
         trigger = trace.tick_to_fetch(gap) if kind == "weight" else before
-        # The write runs beside the next sub-group's update, and its buffer is wanted by the one after that.
+        # The write runs during the update of the next sub-group. The sub-group after the next sub-group needs
+        # the buffer.
         written = (
             _neighbour_optimizer_tick(states, gap.start, 2, problem.ticks_per_step)
             if kind == "state"
             else gap.start + 1
         )
         trigger = min(max(trigger, gap.start + 1), gap.end)
-        aways.append(Absence(index, route, min(max(written, gap.start + 1), gap.end), trigger))
-    aways = mark_writing_absences(problem, aways)
-    fails = "its activations stay on the device, and weights stay for one module at a time"
-    return plan_of_absences(problem, aways, tiers, budget_bytes, "zero-infinity", fails)
+        absences.append(Absence(index, route, min(max(written, gap.start + 1), gap.end), trigger))
+    absences = mark_writing_absences(problem, absences)
+    fails = "it never evicts activations, and it keeps all weights of one module resident"
+    return plan_of_absences(problem, absences, tiers, budget_bytes, "zero-infinity", fails)
 
 
 class _Trace:
-    """The order in which modules use weights, around the step, in elements."""
+    """The uses of weights by modules in order, counted in elements, for three consecutive steps."""
 
     def __init__(self, problem: Problem) -> None:
         self.ticks = max(problem.ticks_per_step, 1)
@@ -93,16 +96,19 @@ class _Trace:
                 self.sums.append(self.sums[-1] + elements)
 
     def elements_between(self, first: int, end: int) -> int:
-        """Elements used in the ticks from `first` up to `end`."""
+        """Return the number of elements used in the ticks from `first` up to `end`."""
         return self.sums[bisect_left(self.at, end)] - self.sums[bisect_left(self.at, first)]
 
     def is_reused_soon(self, gap: Gap) -> bool:
-        """Soon enough to stay: no more elements than may live are used until then."""
+        """Return True if the elements used up to the next use of the gap's tensor are below both limits."""
         return self.elements_between(gap.start + 1, gap.end) < min(MAX_REUSE_DISTANCE, MAX_LIVE)
 
     def tick_to_fetch(self, gap: Gap) -> int:
-        """When the module runs whose place in the trace is a bucket before this one: at least the one just
-        before."""
+        """Return the tick of the use that lies one prefetch bucket before the use that ends the gap.
+
+        For a weight larger than a bucket, return the tick of the use directly before the use that ends the
+        gap.
+        """
         place = bisect_left(self.at, gap.end)
         wanted = self.sums[place] - PREFETCH_BUCKET + gap.size_bytes // ELEMENT_BYTES
         first = min(bisect_right(self.sums, wanted) - 1, place - 1)
@@ -110,12 +116,15 @@ class _Trace:
 
 
 def _optimizer_ticks(problem: Problem) -> list[int]:
-    """When states are updated, one sub-group after the other."""
+    """Return the ticks at which optimizer states are updated, in order."""
     return sorted({t for x in problem.profile.tensors if x.kind == "state" for t in (*x.reads, *x.writes)})
 
 
 def _neighbour_optimizer_tick(ticks_: list[int], tick: int, offset: int, ticks: int) -> int:
-    """The sub-group so many places from this one, around the end of the step."""
+    """Return the tick of the sub-group `offset` places after the sub-group at this tick.
+
+    The places continue across the end of the step.
+    """
     lap, inside = divmod(tick, max(ticks, 1))
     place = bisect_left(ticks_, inside) + offset
     if not ticks_:

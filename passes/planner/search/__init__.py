@@ -1,9 +1,10 @@
-"""The search planner: improves greedy plans by small changes, natively.
+"""The search planner. Native code improves greedy's plans by small changes.
 
-In: a problem, greedy's portfolio, a time limit. Out: the best plan met.
+In: a problem, greedy's portfolio, a time limit. Out: the fastest plan found.
 
-    search        rounds of the native search, until time is up or the bound is near
-    plan_index    a plan as arrays of integers, and back
+    search        the rounds of the native search, until the time is up or a plan meets the bound
+    plan_index    the conversion of a plan to arrays of integers and back
 
-Invariant: never worse than where it started; the same seed and the same rounds give the same plan.
+Invariant: the result is at least as fast as each plan that the search starts from. The same seed and the same
+rounds give the same plan.
 """

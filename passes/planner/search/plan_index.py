@@ -1,8 +1,11 @@
-"""A plan by index, as the native search takes it. In: a problem, a plan. Out: arrays of integers, and back.
+"""The conversion of plans to arrays of integers for the native search.
 
-Each gap is spent away once or not at all: (away, out, free, trigger), in ticks that count from the step in
-which the gap begins (csrc/planner/absences.h has the picture). A tensor has one tier. The first absence after
-a version's write writes it, the others drop. Fetches are ready where the tensor is needed.
+In: a problem and a plan. Out: arrays of integers. The conversion back is here as well.
+
+In each gap the tensor is evicted at most one time: (evicted, out, free, trigger). These ticks count from the
+start of the step in which the gap begins (csrc/planner/absences.h has a picture). A tensor has one tier. The
+first absence after a version's write writes a copy of the version, and the later absences only drop the
+tensor. Each fetch is ready at the end of its gap.
 """
 
 from __future__ import annotations
@@ -21,17 +24,20 @@ NO_ROUTE = -1
 
 @dataclass(frozen=True, slots=True)
 class GapIndex:
-    """Gaps in which a tensor can be away and come back, the ticks since the write of each, and versions."""
+    """The gaps in which a tensor can be evicted and fetched, with the age and version of each gap."""
 
     problem: Problem
     gaps: tuple[Gap, ...]
-    ages: tuple[int, ...]
-    versions: tuple[int, ...]  # of a gap: a number for its tensor and version; -1 if no kernel writes it
+    ages: tuple[int, ...]  # by gap: ticks since the write of its bytes
+    versions: tuple[int, ...]  # by gap: number of its tensor and version; -1 if no kernel writes the tensor
 
 
 @dataclass(slots=True)
 class IndexedPlan:
-    """What a plan decides. `homes`: tensors that live in a slow tier without any move."""
+    """The decisions of a plan.
+
+    `homes` has the tensors whose home is a slow tier although the plan does not move them.
+    """
 
     absences: list[tuple[int, int, int, int]]
     routes: list[int]
@@ -51,7 +57,11 @@ def index_gaps(problem: Problem) -> GapIndex:
 
 
 def index_plan(index: GapIndex, plan: Plan) -> IndexedPlan | None:
-    """What the plan decides, or None if it cannot be said by index: several absences in a gap, or tiers."""
+    """Return the plan as an IndexedPlan.
+
+    Return None if an IndexedPlan cannot express the plan: a gap has several absences, or a tensor several
+    tiers.
+    """
     problem, ticks = index.problem, index.problem.ticks_per_step
     tiers = {route.tier: number for number, route in enumerate(problem.routes)}
     moves: dict[str, list[Move]] = defaultdict(list)
@@ -92,14 +102,21 @@ def index_plan(index: GapIndex, plan: Plan) -> IndexedPlan | None:
 
 
 def _ticks_of_move_within_gap(gap: Gap, move: Move, ticks: int) -> list[int]:
-    """Where the bytes go or come within the gap, as the gap counts; an eviction is over before its end."""
+    """Return the ticks of a move that lie within the gap, counted as the gap's ticks are.
+
+    The tick of a fetch is its trigger, and the tick of an eviction is its `free`. An eviction ends before the
+    gap ends.
+    """
     tick = (move.free if isinstance(move, Evict) else move.trigger) % ticks
     last = gap.end - 1 if isinstance(move, Evict) else gap.end
     return [at for at in (tick, tick + ticks) if gap.start < at <= last]
 
 
 def plan_from_indices(index: GapIndex, position: IndexedPlan, budget_bytes: int) -> Plan:
-    """Moves in the order in which the native search has simulated them, and the homes of what is away."""
+    """Return the plan: homes, and moves in the order in which the native search simulated them.
+
+    A tensor that is evicted at the end of the step has its home in its slow tier.
+    """
     problem, ticks = index.problem, index.problem.ticks_per_step
     tensors = problem.profile.tensors
     writers: dict[int, tuple[int, int]] = {}
@@ -110,8 +127,8 @@ def plan_from_indices(index: GapIndex, position: IndexedPlan, budget_bytes: int)
     issued: list[tuple[tuple[int, int, bool, int, int], Move]] = []
     homes = list(position.homes)
     for number, (gap, absence) in enumerate(zip(index.gaps, position.absences)):
-        away, out, free, trigger = absence
-        if not away:
+        evicted, out, free, trigger = absence
+        if not evicted:
             continue
         name, tier = tensors[gap.tensor].name, problem.routes[position.routes[gap.tensor]].tier
         if writers.get(index.versions[number], (0, -1))[1] == number:
@@ -133,7 +150,10 @@ def plan_from_indices(index: GapIndex, position: IndexedPlan, budget_bytes: int)
 
 @dataclass(frozen=True, slots=True)
 class SearchArrays:
-    """An index as the native search takes it; OverflowError where 64 bits do not do."""
+    """The problem as arrays for the native search.
+
+    Building the arrays raises OverflowError if a number needs more than 64 bits.
+    """
 
     durations_ns: Bytes
     live_bytes: Bytes
@@ -159,7 +179,7 @@ def build_search_arrays(index: GapIndex, homes: list[Home]) -> SearchArrays:
         for number, route in enumerate(routes):
             if route.tier == home.tier:
                 held[number] += sizes[home.tensor]
-    # `live` counts tensors that no kernel uses; those that have a home in a slow tier are not here.
+    # `live` counts tensors that no kernel uses as resident. Subtract the tensors whose home is a slow tier.
     live = problem.live - sum(sizes[home.tensor] for home in homes)
     gaps = [
         (gap.tensor, gap.start, gap.end, version, age, gap.size_bytes)

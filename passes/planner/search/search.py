@@ -1,10 +1,10 @@
-"""The search planner. In: a problem and a budget. Out: the best of the greedy plans, improved.
+"""The search planner. In: a problem and a budget. Out: the fastest plan found, starting from greedy's plans.
 
-A large-neighbourhood search (csrc/planner/search.h) changes a few absences at a time where the simulated plan
-stalls. Where it starts matters more than how long it goes on, so it starts from several plans of greedy's
-portfolio and goes on with the better half, again and again. What it finds is never worse than what it starts
-from. The same seed gives the same plan when it ends by `rounds`; by the clock it gets as far as the machine
-lets it.
+A large-neighbourhood search (csrc/planner/search.h) changes a few absences per round near stalls of the
+simulated plan. The start of a search matters more than its length. Several searches therefore start from
+several plans of greedy's portfolio. The better half of the searches continues, and this repeats until one
+search is left. The result is never slower than the best start. The same seed gives the same plan if the
+search ends by `rounds`. If the search ends by time, the plan depends on the machine.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ from .plan_index import (
 )
 
 _Started = tuple["_native.Search", list[Home]]
-Progress = Callable[[int, int], None]  # the best step so far in ns, and how many plans were simulated
+Progress = Callable[[int, int], None]  # takes the best step so far in ns, and the number of simulated plans
 
-SLICE_NS = 50_000_000  # between two looks at the clock and at the heat
-SLICE_ROUNDS = 500
-STARTS = 8  # on 8B B16 80 GB 8 SSDs the second best start led to 14.03 s, the best to 14.22 s
-START_SHARE = 0.4  # of the time, for greedy's portfolio: at 8B it takes about a second of ten
-ROUNDS_MAX = 30_000  # on eight steps of Llama 8B nothing was gained after that
-ROUNDS_PER_GAP = 20  # small steps are done long before the time is up
-EMIT_S = 0.02  # for the simulation of what was found
+SLICE_NS = 50_000_000  # time between two updates of the heat
+SLICE_ROUNDS = 500  # rounds between two updates of the heat
+# Number of plans from which searches start. On a step of Llama 8B with batch 16, 80 GB and 8 SSDs, one start
+# was too few. The best start led to a step of 14.22 s, and the second best start to a step of 14.03 s.
+STARTS = 8
+START_SHARE = 0.4  # share of the time for greedy's portfolio, which takes about 1 of 10 s with Llama 8B
+ROUNDS_MAX = 30_000  # on eight steps of Llama 8B later rounds gained nothing
+ROUNDS_PER_GAP = 20  # limit of rounds that ends the search of small steps long before the time is up
+EMIT_S = 0.02  # time reserved for the simulation of the final plan
 
 
 def search(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
-    """Greedy's portfolio, then `best_plan_from_starts` for what is left of the time."""
+    """Return the best plan of greedy's portfolio and of the native search that starts from it."""
     begun = monotonic()
     starts = best_greedy_plans_with_periods(
         problem, machine, budget_bytes, bound_ns, begun + START_SHARE * time_limit_s
@@ -72,7 +74,10 @@ def search(
 def best_greedy_plans_with_periods(
     problem: Problem, machine: Machine, budget_bytes: int, bound_ns: int, stop: float
 ) -> list[tuple[int, Plan]]:
-    """The best few of greedy's portfolio, with their steps; the first that meets the bound ends it."""
+    """Return the best plans of greedy's portfolio as (step time, plan).
+
+    Stop at a plan that meets the bound.
+    """
     plans: list[tuple[int, Plan]] = []
     for plan, period_ns in greedy_plans_with_periods(problem, machine, budget_bytes, bound_ns):
         plans.append((period_ns, plan))
@@ -96,10 +101,10 @@ def best_plan_from_starts(
     rounds: int = 0,
     progress: Progress | None = None,
 ) -> Plan:
-    """The best plan found from `starts`, which keep their budget; the best of them if none is better.
+    """Return the fastest plan that the search finds from `starts`, or the best start.
 
-    Ends after so many rounds or when the time is up, whichever is given and comes first, and when a plan
-    meets the bound.
+    All starts must keep their budget. The search ends after `rounds`, when the time is up, or when a plan
+    meets the bound. 0 means no limit.
     """
     begun_ns = monotonic_ns()
     index = index_gaps(problem)
@@ -117,7 +122,7 @@ def best_plan_from_starts(
             break
     if best_ns <= bound_ns or not searches:
         return best
-    # To write a plan down takes about as long as to read one.
+    # Reserve time to build the final plan. It takes about as long as the start of the slowest search.
     until_ns = max(begun_ns + int((time_limit_s - EMIT_S) * 1e9) - each_ns, begun_ns) if time_limit_s else 0
     winner, homes = _run_successive_halving(searches, _Race(bound_ns, rounds, begun_ns, until_ns, progress))
     if winner.best_ns >= best_ns:
@@ -133,7 +138,10 @@ def best_plan_from_starts(
 def _start_native_search(
     index: GapIndex, machine: Machine, start: Plan, seed: int, known: dict[tuple[Home, ...], SearchArrays]
 ) -> _Started | None:
-    """The native search from a plan, and the homes it leaves alone; None if it cannot start there."""
+    """Return a pair: a native search that starts from a plan, and the homes that this plan keeps.
+
+    Return None if an IndexedPlan cannot express the plan, or if 64 bits cannot hold its times.
+    """
     from teraio import _native
 
     position = index_plan(index, start)
@@ -161,19 +169,19 @@ def _start_native_search(
             np.array(position.routes, np.int64),
             seed % 2**64,
         )
-    except OverflowError:  # links so slow that 64 bits do not hold a step
+    except OverflowError:  # with very slow links, 64 bits cannot hold the step time
         return None
     return found, position.homes
 
 
 @dataclass(slots=True)
 class _Race:
-    """Searches that go on in turn, and how far the whole has come, in rounds or in time."""
+    """Searches that run one after another, and the used part of their common rounds and time."""
 
     bound_ns: int
-    rounds: int  # 0: as many as there is time for
+    rounds: int  # limit for all searches together; 0: no limit
     begun_ns: int
-    until_ns: int  # 0: however long it takes
+    until_ns: int  # time at which all searches end; 0: no limit
     progress: Progress | None
     done: int = 0
     evaluations: int = 0
@@ -186,15 +194,15 @@ class _Race:
         return spent
 
     def run_search_until_share(self, found: _native.Search, share: float) -> None:
-        """One search, until this share of the whole is over; ever colder."""
-        while found.best_ns > self.bound_ns and (gone := self.share_spent()) < share:
+        """Run one search with falling heat until this share of the common rounds or time is used up."""
+        while found.best_ns > self.bound_ns and (spent := self.share_spent()) < share:
             before, rounds, stop_ns = found.evaluations, 2**62, 0
             if self.rounds:
                 rounds = min(SLICE_ROUNDS, max(int(share * self.rounds) - self.done, 1))
             if self.until_ns:
                 share_ns = self.begun_ns + int(share * (self.until_ns - self.begun_ns))
                 stop_ns = min(monotonic_ns() + SLICE_NS, share_ns)
-            ran = found.run(rounds, stop_ns, 1 - gone)
+            ran = found.run(rounds, stop_ns, 1 - spent)
             self.done += ran
             self.evaluations += found.evaluations - before
             self.best_ns = min(self.best_ns or found.best_ns, found.best_ns)
@@ -206,7 +214,10 @@ class _Race:
 
 
 def _run_successive_halving(searches: list[_Started], race: _Race) -> _Started:
-    """All go on for a while, then the better half, and so on; the best one gets half of the whole."""
+    """Run all searches for a while, then the better half, and so on.
+
+    The last search gets half of the rounds or time.
+    """
     levels = (len(searches) - 1).bit_length()
     for level in range(levels + 1):
         first = level / (2 * levels) if levels else 0.0

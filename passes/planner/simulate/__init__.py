@@ -1,9 +1,10 @@
-"""How long a step takes with a plan. Two simulators, which agree to the nanosecond where links share nothing.
+"""Two simulators of a step with a plan, the native recurrence and the event simulation. Their results agree.
 
-In: a plan, a profile, a machine. Out: times, a timeline, the peak of memory.
+In: a plan, a profile, a machine. Out: times, a timeline, the memory peak.
 
-    simulate           a recurrence over kernels and links, in Python and natively: fast
-    event_simulation   moment by moment, with links that share bandwidth, and jitter
+    simulate           the predictions: a timeline by event simulation, the step time by the native recurrence
+                       (csrc/planner/recurrence.cpp)
+    event_simulation   the event simulation, with links that share bandwidth, and with jitter
 
 Invariant: the predicted step of a plan that plan_check accepts is never shorter than the certified bound.
 """

@@ -1,43 +1,47 @@
-"""What happens when a plan runs, moment by moment? In: plan, profile, machine. Out: times of steps, the peak.
+"""An event simulation of a plan. In: a plan, a profile, a machine. Out: times, stalls, the memory peak.
 
-Written from the meaning of a plan, slowly, and without the recurrence of `simulate`, which it judges. Compute
-is a coroutine that goes from tick to tick:
+This module follows the definition of a plan and shares no code with the native recurrence. Tests compare the
+two simulators. Compute is a coroutine that runs tick by tick:
 
-    issue evictions -> wait for those that are free here -> their bytes go -> issue fetches: their bytes come
-    -> wait for those that are ready here -> the kernel's new tensors and its workspace come -> it runs
+    issue evictions -> wait for the evictions whose `free` is this tick, subtract their bytes
+    -> issue fetches, add their bytes -> wait for the fetches whose `ready` is this tick
+    -> add the kernel's new tensors and its workspace -> run the kernel
 
-Each link has a queue, and only its first transfer moves: for its latency it moves nothing, then bytes at the
-link's rate. Links that share a bandwidth divide it: equally, but no link gets more than its own rate, and
-what it leaves goes to the others. Where links share, this is right and the recurrence is optimistic.
+Each link has a queue, and only the first transfer of the queue is in progress. This transfer moves nothing
+during its latency, and then bytes at the link's rate. Links that share a bandwidth divide it equally, but no
+link gets more than its own rate. If a link needs less than its equal part, the other links divide the rest.
 
-Bytes are counted as they come and go. PlanError is raised when they exceed the plan's budget, when a kernel
-runs without its tensors, and when one is written while it leaves. Inputs come with the step, before tick 0.
+The simulation counts the bytes on the device. It raises PlanError in three cases: the bytes exceed the plan's
+budget, a kernel runs without one of its tensors, or a kernel writes a tensor during the tensor's eviction.
+Inputs are added before tick 0 of each step. Misses are not simulated.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
 from teraio.errors import PlanError
-from teraio.formats.machine import Link, Machine
+from teraio.formats.machine import Machine
 from teraio.formats.plan import Evict, Move, Plan
 from teraio.formats.profile import Profile, Tensor
+from teraio.formats.timeline import Span, Stall
 
 DEVICE = "device"
 SECOND_NS = 1_000_000_000
-STEPS_MOST = 24  # steps until we stop waiting for one that begins as an earlier one did
+STEPS_MOST = 24  # limit of simulated steps, if no step begins as an earlier step began
 
 
 @dataclass(frozen=True, slots=True)
 class Jitter:
-    """Each run of a kernel and each transfer takes its time, plus or minus up to this share of it.
+    """A random change of all times.
 
-    `by_step`: they do not vary one by one, but all kernels of a step alike, and all transfers of a link in
-    it: a clock that is throttled, a drive that is busy.
+    Each kernel and each transfer takes longer or shorter by up to the fraction `share`. With `by_step`, one
+    factor per step changes all kernels of the step, as a throttled clock does. One more factor per link and
+    step changes all transfers of the link in the step, as a busy drive does.
     """
 
     share: float
@@ -47,68 +51,105 @@ class Jitter:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`step_ns`: the mean of the steps that repeat. `took_ns`: each step, from the first."""
+    """The result of a simulation.
+
+    `step_ns` is the mean over the repeating steps. `took_ns` has all steps from the first on. `spans` and
+    `stalls` belong to the last step, which starts at 0. Spans are in the order of issue. A span may end after
+    the step.
+    """
 
     step_ns: int
     took_ns: tuple[int, ...]
     peak_bytes: int
+    spans: tuple[Span, ...] = field(default=(), compare=False, repr=False)
+    stalls: tuple[Stall, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A transfer that was issued: what is left of it, in ns of latency and in bytes times 10**9."""
+    """An issued transfer, with its remaining latency in ns, and its remaining bytes times 10**9."""
 
     move: Move
+    size_bytes: int
     latency_ns: int
     work: int
-    done: bool = False
+    start_ns: int = 0
+    end_ns: int = -1  # -1 until the transfer is done
+    queued: bool = False  # True if the link was busy when the transfer was issued
+
+    def as_span(self, origin_ns: int) -> Span:
+        move = self.move
+        track = f"evict:{move.to}" if isinstance(move, Evict) else f"fetch:{move.source}"
+        times = self.start_ns - origin_ns, self.end_ns - origin_ns
+        return Span(track, move.tensor, *times, self.size_bytes, move.tensor)
 
 
-def has_contended_links(machine: Machine) -> bool:
-    """Whether links together can ask for more of a bandwidth than there is."""
-    return any(
-        sum(link.bandwidth_bytes_per_s for link in machine.links if link.shares == name) > bandwidth
-        for name, bandwidth in machine.shared
-    )
+@dataclass(slots=True, eq=False)
+class _StepRecord:
+    """The kernels and transfers of a step, in the order of their issue, and the step's stalls."""
+
+    start_ns: int
+    issued: list[_Flight | Span] = field(default_factory=list)
+    stalls: list[Stall] = field(default_factory=list)
+
+    def add_stall(self, tick: int, flight: _Flight, stall_ns: int) -> None:
+        """Record a wait of compute, if it took time.
+
+        The cause is `late read` for a fetch that started when it was issued. The cause is `link busy` for a
+        fetch that was queued, and for every eviction.
+        """
+        if stall_ns:
+            cause = "link busy" if flight.queued or isinstance(flight.move, Evict) else "late read"
+            self.stalls.append(Stall(tick, flight.move.tensor, stall_ns, cause))
 
 
 def simulate_by_events(
     plan: Plan, profile: Profile, machine: Machine, *, jitter: Jitter | None = None, steps: int = 0
 ) -> Outcome:
-    """Run steps until they repeat, or so many. With jitter they never do: the mean of all but the first two.
+    """Run steps until they repeat, or `steps` steps.
 
-    The plan is one that `check` accepts; here, too, one that breaks its promises is refused.
+    With jitter, `step_ns` is the mean of all but the first two steps. The caller has checked the plan with
+    plan_check. An invalid plan raises PlanError in this function as well.
     """
     links = _Links(machine)
     device = _Device(plan, profile)
     compute = _yield_compute_waits(plan, profile, links, device, _JitterFactors(jitter))
-    begun, took, started_ns = [links.transfers_left()], list[int](), 0
+    begun, took, step = [links.transfers_left()], list[int](), _StepRecord(0)
     steps = steps or STEPS_MOST
     for waits_for in compute:
-        if isinstance(waits_for, _Flight):
-            links.advance_until_done(waits_for)
-        elif waits_for >= 0:
-            links.advance_by_ns(waits_for)
-        else:  # the end of a step
-            links.advance_by_ns(0)
-            took.append(links.now_ns - started_ns)
-            started_ns = links.now_ns
+        links.advance(waits_for)
+        if isinstance(waits_for, _StepRecord):
+            step = waits_for
+            took.append(links.now_ns - step.start_ns)
             begun.append(links.transfers_left())
             if len(took) >= steps or (jitter is None and begun[-1] in begun[:-1]):
                 break
+    in_flight = [each for each in step.issued if isinstance(each, _Flight) and each.end_ns < 0]
+    while any(flight.end_ns < 0 for flight in in_flight):  # the next step waits for all transfers in flight
+        links.advance(next(compute))
     if jitter is not None:
         counted = took[2:] or took
     else:
         repeats = begun[-1] in begun[:-1]
         counted = took[-(begun[-2::-1].index(begun[-1]) + 1) :] if repeats else took[-max(steps // 2, 1) :]
     least = 0 if jitter else max(device.compute_ns, links.busiest_link_ns(plan, profile))
-    return Outcome(max(-(-sum(counted) // len(counted)), least), tuple(took), device.peak_bytes)
+    spans = (each if isinstance(each, Span) else each.as_span(step.start_ns) for each in step.issued)
+    return Outcome(
+        max(-(-sum(counted) // len(counted)), least),
+        tuple(took),
+        device.peak_bytes,
+        tuple(spans),
+        tuple(step.stalls),
+    )
 
 
 def _yield_compute_waits(
     plan: Plan, profile: Profile, links: _Links, device: _Device, shake: _JitterFactors
-) -> Generator[_Flight | int, None, None]:
-    """Step after step. Yields what it waits for: a transfer, or so many ns, or -1 at the end of a step."""
+) -> Generator[_Flight | int | _StepRecord, None, None]:
+    """Run step after step.
+
+    Yield each wait (a transfer, or a number of ns), and the record of each finished step.
+    """
     ticks = len(profile.kernels)
     starts, ends = defaultdict[int, list[Move]](list), defaultdict[int, list[Move]](list)
     for move in plan.moves:
@@ -119,6 +160,7 @@ def _yield_compute_waits(
     pending: dict[Move, _Flight] = {}
 
     for _ in count():
+        step = _StepRecord(links.now_ns)
         device.add_step_inputs()
         shake.forget_step_factors()
         for tick, kernel in enumerate(profile.kernels):
@@ -131,22 +173,28 @@ def _yield_compute_waits(
                             device.size_of_moved_tensor(move),
                             shake.draw_factor(_link_ends_of_move(move)),
                         )
+                        step.issued.append(pending[move])
                 for move in ends[tick]:
                     if isinstance(move, Evict) is evicts:
-                        if move in pending:  # else it was issued before the first step, and is long done
-                            yield pending.pop(move)
+                        if move in pending:  # otherwise the move is a drop, or began before the first step
+                            before_ns, flight = links.now_ns, pending.pop(move)
+                            yield flight
+                            step.add_stall(tick, flight, links.now_ns - before_ns)
                         device.finish_move(move)
             device.allocate_for_kernel(tick)
-            yield round(kernel.duration_ns * shake.draw_factor(COMPUTE))
+            duration_ns = round(kernel.duration_ns * shake.draw_factor(COMPUTE))
+            start_ns = links.now_ns - step.start_ns
+            step.issued.append(Span("compute", kernel.name, start_ns, start_ns + duration_ns))
+            yield duration_ns
             device.free_after_kernel(tick)
-        yield -1
+        yield step
 
 
 COMPUTE = ("compute", "")
 
 
 class _JitterFactors:
-    """By how much a kernel or a transfer takes longer now."""
+    """The factors that lengthen or shorten the times of kernels and transfers."""
 
     def __init__(self, jitter: Jitter | None) -> None:
         self.jitter = jitter
@@ -164,96 +212,97 @@ class _JitterFactors:
 
 
 class _Links:
-    """Queues of transfers, and the time."""
+    """The queues of transfers, and the current time."""
 
     def __init__(self, machine: Machine) -> None:
         self.now_ns = 0
-        self.of = {(link.source, link.target): link for link in machine.links}
         self.shared = dict(machine.shared)
-        self.queues: dict[Link, deque[_Flight]] = {link: deque() for link in machine.links}
+        self.queues = {(link.source, link.target): (link, deque[_Flight]()) for link in machine.links}
 
     def issue_transfer(self, move: Move, size_bytes: int, factor: float) -> _Flight:
-        link = self.of[_link_ends_of_move(move)]
-        work = size_bytes * SECOND_NS
-        flight = (
-            _Flight(move, link.latency_ns, work)
-            if factor == 1
-            else _Flight(move, round(link.latency_ns * factor), round(work * factor))
-        )
-        self.queues[link].append(flight)
+        link, queue = self.queues[_link_ends_of_move(move)]
+        latency_ns, work = link.latency_ns, size_bytes * SECOND_NS
+        if factor != 1:
+            latency_ns, work = round(latency_ns * factor), round(work * factor)
+        self._dequeue_finished()
+        flight = _Flight(move, size_bytes, latency_ns, work, self.now_ns, queued=bool(queue))
+        queue.append(flight)
         return flight
 
-    def advance_by_ns(self, duration_ns: int) -> None:
-        """Let this much time go by."""
-        until_ns = self.now_ns + duration_ns
-        self._dequeue_finished()
-        while self.now_ns < until_ns:
-            rates = self._rates_of_moving_links()
-            self._advance_transfers(min([until_ns - self.now_ns, *self._ns_to_next_events(rates)]), rates)
+    def advance(self, waits_for: _Flight | int | _StepRecord) -> None:
+        """Advance the time until the transfer is done, or by the given ns.
 
-    def advance_until_done(self, flight: _Flight) -> None:
-        """Let time go by until a transfer is done."""
+        The end of a step takes no time.
+        """
         self._dequeue_finished()
-        while not flight.done:
-            rates = self._rates_of_moving_links()
-            self._advance_transfers(min(self._ns_to_next_events(rates)), rates)
+        if isinstance(waits_for, _Flight):
+            while waits_for.end_ns < 0:
+                rates = self._rates_of_moving_links()
+                self._advance_transfers(min(self._ns_to_next_events(rates)), rates)
+        elif isinstance(waits_for, int):
+            until_ns = self.now_ns + waits_for
+            while self.now_ns < until_ns:
+                rates = self._rates_of_moving_links()
+                self._advance_transfers(min([until_ns - self.now_ns, *self._ns_to_next_events(rates)]), rates)
 
     def transfers_left(self) -> list[list[tuple[Move, int, int]]]:
-        """What is left to do on each link."""
-        return [[(f.move, f.latency_ns, f.work) for f in queue] for queue in self.queues.values()]
+        """Return the unfinished transfers of each link."""
+        return [[(f.move, f.latency_ns, f.work) for f in queue] for _, queue in self.queues.values()]
 
     def busiest_link_ns(self, plan: Plan, profile: Profile) -> int:
-        """What the busiest link carries in a step, one transfer after another at its own rate."""
+        """Return the time of the busiest link's transfers in a step, each at the link's own rate."""
         sizes = {tensor.name: tensor.size_bytes for tensor in profile.tensors}
-        busy_ns = dict.fromkeys(self.of, 0)
+        busy_ns = dict.fromkeys(self.queues, 0)
         for move in plan.moves:
             if move.trigger is not None:
-                link = self.of[_link_ends_of_move(move)]
+                link, _ = self.queues[_link_ends_of_move(move)]
                 bytes_ns = -(-sizes[move.tensor] * SECOND_NS // link.bandwidth_bytes_per_s)
                 busy_ns[_link_ends_of_move(move)] += link.latency_ns + bytes_ns
         return max(busy_ns.values(), default=0)
 
-    def _rates_of_moving_links(self) -> dict[Link, int]:
-        """Bytes per second of each link whose first transfer moves bytes now."""
-        rates, sharing = dict[Link, int](), defaultdict[str, list[Link]](list)
-        for link, queue in self.queues.items():
+    def _rates_of_moving_links(self) -> list[int]:
+        """Return each link's rate in bytes/s, or 0 if the first transfer of the link moves no bytes now."""
+        rates, sharing = [0] * len(self.queues), defaultdict[str, list[int]](list)
+        for index, (link, queue) in enumerate(self.queues.values()):
             if queue and not queue[0].latency_ns:
-                rates[link] = link.bandwidth_bytes_per_s
+                rates[index] = link.bandwidth_bytes_per_s
                 if link.shares is not None:
-                    sharing[link.shares].append(link)
-        for name, links in sharing.items():
+                    sharing[link.shares].append(index)
+        for name, indices in sharing.items():
             rest = self.shared[name]
-            for index, link in enumerate(sorted(links, key=lambda each: each.bandwidth_bytes_per_s)):
-                rates[link] = max(min(link.bandwidth_bytes_per_s, rest // (len(links) - index)), 1)
-                rest = max(rest - rates[link], 0)
+            for place, index in enumerate(sorted(indices, key=rates.__getitem__)):
+                rates[index] = max(min(rates[index], rest // (len(indices) - place)), 1)
+                rest = max(rest - rates[index], 0)
         return rates
 
-    def _ns_to_next_events(self, rates: dict[Link, int]) -> list[int]:
-        """In how many ns a first transfer's latency is over, or its bytes have moved."""
+    def _ns_to_next_events(self, rates: list[int]) -> list[int]:
+        """Return, for each busy link, the ns until the latency or the bytes of its first transfer end."""
         return [
-            queue[0].latency_ns or -(-queue[0].work // rates[link])
-            for link, queue in self.queues.items()
+            queue[0].latency_ns or -(-queue[0].work // rate)
+            for rate, (_, queue) in zip(rates, self.queues.values(), strict=True)
             if queue
         ]
 
-    def _advance_transfers(self, duration_ns: int, rates: dict[Link, int]) -> None:
+    def _advance_transfers(self, duration_ns: int, rates: list[int]) -> None:
         self.now_ns += duration_ns
-        for link, queue in self.queues.items():
+        for rate, (_, queue) in zip(rates, self.queues.values(), strict=True):
             if queue and queue[0].latency_ns:
                 queue[0].latency_ns -= duration_ns
             elif queue:
-                queue[0].work = max(queue[0].work - rates[link] * duration_ns, 0)
+                queue[0].work = max(queue[0].work - rate * duration_ns, 0)
         self._dequeue_finished()
 
     def _dequeue_finished(self) -> None:
-        """Transfers that are done leave their queues."""
-        for queue in self.queues.values():
+        """Remove finished transfers from their queues."""
+        for _, queue in self.queues.values():
             while queue and not queue[0].latency_ns and not queue[0].work:
-                queue.popleft().done = True
+                queue.popleft().end_ns = self.now_ns
+                if queue:
+                    queue[0].start_ns = self.now_ns
 
 
 class _Device:
-    """What is on the device, byte by byte."""
+    """The tensors and the bytes on the device."""
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
         self.plan, self.profile = plan, profile
@@ -269,16 +318,16 @@ class _Device:
         self.bytes = self.peak_bytes = 0
         for tensor in profile.tensors:
             if tensor.persistent:
-                self.state[tensor.name] = "here"
+                self.state[tensor.name] = "resident"
         for home in plan.homes:
             if home.tier != DEVICE:
-                self.state[home.tensor] = "away"
+                self.state[home.tensor] = "evicted"
         for move in plan.moves:
             end = move.free if isinstance(move, Evict) else move.ready
             if move.trigger is not None and end % len(profile.kernels) < move.trigger % len(profile.kernels):
-                self.state[move.tensor] = "leaving" if isinstance(move, Evict) else "arriving"
+                self.state[move.tensor] = "being evicted" if isinstance(move, Evict) else "being fetched"
         for name, state in self.state.items():
-            self.bytes += 0 if state == "away" else self.tensors[name].size_bytes
+            self.bytes += 0 if state == "evicted" else self.tensors[name].size_bytes
 
     def size_of_moved_tensor(self, move: Move) -> int:
         return self.tensors[move.tensor].size_bytes
@@ -286,38 +335,40 @@ class _Device:
     def add_step_inputs(self) -> None:
         for tensor in self.profile.tensors:
             if tensor.kind == "input" and not tensor.persistent and tensor.name in self.last:
-                self.state[tensor.name] = "here"
+                self.state[tensor.name] = "resident"
                 self.bytes += tensor.size_bytes
 
     def start_move(self, move: Move, tick: int) -> None:
         evicts = isinstance(move, Evict)
-        self._change_state(move, "here" if evicts else "away", "leaving" if evicts else "arriving")
-        if not evicts:
+        if evicts:
+            self._change_state(move, "resident", "being evicted")
+        else:
+            self._change_state(move, "evicted", "being fetched")
             self.bytes += self.size_of_moved_tensor(move)
             self._refuse_bytes_over_budget(tick, 0)
 
     def finish_move(self, move: Move) -> None:
-        """A transfer that was waited for is done, or a copy is dropped."""
+        """Finish a move: the transfer of the move is done, or the copy on the device is dropped."""
         if isinstance(move, Evict):
-            self._change_state(move, "here" if move.trigger is None else "leaving", "away")
+            self._change_state(move, "resident" if move.trigger is None else "being evicted", "evicted")
             self.bytes -= self.size_of_moved_tensor(move)
         else:
-            self._change_state(move, "arriving", "here")
+            self._change_state(move, "being fetched", "resident")
 
     def allocate_for_kernel(self, tick: int) -> None:
         kernel = self.profile.kernels[tick]
         for tensor in self.used[tick]:
-            if tensor.name not in self.state:  # made here
-                self.state[tensor.name] = "here"
+            if tensor.name not in self.state:  # this kernel makes the tensor
+                self.state[tensor.name] = "resident"
                 self.bytes += tensor.size_bytes
             state = self.state[tensor.name]
-            if state not in ("here", "leaving"):
+            if state not in ("resident", "being evicted"):
                 raise PlanError(
                     f"kernel {kernel.name!r} (tick {tick}) uses {tensor.name!r}, which is {state}"
                 )
-            if state == "leaving" and tick in tensor.writes:
+            if state == "being evicted" and tick in tensor.writes:
                 raise PlanError(
-                    f"kernel {kernel.name!r} (tick {tick}) writes {tensor.name!r} while it is leaving"
+                    f"kernel {kernel.name!r} (tick {tick}) writes {tensor.name!r} during its eviction"
                 )
         self._refuse_bytes_over_budget(tick, kernel.workspace_bytes)
 
@@ -330,7 +381,7 @@ class _Device:
     def _change_state(self, move: Move, before: str, after: str) -> None:
         state = self.state.get(move.tensor, "not yet made")
         if state != before:
-            raise PlanError(f"a move of {move.tensor!r} finds it {state}, not {before}")
+            raise PlanError(f"a move needs {move.tensor!r} to be {before}, but it is {state}")
         self.state[move.tensor] = after
 
     def _refuse_bytes_over_budget(self, tick: int, workspace_bytes: int) -> None:

@@ -1,4 +1,5 @@
-"""The drives are not written faster than they may be, and plans know it."""
+"""Tests of the cap on bytes written per day: the store delays writes beyond its allowance, and plans
+keep to the cap."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from teraio.passes.planner.planners import plan
 from teraio.runtime.store.store import Store
 from teraio.runtime.store.write_rate import DAY_S, WriteRate
 
-MACHINE = toys.machine(device=10**9, ssd=10**9, rate=10**6)  # a byte per microsecond
+MACHINE = toys.machine(device=10**9, ssd=10**9, rate=10**6)  # every link moves a byte per microsecond
 
 
 class Clock:
@@ -37,7 +38,7 @@ def allowance(per_second: int, clock: Clock) -> WriteRate:
     return WriteRate(per_second * DAY_S, clock.now, clock.sleep)
 
 
-def test_an_hours_worth_is_written_at_once_and_then_as_much_as_time_allows() -> None:
+def test_writes_beyond_allowance_of_an_hour_wait() -> None:
     clock = Clock()
     paced = allowance(10, clock)
     for _ in range(36):
@@ -50,12 +51,12 @@ def test_an_hours_worth_is_written_at_once_and_then_as_much_as_time_allows() -> 
     assert clock.slept == [100.0, 50.0]
 
 
-def test_in_the_long_run_no_day_has_more_than_the_cap_and_an_hours_worth() -> None:
+def test_writes_of_any_day_are_at_most_cap_plus_one_hour() -> None:
     clock = Clock()
     paced, random = allowance(10, clock), np.random.default_rng(1)
     written: list[tuple[float, int]] = []
     while clock.s < 3 * DAY_S:
-        size = int(random.integers(1, 60_000))  # some are larger than the hour's worth
+        size = int(random.integers(1, 60_000))  # some writes are larger than the allowance of an hour
         paced.wait_until_allowed(size)
         written.append((clock.s, size))
         clock.s += float(random.integers(0, 2_000))
@@ -63,17 +64,17 @@ def test_in_the_long_run_no_day_has_more_than_the_cap_and_an_hours_worth() -> No
     assert 10 * DAY_S * 0.9 < most <= 10 * (DAY_S + 3_600) + 60_000
 
 
-def test_it_is_said_at_first_and_when_it_has_doubled(caplog: pytest.LogCaptureFixture) -> None:
+def test_waits_are_logged_first_and_after_each_doubling(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     paced = allowance(10, clock)
     with caplog.at_level(logging.WARNING, "teraio"):
         for _ in range(36 + 15):
             paced.wait_until_allowed(1_000)
-    assert len(caplog.records) == 4  # after 1, 3, 7 and 15 waits
+    assert len(caplog.records) == 4  # the four warnings come after 1, 3, 7 and 15 waits
     assert "max_write_per_day" in caplog.text
 
 
-def test_a_store_waits_before_it_writes_and_not_before_it_reads(tmp_path: Path) -> None:
+def test_store_waits_before_writes_only(tmp_path: Path) -> None:
     clock = Clock()
     store = Store(tmp_path, 64 * 2**20)
     bytes_ = np.arange(2**20, dtype=np.uint8)
@@ -96,7 +97,7 @@ def per_day(made: Plan, profile: Profile) -> int:
     return ssd_bytes_written_per_step(made, profile) * DAY_NS // made.predicted.step_ns
 
 
-def test_a_plan_takes_as_long_as_its_writes_may_and_writes_less() -> None:
+def test_capped_plan_is_stretched_and_writes_less() -> None:
     profile = toys.training_profile()
     freely = plan(profile, MACHINE, 1_200, planner="greedy")
     for share in (2, 10, 100):
@@ -109,7 +110,7 @@ def test_a_plan_takes_as_long_as_its_writes_may_and_writes_less() -> None:
         assert made.predicted.bound_ns <= made.predicted.step_ns
 
 
-def test_a_cap_that_is_kept_anyway_changes_nothing() -> None:
+def test_cap_above_planned_writes_changes_nothing() -> None:
     profile = toys.training_profile()
     freely = plan(profile, MACHINE, 1_200, planner="greedy", time_limit_s=200)
     cap = per_day(freely, profile) + 1
@@ -118,7 +119,7 @@ def test_a_cap_that_is_kept_anyway_changes_nothing() -> None:
     )
 
 
-def test_what_is_dropped_is_not_written() -> None:
+def test_drop_counts_as_no_write() -> None:
     profile = toys.diamond()
     dropped = Plan("", "", 8, (), (Evict("a", "ssd", free=4), Fetch("a", "ssd", 6, 9)), (), Predicted(1))
     assert ssd_bytes_written_per_step(dropped, profile) == 0

@@ -1,4 +1,5 @@
-"""Three simulators, two ways of thinking: they agree to the nanosecond, and each keeps the other honest."""
+"""Tests of the two simulators: the native recurrence over ticks and the simulation of events agree to the
+nanosecond."""
 
 from __future__ import annotations
 
@@ -18,14 +19,17 @@ from teraio.formats.machine import Link, Machine, Tier
 from teraio.formats.plan import Evict, Fetch, Home, Move, Plan
 from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
+from teraio.formats.timeline import Span, Stall
 from teraio.passes.planner.planners import plan
 from teraio.passes.planner.problem.problem import smallest_budget
 from teraio.passes.planner.simulate import event_simulation
 from teraio.passes.planner.simulate.simulate import (
     native_link_arrays,
     native_transfer_rows,
+    simulate,
     step_ns,
     tick_entries_and_period,
+    unshared_step_ns,
 )
 from teraio.units import fmt_ns
 
@@ -34,10 +38,12 @@ CASES = 240
 
 
 def instances(count: int = CASES) -> Iterator[tuple[int, Plan, Profile, Machine]]:
-    """Random profiles with random valid plans and with planned ones, on links from slow to fast.
+    """Yield random profiles with plans, for machines with slow and with fast links.
 
-    Every third profile has kernels of no duration; tensors of no size, drops, and moves around the end of
-    the step are in all of them.
+    Each plan is a random valid plan or a greedy plan.
+
+    Kernels of every third profile have a duration of zero. Some plans have tensors of zero bytes, drops, and
+    moves around the end of the step.
     """
     for seed in range(count):
         profile = toys.random_profile(seed)
@@ -58,15 +64,16 @@ def instances(count: int = CASES) -> Iterator[tuple[int, Plan, Profile, Machine]
         yield seed, generated_plans.random_plan(profile, budget, share, seed), profile, machine
 
 
-# ---- by hand ----
+# ---- compared with sums by hand ----
 
 
 def hand(*moves: Move, homes: tuple[Home, ...] = ()) -> Plan:
     return Plan("", "hand", 8, homes, moves)
 
 
-def test_events_are_what_arithmetic_says() -> None:
-    # a (4 bytes) leaves 1..5 us and is waited for at tick 4: 1 us. Back 7..11, needed at 10: 1 us. 12 in all.
+def test_simulated_events_equal_hand_calculation() -> None:
+    # The eviction of `a` (4 bytes) runs 1..5 us, and tick 4 waits 1 us for its end. The fetch of `a` runs
+    # 7..11 us, and kernel 9 waits 1 us for its end. The step takes 12 us.
     moves = (Evict("a", "ssd", free=4, trigger=1), Fetch("a", "ssd", trigger=6, ready=9))
     assert event_simulation.simulate_by_events(
         hand(*moves), toys.diamond(), toys.machine()
@@ -74,7 +81,7 @@ def test_events_are_what_arithmetic_says() -> None:
 
 
 def sharing(rate: int) -> Machine:
-    """Both directions of the toy link have this bandwidth in common."""
+    """Return a machine whose two links share this bandwidth."""
     tiers = (Tier("device", 100), Tier("ssd", 100))
     links = (
         Link("device", "ssd", toys.BYTE_PER_US, 0, "bus"),
@@ -84,9 +91,10 @@ def sharing(rate: int) -> Machine:
 
 
 def test_links_that_share_divide_their_bandwidth() -> None:
-    # w (4 bytes) comes back 2..6 us while a (2 bytes) leaves from 2 us on. With 2 bytes per us for both, each
-    # has its own rate and kernel 4 waits for w until 6 us. With 1 byte per us each has a half: a has left
-    # at 6 us, when w has 2 bytes to go, alone: 8 us. Then kernels 4..9: 14 us.
+    # The fetch of `w` (4 bytes) and the eviction of `a` (2 bytes) both start at 2 us. If the links share 2
+    # bytes per us, each link has its full rate, and kernel 4 waits for `w` until 6 us. If the links share 1
+    # byte per us, each link moves half a byte per us. The eviction of `a` then ends at 6 us. The last 2 bytes
+    # of `w` move alone until 8 us. Kernels 4..9 end at 14 us.
     tensors = [toys.weight("w", 4, (4,)), toys.activation("a", 2, 0, (9,))]
     profile = toys.profile(tensors, 10)
     moves = (
@@ -98,69 +106,97 @@ def test_links_that_share_divide_their_bandwidth() -> None:
     made = hand(*moves, homes=(Home("w", "ssd"),))
     assert check_plan_against_profile(made, profile, sharing(1)).feasible
     free, half = sharing(2 * toys.BYTE_PER_US), sharing(toys.BYTE_PER_US)
-    # Kernel 9 waits 1 us for a, which comes back 10..12 us.
-    assert (
-        event_simulation.simulate_by_events(made, profile, free).step_ns
-        == step_ns(made, profile, free)
-        == 13 * US
+    # If the links share 2 bytes per us, kernel 9 waits 1 us for `a`, whose fetch runs 10..12 us.
+    for machine, expected_ns in ((free, 13 * US), (half, 15 * US)):
+        assert event_simulation.simulate_by_events(made, profile, machine).step_ns == expected_ns
+        assert step_ns(made, profile, machine) == expected_ns
+        assert unshared_step_ns(made, profile, machine) == 13 * US
+    line = simulate(made, profile, half)
+    assert line.step_ns == 15 * US
+    assert line.stalls == (Stall(4, "w", 4 * US, "late read"), Stall(9, "a", 1 * US, "late read"))
+    assert [span for span in line.spans if span.track != "compute"] == [
+        Span("evict:ssd", "a", 2 * US, 6 * US, 2, "a"),
+        Span("fetch:ssd", "w", 2 * US, 8 * US, 4, "w"),
+        Span("fetch:ssd", "a", 12 * US, 14 * US, 2, "a"),
+    ]
+
+
+def test_transfer_in_flight_across_step_end_shares_with_next_step() -> None:
+    # Each link alone moves 1 byte per us, and both links together also move 1 byte per us. The fetch of `w`
+    # (4 bytes) is issued at tick 8, and moves alone for the last 2 us of each step. The eviction of `a` (2
+    # bytes) is issued at tick 0 of the next step. From tick 0 on, each transfer moves half a byte per us.
+    # Each has 2 bytes left, so both end 4 us into that step.
+    tensors = [toys.weight("w", 4, (5,)), toys.weight("a", 2, (6,), (9,))]
+    profile = toys.profile(tensors, 10)
+    moves = (
+        Fetch("w", "ssd", 8, 15),
+        Evict("w", "ssd", free=7),
+        Evict("a", "ssd", free=5, trigger=0),
+        Fetch("a", "ssd", 5, 6),
     )
-    assert event_simulation.simulate_by_events(made, profile, half).step_ns == 15 * US
-    assert step_ns(made, profile, half) == 13 * US  # optimistic, and said so
+    made = hand(*moves, homes=(Home("w", "ssd"),))
+    assert check_plan_against_profile(made, profile, sharing(toys.BYTE_PER_US)).feasible
+    line = simulate(made, profile, sharing(toys.BYTE_PER_US))
+    fetch = next(span for span in line.spans if span.name == "w" and span.track == "fetch:ssd")
+    assert (fetch.end_ns - line.step_ns, line.step_ns) == (4 * US, 11 * US)
 
 
-def test_a_plan_is_predicted_by_events_where_links_share() -> None:
+def test_a_plan_is_predicted_as_events_do_where_links_share() -> None:
     profile, slow = toys.training_profile(), sharing(toys.BYTE_PER_US)
     slow = replace(slow, tiers=(Tier("device", 10_000), Tier("ssd", 10_000)))
     made = plan(profile, slow, 1_500, planner="greedy")
     assert (
         made.predicted.step_ns
         == event_simulation.simulate_by_events(made, profile, slow).step_ns
-        > step_ns(made, profile, slow)
+        > unshared_step_ns(made, profile, slow)
     )
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
         (hand(), "10 bytes are on the device at kernel 'k4' .tick 4.; the plan's budget is 8"),
-        (hand(Evict("a", "ssd", 4, 1)), "kernel 'k9' .tick 9. uses 'a', which is away"),
+        (hand(Evict("a", "ssd", 4, 1)), "kernel 'k9' .tick 9. uses 'a', which is evicted"),
         (hand(Evict("a", "ssd", 3, 2), Fetch("a", "ssd", 3, 4)), "10 bytes are on the device"),
-        (hand(Fetch("a", "ssd", 3, 4)), "a move of 'a' finds it here, not away"),
+        (hand(Fetch("a", "ssd", 3, 4)), "a move needs 'a' to be evicted, but it is resident"),
         (hand(Evict("b", "ssd", 6, 5), Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 5, 9)), "10 bytes are on"),
     ],
 )
-def test_a_plan_that_breaks_its_promise_is_caught_when_it_runs(broken: Plan, said: str) -> None:
+def test_simulation_refuses_invalid_plan(broken: Plan, message: str) -> None:
     assert not check_plan_against_profile(broken, toys.diamond(), toys.machine()).feasible
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         event_simulation.simulate_by_events(broken, toys.diamond(), toys.machine())
 
 
-def test_a_tensor_is_not_written_while_it_leaves() -> None:
+def test_write_to_tensor_during_eviction_is_refused() -> None:
     profile = toys.profile([toys.weight("w", 4, (1,), (4,))], 10)
     torn = hand(Evict("w", "ssd", 5, 2), Fetch("w", "ssd", 6, 11))
-    with pytest.raises(PlanError, match=r"kernel 'k4' \(tick 4\) writes 'w' while it is leaving"):
+    with pytest.raises(PlanError, match=r"kernel 'k4' \(tick 4\) writes 'w' during its eviction"):
         event_simulation.simulate_by_events(torn, profile, toys.machine())
 
 
-# ---- many instances ----
+# ---- random instances ----
 
 
-def test_the_recurrence_the_native_one_and_the_events_agree_to_the_nanosecond() -> None:
+def test_two_simulators_agree_to_the_nanosecond() -> None:
     moves = crossing = drops = several = 0
     for seed, made, profile, machine in instances():
         judged = event_simulation.simulate_by_events(made, profile, machine)
-        assert step_ns(made, profile, machine) == judged.step_ns, seed
-        assert tick_entries_and_period(made, profile, machine)[1] == judged.step_ns, seed
+        entered_ns, period_ns = tick_entries_and_period(made, profile, machine)
+        assert period_ns == judged.step_ns, seed
+        ends_ns = [span.end_ns for span in judged.spans if span.track == "compute"]
+        assert entered_ns == [0, *ends_ns[:-1]], seed
         assert judged.peak_bytes <= made.budget_bytes
         rows = native_transfer_rows(made, profile, machine)
         moves += len(rows)
         crossing += sum(wait < issue for *_, issue, wait, _ in rows)
         drops += len(made.moves) - len(rows)
         several += len(set(judged.took_ns)) > 1
-    assert min(moves, 10 * crossing, 10 * drops, 20 * several) > 1_000  # what it is about, is there
+    # Each of these cases occurs often enough.
+    assert min(moves, 10 * crossing, 10 * drops, 20 * several) > 1_000
 
 
-def test_where_links_share_the_native_one_agrees_with_events() -> None:
+def test_native_recurrence_agrees_with_events_where_links_share() -> None:
     slower = several = 0
     for seed, made, profile, alone in instances():
         links = [
@@ -172,40 +208,40 @@ def test_where_links_share_the_native_one_agrees_with_events() -> None:
         machine = replace(alone, links=tuple(links), shared=shared)
         judged = event_simulation.simulate_by_events(made, profile, machine)
         assert tick_entries_and_period(made, profile, machine)[1] == judged.step_ns, seed
-        slower += judged.step_ns > step_ns(made, profile, machine)
+        slower += judged.step_ns > unshared_step_ns(made, profile, machine)
         several += len(set(judged.took_ns)) > 1
     assert slower > 100 and several > 20
 
 
-def test_a_tensor_of_no_size_waits_for_its_turn() -> None:
-    # b has no bytes, but its fetch is behind that of a, which takes from 1 to 5 us; kernel 3 wants b.
+def test_transfer_of_no_bytes_waits_in_its_queue() -> None:
+    # The tensor `b` has no bytes, but its fetch queues behind the fetch of `a`, which runs 1..5 us. Kernel 3
+    # needs `b`.
     tensors = [toys.weight("a", 4, (8,)), toys.weight("b", 0, (3,))]
     profile = toys.profile(tensors, 10)
     moves = (Evict("a", "ssd", 9), Evict("b", "ssd", 5), Fetch("a", "ssd", 1, 8), Fetch("b", "ssd", 1, 3))
     made = hand(*moves, homes=(Home("a", "ssd"), Home("b", "ssd")))
     assert check_plan_against_profile(made, profile, toys.machine()).feasible
     assert step_ns(made, profile, toys.machine()) == 12 * US
-    assert tick_entries_and_period(made, profile, toys.machine())[1] == 12 * US
     assert event_simulation.simulate_by_events(made, profile, toys.machine()).step_ns == 12 * US
-    assert tick_entries_and_period(made, profile, sharing(toys.BYTE_PER_US))[1] == 12 * US
+    assert step_ns(made, profile, sharing(toys.BYTE_PER_US)) == 12 * US
 
 
-def test_they_repeat_after_the_same_number_of_steps() -> None:
+def test_simulators_repeat_after_same_number_of_steps() -> None:
     for seed, made, profile, machine in instances(40):
         judged = event_simulation.simulate_by_events(made, profile, machine)
         durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
         rows = np.array(native_transfer_rows(made, profile, machine), np.int64).reshape(-1, 6)
         period, steps, entered = _native.settle(durations, *native_link_arrays(machine), rows)
         assert (period, steps) == (judged.step_ns, len(judged.took_ns)), seed
-        assert entered.tolist() == tick_entries_and_period(made, profile, machine)[0]
         assert (np.diff(entered) >= durations[:-1]).all()
 
 
-Row = tuple[int, int, int, int, int, bool]  # lane, ns, bytes, issue, wait, is a fetch
+# A transfer: lane, duration in ns, bytes, tick of issue, tick that waits, True for a fetch.
+Row = tuple[int, int, int, int, int, bool]
 
 
 def forget_crossing(rows: list[Row]) -> list[Row]:
-    """Transfers in flight at the end of the step are waited for at its end."""
+    """Plant a bug: a step waits at its end for transfers that should cross the end."""
     last = max(max(row[3:5]) for row in rows)
     return [(*row[:4], last if row[4] < row[3] else row[4], row[5]) for row in rows]
 
@@ -219,7 +255,7 @@ def fetches_first(rows: list[Row]) -> list[Row]:
 
 
 @pytest.mark.parametrize("plant", [forget_crossing, late_by_one, fetches_first])
-def test_a_planted_bug_is_seen(plant: object) -> None:
+def test_planted_bug_changes_predicted_step(plant: object) -> None:
     assert callable(plant)
     seen = 0
     for _, made, profile, machine in instances(60):
@@ -235,7 +271,10 @@ def test_a_planted_bug_is_seen(plant: object) -> None:
 
 
 def test_jitter_costs_time_and_never_memory() -> None:
-    """Ledgers go by ticks, so no timing breaks a budget; events raise if one does."""
+    """Ledgers count bytes by ticks, so changed times cannot break a budget.
+
+    The simulation would raise PlanError for a broken budget.
+    """
     for share, by_step in ((0.1, False), (0.2, False), (0.2, True)):
         costs = []
         for seed, made, profile, machine in instances(60):
@@ -248,7 +287,7 @@ def test_jitter_costs_time_and_never_memory() -> None:
         assert 0.98 < sum(costs) / len(costs) < 1 + share
 
 
-def test_the_same_seed_shakes_the_same_way() -> None:
+def test_same_seed_gives_same_jitter() -> None:
     _, made, profile, machine = next(case for case in instances(20) if len(case[1].moves) > 4)
     outcomes = {
         event_simulation.simulate_by_events(
@@ -259,7 +298,7 @@ def test_the_same_seed_shakes_the_same_way() -> None:
     assert len(outcomes) == 2
 
 
-# ---- what native code is handed ----
+# ---- arrays that native code reads ----
 
 
 LANE = (toys.BYTE_PER_US, 0, -1)
@@ -271,30 +310,35 @@ def settle(
     lanes: tuple[tuple[int, int, int], ...] = (LANE,),
     groups: tuple[int, ...] = (),
 ) -> int:
-    """Rows without bytes: as many as their time is long."""
+    """Return the step time of a step with these transfers.
+
+    A row of a transfer is (lane, duration in ns, tick of issue, tick that waits, True for a fetch).
+
+    A transfer has as many bytes as its duration has nanoseconds.
+    """
     table = np.array([(*row[:2], max(row[1], 0), *row[2:]) for row in rows], np.int64).reshape(-1, 6)
     made = np.array(lanes, np.int64).reshape(-1, 3)
     return _native.settle(np.array(durations, np.int64), made, np.array(groups, np.int64), table)[0]
 
 
 @pytest.mark.parametrize(
-    ("lane", "group", "said"),
+    ("lane", "group", "message"),
     [
         ((0, 0, -1), 5, "bandwidth below 1"),
         ((-(2**63), 0, -1), 5, "bandwidth below 1"),
         ((5, -1, -1), 5, "latency below 0"),
-        ((5, 0, 1), 5, "group is not there"),
-        ((5, 0, -2), 5, "group is not there"),
+        ((5, 0, 1), 5, "group is out of range"),
+        ((5, 0, -2), 5, "group is out of range"),
         ((5, 0, 0), 0, "a shared bandwidth below 1"),
     ],
 )
-def test_a_lane_that_cannot_be_is_an_error(lane: tuple[int, int, int], group: int, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_lane_raises_value_error(lane: tuple[int, int, int], group: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         settle([(0, 1, 0, 1, 1)], (1, 1), (lane,), (group,))
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ((1, 1, 0, 0, 0), "transfer 0: lane is 1"),
         ((-1, 1, 0, 0, 0), "transfer 0: lane is -1"),
@@ -303,12 +347,12 @@ def test_a_lane_that_cannot_be_is_an_error(lane: tuple[int, int, int], group: in
         ((0, -5, 0, 0, 1), "transfer 0: ns is -5"),
     ],
 )
-def test_hostile_numbers_are_an_error(row: tuple[int, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_transfer_raises_value_error(row: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         settle([row])
 
 
-def test_times_that_overflow_are_an_error_and_predicted_all_the_same() -> None:
+def test_overflowing_times_raise_natively_and_are_predicted_by_events() -> None:
     with pytest.raises(OverflowError, match="beyond 64 bits"):
         settle([(0, 2**62, 0, 1, 0)])
     with pytest.raises(OverflowError, match="beyond 64 bits"):
@@ -316,7 +360,8 @@ def test_times_that_overflow_are_an_error_and_predicted_all_the_same() -> None:
     with pytest.raises(ValueError, match="duration is -1"):
         settle([], (-1,))
     assert settle([], ()) == settle([], (), ()) == 0
-    with pytest.raises(OverflowError, match="beyond 64 bits"):  # 2**50 bytes at a byte per second
+    # The transfer moves 2**50 bytes at 1 byte per second.
+    with pytest.raises(OverflowError, match="beyond 64 bits"):
         settle([(0, 2**50, 0, 1, 0)], (1, 1), ((9, 0, 0), (9, 0, 0)), (1,))
     crawling = toys.machine(device=2**60, ssd=2**60, rate=1)
     tensors = [replace(t, size_bytes=t.size_bytes << 40) for t in toys.diamond().tensors]
@@ -327,7 +372,7 @@ def test_times_that_overflow_are_an_error_and_predicted_all_the_same() -> None:
     )
 
 
-def test_simulate_says_what_both_predict_where_links_share(
+def test_simulate_command_shows_both_predictions_where_links_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile, slow = toys.training_profile(), sharing(toys.BYTE_PER_US)
@@ -335,12 +380,13 @@ def test_simulate_says_what_both_predict_where_links_share(
     made = plan(profile, slow, 1_500, planner="greedy")
     made.write(tmp_path / "plan.json")
     profile.write(tmp_path / "profile.json")
-    said = []
+    outputs = []
     for machine in (slow, replace(slow, shared=(("bus", 2 * toys.BYTE_PER_US),))):
         machine.write(tmp_path / "machine.json")
         files = [str(tmp_path / name) for name in ("plan.json", "profile.json")]
         assert main.main(["simulate", *files, "--machine", str(tmp_path / "machine.json")]) == 0
-        said.append(capsys.readouterr().out)
-    alone = fmt_ns(step_ns(made, profile, slow))
-    assert fmt_ns(made.predicted.step_ns) in said[0] and alone in said[0] and "share" in said[0]
-    assert alone in said[1] and "share" not in said[1]  # together they cannot ask for more than there is
+        outputs.append(capsys.readouterr().out)
+    alone = fmt_ns(unshared_step_ns(made, profile, slow))
+    assert fmt_ns(made.predicted.step_ns) in outputs[0] and alone in outputs[0] and "share" in outputs[0]
+    # Both links together never exceed the bandwidth, so the output does not mention sharing.
+    assert alone in outputs[1] and "share" not in outputs[1]

@@ -1,5 +1,8 @@
-"""The exact planner: nothing is better on small steps, greedy is not better on any, and wrong answers are
-refused."""
+"""Tests of the exact planner, which solves an integer linear program (ILP).
+
+Its plans are optimal for small steps and never worse than greedy's. Wrong solutions of the solver are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,11 @@ from teraio.passes.planner.greedy.greedy import plan_of_absences
 from teraio.passes.planner.planners import plan
 from teraio.passes.planner.problem.problem import Problem, build_problem
 
-# Seeds of small steps on which greedy is not the best; 599 and 943 use two tiers, 1533 drops what it wrote.
+# Seeds of small steps on which greedy is not optimal. In 599 and 943 the best plan uses two tiers. In 1533
+# the best plan drops a written tensor.
 BEATEN = (263, 311, 576, 599, 727, 911, 943, 1223, 1533, 1721, 1783, 2240)
-ILP = importlib.import_module("teraio.passes.planner.exact.ilp")  # by name it is the planner, not the module
+# This is the module itself, because a test patches its functions.
+ILP = importlib.import_module("teraio.passes.planner.exact.ilp")
 SLOW = toys.machine(device=10**6, ssd=10**6, rate=toys.BYTE_PER_US // 8)
 
 
@@ -36,7 +41,7 @@ Solved = list[tuple[int, Problem, Machine, int, int]]
 
 @pytest.fixture(scope="module")
 def solved() -> Solved:
-    """(seed, problem, machine, budget, shortest step of all plans)."""
+    """Return rows of (seed, problem, machine, budget, step time of the fastest plan), for small steps."""
     found = []
     for seed, problem, machine, budget in exact_cases.cases((*BEATEN, *range(60)), 1_000):
         best = brute.best(problem, machine, budget)
@@ -45,7 +50,7 @@ def solved() -> Solved:
     return found
 
 
-def test_small_steps_are_planned_as_well_as_by_trying_everything(solved: Solved) -> None:
+def test_ilp_equals_brute_force_on_small_steps(solved: Solved) -> None:
     beaten = equal = 0
     for seed, problem, machine, budget, best_ns in solved:
         made = plan(problem.profile, machine, budget, planner="ilp")
@@ -57,7 +62,7 @@ def test_small_steps_are_planned_as_well_as_by_trying_everything(solved: Solved)
 
 
 @pytest.mark.parametrize("plant", ["a longer lane", "a smaller budget", "a second write"])
-def test_a_wrong_program_is_worse_than_trying_everything(
+def test_wrong_program_is_worse_than_brute_force(
     plant: str, solved: Solved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_before, real_around, real_writes = (
@@ -78,9 +83,9 @@ def test_a_wrong_program_is_worse_than_trying_everything(
         window: Window = real_around(problem, made, below_ns)
         return replace(window, need_bytes=tuple(need + 1 for need in window.need_bytes))
 
-    def writes(self: integer_program._Program, free: MovableGap, away: object) -> object:
+    def writes(self: integer_program._Program, free: MovableGap, evicted: object) -> object:
         always = replace(free, writes=True) if free.writes is None else free
-        return real_writes(self, always, away)
+        return real_writes(self, always, evicted)
 
     if plant == "a longer lane":
         monkeypatch.setattr(integer_program._Program, "_require_transfer_before_other", before)
@@ -96,11 +101,12 @@ def test_a_wrong_program_is_worse_than_trying_everything(
 
 
 def test_windows_of_a_longer_step_beat_greedy() -> None:
-    # 24 kernels and 32 tensors on links that are too slow; greedy takes up to 5 % longer.
+    # The step has 24 kernels and 32 tensors on slow links. Greedy's steps are up to 5 % longer than the exact
+    # planner's.
     profile = toys.training_profile()
     for budget in (1_700, 2_500):
         simple = plan(profile, SLOW, budget, planner="greedy")
-        for limit_s in (30, 120):  # a slow machine has no time for enough windows in the first
+        for limit_s in (30, 120):  # a slow machine solves too few windows of the step in 30 s
             made = plan(profile, SLOW, budget, planner="ilp", time_limit_s=limit_s)
             better = made.predicted.step_ns < 0.97 * simple.predicted.step_ns
             if better or budget != 1_700:
@@ -125,7 +131,7 @@ def test_auto_is_never_worse_than_greedy() -> None:
     assert better > 0
 
 
-def test_a_plan_taken_apart_is_the_same_plan_put_together() -> None:
+def test_plan_rebuilt_from_absences_is_unchanged() -> None:
     moves = 0
     for seed in range(80):
         profile, machine = toys.random_profile(seed), exact_cases.MACHINES[seed % 4]
@@ -143,14 +149,14 @@ def test_a_plan_taken_apart_is_the_same_plan_put_together() -> None:
     assert moves > 200
 
 
-def chosen_badly(problem: Problem, window: Window, time_limit_s: float, seed: int) -> list[GapSolution]:
-    """Everything is on the device: fast, and over the budget."""
+def keep_all_resident(problem: Problem, window: Window, time_limit_s: float, seed: int) -> list[GapSolution]:
+    """Return a solution without evictions, which has a short step but exceeds the budget."""
     return [GapSolution(free.index, None, 0, 0) for free in window.free]
 
 
-def test_a_choice_that_breaks_the_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_solution_over_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     simple = plan(toys.training_profile(), SLOW, 2_000, planner="greedy")
-    monkeypatch.setattr(ILP, "solve_window", chosen_badly)
+    monkeypatch.setattr(ILP, "solve_window", keep_all_resident)
     made = plan(toys.training_profile(), SLOW, 2_000, planner="ilp")
     assert (made.moves, made.predicted.step_ns) == (simple.moves, simple.predicted.step_ns)
 
@@ -161,8 +167,11 @@ def llama() -> tuple[Machine, Problem, int]:
     return machine, problem, int(problem.live.max()) // 3
 
 
-def test_ctrl_c_is_an_exception_after_planning_as_before() -> None:
-    """In a child: a solver that leaves the signal to the system ends the process."""
+def test_ctrl_c_still_raises_after_planning() -> None:
+    """A child process raises SIGINT after planning.
+
+    If the solver reset the signal's handler, SIGINT would end the process.
+    """
 
     def child() -> None:
         plan(toys.training_profile(), SLOW, 1_500, planner="ilp", time_limit_s=2.0)
@@ -173,9 +182,10 @@ def test_ctrl_c_is_an_exception_after_planning_as_before() -> None:
     assert os.waitpid(in_child(child), 0)[1] == 0
 
 
-def test_the_time_limit_is_kept() -> None:
+def test_ilp_keeps_time_limit() -> None:
     machine, problem, budget = llama()
     for limit_s in (0.0, 1.5):
-        with cpu_limit.at_most(2.0, given_s=2 * limit_s):  # a rung of greedy, a simulation, a check
+        # Greedy's plan, a simulation and a check may take 2 s beyond the time limit.
+        with cpu_limit.at_most(2.0, given_s=2 * limit_s):
             made = plan(problem.profile, machine, budget, planner="ilp", time_limit_s=limit_s)
         assert check_plan_against_profile(made, problem.profile, machine).feasible

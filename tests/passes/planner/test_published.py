@@ -1,4 +1,5 @@
-"""Planners of published systems: their rules, by hand; plans that keep the budget, or refusals with bytes."""
+"""Tests of the published planners: their plans, compared with plans by hand, and refusals that state the
+excess bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def evictions(made: Plan) -> dict[str, list[Evict]]:
 
 
 @pytest.mark.parametrize("planner", PUBLISHED)
-def test_a_published_plan_keeps_its_budget_or_is_refused_with_the_bytes(planner: str) -> None:
+def test_published_plan_keeps_budget_or_error_names_bytes(planner: str) -> None:
     made, refused = 0, 0
     for seed in range(150):
         profile = toys.random_profile(seed)
@@ -54,17 +55,19 @@ def test_a_published_plan_keeps_its_budget_or_is_refused_with_the_bytes(planner:
             assert check_plan_against_profile(it, profile, machine).problems == ()
             assert it.predicted.step_ns >= it.predicted.bound_ns
     assert made > 100
-    assert (refused > 0) == (planner != "teraio-paper")  # which waits where the others fail
+    # Where the other planners fail, the planner teraio-paper makes a plan in which compute waits for
+    # transfers.
+    assert (refused > 0) == (planner != "teraio-paper")
 
 
 @pytest.mark.parametrize("planner", PUBLISHED)
-def test_a_published_plan_is_the_same_each_time(planner: str) -> None:
+def test_published_plan_is_independent_of_seed(planner: str) -> None:
     profile = toys.training_profile()
     whole = check_plan_against_profile(Plan("", "", 0), profile).peak_bytes
     assert len({plan(profile, ROOMY, whole, planner=planner, seed=seed) for seed in range(3)}) == 1
 
 
-def test_a_full_tier_is_a_refusal_by_name() -> None:
+def test_full_tier_is_refused_with_reason() -> None:
     profile = toys.training_profile(size=400_000)
     small = toys.machine(device=10**12, ssd=1000, rate=10**9)
     for planner in ("zero-infinity", "teraio-paper", "10cache"):
@@ -72,26 +75,29 @@ def test_a_full_tier_is_a_refusal_by_name() -> None:
             plan(profile, small, smallest_budget(profile) * 2, planner=planner)
 
 
-# ---- G10
+# ---- the G10 planner
 
 
 def test_g10_hides_transfers_behind_kernels() -> None:
-    # 2 bytes per us: a's write runs 1..3 and is done by tick 3; b comes at 4. The read takes 2 kernels, so 7
-    # is the latest start; from tick 6 on there is room, so it is pulled there.
+    # At 2 bytes per us, the eviction of `a` runs 1..3 us and ends by tick 3, before `b` is made at tick 4.
+    # The fetch takes the time of 2 kernels, so it must start by tick 7. Memory has room from tick 6 on, so
+    # the fetch starts at tick 6.
     made = plan(toys.diamond(), FAST, 8, planner="g10")
     assert made.moves == (Evict("a", "ssd", 3, 1), Fetch("a", "ssd", 6, 9))
     assert made.predicted.step_ns == 10_000
 
 
-def test_g10_cannot_wait() -> None:
-    # 1 byte per us: the write ends at 5, one kernel late, and 2 of 10 bytes are too many.
+def test_g10_is_refused_when_a_kernel_would_wait() -> None:
+    # At 1 byte per us, the eviction of `a` ends at tick 5, one kernel too late. At tick 4, 10 bytes therefore
+    # exceed the budget by 2.
     with pytest.raises(PlanError, match=r"g10 ends 2 bytes above its budget of 8 at kernel 'k4' \(tick 4\)"):
         plan(toys.diamond(), toys.machine(), 8, planner="g10")
 
 
 @pytest.mark.parametrize("planner", ["g10", "teraio-paper"])
-def test_the_host_takes_what_the_ssds_bandwidth_does_not(planner: str) -> None:
-    # a and b, 4 bytes each, must be away for c. Each takes the SSD's link for 4 of the 6 us before tick 7.
+def test_host_takes_tensors_beyond_ssd_bandwidth(planner: str) -> None:
+    # The tensors `a` and `b`, 4 bytes each, must both be evicted to make room for `c`. Each eviction needs
+    # the SSD's link for 4 of the 6 us before tick 7.
     tensors = [
         toys.activation("a", 4, 0, (19,)),
         toys.activation("b", 4, 0, (18,)),
@@ -102,17 +108,18 @@ def test_the_host_takes_what_the_ssds_bandwidth_does_not(planner: str) -> None:
     assert made.predicted.step_ns == 20_000
 
 
-# ---- the TERAIO paper
+# ---- the planner of the TERAIO paper
 
 
-def test_the_paper_waits_where_bandwidth_does_not_suffice() -> None:
+def test_teraio_paper_waits_where_bandwidth_is_short() -> None:
     made = plan(toys.diamond(), toys.machine(), 8, planner="teraio-paper")
-    assert made.predicted.step_ns == 12_000  # as good as any: see test_planner
+    assert made.predicted.step_ns == 12_000  # the shortest possible step, as test_planners.py shows
     assert made.moves == (Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 6, 9))
 
 
-def test_the_paper_takes_the_best_ratio_first() -> None:
-    # x is 3 bytes too many at tick 5. a (4 bytes) and b (3) both help by 3; b costs less.
+def test_teraio_paper_takes_best_ratio_first() -> None:
+    # The tensors at tick 5 exceed the budget by 3 bytes. Evicting `a` (4 bytes) or `b` (3 bytes) would free
+    # enough, and `b` costs less.
     tensors = [
         toys.activation("a", 4, 0, (11,)),
         toys.activation("b", 3, 0, (11,)),
@@ -122,7 +129,7 @@ def test_the_paper_takes_the_best_ratio_first() -> None:
     assert set(evictions(made)) == {"b"}
 
 
-def test_the_paper_writes_what_has_not_changed_and_keeps_its_time_limit() -> None:
+def test_teraio_paper_writes_unchanged_tensors_at_any_time_limit() -> None:
     passing = [toys.activation(f"x{t}", 6, t, (t + 1,)) for t in (4, 8, 12, 16)]
     profile = toys.profile([toys.weight("w", 4, (2, 6, 10), (14,)), *passing], 20)
     for seconds in (0.0, 10.0):
@@ -130,7 +137,7 @@ def test_the_paper_writes_what_has_not_changed_and_keeps_its_time_limit() -> Non
         assert [move.trigger is not None for move in evictions(made)["w"]] == [True] * 4
 
 
-# ---- ZeRO-Infinity
+# ---- the ZeRO-Infinity planner
 
 
 def llama() -> Profile:
@@ -148,10 +155,10 @@ def test_zero_infinity_streams_states_and_weights_and_no_activations() -> None:
     assert not [name for name in moved if tensors[name].kind == "activation"]
     for name, moves in moved.items():
         writes = [move for move in moves if move.trigger is not None]
-        assert len(writes) == 1, name  # unchanged weights are released without a write
+        assert len(writes) == 1, name  # unchanged weights are dropped without a write
         if tensors[name].kind == "weight":
-            assert tensors[name].size_bytes >= 2 * 100_000  # norms stay
-    # Those of the last sub-groups are still on their way out when the step ends.
+            assert tensors[name].size_bytes >= 2 * 100_000  # the weights of norm layers never move
+    # When the step ends, the states of the last sub-groups are still being evicted.
     assert len({home.tensor for home in made.homes} & {t.name for t in states}) == len(states) - 6
 
 
@@ -168,18 +175,19 @@ def test_zero_infinity_reads_the_next_sub_group_while_one_is_updated() -> None:
     assert (evict.trigger, evict.free) == (at["layers.1.wk.adamw"] + 1, at["layers.1.wo.adamw"])
 
 
-# ---- 10Cache
+# ---- the 10Cache planner
 
 
 def test_10cache_keeps_a_window_of_the_next_rows() -> None:
-    # Five weights of 10 bytes, used in turn; 60 / 2.5 = 24 bytes hold two. w0 leaves after tick 0 and comes
-    # back when w3 is released, with only w4 before it.
+    # Five weights of 10 bytes are used in turn. The cache has 60 / 2.5 = 24 bytes and holds two weights. `w0`
+    # is evicted after tick 0. It is fetched when `w3` is released, because then only `w4` is used before
+    # `w0`.
     profile = toys.profile([toys.weight(f"w{i}", 10, (i,)) for i in range(5)], 5)
     made = plan(profile, toys.machine(device=100, ssd=1000), 60, planner="10cache")
     back = {move.tensor: (move.trigger, move.ready) for move in made.moves if isinstance(move, Fetch)}
     assert back == {"w0": (4, 5), "w1": (0, 1), "w2": (1, 2), "w3": (2, 3), "w4": (3, 4)}
     assert made.predicted.peak_bytes == 20
-    # At the end of the step w4 was just used, and w0 is under way.
+    # At the end of the step, `w4` is resident after its use, and the fetch of `w0` is in flight.
     assert made.homes == tuple(Home(f"w{i}", "ssd") for i in range(4))
 
 
@@ -190,7 +198,7 @@ def test_10cache_fills_the_cpu_before_the_drives() -> None:
     assert list(tiers.values()).count("host") == 3 and tiers["w0"] == "host" and tiers["w4"] == "ssd"
 
 
-def test_ours_is_at_least_as_fast_as_each_of_them() -> None:
+def test_auto_is_at_least_as_fast_as_published_planners() -> None:
     profile = profiles.synth("llama-3.1-8b", profiles.ProfileRequest(layers=4, batch=2, checkpoint=True))
     machine = toys.machine(device=10**12, ssd=10**12, rate=10**10, host=10 * 2**30)
     ours = plan(profile, machine, 30 * 2**30).predicted.step_ns
@@ -203,8 +211,8 @@ def test_ours_is_at_least_as_fast_as_each_of_them() -> None:
     assert len(theirs) >= 2 and ours <= min(theirs)
 
 
-def test_steps_that_are_made_to_mislead_get_what_is_promised() -> None:
-    """A sample of tests/long/planner_random.py."""
+def test_hostile_steps_keep_all_promises() -> None:
+    """This is a small sample of the cases in tests/long/planner_random.py."""
     beside = refused = 0
     for case in random_cases.cases((15, *range(64, 74))):
         verdict = random_verdict.judge(case, 0.2, 1)

@@ -1,4 +1,8 @@
-"""The native search: never worse than its start, never over budget, the same for the same seed, in time."""
+"""Tests of the native search.
+
+It never makes a plan worse, keeps to the budget and the time limit, and gives the same plan for the same
+seed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,10 @@ MACHINES = (
 
 
 def starts(count: int) -> Iterator[tuple[int, Plan, Profile, Machine]]:
-    """Greedy plans of random profiles, between the floor and all resident; some with a small host."""
+    """Yield greedy plans of random profiles.
+
+    The budgets begin at the smallest possible one. One machine in three has a small host tier.
+    """
     for seed in range(count):
         profile = toys.random_profile(seed, most_kernels=30, most_tensors=18)
         machine = MACHINES[seed % 3]
@@ -71,23 +78,23 @@ def test_a_search_keeps_every_promise_and_is_never_worse_than_its_start() -> Non
                 drops += move.trigger is None
                 span = range(move.trigger or move.free, move.free)
                 early += any(tick % len(profile.kernels) in uses[move.tensor] for tick in span)
-    # All that may go wrong is there: drops, moves around the end of the step.
+    # The improved plans contain the cases that could fail: drops, and moves around the end of the step.
     assert min(improved, drops, around) > 10
-    assert early == 0, "the engine leaves alone what a kernel uses"
+    assert early == 0, "the engine never evicts a tensor while a kernel uses it"
 
 
 def _end(move: Evict | Fetch) -> int:
     return move.free if isinstance(move, Evict) else move.ready
 
 
-def test_where_greedy_is_short_sighted_the_search_is_not() -> None:
+def test_search_beats_greedy_on_slow_links() -> None:
     profile, slow = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
     start = plan(profile, slow, 1_500, planner="greedy")
     made = better(start, profile, slow, rounds=4_000)
     assert step_ns(made, profile, slow) < 0.98 * step_ns(start, profile, slow)
 
 
-def test_where_links_share_a_better_plan_is_better_by_events_too() -> None:
+def test_search_result_is_better_by_events_where_links_share() -> None:
     improved = 0
     for seed in range(60):
         profile = toys.random_profile(seed, most_kernels=30, most_tensors=18)
@@ -104,8 +111,9 @@ def test_where_links_share_a_better_plan_is_better_by_events_too() -> None:
     assert improved > 5
 
 
-def test_what_moves_often_changes_places_with_what_has_the_fast_tier() -> None:
-    # Weight a is fetched three times a step, b once; the host, twice as fast, has room for one, and has b.
+def test_often_moved_tensor_takes_over_fast_tier() -> None:
+    # The weight `a` is fetched three times per step, and `b` once. The host tier is twice as fast as the SSD.
+    # It is full, because it holds `b`.
     profile = toys.profile(
         [
             toys.weight("a", 4, (0, 4, 8)),
@@ -123,7 +131,8 @@ def test_what_moves_often_changes_places_with_what_has_the_fast_tier() -> None:
     )
     start = Plan("", "", 8, (Home("a", "ssd"), Home("b", "host")), moves)
     assert check_plan_against_profile(start, profile, machine).problems == ()
-    assert step_ns(start, profile, machine) == 24_000  # 12 of kernels, 3 x 4 for a, and b comes meanwhile
+    # Kernels take 12 us, and each of three fetches of `a` takes 4 us. Kernels hide the fetch of `b`.
+    assert step_ns(start, profile, machine) == 24_000
     made = better(start, profile, machine)
     assert {move.tensor: move.to for move in made.moves if isinstance(move, Evict)} == {
         "a": "host",
@@ -145,10 +154,10 @@ def test_small_tiers_are_never_overfilled() -> None:
         made = better(start, profile, machine, rounds=200)
         assert check_plan_against_profile(made, profile, machine).problems == (), seed
         tried += len({move.to for move in made.moves if isinstance(move, Evict)}) == 2
-    assert tried > 5  # plans that use both
+    assert tried > 5  # number of improved plans that evict to both tiers
 
 
-def test_a_plan_by_index_is_the_same_plan() -> None:
+def test_indexed_plan_converts_back_unchanged() -> None:
     moves = 0
     for seed, start, profile, machine in starts(80):
         index = index_gaps(build_problem(profile, machine))
@@ -160,7 +169,7 @@ def test_a_plan_by_index_is_the_same_plan() -> None:
     assert moves > 200
 
 
-def test_any_valid_plan_is_a_start_or_is_left_alone() -> None:
+def test_any_valid_plan_is_improved_or_unchanged() -> None:
     begun = 0
     for seed in range(80):
         profile = toys.random_profile(seed)
@@ -171,7 +180,7 @@ def test_any_valid_plan_is_a_start_or_is_left_alone() -> None:
         assert check_plan_against_profile(made, profile, MACHINES[0]).problems == (), seed
         assert step_ns(made, profile, MACHINES[0]) <= step_ns(start, profile, MACHINES[0])
         begun += made != start
-    assert begun > 40  # random plans are easily bettered
+    assert begun > 40  # random plans are easy to improve, so most are improved
 
 
 def test_the_same_seed_and_rounds_give_the_same_plan() -> None:
@@ -181,9 +190,9 @@ def test_the_same_seed_and_rounds_give_the_same_plan() -> None:
     assert len({better(start, profile, slow, 900, seed) for seed in range(4)}) > 1
 
 
-def test_progress_is_told_and_never_goes_back() -> None:
+def test_reported_progress_never_gets_worse() -> None:
     profile, slow = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
-    problem, told = build_problem(profile, slow), list[tuple[int, int]]()
+    problem, reported = build_problem(profile, slow), list[tuple[int, int]]()
     start = plan(profile, slow, 1_500, planner="greedy")
     best_plan_from_starts(
         problem,
@@ -191,11 +200,11 @@ def test_progress_is_told_and_never_goes_back() -> None:
         [start, start],
         bound_ns=0,
         rounds=3_000,
-        progress=lambda ns, count: told.append((ns, count)),
+        progress=lambda ns, count: reported.append((ns, count)),
     )
-    assert len(told) >= 6
-    assert [ns for ns, _ in told] == sorted((ns for ns, _ in told), reverse=True)
-    assert [count for _, count in told] == sorted(count for _, count in told)
+    assert len(reported) >= 6
+    assert [ns for ns, _ in reported] == sorted((ns for ns, _ in reported), reverse=True)
+    assert [count for _, count in reported] == sorted(count for _, count in reported)
 
 
 def test_a_time_limit_is_kept_to_within_50_ms() -> None:
@@ -208,7 +217,8 @@ def test_a_time_limit_is_kept_to_within_50_ms() -> None:
         planner="greedy",
     )
     problem, over_s = build_problem(profile, machine), list[float]()
-    while len(over_s) < 10 and min(over_s, default=1.0) >= 0.05:  # the best of ten: the machine is shared
+    # The best of ten tries counts, because the machine may be busy.
+    while len(over_s) < 10 and min(over_s, default=1.0) >= 0.05:
         begun = time.monotonic()
         best_plan_from_starts(problem, machine, [start], bound_ns=0, time_limit_s=0.4)
         over_s.append(abs(time.monotonic() - begun - 0.4))
@@ -217,15 +227,16 @@ def test_a_time_limit_is_kept_to_within_50_ms() -> None:
         assert best_plan_from_starts(problem, machine, [start], bound_ns=0, time_limit_s=-1.0) is start
 
 
-def test_the_planner_is_there_by_name() -> None:
+def test_search_can_be_chosen_by_name() -> None:
     profile, slow = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
-    made = plan(profile, slow, 1_500, planner="search", time_limit_s=30)  # all rounds
+    # The time limit is enough for all rounds of the search.
+    made = plan(profile, slow, 1_500, planner="search", time_limit_s=30)
     assert made.planner == "search"
     assert made.predicted.step_ns == step_ns(made, profile, slow)
     assert made.predicted.step_ns < plan(profile, slow, 1_500, planner="greedy").predicted.step_ns
 
 
-def test_links_so_slow_that_64_bits_do_not_do_leave_the_start_as_it_is() -> None:
+def test_times_beyond_64_bits_leave_start_unchanged() -> None:
     crawling = toys.machine(device=2**60, ssd=2**60, rate=1)
     profile = toys.profile(
         [toys.activation("a", 4 << 40, 0, (9,)), toys.activation("b", 6 << 40, 4, (5,))], 10
@@ -234,12 +245,15 @@ def test_links_so_slow_that_64_bits_do_not_do_leave_the_start_as_it_is() -> None
     assert better(start, profile, crawling) is start
 
 
-# ---- what native code is handed ----
+# ---- arrays that native code reads ----
 
 
 def native(**other: object) -> _native.Search:
-    """Two tensors of 4 bytes, the first away in its gap from 1 to 8; `other` replaces an argument."""
-    hostile = {name: np.array(value, np.int64) for name, value in other.items() if name != "budget_bytes"}
+    """Return a search over two tensors of 4 bytes. `other` replaces arguments of the search.
+
+    The first tensor is evicted in its gap from tick 1 to tick 8.
+    """
+    replaced = {name: np.array(value, np.int64) for name, value in other.items() if name != "budget_bytes"}
     budget = other.get("budget_bytes", 8)
     assert isinstance(budget, int)
     gaps = np.array([[0, 1, 8, 0, 0, 4], [1, 2, 12, -1, 0, 4]], np.int64)
@@ -259,11 +273,11 @@ def native(**other: object) -> _native.Search:
         "absences": np.array([[1, 2, 3, 6], [0, 0, 0, 0]], np.int64),
         "routes": np.array([0, -1], np.int64),
     }
-    return _native.Search(**{**given, **hostile}, budget_bytes=budget, seed=1)
+    return _native.Search(**{**given, **replaced}, budget_bytes=budget, seed=1)
 
 
 @pytest.mark.parametrize(
-    ("argument", "value", "said"),
+    ("argument", "value", "message"),
     [
         ("durations_ns", [], "at least one"),
         ("durations_ns", [-1] * 10, "a time is negative"),
@@ -271,7 +285,7 @@ def native(**other: object) -> _native.Search:
         ("live_bytes", [-(2**62)] * 10, "bytes of a row or tier"),
         ("budget_bytes", 7, "the budget is exceeded"),
         ("budget_bytes", -1, "a budget below"),
-        ("gaps", [[2, 1, 8, 0, 0, 4]] * 2, "a gap of no tensor"),
+        ("gaps", [[2, 1, 8, 0, 0, 4]] * 2, "a gap's tensor"),
         ("gaps", [[0, -1, 8, 0, 0, 4]] * 2, "a gap's start"),
         ("gaps", [[0, 1, 12, 0, 0, 4]] * 2, "a gap's end"),
         ("gaps", [[0, 1, 2, 0, 0, 4]] * 2, "a gap's end"),
@@ -286,10 +300,10 @@ def native(**other: object) -> _native.Search:
         ("held_bytes", [0] * 11, "a row of held bytes"),
         ("write_ns", [-1, 0], "a time is negative"),
         ("read_ns", [0], "times per gap and route"),
-        ("out_lanes", [2], "a lane that is not there"),
-        ("back_lanes", [-1], "a lane that is not there"),
+        ("out_lanes", [2], "a lane out of range"),
+        ("back_lanes", [-1], "a lane out of range"),
         ("back_lanes", [0, 1], "two lanes per route"),
-        ("lanes", [[1, 0, 2]] * 2, "group is not there"),
+        ("lanes", [[1, 0, 2]] * 2, "group is out of range"),
         ("absences", [[1, 2, 3, 6]], "an absence per gap"),
         ("absences", [[1, 2, 3, 9], [0, 0, 0, 0]], "an absence's ticks"),
         ("absences", [[1, 1, 3, 6], [0, 0, 0, 0]], "an absence's ticks"),
@@ -300,8 +314,8 @@ def native(**other: object) -> _native.Search:
         ("routes", [0], "a route per tensor"),
     ],
 )
-def test_hostile_numbers_are_an_error(argument: str, value: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_numbers_raise_value_error(argument: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         native(**{argument: value})
 
 
@@ -314,13 +328,14 @@ def test_hostile_numbers_are_an_error(argument: str, value: object, said: str) -
         ("held_bytes", [2**60] * 10),
     ],
 )
-def test_sums_that_overflow_are_an_error(argument: str, value: object) -> None:
+def test_overflowing_sums_raise_overflow_error(argument: str, value: object) -> None:
     with pytest.raises(OverflowError, match="beyond 64 bits"):
         native(**{argument: value})
 
 
-def test_what_is_handed_in_well_is_searched() -> None:
-    # 4 us out and 4 us back do not fit into the six ticks of the gap; but nothing must be away at all.
+def test_valid_arrays_are_searched() -> None:
+    # A write of 4 us and a read of 4 us do not fit in the six ticks of the gap. But the budget needs no
+    # eviction.
     found = native()
     begun_ns = found.best_ns
     assert begun_ns > 10_000
@@ -329,7 +344,7 @@ def test_what_is_handed_in_well_is_searched() -> None:
     assert found.best().reshape(-1, 4)[:, 0].tolist() == [0, 0]
 
 
-def test_the_plan_of_nothing_is_nothing() -> None:
+def test_empty_problem_gives_empty_plan() -> None:
     profile = toys.profile([], 3)
     index = index_gaps(build_problem(profile, MACHINES[0]))
     assert plan_from_indices(index, IndexedPlan([], []), 8).moves == ()

@@ -1,4 +1,4 @@
-"""Where OR-Tools is missing plans are made all the same, by search alone, and that is said once."""
+"""Tests without OR-Tools: every planner still makes plans, and only one warning is logged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _without(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["auto", "greedy", "search", "ilp", "none", "teraio-paper"])
-def test_every_planner_works_without_them(
+def test_every_planner_works_without_ortools(
     _without: None, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     profile, machine = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
@@ -43,13 +43,13 @@ def test_every_planner_works_without_them(
     assert "pip install ortools" in caplog.records[0].message
 
 
-def test_full_tiers_say_that_a_solver_might_find_room(_without: None) -> None:
+def test_error_for_full_tiers_suggests_ortools(_without: None) -> None:
     profile = toys.profile([toys.weight("a", 4, (0,)), toys.weight("b", 4, (1,))], 2)
-    with pytest.raises(PlanError, match="ortools, which is missing"):
+    with pytest.raises(PlanError, match="install ortools: its solver may find a way"):
         packing.pack_gaps_into_tiers(build_problem(profile, toys.machine(ssd=3)), 4)
 
 
-def test_with_them_the_bound_is_a_better_one() -> None:
+def test_bound_is_tighter_with_ortools() -> None:
     profile, machine = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
     assert solvers.is_ortools_installed()
     made = planners.plan(profile, machine, 1_500, planner="greedy", time_limit_s=1.0)
