@@ -1,5 +1,8 @@
-"""The native part. The transfer engine: tensors' bytes to files and back, through slabs, in the background.
-The planner's simulator and search: arrays of integers in and out."""
+"""The native part of teraio.
+
+The transfer engine moves bytes of tensors to files and back, through slabs, in the background. The simulator
+and the search of the planner take and return arrays of integers.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -7,19 +10,26 @@ from typing import Any, Literal
 from numpy.typing import NDArray
 
 Piece = tuple[int, int, int]
-"""(file, offset, bytes): where a part of a tensor lies. Offsets are multiples of 4096; the extent is taken
-up to the next multiple of 4096 behind its bytes. A tensor's pieces cover its bytes in order."""
+"""(file, offset, bytes): the extent of a part of a tensor in a file. Offsets are multiples of 4096. The
+extent ends at the next multiple of 4096 after its bytes. The pieces of a tensor cover the tensor's bytes in
+order."""
 
 FaultKind = Literal[
     "EIO", "ENOSPC", "short", "delay", "drop", "stall", "flip", "stale", "neighbour", "kill", "killed"
 ]
 
 class QueueFull(RuntimeError):
-    """`max_transfers` tickets are unfinished: wait for one, then submit again."""
+    """The error of a submit while `max_transfers` tickets are unfinished.
+
+    Wait for one of the tickets, then submit again.
+    """
 
 class Slabs:
-    """`count` buffers of `slab_bytes` (a multiple of 4096), 2 MiB aligned, on huge pages if there are any.
-    With `address` they lie in memory that the caller owns and keeps alive. One Transfers per Slabs."""
+    """An arena of `count` buffers of `slab_bytes` (a multiple of 4096) for one Transfers.
+
+    The arena is aligned to 2 MiB, and uses huge pages if the kernel has any. With `address`, the arena is
+    memory that the caller owns and keeps alive.
+    """
 
     def __init__(self, slab_bytes: int, count: int, address: int = 0) -> None: ...
     @property
@@ -36,26 +46,37 @@ class Slabs:
     def arena_bytes(self) -> int: ...
     @property
     def page_bytes(self) -> int:
-        """The page size in effect: 2097152 or 4096."""
+        """Return the page size in effect: 2097152 or 4096."""
 
 class Io:
+    """An I/O engine. It runs single operations on files."""
+
     @property
     def files(self) -> int: ...
     @property
     def depth(self) -> int: ...
     @property
     def buffered_files(self) -> int:
-        """Files without O_DIRECT, from the start or since their first operation: they use the page cache."""
+        """Return the number of files that are used without O_DIRECT, and therefore use the page cache.
+
+        A file system may refuse O_DIRECT at open or at the first operation.
+        """
     @property
     def now_ns(self) -> int: ...
 
 class ThreadIo(Io):
-    """`threads` workers per file with pread and pwrite. `files`: (fd, path) pairs; the fds are duplicated."""
+    """An I/O engine with `threads` workers per file, which use pread and pwrite.
+
+    `files` has pairs of a file descriptor and a path. The descriptors are duplicated.
+    """
 
     def __init__(self, files: Sequence[tuple[int, str]], threads: int = 4) -> None: ...
 
 class MemoryIo(Io):
-    """Deterministic: files in memory, virtual time, everything runs on the thread that waits."""
+    """A deterministic I/O engine with files in memory and virtual time.
+
+    All of its work runs on the thread that waits.
+    """
 
     def __init__(
         self,
@@ -71,7 +92,7 @@ class MemoryIo(Io):
     def poke(self, file: int, offset: int, data: bytes) -> None: ...
 
 class FaultIo(Io):
-    """A shim around another engine; makes the n-th matching operation fail; `sticky`: all after it, too."""
+    """An I/O engine that wraps another I/O engine and injects faults by rules."""
 
     def __init__(self, inner: Io) -> None: ...
     def add(
@@ -84,10 +105,15 @@ class FaultIo(Io):
         delay_s: float = 0.0,
         bit: int = -1,
         error: int = 0,
-    ) -> None: ...
+    ) -> None:
+        """Add a rule.
+
+        The `nth` matching operation has this fault. With `sticky`, all later matching operations have this
+        fault as well.
+        """
     def clear(self) -> None: ...
     def deliver(self) -> int:
-        """Lets dropped operations happen and complete, late; how many."""
+        """Run and complete the dropped and stalled operations now. Return their number."""
     def operations(self, op: Literal["read", "write", "any"] = "any") -> int: ...
     @property
     def hits(self) -> int: ...
@@ -95,34 +121,53 @@ class FaultIo(Io):
     def dropped(self) -> int: ...
 
 class Copier:
-    """How bytes get between tensors and slabs; without one: tensors in RAM, copy and digest in one pass."""
+    """A way to copy bytes between tensors and slabs.
+
+    The tensors of an engine without a copier are in RAM. The engine then copies and digests their bytes in
+    one pass.
+    """
 
 class NoCopier(Copier):
-    """Leaves tensors alone: measures drives and slabs. With `checksums=False`."""
+    """A copier that copies nothing, to measure drives and slabs. It needs `checksums=False`."""
 
     def __init__(self) -> None: ...
 
 class CudaCopier(Copier):
-    """Tensors in device memory. An `event` handle must have been recorded before the call that passes it: to
-    wait for an unrecorded event is a silent no-op in CUDA. `context` 0: the current one."""
+    """A copier for tensors in device memory. A `context` of 0 means the current CUDA context.
+
+    Record an event before passing its handle as `event`. In CUDA a wait for an event that was never recorded
+    returns immediately, without an error.
+    """
 
     def __init__(self, library: str = "libcuda.so.1", context: int = 0) -> None: ...
     def pin(self, slabs: Slabs) -> int:
-        """Pins the arena for the life of this copier; the driver's error number, 0 if it is pinned."""
+        """Pin the arena until `unpin` is called or this copier is destroyed.
+
+        Return the driver's error number, 0 for success.
+        """
 
     def unpin(self, slabs: Slabs) -> int:
-        """Ends that. No copy to or from the arena may be under way."""
+        """Unpin the arena. No copy to or from the arena may be in flight."""
 
     def stream(self, priority: int = 0) -> int:
-        """Makes a stream that lives as long as this copier, and is nobody else's; returns its handle."""
+        """Make a stream that only the caller uses, and return its handle.
+
+        The stream lives as long as the process.
+        """
 
     def give_to(self, stream: int, on_device: int, in_host: int, bytes: int, out: bool) -> int:
-        """Gives a stream a copy between these addresses, `out` of the device or into it, and does not wait
-        for it. Returns the driver's error number, 0 if the stream has it. The host memory must be pinned."""
+        """Queue a copy on a stream, without waiting for the copy.
+
+        With `out` it copies from the device to the host. The host memory must be pinned. Return the driver's
+        error number, or 0 if the copy is queued.
+        """
 
 class Transfers:
-    """Submits never block and never wait for a disk; QueueFull at `max_transfers` unfinished tickets.
-    `deadline_s` is per operation, from the moment the drive has it."""
+    """The transfer engine. A submit never blocks and never waits for a drive.
+
+    A submit raises QueueFull if `max_transfers` tickets are unfinished. `deadline_s` limits the time of each
+    operation. This time begins when the drive gets the operation.
+    """
 
     def __init__(
         self,
@@ -147,7 +192,10 @@ class Transfers:
         event: int = 0,
         deadline_s: float = 0.0,
     ) -> int:
-        """Memory to files. The memory must stay alive and unchanged until the ticket is finished."""
+        """Submit a copy from memory to files and return its ticket.
+
+        The memory must remain allocated and unchanged until the ticket is finished.
+        """
     def into(
         self,
         address: int,
@@ -159,29 +207,48 @@ class Transfers:
         event: int = 0,
         deadline_s: float = 0.0,
     ) -> int:
-        """Files to memory, with the pieces, tag and generation of the write. Not to be read earlier."""
+        """Submit a copy from files to memory and return its ticket.
+
+        Pieces, tag and generation must be the same as in the call of `out` that wrote the bytes. Read the
+        memory only after the ticket is done.
+        """
     def done(self, ticket: int) -> bool:
-        """Finished, well or badly; `wait` says which and then does not block."""
+        """Return True if the transfer has ended, with success or not. `wait` then returns immediately."""
     def state(self, ticket: int) -> Literal["active", "done", "failed", "cancelled"]: ...
     def wait(self, ticket: int, name: str = "", keep: bool = False) -> bool:
-        """True when the bytes have arrived, False if it was cancelled. Raises the StoreError of what failed,
-        with kind, mismatch, errno, tag, generation, file, offset, bytes, retries, deadline_s. The ticket is
-        released unless `keep`. A queued prefetch becomes a demand. Ctrl-C is heard; the ticket then stays."""
+        """Wait for a transfer. Return True if all bytes were copied, False if the transfer was cancelled.
+
+        Raise a StoreError if the transfer failed. The error has kind, mismatch, errno, tag, generation, file,
+        offset, bytes, retries and deadline_s. Release the ticket unless `keep` is set. A queued prefetch
+        becomes a demand. Ctrl-C interrupts the wait. The ticket is still valid after an interrupt.
+        """
     def cancel(self, ticket: int) -> bool:
-        """Drops what is queued; what runs, finishes. True: nothing had started. Still to be released."""
+        """Remove the queued operations of a transfer. Running operations finish.
+
+        Return True if no operation had started. The ticket must still be released.
+        """
     def promote(self, ticket: int) -> bool:
-        """From prefetch to demand. False: it was one already, or nothing of it is queued."""
+        """Turn a prefetch into a demand.
+
+        Return False if the transfer was a demand already, or if no operation of the transfer is queued.
+        """
     def release(self, ticket: int) -> None:
-        """Forget the ticket; an unfinished transfer runs on, forgotten at its end (failures are counted)."""
+        """Release a ticket. An unfinished transfer still runs to its end, and its failure is only counted."""
     def times(self, ticket: int) -> tuple[int, int, int]:
-        """(submitted, started, finished) in ns of time.monotonic_ns, 0 for what has not happened."""
+        """Return (submitted, started, finished) in ns of time.monotonic_ns. A time not yet reached is 0."""
     def forget(self, pieces: Sequence[Piece]) -> None:
-        """These extents hold nothing any more; reading them is an error."""
+        """Forget the contents of these extents. A later read of these extents is an error."""
     def lost(self) -> list[Piece]:
-        """Extents that a write may still reach though its transfer timed out: never use them again."""
+        """Return the extents of writes that timed out.
+
+        Never reuse these extents, because the drive may still write to them.
+        """
     def stats(self) -> dict[str, int | float]: ...
     def close(self, within_s: float = 5.0) -> bool:
-        """Cancels what is queued, finishes what runs, joins the threads. False: something hangs."""
+        """Cancel queued operations, finish running operations and join the threads.
+
+        Return False if an operation hangs.
+        """
 
 def close_all() -> None: ...
 def digest(address: int, size_bytes: int) -> int: ...
@@ -189,19 +256,28 @@ def copy_digest(target: int, source: int, size_bytes: int) -> int: ...
 def copy(target: int, source: int, size_bytes: int) -> None: ...
 
 Integers = NDArray[Any]
-"""int64, contiguous. Values out of range are a ValueError, times that add up to 2**62 an OverflowError."""
+"""A contiguous array of int64. Functions raise ValueError for values out of range, and OverflowError for
+times that add up to 2**62."""
 
 def settle(
     durations_ns: Integers, lanes: Integers, groups: Integers, transfers: Integers
 ) -> tuple[int, int, Integers]:
-    """`lanes`: rows (bytes/s, latency, group or -1); `groups`: shared bytes/s; `transfers`: rows (lane, ns,
-    bytes, issue tick, wait tick, is a fetch) in the order of the plan. Out: the period in ns, the steps that
-    were run, and when each tick of the last one was entered."""
+    """Simulate steps until they repeat. Return (period in ns, number of steps, time of each tick).
+
+    `lanes` has rows of (bytes/s, latency, group or -1). `groups` has the shared bytes/s of each group.
+    `transfers` has rows of (lane, ns, bytes, issue tick, wait tick, is a fetch) in the order of the plan. The
+    time of a tick is the time at which the last step enters it.
+    """
 
 class Search:
-    """Large-neighbourhood search. A row per gap: `gaps` (tensor, start, end, version or -1, age, bytes) and
-    `absences` (away, out, free, trigger); per tensor: `lives` (first tick, end) and `routes` (-1: none).
-    `held_bytes` by route and tick, `write_ns` and `read_ns` by gap and route. Raises for what is no plan."""
+    """A large-neighbourhood search for plans.
+
+    `gaps` has one row per gap: (tensor, start, end, version or -1, age, bytes). `absences` has one row per
+    gap: (1 if evicted, out, free, trigger). `lives` has one row per tensor: (first tick, end). `routes` has
+    one route per tensor, or -1 for a tensor without a route. `held_bytes` has the bytes by route and tick.
+    `write_ns` and `read_ns` have the times by gap and route. The constructor raises ValueError if `absences`
+    and `routes` are no valid plan.
+    """
 
     def __init__(
         self,
@@ -223,62 +299,76 @@ class Search:
         seed: int,
     ) -> None: ...
     def run(self, rounds: int, until_ns: int, heat: float) -> int:
-        """So many rounds, until `time.monotonic_ns()` is there (0: no matter), or until nothing stalls."""
+        """Run at most `rounds` rounds and return their number.
+
+        The search ends earlier when `time.monotonic_ns()` reaches `until_ns` (0: no limit), or when the plan
+        has no stall.
+        """
     @property
     def best_ns(self) -> int: ...
     @property
     def evaluations(self) -> int: ...
     def best(self) -> Integers:
-        """Four numbers per gap, as in `absences`, one after another."""
+        """Return the absences of the best plan as one array, with four numbers per gap."""
     def best_routes(self) -> Integers: ...
 
 class SpareCounts:
-    """Memory of tensors on a CPU: blocks in use, and what was freed and is kept."""
+    """Counts of the memory of CPU tensors: blocks in use, and freed pages that are kept."""
 
     @property
     def used_bytes(self) -> int: ...
     @property
     def peak_bytes(self) -> int:
-        """The most that was used since `reset_peak`."""
+        """Return the maximum of the bytes in use since `reset_peak`."""
     @property
     def spare_bytes(self) -> int: ...
     @property
     def mapped_bytes(self) -> int:
-        """Ever taken from the system."""
+        """Return the bytes mapped from the system since the start."""
     @property
     def reused_bytes(self) -> int:
-        """Ever taken from what was kept."""
+        """Return the bytes of kept pages reused since the start."""
     @property
     def gathered_bytes(self) -> int:
-        """Of these: as pages of several blocks, moved to one address."""
+        """Return the number of reused bytes whose pages were moved from several ranges to one address."""
     @property
     def moves(self) -> int: ...
     @property
     def limit_bytes(self) -> int: ...
 
 class Spare:
-    LEAST: int  # bytes; smaller blocks are malloc's
+    """An allocator of CPU memory that keeps freed pages for reuse, within a limit."""
+
+    LEAST: int  # size in bytes; smaller blocks come from malloc
 
     def __init__(self) -> None: ...
     def take(self, size_bytes: int) -> int: ...
     def give(self, address: int) -> None: ...
     def vacate(self, address: int) -> int:
-        """Its pages are kept, and its addresses stay without any; the caller unmaps so many bytes. 0: it is
-        small, and stays a block."""
+        """Take the pages from a block and keep them. Return the number of bytes that the caller must unmap.
+
+        Access to the block's addresses then faults. Return 0 for a small block. A small block is not changed.
+        """
     def holds(self, address: int) -> bool:
-        """Whether a block in use begins there, that is not malloc's."""
+        """Return True if a block in use begins at this address.
+
+        Small blocks, which come from malloc, do not count.
+        """
     def keep_within(self, size_bytes: int) -> None:
-        """Used and kept bytes stay within this; what is used may exceed it, then nothing is kept."""
+        """Limit the sum of used and kept bytes. If the used bytes alone exceed the limit, no page is kept."""
     def end_stretch(self) -> None:
-        """What was kept all through this stretch and the one before goes back to the system."""
+        """End a stretch: the time since the last call.
+
+        Unmap the pages that no block used in the last two stretches.
+        """
     def reset_peak(self) -> None: ...
     def counts(self) -> SpareCounts: ...
 
 def spare() -> Spare:
-    """The one that tensors of this process may come from."""
+    """Return the CPU allocator of this process."""
 
 def spare_functions() -> tuple[int, int]:
-    """Addresses of its `void* take(uint64_t bytes)` and `void give(void* block)`."""
+    """Return the addresses of `void* take(uint64_t bytes)` and `void give(void* block)` of `spare()`."""
 
 def spare_vacate() -> int:
-    """Address of its `uint64_t vacate(void* block)`."""
+    """Return the address of `uint64_t vacate(void* block)` of the CPU allocator."""

@@ -1,4 +1,5 @@
-// Ranges of pages: best fit, neighbours joined, the longest unused given back first.
+// The ranges of pages that the allocator keeps. (1) A block gets the smallest range that is large enough. (2)
+// Freed neighbouring ranges are joined. (3) The range that was unused for the longest time is unmapped first.
 #include "allocator/spare_blocks.h"
 
 #include <malloc.h>
@@ -11,11 +12,14 @@
 
 namespace teraio {
 namespace {
-// A move takes 30 to 80 us whatever its size, a new page 0.5: smaller pieces on average are not worth it.
+// Moving a piece of a range to another address takes 30 to 80 us, whatever its size. A new page takes 0.5 us.
+// If the pieces of a block are smaller than kPiece on average, moving the pieces takes longer than new pages.
 constexpr uint64_t kPiece = 256 << 10;
 
-// What two stretches did not need goes back, but for this part of the limit: remainders, too small for any
-// block that comes, would have it go and be taken anew each time.
+// A stretch is the time between two calls of end_stretch(). The allocator unmaps pages that were not used in
+// two stretches. It keeps a part of the unused pages: up to 1 / kRest of the limit. The reason is that
+// remainders of ranges may be too small for any new block. If the allocator kept no unused pages, such
+// remainders would force it to unmap and map pages again in each stretch.
 constexpr uint64_t kRest = 16;
 
 constexpr int kMove = MREMAP_MAYMOVE | MREMAP_FIXED;
@@ -86,7 +90,7 @@ uint64_t Spare::vacate(void* block) {
   const auto [start, bytes] = *found;
   void* place = mmap(nullptr, bytes, PROT_NONE, kReserved, -1, 0);
   if (place == MAP_FAILED) return 0;
-  // First no one reads there, and then there are no pages: nobody finds zeros in between.
+  // Access is forbidden before the pages are moved, so no thread reads zeros during the move.
   bool moved = mprotect(block, bytes, PROT_NONE) == 0;
   uint64_t done = 0;
   for (const auto& piece : mappings_of(start, bytes)) {
@@ -97,7 +101,7 @@ uint64_t Spare::vacate(void* block) {
     done += piece.bytes;
   }
   moved = moved && mprotect(place, bytes, PROT_READ | PROT_WRITE) == 0;
-  if (!moved) {  // a system that does not know this, or has no more mappings: its pages go
+  if (!moved) {  // free the pages, because the system cannot move them or allows no further mapping
     munmap(place, bytes);
     if (mmap(block, bytes, PROT_NONE, kReserved | MAP_FIXED, -1, 0) == MAP_FAILED) return 0;
   }
@@ -144,7 +148,7 @@ void* Spare::reuse(uint64_t bytes) {
 void* Spare::map(uint64_t bytes) {
   fit(bytes);
   void* block = map_pages(bytes);
-  if (block == nullptr && spare_ > 0) {  // what was kept may be what the system lacks
+  if (block == nullptr && spare_ > 0) {  // the system may need the memory of the kept pages
     shrink(spare_);
     block = map_pages(bytes);
   }
@@ -181,7 +185,8 @@ void* Spare::gather(uint64_t bytes) {
   uint64_t to = address_of(place);
   for (const auto& piece : pieces) {
     if (mremap(pointer_to(piece.start), piece.bytes, piece.bytes, kMove, pointer_to(to)) == MAP_FAILED) {
-      // What has come already goes: too many mappings, or a seam that is not known.
+      // The system has too many mappings, or the piece crosses a seam that is not in `seams_`. Free the pages
+      // that were moved so far.
       munmap(place, bytes);
       return nullptr;
     }
@@ -251,11 +256,11 @@ void Spare::shrink(uint64_t bytes) {
   bytes = std::min(bytes, spare_);
   while (bytes > 0 && !ages_.empty()) {
     const uint64_t start = ages_.begin()->second;
-    const uint64_t size = ranges_.at(start).bytes, gone = std::min(size, in_pages(bytes));
-    // The system refuses where that would make more mappings than it allows: then the range stays.
-    if (munmap(pointer_to(start + size - gone), gone) != 0) break;
-    cut(start + size - gone, gone);
-    bytes -= std::min(bytes, gone);
+    const uint64_t size = ranges_.at(start).bytes, unmapped = std::min(size, in_pages(bytes));
+    // The system refuses a munmap that would leave more mappings than allowed. The range is then kept.
+    if (munmap(pointer_to(start + size - unmapped), unmapped) != 0) break;
+    cut(start + size - unmapped, unmapped);
+    bytes -= std::min(bytes, unmapped);
   }
   least_[0] = std::min(least_[0], spare_);
 }

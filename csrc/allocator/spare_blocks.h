@@ -1,14 +1,15 @@
-// Memory for tensors on a CPU. A block that was freed is kept for the next ones, as long as blocks in use and
-// blocks kept fit together in a limit; what does not fit goes back to the system at once.
+// An allocator of memory for CPU tensors. The allocator keeps freed blocks, and uses their pages for later
+// blocks. A limit applies to the sum of the used and the kept bytes. Freed bytes above the limit are unmapped
+// immediately.
 //
-// A page that the system gives anew costs a fault and is cleared: 0.2 to 0.5 s per GiB, a fifth of a training
-// step where every tensor is mapped and unmapped. glibc knows two settings: to keep what was freed, without a
-// limit, or to keep nothing.
+// A new page causes a page fault and must be cleared. Both together take 0.2 to 0.5 s per GiB. If every
+// tensor is mapped and unmapped, new pages take a fifth of the time of a training step. With glibc's
+// allocator there are only two settings: keep all freed memory without a limit, or keep none.
 //
-// Blocks are ranges of pages. Freed neighbours become one range, a range may be used in part, and of what
-// must go the longest unused goes first. Where all ranges are too small for a block, its pages are gathered
-// from several: the system moves pages to other addresses for a tenth of what new ones cost. Small blocks are
-// malloc's.
+// Blocks are ranges of pages. Freed neighbours are joined into one range, and a new block may use a part of a
+// range. The ranges that were unused for the longest time are unmapped first. If all ranges are too small for
+// a block, the block's pages are gathered from several ranges. Moving a page to another address takes a tenth
+// of the time of a new page. Small blocks come from malloc.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -21,35 +22,36 @@
 
 namespace teraio {
 struct SpareCounts {
-  uint64_t used = 0;      // bytes in blocks now, whole pages
-  uint64_t peak = 0;      // the most since `reset_peak`
-  uint64_t spare = 0;     // freed, and kept
-  uint64_t mapped = 0;    // ever taken from the system
-  uint64_t reused = 0;    // ever taken from what was kept
-  uint64_t gathered = 0;  // of these: moved to another address
-  uint64_t moves = 0;     // in how many moves
+  uint64_t used = 0;      // bytes of blocks in use, in whole pages
+  uint64_t peak = 0;      // maximum of `used` since `reset_peak`
+  uint64_t spare = 0;     // bytes of freed blocks that are kept
+  uint64_t mapped = 0;    // bytes mapped from the system since the start
+  uint64_t reused = 0;    // bytes of kept pages that new blocks have used since the start
+  uint64_t gathered = 0;  // reused bytes that were moved to another address
+  uint64_t moves = 0;     // number of moves for the gathered bytes
   uint64_t limit = 0;
 };
 
 class Spare {
  public:
-  static constexpr uint64_t kLeast = 64 << 10;  // smaller blocks are malloc's
+  static constexpr uint64_t kLeast = 64 << 10;  // smaller blocks come from malloc
   static constexpr uint64_t kPage = 4096;
 
-  void* take(uint64_t bytes);  // null: the system has none
+  void* take(uint64_t bytes);  // returns null if the system has no memory
   void give(void* block);
-  // Its pages are kept, or go where the system cannot move them, and its addresses stay without any: who
-  // reads there faults. The caller unmaps so many bytes. 0: it is a small block, and stays one.
+  // Takes the pages from a block and keeps them, or frees them if the system cannot move them. Access to the
+  // block's addresses then faults. Returns the number of bytes that the caller must unmap, or 0 for a small
+  // block. A small block is not changed.
   uint64_t vacate(void* block);
-  bool holds(uint64_t address) const;  // a block in use begins there
-  // Used and kept bytes stay within this. What is used may exceed it: then nothing is kept.
+  bool holds(uint64_t address) const;  // true if a block in use begins at this address
+  // Limits the sum of the used and the kept bytes. If the used bytes alone exceed the limit, no page is kept.
   void keep_within(uint64_t bytes);
-  // What was kept all through this stretch and the one before was needed by neither: it goes back.
+  // Ends a stretch. Unmaps the pages that no block used in this stretch and in the stretch before.
   void end_stretch();
   void reset_peak();
   SpareCounts counts() const;
 
-  // Around a fork: the child's copy is whole.
+  // Hold the lock during a fork, so that the child's copy of the allocator is consistent.
   void before_fork() { lock_.lock(); }
   void after_fork() { lock_.unlock(); }
 
@@ -70,25 +72,26 @@ class Spare {
   void keep(uint64_t start, uint64_t bytes);
   void add(uint64_t start, uint64_t bytes, uint64_t serial);
   void remove(Ranges::iterator range);
-  void fit(uint64_t more);                   // so many bytes more, within the limit
-  void shrink(uint64_t bytes);               // so many kept bytes go back
-  void cut(uint64_t start, uint64_t bytes);  // this part of a range is no longer kept
+  void fit(uint64_t more);                   // unmap kept pages until `more` bytes fit into the limit
+  void shrink(uint64_t bytes);               // unmap this number of kept bytes
+  void cut(uint64_t start, uint64_t bytes);  // remove this part of a range from the kept ranges
   std::vector<Piece> pieces_for(uint64_t bytes) const;
   void add_used(int64_t bytes);
 
   mutable std::mutex lock_;
-  std::unordered_map<uint64_t, uint64_t> blocks_;  // start -> bytes, in use
-  Ranges ranges_;                                  // kept, by address; no two touch
-  std::set<std::pair<uint64_t, uint64_t>> sizes_;  // (bytes, start)
-  std::map<uint64_t, uint64_t> ages_;              // serial -> start
-  std::set<uint64_t> seams_;                       // where a mapping may end: pages move by mapping
+  std::unordered_map<uint64_t, uint64_t> blocks_;  // blocks in use: start -> bytes
+  Ranges ranges_;                                  // kept ranges by address; no two are adjacent
+  std::set<std::pair<uint64_t, uint64_t>> sizes_;  // kept ranges as (bytes, start)
+  std::map<uint64_t, uint64_t> ages_;              // kept ranges, oldest first: serial -> start
+  std::set<uint64_t> seams_;  // addresses where a mapping of the system may end; no move may cross a seam
   uint64_t serial_ = 0;
-  uint64_t least_[2] = {0, 0};  // of kept bytes: in this stretch, in the one before
-  uint64_t large_ = 0;  // in blocks in use that are not malloc's: those are few, and not what is limited
+  uint64_t least_[2] = {0, 0};  // minimum of the kept bytes in this stretch, and in the stretch before
+  uint64_t large_ = 0;          // bytes of blocks in use, without small blocks, which are few and not limited
   uint64_t spare_ = 0, limit_ = 0, mapped_ = 0, reused_ = 0, gathered_ = 0, moves_ = 0;
-  std::atomic<int64_t> used_{0}, peak_{0};  // small blocks are counted without the lock
+  std::atomic<int64_t> used_{0}, peak_{0};  // atomic, because small blocks are counted without the lock
 };
 
-// The one of this process, which ends with it: tensors may outlive everything else.
+// Returns the allocator of this process. It is never destroyed, because tensors may outlive all other
+// objects.
 Spare& spare();
 }  // namespace teraio

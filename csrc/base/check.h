@@ -1,7 +1,7 @@
-// Assertions that stay on. CHECK is for our own bugs; what disks and users do wrong is reported, never
-// checked here. It throws, because a wrong argument found at the boundary need not take the process down;
-// thrown on a worker thread it ends the process, which is right: the engine's own books are wrong and bytes
-// may no longer be where they should.
+// Assertions that are also active in release builds. CHECK finds bugs of teraio. Errors of disks and of user
+// code are reported by other means. CHECK throws, so a wrong argument from Python does not end the process.
+// On a worker thread the exception does end the process, because the engine's state is then wrong, and bytes
+// may be in the wrong place.
 #pragma once
 #include <stdexcept>
 #include <string>

@@ -1,4 +1,6 @@
-// Counts forks with pthread_atfork: an atomic load per entry instead of a getpid system call (0.1 us each).
+// A counter of forks. A function registered with pthread_atfork increments the counter in each forked child.
+// Reading the counter takes one atomic load. Comparing process ids instead would take 0.1 us per call of
+// getpid().
 #include "base/fork.h"
 
 #include <pthread.h>

@@ -1,4 +1,4 @@
-// Python's ThreadIo, MemoryIo and FaultIo.
+// Python bindings of ThreadIo, MemoryIo and FaultIo.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -90,7 +90,7 @@ void bind_fault(nb::module_& m) {
           [](PyFaultIo& self, const std::string& kind, const std::string& op, uint64_t nth, bool sticky,
              int file, double delay_s, int64_t bit, int error) {
             if (nth < 1 || !(delay_s >= 0 && delay_s < 1e6))
-              throw std::invalid_argument("nth counts from 1, delays from 0");
+              throw std::invalid_argument("nth must be at least 1, delay_s between 0 and 1e6");
             Rule rule = rule_named(kind);
             rule.op = op_named(op);
             rule.nth = nth, rule.sticky = sticky, rule.file = file, rule.bit = bit;

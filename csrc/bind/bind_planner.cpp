@@ -1,4 +1,4 @@
-// The planner's native part: arrays of integers in, arrays of integers out.
+// Python bindings of the planner's native part. Its functions take and return arrays of integers.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/tuple.h>
 
@@ -116,7 +116,7 @@ void make_search(Search* self, const Row& durations, const Row& live, int64_t bu
 Made best(const Search& search) {
   std::vector<int64_t> rows;
   for (const Absence& it : search.best())
-    rows.insert(rows.end(), {it.away ? 1 : 0, it.out, it.free, it.trigger});
+    rows.insert(rows.end(), {it.evicted ? 1 : 0, it.out, it.free, it.trigger});
   return made_of(std::move(rows));
 }
 

@@ -1,4 +1,4 @@
-// The Python face of spare memory, and the two functions that torch's allocator is given.
+// Python bindings of the CPU allocator, and the addresses of the functions that torch's allocator calls.
 #include <nanobind/stl/pair.h>
 
 #include <new>

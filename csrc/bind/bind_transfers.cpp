@@ -1,4 +1,5 @@
-// Python's Slabs and Transfers: argument shapes, the GIL, signals while waiting, and the end of the process.
+// Python bindings of Slabs and Transfers. This file converts arguments, releases the GIL, and handles signals
+// during a wait. At the end of the process, this file closes all engines.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -36,8 +37,8 @@ struct PyTransfers {
   ~PyTransfers() {
     std::erase(alive, this);
     if (engine->forked()) {
-      new std::shared_ptr<Transfers>(
-          engine);  // a child of fork: locks may be held by threads that are not here
+      new std::shared_ptr<Transfers>(engine);  // in a forked child: leak the engine, because threads of the
+                                               // parent may hold the engine's locks
       return;
     }
     nb::gil_scoped_release release;
@@ -68,7 +69,8 @@ uint64_t submit(PyTransfers& self, Op op, uint64_t address, uint64_t bytes,
       {op, address, bytes, &pieces, tag, generation, demand, event, to_ns(deadline_s)});
 }
 
-// Waits in slices of 100 ms, so that Ctrl-C is heard; the ticket stays valid when it is.
+// Waits in slices of 100 ms, so that Ctrl-C interrupts the wait. After an interrupt the ticket is still
+// valid.
 State wait(PyTransfers& self, uint64_t ticket) {
   for (;;) {
     State state;
@@ -131,7 +133,7 @@ void bind_slabs(nb::module_& m) {
           [](PySlabs* self, uint64_t slab_bytes, int count, uint64_t address) {
             std::shared_ptr<Slabs> slabs;
             {
-              nb::gil_scoped_release release;  // it writes all of the memory
+              nb::gil_scoped_release release;  // the constructor writes to all bytes of the arena
               slabs = address == 0 ? std::make_shared<Slabs>(slab_bytes, count)
                                    : std::make_shared<Slabs>(address, slab_bytes, count);
             }
@@ -147,7 +149,8 @@ void bind_slabs(nb::module_& m) {
       .def_prop_ro("page_bytes", [](PySlabs& s) { return s.slabs->page_bytes(); });
 }
 
-// The copier and the arena live as long as the call, whatever other threads let go of.
+// Calls a function of the copier, and keeps the copier and the arena alive during the call, even if other
+// threads release them.
 template <int (CudaCopier::*call)(const std::shared_ptr<Slabs>&)>
 int with_arena(PyCudaCopier& self, PySlabs& slabs) {
   const std::shared_ptr<Copier> held = self.copier;
@@ -176,8 +179,8 @@ void bind_copiers(nb::module_& m) {
             uint64_t made = 0;
             const int error = static_cast<CudaCopier&>(*self.copier).stream(priority, &made);
             if (error != 0)
-              throw std::runtime_error("the CUDA driver makes no stream (error " + std::to_string(error) +
-                                       ")");
+              throw std::runtime_error("the CUDA driver failed to make a stream (error " +
+                                       std::to_string(error) + ")");
             return made;
           },
           "priority"_a = 0)
@@ -186,7 +189,7 @@ void bind_copiers(nb::module_& m) {
           [](PyCudaCopier& self, uint64_t stream, uint64_t on_device, uint64_t in_host, uint64_t bytes,
              bool out) {
             auto& copier = static_cast<CudaCopier&>(*self.copier);
-            nb::gil_scoped_release release;  // a driver whose queue is full makes its caller wait
+            nb::gil_scoped_release release;  // the driver blocks its caller while its queue is full
             return copier.give_to(stream, on_device, in_host, bytes, out);
           },
           "stream"_a, "on_device"_a, "in_host"_a, "bytes"_a, "out"_a);

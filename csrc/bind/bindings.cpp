@@ -1,4 +1,5 @@
-// The Python face of the native part: integers in, integers out. No torch, no CUDA headers.
+// The Python module of the native part. Its functions take and return integers, so its source files include
+// no headers of torch or CUDA.
 #include "bind/bindings.h"
 
 #include <nanobind/stl/string.h>
@@ -58,7 +59,7 @@ void raise_failure(const Failure& f, const std::string& path, const std::string&
 
 NB_MODULE(_native, m) {
   m.attr("__doc__") = "teraio's native part: the transfer engine, the planner's simulator and search";
-  nb::set_leak_warnings(false);  // tickets and engines may well be alive when the interpreter ends
+  nb::set_leak_warnings(false);  // engines may still be alive when the interpreter ends
   nb::register_exception_translator(teraio::translate_system_error);
   teraio::bind_io(m);
   teraio::bind_transfers(m);

@@ -1,4 +1,4 @@
-// The parts of the Python face: each file that binds something adds itself to the module here.
+// The parts of the Python module: each bind_ function adds the bindings of one source file.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -7,7 +7,8 @@
 #include "io/io.h"
 
 namespace teraio {
-// Python holds engines through this, so that no Python reference is ever dropped on a worker thread.
+// The base of all I/O engines in Python. Worker threads hold the shared pointer and no Python reference, so
+// no Python reference is released on a worker thread.
 struct PyIo {
   std::shared_ptr<Io> io;
 };

@@ -1,5 +1,5 @@
-// A faulted operation goes to the inner engine as a shadow: a request of our own that stands in for the
-// caller's.
+// A faulted operation is a shadow: a separate request that the inner engine runs in place of the caller's
+// request.
 #include "io/fault_io.h"
 
 #include <signal.h>
@@ -14,7 +14,7 @@ struct FaultIo::Shadow : Request {
   FaultIo* owner = nullptr;
   Request* original = nullptr;
   Rule rule;
-  uint64_t number = 0;  // of the operation
+  uint64_t number = 0;  // number of the operation in its direction, counted from 1
 };
 
 void FaultIo::add(const Rule& rule) {
@@ -45,7 +45,7 @@ int FaultIo::dropped() const {
   return static_cast<int>(dropped_.size() + stalled_.size());
 }
 
-// The first rule that fires; every rule counts what it matches.
+// Returns the first rule that fires for this request. Every rule counts the operations that it matches.
 Rule FaultIo::match(const Request& request, uint64_t* number) {
   std::lock_guard lock(mutex_);
   *number = ++operations_[request.op == Op::write ? 1 : 0];
@@ -87,10 +87,10 @@ void FaultIo::submit(Request& request) {
   inner_->submit(*shadow);
 }
 
-// What the inner engine is asked to do instead.
+// Changes the shadow to the operation that the inner engine runs in place of the request.
 void FaultIo::alter(Shadow& shadow, const Request& request) {
   switch (shadow.rule.fault) {
-    case Fault::stall:  // never gets here
+    case Fault::stall:  // submit() keeps stalled requests, so no stalled request reaches this function
     case Fault::error:
     case Fault::drop: shadow.op = Op::nothing; break;
     case Fault::stale:
@@ -122,7 +122,7 @@ bool FaultIo::before(Request& request) {
   auto& shadow = static_cast<Shadow&>(request);
   Request& original = *shadow.original;
   if (original.before != nullptr && !original.before(original)) {
-    shadow.rule = {};  // the caller does not want it any more
+    shadow.rule = {};  // the caller cancelled the operation
     return false;
   }
   if (shadow.rule.fault == Fault::kill) ::kill(getpid(), SIGKILL);
@@ -155,7 +155,7 @@ void FaultIo::complete(Request& request, Result result) {
     case Fault::neighbour:
       if (result.error == 0 && original.op == Op::read && result.bytes < original.bytes) {
         std::memset(original.buffer + result.bytes, 0, original.bytes - result.bytes);
-        result.bytes = original.bytes;  // beyond the end of the file the neighbour is all zeros
+        result.bytes = original.bytes;  // a neighbour that lies after the end of the file has only zeros
       }
       break;
     case Fault::killed: ::kill(getpid(), SIGKILL); break;
@@ -194,7 +194,7 @@ int FaultIo::deliver() {
     static_cast<Request&>(*shadow) = *request;
     shadow->owner = this;
     shadow->original = request;
-    shadow->Request::before = nullptr;  // it ran when the request was dropped; now only the operation is left
+    shadow->Request::before = nullptr;  // `before` already ran, so only the operation runs now
     shadow->Request::complete = complete;
     inner_->submit(*shadow);
   }
@@ -206,7 +206,7 @@ bool FaultIo::close(uint64_t within_ns) {
   const bool joined = inner_->close(within_ns);
   std::lock_guard lock(mutex_);
   stalled_.clear();
-  dropped_.clear();  // their requests may be freed now; nothing will complete them
+  dropped_.clear();  // the owner may now free the dropped requests, because nothing completes them
   return joined;
 }
 }  // namespace teraio

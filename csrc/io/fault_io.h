@@ -1,17 +1,17 @@
-// A shim around another engine that makes chosen operations go wrong. It counts the operations that pass, so
-// a test can fail the first, the second, the third ... until a run is not hit any more: every operation, in
-// turn.
+// An I/O engine that wraps another I/O engine and injects faults into chosen operations. It numbers the
+// operations. A test can therefore fail operation 1 in its first run, operation 2 in the next run, and so on,
+// until a run ends without a fault.
 //
-//   error      ends with this errno, nothing was done
-//   shorten    half is done, and said so
-//   delay      comes `delay_ns` late
-//   drop       is never completed (deliver() lets it, late)
-//   stall      does not even begin until deliver(): a worker that hangs before it looks at its request
-//   flip       one bit changes on the way
-//   stale      a write is acknowledged, not done; a read brings what the block held before its last write
-//   neighbour  the block beside it is read or written
-//   kill       the process dies (SIGKILL) before the operation
-//   killed     ... after it, before anyone is told
+//   error      the operation does nothing and ends with the rule's errno
+//   shorten    the operation moves half of its bytes, and reports this count
+//   delay      the operation begins `delay_ns` late
+//   drop       the operation completes only after deliver()
+//   stall      the operation begins only after deliver(), as with a worker that hangs
+//   flip       one bit of the data changes
+//   stale      a write does nothing and reports success, or a read returns the bytes before the last write
+//   neighbour  the adjacent block is read or written in place of the requested block
+//   kill       the process is killed (SIGKILL) before the operation
+//   killed     the process is killed after the operation, before its completion is reported
 #pragma once
 #include <atomic>
 #include <map>
@@ -27,13 +27,13 @@ enum class Fault : uint8_t { none, error, shorten, delay, drop, stall, flip, sta
 
 struct Rule {
   Fault fault = Fault::none;
-  Op op = Op::nothing;  // nothing: both directions
-  int file = -1;        // -1: any
-  uint64_t nth = 1;     // counted among the operations the rule matches, from 1
-  bool sticky = false;  // the nth and all after it
+  Op op = Op::nothing;  // `nothing` matches both directions
+  int file = -1;        // -1: any file
+  uint64_t nth = 1;     // the rule fires at its nth matching operation, counted from 1
+  bool sticky = false;  // true: the rule also fires at all later matching operations
   int error = 0;
   uint64_t delay_ns = 0;
-  int64_t bit = -1;  // which bit of the buffer; -1: drawn from the count
+  int64_t bit = -1;  // index of the flipped bit in the buffer; -1: chosen by the operation's number
   uint64_t seen = 0, hits = 0;
 };
 
@@ -56,7 +56,7 @@ class FaultIo final : public Io {
   uint64_t hits() const;
   uint64_t operations(Op op) const;
   int dropped() const;
-  int deliver();  // completes what was dropped, operation and all: the late completions of a drive that hung
+  int deliver();  // runs the dropped and stalled operations, as a drive does after a hang
 
  private:
   struct Shadow;
@@ -73,11 +73,11 @@ class FaultIo final : public Io {
   std::shared_ptr<Io> inner_;
   mutable std::mutex mutex_;
   std::vector<Rule> rules_;
-  uint64_t operations_[2] = {0, 0};  // [write]
+  uint64_t operations_[2] = {0, 0};  // index 0: reads, index 1: writes
   uint64_t hits_ = 0;
   std::atomic<bool> remembering_{false};
   std::map<std::pair<int, uint64_t>, Versions> versions_;
-  std::vector<Request*> dropped_;  // begun, and never completed
-  std::vector<Request*> stalled_;  // never begun
+  std::vector<Request*> dropped_;  // operations that began and have not completed
+  std::vector<Request*> stalled_;  // operations that have not begun
 };
 }  // namespace teraio

@@ -1,15 +1,19 @@
-// The seam between transfers and disks. Above it: slabs, chunks, priorities, retries, deadlines, checksums.
-// Below it: one operation on one file. Three engines stand behind it: ThreadIo (threads and pread/pwrite),
-// MemoryIo (deterministic, in memory, virtual time) and FaultIo (a shim that makes chosen operations go
-// wrong).
+// The interface between transfers and drives. The transfer engine is responsible for slabs, chunks,
+// priorities, retries, deadlines and checksums. For each request, an I/O engine runs only one operation on
+// one file. There are three I/O engines. (1) ThreadIo uses threads with pread and pwrite. (2) MemoryIo is
+// deterministic, with files in memory and virtual time. (3) FaultIo wraps another I/O engine and injects
+// faults.
 //
-//   submit(request)            never blocks, never calls back from inside
-//     request.before(request)  on the engine's thread, once per submit: fills the slab (an eviction);
-//                              false: skip the operation and complete with ECANCELED
-//     the operation            on [offset, offset + bytes) of the file
-//     request.complete(...)    on the engine's thread, once: empties the slab (a fetch), hands it back
+//   submit(request)            never blocks, and calls no callback
+//     request.before(request)  fills the slab of an eviction; if `before` returns false, the operation is
+//                              skipped and completes with ECANCELED
+//     the operation            reads or writes [offset, offset + bytes) of the file
+//     request.complete(...)    copies the bytes of a fetch from the slab to the tensor, and returns the slab
 //
-// A request is the caller's memory (one per slab, made once), so that submitting allocates nothing.
+// Each submit leads to one call of `before` and one call of `complete`. Both run on the I/O engine's thread.
+//
+// The caller owns the memory of the requests: one request per slab, made at the start. A submit thus
+// allocates nothing.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -21,47 +25,49 @@ enum class Op : uint8_t { read, write, nothing };
 
 struct Result {
   int error = 0;  // an errno, or 0
-  uint64_t bytes =
-      0;  // done before the error or the end; fewer than asked without an error is a short operation
+  // Number of bytes done before an error or before the end of the file. If there is no error and the number
+  // is below the requested bytes, it is called a short count.
+  uint64_t bytes = 0;
 };
 
 struct Request {
   Op op = Op::nothing;
-  bool demand = false;  // overtakes requests that are not
+  bool demand = false;  // true: served before all prefetches
   int file = 0;
   uint64_t offset = 0;
   std::byte* buffer = nullptr;
   uint64_t bytes = 0;
-  uint64_t delay_ns = 0;  // wait this long before the operation (faults)
+  uint64_t delay_ns = 0;  // a wait before the operation, which FaultIo uses
   bool (*before)(Request&) = nullptr;
   void (*complete)(Request&, Result) = nullptr;
-  Request* next = nullptr;  // the engine's own list
+  Request* next = nullptr;  // next request in the I/O engine's queue
 };
 
 class Io {
  public:
   virtual ~Io() = default;
-  bool claim() { return !std::exchange(claimed_, true); }  // false: a transfer engine has it already
+  bool claim() { return !std::exchange(claimed_, true); }  // false: another transfer engine uses this object
   virtual int files() const = 0;
-  virtual int depth() const = 0;  // operations worth having in flight per file
+  virtual int depth() const = 0;  // useful number of operations in flight per file
   virtual std::string path(int file) const = 0;
   virtual void submit(Request& request) = 0;
-  // Joins what runs; true when nothing is left that could still touch a slab.
+  // Waits for running operations and joins the threads. Returns true if no thread can touch a slab any more.
   virtual bool close(uint64_t within_ns) = 0;
   virtual uint64_t now_ns() const = 0;
-  // A driven engine has no threads: whoever waits calls drive() for the next completion; false: nothing is
-  // under way.
+  // A driven engine has no threads. A waiting thread calls drive() to run the engine up to the next
+  // completion; drive() returns false if there is no operation.
   virtual bool driven() const { return false; }
   virtual bool drive() { return false; }
   virtual void advance_to(uint64_t) {}
-  // Files that refused O_DIRECT at their first operation and go through the page cache since.
+  // Returns the number of files whose file system refused O_DIRECT at the first operation. These files use
+  // the page cache.
   virtual int buffered_files() const { return 0; }
 
  private:
   bool claimed_ = false;
 };
 
-// First in, first out, through Request::next.
+// A first-in, first-out list, linked by Request::next.
 class RequestList {
  public:
   void push(Request& request) {

@@ -1,4 +1,4 @@
-// The event loop of the deterministic engine.
+// The event loop of the deterministic I/O engine.
 #include "io/memory_io.h"
 
 #include <algorithm>
@@ -15,7 +15,8 @@ MemoryIo::MemoryIo(const MemoryShape& shape) : shape_(shape), seed_(shape.seed) 
   files_.resize(static_cast<size_t>(shape.files));
 }
 
-// splitmix64's scheme: a counter through a bijective scrambler.
+// Returns a random number. The generator is splitmix64: it passes a counter through a bijective function that
+// mixes the bits.
 uint64_t MemoryIo::random() {
   uint64_t x = seed_ += 0x9E3779B97F4A7C15;
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
@@ -54,7 +55,7 @@ Result MemoryIo::operate(const Request& request) {
   return {0, there};
 }
 
-// Brings one waiting request into service; true if there was one with a lane for it.
+// Starts one queued request. Returns false if no file has both a queued request and a free lane.
 bool MemoryIo::start_one() {
   std::unique_lock lock(mutex_);
   for (File& file : files_) {
@@ -104,7 +105,7 @@ std::string MemoryIo::peek(int file, uint64_t offset, uint64_t bytes) {
   std::lock_guard lock(mutex_);
   const auto& have = files_.at(static_cast<size_t>(file)).bytes;
   if (offset > have.size() || bytes > have.size() - offset)
-    throw std::invalid_argument("beyond the end of the file");
+    throw std::invalid_argument("the range ends after the end of the file");
   return {reinterpret_cast<const char*>(have.data() + offset), bytes};
 }
 
@@ -112,7 +113,7 @@ void MemoryIo::poke(int file, uint64_t offset, const std::string& bytes) {
   std::lock_guard lock(mutex_);
   auto& have = files_.at(static_cast<size_t>(file)).bytes;
   if (offset > have.size() || bytes.size() > have.size() - offset)
-    throw std::invalid_argument("beyond the end of the file");
+    throw std::invalid_argument("the range ends after the end of the file");
   std::memcpy(have.data() + offset, bytes.data(), bytes.size());
 }
 }  // namespace teraio

@@ -1,7 +1,7 @@
-// The deterministic engine: files in memory, time that only passes when somebody waits, everything on the
-// waiting thread. Per file `depth` operations are served side by side, each for latency_ns + bytes *
-// ns_per_byte, lengthened by up to `jitter` of itself as the seed says. The same seed gives the same order of
-// completions, whatever the machine does.
+// The deterministic I/O engine: files in memory, and virtual time. All work runs on the thread that waits,
+// and virtual time passes only during a wait. Each file serves `depth` operations at a time. An operation
+// takes `latency_ns + bytes * ns_per_byte`. This time is lengthened by a random share, which is at most
+// `jitter`. The same seed gives the same order of completions on every machine.
 #pragma once
 #include <mutex>
 #include <vector>
@@ -11,7 +11,7 @@
 namespace teraio {
 struct MemoryShape {
   int files = 1;
-  uint64_t size_bytes = 1 << 26;  // per file; a write beyond it ends in ENOSPC
+  uint64_t size_bytes = 1 << 26;  // size limit of each file; a write beyond the limit ends in ENOSPC
   int depth = 4;
   uint64_t latency_ns = 1000;
   double ns_per_byte = 1.0;
@@ -50,10 +50,10 @@ class MemoryIo final : public Io {
   Result operate(const Request& request);
 
   const MemoryShape shape_;
-  std::mutex driving_;        // one driver at a time
-  mutable std::mutex mutex_;  // the books; never held while a request's own functions run
+  std::mutex driving_;        // held by the thread that runs drive(); one thread at a time
+  mutable std::mutex mutex_;  // guards the state; never held while a callback of a request runs
   std::vector<File> files_;
-  std::vector<Event> events_;  // a heap, earliest first
+  std::vector<Event> events_;  // a heap with the earliest event first
   uint64_t now_ns_ = 0, seed_;
 };
 }  // namespace teraio

@@ -1,4 +1,5 @@
-// Workers, their queues, and the loops that make one operation whole: EINTR, short counts, O_DIRECT refused.
+// The workers, their queues, and the loops that complete an operation after EINTR, short counts and a refusal
+// of O_DIRECT.
 #include "io/thread_io.h"
 
 #include <fcntl.h>
@@ -41,8 +42,9 @@ struct File {
   }
 };
 
-// Some file systems accept O_DIRECT at open and refuse it at the first operation. True: try once more without
-// (another worker may have met the same refusal a moment earlier and cleared the flag already).
+// Turns O_DIRECT off for a file. Some file systems accept the flag at open and refuse it at the first
+// operation. Returns true if the operation should be tried again. The result is also true if another worker
+// has already cleared the flag.
 bool give_up_direct(File& file) {
   const int flags = fcntl(file.fd, F_GETFL);
   if (flags < 0) return false;
@@ -51,8 +53,8 @@ bool give_up_direct(File& file) {
   return true;
 }
 
-// Pages left in the page cache are memory the budget does not see. Write errors that the cache kept also come
-// out here.
+// Removes the pages of an operation from the page cache, because the budget does not count page cache.
+// Returns the errno of a write error that the page cache had delayed. Returns 0 if there is no such error.
 int drop_pages(File& file, const Request& request) {
   const auto offset = static_cast<off_t>(request.offset);
   const auto bytes = static_cast<off_t>(request.bytes);
@@ -66,9 +68,9 @@ int drop_pages(File& file, const Request& request) {
   return 0;
 }
 
-// The whole range, however many calls that takes. A count that is no multiple of the block is continued from
-// the block's start, because O_DIRECT refuses anything else; a count that brings no block forward twice in a
-// row ends it.
+// Reads or writes the whole range, with as many system calls as needed. If a call ends within a block, the
+// next call starts at the beginning of that block, because O_DIRECT refuses other offsets. The operation ends
+// after two calls in a row that complete no whole block.
 Result operate(File& file, const Request& request) {
   uint64_t done = 0;
   int stuck = 0;
@@ -122,7 +124,8 @@ Request* next_request(File& file) {
   file.ready.wait(lock, [&] { return file.stop || !file.queue[0].empty() || !file.queue[1].empty(); });
   Request* request = file.queue[1].pop();
   if (request == nullptr) request = file.queue[0].pop();
-  if (!file.queue[0].empty() || !file.queue[1].empty()) file.ready.notify_one();  // see submit()
+  // Wake the next worker, see submit().
+  if (!file.queue[0].empty() || !file.queue[1].empty()) file.ready.notify_one();
   return request;
 }
 
@@ -155,8 +158,8 @@ ThreadIo::ThreadIo(const std::vector<std::pair<int, std::string>>& files, int th
     file->buffered = (fcntl(file->fd, F_GETFL) & O_DIRECT) == 0;
     state_->files.push_back(std::move(file));
   }
-  // Signals belong to the interpreter's thread; with SIGXFSZ blocked a file size limit is an EFBIG like any
-  // other.
+  // The workers block all signals, so the interpreter's thread gets all signals. With SIGXFSZ blocked, a
+  // write above the file size limit fails with EFBIG.
   sigset_t all, old;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);
@@ -183,7 +186,7 @@ ThreadIo::~ThreadIo() {
     return;
   }
   new std::shared_ptr<State>(
-      state_);  // a child of fork: these threads and locks are not ours, leave them untouched
+      state_);  // in a forked child: leak the state, because its threads and locks belong to the parent
 }
 
 int ThreadIo::files() const {
@@ -208,8 +211,8 @@ void ThreadIo::submit(Request& request) {
     first = file.queue[0].empty() && file.queue[1].empty();
     file.queue[request.demand ? 1 : 0].push(request);
   }
-  // One wake per submit, and each worker wakes the next: eight wakes at once preempted the submitting thread
-  // for 1 ms.
+  // A submit wakes one worker, and each worker wakes the next. In a measurement, a submit woke eight workers
+  // together. The workers then preempted the submitting thread for 1 ms.
   if (first) file.ready.notify_one();
 }
 
@@ -228,8 +231,8 @@ bool ThreadIo::close(uint64_t within_ns) {
   const bool all =
       state_->ended.wait_for(lock, std::chrono::nanoseconds(within_ns), [&] { return state_->running == 0; });
   lock.unlock();
-  // A thread that hangs in the kernel cannot be joined. It keeps the state alive and touches only quarantined
-  // slabs.
+  // A thread that hangs in a system call cannot be joined. The thread keeps the state alive, and touches only
+  // a quarantined slab.
   for (auto& thread : state_->threads) all ? thread.join() : thread.detach();
   if (all)
     for (auto& file : state_->files) ::close(std::exchange(file->fd, -1));

@@ -1,6 +1,6 @@
-// The default engine: `threads` workers per file, each doing one operation at a time with pread or pwrite. As
-// fast as io_uring at the block sizes that matter (4 to 16 MiB), allowed in every container, reached by every
-// fault tool.
+// The default I/O engine: `threads` workers per file, each with one pread or pwrite at a time. ThreadIo is as
+// fast as io_uring at the block sizes in use (4 to 16 MiB). It works in every container and with every tool
+// that injects faults.
 #pragma once
 #include <memory>
 #include <string>
@@ -12,8 +12,8 @@
 namespace teraio {
 class ThreadIo final : public Io {
  public:
-  // Takes (fd, path) pairs; each fd is duplicated, so the caller may close its own. The path is for messages
-  // only.
+  // Takes pairs of a file descriptor and a path. Each descriptor is duplicated, so the caller may close its
+  // own. The path is used only in messages.
   ThreadIo(const std::vector<std::pair<int, std::string>>& files, int threads);
   ~ThreadIo() override;
   int files() const override;
@@ -24,7 +24,7 @@ class ThreadIo final : public Io {
   uint64_t now_ns() const override { return monotonic_ns(); }
   int buffered_files() const override;
 
-  struct State;  // shared with the workers: it outlives this object if a worker hangs in the kernel
+  struct State;  // shared with the workers; outlives this object if a worker hangs in a system call
 
  private:
   int threads_;

@@ -32,7 +32,9 @@ void Instance::check(const Sharing& lanes) const {
   expect(write_ns.size() == gaps.size() * paths && read_ns.size() == write_ns.size(),
          "times per gap and route", write_ns.size());
   expect(budget_bytes >= 0 && budget_bytes < kLimit, "a budget below 2^61", 0);
-  // All of it one after another is within what the recurrence takes, so that no change to the plan is not.
+  // The recurrence refuses transfers and kernels whose times have too large a sum. The sum checked here is
+  // over all kernels, and over the transfers of all gaps on all routes. The recurrence therefore accepts
+  // every plan that the search can make.
   int64_t all_ns = 0;
   for (const auto* times : {&write_ns, &read_ns, &duration_ns})
     all_ns = total(*times, all_ns, "a time is negative", Recurrence::kTogetherNs);
@@ -41,11 +43,11 @@ void Instance::check(const Sharing& lanes) const {
   expect(out_lane.size() == paths && back_lane.size() == paths, "two lanes per route", out_lane.size());
   for (const auto* all : {&out_lane, &back_lane})
     for (size_t i = 0; i < paths; ++i)
-      expect((*all)[i] >= 0 && (*all)[i] < lanes.lanes(), "a lane that is not there", i);
+      expect((*all)[i] >= 0 && (*all)[i] < lanes.lanes(), "a lane out of range", i);
   std::vector<int64_t> sizes, slow_ns;
   for (size_t i = 0; i < gaps.size(); ++i) {
     const Gap& gap = gaps[i];
-    expect(gap.tensor >= 0 && static_cast<size_t>(gap.tensor) < lives.size(), "a gap of no tensor", i);
+    expect(gap.tensor >= 0 && static_cast<size_t>(gap.tensor) < lives.size(), "a gap's tensor", i);
     expect(gap.start >= 0 && gap.start < ticks(), "a gap's start", i);
     expect(gap.end > gap.start + 1 && gap.end - gap.start <= ticks(), "a gap's end", i);
     expect(gap.version >= -1 && gap.version < versions(), "a gap's version", i);
@@ -99,7 +101,7 @@ Absences::Absences(const Instance& instance, std::vector<Absence> absences,
       expect(place(static_cast<int32_t>(tensor), routes[tensor]), "a tier is full", tensor);
   }
   for (size_t i = 0; i < absences.size(); ++i) {
-    if (!absences[i].away) continue;
+    if (!absences[i].evicted) continue;
     require(static_cast<int32_t>(i), absences[i]);
     assign(static_cast<int32_t>(i), absences[i]);
   }
@@ -107,7 +109,8 @@ Absences::Absences(const Instance& instance, std::vector<Absence> absences,
   keep();
 }
 
-// What an absence has to be. Checked for what is handed in; the search keeps to it.
+// Throws if an absence breaks a rule. Only the absences that the caller passes are checked, because the
+// search itself makes only absences that keep the rules.
 void Absences::require(int32_t index, const Absence& absence) const {
   const Gap& gap = instance_.gaps[static_cast<size_t>(index)];
   expect(route(gap.tensor) >= 0, "an absence without a route", static_cast<size_t>(index));
@@ -139,9 +142,9 @@ void Absences::add(int32_t first, int32_t end, int64_t size_bytes) {
 void Absences::assign(int32_t index, const Absence& absence) {
   Absence& now = absences_[static_cast<size_t>(index)];
   const int64_t size = instance_.gaps[static_cast<size_t>(index)].size_bytes;
-  if (now.away) add(now.free, now.trigger, size);
+  if (now.evicted) add(now.free, now.trigger, size);
   now = absence;
-  if (now.away) add(now.free, now.trigger, -size);
+  if (now.evicted) add(now.free, now.trigger, -size);
 }
 
 void Absences::set(int32_t gap, const Absence& absence) {
@@ -189,7 +192,7 @@ int32_t Absences::writer(int32_t version) const {
   if (version < 0) return -1;
   const auto at = static_cast<size_t>(version);
   for (int32_t i = first_of_[at]; i < first_of_[at + 1]; ++i)
-    if ((*this)[by_age_[static_cast<size_t>(i)]].away) return by_age_[static_cast<size_t>(i)];
+    if ((*this)[by_age_[static_cast<size_t>(i)]].evicted) return by_age_[static_cast<size_t>(i)];
   return -1;
 }
 
@@ -223,7 +226,7 @@ void Absences::transfers(std::vector<Transfer>& transfers, std::vector<int32_t>&
   gaps.clear();
   for (int32_t index = 0; index < static_cast<int32_t>(absences_.size()); ++index) {
     const Absence& absence = (*this)[index];
-    if (!absence.away || !writes(index)) continue;
+    if (!absence.evicted || !writes(index)) continue;
     const int32_t path = route(instance_.gaps[static_cast<size_t>(index)].tensor);
     transfers.push_back({instance_.write_ns[instance_.at(index, path)],
                          instance_.gaps[static_cast<size_t>(index)].size_bytes,
@@ -234,7 +237,7 @@ void Absences::transfers(std::vector<Transfer>& transfers, std::vector<int32_t>&
   for (const bool around : {false, true}) {
     for (const int32_t index : by_need_) {
       const Absence& absence = (*this)[index];
-      if (!absence.away) continue;
+      if (!absence.evicted) continue;
       const Gap& gap = instance_.gaps[static_cast<size_t>(index)];
       const int32_t issue = absence.trigger % ticks, wait = gap.end % ticks;
       if ((wait < issue) != around) continue;

@@ -1,14 +1,17 @@
-// A plan by index: for each gap, whether its tensor is away, and from which tick up to which.
+// A plan as arrays, with one absence for each gap. An absence states whether the tensor is evicted in the
+// gap, and at which ticks the tensor moves.
 //
 //   tick      start+1          out            free               trigger            end
 //   kernel    |                |              |                  |                  |
-//             tensor is idle   evict issued   bytes are gone     fetch is issued    tensor is needed
+//             tensor is idle   evict issued   bytes are free     fetch is issued    tensor is needed
 //
-// Ticks count from the step in which the gap begins; those at or beyond the number of kernels lie in the next
-// one, negative ones in the one before: `out` may lie before the gap, from the tick after the write on. Of
-// the absences of one version, the first after its write writes it; the others find that copy, and drop.
+// Ticks of a gap are counted from the begin of the step in which the gap begins. Ticks at or above the number
+// of kernels are in the next step, and negative ticks are in the step before. `out` may be before the gap,
+// but not before the tick after the version's write. A version is the contents of a tensor from one write to
+// the next. The first absence of a version writes a copy of the version to the tier. Later absences of the
+// version find this copy, and only drop the tensor.
 //
-// The ledgers of the device and of the tiers are kept with every change, and a change can be undone.
+// Every change also updates the ledger of the device and the ledgers of the tiers. undo() takes changes back.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -20,38 +23,40 @@ struct Gap {
   int32_t tensor = 0;
   int32_t start = 0;
   int32_t end = 0;
-  int32_t version = -1;  // -1: no kernel writes the tensor, so there is always a copy
+  int32_t version = -1;  // number of the contents; -1: no kernel writes the tensor, so a copy always exists
   int32_t age = 0;       // ticks from the version's write to `start`
   int64_t size_bytes = 0;
 };
 
 struct Life {
-  int32_t first = 0;  // ticks for which a tier holds a copy: [first, end)
+  int32_t first = 0;  // a tier holds a copy of the tensor in the ticks [first, end)
   int32_t end = 0;
 };
 
-// What is to be planned. Ledgers have a row per tick.
+// The problem of the search. A ledger has a number of bytes for each tick.
 struct Instance {
   std::vector<int64_t> duration_ns, live_bytes;
   int64_t budget_bytes = 0;
   std::vector<Gap> gaps;
   std::vector<Life> lives;                   // by tensor
   std::vector<int64_t> capacity_bytes;       // by route
-  std::vector<int64_t> held_bytes;           // by route and tick: what a tier holds whatever is planned
+  std::vector<int64_t> held_bytes;           // by route and tick: bytes that unmoved tensors hold in the tier
   std::vector<int64_t> write_ns, read_ns;    // by gap and route
   std::vector<int32_t> out_lane, back_lane;  // by route
 
-  int32_t versions() const { return static_cast<int32_t>(gaps.size()); }  // at most one per gap
+  // Returns an upper limit for the number of versions: at most one version per gap.
+  int32_t versions() const { return static_cast<int32_t>(gaps.size()); }
   int32_t ticks() const { return static_cast<int32_t>(duration_ns.size()); }
   int32_t routes() const { return static_cast<int32_t>(capacity_bytes.size()); }
   size_t at(int32_t gap, int32_t route) const {
     return static_cast<size_t>(gap) * capacity_bytes.size() + static_cast<size_t>(route);
   }
-  void check(const Sharing& lanes) const;  // throws std::invalid_argument or std::overflow_error
+  // Throws std::invalid_argument or std::overflow_error if the instance is invalid.
+  void check(const Sharing& lanes) const;
 };
 
 struct Absence {
-  bool away = false;
+  bool evicted = false;
   int32_t out = 0;
   int32_t free = 0;
   int32_t trigger = 0;
@@ -59,8 +64,8 @@ struct Absence {
 
 class Absences {
  public:
-  // Throws std::invalid_argument unless `absences` and `routes` (by tensor, -1: none) are a plan that keeps
-  // the budget and the tiers' capacities.
+  // Throws std::invalid_argument unless `absences` and `routes` are a plan within the budget and the
+  // capacities of the tiers. `routes` has the route of each tensor, or -1 for none.
   Absences(const Instance& instance, std::vector<Absence> absences, const std::vector<int32_t>& routes);
 
   const Absence& operator[](int32_t gap) const { return absences_[static_cast<size_t>(gap)]; }
@@ -68,26 +73,28 @@ class Absences {
   const std::vector<Absence>& all() const { return absences_; }
   const std::vector<int32_t>& routes() const { return routes_; }
 
-  // An absence as given; the tensor must have a route.
+  // Sets the absence of a gap. The tensor must have a route.
   void set(int32_t gap, const Absence& absence);
-  // True if there is room for the tensor on that route (-1: on none); then it is on it.
+  // Gives the tensor a route (-1: none) if the route's tier has room. Returns false if the tier has no room.
   bool place(int32_t tensor, int32_t route);
-  // The gap whose absence writes the version, or -1.
+  // Returns the gap whose absence writes the copy of the version, or -1.
   int32_t writer(int32_t version) const;
   bool writes(int32_t gap) const;
 
-  // Since the last `keep`.
+  // Undoes all changes since the last `keep`.
   void undo();
   void keep() { log_.clear(); }
 
-  // The earliest tick of [first, end] from which so many bytes fit up to `end` without a break; the latest
-  // until which they fit from `first` on.
+  // `earliest` returns the earliest tick from which on `size_bytes` more bytes fit at every tick up to `end`.
+  // `latest` returns the latest tick up to which `size_bytes` more bytes fit at every tick from `first` on.
+  // Both results are in [first, end].
   int32_t earliest(int32_t first, int32_t end, int64_t size_bytes) const;
   int32_t latest(int32_t first, int32_t end, int64_t size_bytes) const;
-  int32_t fullest() const;  // the tick of the largest row
+  int32_t fullest() const;  // the tick with the most bytes on the device
   bool over() const { return over_ticks_ > 0; }
 
-  // Evictions by gap, then fetches by urgency within their tick.
+  // Lists the transfers of the plan. The evictions come first, in the order of their gaps. The fetches
+  // follow, in the order of the ticks that need the tensors.
   void transfers(std::vector<Transfer>& transfers, std::vector<int32_t>& gaps) const;
 
  private:

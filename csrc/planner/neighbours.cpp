@@ -1,20 +1,22 @@
-// The neighbourhoods of the search: what a round changes, and how it makes room.
+// The neighbourhoods of the search: the changes that a round can make, and the ways to make room for a
+// change.
 #include <algorithm>
 
 #include "planner/search.h"
 
 namespace teraio {
-// Issue a fetch earlier: somewhat, or as early as its bytes left. What must make room is found afterwards.
+// Issues a fetch earlier: either by a random time, or as early as there is room for the tensor. If the random
+// time needs more room than there is, make_room() makes the room later.
 void Search::hasten(int32_t at) {
   const int32_t index = gaps_[static_cast<size_t>(at)];
   if (!transfers_[static_cast<size_t>(at)].fetch) return;
   Absence absence = now_[index];
-  if (!absence.away || absence.trigger <= absence.free + 1) return;
+  if (!absence.evicted || absence.trigger <= absence.free + 1) return;
   const int64_t late_ns = read_ns(index) * (1 + below(8)) / 2;
   const int32_t wanted = last_before(entered(absence.trigger) - late_ns);
   const int32_t lowest = absence.free + 1;
   absence.trigger = std::clamp(wanted, lowest, absence.trigger - 1);
-  if (below(4) == 0) {  // as far as there is room
+  if (below(4) == 0) {  // in a quarter of the calls, issue only as early as there is room
     const int32_t room = now_.earliest(lowest, now_[index].trigger, gap(index).size_bytes);
     absence.trigger = std::min(room, now_[index].trigger);
   }
@@ -22,13 +24,14 @@ void Search::hasten(int32_t at) {
   touched_.push_back(index);
 }
 
-// Issue a fetch later, so that it is done when it is needed and others go first.
+// Issues a fetch later, closer to the tick that needs the tensor. The lane then serves other transfers
+// earlier.
 void Search::postpone(int32_t at) {
   const int32_t index = gaps_[static_cast<size_t>(at)];
   if (!transfers_[static_cast<size_t>(at)].fetch) return rewrite(at);
   Absence absence = now_[index];
   const int32_t end = gap(index).end;
-  if (!absence.away || absence.trigger >= end) return;
+  if (!absence.evicted || absence.trigger >= end) return;
   const int32_t wanted = last_before(entered(end) - read_ns(index) * (1 + below(6)) / 2);
   absence.trigger =
       wanted > absence.trigger ? std::min(wanted, end) : absence.trigger + 1 + below(end - absence.trigger);
@@ -38,21 +41,22 @@ void Search::postpone(int32_t at) {
 
 void Search::bring_home(int32_t at) {
   const int32_t index = gaps_[static_cast<size_t>(at)];
-  if (now_[index].away) bring(index);
+  if (now_[index].evicted) bring(index);
 }
 
-void Search::send_away(int32_t tick) {
+void Search::evict_something(int32_t tick) {
   const int32_t index = gap_over(tick);
   if (index >= 0) send(index, -1);
 }
 
-// Write earlier or later, and let the bytes go later or earlier.
+// Issues an eviction at another tick, or frees the tensor's bytes at another tick.
 void Search::rewrite(int32_t at) {
   const int32_t index = gaps_[static_cast<size_t>(at)];
   Absence absence = now_[index];
-  if (!absence.away || !now_.writes(index)) return;
+  if (!absence.evicted || !now_.writes(index)) return;
   const Gap& it = gap(index);
-  // Not sooner, although a copy may be made while kernels still read: the engine leaves alone what is in use.
+  // Do not issue the eviction before the gap, because the engine evicts no tensor in use. This rule also
+  // holds for kernels that only read the tensor, although the tensor could be copied meanwhile.
   const int32_t soonest = std::max(it.start + 1, absence.free - instance_.ticks() + 1);
   switch (below(4)) {
     case 0: absence.out = std::max(soonest, absence.free - instance_.ticks() + 1); break;
@@ -67,7 +71,8 @@ void Search::rewrite(int32_t at) {
   touched_.push_back(index);
 }
 
-// To another tier; if that is full, a tensor from there comes instead.
+// Moves a tensor to another tier. If that tier is full, the tensor swaps places with one of that tier's
+// tensors.
 void Search::reroute(int32_t at) {
   const int32_t index = gaps_[static_cast<size_t>(at)];
   const int32_t tensor = gap(index).tensor;
@@ -75,14 +80,15 @@ void Search::reroute(int32_t at) {
   const int32_t other = (before + 1 + below(instance_.routes() - 1)) % instance_.routes();
   for (int32_t tries = 0; !now_.place(tensor, other); ++tries) {
     if (tries == 12) return;
-    const int32_t away = gaps_[static_cast<size_t>(below(static_cast<int32_t>(gaps_.size())))];
-    if (now_.route(gap(away).tensor) != other || !now_.place(gap(away).tensor, before)) continue;
-    touched_.push_back(away);
+    const int32_t candidate = gaps_[static_cast<size_t>(below(static_cast<int32_t>(gaps_.size())))];
+    if (now_.route(gap(candidate).tensor) != other || !now_.place(gap(candidate).tensor, before)) continue;
+    touched_.push_back(candidate);
   }
   touched_.push_back(index);
 }
 
-// Until the ledger is within the budget: somebody leaves earlier, returns later, or goes as well.
+// Changes absences until the ledger is within the budget. Each change (1) issues an eviction earlier, (2)
+// issues a fetch later, or (3) evicts another tensor. Returns false if the ledger remains above the budget.
 bool Search::make_room() {
   for (int tries = 0; now_.over(); ++tries) {
     if (tries == 48) return false;
@@ -95,14 +101,15 @@ bool Search::make_room() {
   return true;
 }
 
-// Of the tensors that are away around that tick but not at it, keep one away there, too.
+// Extends a random absence so that the absence covers this tick. The tick is inside the absence's gap, and
+// before or after the absence. Returns false if the search finds no such absence.
 bool Search::tighten(int32_t tick) {
   const int32_t count = static_cast<int32_t>(gaps_.size());
   if (count == 0) return false;
   for (int32_t tries = 0; tries < 24; ++tries) {
     const int32_t index = gaps_[static_cast<size_t>(below(count))];
     Absence absence = now_[index];
-    if (!absence.away) continue;
+    if (!absence.evicted) continue;
     const Gap& it = gap(index);
     const int32_t here = unrolled(it, tick);
     if (here >= it.end || (absence.free <= here && here < absence.trigger)) continue;
@@ -119,13 +126,14 @@ bool Search::tighten(int32_t tick) {
   return false;
 }
 
-// A gap that is not away now, that has this tick inside, drawn by its size; -1 if none was found.
+// Draws a gap that contains this tick and has no absence. Large tensors are drawn more often. Returns -1 if
+// no draw finds such a gap.
 int32_t Search::gap_over(int32_t tick) {
   for (int32_t tries = 0; tries < 48; ++tries) {
     const auto drawn = static_cast<int64_t>(draw() % static_cast<uint64_t>(sizes_.back()));
     const auto index =
         static_cast<int32_t>(std::upper_bound(sizes_.begin(), sizes_.end(), drawn) - sizes_.begin());
-    if (!now_[index].away && unrolled(gap(index), tick) < gap(index).end) return index;
+    if (!now_[index].evicted && unrolled(gap(index), tick) < gap(index).end) return index;
   }
   return -1;
 }
@@ -139,7 +147,8 @@ bool Search::find_tier(int32_t index) {
   return false;
 }
 
-// Spend a gap away for as long as its transfers leave, and at that tick in any case.
+// Evicts a tensor in a gap, for as long as the time of its transfers allows. Unless `tick` is -1, the absence
+// covers `tick`.
 bool Search::send(int32_t index, int32_t tick) {
   if (!find_tier(index)) return false;
   const Gap& it = gap(index);
@@ -157,7 +166,7 @@ bool Search::send(int32_t index, int32_t tick) {
   absence.trigger = std::clamp(absence.trigger, absence.free + 1, it.end);
   now_.set(index, absence);
   touched_.push_back(index);
-  if (writes && before >= 0) {  // which finds a copy now
+  if (writes && before >= 0) {  // the later absence now finds the copy, and only drops the tensor
     Absence dropped = now_[before];
     dropped.out = dropped.free = gap(before).start + 1;
     now_.set(before, dropped);
@@ -165,18 +174,19 @@ bool Search::send(int32_t index, int32_t tick) {
   return true;
 }
 
-// Spend a gap on the device. If it was the one that writes its version, the next one does.
+// Keeps the tensor resident in a gap. If this gap's absence wrote the version's copy, the next absence of the
+// version writes the copy.
 void Search::bring(int32_t index) {
   const int32_t version = gap(index).version;
   const bool wrote = now_.writes(index);
   Absence absence = now_[index];
-  absence.away = false;
+  absence.evicted = false;
   now_.set(index, absence);
   touched_.push_back(index);
   if (wrote) write_anew(version);
 }
 
-// The gap that has to write a version from now on is free as soon as that is done, if there is room.
+// Sets the ticks of the absence that now writes the version's copy. The bytes are free when the write ends.
 void Search::write_anew(int32_t version) {
   const int32_t index = now_.writer(version);
   if (index < 0) return;
@@ -189,10 +199,11 @@ void Search::write_anew(int32_t version) {
   now_.set(index, absence);
 }
 
-// Give an absence what room there is: a fetch is issued earlier, bytes are gone later.
+// Gives the transfers of an absence more time if there is room. The fetch is issued earlier, and the bytes
+// are freed later.
 void Search::widen(int32_t index) {
   Absence absence = now_[index];
-  if (!absence.away) return;
+  if (!absence.evicted) return;
   const Gap& it = gap(index);
   const int32_t wanted = last_before(entered(it.end) - read_ns(index) * (2 + below(12)) / 2);
   const int32_t lowest = std::max(wanted, absence.free + 1);

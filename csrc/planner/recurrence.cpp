@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kLimit = int64_t{1} << 62;
 constexpr int32_t kTicksMost = 1 << 30;
 
-// The sum, or kLimit if it is not below it; both are at least 0.
+// Returns the sum of two non-negative numbers, limited to kLimit.
 int64_t sum(int64_t a, int64_t b) {
   int64_t c;
   return __builtin_add_overflow(a, b, &c) || c >= kLimit ? kLimit : c;
@@ -30,7 +30,8 @@ Recurrence::Recurrence(std::span<const int64_t> duration_ns, Sharing lanes)
   }
 }
 
-// What no period is shorter than: the kernels together, and what each lane carries in a step.
+// Checks the transfers. Returns a lower bound of the period: the larger of the sum of all kernels' times and
+// the time of the busiest lane.
 int64_t Recurrence::check(std::span<const Transfer> transfers) const {
   const auto ticks = static_cast<int32_t>(duration_ns_.size());
   std::vector<int64_t> busy(static_cast<size_t>(lanes_.lanes()));
@@ -51,7 +52,7 @@ int64_t Recurrence::check(std::span<const Transfer> transfers) const {
   return std::max(compute_ns_, busy.empty() ? 0 : *std::max_element(busy.begin(), busy.end()));
 }
 
-// A counting sort, stable.
+// Sorts the issue and wait events of all transfers by tick and kind, with a stable counting sort.
 void Recurrence::sort(std::span<const Transfer> transfers) {
   const auto place = [](const Transfer& t, Kind kind) {
     return static_cast<size_t>(4 * (kind == Kind::issue ? t.issue : t.wait) + (t.fetch ? 2 : 0) +
@@ -119,7 +120,8 @@ int64_t Recurrence::run(std::span<const Transfer> transfers, int64_t now_ns) {
   return now_ns;
 }
 
-// The same, but when a transfer is done depends on what the other lanes do meanwhile.
+// Runs a step like run(), for lanes that share bandwidths. With such lanes, the end of a transfer depends on
+// the other lanes.
 int64_t Recurrence::run_sharing(std::span<const Transfer> transfers) {
   begun_ns_ = lanes_.now_ns();
   const auto ticks = static_cast<int32_t>(duration_ns_.size());
@@ -165,15 +167,16 @@ void Recurrence::await(int32_t tick, int32_t first, int32_t end, int64_t& now_ns
   now_ns = until_ns;
 }
 
-// How a step begins: what each lane has to go. That says all, because what is in flight is always the tail of
-// the same queue: every other transfer was waited for.
+// Records the state at the begin of a step: the remaining time of each lane. The remaining times are the
+// whole state, because the queue of a lane is the same in each step. The transfers in flight are the last
+// transfers of this queue, and compute has waited for all transfers before them.
 void Recurrence::remember(int64_t now_ns) {
   if (lanes_.needed()) return begun_.push_back(lanes_.left());
   begun_.emplace_back();
   for (const int64_t ns : lane_ns_) begun_.back().push_back(std::max<int64_t>(ns - now_ns, 0));
 }
 
-// How many steps ago a step began as the next one does; 0 if none did.
+// Returns how many steps ago a step began in the same state as the next step, or 0 if no step did.
 int Recurrence::repeats() const {
   for (int ago = 1; ago <= steps(); ++ago)
     if (begun_[begun_.size() - 1 - static_cast<size_t>(ago)] == begun_.back()) return ago;

@@ -1,4 +1,5 @@
-// The rounds of the search, and what is learnt from a simulated plan. Neighbourhoods: neighbours.cpp.
+// The rounds of the search, and the times of the simulated plan that the neighbourhoods use. The
+// neighbourhoods are in neighbours.cpp.
 #include "planner/search.h"
 
 #include <algorithm>
@@ -9,12 +10,17 @@
 
 namespace teraio {
 namespace {
-// Per heat, the mean share of the step by which a plan may be worse that is gone on from. On four steps of
-// Llama 8B 1e-5 and 0 gave the same within noise (1.1 to 1.9 % less time in 6 s); 3e-4 gave 0.1 to 1.7 %,
-// 1e-3 0 to 0.7 %.
+// The search accepts a slower plan if the slowdown, relative to the step, is below a random limit. The mean
+// of this limit is heat * kWarmth. The table shows the time that the search saved on four steps of Llama 8B
+// in 6 s:
+//   kWarmth   time saved
+//   1e-5, 0   1.1 to 1.9 % (the two values differ by less than the noise)
+//   3e-4      0.1 to 1.7 %
+//   1e-3      0 to 0.7 %
 constexpr double kWarmth = 1e-5;
-// Links carry bytes for nothing where the step has slack. A ns of transfer counts a 1000th of a ns of step:
-// it keeps the step from getting longer, and SSDs from being written without need.
+// The search ranks plans by the step time plus 1 / kFrugality of the time of all transfers. A transfer does
+// not lengthen a step that has slack. The step time alone would therefore not prevent needless writes to
+// SSDs. The share is small, because saved transfers must rarely outweigh a longer step.
 constexpr int64_t kFrugality = 1000;
 
 int64_t clock_ns() {
@@ -80,7 +86,7 @@ void Search::round(double heat) {
   best_score_ = now_score_;
 }
 
-// One of the neighbourhoods, near a stalled transfer.
+// Applies a random neighbourhood near a stalled transfer. Returns true if an absence changed.
 bool Search::change(int32_t focus) {
   if (focus < 0) return false;
   const int32_t dice = below(100);
@@ -95,10 +101,10 @@ bool Search::change(int32_t focus) {
     for (int32_t count = 1 + below(2); count > 0; --count) bring_home(near(focus));
   } else if (dice < 75) {
     bring_home(near(focus));
-    send_away(transfers_[static_cast<size_t>(focus)].wait);
+    evict_something(transfers_[static_cast<size_t>(focus)].wait);
   } else if (dice < (instance_.routes() < 2 ? 90 : 82)) {
     for (int32_t count = 1 + below(2); count > 0; --count)
-      send_away(transfers_[static_cast<size_t>(focus)].wait);
+      evict_something(transfers_[static_cast<size_t>(focus)].wait);
     if (read) hasten(focus);
   } else if (dice < 88 || instance_.routes() < 2) {
     rewrite(near(focus));
@@ -116,7 +122,7 @@ void Search::evaluate() {
   for (const Transfer& transfer : trial_) now_score_ += transfer.ns / kFrugality;
 }
 
-// Where the plan that is gone on from stalls, and what its lanes do when.
+// Stores four facts of the current plan: its transfers, their ends, their order on each lane, and the stalls.
 void Search::learn() {
   transfers_ = trial_;
   gaps_ = trial_gaps_;
@@ -143,7 +149,8 @@ void Search::learn() {
     place_of_[static_cast<size_t>(in_order_[i])] = static_cast<int32_t>(i);
 }
 
-// A transfer that compute waits for: the longer it waits, the likelier. -1 if it waits for none.
+// Draws a transfer that compute waits for. Longer stalls are drawn more often. Returns -1 if there is no
+// stall.
 int32_t Search::stalled() {
   if (stalled_ns_ == 0) return -1;
   auto left = static_cast<int64_t>(draw() % static_cast<uint64_t>(stalled_ns_));
@@ -152,7 +159,7 @@ int32_t Search::stalled() {
   return stalls_.back().transfer;
 }
 
-// A transfer that is served shortly before that one, or that one.
+// Draws the given transfer, or a transfer that the same lane serves shortly before it.
 int32_t Search::near(int32_t at) {
   int32_t back = 0;
   while (back < 24 && below(6) != 0) ++back;
@@ -167,7 +174,7 @@ int64_t Search::entered(int32_t tick) const {
   return entered_ns_[static_cast<size_t>(tick - lap * ticks)] + lap * period_ns_;
 }
 
-// The last tick that is entered no later than this.
+// Returns the last tick that is entered at or before this time.
 int32_t Search::last_before(int64_t time_ns) const {
   int64_t lap = time_ns / period_ns_ - (time_ns % period_ns_ < 0 ? 1 : 0);
   lap = std::clamp<int64_t>(lap, -2, 3);
@@ -184,7 +191,8 @@ int64_t Search::read_ns(int32_t index) const {
   return instance_.read_ns[instance_.at(index, now_.route(gap(index).tensor))];
 }
 
-// The tick as the gap counts: after its start.
+// Returns the tick, counted from the begin of the step in which the gap begins. A tick at or before the gap's
+// start therefore belongs to the next step.
 int32_t Search::unrolled(const Gap& gap, int32_t tick) const {
   return tick > gap.start ? tick : tick + instance_.ticks();
 }

@@ -1,9 +1,10 @@
-// Large-neighbourhood search on a plan by index. Every round changes a few absences near a stall of the
-// simulated plan, makes room where the ledger asks for it, simulates, and keeps what is not worse (while it
-// is warm, what is little worse, too).
+// A large-neighbourhood search that starts from a plan. Every round has three parts. (1) The round changes a
+// few absences near a stall. (2) It changes other absences until the ledger is within the budget. (3) It
+// simulates the new plan. The search keeps the new plan if the new plan is at least as good as the plan
+// before. With heat, the search also keeps plans that are a little worse.
 //
-// The same seed and the same calls give the same plan: random numbers are made here, and no clock is asked
-// for anything but the deadline.
+// The same seed and the same calls give the same plan. The search makes its own random numbers, and uses the
+// clock only for the deadline.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -14,14 +15,15 @@
 namespace teraio {
 class Search {
  public:
-  // Throws what `Instance::check`, `Absences` and `Recurrence` throw.
+  // Throws the exceptions of `Instance::check`, and of the constructors of `Absences` and `Recurrence`.
   Search(Instance instance, Sharing lanes, const std::vector<Absence>& absences,
          const std::vector<int32_t>& routes, uint64_t seed);
   Search(const Search&) = delete;
   Search& operator=(const Search&) = delete;
 
-  // Goes on for so many rounds, until the steady clock shows `until_ns` (0: none), or until nothing stalls.
-  // `heat` in [0, 1]: how much worse a plan may be that is gone on from. Returns the rounds.
+  // Runs `rounds` rounds. Ends earlier when the steady clock shows `until_ns` (0: no limit), or when there is
+  // no stall. `heat` in [0, 1] scales how much worse a new plan may be. Returns the number of rounds that
+  // ran.
   int64_t run(int64_t rounds, int64_t until_ns, double heat);
 
   int64_t best_ns() const { return best_ns_; }
@@ -35,17 +37,17 @@ class Search {
   void evaluate();
   void learn();
 
-  // Neighbourhoods; `at` is an index into `transfers_` of the plan gone on from.
+  // Neighbourhoods; `at` is an index into `transfers_` of the current plan.
   void hasten(int32_t at);
   void postpone(int32_t at);
   void bring_home(int32_t at);
-  void send_away(int32_t tick);
+  void evict_something(int32_t tick);
   void rewrite(int32_t at);
   void reroute(int32_t at);
 
   bool make_room();
   bool tighten(int32_t tick);
-  bool send(int32_t gap, int32_t tick);  // tick -1: wherever it suits the gap
+  bool send(int32_t gap, int32_t tick);  // tick -1: the absence may cover any ticks
   void bring(int32_t gap);
   void write_anew(int32_t version);
   void widen(int32_t gap);
@@ -69,9 +71,9 @@ class Search {
   Absences now_;
   Recurrence recurrence_;
   uint64_t seed_;
-  std::vector<int64_t> sizes_;  // running sums, to draw large gaps more often
+  std::vector<int64_t> sizes_;  // running sums of the gaps' sizes, to draw large gaps more often
 
-  // Of the plan gone on from: its transfers, when they are done, lanes in the order of service, stalls.
+  // The current plan: its transfers, their ends, their order on each lane, and the stalls.
   std::vector<Transfer> transfers_, trial_;
   std::vector<int32_t> gaps_, trial_gaps_;
   std::vector<int64_t> done_ns_, entered_ns_;

@@ -23,7 +23,7 @@ Sharing::Sharing(std::vector<Lane> lanes, std::vector<int64_t> groups)
     if (lane.bandwidth_bytes_per_s < 1 || lane.latency_ns < 0)
       throw std::invalid_argument("a lane's bandwidth below 1, or its latency below 0");
     if (lane.group < -1 || lane.group >= static_cast<int32_t>(groups_.size()))
-      throw std::invalid_argument("a lane's group is not there");
+      throw std::invalid_argument("a lane's group is out of range");
     if (lane.group < 0) continue;
     const auto group = static_cast<size_t>(lane.group);
     of_group_[group].push_back(i);
@@ -63,7 +63,7 @@ void Sharing::issue(int32_t transfer, int32_t lane, int64_t bytes) {
   Queue& queue = queues_[static_cast<size_t>(lane)];
   done_ns_[static_cast<size_t>(transfer)] = -1;
   if (!queue.empty()) return queue.transfers.push_back({transfer, bytes});
-  refresh();  // the others have moved until now at the rates they had
+  refresh();  // count the bytes that other lanes moved at their old rates
   queue.transfers.assign(1, {transfer, bytes});
   queue.first = 0;
   load(static_cast<size_t>(lane));
@@ -86,7 +86,7 @@ void Sharing::finish(int32_t transfer) {
   }
 }
 
-// The first transfer of a queue begins.
+// Begins the first transfer in the queue of a lane.
 void Sharing::load(size_t lane) {
   Queue& queue = queues_[lane];
   queue.latency_ns = lanes_[lane].latency_ns;
@@ -94,7 +94,8 @@ void Sharing::load(size_t lane) {
   queue.rate = 0;
 }
 
-// Count what moved since the last time; what is done leaves; then who moves at which rate, and until when.
+// Counts the bytes that lanes moved since the last call, and ends finished transfers. Then computes the new
+// rate of each lane, and the time of the next event.
 void Sharing::refresh() {
   const int64_t passed_ns = now_ns_ - since_ns_;
   since_ns_ = now_ns_;

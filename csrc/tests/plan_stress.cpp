@@ -1,8 +1,10 @@
-// The planner's native part under hostile and random instances, for the sanitizers.
+// A stress test of the planner's native part for the sanitizers, with random and hostile instances.
+//
 //   cmake -S csrc -B build/asan -DTERAIO_STRESS=ON -DTERAIO_SANITIZE=address,undefined
 //   cmake --build build/asan && build/asan/plan_stress [INSTANCES]
-// Whatever comes in, the answer is a plan that keeps its budget, or an exception; an undone change leaves no
-// trace; and what the search says of its best plan is what the recurrence says.
+//
+// Every instance must end in a plan within its budget, or in an exception. An undone change must restore the
+// plan. The recurrence must give the best plan the duration that the search reports.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -37,7 +39,7 @@ struct Case {
   std::vector<int32_t> routes;
 };
 
-// Up to twelve tensors with one version each, everything on the device, a budget below what lives.
+// Makes 1 to 13 tensors with one version each. All are resident, and the budget equals the live bytes.
 Case random_case() {
   Case made;
   Instance& it = made.instance;
@@ -77,7 +79,7 @@ Case random_case() {
   return made;
 }
 
-// A plan somewhere, with the budget brought down to what it needs.
+// Makes a random plan for the case, and reduces the budget to the plan's peak.
 void scatter(Case& made) {
   Absences absences(made.instance, made.absences, made.routes);
   for (int32_t i = 0; i < made.instance.versions(); ++i) {
@@ -92,7 +94,7 @@ void scatter(Case& made) {
   made.routes = absences.routes();
   std::vector<int64_t> rows = made.instance.live_bytes;
   for (size_t i = 0; i < made.absences.size(); ++i)
-    for (int32_t tick = made.absences[i].free; made.absences[i].away && tick < made.absences[i].trigger;
+    for (int32_t tick = made.absences[i].free; made.absences[i].evicted && tick < made.absences[i].trigger;
          ++tick)
       rows[static_cast<size_t>(tick % made.instance.ticks())] -= made.instance.gaps[i].size_bytes;
   made.instance.budget_bytes = *std::max_element(rows.begin(), rows.end());
@@ -126,7 +128,7 @@ void a_search_keeps_its_word(const Case& made) {
   const int64_t first_ns = search.best_ns();
   search.run(200, 0, upto(1) == 0 ? 1.0 : 0.0);
   expect(search.best_ns() <= first_ns + first_ns / 100, "worse than the start");
-  const Absences best(made.instance, search.best(), search.best_routes());  // throws if it is no plan
+  const Absences best(made.instance, search.best(), search.best_routes());  // throws if the plan is invalid
   std::vector<Transfer> transfers;
   std::vector<int32_t> gaps;
   best.transfers(transfers, gaps);
@@ -147,7 +149,7 @@ int32_t hostile_tick() {
   return values[upto(7)];
 }
 
-// One or two numbers of a good instance are replaced.
+// Replaces one or two numbers of a valid instance.
 void poison(Case& made) {
   Instance& it = made.instance;
   for (auto count = 1 + upto(1); count > 0; --count) {

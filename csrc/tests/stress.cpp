@@ -1,5 +1,6 @@
-// The engine under load from many threads, for the sanitizers: every call from every side at once, with
-// faults.
+// A stress test of the transfer engine for the sanitizers. Many threads make all calls concurrently, while
+// operations fail by injected faults.
+//
 //   cmake -S csrc -B build/tsan -DTERAIO_STRESS=ON -DTERAIO_SANITIZE=thread && cmake --build build/tsan
 //   build/tsan/stress DIRECTORY [ROUNDS]
 #include <fcntl.h>
@@ -51,7 +52,7 @@ void worker(Transfers& engine, int number, int rounds) {
     const State read = wait_for(engine, in);
     failed += read == State::failed ? 1 : 0;
     if (read != State::done) continue;
-    // A cancelled eviction may have been whole all the same; a failed one never reads as good.
+    // A cancelled eviction may still be complete. A fetch after a failed eviction must never succeed.
     (wrote != State::failed && source == target ? right : wrong) += 1;
   }
 }
@@ -72,7 +73,7 @@ void saboteur(FaultIo& fault, std::atomic<bool>& stop) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     fault.clear();
     if (rule.fault != Fault::drop) continue;
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));  // past the deadline: truly late
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));  // longer than the deadline
     fault.deliver();
   }
 }

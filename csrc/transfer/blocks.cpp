@@ -1,4 +1,4 @@
-// The table of blocks: begin and commit around each write, compare before each read.
+// The table of blocks. begin() and commit() are called around each write, and compare() before each read.
 #include "transfer/blocks.h"
 
 #include "base/check.h"
@@ -25,7 +25,7 @@ void Blocks::commit(int file, uint64_t offset, uint64_t digest, bool digested) {
   auto& blocks = files_.at(static_cast<size_t>(file));
   const auto at = blocks.find(offset);
   if (at == blocks.end())
-    return;  // forgotten while it was being written: its reader will be told "unwritten"
+    return;  // the block was forgotten during its write; later reads fail with "unwritten"
   at->second.digest = digest;
   at->second.digested = digested;
   at->second.whole = true;

@@ -1,13 +1,13 @@
-// What every block on the disks should hold, kept in RAM: one entry per chunk ever written, found by (file,
-// offset).
+// The expected contents of every block on the drives. The table is kept in RAM and has one entry per written
+// chunk, by file and offset.
 //
-// A read is checked twice. Before it starts: does the table say that this extent holds this tensor, this
-// generation, this many bytes? After it: do the bytes have the digest that was recorded when they left
-// memory? The first catches wrong bookkeeping above us, the second flipped, stale and misplaced blocks below
-// us.
+// A read is checked two times. (1) Before the read, the table must have the requested tensor, generation and
+// number of bytes for this extent. This check finds wrong bookkeeping of the caller. (2) After the read, the
+// bytes must have the digest that was recorded at the write. This check finds flipped, stale and misplaced
+// blocks of the drive.
 //
-// An entry is a map node of about 100 bytes per chunk; a rewrite of the same chunk reuses it. Nothing else
-// allocates.
+// An entry is a map node of about 100 bytes per chunk. A rewrite of the same chunk reuses the node. The table
+// allocates nothing else.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -21,7 +21,7 @@ struct Block {
   uint64_t generation = 0;
   uint64_t digest = 0;
   bool digested = false;
-  bool whole = false;  // false from the start of a write to its confirmed end
+  bool whole = false;  // false from the begin of a write until commit()
 };
 
 enum class Mismatch : uint8_t { none, unwritten, torn, tag, generation, length, digest };
@@ -29,7 +29,8 @@ enum class Mismatch : uint8_t { none, unwritten, torn, tag, generation, length, 
 class Blocks {
  public:
   explicit Blocks(int files) : files_(static_cast<size_t>(files)) {}
-  // The extent's old contents are gone from here on, whatever becomes of the write.
+  // Records the begin of a write. The old contents of the extent are invalid from now on, even if the write
+  // fails.
   void begin(int file, uint64_t offset, uint64_t bytes, uint64_t tag, uint64_t generation);
   void commit(int file, uint64_t offset, uint64_t digest, bool digested);
   const Block* find(int file, uint64_t offset) const;

@@ -1,4 +1,5 @@
-// The end of an engine: what waits is dropped, what runs ends, what hangs is left behind without harm.
+// The close of a transfer engine. Queued operations are dropped, running operations finish, and hanging
+// operations are abandoned safely.
 #include <algorithm>
 
 #include "transfer/transfers.h"
@@ -32,14 +33,15 @@ bool Transfers::close(uint64_t within_ns) {
     lock.lock();
     if (!more) break;
   }
-  // What still hangs may end at any time from now on: after this it can only touch its quarantined slab.
+  // Hanging operations may still end at any time. After its flight is abandoned, a hanging operation can
+  // touch only its quarantined slab.
   for (Flight& f : flights_)
     if (!f.abandoned && (f.stage == Stage::issued || f.stage == Stage::running)) abandon(f);
   while (still(true)) settled_.wait_for(lock, std::chrono::milliseconds(5));
   lock.unlock();
   const uint64_t now = monotonic_ns();
   const bool joined = io_->close(std::max<uint64_t>(until > now ? until - now : 0, 100'000'000));
-  // A worker that hangs in the kernel will call back one day: the books must still be there.
+  // A worker that hangs in the kernel may still call back, so the transfer engine is never freed.
   if (!joined) new std::shared_ptr<Transfers>(shared_from_this());
   return joined;
 }

@@ -1,4 +1,4 @@
-// The copier for tensors in RAM: one fused pass of copy and digest.
+// The copier for tensors in RAM. It copies and digests in one pass.
 #include "transfer/copier.h"
 
 #include "transfer/hash.h"

@@ -1,7 +1,7 @@
-// How bytes get between a tensor and a slab. HostCopier: the tensor is in RAM. CudaCopier: the tensor is on a
-// device, the slab is pinned, `event` is what must have happened before the tensor may be read (evict) or
-// overwritten (fetch). Both return only when the bytes have arrived, so that a finished ticket needs no
-// further waiting.
+// Copies between a tensor and a slab. HostCopier is for tensors in RAM. CudaCopier is for tensors on a device
+// and pinned slabs. CudaCopier waits for `event` before it touches the tensor: an eviction reads the tensor,
+// and a fetch overwrites it. Both copiers return only after the copy is complete, so a finished ticket needs
+// no further wait.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +16,8 @@ class Copier {
  public:
   virtual ~Copier() = default;
   virtual Copied to_slab(std::byte* slab, uint64_t source, uint64_t bytes, uint64_t event, bool checked) = 0;
-  // `expected`: the digest the bytes must have, or null. On a mismatch the target holds garbage or nothing.
+  // `expected`: the required digest of the bytes, or null. After a mismatch the bytes of the target are
+  // undefined.
   virtual Copied from_slab(uint64_t target, const std::byte* slab, uint64_t bytes, uint64_t event,
                            const uint64_t* expected) = 0;
 };
@@ -27,8 +28,7 @@ class HostCopier final : public Copier {
   Copied from_slab(uint64_t target, const std::byte* slab, uint64_t bytes, uint64_t event,
                    const uint64_t* expected) override;
 };
-// Leaves memory alone: what a drive and the slabs can do without a tensor at the other end (benchmarks,
-// doctor).
+// A copier that copies nothing. Benchmarks and the doctor use it to measure drives and slabs alone.
 class NoCopier final : public Copier {
  public:
   Copied to_slab(std::byte*, uint64_t, uint64_t, uint64_t, bool) override { return {}; }

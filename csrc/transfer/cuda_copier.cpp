@@ -1,4 +1,4 @@
-// The driver's functions by name, side streams in a small pool, and the two directions.
+// The driver's functions (found by name), a small pool of side streams, and the copies in both directions.
 #include "transfer/cuda_copier.h"
 
 #include <dlfcn.h>
@@ -10,7 +10,7 @@
 
 namespace teraio {
 namespace {
-constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING: no order with the legacy default stream
+constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING: independent of the legacy default stream
 constexpr unsigned kBlockingNoTiming = 1 | 2;  // CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING
 constexpr unsigned kPortable = 1;              // CU_MEMHOSTREGISTER_PORTABLE
 }  // namespace
@@ -60,8 +60,9 @@ struct CudaCopier::Driver {
   }
 };
 
-// Makes the copier's context current on a caller's thread, and the caller's own one again at the end: the
-// CUDA runtime takes its current device from there, and user code may work on another device.
+// A scope in which the copier's context is current on the calling thread. When the scope ends, the thread's
+// former context is current again. This is necessary, because the CUDA runtime derives the current device
+// from the context, and user code may use another device.
 class CudaCopier::Current {
  public:
   explicit Current(const CudaCopier& copier) : driver_(*copier.driver_) {
@@ -89,12 +90,12 @@ CudaCopier::CudaCopier(const std::string& library, uint64_t context)
     throw std::runtime_error("no CUDA context is current in this thread; touch the device first");
 }
 
-// Errors are ignored: after the driver's own end each call returns one and does nothing.
+// Errors are ignored, because every call returns an error after the driver has shut down.
 CudaCopier::~CudaCopier() {
-  if (born_ != fork_count()) return;  // CUDA does not survive a fork either
+  if (born_ != fork_count()) return;  // CUDA does not work after a fork
   const Current current(*this);
-  if (current.error != 0) return;  // the arenas are unmapped all the same: the driver has let go of them
-  // Streams that the copier does not know copy to and from the arenas: nothing is unmapped under them.
+  if (current.error != 0) return;  // the driver has shut down and released the arenas
+  // Streams of callers may still copy to and from the arenas, so wait for these streams before unpinning.
   if (!pinned_.empty()) driver_->ctx_synchronize();
   for (const Side& side : sides_) {
     driver_->event_destroy(side.arrived);
@@ -171,7 +172,7 @@ int CudaCopier::run(uint64_t event, Copy copy) {
   if (error == 0) error = copy(side.stream);
   if (error == 0) error = driver_->event_record(side.arrived, side.stream);
   if (error == 0) error = driver_->event_synchronize(side.arrived);
-  if (error == 0) give(side);  // after an error the stream may still run: never used or destroyed again
+  if (error == 0) give(side);  // after an error the stream may still run, so it is never reused or destroyed
   return error;
 }
 

@@ -1,10 +1,12 @@
-// Between device memory and pinned slabs with CUDA's driver API, opened at run time: nothing here needs CUDA
-// to build, and a machine without it only learns so when it asks for this copier.
+// Copies between device memory and pinned slabs with CUDA's driver API. The driver library is opened at run
+// time, so the build needs no CUDA. On a machine without CUDA, only the constructor of CudaCopier fails.
 //
-// A copy runs on a side stream of ours: it waits for `event` there, copies, and the worker blocks (it does
-// not spin) until the copy's own event. A fetch is digested in the slab first, so wrong bytes never reach the
-// device. [Note: unrecorded events] To wait for an event that was never recorded is a silent no-op in CUDA.
-// So whoever passes an event has recorded it before the call that submits the transfer.
+// A copy runs on a side stream of the copier. The stream waits for `event` and copies. The worker then
+// blocks, without spinning, until the event behind the copy completes. In a fetch, the bytes of the slab are
+// verified by their digest before the slab is copied. Wrong bytes therefore never reach the device.
+//
+// [Note: unrecorded events] In CUDA a wait for an event that was never recorded returns immediately, without
+// an error. The caller must therefore record the event before the call that submits the transfer.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -17,28 +19,28 @@
 namespace teraio {
 class CudaCopier final : public Copier {
  public:
-  // `context`: a CUcontext, or 0 for the one that is current in this thread.
+  // `context` is a CUcontext, or 0 for the context that is current on this thread.
   CudaCopier(const std::string& library, uint64_t context);
   ~CudaCopier() override;
   Copied to_slab(std::byte* slab, uint64_t source, uint64_t bytes, uint64_t event, bool checked) override;
   Copied from_slab(uint64_t target, const std::byte* slab, uint64_t bytes, uint64_t event,
                    const uint64_t* expected) override;
-  // Pins the arena for the life of this copier; the driver's error number, 0 when it is pinned. On any
-  // thread, whose current context stays as it was.
+  // Pins the arena until unpin(), or until this copier is destroyed. Returns the driver's error number, or 0
+  // for success. Any thread may call pin(), and the thread's current context does not change.
   int pin(const std::shared_ptr<Slabs>& slabs);
-  // Ends that: no copy to or from the arena may be under way.
+  // Unpins the arena. No copy to or from the arena may be in flight.
   int unpin(const std::shared_ptr<Slabs>& slabs);
-  // Makes a stream that lives as long as the process. Torch takes its streams from a pool in turn, so one of
-  // torch's may be a user's as well.
+  // Makes a stream of our own that lives as long as the process. Torch hands out streams of a pool in turn,
+  // so user code could get the same stream as teraio from torch.
   int stream(int priority, uint64_t* made);
-  // Gives a caller's stream one copy between device memory and pinned host memory, and does not wait for it.
-  // Returns the driver's error number.
+  // Queues one copy between device memory and pinned host memory on a stream of the caller, and does not wait
+  // for the copy. Returns the driver's error number.
   int give_to(uint64_t stream, uint64_t on_device, uint64_t in_host, uint64_t bytes, bool out);
 
  private:
   struct Driver;
   class Current;
-  struct Side {  // a side stream and the event that ends each copy on it
+  struct Side {  // a side stream, and the event recorded after each copy on the stream
     void* stream = nullptr;
     void* arrived = nullptr;
   };
@@ -51,7 +53,7 @@ class CudaCopier final : public Copier {
   void* context_ = nullptr;
   uint64_t born_;
   std::mutex mutex_;
-  std::vector<Side> sides_;  // idle ones; there are never more than workers
+  std::vector<Side> sides_;  // idle side streams; at most one per worker
   std::vector<std::shared_ptr<Slabs>> pinned_;
 };
 }  // namespace teraio

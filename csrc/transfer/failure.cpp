@@ -1,4 +1,4 @@
-// The sentences people read when a transfer failed.
+// The error messages of failed transfers.
 #include "transfer/failure.h"
 
 #include <cerrno>
@@ -23,19 +23,19 @@ std::string errno_text(int error) {
 
 std::string corrupt_text(const Failure& f) {
   switch (f.mismatch) {
-    case Mismatch::unwritten: return "nothing was ever written there";
-    case Mismatch::torn: return "its last write there has not completed";
+    case Mismatch::unwritten: return "the block was never written";
+    case Mismatch::torn: return "the last write of the block has not completed";
     case Mismatch::tag:
       return "the block belongs to tag " + std::to_string(f.found) + ", not to " + std::to_string(f.expected);
     case Mismatch::generation:
-      return "the block has generation " + std::to_string(f.found) + ", wanted is " +
+      return "the block has generation " + std::to_string(f.found) + ", expected " +
              std::to_string(f.expected);
     case Mismatch::length:
-      return "the block was written with " + std::to_string(f.found) + " bytes, wanted are " +
+      return "the block was written with " + std::to_string(f.found) + " bytes, expected " +
              std::to_string(f.expected);
     case Mismatch::digest:
-      return "the bytes that came back have digest " + hex(f.found) + ", those that went out had " +
-             hex(f.expected) + " (flipped, stale or misplaced block)";
+      return "the bytes read have digest " + hex(f.found) + ", the bytes written had " + hex(f.expected) +
+             " (flipped, stale or misplaced block)";
     case Mismatch::none: break;
   }
   return "unknown";
@@ -90,7 +90,7 @@ std::string describe(const Failure& f, const std::string& path, const std::strin
       return "read of " + what + " failed" + tries + ": " + where + " ended in " + errno_text(f.error) +
              ". Check the drive (dmesg, smartctl); repeat the step or resume from the last checkpoint";
     case Cause::corrupt:
-      return what + " came back wrong: " + where + ": " + corrupt_text(f) +
+      return what + " was read with wrong bytes: " + where + ": " + corrupt_text(f) +
              ". The bytes were not used. Check the drive (dmesg, smartctl); repeat the step or resume from "
              "the last checkpoint";
     case Cause::timeout:
@@ -100,8 +100,8 @@ std::string describe(const Failure& f, const std::string& path, const std::strin
              "request (dmesg); a longer deadline helps if it is only slow";
     case Cause::hung:
       return verb + " of " + what + " was not started: " + where +
-             ". Every lane or slab it could use is held by a "
-             "request that never came back; the drive hangs (dmesg). Give another store directory";
+             ". Requests that never completed hold every lane or every slab; the drive hangs (dmesg). Give "
+             "another store directory";
     case Cause::copy:
       return verb + " of " + what + " failed between device and slab with driver error " +
              std::to_string(f.error) + " (" + std::to_string(f.bytes) +

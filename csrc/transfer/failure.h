@@ -1,4 +1,4 @@
-// What went wrong with a transfer, as numbers; the words are made once somebody asks.
+// The failure of a transfer, as numbers. The error message is made only when an error is raised.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -20,12 +20,12 @@ struct Failure {
   uint64_t bytes = 0;
   uint64_t tag = 0;
   uint64_t generation = 0;
-  uint64_t found = 0;  // what the table or the bytes had instead
+  uint64_t found = 0;  // the value in the table or in the bytes; `expected` is the required value
   uint64_t expected = 0;
   uint64_t deadline_ns = 0;
 };
 
-// One paragraph: what, where, the numbers, the remedy. `name` is the tensor's, or empty.
+// Returns one paragraph with tensor, place, numbers and remedy. `name` is the name of the tensor, or empty.
 std::string describe(const Failure& failure, const std::string& path, const std::string& name);
 const char* cause_name(Cause cause);
 const char* mismatch_name(Mismatch mismatch);

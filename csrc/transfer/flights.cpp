@@ -1,4 +1,4 @@
-// What is under way: a chunk with its slab, from the drive's queue to the last byte in place.
+// Flights: chunks in flight with their slabs, from the queue of the drive to the last byte copied.
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -32,7 +32,7 @@ void Transfers::complete(Request& request, Result result) {
   flight.owner->land(flight, result);
 }
 
-// Points the request at what is left of its chunk and sends it.
+// Sets the flight's request to the rest of its chunk, and submits the request.
 void Transfers::aim(Flight& f) {
   const Transfer& t = *transfers_[static_cast<size_t>(f.transfer)];
   const Chunk& chunk = t.chunks[static_cast<size_t>(f.chunk)];
@@ -46,8 +46,8 @@ void Transfers::aim(Flight& f) {
   io_->submit(f);
 }
 
-// On the engine's thread, before the operation. The transfer may be gone if the flight was abandoned: look
-// there first.
+// Copies the tensor of an eviction to the slab. Runs on the I/O engine's thread, before the operation. The
+// check for an abandoned flight is first, because the transfer of such a flight may no longer exist.
 bool Transfers::fill(Flight& f) {
   Lock lock(mutex_);
   if (f.abandoned) return false;
@@ -66,7 +66,7 @@ bool Transfers::fill(Flight& f) {
     stats_.copy_out_ns += spent;
     f.digest = copied.digest;
     f.filled = true;
-    f.issued_ns = io_->now_ns();  // the deadline is the drive's, not the copy's
+    f.issued_ns = io_->now_ns();  // the deadline limits only the drive's time, not the copy's
     if (copied.error != 0) {
       fail(f.transfer, failure_of(f, Cause::copy, copied.error));
       return false;
@@ -76,10 +76,10 @@ bool Transfers::fill(Flight& f) {
   return true;
 }
 
-// On the engine's thread, after the operation.
+// Ends a flight or sends it again. Runs on the I/O engine's thread, after the operation.
 void Transfers::land(Flight& f, Result result) {
   Lock lock(mutex_);
-  if (f.abandoned) {  // too late: the slab stays in quarantine, only the lane comes back
+  if (f.abandoned) {  // too late: the slab remains quarantined, and only the lane becomes free
     ++stats_.late;
     --lost_flights_;
     --files_[static_cast<size_t>(f.file)].flying;
@@ -92,7 +92,7 @@ void Transfers::land(Flight& f, Result result) {
   const Chunk& chunk = t.chunks[static_cast<size_t>(f.chunk)];
   const uint64_t wanted = padded(chunk.bytes) - f.moved;
   CHECK(result.bytes <= wanted);
-  if (result.error == ECANCELED && (t.cancelled || t.failure.cause != Cause::none)) {  // fill() declined
+  if (result.error == ECANCELED && (t.cancelled || t.failure.cause != Cause::none)) {  // fill() refused
     retire(f);
     return;
   }
@@ -110,8 +110,8 @@ void Transfers::land(Flight& f, Result result) {
   retire(f);
 }
 
-// A short operation goes on where it stopped; an error that may pass is tried again. False: the transfer has
-// failed.
+// Continues a short operation where it ended, or retries an operation after an error that may be temporary.
+// Returns false if the transfer is cancelled or has failed.
 bool Transfers::send_again(Flight& f, Result result, uint64_t wanted) {
   Transfer& t = *transfers_[static_cast<size_t>(f.transfer)];
   if (t.cancelled || t.failure.cause != Cause::none) return false;
@@ -134,7 +134,8 @@ bool Transfers::send_again(Flight& f, Result result, uint64_t wanted) {
   return false;
 }
 
-// Verify and copy. The target of a failed transfer may hold anything; its ticket never says done.
+// Verifies the bytes in the slab and copies them to the tensor. After a failure the bytes of the tensor are
+// undefined, and the state of the ticket never becomes `done`.
 bool Transfers::empty_slab(Flight& f, Lock& lock) {
   Transfer& t = *transfers_[static_cast<size_t>(f.transfer)];
   if (t.cancelled || t.failure.cause != Cause::none) return false;
@@ -194,7 +195,8 @@ Failure Transfers::failure_of(const Flight& f, Cause cause, int error) const {
   return failure;
 }
 
-// The first failure counts. Queued chunks are dropped, those under way finish.
+// Records the failure of a transfer, unless an earlier failure of the transfer is recorded. The transfer's
+// queued chunks are dropped, and its chunks in flight finish.
 void Transfers::fail(int index, const Failure& failure) {
   Transfer& t = *transfers_[static_cast<size_t>(index)];
   if (t.failure.cause == Cause::none) t.failure = failure;
@@ -216,7 +218,8 @@ void Transfers::settle(int index) {
   recycle(index);
 }
 
-// Gives up on requests that are overdue; returns when the next one will be. See [Note: abandoned].
+// Abandons overdue requests. Returns the time at which the next request will be overdue. See [Note:
+// abandoned].
 uint64_t Transfers::expire(uint64_t now) {
   uint64_t next = UINT64_MAX;
   const int lost = lost_flights_;
@@ -250,7 +253,8 @@ void Transfers::abandon(Flight& f) {
   settle(index);
 }
 
-// With every lane of a file or every slab lost, what waits for one would wait for ever: it fails now.
+// Fails the queued transfers of a file if all of its lanes or all slabs are lost. Otherwise these transfers
+// would wait forever.
 void Transfers::fail_stuck() {
   const bool no_slab = slabs_->quarantined() == slabs_->count();
   for (int number = 0; number < static_cast<int>(files_.size()); ++number) {

@@ -1,5 +1,6 @@
-// The digest's loops. Scalar on purpose: a 64-bit multiply per 8 bytes runs at one per cycle (about 24 GB/s
-// at 3 GHz), above what one core can copy, while SSE2 and AVX2 have no 64-bit multiply at all.
+// The loops of the digest. The loops are scalar on purpose, because SSE2 and AVX2 have no 64-bit multiply.
+// One scalar multiply of 8 bytes per cycle is about 24 GB/s at 3 GHz. A copy on one core has a lower rate, so
+// the digest is not the slower part.
 #include "transfer/hash.h"
 
 #include <cstring>
@@ -64,14 +65,15 @@ uint64_t run(std::byte* target, const std::byte* source, uint64_t bytes) {
   const uint64_t whole = bytes / kRow;
   rows<store>(lanes, target, source, whole);
   if (const uint64_t rest = bytes % kRow; rest != 0) {
-    std::byte row[kRow] = {};  // the length below tells a zero byte from a missing one
+    // The row is padded with zeros. The length in the digest distinguishes the padding from zero bytes.
+    std::byte row[kRow] = {};
     std::memcpy(row, source + whole * kRow, rest);
     rows<Store::none>(lanes, row, row, 1);
     if constexpr (store != Store::none) std::memcpy(target + whole * kRow, row, rest);
   }
 #if defined(__x86_64__)
   if constexpr (store == Store::streamed)
-    _mm_sfence();  // streamed stores must be seen before the bytes are handed on
+    _mm_sfence();  // streamed stores must be visible before other threads use the bytes
 #endif
   uint64_t folded = bytes * kOdd;
   for (uint64_t lane : lanes) step(folded, lane);
@@ -82,7 +84,8 @@ uint64_t run(std::byte* target, const std::byte* source, uint64_t bytes) {
 bool aligned8(const std::byte* p) {
   return reinterpret_cast<uintptr_t>(p) % 8 == 0;
 }
-// Below this the target may well be read again soon and still sit in a core's own cache.
+// Smaller targets are copied through the cache, because they are likely to be read while they are still in
+// the cache.
 constexpr uint64_t kStreamFrom = 256 * 1024;
 }  // namespace
 

@@ -1,4 +1,5 @@
-// What waits and what goes next: per file two priorities and two directions, first in, first out.
+// The queues of chunks, and the choice of the next chunk. Each file has a queue for each of two priorities
+// and two directions. Each queue is first in, first out.
 #include "base/check.h"
 #include "transfer/transfers.h"
 
@@ -42,8 +43,8 @@ void Transfers::drop_queued(int index) {
   t.unissued = 0;
 }
 
-// Demand first, over all files; files in turn; within a file reads and writes in turn, so that a backlog of
-// evictions does not hold up the fetches behind it.
+// Issues one chunk of this priority. Files take turns, and within a file reads and writes take turns. Many
+// queued evictions therefore do not delay the fetches behind them.
 bool Transfers::issue_one(bool demand) {
   const int count = static_cast<int>(files_.size());
   for (int step = 0; step < count; ++step) {
@@ -67,7 +68,7 @@ void Transfers::pump() {
   while (slabs_->free() > 0 && (issue_one(true) || issue_one(false))) {}
 }
 
-// The next chunk of a transfer in a file gets a slab and a lane.
+// Gives a slab and a lane to the next chunk of a transfer in a file, and issues the chunk.
 void Transfers::issue(int index, int file) {
   Transfer& t = *transfers_[static_cast<size_t>(index)];
   Cursor& cursor = t.cursors[static_cast<size_t>(file)];

@@ -1,4 +1,4 @@
-// The arena behind the slabs, and the question which pages the kernel gave us.
+// The arena of the slabs, and the size of its pages.
 #include "transfer/slabs.h"
 
 #include <sys/mman.h>
@@ -31,17 +31,17 @@ void check_shape(uint64_t slab_bytes, int count) {
 Slabs::Slabs(uint64_t slab_bytes, int count) : slab_bytes_(slab_bytes), born_(fork_count()) {
   check_shape(slab_bytes, count);
   const uint64_t arena = slab_bytes * static_cast<uint64_t>(count);
-  const uint64_t whole =
-      (arena + kHuge - 1) / kHuge * kHuge;  // whole huge pages, or the last one stays small
+  // Round the arena up, because its last page would otherwise not be huge.
+  const uint64_t whole = (arena + kHuge - 1) / kHuge * kHuge;
   mapping_bytes_ = whole + kHuge;
   mapping_ = mmap(nullptr, mapping_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapping_ == MAP_FAILED)
     throw std::system_error(errno, std::generic_category(),
                             "cannot map " + std::to_string(mapping_bytes_) + " bytes for slabs");
   base_ = reinterpret_cast<std::byte*>((reinterpret_cast<uint64_t>(mapping_) + kHuge - 1) / kHuge * kHuge);
-  madvise(base_, whole, MADV_HUGEPAGE);  // refused where the kernel has none: page_bytes() tells
+  madvise(base_, whole, MADV_HUGEPAGE);  // may fail; page_bytes() reports the page size in use
   madvise(mapping_, mapping_bytes_, MADV_DONTFORK);
-  std::memset(base_, 0, arena);  // faults come now and not under a transfer
+  std::memset(base_, 0, arena);  // page faults happen now and not during a transfer
   fill(count);
 }
 
@@ -55,7 +55,8 @@ Slabs::Slabs(uint64_t address, uint64_t slab_bytes, int count)
 }
 
 Slabs::~Slabs() {
-  // In a child of fork the range was never mapped (DONTFORK) and may by now be someone else's.
+  // In a forked child the arena is not mapped (MADV_DONTFORK), and the child may have mapped other memory at
+  // the arena's addresses.
   if (mapping_ != nullptr && born_ == fork_count()) munmap(mapping_, mapping_bytes_);
 }
 

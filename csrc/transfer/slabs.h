@@ -1,10 +1,11 @@
-// The only buffers that disks, pinned copies and checksums ever see: `count` slabs of exactly `slab_bytes`,
-// taken once.
+// The only buffers for drives, pinned copies and checksums: `count` slabs of exactly `slab_bytes`. All slabs
+// are allocated together at the start, in one arena.
 //
-// 2 MiB aligned with MADV_HUGEPAGE: with 4 KiB pages direct I/O ran at a half to a third of the rate and ten
-// times the CPU. MADV_DONTFORK: a child must not share pages a device is still writing to. A quarantined slab
-// belonged to an operation that never came back; the device may still write to it, so it is never handed out
-// again.
+// The arena is aligned to 2 MiB and has MADV_HUGEPAGE. With 4 KiB pages, the rate of direct I/O was a half to
+// a third of the rate with huge pages. Direct I/O with 4 KiB pages also took ten times the CPU time. The
+// arena has MADV_DONTFORK, because a child must not share pages that a device still writes to. A quarantined
+// slab belongs to an operation that never completed. The device may still write to that slab, so the slab is
+// never used again.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -16,15 +17,15 @@ namespace teraio {
 class Slabs {
  public:
   Slabs(uint64_t slab_bytes, int count);
-  // Over memory someone else owns and keeps alive (pinned by a device's own allocator, say); 4096-byte
-  // aligned.
+  // Uses memory that the caller owns and keeps alive, for example pinned memory from a device's allocator.
+  // The address must be a multiple of 4096 bytes.
   Slabs(uint64_t address, uint64_t slab_bytes, int count);
   ~Slabs();
   Slabs(const Slabs&) = delete;
   Slabs& operator=(const Slabs&) = delete;
 
-  bool claim() { return !std::exchange(claimed_, true); }  // false: an engine has them already
-  int take();                                              // a slab's index, or -1 when none is free
+  bool claim() { return !std::exchange(claimed_, true); }  // false: another engine uses these slabs
+  int take();                                              // index of a slab, or -1 if none is free
   void give(int slab);
   void quarantine(int slab);
 
@@ -35,8 +36,8 @@ class Slabs {
   int quarantined() const { return quarantined_; }
   uint64_t address() const { return reinterpret_cast<uint64_t>(base_); }
   uint64_t arena_bytes() const { return slab_bytes_ * static_cast<uint64_t>(count()); }
-  // 2 MiB if the kernel backs nine tenths of the arena with huge pages, else 4096; read from
-  // /proc/self/smaps.
+  // Returns 2 MiB if huge pages back nine tenths of the arena, otherwise 4096. The sizes of the backing pages
+  // are read from /proc/self/smaps.
   uint64_t page_bytes() const;
 
  private:
@@ -45,12 +46,12 @@ class Slabs {
 
   std::byte* base_ = nullptr;
   uint64_t slab_bytes_;
-  void* mapping_ = nullptr;  // null: the memory is someone else's
+  void* mapping_ = nullptr;  // null: the caller owns the memory
   uint64_t mapping_bytes_ = 0;
-  uint64_t born_;                                    // fork_count() at birth
-  std::atomic<int> quarantined_{0}, free_count_{0};  // read by whoever asks, written under the engine's lock
+  uint64_t born_;                                    // fork_count() at construction
+  std::atomic<int> quarantined_{0}, free_count_{0};  // read by any thread, written under the engine's lock
   bool claimed_ = false;
   std::vector<State> state_;
-  std::vector<int> free_;  // last in, first out: the warmest slab goes out again
+  std::vector<int> free_;  // last in, first out, because the slab used last is most likely in a cache
 };
 }  // namespace teraio

@@ -1,4 +1,4 @@
-// The face of the transfer engine: tickets, waiting, cancelling.
+// The public functions of the transfer engine: tickets, waits, cancellation.
 #include "transfer/transfers.h"
 
 #include <algorithm>
@@ -27,7 +27,7 @@ Transfers::Transfers(std::shared_ptr<Io> io, std::shared_ptr<Slabs> slabs, std::
     throw std::invalid_argument("this Io serves another transfer engine; give each engine its own");
   if (io_->files() < 1 || io_->files() > 64) throw std::invalid_argument("give between 1 and 64 files");
   if (settings_.max_transfers < 1) throw std::invalid_argument("max_transfers must be at least 1");
-  if (settings_.deadline_ns == 0) throw std::invalid_argument("the deadline must be longer than nothing");
+  if (settings_.deadline_ns == 0) throw std::invalid_argument("the deadline must be longer than 0");
   for (size_t i = 0; i < flights_.size(); ++i) {
     flights_[i].owner = this;
     flights_[i].slab = static_cast<int>(i);
@@ -40,8 +40,8 @@ bool Transfers::forked() const {
   return born_ != fork_count();
 }
 
-// A ticket is a record's index and how often that record has been used: a stale ticket is noticed, never
-// mistaken.
+// Finds the record of a ticket. A ticket consists of the record's index and the number of uses of that
+// record, so a stale ticket is always refused.
 Transfers::Transfer& Transfers::find(uint64_t ticket) {
   const uint64_t index = ticket & 0xffffffff;
   if (index >= transfers_.size() || transfers_[index]->serial != ticket >> 32 ||
@@ -79,7 +79,7 @@ void Transfers::recycle(int index) {
 }
 
 void Transfers::check_order(const Order& order) const {
-  // 16 TiB: sums of lengths and offsets stay far from wrapping round
+  // With this limit of 16 TiB, sums of lengths and offsets cannot overflow.
   if (order.bytes > uint64_t{1} << 44)
     throw std::invalid_argument("a transfer of " + std::to_string(order.bytes) + " bytes is out of range");
   uint64_t total = 0;
@@ -131,7 +131,7 @@ uint64_t Transfers::submit(const Order& order) {
   Transfer& t = *transfers_[static_cast<size_t>(index)];
   try {
     cut(t, order);
-  } catch (...) {  // no memory for the list of chunks
+  } catch (...) {  // out of memory for the list of chunks
     free_.push_back(index);
     throw;
   }
@@ -155,7 +155,7 @@ uint64_t Transfers::submit(const Order& order) {
   for (int file = 0; file < io_->files(); ++file)
     if (t.cursors[static_cast<size_t>(file)].chunk >= 0) enqueue(index, file);
   if (slabs_->quarantined() > 0) fail_stuck();
-  settle(index);  // nothing to move, or nowhere to move it
+  settle(index);  // ends a transfer without bytes, or a transfer that has failed in fail_stuck()
   pump();
   return ticket;
 }
@@ -170,7 +170,7 @@ State Transfers::state(uint64_t ticket) {
 
 State Transfers::wait(uint64_t ticket, uint64_t slice_ns) {
   if (forked()) throw std::runtime_error("this transfer engine belongs to the parent process");
-  promote(ticket);  // whoever waits needs it now
+  promote(ticket);  // a waiting thread needs the tensor now
   const uint64_t until = monotonic_ns() + slice_ns;
   Lock lock(mutex_);
   for (;;) {
@@ -206,7 +206,7 @@ bool Transfers::promote(uint64_t ticket) {
   Transfer& t = find(ticket);
   if (t.demand || t.state != State::active) return false;
   const int index = static_cast<int>(ticket & 0xffffffff);
-  uint64_t moved = 0;  // a bit per file; there are at most 64
+  uint64_t moved = 0;  // one bit per file; there are at most 64 files
   for (int file = 0; file < io_->files(); ++file) {
     if (!t.cursors[static_cast<size_t>(file)].queued) continue;
     unqueue(index, file);

@@ -1,20 +1,23 @@
-// Transfers: a tensor's bytes out to files or back into memory, through slabs, in chunks, in the background.
+// The transfer engine. It moves tensors between memory and files in the background, in chunks, through slabs.
 //
-//   submit --> queued chunks --> flight (slab + lane) --> operation --> slab and lane back --> ticket done
+//   submit --> queued chunks --> flight (slab + lane) --> operation --> slab and lane free --> ticket done
 //               per file, direction      copy + digest        retry, continue,
 //               and priority             before a write       verify + copy after a read
 //
-// A chunk is at most one slab and lies in one piece, so writing and reading the same pieces cut at the same
-// places. A transfer larger than all slabs streams through them. In flight at once: at most io.depth() per
-// file and one per slab; everything else waits here, so that a demand is behind at most what the drive has
-// already.
+// A chunk is part of one piece and fits into one slab. The cut into chunks depends only on the pieces, so a
+// write and a read of the same pieces have the same chunks. A transfer larger than all slabs streams through
+// the slabs. At most io.depth() chunks of each file are in flight, and each chunk in flight has its own slab.
+// All other chunks are queued in this engine. A demand therefore waits for at most the operations that the
+// drive already has.
 //
-// [Note: full queue] `submit` never blocks: it raises QueueFull at `max_transfers` unfinished tickets (16384;
-// a step moves hundreds). Blocking would hide a caller that forgets to wait, and would hang a driven engine.
-// [Note: abandoned] When a request is overdue, its flight is abandoned: its slab is quarantined, its lane
-// stays taken until the late completion comes, and from then on nothing may touch the tensor. A copy that has
-// begun is waited for (it is memory to memory and ends), so a finished ticket means that nobody uses the
-// tensor any more.
+// [Note: full queue] submit() never blocks. It throws QueueFull if `max_transfers` tickets are unfinished.
+// The default is 16384, and a step moves only hundreds of tensors. If submit() blocked instead, a caller that
+// forgets to wait would remain unnoticed. A driven engine would even hang.
+//
+// [Note: abandoned] When the request of a flight is overdue, the engine abandons the flight. The flight's
+// slab is quarantined, and its lane is not free until the request completes late. From then on the flight
+// must not touch the tensor. If a copy has begun, the engine waits for its end, because a copy from memory to
+// memory always ends. A finished ticket therefore means that no thread uses the tensor any more.
 #pragma once
 #include <condition_variable>
 #include <memory>
@@ -43,8 +46,8 @@ struct Order {
   uint64_t tag;
   uint64_t generation;
   bool demand;
-  uint64_t event;        // for a device copier; 0: none
-  uint64_t deadline_ns;  // per operation, from the moment the drive has it; 0: the engine's default
+  uint64_t event;        // an event that the device copier waits for; 0: none
+  uint64_t deadline_ns;  // time limit per operation, from when the drive gets it; 0: the engine's default
 };
 
 struct Settings {
@@ -57,8 +60,8 @@ struct Settings {
 
 struct Stats {
   uint64_t bytes_written = 0, bytes_read = 0, writes = 0, reads = 0;
-  uint64_t write_busy_ns = 0, read_busy_ns = 0;  // at least one operation of that direction was with a drive
-  uint64_t copy_out_ns = 0, copy_in_ns = 0;      // copy and digest, summed over threads
+  uint64_t write_busy_ns = 0, read_busy_ns = 0;  // time with at least one operation in that direction
+  uint64_t copy_out_ns = 0, copy_in_ns = 0;      // time of copies and digests, summed over threads
   uint64_t retries = 0, continued = 0, failed = 0, timeouts = 0, late = 0, cancelled = 0, unobserved = 0;
   uint64_t queued_max = 0, flights_max = 0, submitted = 0, finished = 0;
 };
@@ -79,19 +82,19 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
             Settings settings);
 
   uint64_t submit(const Order& order);
-  State state(uint64_t ticket);                    // also notices overdue requests
-  State wait(uint64_t ticket, uint64_t slice_ns);  // `active` when the slice passed first
+  State state(uint64_t ticket);                    // also abandons all overdue requests
+  State wait(uint64_t ticket, uint64_t slice_ns);  // returns `active` if the slice ends first
   Failure failure(uint64_t ticket);
   Times times(uint64_t ticket);
-  bool promote(uint64_t ticket);  // from prefetch to demand; false: was not queued as prefetch
-  bool cancel(uint64_t ticket);   // true: nothing of it had started
-  void release(uint64_t ticket);  // an unfinished one runs on and is forgotten at its end
-  void forget(const std::vector<Piece>& pieces);  // these extents hold nothing any more
-  std::vector<Piece> lost();                      // extents that a late write may still hit: never reuse
+  bool promote(uint64_t ticket);  // turns a prefetch into a demand; false: no chunk was queued as prefetch
+  bool cancel(uint64_t ticket);   // true: no chunk of the transfer had started
+  void release(uint64_t ticket);  // an unfinished transfer still runs, and its record is recycled at its end
+  void forget(const std::vector<Piece>& pieces);  // marks the contents of these extents as invalid
+  std::vector<Piece> lost();                      // extents that a late write may still hit; never reuse them
   Stats stats();
   int unfinished();
   uint64_t blocks();
-  bool close(uint64_t within_ns);  // false: something hangs; it was left behind, harmless
+  bool close(uint64_t within_ns);  // false: an operation hangs; its flight was abandoned and can do no harm
   bool forked() const;
   const std::shared_ptr<Io>& io() const { return io_; }
   const std::shared_ptr<Slabs>& slabs() const { return slabs_; }
@@ -102,7 +105,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
     int next;  // the following chunk of this transfer in the same file, or -1
     uint64_t offset, bytes, at;
   };
-  struct Cursor {  // a transfer's place in one file's queue
+  struct Cursor {  // position of a transfer in the queue of one file
     int chunk = -1, before = -1, after = -1;
     bool queued = false;
   };
@@ -130,19 +133,19 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
     int first = -1, last = -1;
   };
   struct File {
-    Queue queues[2][2];  // [demand][write]
+    Queue queues[2][2];  // indices: [demand][write]
     int flying = 0, lost = 0;
     bool write_turn = false;
   };
   using Lock = std::unique_lock<std::mutex>;
 
-  // transfers.cpp: tickets; closing.cpp: the end of them
+  // transfers.cpp: tickets. closing.cpp: close()
   Transfer& find(uint64_t ticket);
   int fresh();
   void recycle(int index);
   void cut(Transfer& t, const Order& order);
   void check_order(const Order& order) const;
-  // queues.cpp: what waits, and what goes next
+  // queues.cpp: queued chunks, and the choice of the next chunk
   Queue& queue(const Transfer& t, int file);
   void enqueue(int index, int file);
   void unqueue(int index, int file);
@@ -150,7 +153,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   void pump();
   bool issue_one(bool demand);
   void issue(int index, int file);
-  // flights.cpp: what is under way
+  // flights.cpp: chunks in flight
   static bool before(Request& request);
   static void complete(Request& request, Result result);
   bool fill(Flight& f);
@@ -177,12 +180,12 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   Blocks blocks_;
   std::vector<std::unique_ptr<Transfer>> transfers_;
   std::vector<int> free_;
-  std::vector<Flight> flights_;  // one per slab, for good
+  std::vector<Flight> flights_;  // one per slab
   std::vector<File> files_;
   std::vector<Piece> lost_;
   Stats stats_;
   int unfinished_ = 0, queued_ = 0, next_file_ = 0, lost_flights_ = 0;
-  int in_air_[2] = {0, 0};  // [write]
+  int in_air_[2] = {0, 0};  // flights by direction: index 0 reads, index 1 writes
   uint64_t air_since_[2] = {0, 0};
   bool closed_ = false;
 };

@@ -1,10 +1,8 @@
-// A CUDA driver without a device, as cruel as the real one: what is
-// asynchronous there happens late here.
+// A fake CUDA driver without a device. Calls that are asynchronous in the real driver run late in the fake.
 //
-// A stream is a thread with a queue; before each piece of work it sleeps for a
-// seeded moment. To wait for an event that was never recorded is a silent
-// no-op. Fresh and released memory is full of poison (0xDD). So a missing wait
-// shows as poison or as the bytes of another moment, on any machine.
+// A stream is a thread with a queue. Before each task, the thread sleeps for a random time, which a seed
+// determines. A wait for an event that was never recorded does nothing. New and freed memory is filled with
+// poison (0xDD). On any machine, a missing wait therefore shows as poison, or as older or newer bytes.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -19,7 +17,7 @@
 #include <thread>
 
 namespace {
-struct Mark {  // one recording of an event
+struct Mark {  // a record of an event on a stream
   std::mutex mutex;
   std::condition_variable passed;
   bool done = false;
@@ -37,7 +35,7 @@ struct Mark {  // one recording of an event
 };
 
 struct Event {
-  std::shared_ptr<Mark> last;  // null: never recorded
+  std::shared_ptr<Mark> last;  // null if the event was never recorded
 };
 
 std::atomic<unsigned> seed{1}, delay_us{2000};
@@ -175,20 +173,20 @@ int cuMemHostUnregister(void*) {
   return --pinned, 0;
 }
 
-// What only the tests call.
+// Functions that only the tests call.
 uint64_t fake_alloc(size_t n) {
   return reinterpret_cast<uint64_t>(std::memset(::operator new(n), 0xDD, n));
 }
 void fake_free(uint64_t p, size_t n) {
   std::memset(reinterpret_cast<void*>(p), 0xDD, n);
-}  // kept: late uses show
+}  // the memory is not released, so a late use reads poison
 void fake_kernel_write(void* s, uint64_t p, const void* bytes, size_t n) {
   static_cast<Stream*>(s)->push([=] { std::memcpy(reinterpret_cast<void*>(p), bytes, n); });
 }
 void fake_kernel_read(void* s, void* out, uint64_t p, size_t n) {
   static_cast<Stream*>(s)->push([=] { std::memcpy(out, reinterpret_cast<void*>(p), n); });
 }
-// Work behind this waits until fake_open(): a kernel that takes as long as the test wants.
+// Blocks the stream until fake_open(), like a kernel whose duration the test chooses.
 Mark* fake_gate(void* s) {
   auto* gate = new Mark;
   static_cast<Stream*>(s)->push([gate] { gate->wait(); });

@@ -1,5 +1,4 @@
-// An extension in C++ that reads tensors in the ways in which extensions do. Called with the GIL held or
-// released, as the caller likes.
+// An extension in C++ that reads tensors in all ways that extensions use. Its caller may hold the GIL or not.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -65,7 +64,7 @@ int reader_write(void* of, double value) {
     for (int64_t at = 0; at < tensor(of).numel(); at++) to[at] = static_cast<float>(value);
   });
 }
-// The thread that calls this waits for threads that Python does not know.
+// Reads tensors in threads that Python does not know, while the calling thread waits for them.
 int reader_parallel(void** of, int count, double* out) {
   return told([&] {
     std::vector<at::Tensor> tensors;
@@ -77,7 +76,7 @@ int reader_parallel(void** of, int count, double* out) {
 }
 int reader_threads(void** of, int count, double* out) {
   std::vector<at::Tensor> tensors;
-  for (int at = 0; at < count; at++) tensors.push_back(tensor(of[at]));  // which takes the GIL
+  for (int at = 0; at < count; at++) tensors.push_back(tensor(of[at]));  // tensor() takes the GIL
   std::vector<std::thread> threads;
   std::vector<std::string> wrong(count);
   for (int at = 0; at < count; at++)
@@ -89,7 +88,7 @@ int reader_threads(void** of, int count, double* out) {
     if (!each.empty()) return std::snprintf(message, sizeof message, "%s", each.c_str()), 1;
   return 0;
 }
-// A thread that never ends.
+// Starts a thread that reads a tensor in an endless loop.
 void reader_forever(void* of) {
   std::thread([of = tensor(of)] {
     for (double found = 0;;) told([&] { found += total(of); });

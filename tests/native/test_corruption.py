@@ -1,4 +1,7 @@
-"""What comes back is what went out, or CorruptTensorError: flipped, stale, misplaced, unwritten blocks."""
+"""Tests of corrupt blocks: a read returns the written bytes or raises CorruptTensorError.
+
+A corrupt block has a flipped bit, or is stale, misplaced or unwritten.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def fails(rig: Rig, target: Memory, pieces: list, tag: int = 1, generation: int 
     return facts(caught)
 
 
-def test_any_flipped_bit_is_found() -> None:
+def test_flipped_bit_is_found() -> None:
     draw = random.Random(7)
     with Rig() as rig:
         source = Memory(3 * SLAB + 1001, seed=1)
@@ -47,14 +50,16 @@ def test_swapped_sectors_are_found() -> None:
         assert fails(rig, Memory(SLAB), [(0, 0, SLAB)]).mismatch == "digest"
 
 
-def test_wrong_books_are_found_before_the_disk_is_asked() -> None:
+def test_wrong_bookkeeping_is_found_before_any_read() -> None:
     with Rig() as rig:
         source, target = Memory(100, seed=1), Memory(100)
         rig.out(source, [(0, 0, 100)], tag=7, generation=3)
         reads = rig.t.stats()["reads"]
         assert fails(rig, target, [(0, 0, 100)], 8, 3).mismatch == "tag"
         assert fails(rig, target, [(0, 0, 100)], 7, 2).mismatch == "generation"
-        assert fails(rig, target, [(0, 0, 100)], 7, 4).mismatch == "generation", "a write that never came"
+        assert fails(rig, target, [(0, 0, 100)], 7, 4).mismatch == "generation", (
+            "this generation was never written"
+        )
         assert fails(rig, target, [(0, BLOCK, 100)], 7, 3).mismatch == "unwritten"
         assert fails(rig, Memory(99), [(0, 0, 99)], 7, 3).mismatch == "length"
         rig.t.forget([(0, 0, 100)])
@@ -62,14 +67,14 @@ def test_wrong_books_are_found_before_the_disk_is_asked() -> None:
         assert rig.t.stats()["reads"] == reads
 
 
-def test_a_block_that_another_tensor_overwrote_is_gone() -> None:
+def test_block_overwritten_by_another_tensor_is_unwritten() -> None:
     with Rig() as rig:
         rig.out(Memory(2 * SLAB, seed=1), [(0, 0, 2 * SLAB)], tag=1)
         rig.out(Memory(BLOCK, seed=2), [(0, SLAB + BLOCK, BLOCK)], tag=2)
         assert fails(rig, Memory(2 * SLAB), [(0, 0, 2 * SLAB)], tag=1).mismatch == "unwritten"
 
 
-def test_a_read_during_its_write_is_refused() -> None:
+def test_read_during_its_write_is_refused() -> None:
     with Rig() as rig:
         source, target = Memory(100, seed=1), Memory(100)
         write = rig.t.out(source.address, 100, [(0, 0, 100)], 1, 1)
@@ -79,13 +84,13 @@ def test_a_read_during_its_write_is_refused() -> None:
         assert rig.t.wait(write)
 
 
-def test_without_checksums_the_books_are_still_checked() -> None:
+def test_bookkeeping_is_checked_without_checksums() -> None:
     with Rig(checksums=False) as rig:
         rig.out(Memory(100, seed=1), [(0, 0, 100)], tag=7)
         assert fails(rig, Memory(100), [(0, 0, 100)], tag=8).mismatch == "tag"
 
 
-def test_the_message_says_what_where_and_what_to_do() -> None:
+def test_corruption_message_names_tensor_place_and_remedy() -> None:
     with Rig() as rig:
         rig.out(Memory(100, seed=1), [(0, 0, 100)])
         rig.inner.poke(0, 5, b"\xff\x00\xff")
@@ -107,7 +112,7 @@ def test_the_message_says_what_where_and_what_to_do() -> None:
         assert facts(caught).file == 0 and facts(caught).bytes == 100
 
 
-def test_the_digest_sees_every_single_byte_and_the_length() -> None:
+def test_digest_changes_with_every_byte_and_with_length() -> None:
     memory = Memory(1000, seed=4, skew=3)
     whole = _native.digest(memory.address, 1000)
     data = bytearray(memory.get())
@@ -125,7 +130,7 @@ def test_the_digest_sees_every_single_byte_and_the_length() -> None:
 
 @pytest.mark.parametrize("size", [1, 64, 1000, 300_000, 1_000_003])
 @pytest.mark.parametrize("skew", [0, 1, 8])
-def test_copying_and_reading_give_the_same_digest(size: int, skew: int) -> None:
+def test_copy_digest_equals_digest(size: int, skew: int) -> None:
     source, target = Memory(size, seed=size, skew=skew), Memory(size, skew=8 - skew)
     assert _native.copy_digest(target.address, source.address, size) == _native.digest(source.address, size)
     assert target.get() == source.get() and target.guards_intact()

@@ -1,4 +1,7 @@
-"""Device tensors through pinned slabs, on a fake driver: a missing wait brings poison, so none is missing."""
+"""Tests of transfers of device tensors through pinned slabs, on a fake driver.
+
+A missing wait makes a test read poison bytes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def handle(event: ctypes.c_void_p | None) -> int:
 
 
 class Device:
-    """The fake driver, a compute stream, and an engine with the CUDA copier."""
+    """A test setup with the fake driver, a compute stream, and a transfer engine with the CUDA copier."""
 
     def __init__(self, fake_driver: str, seed: int = 1, delay_us: int = 3000) -> None:
         self.cuda = ctypes.CDLL(fake_driver)
@@ -80,20 +83,19 @@ def device(fake_driver: str) -> Iterator[Device]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_eviction_waits_for_the_kernel_that_makes_the_tensor(fake_driver: str, seed: int) -> None:
+def test_eviction_waits_for_the_kernel_that_makes_the_tensor(fake_driver: str, seed: int) -> None:
     device = Device(fake_driver, seed)
     source, address = Memory(SIZE, seed=seed), device.alloc()
     device.kernel_write(address, source)
     device.evict(address, device.recorded())
-    device.cuda.fake_free(ctypes.c_uint64(address), ctypes.c_size_t(SIZE))  # its memory is given away at once
+    # The fake driver fills freed memory with poison immediately.
+    device.cuda.fake_free(ctypes.c_uint64(address), ctypes.c_size_t(SIZE))
     assert device.stored() == source.get()
     assert device.t.close()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_fetch_waits_for_the_last_use_of_its_memory_and_is_there_when_done(
-    fake_driver: str, seed: int
-) -> None:
+def test_fetch_waits_for_last_use_of_its_memory(fake_driver: str, seed: int) -> None:
     device = Device(fake_driver, seed)
     source, address = Memory(SIZE, seed=seed), device.alloc()
     device.kernel_write(address, source)
@@ -108,7 +110,7 @@ def test_a_fetch_waits_for_the_last_use_of_its_memory_and_is_there_when_done(
     assert device.t.close()
 
 
-def test_the_bench_itself_sees_a_missing_wait(device: Device) -> None:
+def test_fake_driver_shows_a_missing_wait(device: Device) -> None:
     source = Memory(SIZE, seed=1)
     never = device.make("cuEventCreate")
     device.cuda.fake_gate.restype = ctypes.c_void_p
@@ -135,7 +137,7 @@ def test_wrong_bytes_never_reach_the_device(device: Device) -> None:
 
 
 @pytest.mark.parametrize("way", ["evict", "fetch"])
-def test_a_driver_error_is_an_error_of_the_transfer(device: Device, way: str) -> None:
+def test_driver_error_fails_the_transfer(device: Device, way: str) -> None:
     source, address = Memory(SIZE, seed=1), device.alloc()
     device.kernel_write(address, source)
     device.evict(address, device.recorded())
@@ -149,8 +151,11 @@ def test_a_driver_error_is_an_error_of_the_transfer(device: Device, way: str) ->
     assert ctypes.string_at(address, SIZE) == source.get()
 
 
-def test_a_stream_that_failed_is_never_used_again(device: Device) -> None:
-    """What was queued in it may still run, into a slab that is another's by then."""
+def test_failed_stream_is_never_used_again(device: Device) -> None:
+    """Use a new stream after an error.
+
+    On the old stream, queued copies may still write to a slab that has a new use.
+    """
     gc.collect()
     address = device.alloc()
     device.evict(address, None)
@@ -159,10 +164,10 @@ def test_a_stream_that_failed_is_never_used_again(device: Device) -> None:
     with pytest.raises(StoreError):
         device.evict(address, None)
     device.evict(address, None)
-    assert device.cuda.fake_alive() == alive + 2, "a stream and an event in the place of the old ones"
+    assert device.cuda.fake_alive() == alive + 2, "a new stream and a new event"
 
 
-def test_streams_events_and_pins_are_given_back(fake_driver: str) -> None:
+def test_streams_events_and_pins_are_released(fake_driver: str) -> None:
     gc.collect()
     device = Device(fake_driver)
     cuda, before = device.cuda, device.cuda.fake_alive()
@@ -178,8 +183,9 @@ def test_streams_events_and_pins_are_given_back(fake_driver: str) -> None:
     assert cuda.fake_alive() == before - 1
 
 
-def test_memory_is_unpinned_after_the_last_copy_that_uses_it(fake_driver: str) -> None:
-    """Streams of torch copy to pinned memory too. The copier does not know them, and ends before they do."""
+def test_memory_is_unpinned_after_its_last_copy(fake_driver: str) -> None:
+    """Destroy the copier while a torch stream, which the copier does not know, still copies to pinned
+    memory."""
     gc.collect()
     device = Device(fake_driver, delay_us=20_000)
     cuda, compute = device.cuda, device.compute
@@ -194,8 +200,8 @@ def test_memory_is_unpinned_after_the_last_copy_that_uses_it(fake_driver: str) -
     cuda.cuStreamDestroy_v2(compute)
 
 
-def test_the_copier_leaves_the_current_device_of_its_caller(fake_driver: str) -> None:
-    """The copier is one of device 1, and user code works on device 0."""
+def test_copier_keeps_the_current_device_of_its_caller(fake_driver: str) -> None:
+    """Use a copier of device 1 while user code uses device 0."""
     cuda = ctypes.CDLL(fake_driver)
     cuda.fake_use(1)
     copier = _native.CudaCopier(fake_driver)
@@ -208,7 +214,7 @@ def test_the_copier_leaves_the_current_device_of_its_caller(fake_driver: str) ->
     assert cuda.fake_current() == 0
 
 
-def test_a_machine_without_the_driver_says_so() -> None:
+def test_missing_driver_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="no CUDA driver"):
         _native.CudaCopier("libcuda_that_is_not_there.so.1")
     with pytest.raises(RuntimeError, match="has no cu"):

@@ -1,4 +1,7 @@
-"""A lost completion becomes an error that lists the request; what it may still touch is never used again."""
+"""Tests of deadlines: a lost completion raises an error with the request's numbers.
+
+A late operation may still use its slab and its extent, so these are never used again.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ pytestmark = pytest.mark.alone
 SLAB = 16 * BLOCK
 
 
-def test_a_lost_read_is_an_error_that_lists_the_request() -> None:
+def test_lost_read_raises_an_error_with_the_request() -> None:
     with Rig(deadline_s=60) as rig:
         source, target = Memory(4 * SLAB, seed=1), Memory(4 * SLAB)
         rig.out(source, [(0, 0, 4 * SLAB)])
@@ -30,7 +33,7 @@ def test_a_lost_read_is_an_error_that_lists_the_request() -> None:
         assert rig.t.stats()["slabs_quarantined"] == 1 and rig.t.lost() == []
 
 
-def test_a_late_completion_touches_no_memory_and_no_slab_in_use() -> None:
+def test_late_completion_touches_no_memory_in_use() -> None:
     with Rig(slabs=4, depth=4) as rig:
         a, b = Memory(SLAB, seed=1), Memory(SLAB, seed=2)
         rig.out(a, [(0, 0, SLAB)], tag=1)
@@ -40,7 +43,7 @@ def test_a_late_completion_touches_no_memory_and_no_slab_in_use() -> None:
         then = target.get()
         with pytest.raises(TransferTimeoutError):
             rig.into(target, [(0, 0, SLAB)], tag=1)
-        # other transfers now use every slab that is left, while the late read lands in its own
+        # Other transfers use all remaining slabs, while the late read writes to its own slab.
         assert rig.fault.deliver() == 1
         for _ in range(3):
             big, back = Memory(9 * SLAB, seed=4), Memory(9 * SLAB)
@@ -51,14 +54,15 @@ def test_a_late_completion_touches_no_memory_and_no_slab_in_use() -> None:
         assert rig.t.stats()["slabs_quarantined"] == 1 and rig.slabs.free == 3
 
 
-def test_the_extent_of_a_lost_write_is_named_and_its_late_bytes_are_noticed() -> None:
+def test_extent_of_lost_write_is_reported_and_late_bytes_are_found() -> None:
     with Rig() as rig:
         rig.fault.add("drop", "write")
         with pytest.raises(TransferTimeoutError):
             rig.out(Memory(SLAB, seed=1), [(0, 0, SLAB)], tag=1)
         assert rig.t.lost() == [(0, 0, SLAB)]
         good = Memory(SLAB, seed=2)
-        rig.out(good, [(0, 0, SLAB)], tag=2)  # the store must not do this; if it does, it is told
+        # The store never writes to a lost extent. This write does, so the read below fails.
+        rig.out(good, [(0, 0, SLAB)], tag=2)
         rig.fault.deliver()
         rig.out(Memory(SLAB, seed=3), [(0, SLAB, SLAB)], tag=3)
         rig.out(Memory(SLAB, seed=3), [(0, SLAB, SLAB)], tag=3)
@@ -67,13 +71,13 @@ def test_the_extent_of_a_lost_write_is_named_and_its_late_bytes_are_noticed() ->
             rig.into(Memory(SLAB), [(0, 0, SLAB)], tag=2)
 
 
-def test_a_request_that_begins_after_it_was_given_up_does_nothing() -> None:
+def test_request_that_begins_after_its_deadline_does_nothing() -> None:
     with Rig(slabs=4, depth=2) as rig:
         rig.out(Memory(SLAB, seed=9), [(0, 8 * SLAB, SLAB)], tag=9)
         rig.fault.add("stall", "write")
         with pytest.raises(TransferTimeoutError):
             rig.out(Memory(SLAB, seed=1), [(0, 0, SLAB)], tag=1)
-        # the record of the lost transfer is in use again when the late request looks at it
+        # Another transfer now uses the lost transfer's record, and the late request reads that record.
         other = Memory(SLAB, seed=2)
         ticket = rig.t.out(other.address, SLAB, [(0, 4 * SLAB, SLAB)], 2, 1)
         assert rig.fault.deliver() == 1
@@ -83,7 +87,7 @@ def test_a_request_that_begins_after_it_was_given_up_does_nothing() -> None:
         assert rig.inner.peek(0, 0, SLAB) == bytes(SLAB)
 
 
-def test_a_lost_lane_comes_back_with_its_completion_but_its_slab_does_not() -> None:
+def test_late_completion_frees_the_lane_and_not_the_slab() -> None:
     with Rig(slabs=4, depth=1) as rig:
         a = Memory(SLAB, seed=1)
         rig.fault.add("drop", "write")
@@ -91,7 +95,7 @@ def test_a_lost_lane_comes_back_with_its_completion_but_its_slab_does_not() -> N
             rig.out(a, [(0, 0, SLAB)])
         with pytest.raises(
             TransferTimeoutError, match="not started"
-        ):  # the only lane is taken: no waiting for ever
+        ):  # the only lane is lost, so the transfer fails instead of waiting forever
             rig.out(a, [(0, SLAB, SLAB)])
         rig.fault.deliver()
         assert (
@@ -101,7 +105,7 @@ def test_a_lost_lane_comes_back_with_its_completion_but_its_slab_does_not() -> N
         assert rig.slabs.quarantined == 1
 
 
-def test_with_every_slab_lost_transfers_fail_and_do_not_wait() -> None:
+def test_transfers_fail_at_once_if_every_slab_is_lost() -> None:
     with Rig(slabs=3, depth=8) as rig:
         a = Memory(SLAB, seed=1)
         rig.fault.add("drop", "write", sticky=True)
@@ -115,19 +119,20 @@ def test_with_every_slab_lost_transfers_fail_and_do_not_wait() -> None:
         assert rig.fault.deliver() == 3
         while rig.t.stats()["late"] < 3:
             rig.t.state(rig.t.out(0, 0, [], 0, 0))
-        with pytest.raises(TransferTimeoutError):  # the lanes are back, the slabs are not
+        with pytest.raises(TransferTimeoutError):  # the lanes are free again, but the slabs are not
             rig.out(a, [(0, 0, SLAB)])
 
 
-def test_the_deadline_counts_from_the_drive_not_from_the_queue() -> None:
-    # 100 operations of 1 ms each behind one lane: the last starts 99 ms in, long after its own 5 ms
+def test_deadline_counts_from_the_drive_and_not_from_the_queue() -> None:
+    # One lane runs 100 operations of 1 ms each, and the deadline is 5 ms. The last operation starts after 99
+    # ms, but a deadline counts from the operation's start on the drive.
     with Rig(slabs=2, depth=1, deadline_s=0.005, memory={"latency_ns": 1_000_000, "ns_per_byte": 0}) as rig:
         source = Memory(100 * SLAB, seed=1)
         rig.out(source, rig.pieces(source.size))
         assert rig.inner.now_ns == 100_000_000
 
 
-def test_a_transfer_can_have_its_own_deadline(tmp_path: Path) -> None:
+def test_transfer_can_have_its_own_deadline(tmp_path: Path) -> None:
     with Rig(tmp_path, deadline_s=60) as rig:
         rig.fault.add("drop", "write")
         began = time.monotonic()
@@ -136,7 +141,7 @@ def test_a_transfer_can_have_its_own_deadline(tmp_path: Path) -> None:
         assert 0.05 <= time.monotonic() - began < 20
 
 
-def test_a_slow_operation_that_ends_after_its_deadline_is_late(tmp_path: Path) -> None:
+def test_operation_that_ends_after_its_deadline_is_late(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         source, target = Memory(SLAB, seed=1), Memory(SLAB, seed=9)
         rig.out(source, [(0, 0, SLAB)])

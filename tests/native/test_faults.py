@@ -1,4 +1,7 @@
-"""Every operation of a workload fails in turn, in every way: right bytes or a StoreError, and all goes on."""
+"""Tests of faults: each operation of a workload fails in turn, in every way.
+
+Each read returns the right bytes or raises a StoreError, and the engine can be used afterwards.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ SLAB = 16 * BLOCK
 @pytest.mark.parametrize(
     "rule", list(fault_rules()), ids=lambda r: f"{r['kind']}-{r['op']}-{'sticky' if r['sticky'] else 'once'}"
 )
-def test_no_fault_gives_wrong_bytes_or_a_hang(rule: dict[str, Any]) -> None:
+def test_fault_gives_no_wrong_bytes_and_no_hang(rule: dict[str, Any]) -> None:
     injected, errors, nth = 0, 0, 0
     while True:
         nth += 1
@@ -47,7 +50,7 @@ def test_no_fault_gives_wrong_bytes_or_a_hang(rule: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_threads_too_give_no_wrong_bytes_or_a_hang(tmp_path: Path, kind: str, op: str) -> None:
+def test_fault_with_threads_gives_no_wrong_bytes_and_no_hang(tmp_path: Path, kind: str, op: str) -> None:
     for nth in (1, 4, 9):
         for sticky in (False, True):
             folder = tmp_path / f"{nth}-{sticky}"
@@ -73,7 +76,7 @@ def run_once(rule: dict[str, Any], size: int = SLAB, **settings: Any) -> Any:
         return rig.t.stats()
 
 
-def test_eio_is_tried_again_once_on_writes_and_twice_on_reads() -> None:
+def test_eio_is_retried_once_for_writes_and_twice_for_reads() -> None:
     assert run_once({"kind": "EIO", "op": "write"})["retries"] == 1
     assert run_once({"kind": "EIO", "op": "read"})["retries"] == 1
     write = run_once({"kind": "EIO", "op": "write", "sticky": True})
@@ -83,19 +86,19 @@ def test_eio_is_tried_again_once_on_writes_and_twice_on_reads() -> None:
     assert (read.tag, read.generation, read.offset, read.bytes) == (42, 5, 0, SLAB)
 
 
-def test_a_full_disk_is_said_at_once_and_the_memory_copy_stays() -> None:
+def test_full_disk_is_reported_without_retry() -> None:
     error = run_once({"kind": "ENOSPC", "op": "write"})
     assert type(error).__name__ == "StoreFullError" and error.errno == errno.ENOSPC and error.retries == 0
     assert "copy in memory was kept" in str(error)
 
 
-def test_short_operations_go_on_where_they_stopped() -> None:
+def test_short_operation_continues_at_its_end() -> None:
     stats = run_once({"kind": "short", "op": "write"})
     assert stats["continued"] == 1 and stats["writes"] == 2
     assert run_once({"kind": "short", "op": "read"})["continued"] == 1
 
 
-def test_a_file_that_lost_its_end_is_an_error(tmp_path: Path) -> None:
+def test_read_of_truncated_file_is_an_error(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         source, target = Memory(3 * SLAB, seed=1), Memory(3 * SLAB)
         rig.out(source, [(0, 0, 3 * SLAB)])
@@ -104,7 +107,7 @@ def test_a_file_that_lost_its_end_is_an_error(tmp_path: Path) -> None:
             rig.into(target, [(0, 0, 3 * SLAB)])
 
 
-def test_the_file_size_limit_is_an_error_and_no_signal(tmp_path: Path) -> None:
+def test_file_size_limit_is_an_error_and_no_signal(tmp_path: Path) -> None:
     body = f"""
 import os, resource, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -129,7 +132,7 @@ with Rig(Path({str(tmp_path)!r})) as rig:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
-def test_dev_full_is_a_full_disk() -> None:
+def test_write_to_dev_full_raises_store_full_error() -> None:
     fd = os.open("/dev/full", os.O_RDWR)
     t = _native.Transfers(_native.ThreadIo([(fd, "/dev/full")], threads=2), _native.Slabs(SLAB, 2))
     os.close(fd)
@@ -139,7 +142,7 @@ def test_dev_full_is_a_full_disk() -> None:
     assert t.close()
 
 
-def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_write_to_read_only_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "readonly"
     path.write_bytes(bytes(SLAB))
     fd = os.open(path, os.O_RDONLY)
@@ -152,7 +155,7 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     assert t.close()
 
 
-def test_one_failed_chunk_stops_the_others_of_its_transfer() -> None:
+def test_failed_chunk_stops_other_chunks_of_its_transfer() -> None:
     with Rig(slabs=2, depth=1) as rig:
         source = Memory(50 * SLAB, seed=1)
         rig.fault.add("ENOSPC", "write", nth=2)
@@ -162,7 +165,7 @@ def test_one_failed_chunk_stops_the_others_of_its_transfer() -> None:
 
 
 @pytest.mark.parametrize("checksums", [True, False])
-def test_a_failed_write_leaves_nothing_that_reads_as_good(checksums: bool) -> None:
+def test_failed_write_never_reads_as_valid(checksums: bool) -> None:
     with Rig(checksums=checksums) as rig:
         old, new = Memory(SLAB, seed=1), Memory(SLAB, seed=2)
         rig.out(old, [(0, 0, SLAB)], generation=1)
@@ -176,7 +179,7 @@ def test_a_failed_write_leaves_nothing_that_reads_as_good(checksums: bool) -> No
             assert facts(caught).mismatch == mismatch
 
 
-def test_the_workload_itself_is_right_without_faults() -> None:
+def test_workload_without_faults_is_right() -> None:
     with Rig(files=2, slabs=3, memory={"jitter": 5.0, "seed": 3}) as rig:
         outcome = Outcome()
         assert workload(rig, outcome) == []

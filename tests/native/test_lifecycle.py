@@ -1,4 +1,5 @@
-"""From the first thread to the last: the GIL, tickets, churn, closing, forks, signals, the end."""
+"""Tests of an engine's life: the GIL, tickets, memory growth, close, forks, signals, and the end of the
+process."""
 
 from __future__ import annotations
 
@@ -27,13 +28,14 @@ def threads_of_ours() -> int:
     return sum(name.read_text().startswith("teraio-io") for name in names if name.exists())
 
 
-def test_waiting_releases_the_gil(tmp_path: Path) -> None:
+def test_wait_releases_the_gil(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         rig.fault.add("drop", "write")
         waiting, seen = threading.Event(), [0]
 
         def other() -> None:
-            """What is waited for comes from here, after this has had many turns."""
+            """Complete the transfer for which the main thread waits, after this thread has looped ten
+            times."""
             waiting.wait()
             while seen[0] < 10 or not rig.fault.dropped:
                 seen[0] += 1
@@ -50,7 +52,7 @@ def test_waiting_releases_the_gil(tmp_path: Path) -> None:
         assert seen[0] >= 10
 
 
-def test_several_threads_may_submit_and_wait_at_once(tmp_path: Path) -> None:
+def test_several_threads_can_submit_and_wait_at_once(tmp_path: Path) -> None:
     with Rig(tmp_path, files=2, slabs=6, depth=3) as rig:
         wrong: list[int] = []
 
@@ -71,7 +73,7 @@ def test_several_threads_may_submit_and_wait_at_once(tmp_path: Path) -> None:
         assert wrong == []
 
 
-def test_a_released_ticket_is_unknown_for_ever() -> None:
+def test_released_ticket_is_unknown_forever() -> None:
     with Rig() as rig:
         a = Memory(BLOCK, seed=1)
         first = rig.t.out(a.address, BLOCK, [(0, 0, BLOCK)], 1, 1)
@@ -86,7 +88,7 @@ def test_a_released_ticket_is_unknown_for_ever() -> None:
         assert rig.t.wait(second)
 
 
-def test_a_ticket_released_early_runs_on_and_its_failure_is_counted() -> None:
+def test_transfer_of_ticket_released_early_ends_and_its_failure_is_counted() -> None:
     with Rig() as rig:
         a = Memory(BLOCK, seed=1)
         early = rig.t.out(a.address, BLOCK, [(0, 0, BLOCK)], 1, 1)
@@ -101,7 +103,7 @@ def test_a_ticket_released_early_runs_on_and_its_failure_is_counted() -> None:
         assert rig.t.stats()["unobserved_failures"] == 1 and rig.t.stats()["unfinished"] == 0
 
 
-def test_times_are_those_of_the_monotonic_clock(tmp_path: Path) -> None:
+def test_times_are_of_the_monotonic_clock(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         before = time.monotonic_ns()
         source = Memory(SLAB)
@@ -116,7 +118,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_churn_grows_nothing() -> None:
+def test_many_transfers_grow_no_memory() -> None:
     with Rig(files=2, slabs=4, memory={"latency_ns": 0, "ns_per_byte": 0}) as rig:
         a = Memory(3 * BLOCK + 5, seed=1)
 
@@ -129,7 +131,7 @@ def test_churn_grows_nothing() -> None:
 
         churn(5000)
         grown = []
-        for _ in range(TRIES):  # what leaks, leaks every time; the system gives a page now and then
+        for _ in range(TRIES):  # a leak shows in every try; extra pages of the system show in some tries
             base = resident_bytes()
             churn(40000)
             grown.append(resident_bytes() - base)
@@ -140,16 +142,21 @@ def test_churn_grows_nothing() -> None:
 
 
 def are_soon(threads: int) -> bool:
-    """A joined thread stays listed in /proc for a moment."""
+    """Wait until /proc lists this number of threads of the process.
+
+    After a thread is joined, /proc still lists the thread for a short time.
+
+    Return True if the number was reached in time.
+    """
     until = time.monotonic() + 60
     while threads_of_ours() != threads and time.monotonic() < until:
         time.sleep(0.01)
     return threads_of_ours() == threads
 
 
-def test_engines_come_and_go_without_a_trace(tmp_path: Path) -> None:
+def test_closed_engine_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
     gc.collect()
-    time.sleep(0.1)  # whatever was before has ended
+    time.sleep(0.1)  # time in which threads of earlier tests end
     fds, threads = len(os.listdir("/proc/self/fd")), threads_of_ours()
     for i in range(30):
         rig = Rig(tmp_path, files=2, depth=4)
@@ -158,14 +165,14 @@ def test_engines_come_and_go_without_a_trace(tmp_path: Path) -> None:
         assert are_soon(threads + 8)
         if i % 2:
             assert rig.t.close()
-        del rig  # without close() the destructor does it
+        del rig  # if close() was not called, the destructor closes the engine
     gc.collect()
     assert are_soon(threads) and len(os.listdir("/proc/self/fd")) == fds
 
 
-def test_closing_ends_what_runs_drops_what_waits_and_refuses_the_rest(tmp_path: Path) -> None:
+def test_close_ends_running_drops_queued_and_refuses_new_transfers(tmp_path: Path) -> None:
     with Rig(tmp_path, slabs=2, depth=1) as rig:
-        a = Memory(200 * SLAB, seed=1)  # all of them would take 6 s
+        a = Memory(200 * SLAB, seed=1)  # all writes together would take 6 s
         rig.fault.add("delay", "write", sticky=True, delay_s=0.03)
         ticket = rig.t.out(a.address, a.size, [(0, 0, a.size)], 1, 1)
         assert rig.t.close(5.0) is True
@@ -176,7 +183,7 @@ def test_closing_ends_what_runs_drops_what_waits_and_refuses_the_rest(tmp_path: 
         assert rig.t.close()
 
 
-def test_closing_does_not_wait_for_a_drive_that_hangs(tmp_path: Path) -> None:
+def test_close_does_not_wait_for_a_hanging_drive(tmp_path: Path) -> None:
     rig = Rig(tmp_path, slabs=2, depth=1)
     target = Memory(SLAB, seed=1)
     rig.out(target, [(0, 0, SLAB)])
@@ -190,15 +197,20 @@ def test_closing_does_not_wait_for_a_drive_that_hangs(tmp_path: Path) -> None:
     assert rig.t.wait(ticket) is False
     del rig
     gc.collect()
-    time.sleep(2.6)  # the thread comes back to books and a slab that are still there
+    # During this pause, the thread ends its read. Until the read ends, the engine's state and slab must be
+    # allocated.
+    time.sleep(2.6)
     assert target.get() == then
 
 
-def test_an_operation_that_ends_after_its_engine_finds_books_that_are_still_there(tmp_path: Path) -> None:
-    """In a process that fills freed memory with garbage: with the books gone, the thread reads that."""
+def test_state_outlives_an_engine_with_a_hanging_operation(tmp_path: Path) -> None:
+    """Run in a process that overwrites freed memory.
+
+    If the engine's state were freed, its thread would read garbage.
+    """
     done = run_python(
         f"""
-rig = Rig(Path({str(tmp_path)!r}), slabs=64, depth=1)  # many: small pieces are not filled when they are freed
+rig = Rig(Path({str(tmp_path)!r}), slabs=64, depth=1)  # many: small blocks are not overwritten when freed
 a = Memory(65536, seed=1)
 rig.fault.add("delay", "write", delay_s=2.5)
 rig.t.out(a.address, a.size, [(0, 0, a.size)], 1, 1)
@@ -220,7 +232,7 @@ def run_python(body: str, **environment: str) -> subprocess.CompletedProcess[str
     return ended([sys.executable, "-c", head + body], env={**os.environ, **environment})
 
 
-def test_after_a_fork_the_engine_is_inert_in_the_child(tmp_path: Path) -> None:
+def test_engine_is_inert_in_a_forked_child(tmp_path: Path) -> None:
     done = run_python(f"""
 rig = Rig(Path({str(tmp_path)!r}), slabs=4, depth=2)
 rig.fault.add("delay", "write", delay_s=0.3)
@@ -250,8 +262,11 @@ print(b.get() == a.get(), rig.t.close())
     assert done.stdout.split() == ["7", "True", "True"], done.stderr
 
 
-def test_slabs_are_not_in_the_memory_of_a_child() -> None:
-    """Or each of them would be copied as soon as one of the two processes writes to it."""
+def test_slabs_are_not_mapped_in_a_child() -> None:
+    """Check that no slab is mapped in a forked child.
+
+    If one were, a write in either process would copy its pages.
+    """
     slabs = _native.Slabs(SLAB, 4)
 
     assert rights(slabs.address)
@@ -261,7 +276,7 @@ def test_slabs_are_not_in_the_memory_of_a_child() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_the_interpreter_can_end_with_transfers_under_way(tmp_path: Path) -> None:
+def test_interpreter_can_end_with_transfers_in_flight(tmp_path: Path) -> None:
     began = time.monotonic()
     done = run_python(f"""
 rig = Rig(Path({str(tmp_path)!r}), slabs=4, depth=2)
@@ -275,7 +290,7 @@ print("end")
 
 
 @pytest.mark.parametrize("kind", ["kill", "killed"])
-def test_a_kill_point_ends_the_process_at_its_operation(tmp_path: Path, kind: str) -> None:
+def test_kill_fault_ends_the_process_at_its_operation(tmp_path: Path, kind: str) -> None:
     done = run_python(f"""
 rig = Rig(Path({str(tmp_path)!r}), slabs=4, depth=1)
 rig.fault.add({kind!r}, "write", nth=3)
@@ -287,10 +302,10 @@ print("not reached")
     assert (tmp_path / "store0").stat().st_size == (3 if kind == "killed" else 2) * SLAB
 
 
-def test_ctrl_c_is_heard_while_waiting_and_the_ticket_stays(tmp_path: Path) -> None:
+def test_ctrl_c_interrupts_a_wait_and_the_ticket_is_still_valid(tmp_path: Path) -> None:
     done = run_python(f"""
 import signal, threading
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit an ignored one
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit an ignored SIGINT
 rig = Rig(Path({str(tmp_path)!r}), slabs=4, depth=2)
 rig.fault.add("drop", "write")
 a = Memory(65536, seed=1)
@@ -306,7 +321,7 @@ except KeyboardInterrupt:
     assert done.stdout.split() == ["heard", "1", "True"], done.stderr
 
 
-def test_the_engine_keeps_its_own_file_descriptors(tmp_path: Path) -> None:
+def test_engine_has_its_own_file_descriptors(tmp_path: Path) -> None:
     fd = open_direct(tmp_path / "a")
     t = _native.Transfers(_native.ThreadIo([(fd, "a")], threads=1), _native.Slabs(SLAB, 2))
     os.close(fd)
@@ -317,8 +332,9 @@ def test_the_engine_keeps_its_own_file_descriptors(tmp_path: Path) -> None:
     os.close(victim)
 
 
-def test_no_program_that_is_started_gets_a_file_of_ours(tmp_path: Path) -> None:
-    """It would hold the disk space of a store long after we are gone."""
+def test_started_program_inherits_no_store_file(tmp_path: Path) -> None:
+    """Check that a started program inherits no descriptor, because the descriptor would keep the disk space
+    of a closed store."""
     with Rig(tmp_path, files=2):
         paths = {str(path) for path in tmp_path.iterdir()}
         ours = [fd for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") in paths]

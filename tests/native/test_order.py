@@ -1,4 +1,5 @@
-"""Who goes first: demand before prefetch, reads beside writes, bounded queues, cancelling."""
+"""Tests of the order of transfers: demand before prefetch, reads and writes in turn, bounded queues, and
+cancellation."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from transfer_rig import BLOCK, Memory, Rig
 from teraio import _native
 
 SLAB = 16 * BLOCK
-TOY = {"latency_ns": 0, "ns_per_byte": 1.0}  # a block of one slab takes SLAB ns
+TOY = {"latency_ns": 0, "ns_per_byte": 1.0}  # writing or reading a block of one slab takes SLAB ns
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -24,16 +25,17 @@ def test_a_demand_fetch_waits_for_at_most_one_block_under_a_full_prefetch_queue(
         target, wanted = Memory(source.size), Memory(SLAB)
         prefetch = rig.t.into(target.address, target.size, pieces, 1, 1)
         for _ in range(5):
-            assert not rig.t.done(prefetch)  # let some of it run
+            assert not rig.t.done(prefetch)  # each call of done() lets one operation run
         began = rig.inner.now_ns
         rig.into(wanted, place, tag=2, demand=True)
-        # the blocks already in service end within one block's time; then its own
+        # The running blocks end within the time of one block. The demand fetch then takes the time of one
+        # block.
         assert rig.inner.now_ns - began <= 2 * SLAB
         assert wanted.get() == one.get()
         assert rig.t.wait(prefetch) and target.get() == source.get()
 
 
-def test_waiting_for_a_queued_prefetch_makes_it_a_demand() -> None:
+def test_wait_for_a_queued_prefetch_makes_it_a_demand() -> None:
     with Rig(slabs=8, depth=2, memory=TOY) as rig:
         memories = [Memory(10 * SLAB, seed=i) for i in range(6)]
         places = [rig.pieces(m.size) for m in memories]
@@ -43,12 +45,14 @@ def test_waiting_for_a_queued_prefetch_makes_it_a_demand() -> None:
         tickets = [rig.t.into(m.address, m.size, p, i, 1) for i, (m, p) in enumerate(zip(targets, places))]
         began = rig.inner.now_ns
         assert rig.t.wait(tickets[-1]) and targets[-1].get() == memories[-1].get()
-        assert rig.inner.now_ns - began <= (1 + 5) * SLAB  # one block in service, ten of its own on two lanes
+        assert (
+            rig.inner.now_ns - began <= (1 + 5) * SLAB
+        )  # first the time of one running block, then the time of ten blocks on two lanes
         assert not rig.t.done(tickets[1])
         assert all(rig.t.wait(ticket) for ticket in tickets[:-1])
 
 
-def test_a_backlog_of_evictions_does_not_hold_up_a_fetch() -> None:
+def test_many_queued_evictions_do_not_delay_a_fetch() -> None:
     with Rig(slabs=4, depth=1, memory=TOY) as rig:
         small = Memory(SLAB, seed=1)
         place = rig.pieces(SLAB)
@@ -64,7 +68,7 @@ def test_a_backlog_of_evictions_does_not_hold_up_a_fetch() -> None:
         assert rig.t.wait(write) and rig.t.wait(read)
 
 
-def test_a_demand_overtakes_on_threads_too(tmp_path: Path) -> None:
+def test_demand_is_before_prefetch_with_threads(tmp_path: Path) -> None:
     with Rig(tmp_path, slabs=8, depth=2) as rig:
         source, one = Memory(100 * SLAB, seed=1), Memory(SLAB, seed=2)
         pieces, place = rig.pieces(source.size), rig.pieces(SLAB)
@@ -78,11 +82,11 @@ def test_a_demand_overtakes_on_threads_too(tmp_path: Path) -> None:
         rig.into(wanted, place, tag=2, demand=True)
         spent = time.monotonic() - began
         assert not rig.t.done(prefetch)
-        assert spent < 1.5, spent  # two blocks are 0.1 s on an idle machine; the whole queue takes 2.5
+        assert spent < 1.5, spent  # on an idle machine, two blocks take 0.1 s and the whole queue takes 2.5 s
         assert wanted.get() == one.get()
 
 
-def test_a_full_queue_raises_and_never_blocks() -> None:
+def test_full_queue_raises_and_never_blocks() -> None:
     with Rig(max_transfers=10, slabs=2) as rig:
         memory = Memory(SLAB, seed=1)
         tickets = [rig.t.out(memory.address, SLAB, [(0, i * SLAB, SLAB)], i, 1) for i in range(10)]
@@ -102,7 +106,7 @@ def test_operations_in_flight_never_exceed_depth_or_slabs() -> None:
             assert rig.slabs.free == slabs
 
 
-def test_cancelling_before_anything_ran_says_so_and_does_nothing() -> None:
+def test_cancel_before_the_first_operation_returns_true_and_runs_nothing() -> None:
     with Rig(depth=1, slabs=2) as rig:
         a, b = Memory(4 * SLAB, seed=1), Memory(4 * SLAB, seed=2)
         first = rig.t.out(a.address, a.size, [(0, 0, a.size)], 1, 1)
@@ -114,7 +118,7 @@ def test_cancelling_before_anything_ran_says_so_and_does_nothing() -> None:
         assert rig.fault.operations("write") == 4
 
 
-def test_cancelling_in_the_middle_lets_what_runs_finish_and_keeps_the_rest_unread() -> None:
+def test_cancel_of_a_running_read_finishes_running_operations_only() -> None:
     with Rig(depth=1, slabs=2, memory=TOY) as rig:
         a = Memory(10 * SLAB, seed=1)
         rig.out(a, [(0, 0, a.size)])
@@ -130,7 +134,7 @@ def test_cancelling_in_the_middle_lets_what_runs_finish_and_keeps_the_rest_unrea
         assert target.get() == a.get()
 
 
-def test_a_finished_transfer_cannot_be_cancelled() -> None:
+def test_finished_transfer_cannot_be_cancelled() -> None:
     with Rig() as rig:
         a = Memory(SLAB, seed=1)
         ticket = rig.t.out(a.address, SLAB, [(0, 0, SLAB)], 1, 1)

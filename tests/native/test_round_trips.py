@@ -1,4 +1,4 @@
-"""Bytes that go out come back: every size, alignment, striping and page cache mode."""
+"""Tests that a read returns the written bytes, for all sizes, alignments, stripings and page cache modes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = [1, 63, 64, 65, BLOCK - 1, BLOCK, BLOCK + 1, SLAB - 1, SLAB, SLAB + 1, 3
 
 @pytest.mark.parametrize("checksums", [True, False])
 @pytest.mark.parametrize("where", ["threads", "memory"])
-def test_every_size_and_alignment_comes_back(tmp_path: Path, where: str, checksums: bool) -> None:
+def test_every_size_and_alignment_is_read_back(tmp_path: Path, where: str, checksums: bool) -> None:
     with Rig(tmp_path if where == "threads" else None, checksums=checksums) as rig:
         for size in SIZES:
             for skew in (0, 1, 8, 13):
@@ -29,7 +29,7 @@ def test_every_size_and_alignment_comes_back(tmp_path: Path, where: str, checksu
 
 
 @pytest.mark.parametrize("where", ["threads", "memory"])
-def test_pieces_over_two_files_come_back_in_order(tmp_path: Path, where: str) -> None:
+def test_pieces_over_two_files_are_read_back_in_order(tmp_path: Path, where: str) -> None:
     with Rig(tmp_path if where == "threads" else None, files=2) as rig:
         source, target = Memory(9 * SLAB + 123, seed=1), Memory(9 * SLAB + 123)
         weighted, at = [], 0
@@ -42,7 +42,7 @@ def test_pieces_over_two_files_come_back_in_order(tmp_path: Path, where: str) ->
         assert target.get() == source.get()
 
 
-def test_a_transfer_larger_than_all_slabs_streams_through(tmp_path: Path) -> None:
+def test_transfer_larger_than_all_slabs_streams_through_them(tmp_path: Path) -> None:
     with Rig(tmp_path, slabs=2, depth=4) as rig:
         source, target = Memory(64 * SLAB, seed=5), Memory(64 * SLAB)
         pieces = rig.pieces(source.size)
@@ -52,13 +52,13 @@ def test_a_transfer_larger_than_all_slabs_streams_through(tmp_path: Path) -> Non
         assert rig.t.stats()["flights_max"] <= 2
 
 
-def test_a_transfer_of_nothing_is_done_at_once() -> None:
+def test_empty_transfer_is_done_at_once() -> None:
     with Rig() as rig:
         ticket = rig.t.out(0, 0, [], 1, 1)
         assert rig.t.done(ticket) and rig.t.wait(ticket)
 
 
-def test_a_file_without_o_direct_works_and_is_counted(tmp_path: Path) -> None:
+def test_file_without_o_direct_works_and_is_counted(tmp_path: Path) -> None:
     path = tmp_path / "buffered"
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     t = _native.Transfers(_native.ThreadIo([(fd, str(path))], threads=2), _native.Slabs(SLAB, 4))
@@ -72,7 +72,7 @@ def test_a_file_without_o_direct_works_and_is_counted(tmp_path: Path) -> None:
     assert t.close()
 
 
-def test_the_tail_of_the_last_block_is_zeros_not_old_memory() -> None:
+def test_tail_of_the_last_block_is_zeros() -> None:
     with Rig() as rig:
         rig.out(Memory(BLOCK, seed=1), rig.pieces(BLOCK))
         secret = rig.inner.peek(0, 0, BLOCK)
@@ -89,7 +89,7 @@ def test_slabs_are_exact_aligned_and_on_huge_pages() -> None:
         assert _native.Slabs(2 << 20, 4).page_bytes == 2 << 20
 
 
-def test_slabs_can_lie_in_memory_of_ours() -> None:
+def test_slabs_can_use_memory_of_the_caller() -> None:
     arena = Memory(5 * BLOCK)
     start = (arena.address + BLOCK - 1) // BLOCK * BLOCK
     t = _native.Transfers(_native.MemoryIo(), _native.Slabs(BLOCK, 4, start))
@@ -100,7 +100,7 @@ def test_slabs_can_lie_in_memory_of_ours() -> None:
 
 
 @pytest.mark.parametrize("bad", [(1000, 3), (0, 3), (BLOCK, 0), (BLOCK, -1), (2 << 30, 1), (BLOCK, 5000)])
-def test_slabs_of_no_use_are_refused(bad: tuple[int, int]) -> None:
+def test_invalid_slabs_are_refused(bad: tuple[int, int]) -> None:
     with pytest.raises(ValueError):
         _native.Slabs(*bad)
 
@@ -124,13 +124,13 @@ def test_pieces_that_do_not_cover_the_bytes_are_refused(pieces: list[tuple[int, 
         assert rig.t.stats()["unfinished"] == 0
 
 
-def test_lengths_that_wrap_round_are_refused() -> None:
+def test_lengths_that_overflow_are_refused() -> None:
     half = 1 << 63
     with Rig() as rig, pytest.raises(ValueError, match="out of range"):
         rig.t.out(1, half, [(0, 0, half)] * 3, 1, 1)
 
 
-def test_two_engines_cannot_share_slabs_or_files() -> None:
+def test_engines_cannot_share_slabs_or_files() -> None:
     slabs = _native.Slabs(BLOCK, 2)
     first = _native.Transfers(_native.MemoryIo(), slabs)
     with pytest.raises(ValueError, match="another transfer engine"):

@@ -1,5 +1,7 @@
-"""The engine is as fast as the drive: against a plain loop of preads and pwrites on the same slabs, in
-turns."""
+"""A test that compares the engine's rate with the rate of a plain loop of preads and pwrites.
+
+The engine and the loop use the same slabs, and run in turns.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.alone
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "io" / "transfer.py"
-TRIES = 8  # a drive that others share gives a wrong ratio now and then, not eight times
+TRIES = 8  # number of tries; on a shared drive the ratio is sometimes wrong, but not eight times in a row
 
 
 def test_reads_and_writes_reach_nine_tenths_of_a_plain_loop(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""A transfer engine on a bench: memory, files, faults, and the scripted workload that the fault loops run.
+"""A test rig for the transfer engine: memory, files, faults, and the workload of the fault loops.
 
-The oracle is the point: memory keeps its own copy of what it should hold, so that after any fault a transfer
-has either brought exactly those bytes or raised a StoreError. Also used by tests/long/transfer_faults.py.
+The rig has a copy of the expected bytes of each tensor. After any fault, a transfer must have read exactly
+these bytes, or raised a StoreError. tests/long/transfer_faults.py uses this module, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Piece = tuple[int, int, int]
 
 
 class Memory:
-    """Bytes at an address, `skew` bytes off a 64-byte boundary, with guard bytes on both sides."""
+    """A block of bytes that begins `skew` bytes after a 64-byte boundary, with guard bytes on both sides."""
 
     GUARD = 64
 
@@ -51,12 +51,16 @@ class Memory:
 
 
 def facts(caught: Any) -> Any:
-    """The error of a `pytest.raises`, with the numbers that the engine adds to it."""
+    """Return the error that `pytest.raises` caught. Attributes of the error are the numbers that the engine
+    added."""
     return caught.value
 
 
 def open_direct(path: Path, size: int = 0) -> int:
-    """O_DIRECT where the file system takes it at open; later refusals the engine notices."""
+    """Open a file with O_DIRECT, or without it if the file system refuses O_DIRECT at open.
+
+    The engine handles later refusals.
+    """
     flags = os.O_RDWR | os.O_CREAT
     try:
         fd = os.open(path, flags | os.O_DIRECT, 0o600)
@@ -68,7 +72,7 @@ def open_direct(path: Path, size: int = 0) -> int:
 
 
 class Rig:
-    """Files, an engine around a fault shim, and extents given out in order."""
+    """A transfer engine on a FaultIo, with its files. The rig allocates extents in ascending order."""
 
     def __init__(
         self,
@@ -101,7 +105,7 @@ class Rig:
         return (file, offset, size)
 
     def pieces(self, size: int, stripe: int | None = None) -> list[Piece]:
-        """Round-robin over the files in stripes, or one piece in file 0."""
+        """Allocate stripes in all files in turn. Without a stripe size, allocate one piece in file 0."""
         if stripe is None:
             return [self.extent(size)] if size else []
         at = range(0, size, stripe)
@@ -126,12 +130,12 @@ class Rig:
 
 @dataclass
 class Outcome:
-    """What a run did: reads that were right, errors by class name, and wrong bytes (which must stay 0)."""
+    """The result of a run of the workload."""
 
-    right: int = 0
-    errors: dict[str, int] | None = None
-    wrong: int = 0
-    hits: int = 0
+    right: int = 0  # number of reads with the expected bytes
+    errors: dict[str, int] | None = None  # number of errors by class name
+    wrong: int = 0  # number of reads with wrong bytes, which must be 0
+    hits: int = 0  # number of injected faults
 
     def error(self, e: StoreError) -> None:
         self.errors = self.errors or {}
@@ -145,8 +149,11 @@ SIZES = (1, BLOCK - 1, 5 * BLOCK + 17, 16 * BLOCK, 40 * BLOCK + 3)
 def workload(
     rig: Rig, outcome: Outcome, first_tag: int = 1, deadline_s: float = 0.0
 ) -> list[tuple[Memory, bytes]]:
-    """Evict and fetch a few tensors twice, new contents the second time. Returns (target, its bytes) of
-    failed fetches, so that the caller can see that nothing touches them later."""
+    """Evict and fetch a few tensors twice, with new contents the second time.
+
+    Return a list of (target, its bytes) for failed fetches. The caller checks that no late read changes these
+    bytes.
+    """
     spoiled: list[tuple[Memory, bytes]] = []
     places = [rig.pieces(size, stripe=8 * BLOCK) for size in SIZES]
     for generation in (1, 2):
@@ -181,8 +188,11 @@ def settle(rig: Rig, ticket: int, outcome: Outcome) -> bool:
 
 
 def one_fault(rig: Rig, rule: dict[str, Any], deadline_s: float = 0.0) -> Outcome:
-    """The workload under one rule, late completions delivered after it, and then again without faults
-    and with the usual deadline (a busy machine must not look like a lost completion there)."""
+    """Run the workload with one fault rule, deliver late completions, and run the workload again without
+    faults.
+
+    The second run has the default deadline, so that a busy machine does not look like a lost completion.
+    """
     outcome = Outcome()
     rig.fault.add(**rule)
     spoiled = workload(rig, outcome, deadline_s=deadline_s)
@@ -190,7 +200,7 @@ def one_fault(rig: Rig, rule: dict[str, Any], deadline_s: float = 0.0) -> Outcom
     rig.fault.clear()
     late = rig.fault.deliver()
     while rig.t.stats()["late"] < late:
-        rig.t.state(rig.t.out(0, 0, [], 0, 0))  # the driven engine makes a step whenever it is asked
+        rig.t.state(rig.t.out(0, 0, [], 0, 0))  # each call lets the driven engine run one operation
         time.sleep(0 if rig.folder is None else 0.001)
     outcome.wrong += sum(memory.get() != then for memory, then in spoiled)
     after = Outcome()
