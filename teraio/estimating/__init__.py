@@ -1,17 +1,17 @@
-"""Will it fit, how fast, and what must go where: before there is anything to train.
+"""Estimates of memory, step time and transfers of a training step, without training.
 
 In: a model, a batch, an optimizer, options. Out: an Estimate, with a profile and a plan.
 
     estimate         estimate: the public function
-    fake_tensors     copies of model, batch and optimizer without their bytes
-    dry_run          one training step on fake tensors, by the programs and slots of a real one
+    fake_tensors     copies of model, batch and optimizer that have no bytes
+    dry_run          one training step on fake tensors, with the programs and slots of a real step
     optimizer_step   the optimizer's step on fake parameters
-    machines         which machine, and how fast it computes
-    answer           Estimate: figures and text
-    torch_errors     what went wrong inside of torch, in one line
+    machines         the machine of the estimate, and its compute rates
+    answer           Estimate: the result, as figures and as text
+    torch_errors     one-line reasons of errors inside torch
 
-Invariant: with the inner program `eager` the kernels, tensors and bytes are those that a run measures.
-Inductor fuses some, which the answer says. No weight is allocated.
+Invariant: an estimate has the same kernels, tensors and bytes as a measured step with the inner program
+`eager`. Inductor fuses some kernels, and a note in the answer says so. An estimate allocates no weight.
 
-The package is not called `estimate`: teraio.estimate is the function.
+The package is not named `estimate`, because teraio.estimate is the function.
 """

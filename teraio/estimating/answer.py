@@ -1,4 +1,4 @@
-"""What an estimate says: figures for code, a page of text for people, a profile for the other commands."""
+"""The result of an estimate: figures for code, a page of text for people, a profile for other commands."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ WORDS = {"weight": "weights", "grad": "gradients", "state": "optimizer states", 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of one training step on one machine within one budget. `plan` is None where there is none, and `why`
-    says why. `peak_bytes`: the memory at which nothing has to move; `smallest_bytes`: below it there is no
-    plan. Durations are a roofline of the kernels, run one by one, and simulated links: nothing was measured
-    but, where `origin` says so, the machine."""
+    """An estimate of one training step on one machine within one budget.
+
+    If no plan fits, `plan` is None and `why` is the reason. If memory is at least `peak_bytes`, no tensor has
+    to move. Below `smallest_bytes` no plan exists. The durations of kernels come from a roofline model, and
+    the kernels run one after another. The durations of transfers come from simulated links. Only the figures
+    of the machine can be measured figures. `origin` says if they are.
+    """
 
     profile: Profile = field(repr=False)
     plan: Plan | None = field(repr=False)
@@ -28,8 +31,8 @@ class Estimate:
     smallest_bytes: int
     peak_bytes: int
     why: str
-    notes: tuple[str, ...]  # what was assumed
-    origin: str  # of the machine's figures
+    notes: tuple[str, ...]  # the assumptions
+    origin: str  # the source of the machine's figures
 
     @property
     def fits(self) -> bool:
@@ -37,25 +40,31 @@ class Estimate:
 
     @property
     def compute_ns(self) -> int:
-        """A step with unlimited memory."""
+        """Return the duration of a step with unlimited memory."""
         return self.profile.compute_ns
 
     @property
     def step_ns(self) -> int | None:
-        """A step within the budget; None without a plan, or with one that predicts nothing."""
+        """Return the predicted duration of a step within the budget; None without a plan or a prediction."""
         return (self.plan.predicted.step_ns or None) if self.plan is not None else None
 
     @property
     def bound_ns(self) -> int | None:
-        """What no plan for this profile, machine and budget beats; None where none fits."""
+        """Return the lower bound of a step for this profile, machine and budget; None if no plan fits."""
         return self.plan.predicted.bound_ns if self.plan is not None else None
 
     def bytes_of_kind(self, kind: Kind) -> int:
-        """Of all tensors of a kind that can move; those below 4 KiB are in the reserve."""
+        """Return the sum of the sizes of all movable tensors of a kind.
+
+        Tensors below 4 KiB count in the reserve.
+        """
         return sum(tensor.size_bytes for tensor in self.profile.tensors if tensor.kind == kind)
 
     def moved_bytes_by_kind(self, tier: str, *, evict: bool) -> dict[str, int]:
-        """Per step, to this tier or from it, by kind."""
+        """Return, by tensor kind, the bytes that a step evicts to `tier`.
+
+        If `evict` is False, return the bytes that a step fetches from `tier`.
+        """
         return (
             moved_bytes_by_kind(self.plan, self.profile, tier, evict=evict) if self.plan is not None else {}
         )
@@ -89,7 +98,9 @@ class Estimate:
         return f"yes, with {fmt_count(len(self.plan.moves), 'move')} in a step by {self.plan.planner}"
 
     def _table_of_bytes_by_kind(self) -> str:
-        """What there is, and what a step carries to which tier and back."""
+        """Return a table with one row per kind: the tensors of the kind, their bytes, and their transfers to
+        and from each tier.
+        """
         tiers = [tier.name for tier in self.machine.tiers if tier.name != "device"]
         ways = True, False
         used = [tier for tier in tiers if any(self.moved_bytes_by_kind(tier, evict=way) for way in ways)]

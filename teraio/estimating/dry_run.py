@@ -1,8 +1,9 @@
-"""One training step on fake tensors, by the programs and slots of a real one.
+"""A simulation of one training step on fake tensors, with the programs and slots of a real step.
 
-The model is captured, cut and given slots as for `inner="eager"`; its programs then run on fake tensors,
-which computes shapes and no numbers. The slots write down what the engine would: who the tensors are, what
-cannot move. The clock goes on by what each kernel costs. So what comes out is a step like a measured one.
+The code that captures the graph, cuts the graph into forward and backward, and inserts slots is the same as
+for `inner="eager"`. The programs then run on fake tensors, which have shapes but no numbers. The slots record
+the same facts as the engine: the tensors, and the bytes that cannot move. Each kernel advances a simulated
+clock by its estimated cost. The result is a `Step`, as the engine measures it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .torch_errors import INSTEAD, last_line_of_stack
 
 @dataclass
 class Record:
-    """A storage under its name."""
+    """A storage with its name and kind."""
 
     storage: StorageWeakRef
     name: str
@@ -47,7 +48,7 @@ class Record:
 
 @dataclass
 class RunningCall:
-    """A call, as its slots see it."""
+    """A call in progress, with the facts that its slots record."""
 
     schedule: Schedule
     bound: list[Record | None] = field(default_factory=list)
@@ -61,13 +62,13 @@ class RunningCall:
 
 
 class Ledger:
-    """Whose storage is whose, and the calls so far."""
+    """The records of all storages, and the calls so far."""
 
     def __init__(self, mode: FakeTensorMode, reserve_bytes: int) -> None:
-        self.mode = mode  # what makes fake tensors
+        self.mode = mode  # the mode that creates fake tensors
         self.reserve_bytes = reserve_bytes
         self.records: dict[int, Record] = {}  # by address of the storage
-        self.met: list[Record] = []
+        self.all_records: list[Record] = []  # records of live and of freed storages
         self.names: set[str] = set()
         self.calls: list[RunningCall] = []
         self.outside: dict[int, int] = {}
@@ -76,19 +77,21 @@ class Ledger:
     def record_of(self, tensor: torch.Tensor) -> Record | None:
         key = tensor.untyped_storage()._cdata
         found = self.records.get(key)
-        if found is not None and found.storage.expired():  # another storage has its address now
+        if found is not None and found.storage.expired():  # a new storage has the address of a freed one
             del self.records[key]
             return None
         return found
 
     def add_record(self, tensor: torch.Tensor, name: str, kind: str, movable: bool) -> Record | None:
-        """None: too small to be worth a record, as in a run."""
+        """Record a storage and return the record. As in a training, return None if the storage is too small
+        for a record.
+        """
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALLEST_BYTES:
             return None
         record = Record(StorageWeakRef(storage), name, kind, int(storage.nbytes()), movable)
         self.records[storage._cdata] = record
-        self.met.append(record)
+        self.all_records.append(record)
         self.names.add(name)
         return record
 
@@ -98,17 +101,23 @@ class Ledger:
 
     @property
     def immovable_bytes(self) -> int:
-        """Of what is there and cannot move: the batch, what programs gave the user."""
-        stays = (record for record in self.records.values() if not record.movable)
-        return sum(record.size_bytes for record in stays if not record.storage.expired())
+        """Return the number of bytes in live storages that cannot move: the batch, and results that user code
+        holds.
+        """
+        immovable = (record for record in self.records.values() if not record.movable)
+        return sum(record.size_bytes for record in immovable if not record.storage.expired())
 
-    def start_call(self, schedule: Schedule) -> RunningCall:
-        running = RunningCall(schedule, [None] * len(schedule.buffers))
+    def start_call(self, schedule: Schedule, bound: Sequence[Record] = ()) -> RunningCall:
+        """Begin a call.
+
+        `bound` has the records of the call's buffers. Without `bound`, no buffer has a record yet.
+        """
+        running = RunningCall(schedule, [*bound] or [None] * len(schedule.buffers))
         self.calls.append(running)
         return running
 
     def log_slot_and_advance_clock(self, running: RunningCall, live_bytes: int, cost_ns: int) -> None:
-        """At a slot, whose kernel then takes this long."""
+        """Log a slot, then advance the clock by the duration of the slot's kernel."""
         running.at_ns.append(self.now_ns)
         running.live_bytes.append(live_bytes + self.immovable_bytes + self.reserve_bytes)
         self.now_ns += cost_ns
@@ -117,7 +126,7 @@ class Ledger:
         return len(self.calls), self.now_ns
 
     def rewind_to(self, mark: tuple[int, int]) -> None:
-        """What ran since then did not."""
+        """Delete all calls that began after the mark, and set the clock back to the time of the mark."""
         calls, self.now_ns = mark
         del self.calls[calls:]
 
@@ -126,7 +135,7 @@ class Ledger:
         seen = {name for call in calls for name in call.tensors}
         kinds = {
             record.name: (record.name, record.kind, record.size_bytes, record.kind in ("weight", "state"))
-            for record in self.met
+            for record in self.all_records
             if record.movable and record.name in seen
         }
         outside = tuple(self.outside.get(number, 0) for number in range(len(calls)))
@@ -134,7 +143,7 @@ class Ledger:
 
 
 class SlottedProgram:
-    """A program of the model: its schedule, and what its kernels cost by slot."""
+    """A program of the model: its schedule, and the cost of its kernels by slot."""
 
     def __init__(
         self, ledger: Ledger, speeds: operator_costs.Speeds, graph: torch.fx.GraphModule, kind: ProgramKind
@@ -167,11 +176,14 @@ class SlottedProgram:
         for buffer in stop.returned:
             record = bound[buffer]
             if record is not None and record.kind != "weight":
-                record.movable = False  # its memory is the caller's from here on
+                record.movable = False  # the caller owns the storage from this slot on
         self.ledger.log_slot_and_advance_clock(self.running, stop.live_bytes, self.cost_ns[index])
 
     def add_record_of_buffer(self, buffer: int, tensor: torch.Tensor) -> Record | None:
-        """Named and typed as the registry of a run does it."""
+        """Record a buffer's storage.
+
+        The record has the name and kind that the engine's registry gives to the storage in a training.
+        """
         schedule, number = self.program.schedule, len(self.ledger.calls) - 1
         about = schedule.buffers[buffer]
         if about.role == "argument" and self.program.is_weight(buffer, tensor):
@@ -181,16 +193,17 @@ class SlottedProgram:
         kind = {"argument": "input"}.get(about.role, "activation")
         if schedule.kind == "backward" and about.role == "result":
             kind = "grad"
-        movable = about.role == "saved" or about.edge >= 0  # a weight's gradient may leave at once
+        movable = about.role == "saved" or about.edge >= 0  # a weight's gradient can be evicted immediately
         return self.ledger.add_record(tensor, f"{number}.{about.name}", kind, movable)
 
 
-# What code gets that asks a fake tensor for a number that torch does not know either.
+# If user code reads a number from a fake tensor, and torch cannot infer the number, the code gets the number
+# in this table for the dtype.
 NUMBERS = {torch.bool: False, torch.float64: 1.0, torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
 
 
 class CostCounter(TorchDispatchMode):
-    """What code outside of programs takes: its time, and the most bytes of it that are alive at once."""
+    """A counter of the time and the peak bytes of code outside programs."""
 
     def __init__(self, speeds: operator_costs.Speeds) -> None:
         super().__init__()
@@ -226,19 +239,26 @@ def _call_model(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def copy_call_with_fresh_code() -> FunctionType:
-    """`_call_model` with a code object of its own: what Dynamo learns of it (programs, which sizes change)
-    goes with it, and nothing of that meets the user's own compiles."""
+    """Return a copy of `_call_model` that has a code object of its own.
+
+    For each code object Dynamo stores (1) the compiled programs and (2) the sizes that change between calls.
+    So the estimate's programs never affect the user's own compiles. Dynamo frees these programs together with
+    the copied code object.
+    """
     code: CodeType = _call_model.__code__.replace(co_filename=f"<teraio.estimate {next(_NUMBERS)}>")
     return FunctionType(code, {"__builtins__": __builtins__})
 
 
 def _refuse_data_dependent_sizes(gm: torch.fx.GraphModule) -> None:
-    """All sizes that are given are numbers, so one that is none depends on what is computed."""
+    """Refuse a graph with a symbolic size.
+
+    All input sizes are numbers, so a symbolic size depends on the values in a tensor.
+    """
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
             raise UnsupportedError(
-                f"estimate: the size of {node.name} depends on numbers, and none are computed"
+                f"estimate: the size of {node.name} depends on computed values, and an estimate has none"
                 f"{last_line_of_stack(node.stack_trace or '')}. {INSTEAD}"
             )
 
@@ -246,10 +266,10 @@ def _refuse_data_dependent_sizes(gm: torch.fx.GraphModule) -> None:
 def compile_with_ledger(
     model: torch.nn.Module, ledger: Ledger, speeds: operator_costs.Speeds
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """The model, compiled so that its programs write themselves into the ledger when they run."""
+    """Compile the model so that its programs record their calls in the ledger."""
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        count_graph_as_ours()  # a training that runs within a budget learns that it is no foreign program
+        count_graph_as_ours()  # otherwise a training counts this graph as another compiler's graph
         _refuse_data_dependent_sizes(gm)
         labels = aot.weight_and_buffer_names(gm)
 
@@ -258,17 +278,17 @@ def compile_with_ledger(
             if kind != "backward":
                 slotted.program.name_arguments(labels)
 
-        # The backward is compiled here, and not in the middle of autograd, where all tensors that are made
-        # are fake: constants of the graph are copied.
+        # Compile the backward now. Compiling copies the graph's constants. If autograd started the compiler,
+        # every new tensor would be fake, including these copies.
         with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
             return program.make_aot_backend(add_slots)(gm, inputs)
 
     compiled = torch.compile(copy_call_with_fresh_code(), backend=backend, fullgraph=True, dynamic=False)
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # What a model says to its logger is no part of the step.
-        spoken = {method for method in vars(logging.Logger).values() if callable(method)}
-        with dynamo_config.patch(ignore_logger_methods=spoken):
+        # Calls of logging methods in the model are not part of the step.
+        log_methods = {method for method in vars(logging.Logger).values() if callable(method)}
+        with dynamo_config.patch(ignore_logger_methods=log_methods):
             return compiled(model, args, kwargs)
 
     return run
@@ -281,12 +301,12 @@ def simulate_forward_and_backward(
     ledger: Ledger,
     speeds: operator_costs.Speeds,
 ) -> str:
-    """Into the ledger, and the parameters get gradients. Returns what was taken for the loss."""
+    """Record a forward and a backward in the ledger, and set gradients. Return a note about the loss."""
     output = compile_with_ledger(model, ledger, speeds)(*batch)
-    told = "the loss is the one that was given"
+    note = "the loss is the one that was given"
     root = None
     if loss is None:
-        root, told = find_loss_in_output(output)
+        root, note = find_loss_in_output(output)
         loss = _sum_of_outputs
     if root is not None:
         del output
@@ -295,17 +315,20 @@ def simulate_forward_and_backward(
         _run_backward_through_loss(output, loss, ledger, CostCounter(speeds))
     for name, parameter in model.named_parameters():
         _record_gradient(ledger, name, parameter)
-    return told
+    return note
 
 
 def find_loss_in_output(output: Any) -> tuple[torch.Tensor | None, str]:
-    """The loss that a model returns: a scalar, by itself, under `loss`, or first."""
+    """Return a pair: the scalar loss in a model's output, and a note about the place of the loss.
+
+    The loss is the output itself, the output's `loss`, or the output's first item.
+    """
     first = output[0] if isinstance(output, tuple | list) and output else output
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     for found, where in ((named, "the model's `loss`"), (first, "the scalar that the model returns")):
         if isinstance(found, torch.Tensor) and found.numel() == 1 and found.requires_grad:
             return found, f"the loss is {where}"
-    return None, "the loss is the sum of what the model returns, which has none: give loss="
+    return None, "the model returns no loss, so the loss is the sum of its outputs (give loss= for another)"
 
 
 def _sum_of_outputs(output: Any) -> torch.Tensor:
@@ -315,20 +338,22 @@ def _sum_of_outputs(output: Any) -> torch.Tensor:
 def _run_backward_through_loss(
     output: Any, loss: Callable[[Any], Any], ledger: Ledger, counted: CostCounter
 ) -> None:
-    """Backward from a loss that the loop computes from what the model returned: that is no program, so its
-    time and the most it holds are those of the call that ended."""
+    """Run the backward from a loss that the training loop computes from the model's output.
+
+    The loss is computed outside of programs. So the ledger adds the loss's time and peak bytes after the
+    forward's call.
+    """
     ends = {id(t): t for t in operator_costs.strided_tensors_in(output) if t.requires_grad}
     if not ends:
-        raise UnsupportedError("estimate: nothing that the model returns requires a gradient")
+        raise UnsupportedError("estimate: no output of the model requires a gradient")
     cut = {key: tensor.detach().requires_grad_() for key, tensor in ends.items()}
     seen = tree_map_only(torch.Tensor, lambda t: cut.get(id(t), t), output)
     with counted:
         value = loss(seen)
         if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
             raise OptionError(
-                f"estimate: loss gives {_describe_value(value)}; expected a scalar tensor that depends "
-                "on what "
-                f"the model returns"
+                f"estimate: loss gives {_describe_value(value)}; expected a scalar tensor that depends on "
+                "the model's output"
             )
         gradients = torch.autograd.grad(value, list(cut.values()), allow_unused=True)
     ledger.now_ns += counted.ns

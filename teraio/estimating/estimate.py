@@ -1,10 +1,10 @@
-"""`teraio.estimate`: will it fit, how fast, and what must go where; before there is anything to train.
+"""`teraio.estimate`: an estimate of memory, step time and transfers, without training.
 
 model, batch   -> copies with fake tensors (fake_tensors.py)
-               -> a step by the programs and slots of a real one (dry_run.py, optimizer_step.py)
+               -> a step with the programs and slots of a real step (dry_run.py, optimizer_step.py)
                -> a profile, as from a measured step (passes/slots/lifetimes.py)
-machine        -> links, and what computes (machines.py)
-both           -> a plan, and an answer that can be printed (answer.py)
+machine        -> links and compute rates (machines.py)
+profile, links -> a plan, and a printable answer (answer.py)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from teraio.session.session import RESERVE_BYTES
 
 from . import dry_run, optimizer_step
 from .answer import Estimate
-from .fake_tensors import Asked, FakeCopies, optimizer_for_copy, training_device, without_fetching
+from .fake_tensors import FakeCopies, OptimizerChoice, optimizer_for_copy, training_device, without_fetching
 from .machines import MachineWithSpeeds, find_machine_and_speeds
 from .torch_errors import INSTEAD, reason_of_error, silence_operator_errors
 
@@ -44,35 +44,38 @@ def estimate(
     memory: str | int,
     *,
     machine: str | os.PathLike[str] | Machine | None = None,
-    optimizer: Asked = "adamw",
+    optimizer: OptimizerChoice = "adamw",
     loss: Callable[[Any], Any] | None = None,
     planner: str = "greedy",
 ) -> Estimate:
-    """Whether a training step of this model fits into `memory`, and how long it takes; print the answer.
+    """Estimate whether a training step of this model fits into `memory`, and how long the step takes.
 
-    Nothing of the model is computed, allocated or changed: it may be on `meta`, or larger than this machine.
-    `batch`: a tensor, a tuple of arguments or a dict of keyword arguments; shapes on `meta` will do.
-    `machine`: a name such as `"h100-4ssd"`, a machine file, or this machine. `optimizer`: a name of
-    `torch.optim`, an optimizer of this model, or what makes one of parameters. `loss`: of what the model
-    returns, if that has none. `planner`: who plans, as in the options.
+    Print the result to get a readable answer. The estimate runs no computation of the model, allocates none
+    of its tensors and changes nothing in it. The model may be on `meta`, or larger than this machine.
 
-    Raises UnsupportedError for a model that is not one graph or an optimizer that needs numbers, OptionError
-    and FileFormatError for what is wrong with the arguments.
+    batch       a tensor, a tuple of arguments or a dict of keyword arguments; tensors on `meta` suffice
+    machine     a name such as `"h100-4ssd"`, a machine file, or None for this machine
+    optimizer   a name in `torch.optim`, an optimizer of this model, or a function that makes one
+    loss        a function of the model's output, for a model that returns no loss
+    planner     the name of a planner, as in the option `planner`
+
+    Raise UnsupportedError for a model that cannot be captured as one graph, or for an optimizer that needs
+    the values in tensors. Raise OptionError or FileFormatError for a wrong argument.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"estimate: model is of type {type(model).__name__}; give a torch.nn.Module")
-    model = getattr(model, "_orig_mod", model)  # what torch.compile made of one
-    asked = Settings.parse({"memory": memory, "planner": planner})
-    assert asked.memory is not None
+    model = getattr(model, "_orig_mod", model)  # the model inside the result of torch.compile
+    settings = Settings.parse({"memory": memory, "planner": planner})
+    assert settings.memory is not None
     with without_fetching():
         basis = find_machine_and_speeds(machine, training_device(model))
     with show_stage(f"estimating {type(model).__name__}"):
-        tell_progress("a step without numbers")
+        tell_progress("a step on fake tensors")
         profile, smallest, budget, notes = _profile_dry_run(
-            model, batch, asked.memory, optimizer, loss, basis
+            model, batch, settings.memory, optimizer, loss, basis
         )
-        with show_stage(f"planning by {asked.planner}", limit_s=asked.plan_time / 1e9):
-            plan, why = _plan_or_explain_failure(profile, basis.machine, budget, asked)
+        with show_stage(f"planning by {settings.planner}", limit_s=settings.plan_time / 1e9):
+            plan, why = _plan_or_explain_failure(profile, basis.machine, budget, settings)
     return Estimate(
         profile=profile,
         plan=plan,
@@ -90,11 +93,13 @@ def _profile_dry_run(
     model: nn.Module,
     batch: Any,
     memory: Memory,
-    optimizer: Asked,
+    optimizer: OptimizerChoice,
     loss: Callable[[Any], Any] | None,
     basis: MachineWithSpeeds,
 ) -> tuple[Profile, int, int, list[str]]:
-    """The step, the smallest budget for it, the budget asked for, and what is to be known of it."""
+    """Return (1) the profile of the step, (2) the smallest budget, (3) the requested budget in bytes, (4)
+    notes.
+    """
     fakes = FakeCopies(basis.device)
     known = memory.resolve(basis.available_bytes, 0)
     reserve = RESERVE_BYTES + (slab_bytes_total(known, basis.files) if basis.files else 0)
@@ -103,7 +108,7 @@ def _profile_dry_run(
         copied, memo = fakes.copy_model(model)
         stepped = optimizer_for_copy(optimizer, model, copied, memo, fakes.mode)
         call = fakes.copy_batch(batch, model)
-    told = _simulate_converting_torch_errors(copied, call, loss, ledger, basis.speeds)
+    loss_note = _simulate_converting_torch_errors(copied, call, loss, ledger, basis.speeds)
 
     def profile_with_buckets(limit_bytes: int, by_rows: bool = False) -> tuple[Profile, int, str]:
         ledger.rewind_to(mark)
@@ -111,19 +116,20 @@ def _profile_dry_run(
         profile = lifetimes.profile_of_steps([ledger.as_measured_step()], type(model).__name__)
         return profile, problem.smallest_budget(profile), note
 
-    # As a run cuts them: several parameters at a time; if these do not fit, each alone; then in slices.
+    # Choose the buckets as in a training: several parameters per bucket. If such buckets do not fit, try
+    # buckets of one parameter, then slices of a parameter.
     mark = ledger.rewind_point()
-    ways = [profile_with_buckets(0)]
-    budget = memory.resolve(basis.available_bytes, ways[0][1])
+    variants = [profile_with_buckets(0)]
+    budget = memory.resolve(basis.available_bytes, variants[0][1])
     limit = Strategy(0).bucket_limit_bytes(budget)
-    if ways[0][1] >= budget:
-        ways.append(profile_with_buckets(limit, by_rows=True))
-    ways.insert(0, profile_with_buckets(limit))
-    smallest = min(least for _, least, _ in ways)
+    if variants[0][1] >= budget:
+        variants.append(profile_with_buckets(limit, by_rows=True))
+    variants.insert(0, profile_with_buckets(limit))
+    smallest = min(least for _, least, _ in variants)
     budget = memory.resolve(basis.available_bytes, smallest)
-    profile, _, step_told = next((way for way in ways if way[1] <= budget), ways[-1])
-    kernels = f"kernels are those of inner='eager' on {fakes.device.type}, one by one; Inductor fuses some"
-    notes = [told, f"the optimizer is {type(stepped).__name__}", *[step_told] * bool(step_told), kernels]
+    profile, _, step_note = next((each for each in variants if each[1] <= budget), variants[-1])
+    kernels = f"kernels run one by one, as with inner='eager' on {fakes.device.type}; Inductor fuses some"
+    notes = [loss_note, f"the optimizer is {type(stepped).__name__}", *[step_note] * bool(step_note), kernels]
     return profile, smallest, budget, notes
 
 
@@ -147,23 +153,22 @@ def _simulate_converting_torch_errors(
         if isinstance(inner := getattr(error, "inner_exception", None), TeraioError):
             raise inner from None
         raise UnsupportedError(
-            f"estimate: a step of {type(model).__name__} fails on this batch: {reason_of_error(error)}"
-            ". Give what one "
-            f"call of the model in your loop is given: a tuple of arguments or a dict of keyword arguments"
+            f"estimate: a step of {type(model).__name__} fails on this batch: {reason_of_error(error)}. Give "
+            "the arguments of one model call in your loop, as a tuple or as a dict of keyword arguments"
         ) from error
 
 
 def _plan_or_explain_failure(
-    profile: Profile, machine: Machine, budget: int, asked: Settings
+    profile: Profile, machine: Machine, budget: int, settings: Settings
 ) -> tuple[Plan | None, str]:
     try:
         made = planners.plan(
             profile,
             machine,
             budget,
-            planner=asked.planner,
+            planner=settings.planner,
             fingerprint=fingerprint_of_profile(profile),
-            time_limit_s=asked.plan_time / 1e9,
+            time_limit_s=settings.plan_time / 1e9,
         )
     except PlanError as error:
         return None, str(error)

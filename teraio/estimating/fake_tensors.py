@@ -1,8 +1,8 @@
-"""A model, its batch and its optimizer without their bytes: copies whose tensors are fake.
+"""Fake copies of a model, its batch and its optimizer. The tensors of these copies have no bytes.
 
-The copy has the model's own code, hooks and flags; every storage of the model becomes one fake storage, so
-that tied weights and views stay tied. Nothing of the model is read but shapes.
-"""
+The model's copy has the model's own code, hooks and flags. Each storage of the model becomes one fake
+storage, so tied weights and views are still tied. Making the copy reads only the shapes of the model's
+tensors."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
 
 @dataclass
 class FakeCopies:
-    """One fake storage per storage, on the device that the model will train on."""
+    """The fake copies of tensors: one fake storage for each real storage, on the device of the training."""
 
     device: torch.device
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
-    storages: dict[int, torch.Tensor] = field(default_factory=dict)  # address of the first -> bytes on meta
+    storages: dict[int, torch.Tensor] = field(default_factory=dict)  # address of a storage -> fake storage
 
     def copy_tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Its like: same shape, strides and place in its storage, none of its bytes."""
+        """Return a fake tensor with the same shape, strides and offset in its storage."""
         if type(tensor) not in PLAIN or tensor.layout != torch.strided:
             raise UnsupportedError(
-                f"estimate: {name} is a {type(tensor).__name__} of layout {tensor.layout}; sizes are known "
-                f"of plain dense tensors. Estimate the model before its weights are converted or sharded"
+                f"estimate: {name} is a {type(tensor).__name__} of layout {tensor.layout}; expected a plain "
+                f"dense tensor. Estimate the model before its weights are converted or sharded"
             )
         with without_fetching():
             extent = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) + 1
@@ -61,7 +61,10 @@ class FakeCopies:
         return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
     def _fake_storage_of(self, storage: torch.UntypedStorage, needed: int) -> torch.UntypedStorage:
-        """Evicted storages are empty, and are given the bytes that their tensors speak of."""
+        """Return the fake storage for a real storage.
+
+        The storage of an evicted tensor is empty. So `needed` gives the number of bytes of the fake storage.
+        """
         known = self.storages.get(storage._cdata)
         if known is None or known.nbytes < needed:
             size = max(int(storage.nbytes()), needed)
@@ -70,7 +73,7 @@ class FakeCopies:
         return known.untyped_storage()
 
     def copy_model(self, model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
-        """The copy, and what became of each of the model's tensors."""
+        """Return a copy of the model, and a map from the id of each tensor to its copy."""
         memo: dict[int, Any] = {}
         for path, module in model.named_modules():
             own = {name: value for name, value in vars(module).items() if name != "_modules"}
@@ -81,15 +84,15 @@ class FakeCopies:
             return copy.deepcopy(model, memo), memo
         except Exception as error:
             raise UnsupportedError(
-                f"estimate: {type(model).__name__} cannot be copied ({reason_of_error(error)}), and "
-                "the model "
-                f"itself is not to be touched. Let copy.deepcopy(model) work, or give the part that does"
+                f"estimate: {type(model).__name__} cannot be copied ({reason_of_error(error)}), and an "
+                "estimate must not change the model itself. Make copy.deepcopy(model) work, or estimate a "
+                "part of the model that can be copied"
             ) from error
 
     def copy_batch(self, batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """As the model is called with it."""
+        """Return the copied arguments and keyword arguments of one call of the model."""
 
-        once: dict[int, torch.Tensor] = {}  # labels are often the inputs themselves
+        once: dict[int, torch.Tensor] = {}  # a tensor may occur twice: labels often are the inputs
 
         def copy_nested(value: Any) -> Any:
             return tree_map_only(torch.Tensor, copy_once, value)
@@ -122,51 +125,57 @@ class FakeCopies:
 
 @contextmanager
 def without_fetching() -> Iterator[None]:
-    """The model may be trained within a budget right now: what is asked of its weights brings none back."""
+    """Let the block read shapes of evicted weights without fetching them, if the model is in a training."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         yield
 
 
 def training_device(model: nn.Module) -> torch.device:
-    """Where a model will train whose tensors may be on meta."""
+    """Return the device of the training: the first device that is neither meta nor CPU, else the CPU."""
     found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     return next((device for device in found if device.type not in ("meta", "cpu")), torch.device("cpu"))
 
 
-Asked = str | torch.optim.Optimizer | Callable[[Parameters], torch.optim.Optimizer]
+OptimizerChoice = str | torch.optim.Optimizer | Callable[[Parameters], torch.optim.Optimizer]
 
 
 def optimizer_for_copy(
-    asked: Asked, model: nn.Module, copied: nn.Module, memo: dict[int, Any], mode: FakeTensorMode
+    choice: OptimizerChoice,
+    model: nn.Module,
+    copied: nn.Module,
+    memo: dict[int, Any],
+    mode: FakeTensorMode,
 ) -> torch.optim.Optimizer:
-    """The optimizer that was asked for, with the copy's parameters in place of the model's, and no state."""
-    if isinstance(asked, torch.optim.Optimizer):
-        return _copy_optimizer(asked, model, memo)
+    """Return the chosen optimizer, with the parameters of the copied model and without optimizer states."""
+    if isinstance(choice, torch.optim.Optimizer):
+        return _copy_optimizer(choice, model, memo)
     trained = [parameter for parameter in copied.parameters() if parameter.requires_grad]
     if not trained:
         raise OptionError(f"estimate: no parameter of {type(model).__name__} requires a gradient")
-    if isinstance(asked, str):
-        known = OPTIMIZERS.get(asked.lower())
+    if isinstance(choice, str):
+        known = OPTIMIZERS.get(choice.lower())
         if known is None:
-            near = suggest_nearest_name(asked.lower(), list(OPTIMIZERS))
-            raise OptionError(f"estimate: optimizer {asked!r} is none of torch.optim{near}")
-        asked = known
-    if not callable(asked):
+            near = suggest_nearest_name(choice.lower(), list(OPTIMIZERS))
+            raise OptionError(f"estimate: optimizer {choice!r} is not in torch.optim{near}")
+        choice = known
+    if not callable(choice):
         raise OptionError(
-            f"estimate: optimizer is of type {type(asked).__name__}; give a name such as 'adamw', an "
-            f"optimizer, or what makes one: lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+            f"estimate: optimizer is of type {type(choice).__name__}; give a name such as 'adamw', an "
+            f"optimizer, or a function such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
         )
     try:
         with mode:
-            made = asked(trained)
+            made = choice(trained)
     except Exception as error:
-        what = getattr(asked, "__name__", type(asked).__name__)
+        what = getattr(choice, "__name__", type(choice).__name__)
         raise OptionError(
             f"estimate: {what} cannot be made for the parameters of {type(model).__name__}: "
             f"{reason_of_error(error)}"
         ) from error
     if not isinstance(made, torch.optim.Optimizer):
-        raise OptionError(f"estimate: optimizer makes a {type(made).__name__}, not a torch.optim.Optimizer")
+        raise OptionError(
+            f"estimate: optimizer returns a {type(made).__name__}; expected a torch.optim.Optimizer"
+        )
     return made
 
 
@@ -175,11 +184,11 @@ def _copy_optimizer(
 ) -> torch.optim.Optimizer:
     own = {id(parameter) for parameter in model.parameters()}
     parameters = [parameter for group in given.param_groups for parameter in group["params"]]
-    strange = sum(id(parameter) not in own for parameter in parameters)
-    if strange:
+    foreign = sum(id(parameter) not in own for parameter in parameters)
+    if foreign:
         raise OptionError(
-            f"estimate: {strange} of {len(parameters)} parameters of the {type(given).__name__} are not of "
-            f"this {type(model).__name__}; give the optimizer that was made for it, or its name"
+            f"estimate: {foreign} of {len(parameters)} parameters of the {type(given).__name__} are not in "
+            f"this {type(model).__name__}; give an optimizer of this model, or a name such as 'adamw'"
         )
     made: torch.optim.Optimizer = object.__new__(type(given))
     groups = [{**group, "params": [memo[id(p)] for p in group["params"]]} for group in given.param_groups]

@@ -1,11 +1,11 @@
-"""Which machine an estimate is for, and how fast it computes.
+"""The machine of an estimate, and its compute rates.
 
-A name     one of the machines that come with teraio, from data sheets
-a file     `teraio doctor -o` writes one
-none       the machine that this runs on: its drives and its processor are measured, in about a second
+a name     one of the machines that come with teraio, from data sheets
+a file     a machine file, as `teraio doctor -o` writes it
+None       the current machine: its drives and its processor are measured, in about a second
 
-A machine file says what moves bytes and nothing of what computes. For those of a known accelerator that is in
-passes/synth; else this processor is measured.
+A machine file describes links but not compute rates. The rates of known accelerators are in passes/synth. For
+other machines, this module measures the rates of the current processor.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ from teraio.units import fmt_rate
 
 GIGA = 10**9
 
-SIDE = 768  # of the matrices that are multiplied
-COPY_BYTES = 32 * 2**20  # more than caches hold
+SIDE = 768  # rows and columns of the matrices in the measurement
+COPY_BYTES = 32 * 2**20  # size of the measured copy, more than the caches of a processor hold
 LAUNCHES = 500
 
 
 @dataclass(frozen=True, slots=True)
 class MachineWithSpeeds:
-    """A machine, what it computes with, and where both figures come from. `available_bytes`: what a share of
-    memory is a share of. `files`: directories of the store, whose buffers are in the same memory as tensors;
-    0 where they are not."""
+    """A machine with its compute rates, and the sources of the machine and of the rates.
+
+    A budget in percent is a percentage of `available_bytes`. If the store's buffers use the same memory as
+    tensors, `files` is the number of the store's directories. If the buffers use other memory, `files` is 0.
+    """
 
     machine: Machine
     speeds: Speeds
@@ -55,19 +57,19 @@ class MachineWithSpeeds:
     origin: str
     compute: str
     files: int
-    device: torch.device  # of the model
+    device: torch.device  # the model's device
 
 
 def find_machine_and_speeds(
-    asked: str | os.PathLike[str] | Machine | None, on: torch.device
+    choice: str | os.PathLike[str] | Machine | None, on: torch.device
 ) -> MachineWithSpeeds:
-    """OptionError or FileFormatError names what is wrong with what was asked for."""
-    if asked is None:
+    """Return the chosen machine with its speeds. Raise OptionError or FileFormatError for a wrong choice."""
+    if choice is None:
         return _measure_this_machine(on)
-    if isinstance(asked, Machine):
-        machine, origin = asked, "given"
+    if isinstance(choice, Machine):
+        machine, origin = choice, "given"
     else:
-        path = shipped_files.find_named_file(asked, shipped_files.MACHINES)
+        path = shipped_files.find_named_file(choice, shipped_files.MACHINES)
         machine = Machine.read(path)
         built_in = path == str(shipped_files.MACHINES.path_of(machine.name))
         origin = "from data sheets, not measured" if built_in else f"from {path}"
@@ -84,8 +86,8 @@ def find_machine_and_speeds(
         )
     if on.type != "cpu":
         raise OptionError(
-            f"estimate: machine {machine.name!r} does not say what computes on {on.type}; its name must "
-            f"begin with one of {', '.join(roofline.ACCELERATORS)}"
+            f"estimate: the compute rates of machine {machine.name!r} on {on.type} are unknown; its name "
+            f"must begin with one of {', '.join(roofline.ACCELERATORS)}"
         )
     speeds, compute = _measure_processor()
     return MachineWithSpeeds(machine, speeds, capacity, origin, compute, 1, on)
@@ -94,7 +96,7 @@ def find_machine_and_speeds(
 def _measure_this_machine(on: torch.device) -> MachineWithSpeeds:
     if on.type != "cpu":
         raise UnsupportedError(
-            f"estimate: the model is on {on.type}, which is not measured here; name the machine: "
+            f"estimate: the model is on {on.type}, but an estimate measures only CPUs. Give a machine: "
             f"machine={shipped_files.MACHINES.names()[0]!r}, or a file by `teraio doctor -o`"
         )
     options, used = Settings.parse(), choose.choose_device("cpu")
@@ -116,19 +118,19 @@ def _measure_this_machine(on: torch.device) -> MachineWithSpeeds:
 
 @cache
 def _measure_processor() -> tuple[Speeds, str]:
-    """What this processor reaches, by a product of matrices of each kind and a copy."""
+    """Measure this processor with a copy, and with one matrix product per dtype."""
     bandwidth = _measure_memory_bandwidth()
     launch_ns = _measure_launch_ns()
     rates = [
         Rates(_measure_flop_per_s(dtype), bandwidth, launch_ns) for dtype in (torch.bfloat16, torch.float32)
     ]
     gflop = rates[1].flop_per_s / GIGA
-    told = f"times by what this processor did just now: {gflop:.0f} GFLOP/s in fp32, {fmt_rate(bandwidth)}"
-    return Speeds(*rates), told
+    source = f"times by this processor, measured just now: {gflop:.0f} GFLOP/s in fp32, {fmt_rate(bandwidth)}"
+    return Speeds(*rates), source
 
 
 def _fastest_run_ns(work: Callable[[], object], times: int) -> int:
-    """The fastest of some: what else runs only makes them slower."""
+    """Return the time of the fastest run, because other work on the machine only slows a run down."""
     spent = []
     with torch.no_grad():
         for _ in range(times):

@@ -1,4 +1,4 @@
-"""An optimizer's step on fake parameters: a slot per bucket as in a run, with the states its code makes."""
+"""An optimizer's step on fake parameters: one slot per bucket, and the states that the step creates."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def simulate_optimizer_step(
     speeds: operator_costs.Speeds,
     by_rows: bool = False,
 ) -> str:
-    """Into the ledger, in buckets of so many bytes of parameters, larger ones in slices, if that is asked for
-    and can be. Returns what is to be known of it."""
+    """Record an optimizer step in the ledger, in buckets of `limit_bytes` of parameters. Return a note or "".
+
+    If `by_rows` is True and the optimizer allows slices, cut larger parameters into slices.
+    """
     name, seen = type(optimizer).__name__, trial.try_in_buckets(optimizer)
     by_rows = by_rows and seen.reason is None and trial.can_step_by_rows(optimizer)
     buckets = (split_into_slices if by_rows else split_into_buckets)(optimizer.param_groups, limit_bytes)
@@ -35,12 +37,12 @@ def simulate_optimizer_step(
         buckets = [Bucket({**buckets[0].group, "foreach": True}, every)]
     try:
         with ledger.mode:
-            _step_buckets_counting_ns(optimizer, buckets, CostCounter(speeds))  # makes the states
+            _step_buckets_counting_ns(optimizer, buckets, CostCounter(speeds))  # creates the states
             spent = _step_buckets_counting_ns(optimizer, buckets, CostCounter(speeds))
     except Exception as error:
         raise UnsupportedError(
-            f"estimate: {name} cannot be stepped without numbers ({reason_of_error(error)}). Estimate "
-            f"with another optimizer with as many states, such as 'adamw' (2 per parameter) or 'sgd'"
+            f"estimate: {name} cannot step on fake tensors ({reason_of_error(error)}). Estimate with another "
+            f"optimizer that has as many states, such as 'adamw' (2 per parameter) or 'sgd'"
         ) from error
     members = [
         _find_or_add_bucket_records(ledger, optimizer, bucket, at) for at, bucket in enumerate(buckets)
@@ -56,7 +58,7 @@ def simulate_optimizer_step(
 def _step_buckets_counting_ns(
     optimizer: torch.optim.Optimizer, buckets: list[Bucket], counted: CostCounter
 ) -> list[int]:
-    """The optimizer's own code, bucket after bucket; the time each takes."""
+    """Run the optimizer's own code bucket by bucket; return the time of each bucket."""
     spent: list[int] = []
 
     def yield_timed_buckets() -> Iterator[Bucket]:
@@ -74,7 +76,10 @@ def _step_buckets_counting_ns(
 def _find_or_add_bucket_records(
     ledger: Ledger, optimizer: torch.optim.Optimizer, bucket: Bucket, at: int
 ) -> dict[int, Record]:
-    """Of a bucket's parameters, their gradients and states, in the order of a run."""
+    """Return a dict from id to record, with the records of a bucket's parameters, gradients and states.
+
+    The records have the same order as in a training.
+    """
     found: dict[int, Record] = {}
     for place, parameter in enumerate(p for p in bucket.parameters if p.grad is not None):
         record = ledger.record_of(parameter)
@@ -105,7 +110,6 @@ def _add_optimizer_call(
     flags = {key: READ if key in read_only else READ | WRITE for key in index}
     touched = [tuple((index[key], flags[key]) for key in bucket if key in index) for bucket in members]
     schedule = make_optimizer_schedule(arguments, kernels, touched, own)
-    running = ledger.start_call(schedule)
-    running.bound = list(records.values())
+    running = ledger.start_call(schedule, list(records.values()))
     for slot, cost_ns in zip(schedule.slots, (0, *spent, 0)):
         ledger.log_slot_and_advance_clock(running, slot.live_bytes, cost_ns)

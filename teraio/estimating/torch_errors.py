@@ -1,4 +1,4 @@
-"""What went wrong inside of torch, in one line."""
+"""One-line reasons of errors inside torch."""
 
 from __future__ import annotations
 
@@ -16,34 +16,39 @@ INSTEAD = (
     "Estimate a part without it, or train within the budget and plan from what "
     "options={'profile': 'run.profile.json'} measures"
 )
-SPEAKS = "torch._subclasses.fake_tensor"  # of each operator that fails, with a traceback
+NOISY_LOGGER = "torch._subclasses.fake_tensor"  # logs each operator that fails, with a traceback
 
 
 def reason_of_error(error: BaseException) -> str:
-    """What the innermost exception says; where Dynamo met it, the line of the model, too."""
+    """Return the message of the innermost exception. For an error of Dynamo, add the line of the model's
+    code.
+    """
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         error = error.inner_exception
     text = str(error).strip()
     first = next(iter(text.splitlines()), "").strip().rstrip(".")
     if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
         return f"{type(error).__name__}: {first}".rstrip(": ")
-    told = GOT.search(text) or EXPLANATION.search(text)
+    detail = GOT.search(text) or EXPLANATION.search(text)
     return (
-        f"{first}{': ' + told[1].rstrip('.') if told else ''}"
+        f"{first}{': ' + detail[1].rstrip('.') if detail else ''}"
         f"{last_line_of_stack(text.partition('from user code')[2])}"
     )
 
 
 def last_line_of_stack(stack: str) -> str:
-    """The last line of a printed stack, in brackets."""
+    """Return the last line of a printed stack, in brackets."""
     where = PLACE.findall(stack)
     return f" ({where[-1][0]}:{where[-1][1]}: {where[-1][2].strip()})" if where else ""
 
 
 @contextmanager
 def silence_operator_errors() -> Iterator[None]:
-    """What fails is said once, by us."""
-    logger = logging.getLogger(SPEAKS)
+    """Suspend torch's log of failing operators while the block runs.
+
+    The estimate itself reports the failure.
+    """
+    logger = logging.getLogger(NOISY_LOGGER)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

@@ -1,9 +1,9 @@
-"""Field tables: how a frozen dataclass looks in a file, and what each of its values may be.
+"""Field tables: the JSON form of each frozen dataclass, and the check of each of its values.
 
-One table per type serves reading, writing and validation, so that what is written can be read and what is
-read has been checked. A check takes a value and returns what is wrong with it, or "" if nothing is. Decoding
-takes the pairs of one JSON object and returns the dataclass; the first fault raises `Fault` with its JSON
-path.
+One table per type serves reading, writing and validation. Every written file can therefore be read, and every
+value from a file is checked. A check takes a value and returns a complaint, or "" for a valid value. Decoding
+takes the pairs of one JSON object and returns the dataclass. At the first fault, decoding raises `Fault` with
+the JSON path of the fault.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Any, NamedTuple
 from teraio.units import LIMIT, printable_line
 
 TEXT_CHARS_MAX = 1024
-TICKS_END = 2**32  # a tick in a profile
+TICKS_END = 2**32  # all ticks of a profile are smaller
 Check = Callable[[Any], str]
 Pairs = Sequence[tuple[str, Any]]
 
-# What a name may not hold: control characters (C0, DEL, C1) and the invisible characters that reorder or hide
-# text on a terminal, lone surrogates (not UTF-8), and the byte order mark. Everything else, slashes included,
-# is only matched.
+# Characters that a name must not contain: control characters (C0, DEL, C1), lone surrogates (not UTF-8), the
+# byte order mark, and invisible characters that reorder or hide terminal text. All other characters are
+# allowed. Slashes are allowed, too, because names are only compared and never used as paths.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
 class Fault(Exception):
-    """Something in a file that cannot be taken: where (a JSON path) and what; becomes a FileFormatError."""
+    """A fault in a file: its JSON path and a complaint. Callers convert a fault into a FileFormatError."""
 
     def __init__(self, path: str, what: str, place: tuple[int, int] | None = None) -> None:
         super().__init__(path, what)
         self.path = path
         self.what = what
-        self.place = place  # line and column, both from 1, where they are known
+        self.place = place  # line and column, both counted from 1, if known
 
 
 class _Required:
@@ -48,7 +48,7 @@ REQUIRED: Any = _Required()
 
 
 def make_integer_check(low: int = 0, end: int = LIMIT) -> Check:
-    """An integer in [low, end); `True` is not an integer."""
+    """Return a check for an integer in [low, end). `True` is not an integer."""
 
     def complaint_of_value(value: Any) -> str:
         if type(value) is not int:
@@ -63,7 +63,7 @@ def make_integer_check(low: int = 0, end: int = LIMIT) -> Check:
 
 
 def make_safe_text_check(chars_min: int = 1, chars_max: int = TEXT_CHARS_MAX) -> Check:
-    """A name: of bounded length and without characters that a terminal would obey."""
+    """Return a check for a name of bounded length without terminal control characters."""
 
     def complaint_of_value(value: Any) -> str:
         if type(value) is not str:
@@ -81,7 +81,7 @@ def make_safe_text_check(chars_min: int = 1, chars_max: int = TEXT_CHARS_MAX) ->
 
 
 def make_one_of_check(*names: str) -> Check:
-    """One of a few words."""
+    """Return a check for one of a few words."""
 
     def complaint_of_value(value: Any) -> str:
         if type(value) is str and value in names:
@@ -95,12 +95,12 @@ def make_one_of_check(*names: str) -> Check:
 
 
 def boolean_complaint(value: Any) -> str:
-    """`true` or `false`."""
+    """Return a complaint unless the value is `true` or `false`."""
     return "" if type(value) is bool else f"is {_short_json_text(value)}; expected true or false"
 
 
 def ticks_complaint(value: Any) -> str:
-    """A list of ticks, ascending, each once."""
+    """Return a complaint unless the value is a list of ascending ticks without duplicates."""
     if type(value) is not tuple:
         return f"is {_short_json_text(value)}; expected a list of ticks"
     last = -1
@@ -114,7 +114,7 @@ def ticks_complaint(value: Any) -> str:
 
 
 def _short_json_text(value: Any) -> str:
-    """A value as JSON would show it, short."""
+    """Return a value in short JSON."""
     match value:
         case str():
             return f'"{printable_line(value)}"'
@@ -129,7 +129,9 @@ def _short_json_text(value: Any) -> str:
 
 
 def suggest_nearest_name(name: Any, names: Sequence[str]) -> str:
-    """`; did you mean memory?`, or nothing. Long names are not compared: that is quadratic."""
+    """Return a hint such as `; did you mean memory?`, or "". Ignore long names, because comparing them takes
+    quadratic time.
+    """
     if not isinstance(name, str) or len(name) > 64:
         return ""
     near = difflib.get_close_matches(name, names, n=1)
@@ -137,12 +139,12 @@ def suggest_nearest_name(name: Any, names: Sequence[str]) -> str:
 
 
 class Field(NamedTuple):
-    """One key of an object in a file, in the order of the dataclass's own fields."""
+    """One key of an object in a file. Keys have the order of the dataclass's fields."""
 
     key: str
     check: Check
     default: Any = REQUIRED
-    attribute: str = ""  # where it differs from the key, such as "source" for "from"
+    attribute: str = ""  # the dataclass's field, if its name is not the key, such as "source" for "from"
 
     @property
     def attribute_name(self) -> str:
@@ -151,18 +153,18 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ObjectFormat:
-    """One object in a file and the dataclass it becomes."""
+    """The form of one object in a file, and the dataclass that reading returns."""
 
     build: Callable[..., Any]
     fields: tuple[Field, ...]
-    view: Callable[[Any], Any] = lambda value: value  # gives a plain tuple its names
+    view: Callable[[Any], Any] = lambda value: value  # converts a plain tuple to a named tuple
 
     def decode_pairs(self, pairs: Pairs) -> Any:
-        """The pairs of one JSON object -> the dataclass; Fault with a path relative to the object."""
+        """Build the dataclass from the pairs of one JSON object. A Fault's path is relative to the object."""
         return self.decode_dict(_dict_of_unique_keys(pairs))
 
     def decode_dict(self, values: dict[str, Any]) -> Any:
-        """As `decode_pairs`, from keys that are known to appear once; `values` is used up."""
+        """Build the dataclass from a dict of unique keys, and remove all keys from the dict."""
         arguments = []
         for key, check, default, _ in self.fields:
             value = values.pop(key, REQUIRED)
@@ -191,12 +193,12 @@ class ObjectFormat:
                 )
 
     def json_object_of_value(self, value: Any) -> dict[str, Any]:
-        """The dataclass -> a JSON object; absent where the value is None."""
+        """Return the JSON object of a dataclass, without the fields that are None."""
         value = self.view(value)
         return {f.key: got for f in self.fields if (got := getattr(value, f.attribute_name)) is not None}
 
     def refuse_invalid_values(self, value: Any) -> None:
-        """Fault for the first value that its field refuses."""
+        """Raise a Fault for the first value that its field refuses."""
         value = self.view(value)
         for field in self.fields:
             got = getattr(value, field.attribute_name)
@@ -206,14 +208,17 @@ class ObjectFormat:
 
 @dataclass(frozen=True, slots=True)
 class TaggedObjectFormat:
-    """Objects of several kinds, told apart by one key; `tag_of` picks the kind for writing."""
+    """The form of objects of several kinds.
+
+    The value of `key` is a tag, which names an object's kind. `tag_of` returns the tag of a dataclass.
+    """
 
     key: str
     tags: dict[str, ObjectFormat]
     tag_of: Callable[[Any], str]
 
     def decode_pairs(self, pairs: Pairs) -> Any:
-        """As a Record's, by the tag among the pairs."""
+        """Build the dataclass that the tag among the pairs selects."""
         values = _dict_of_unique_keys(pairs)
         tag = values.pop(self.key, None)
         record = self.tags.get(tag) if type(tag) is str else None
@@ -238,7 +243,7 @@ Form = ObjectFormat | TaggedObjectFormat
 
 
 def _dict_of_unique_keys(pairs: Pairs) -> dict[str, Any]:
-    """The pairs of one JSON object, none of whose keys may appear twice."""
+    """Return the pairs of one JSON object as a dict; refuse a key that appears twice."""
     values = dict(pairs)
     if len(values) != len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
@@ -248,10 +253,10 @@ def _dict_of_unique_keys(pairs: Pairs) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TopLevelKey:
-    """One key at the top of a file. `form` says how its value looks:
+    """One key at the top of a file. `form` is the form of its value:
 
-    value    a number or a string, checked by `check`
-    names    a list of strings, each checked by `check` and each once
+    value    a number or a string that passes `check`
+    names    a list of different strings that pass `check`
     record   one object
     records  a list of objects
     table    an object of objects; the outer key becomes the record's first field
@@ -262,30 +267,32 @@ class TopLevelKey:
     record: Form | None = None
     check: Check | None = None
     default: Any = REQUIRED
-    count_max: int = 2**17  # 16 MiB hold 140,000 moves of ordinary names; keeps the worst file under a second
+    count_max: int = 2**17  # 16 MiB hold 140,000 ordinary moves; reading the worst file takes under 1 s
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One kind of file: its name, its parts in the order of the dataclass's fields, and its own law."""
+    """One kind of file: its name, its top-level keys in the order of the dataclass's fields, and `law`, the
+    check of rules that involve several fields.
+    """
 
     name: str
     size_max_bytes: int
     build: Callable[..., Any]
     parts: tuple[TopLevelKey, ...]
-    law: Callable[[Any], None]  # what no single field can know: Fault if broken
+    law: Callable[[Any], None]  # checks rules that involve several fields; raises a Fault
     version: int = 1
 
 
 def json_path_step(key: str) -> str:
-    """A step in a JSON path; keys that are not plain words are quoted and escaped."""
+    """Return one step of a JSON path; quote and escape a key that is not a plain word."""
     return (
         f".{key}" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,40}", key) else f'["{printable_line(key, 40)}"]'
     )
 
 
 def validate(form: Format, value: Any) -> None:
-    """Fault for the first thing in `value` that a file of this format may not hold."""
+    """Raise a Fault for the first part of `value` that breaks a rule of the format."""
     for part in form.parts:
         _validate_top_level_value(part, getattr(value, part.key))
     form.law(value)
@@ -316,7 +323,7 @@ def _validate_top_level_value(part: TopLevelKey, got: Any) -> None:
 
 
 def _call_prefixing_faults(path: str, act: Callable[[Any], Any], value: Any) -> Any:
-    """Run `act`, with `path` put before the path of a Fault."""
+    """Run `act`. If it raises a Fault, put `path` before the path of the Fault."""
     try:
         return act(value)
     except Fault as fault:
@@ -324,7 +331,7 @@ def _call_prefixing_faults(path: str, act: Callable[[Any], Any], value: Any) -> 
 
 
 def refuse_duplicates(path: str, names: Iterator[Any], key: str = "") -> None:
-    """Fault for the first name that appears twice; `path` is the list's."""
+    """Raise a Fault for the first name that appears twice. `path` is the path of the list."""
     seen: dict[Any, int] = {}
     for index, name in enumerate(names):
         if seen.setdefault(name, index) != index:
@@ -335,7 +342,7 @@ def refuse_duplicates(path: str, names: Iterator[Any], key: str = "") -> None:
 
 
 def encode_file_text(form: Format, value: Any) -> str:
-    """The text of a file: keys sorted, one entry of a list or table per line, a newline at the end."""
+    """Return the text of a file: sorted keys, one entry of a list or table per line, a final newline."""
     lines = {"format": _json(form.name), "version": _json(form.version)}
     for part in form.parts:
         got = getattr(value, part.key)

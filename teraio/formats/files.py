@@ -1,18 +1,20 @@
-"""Files in and out: profiles, machines, plans and timelines, read strictly and written whole or not at all.
+"""File input and output: profiles, machines, plans and timelines, read strictly and written atomically.
 
-Reading: a regular file, plain or gzip (told by its first bytes), of UTF-8 text, of at most the format's
-number of bytes unpacked. Bytes flow through in pieces; the first fault ends it with a one-line
-`FileFormatError` that names the file, the place and the remedy. A file that may hold more than `SCAN_BYTES`
-is walked once for its structure before anything is made, so that a large file that was cut or damaged costs a
-window of memory. Names in files are only ever matched.
+The reader accepts a regular file of UTF-8 text, plain or gzip, and detects gzip by the first bytes of the
+file. It refuses unpacked text that is longer than the format allows. It reads and unpacks the bytes in
+pieces. The first fault ends the reading with a one-line `FileFormatError`, which names the file, the place
+and the remedy. If a file can hold more than `SCAN_BYTES`, a first pass checks the structure without making
+entries. A large file that is truncated or damaged therefore costs one window of memory. Names in files are
+only compared; they are never used as paths or commands.
 
-Limits: a fault is found after what stands before it, at some 100 MiB of text per second when only the
-structure is walked and 10 to 20 MiB when entries are made. Plans, machines and timelines hold so little that
-the worst takes about a second and less than 64 MiB. A profile whose structure is sound costs the memory of
-its entries up to the first that is not, up to 10 times their text: nothing bounds that but its own size and
-its counts of kernels, tensors and uses.
+Limits: the reader finds a fault only after it has read all text before the fault. The structure pass reads
+some 100 MiB of text per second. The pass that makes entries reads 10 to 20 MiB per second. The worst plan,
+machine or timeline takes about a second and less than 64 MiB. A faulty profile of valid structure costs the
+memory of its entries up to the first faulty entry. These entries take up to 10 times the memory of their
+text. This memory is bounded only by (1) the limit on the file's size, and (2) the limits on its numbers of
+kernels, tensors and uses.
 
-Writing: a temporary file beside the target, then a rename; the same value always gives the same bytes.
+Writing makes a temporary file beside the target, then renames it. The same value always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import secrets
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from teraio.errors import FileFormatError
 from teraio.formats import fields, json_text
@@ -33,7 +35,7 @@ from teraio.formats.fields import Fault, Format
 from teraio.units import fmt_bytes, printable_line
 
 PIECE_BYTES = 64 * 2**10
-SCAN_BYTES = 16 * 2**20  # below it, what a file can make is bounded well enough: 3 bytes of memory per byte
+SCAN_BYTES = 16 * 2**20  # a smaller file needs no first pass: its entries take 3 bytes of memory per byte
 TAIL_BYTES = 2**20
 MESSAGE_CHARS_MAX = 600
 _GZIP = b"\x1f\x8b"
@@ -44,41 +46,56 @@ _HEADER = {
 T = TypeVar("T")
 
 
-def read(form: Format, path: str | os.PathLike[str]) -> Any:
-    """A file -> the dataclass of its format."""
-    name = os.fsdecode(path)
-    return _call_converting_faults(name, lambda: _read(form, name))
+class FileContent:
+    """A dataclass that is the content of one file; `file_format` describes the file.
 
+    A method that fails raises a FileFormatError, which names the file, the place and the remedy.
+    """
 
-def loads(form: Format, data: str | bytes, name: str) -> Any:
-    """The text of a file, or its bytes (plain or gzip) -> the dataclass; `name` is what errors call it."""
-    return _call_converting_faults(name, lambda: _loads(form, data))
+    __slots__ = ()
+    file_format: ClassVar[Format]
 
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a plain or gzip file."""
+        name = os.fsdecode(path)
+        value: Self = _call_converting_faults(name, lambda: _read(cls.file_format, name))
+        return value
 
-def dumps(form: Format, value: Any) -> str:
-    """The text of a file; FileFormatError if it could not be read back."""
-    return _call_converting_faults(f"<{form.name}>", lambda: _dumps(form, value))
+    @classmethod
+    def loads(cls, data: str | bytes, name: str | None = None) -> Self:
+        """Parse the text of a file, or its bytes (plain or gzip).
 
+        Errors use `name` as the name of the file.
+        """
+        name = f"<{cls.__name__.lower()}>" if name is None else name
+        value: Self = _call_converting_faults(name, lambda: _loads(cls.file_format, data))
+        return value
 
-def validate(form: Format, value: Any) -> None:
-    """FileFormatError for the first thing that a file of this format may not hold."""
-    _call_converting_faults(f"<{form.name}>", lambda: fields.validate(form, value))
+    def dumps(self) -> str:
+        """Return the text of a file, one entry per line; refuse a value that could not be read back."""
+        form = self.file_format
+        return _call_converting_faults(f"<{form.name}>", lambda: _dumps(form, self))
 
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write a file atomically; compress it if its name ends in `.gz`."""
+        name = os.fsdecode(path)
+        _call_converting_faults(name, lambda: _write(self.file_format, self, name))
 
-def write(form: Format, value: Any, path: str | os.PathLike[str]) -> None:
-    """The dataclass -> a file, whole or not at all; packed if its name ends in `.gz`."""
-    name = os.fsdecode(path)
-    _call_converting_faults(name, lambda: _write(form, value, name))
+    def validate(self) -> None:
+        """Raise an error if the value breaks a rule of its file format."""
+        form = self.file_format
+        _call_converting_faults(f"<{form.name}>", lambda: fields.validate(form, self))
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Anything -> a file, whole or not at all."""
+    """Write any bytes to a file atomically."""
     name = os.fsdecode(path)
     _call_converting_faults(name, lambda: _replace_file_atomically(name, data))
 
 
 def _call_converting_faults(name: str, act: Callable[[], T]) -> T:
-    """Run `act`; what it cannot take becomes one line of bounded length without control characters."""
+    """Run `act`. Convert its errors into one line of bounded length without control characters."""
     try:
         return act()
     except Fault as fault:
@@ -96,7 +113,8 @@ def _error_line(name: str, *parts: str) -> str:
 def _read(form: Format, path: str) -> Any:
     if "\0" in path:
         raise Fault("", "the path holds a NUL character")
-    # Looked at before it is opened: opening a FIFO would wake its writer, and a device may act on it.
+    # Check the kind of file before opening it, because opening a FIFO wakes its writer, and opening a device
+    # may have effects.
     _refuse_non_regular_file(os.stat(path))
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
@@ -130,13 +148,12 @@ def _read_chunk_at(fd: int, offset: int) -> bytes:
 
 
 def _refuse_bad_head_or_tail(form: Format, size: int, head: bytes, tail: bytes) -> None:
-    """What the two ends tell without reading the rest."""
+    """Refuse a file whose first or last bytes are wrong, without reading the rest."""
     if not head:
         raise Fault("", f"is empty; expected a {form.name} file")
     if head[:2] == _GZIP:
-        unpacked = int.from_bytes(
-            tail[-4:], "little"
-        )  # the gzip trailer's hint, modulo 2**32; counted again later
+        # The gzip trailer claims a size modulo 2**32. `_unpack_bounded` counts the real size.
+        unpacked = int.from_bytes(tail[-4:], "little")
         if unpacked > form.size_max_bytes:
             raise Fault(
                 "", _too_large_message(form, f"claims {fmt_bytes(unpacked)} unpacked, or is truncated")
@@ -165,9 +182,9 @@ def _loads(form: Format, data: str | bytes) -> Any:
 
 
 def _parse(form: Format, pieces: Callable[[], Iterable[bytes]], *, size: int, tail: bytes) -> Any:
-    """Pieces of `size` bytes in all, packed or not; `pieces` may be asked for twice."""
+    """Parse a file of `size` bytes, plain or gzip. Each pass calls `pieces` one time."""
     value = None
-    # A gzip stream unpacks to 1032 times its size at most.
+    # A gzip stream unpacks to at most 1032 times its size.
     large = size * 1032 > SCAN_BYTES if _is_gzip(pieces) else size > SCAN_BYTES
     for make in (False, True) if large and form.size_max_bytes > SCAN_BYTES else (True,):
         cursor = json_text.Cursor(_decode_utf8(_unpack_bounded(form, pieces())))
@@ -190,9 +207,10 @@ def _parse_and_check_rules(form: Format, cursor: json_text.Cursor, *, make: bool
 
 
 def _wrong_header_fault(form: Format, head: str, tail: str) -> Fault | None:
-    """A better reason than the first fault: this is another kind of file, or of a newer version.
+    """Return a fault that names the wrong format or version of the file, or None.
 
-    Keys are sorted, so `format` and `version` may stand after things that another kind words differently.
+    Keys are sorted, so `format` and `version` may follow keys that only the other format has. Without this
+    function, the first fault would name such a key.
     """
     for key, pattern in _HEADER.items():
         found = pattern.search(head) or pattern.search(tail)
@@ -203,7 +221,7 @@ def _wrong_header_fault(form: Format, head: str, tail: str) -> Fault | None:
 
 
 def _unpack_bounded(form: Format, pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Bytes as they are, or out of one gzip stream; never more than the format holds, in bounded pieces."""
+    """Yield the plain or unpacked bytes in bounded pieces; refuse more bytes than the format allows."""
     total = 0
     for piece in _gunzip_pieces(iter(pieces)):
         total += len(piece)
@@ -238,7 +256,7 @@ def _gunzip_pieces(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _decode_utf8(pieces: Iterable[bytes]) -> Iterator[str]:
-    """UTF-8, strictly, without a byte order mark."""
+    """Decode strict UTF-8; refuse a byte order mark."""
     decoder = codecs.getincrementaldecoder("utf-8")("strict")
     offset = 0
     try:
@@ -266,15 +284,14 @@ def _dumps(form: Format, value: Any) -> str:
 def _write(form: Format, value: Any, path: str) -> None:
     data = _dumps(form, value).encode()
     if path.endswith(".gz"):
-        packer = zlib.compressobj(
-            6, zlib.DEFLATED, 31
-        )  # its header has no time and no name: the same bytes each time
+        # This gzip header has no time and no name, so the same value always gives the same bytes.
+        packer = zlib.compressobj(6, zlib.DEFLATED, 31)
         data = packer.compress(data) + packer.flush()
     _replace_file_atomically(path, data)
 
 
 def _replace_file_atomically(path: str, data: bytes) -> None:
-    target = os.path.realpath(path)  # through a link the user made, to the file it names
+    target = os.path.realpath(path)  # replaces the file that a symbolic link points to, not the link
     mode = None
     with contextlib.suppress(FileNotFoundError):
         status = os.stat(target)

@@ -1,8 +1,8 @@
-"""What is wrong with a piece of JSON text that the grammar of `jsontext` did not match.
+"""Explanations of JSON text that does not match the grammar of `json_text`.
 
-A window of text and a position come in; the JSON path below the entry, the exact position and the words go
-out. Used only after a mismatch: it explains, it never accepts. One pass without recursion, so hostile text
-costs linear time.
+In: a window of text and a position. Out: the JSON path below the entry, the exact position, and a complaint.
+`json_text` calls this module only after a mismatch, so this module never accepts text. It makes one pass
+without recursion, so hostile text costs linear time.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import sys
 
 from teraio.units import printable_line
 
-Finding = tuple[str, int, str]  # path below what was expected, position, what is wrong
+Finding = tuple[str, int, str]  # path below the expected entry, position, complaint
 
 _SPACE = re.compile(r"[ \t\n\r]*+")
-# Possessive, so that matching is linear. Before 3.11.5 a group repeated in this way swallows the beginning of
-# what no longer matches (python/cpython#106052): there it may go back, which takes some memory.
+# Possessive repetition keeps matching linear. Before Python 3.11.5 a group that repeats possessively consumes
+# the start of an iteration that does not match (python/cpython#106052). On such versions the group may
+# backtrack instead, which takes some memory.
 ONCE = "+" if sys.version_info >= (3, 11, 5) else ""
 INSIDE = rf'[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{{4}})[^"\\\x00-\x1f]*+)*{ONCE}'
 _STRING = re.compile(f'"({INSIDE})"')
@@ -31,12 +32,12 @@ _BAD_NUMBERS = (
     (re.compile(r"[0-9]++"), "; integers have no leading zero"),
     (_NUMBER, "; expected an integer (bytes and nanoseconds are whole)"),
 )
-_SPACES = "white space goes on for more than an entry may take; write one entry per line"
+_SPACES = "more white space than one entry may have; write one entry per line"
 _CUT = "the text ends here, in the middle; was the file truncated?"
 
 
 def explain_mismatch(text: str, pos: int, at_end: bool, expected: str) -> Finding:
-    """Why nothing of the expected kind stands at `pos`; `at_end`: the window reaches the end of the file."""
+    """Explain the mismatch at `pos`. `at_end` is True if the window reaches the end of the file."""
     match expected:
         case "key" | "name":
             return _find_string_error(text, pos, at_end)
@@ -47,7 +48,7 @@ def explain_mismatch(text: str, pos: int, at_end: bool, expected: str) -> Findin
 
 
 def describe_unexpected_mark(text: str, pos: int, expected: str) -> str:
-    """What stands at `pos` instead of a mark."""
+    """Describe the text at `pos`, where a punctuation mark such as a comma was expected."""
     if pos >= len(text):
         return f"the text ends here; expected {expected}; was the file truncated?"
     if text[pos] in " \t\r\n":
@@ -57,7 +58,7 @@ def describe_unexpected_mark(text: str, pos: int, expected: str) -> str:
 
 
 def _find_object_error(text: str, pos: int, at_end: bool) -> Finding:
-    """Walk one flat object until something is wrong."""
+    """Walk one flat object up to its first error."""
     if text[pos : pos + 1] != "{":
         return _describe_unexpected(text, pos, at_end, "an object")
     at, path = _skip_whitespace(text, pos + 1), ""
@@ -88,7 +89,10 @@ def _find_object_error(text: str, pos: int, at_end: bool) -> Finding:
 
 
 def _find_value_error(text: str, pos: int, at_end: bool, expected: str) -> tuple[str, int, str, int]:
-    """A path (always empty), position, what is wrong or "", and where the value ends."""
+    """Find the error in one value.
+
+    Return a path (always empty), a position, a complaint or "", and the end of the value.
+    """
     mark = text[pos : pos + 1]
     if mark == '"':
         whole = _STRING.match(text, pos)
@@ -106,7 +110,9 @@ def _find_value_error(text: str, pos: int, at_end: bool, expected: str) -> tuple
 
 
 def _find_integer_list_error(text: str, pos: int, at_end: bool) -> tuple[str, int, str, int]:
-    """A list of integers."""
+    """Walk one list of integers up to its first error. Return a tuple of the form that `_find_value_error`
+    returns.
+    """
     at = _skip_whitespace(text, pos + 1)
     if text[at : at + 1] == "]":
         return "", pos, "", at + 1
@@ -126,7 +132,7 @@ def _find_integer_list_error(text: str, pos: int, at_end: bool) -> tuple[str, in
 
 
 def _integer_complaint(word: str) -> str:
-    """What is wrong with a bare word where an integer stands, or ""."""
+    """Return a complaint about a bare word in the place of an integer, or ""."""
     if _INTEGER.fullmatch(word):
         return (
             "" if len(word) <= 16 else "is a number of more than 16 digits; expected an integer below 2**53"
@@ -138,7 +144,7 @@ def _integer_complaint(word: str) -> str:
 
 
 def _find_string_error(text: str, pos: int, at_end: bool) -> Finding:
-    """Why no string stands at `pos`."""
+    """Explain why the text at `pos` is no string."""
     start = _STRING_START.match(text, pos)
     if start is None:
         return _describe_unexpected(text, pos, at_end, "a string")
@@ -151,7 +157,7 @@ def _find_string_error(text: str, pos: int, at_end: bool) -> Finding:
 
 
 def _describe_unexpected(text: str, pos: int, at_end: bool, expected: str, path: str = "") -> Finding:
-    """Something else, or nothing, stands where something was expected."""
+    """Describe the text at `pos`, or the end of the text, where `expected` should be."""
     if pos >= len(text):
         return path, pos, _CUT if at_end else "one entry is longer than 2**20 characters; no entry needs that"
     mark = text[pos]

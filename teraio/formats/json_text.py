@@ -1,9 +1,10 @@
-"""Strict JSON, window by window: text in pieces comes in, dataclasses go out, by the tables of a format.
+"""A strict JSON reader that works window by window. In: text in pieces. Out: dataclasses of a format.
 
-The grammar is the format's own and at most four levels deep, so nothing here recurses: one regular expression
-matches as many whole entries of a list as the window holds (possessive, so linear), then Python's JSON
-decoder makes them, each checked before the next. What the expressions do not match is a fault;
-`json_errors.py` says which. Memory is that of the good entries before the first fault, plus one window.
+The format defines a grammar of at most four levels, so the reader needs no recursion. One regular expression
+matches as many whole entries of a list as the window holds. Matching takes linear time, because the
+repetition in this expression is possessive. Python's JSON decoder then decodes the entries, and each entry is
+checked before the next. Text that the expressions do not match is a fault, which `json_errors.py` explains.
+The reader needs memory for the good entries before the first fault, plus one window.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from teraio.formats.fields import (
 from teraio.formats.json_errors import INSIDE, ONCE
 from teraio.units import printable_line
 
-ENTRY_CHARS_MAX = 2**20  # one entry of a list: a tensor with all its uses
+ENTRY_CHARS_MAX = 2**20  # characters per entry of a list, such as a tensor with all its uses
 WINDOW_CHARS = 2 * ENTRY_CHARS_MAX
 HEAD_CHARS = 4096
 
@@ -46,20 +47,23 @@ STRINGS = re.compile(rf"{_STRING}(?:{_WS},{_WS}{_STRING})*{ONCE}")
 
 
 class Cursor:
-    """A place in text that arrives in pieces; a window ahead is in memory, what lies behind is forgotten."""
+    """A position in text that arrives in pieces.
+
+    Memory holds a window of the text after the position, and no text before the position.
+    """
 
     def __init__(self, pieces: Iterator[str]) -> None:
         self._pieces = pieces
         self.text = ""
         self.pos = 0
         self.at_end = False
-        self._lines = 0  # line ends in the text that was forgotten
-        self._column = 0  # characters after the last of them
+        self._lines = 0  # line ends before the window
+        self._column = 0  # characters from the last line end before the window up to the window
         self.fill_window()
         self.head = self.text[:HEAD_CHARS]
 
     def fill_window(self) -> None:
-        """Let the window hold at least one longest entry, or the rest of the text."""
+        """Fill the window until it holds at least the longest entry, or the rest of the text."""
         ahead = len(self.text) - self.pos
         if self.at_end or ahead >= ENTRY_CHARS_MAX:
             return
@@ -77,13 +81,13 @@ class Cursor:
         self.text, self.pos = "".join(parts), 0
 
     def line_and_column(self, pos: int) -> tuple[int, int]:
-        """Line and column of a position in the window, both from 1."""
+        """Return the line and column of a position in the window, both counted from 1."""
         ends = self.text.count("\n", 0, pos)
         column = pos - self.text.rfind("\n", 0, pos) + (0 if ends else self._column)
         return self._lines + ends + 1, column
 
     def peek_after_whitespace(self) -> str:
-        """The next character that is not white space, or "" at the end."""
+        """Skip white space; return the next character without consuming it, or "" at the end."""
         self.fill_window()
         match = SPACE.match(self.text, self.pos)
         assert match is not None
@@ -92,7 +96,7 @@ class Cursor:
         return self.text[self.pos : self.pos + 1]
 
     def consume_mark(self, marks: str, path: str) -> str:
-        """One of a few marks, which is consumed."""
+        """Consume and return the next character; raise a Fault unless it is one of `marks`."""
         mark = self.peek_after_whitespace()
         if not mark or mark not in marks:
             raise self.fault_at(
@@ -102,7 +106,7 @@ class Cursor:
         return mark
 
     def consume_match(self, pattern: re.Pattern[str], path: str, expected: str) -> str:
-        """The text that matches here, which is consumed; a Fault that explains why if nothing does."""
+        """Consume and return the text that matches the pattern; raise a Fault that explains a mismatch."""
         self.peek_after_whitespace()
         match = pattern.match(self.text, self.pos)
         if match is None:
@@ -114,13 +118,13 @@ class Cursor:
         return Fault(path, what, self.line_and_column(pos))
 
     def fault_for_mismatch(self, path: str, expected: str) -> Fault:
-        """The Fault for what stands here in the place of something expected."""
+        """Return a Fault that explains the text at the cursor, where `expected` should be."""
         below, pos, what = json_errors.explain_mismatch(self.text, self.pos, self.at_end, expected)
         return self.fault_at(path + below, pos, what)
 
 
 def parse_document(form: Format, cursor: Cursor, *, make: bool) -> Any:
-    """The whole text -> the dataclass; without `make` its structure is checked and nothing kept."""
+    """Parse the whole text and return the dataclass. Without `make`, check the structure and return None."""
     parts = {part.key: part for part in form.parts}
     values: dict[str, Any] = {}
     cursor.consume_mark("{", "")
@@ -158,7 +162,7 @@ def _parse_header_value(form: Format, cursor: Cursor, key: str) -> Any:
 
 
 def header_complaint(form: Format, key: str, got: Any) -> str:
-    """What is wrong with a file's `format` or `version`, or ""."""
+    """Return a complaint about a file's `format` or `version`, or ""."""
     shown_got = f'"{printable_line(got)}"' if isinstance(got, str) else printable_line(got)
     if key == "format":
         return "" if got == form.name else f'is {shown_got}; expected "{form.name}": another kind of file'
@@ -171,7 +175,7 @@ def header_complaint(form: Format, key: str, got: Any) -> str:
 
 
 def _parse_top_level_value(part: TopLevelKey, cursor: Cursor, make: bool) -> Any:
-    """The value of one key at the top."""
+    """Parse the value of one key at the top of the file."""
     cursor.peek_after_whitespace()
     at = cursor.pos
     if part.form == "value":
@@ -192,7 +196,7 @@ def _parse_top_level_value(part: TopLevelKey, cursor: Cursor, make: bool) -> Any
 
 
 def _parse_object(part: TopLevelKey, cursor: Cursor, path: str, first: tuple[tuple[str, Any], ...]) -> Any:
-    """One object; `first` goes before its pairs."""
+    """Parse one object; put the pairs `first` before its own pairs."""
     assert part.record is not None
     text = cursor.consume_match(RECORD, path, "entry")
     at = cursor.pos - len(text)
@@ -203,7 +207,7 @@ def _parse_object(part: TopLevelKey, cursor: Cursor, path: str, first: tuple[tup
 
 
 def _parse_table(part: TopLevelKey, cursor: Cursor) -> tuple[Any, ...]:
-    """An object of objects, sorted by the outer key."""
+    """Parse an object of objects; sort its rows by the outer key."""
     assert isinstance(part.record, ObjectFormat)
     first = part.record.fields[0].key
     rows: list[Any] = []
@@ -220,7 +224,7 @@ def _parse_table(part: TopLevelKey, cursor: Cursor) -> tuple[Any, ...]:
 
 
 def _parse_list(part: TopLevelKey, cursor: Cursor, make: bool) -> tuple[Any, ...]:
-    """A list of objects or of names, a window at a time."""
+    """Parse a list of objects or of names, one window at a time."""
     entries: list[Any] = []
     pattern, expected = (STRINGS, "name") if part.form == "names" else (RECORDS, "entry")
     cursor.consume_mark("[", part.key)
@@ -229,7 +233,8 @@ def _parse_list(part: TopLevelKey, cursor: Cursor, make: bool) -> tuple[Any, ...
         cursor.peek_after_whitespace()
         match = pattern.match(cursor.text, cursor.pos)
         if match is None:
-            # Without `make` nobody has counted; the line tells where, as files have one entry per line.
+            # Without `make`, no entries are counted. The line number in the fault then locates the entry,
+            # because files have one entry per line.
             index = str(len(entries)) if make else "..."
             raise cursor.fault_for_mismatch(f"{part.key}[{index}]", expected)
         if make:
@@ -240,7 +245,7 @@ def _parse_list(part: TopLevelKey, cursor: Cursor, make: bool) -> tuple[Any, ...
 
 
 def _decode_entries(part: TopLevelKey, cursor: Cursor, text: str, entries: list[Any]) -> None:
-    """Add the entries in `text`, which stands at the cursor; each is checked before the next is made."""
+    """Append the entries in `text`, which starts at the cursor. Check each entry before decoding the next."""
     start = len(entries)
     try:
         if part.record is None:

@@ -1,12 +1,10 @@
-"""A machine: tiers with capacities, directed links with bandwidths, and what links have in common."""
+"""A machine: tiers with capacities, directed links with bandwidths, and bandwidths that links share."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from teraio.formats import files
 from teraio.formats.fields import (
     Fault,
     Field,
@@ -18,9 +16,10 @@ from teraio.formats.fields import (
     refuse_duplicates,
     suggest_nearest_name,
 )
+from teraio.formats.files import FileContent
 from teraio.units import printable_line
 
-ENTRIES_MAX = 1024  # tiers, links, and shared bandwidths
+ENTRIES_MAX = 1024  # most tiers, most links, and most shared bandwidths
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,41 +34,15 @@ class Link:
     target: str  # "to" in the file
     bandwidth_bytes_per_s: int
     latency_ns: int = 0
-    shares: str | None = None  # the name of a bandwidth that several links have in common
+    shares: str | None = None  # the name of a bandwidth that several links share
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(FileContent):
     name: str
     tiers: tuple[Tier, ...]
     links: tuple[Link, ...]
     shared: tuple[tuple[str, int], ...] = field(default=())  # (name, bandwidth_bytes_per_s)
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Machine:
-        """From a file, plain or gzip; FileFormatError names the file, the place and the remedy."""
-        value = files.read(FORMAT, path)
-        assert isinstance(value, cls)
-        return value
-
-    @classmethod
-    def loads(cls, data: str | bytes, name: str = "<machine>") -> Machine:
-        """From the text of a file; `name` is what errors call it."""
-        value = files.loads(FORMAT, data, name)
-        assert isinstance(value, cls)
-        return value
-
-    def dumps(self) -> str:
-        """The text of a file, one entry per line. FileFormatError if it could not be read back."""
-        return files.dumps(FORMAT, self)
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """To a file, whole or not at all; packed if the name ends in `.gz`."""
-        files.write(FORMAT, self, path)
-
-    def validate(self) -> None:
-        """FileFormatError for the first thing that a machine file may not hold."""
-        files.validate(FORMAT, self)
 
 
 class _SharedBandwidth(NamedTuple):
@@ -78,7 +51,7 @@ class _SharedBandwidth(NamedTuple):
 
 
 def _check_across_fields(machine: Machine) -> None:
-    """What no single field can know: names appear once and refer to something."""
+    """Refuse names that appear twice or refer to no entry."""
     tiers = [tier.name for tier in machine.tiers]
     refuse_duplicates("tiers", iter(tiers), ".name")
     refuse_duplicates("shared", (name for name, _ in machine.shared), ".name")
@@ -103,7 +76,7 @@ def _check_across_fields(machine: Machine) -> None:
             raise Fault(f"links[{index}].to", f'is "{printable_line(link.target)}", where the link starts')
 
 
-FORMAT = Format(
+Machine.file_format = Format(
     name="teraio-machine",
     size_max_bytes=16 * 2**20,
     build=Machine,

@@ -1,11 +1,12 @@
-"""A plan spelled out: what is begun and what is waited for, before which kernel.
+"""The moves of a plan, as acts before each kernel: begin an evict or a fetch, drop a copy, or wait.
 
-    evict, trigger and free     evict x -> ssd    ...    wait x (evict)     its bytes are gone from here on
-    fetch, trigger and ready    fetch x <- ssd    ...    wait x (fetch)     its bytes are there from here on
+    evict, trigger and free     evict x -> ssd    ...    wait x (evict)     then the bytes of x are free
+    fetch, trigger and ready    fetch x <- ssd    ...    wait x (fetch)     then x is resident
     evict without a trigger     drop x                                      the ssd has the same bytes
 
-Before a kernel what frees memory comes first and what takes it last; the waits for what the kernel needs
-come when everything is under way. Moves of one sort keep the plan's order.
+The order before each kernel is: (1) acts that free memory, (2) begins of evicts and fetches, (3) waits for
+fetches. So every transfer is in flight before compute waits for a fetch. Acts of the same sort keep the
+plan's order.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Literal
 from teraio.formats.plan import Evict, Fetch, Move, Plan
 from teraio.units import fmt_count
 
-# In the order in which a slot takes them.
+# The order of the acts in one slot.
 _FREES, _EVICTS, _FETCHES, _WAITS = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """`of`: the tier that is written to or read from; of a wait, what it waits for."""
+    """One act before a kernel. `of` is the slower tier, or, for a wait, the verb of the awaited move."""
 
     verb: Literal["evict", "drop", "fetch", "wait"]
     tensor: str
@@ -35,29 +36,29 @@ class Act:
 
 
 def acts_by_tick(plan: Plan, length: int) -> dict[int, tuple[Act, ...]]:
-    """By tick, for a step of so many ticks. A tick of the next step is the same one of every step."""
+    """Return the acts by tick, for a step of `length` ticks. Ticks of the next step count from 0 again."""
     found: dict[int, list[tuple[int, Act]]] = {}
     for move in plan.moves:
         for tick, order, act in _acts_of_move(move):
             found.setdefault(tick % length, []).append((order, act))
     return {
-        tick: tuple(act for _, act in sorted(there, key=lambda each: each[0]))
-        for tick, there in sorted(found.items())
+        tick: tuple(act for _, act in sorted(acts, key=lambda each: each[0]))
+        for tick, acts in sorted(found.items())
     }
 
 
 def plan_listing(plan: Plan, kernels: Sequence[str]) -> str:
-    """Return a plan as lines for people: before which of the step's kernels what is begun and waited for."""
-    told = [
+    """Return a plan as readable text: one line per kernel, with the acts before it."""
+    lines = [
         f"plan of {plan.planner}: {fmt_count(len(plan.moves), 'move')} in {fmt_count(len(kernels), 'tick')}"
     ]
     for tick, before in acts_by_tick(plan, max(len(kernels), 1)).items():
-        told.append(f"  {tick:4}  before {kernels[tick]}: {'; '.join(act.as_text() for act in before)}")
-    return "\n".join(told)
+        lines.append(f"  {tick:4}  before {kernels[tick]}: {'; '.join(act.as_text() for act in before)}")
+    return "\n".join(lines)
 
 
 def _acts_of_move(move: Move) -> Iterator[tuple[int, int, Act]]:
-    """(tick, order before its kernel, act)"""
+    """Yield (tick, order before the kernel, act) for one move."""
     match move:
         case Evict(tensor, to, free, None):
             yield free, _FREES, Act("drop", tensor, to)

@@ -1,25 +1,23 @@
-"""A plan: what was decided. Moves name the tick *before* whose kernel they act.
+"""A plan: the moves of one step and the home of each tensor. A move acts *before* the kernel of its tick.
 
     tick          a     ...   trigger          free  ...  trigger        ready
     kernel   [last use]  ...  [k]   ...        [k]   ...  [k]   ...      [next use]
-    evict                      | write issued   | bytes gone; this kernel waits for the write
+    evict                      | write issued   | bytes free; this kernel waits for the write
     fetch                                                  | read issued  | this kernel waits for the read
 
-A tick at or beyond the number of kernels lies in the next step. A drop is an evict without a trigger: the
-bytes exist elsewhere unchanged, so nothing is written.
+A tick at or beyond the number of kernels lies in the next step. A drop is an evict without a trigger. A drop
+writes nothing, because the bytes exist elsewhere unchanged.
 
-`recompute` names tensors that are made again: the moves are then those of the longer step that this makes of
-the profile (recompute.py). `remade` says with what programs were compiled: the fingerprint and the moves are
-those of the step that runs then, with nothing left to make again.
+`recompute` names tensors to recompute. Recomputation makes the step longer (recompute.py), and the ticks of
+the moves are then ticks of the longer step. `remade` names the graph nodes that the compiled programs already
+recompute. The fingerprint and the moves of a plan with `remade` describe the step of these programs.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from teraio.formats import files
 from teraio.formats.fields import (
     TICKS_END,
     Fault,
@@ -32,6 +30,7 @@ from teraio.formats.fields import (
     make_safe_text_check,
     refuse_duplicates,
 )
+from teraio.formats.files import FileContent
 
 if TYPE_CHECKING:
     from teraio.formats.profile import Profile
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a tensor lives between steps."""
+    """The tier that holds a tensor between steps."""
 
     tensor: str
     tier: str
@@ -50,7 +49,7 @@ class Evict:
     tensor: str
     to: str
     free: int
-    trigger: int | None = None  # None: a drop
+    trigger: int | None = None  # None means a drop
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +64,15 @@ Move = Evict | Fetch
 
 
 def moved_bytes_by_kind(plan: Plan, profile: Profile, tier: str, *, evict: bool) -> dict[str, int]:
-    """Bytes per step to (or from) tiers whose name begins like this, by kind of tensor. Drops move none."""
+    """Return, by tensor kind, the bytes that a step evicts to tiers whose names begin with `tier`.
+
+    If `evict` is False, return the bytes that a step fetches from these tiers. A drop moves no bytes.
+    """
     tensors = {tensor.name: tensor for tensor in profile.tensors}
     sums: dict[str, int] = {}
     for move in plan.moves:
-        there = move.to if isinstance(move, Evict) else move.source
-        if isinstance(move, Evict) == evict and there.startswith(tier) and move.trigger is not None:
+        slow_tier = move.to if isinstance(move, Evict) else move.source
+        if isinstance(move, Evict) == evict and slow_tier.startswith(tier) and move.trigger is not None:
             tensor = tensors[move.tensor]
             sums[tensor.kind] = sums.get(tensor.kind, 0) + tensor.size_bytes
     return sums
@@ -78,8 +80,10 @@ def moved_bytes_by_kind(plan: Plan, profile: Profile, tier: str, *, evict: bool)
 
 @dataclass(frozen=True, slots=True)
 class RecomputedNode:
-    """A node of a joint graph, by the graph's hash, that the compiled programs make again instead of saving
-    it."""
+    """A graph node whose value the compiled programs recompute instead of saving it.
+
+    `graph` is the hash of the joint graph that has this node.
+    """
 
     graph: str
     node: str
@@ -93,7 +97,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(FileContent):
     fingerprint: str
     planner: str
     budget_bytes: int
@@ -103,35 +107,12 @@ class Plan:
     predicted: Predicted = Predicted()
     remade: tuple[RecomputedNode, ...] = ()
 
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Plan:
-        """From a file, plain or gzip; FileFormatError names the file, the place and the remedy."""
-        value = files.read(FORMAT, path)
-        assert isinstance(value, cls)
-        return value
-
-    @classmethod
-    def loads(cls, data: str | bytes, name: str = "<plan>") -> Plan:
-        """From the text of a file; `name` is what errors call it."""
-        value = files.loads(FORMAT, data, name)
-        assert isinstance(value, cls)
-        return value
-
-    def dumps(self) -> str:
-        """The text of a file, one entry per line. FileFormatError if it could not be read back."""
-        return files.dumps(FORMAT, self)
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """To a file, whole or not at all; packed if the name ends in `.gz`."""
-        files.write(FORMAT, self, path)
-
-    def validate(self) -> None:
-        """FileFormatError for the first thing that a plan file may not hold."""
-        files.validate(FORMAT, self)
-
 
 def _check_across_fields(plan: Plan) -> None:
-    """What no single field can know. Whether a plan fits a profile is for the check to say."""
+    """Refuse duplicates, moves that end before they begin, and moves to or from the device.
+
+    `plan_check` compares a plan with a profile.
+    """
     refuse_duplicates("homes", (home.tensor for home in plan.homes), ".tensor")
     refuse_duplicates("recompute", iter(plan.recompute))
     for index, move in enumerate(plan.moves):
@@ -151,7 +132,7 @@ _TIER = make_safe_text_check(chars_max=64)
 _TICK = make_integer_check(end=2 * TICKS_END)  # a tick of this step or the next
 _EVICT = (Field("tensor", make_safe_text_check()), Field("to", _TIER), Field("free", _TICK))
 
-FORMAT = Format(
+Plan.file_format = Format(
     name="teraio-plan",
     size_max_bytes=16 * 2**20,
     build=Plan,

@@ -1,8 +1,9 @@
-"""The identity a plan is valid for, and plans kept from run to run.
+"""The fingerprint that a plan is valid for, and the cache of plans for later runs.
 
-A cache is a private folder of plan files, one per key: `$TERAIO_CACHE_DIR`, or `teraio` in the user's cache
-directory; `TERAIO_CACHE_DIR=off` turns it off. Files are written whole or not at all, so that any number of
-processes may use it at once; the last writer of a key wins. What others could have written is not read.
+The cache is a private folder with one plan file per key. The folder is `plans` in `$TERAIO_CACHE_DIR`, or
+`teraio/plans` in the user's cache directory. `TERAIO_CACHE_DIR=off` turns the cache off. Files are written
+atomically, so any number of processes may use the cache at the same time. The last writer of a key wins. The
+cache refuses to read a file that another user could have written.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from teraio.formats.profile import Profile
 from teraio.units import printable_line
 
 SUFFIX = ".plan.json.gz"
-ENTRIES_MAX = 512  # the least recently used go; a plan of a 70B step packs to 130 KB, so 64 MB at most
+ENTRIES_MAX = 512  # at most 64 MB, as a 70B plan packs to 130 KB; the least recently used plan is deleted
 
 
 def fingerprint_of_profile(profile: Profile) -> str:
-    """Hash of everything a plan refers to: the kernels in order, the tensors with their sizes and uses.
+    """Hash everything that a plan refers to: the kernels in order, the tensors with their sizes and uses.
 
-    Times are left out: a plan for the same step on another day is still a plan for this step.
+    The hash excludes times, so a plan is still valid if the same step takes longer in a later run.
     """
     digest = hashlib.sha256(b"teraio-plan-1")
     for kernel in profile.kernels:
@@ -37,25 +38,28 @@ def fingerprint_of_profile(profile: Profile) -> str:
     return digest.hexdigest()[:32]
 
 
-def cache_key_of(fingerprint: str, *also: str) -> str:
-    """The name of an entry: the step, and what else a plan depends on."""
-    return hashlib.sha256("\0".join((fingerprint, *also)).encode()).hexdigest()[:32]
+def cache_key_of(fingerprint: str, *dependencies: str) -> str:
+    """Return the name of a cache entry: a hash of the fingerprint and the plan's other dependencies."""
+    return hashlib.sha256("\0".join((fingerprint, *dependencies)).encode()).hexdigest()[:32]
 
 
 def find_cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Where plans are kept; None if that is turned off."""
+    """Return the folder of cached plans, or None if the cache is off or the user has no home."""
     environ = os.environ if environ is None else environ
-    asked = environ.get("TERAIO_CACHE_DIR", "").strip()
-    if asked.lower() in ("off", "0", "none"):
+    folder = environ.get("TERAIO_CACHE_DIR", "").strip()
+    if folder.lower() in ("off", "0", "none"):
         return None
-    if asked:
-        return Path(os.path.expanduser(asked)) / "plans"
+    if folder:
+        return Path(os.path.expanduser(folder)) / "plans"
     home = os.path.expanduser(environ.get("XDG_CACHE_HOME", "").strip() or "~/.cache")
-    return None if home.startswith("~") else Path(home) / "teraio" / "plans"  # a user without a home
+    return None if home.startswith("~") else Path(home) / "teraio" / "plans"  # the user has no home directory
 
 
 def compiled_extension_folder() -> Path | None:
-    """Where the little that is compiled for the torch that is here stays, whether plans are kept or not."""
+    """Return the folder for code that is compiled against the installed torch.
+
+    Return this folder also if the plan cache is off.
+    """
     plans = find_cache_folder() or find_cache_folder({**os.environ, "TERAIO_CACHE_DIR": ""})
     return None if plans is None else plans.with_name("built")
 
@@ -68,15 +72,21 @@ class CachedPlan:
 
 
 class PlanCache:
-    """A folder of plans. Nothing in it is believed: a plan is read as strictly as any file, must be for the
-    step that asks, and costs time at worst."""
+    """A folder of plans that are not trusted.
+
+    A plan is read as strictly as any file, and its fingerprint must equal the current step's fingerprint. At
+    worst a plan costs time.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def read_plan(self, key: str, fingerprint: str | None) -> tuple[Plan | None, str]:
-        """The plan of a key, or why what is there was refused (empty if there is nothing). Without a
-        `fingerprint` it may be of any step."""
+        """Return (plan, "") for a key, or (None, reason) if the plan's file is missing or refused.
+
+        The reason explains why the file is refused. The reason is "" if no file has this key. Without a
+        `fingerprint`, accept a plan for any step.
+        """
         path = self.folder / f"{key}{SUFFIX}"
         if refused := reason_to_distrust(self.folder) or reason_to_distrust(path):
             return None, refused
@@ -93,13 +103,13 @@ class PlanCache:
         return plan, ""
 
     def write_plan(self, key: str, plan: Plan) -> str:
-        """Write a plan. Out: why it could not be, or nothing."""
+        """Write a plan; return "", or the reason for a failure."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if refused := reason_to_distrust(self.folder):
                 return refused
             path = self.folder / f"{key}{SUFFIX}"
-            if path.is_symlink():  # else what it points to would be written
+            if path.is_symlink():  # otherwise the write would change the link's target
                 path.unlink(missing_ok=True)
             plan.write(path)
             path.chmod(0o600)
@@ -110,24 +120,24 @@ class PlanCache:
         return ""
 
     def entries(self) -> list[CachedPlan]:
-        """What is there, the most recently used first."""
+        """Return the cached plans, the most recently used first."""
         found = []
         for path in sorted(self.folder.glob(f"*{SUFFIX}")) if os.path.isdir(self.folder) else ():
-            with contextlib.suppress(OSError):  # another process has removed it
+            with contextlib.suppress(OSError):  # another process removed the file
                 status = path.lstat()
                 found.append(CachedPlan(path, status.st_size, int(status.st_mtime)))
         return sorted(found, key=lambda entry: -entry.used_at_s)
 
     def clear(self) -> list[CachedPlan]:
-        """Remove all plans; what else is in the folder stays."""
-        gone = self.entries()
-        for entry in gone:
+        """Remove all plans and return them; keep other files of the folder."""
+        removed = self.entries()
+        for entry in removed:
             entry.path.unlink(missing_ok=True)
-        return gone
+        return removed
 
 
 def reason_to_distrust(path: Path) -> str:
-    """Why this file or folder may be somebody else's doing; nothing if it is ours, or is not there."""
+    """Explain how another user could have written this file or folder; return "" if it is safe or missing."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -138,7 +148,8 @@ def reason_to_distrust(path: Path) -> str:
         return f"{path} is neither a file nor a folder"
     if status.st_uid != os.geteuid():
         return f"{path} belongs to another user (uid {status.st_uid})"
-    # A folder of ours keeps the group out; a file has the user's umask for the moment it takes to write it.
+    # The folder must not be writable for the group. A file may be writable for the group, because a new file
+    # has the mode of the user's umask until `chmod` runs.
     if status.st_mode & (0o022 if stat.S_ISDIR(status.st_mode) else 0o002):
         return f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):o}); chmod go-w it"
     return ""

@@ -1,26 +1,26 @@
-"""Does this plan keep its promises? In: plan, profile, machine. Out: a verdict with every problem found.
+"""The check of a plan. In: plan, profile, machine. Out: a verdict with every problem found.
 
-It knows nothing of any planner. Each tensor is followed once around the step through four states
+The check depends on no planner. It follows each tensor around the step through four states:
 
-    device --evict issued--> leaving --free--> away --fetch issued--> arriving --ready--> device
+    device --evict issued--> leaving --free--> evicted --fetch issued--> arriving --ready--> device
 
-(a drop goes from device to away at once), and its bytes enter a ledger with one row per tick. Bytes count in
-full from the trigger of a fetch and until the `free` of an eviction. At one tick things happen in this order:
-evictions are issued, bytes become free, fetches are issued, fetches are ready, the kernel runs. So a tensor
-may be read while it leaves, never written.
+A drop changes the state from device to evicted immediately. The tensor's bytes enter a ledger with one row
+per tick. Bytes count in full from the trigger of a fetch until the `free` of an eviction. The order within
+one tick: evictions are issued, bytes become free, fetches are issued, fetches become ready, the kernel runs.
+A kernel may therefore read a leaving tensor but must not write it.
 
-What stands around the end of the step: ticks at or beyond the number of kernels lie in the next step, so a
-move may be in flight at the end, and the state at the end must be the state at the start. The home of a
-tensor is where its good bytes are at that moment: `device` while it is there or leaving, the slow tier while
-it is away or arriving.
+Ticks at or beyond the number of kernels lie in the next step. A move may therefore be in flight at the end of
+the step. The state at the end must equal the state at the start. The home of a tensor is the tier of its good
+bytes at the start of the step. The home is `device` for a resident or leaving tensor. The home is the slow
+tier for an evicted or arriving tensor.
 
-Clean and dirty follow from `writes`: a copy in a slow tier is good from the `free` of the eviction that wrote
-it until a kernel writes the tensor. A tensor that no kernel writes is always clean: its copy is made once,
-before the first planned step, and not in every step. A slow tier holds a persistent tensor's copy for the
-whole step, and that of any other tensor from its first eviction until its last fetch is ready.
+A copy in a slow tier is good from the `free` of the eviction that wrote it until a kernel writes the tensor.
+A tensor that no kernel writes is always clean. Its copy is written before the first planned step, and never
+again. A slow tier holds a persistent tensor's copy for the whole step. A slow tier holds the copy of any
+other tensor from the tensor's first eviction until the tensor's last fetch is ready.
 
-Where a plan makes tensors again, the step that is followed is the longer one (recompute.py), and the ticks of
-its moves are that step's.
+If a plan recomputes tensors, the check follows the longer step (recompute.py). The ticks of the plan's moves
+are ticks of the longer step.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from teraio.formats.profile import Profile, Tensor
 from teraio.formats.recompute import apply_plan_recompute
 
 DEVICE = "device"
-_State = Literal["on the device", "leaving", "away", "arriving", "not yet made"]
-# Events, numbered in their order at one tick (see above), and the state each takes a tensor from and to.
+_State = Literal["on the device", "leaving", "evicted", "arriving", "not yet made"]
+# Events, numbered in their order within one tick, and the states of a tensor before and after each event.
 _ISSUE_OUT, _FREE, _DROP, _ISSUE_IN, _READY, _USE = range(6)
 _STEPS: dict[int, tuple[_State, _State]] = {
     _ISSUE_OUT: ("on the device", "leaving"),
-    _FREE: ("leaving", "away"),
-    _DROP: ("on the device", "away"),
-    _ISSUE_IN: ("away", "arriving"),
+    _FREE: ("leaving", "evicted"),
+    _DROP: ("on the device", "evicted"),
+    _ISSUE_IN: ("evicted", "arriving"),
     _READY: ("arriving", "on the device"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the check found. `peak_tick` is where the ledger is highest (0 for a step without kernels)."""
+    """The result of a check. The ledger is highest at `peak_tick` (0 for a step without kernels)."""
 
     feasible: bool
     peak_bytes: int
@@ -61,7 +61,10 @@ class Verdict:
 
 
 def check_plan_against_profile(plan: Plan, profile: Profile, machine: Machine | None = None) -> Verdict:
-    """Follow every tensor through the step. Without a machine, links and capacities are not looked at."""
+    """Follow every tensor through the step and return a verdict.
+
+    Without a machine, ignore links and capacities.
+    """
     problems: list[str] = []
     try:
         plan, profile = apply_plan_recompute(plan, profile)
@@ -102,30 +105,31 @@ def check_plan_against_profile(plan: Plan, profile: Profile, machine: Machine | 
 
 @dataclass(slots=True)
 class _TensorWalk:
-    """One tensor's way around the step."""
+    """The walk of one tensor around the step."""
 
     tensor: Tensor
     profile: Profile
     home: str
     moves: tuple[Move, ...] | list[Move]
     state: _State = "on the device"
-    pending: Move | None = None  # the move in flight while leaving or arriving
-    copies: set[str] = field(default_factory=set)  # slow tiers whose copy is good
+    pending: Move | None = None  # the move in flight, if the tensor is leaving or arriving
+    copies: set[str] = field(default_factory=set)  # slow tiers with a good copy
     written: set[int] = field(default_factory=set)
 
     def find_problem(self) -> str:
-        """Walk once; twice if persistent, because the first lap finds which copies the step before left good.
+        """Walk around the step; return the first problem, or "".
 
-        Out: the first problem, or an empty string.
+        Walk twice for a persistent tensor. The first walk finds the copies that the previous step leaves
+        good.
         """
         problem = self._find_malformed_move() or self._set_start_state()
         if problem:
             return problem
         start = (self.state, self.pending)
         events = self._sorted_moves_and_uses()
-        for judged in (False, True) if self.tensor.persistent else (True,):
+        for copies_known in (False, True) if self.tensor.persistent else (True,):
             for tick, order, move in events:
-                problem = self._apply_event(tick, order, move, judged)
+                problem = self._apply_event(tick, order, move, copies_known)
                 if problem:
                     return f"{_describe_tick(self.profile, tick)}: {problem}"
             if self.tensor.persistent and (self.state, self.pending) != start:
@@ -136,7 +140,9 @@ class _TensorWalk:
         return ""
 
     def _lifetime_ticks(self) -> tuple[int, int]:
-        """First and last tick at which the tensor exists; (0, -1) if it is short-lived and never used."""
+        """Return the first and last tick of the tensor's life; (0, -1) for a non-persistent tensor without
+        uses.
+        """
         uses = (*self.tensor.reads, *self.tensor.writes)
         if self.tensor.persistent:
             return 0, max(len(self.profile.kernels), 1) - 1
@@ -145,7 +151,7 @@ class _TensorWalk:
         return 0 if self.tensor.kind == "input" else min(uses), max(uses)
 
     def _find_malformed_move(self) -> str:
-        """Ticks that mean nothing, whatever the state is."""
+        """Return a problem with a move or a home that is wrong in every state, or ""."""
         name, ticks = self.tensor.name, len(self.profile.kernels)
         first, last = self._lifetime_ticks()
         for move in self.moves:
@@ -158,28 +164,30 @@ class _TensorWalk:
             if not self.tensor.persistent and not born <= start <= end <= last:
                 return (
                     f"{_describe_move(move)}: ticks {start} to {end} lie outside the life of {name!r}, "
-                    "which is"
-                    f" made at tick {first} and last used at {last}"
+                    f"which is made at tick {first} and last used at {last}"
                 )
         if not self.tensor.persistent and self.home != DEVICE:
-            return f"home of {name!r} is {self.home!r}, but it does not live beyond the end of the step"
+            return f"home of {name!r} is {self.home!r}, but the tensor is not persistent"
         return ""
 
     def _set_start_state(self) -> str:
-        """The state at the start of the step, from the home and from the move that is in flight there."""
+        """Set the state at the start of the step, from the home and the move in flight at that moment.
+
+        Return a problem, or "".
+        """
         ticks = len(self.profile.kernels)
         self.written = set(self.tensor.writes)
         if not self.tensor.persistent:
             self.state = "on the device" if self.tensor.kind == "input" else "not yet made"
             return ""
-        flying = [move for move in self.moves if _tick_span(move)[1] % ticks < _tick_span(move)[0] % ticks]
-        if len(flying) > 1:
+        in_flight = [m for m in self.moves if _tick_span(m)[1] % ticks < _tick_span(m)[0] % ticks]
+        if len(in_flight) > 1:
             return (
-                f"{_describe_move(flying[0])} and {_describe_move(flying[1])}: both are in flight "
+                f"{_describe_move(in_flight[0])} and {_describe_move(in_flight[1])}: both are in flight "
                 "at the end of the step"
             )
-        self.state = "on the device" if self.home == DEVICE else "away"
-        for move in flying:
+        self.state = "on the device" if self.home == DEVICE else "evicted"
+        for move in in_flight:
             self.pending = move
             self.state = "leaving" if isinstance(move, Evict) else "arriving"
             expected = DEVICE if isinstance(move, Evict) else move.source
@@ -194,7 +202,7 @@ class _TensorWalk:
         return ""
 
     def _sorted_moves_and_uses(self) -> list[tuple[int, int, Move | None]]:
-        """(tick within the step, order within the tick, move); uses have no move."""
+        """Return (tick within the step, order within the tick, move) of each event. A use has no move."""
         ticks = len(self.profile.kernels)
         events: list[tuple[int, int, Move | None]] = [
             (tick, _USE, None) for tick in sorted({*self.tensor.reads, *self.tensor.writes})
@@ -210,22 +218,22 @@ class _TensorWalk:
                     events += [(start % ticks, _ISSUE_OUT, move), (end % ticks, _FREE, move)]
         return sorted(events, key=lambda event: event[:2])
 
-    def _apply_event(self, tick: int, order: int, move: Move | None, judged: bool) -> str:
-        """One event. Out: what is wrong with it, or "". `judged`: it is known which copies are good."""
+    def _apply_event(self, tick: int, order: int, move: Move | None, copies_known: bool) -> str:
+        """Apply one event; return a problem, or "". Check copies only if `copies_known`."""
         if move is None:
             return self._apply_use(tick)
         needed, after = _STEPS[order]
         if self.state != needed:
-            return f"{_describe_move(move)}: it is {self.state}, not {needed}"
+            return f"{_describe_move(move)}: the tensor is {self.state}, not {needed}"
         if order in (_FREE, _READY) and self.pending is not move:
-            return f"{_describe_move(move)}: another move of it is in flight"
-        if judged and isinstance(move, Evict) and move.trigger is None and move.to not in self.copies:
+            return f"{_describe_move(move)}: another move of the tensor is in flight"
+        if copies_known and isinstance(move, Evict) and move.trigger is None and move.to not in self.copies:
             return (
                 f"{_describe_move(move)}: there is no good copy in {move.to!r} (good ones: "
                 f"{sorted(self.copies)};"
                 f" written by the kernels at ticks {sorted(self.written)})"
             )
-        if judged and isinstance(move, Fetch) and move.source not in self.copies:
+        if copies_known and isinstance(move, Fetch) and move.source not in self.copies:
             return (
                 f"{_describe_move(move)}: there is no good copy in {move.source!r} (good ones: "
                 f"{sorted(self.copies)})"
@@ -237,8 +245,8 @@ class _TensorWalk:
         return ""
 
     def _apply_use(self, tick: int) -> str:
-        """A kernel reads or writes the tensor."""
-        if self.state in ("away", "arriving"):
+        """Apply a read or write by a kernel; return a problem, or ""."""
+        if self.state in ("evicted", "arriving"):
             return f"used by the kernel, but {self.tensor.name!r} is {self.state}"
         if tick in self.written:
             if self.state == "leaving":
@@ -249,7 +257,7 @@ class _TensorWalk:
         return ""
 
     def resident_byte_changes(self) -> Iterator[tuple[int, int]]:
-        """(tick, change in bytes) of a walk without problems, as rows for the ledger."""
+        """Yield (tick, change in bytes) for the ledger, after a walk without problems."""
         size, ticks = self.tensor.size_bytes, len(self.profile.kernels)
         first, last = self._lifetime_ticks()
         if self.home == DEVICE or any(
@@ -258,16 +266,20 @@ class _TensorWalk:
             yield first, size  # a fetch in flight at the end of the step counts in full
         for move in self.moves:
             yield (move.trigger % ticks, size) if isinstance(move, Fetch) else (move.free % ticks, -size)
-        yield last + 1, -size  # only the row after the last tick of a persistent one
+        yield last + 1, -size  # for a persistent tensor: the row after the last tick
 
     def byte_changes_if_never_moved(self) -> Iterator[tuple[int, int]]:
-        """The same for a walk that failed: counted as never moving, so that the peak is not flattered."""
+        """Yield the changes for a tensor that never moves.
+
+        The ledger takes these changes for a tensor whose walk failed. Without them, the peak would be too
+        low.
+        """
         first, last = self._lifetime_ticks()
         yield first, self.tensor.size_bytes
         yield last + 1, -self.tensor.size_bytes
 
     def copy_spans_by_tier(self) -> Iterator[tuple[str, int, int]]:
-        """(tier, first tick, tick after the last) for each slow tier that holds a copy."""
+        """Yield (tier, first tick, tick after the last) for each slow tier that holds a copy."""
         ticks = len(self.profile.kernels)
         for tier in sorted(_slow_tiers_of(self.moves) | ({self.home} - {DEVICE})):
             if self.tensor.persistent:
@@ -280,7 +292,7 @@ class _TensorWalk:
 def _moves_and_homes_by_tensor(
     plan: Plan, profile: Profile, problems: list[str]
 ) -> tuple[dict[str, list[Move]], dict[str, str]]:
-    """Moves and homes by tensor name; unknown names and second homes become problems."""
+    """Return moves and homes by tensor name; append a problem for an unknown name or a second home."""
     known = {tensor.name for tensor in profile.tensors}
     moves: dict[str, list[Move]] = defaultdict(list)
     for move in plan.moves:
@@ -302,35 +314,35 @@ def _moves_and_homes_by_tensor(
 
 
 def _problems_of_missing_links(plan: Plan, machine: Machine) -> Iterator[str]:
-    """Tiers and links that the plan uses and the machine lacks, each said once."""
+    """Yield a problem for each link that the machine lacks, and for each home in an unknown tier."""
     tiers = {tier.name for tier in machine.tiers}
     links = {(link.source, link.target) for link in machine.links}
-    wanted: dict[tuple[str, str], str] = {}
+    first_moves: dict[tuple[str, str], str] = {}
     for move in plan.moves:
         route = (DEVICE, move.to) if isinstance(move, Evict) else (move.source, DEVICE)
-        wanted.setdefault(route, _describe_move(move))
-    for route, who in wanted.items():
+        first_moves.setdefault(route, _describe_move(move))
+    for route, move_text in first_moves.items():
         if route not in links:
-            yield f"{who}: machine {machine.name!r} has no link from {route[0]!r} to {route[1]!r}"
+            yield f"{move_text}: machine {machine.name!r} has no link from {route[0]!r} to {route[1]!r}"
     for home in plan.homes:
         if home.tier not in tiers:
             yield f"home of {home.tensor!r}: machine {machine.name!r} has no tier {home.tier!r}"
 
 
 def _problems_of_overfull_tiers(machine: Machine, peak: int, held: dict[str, list[int]]) -> Iterator[str]:
-    """Tiers that must hold more than they can."""
+    """Yield a problem for each tier that must hold more bytes than its capacity."""
     highest = {tier: max(accumulate(change)) for tier, change in held.items()}
     highest[DEVICE] = peak
     for tier in machine.tiers:
         if highest.get(tier.name, 0) > tier.capacity_bytes:
             yield (
-                f"tier {tier.name!r}: the plan puts {highest[tier.name]} bytes there, its capacity is"
+                f"tier {tier.name!r}: the plan needs {highest[tier.name]} bytes, the capacity is"
                 f" {tier.capacity_bytes}"
             )
 
 
 def _tick_span(move: Move) -> tuple[int, int]:
-    """First and last tick of a move; a drop has only one."""
+    """Return the first and last tick of a move. A drop has only one tick."""
     if isinstance(move, Fetch):
         return move.trigger, move.ready
     return (move.free if move.trigger is None else move.trigger), move.free
@@ -341,7 +353,7 @@ def _slow_tiers_of(moves: Iterable[Move]) -> set[str]:
 
 
 def _describe_move(move: Move) -> str:
-    """A move as people say it."""
+    """Describe a move in readable text."""
     match move:
         case Fetch():
             return f"fetch of {move.tensor!r} from {move.source!r} (ticks {move.trigger} to {move.ready})"

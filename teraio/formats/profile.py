@@ -1,16 +1,14 @@
-"""A profile: what was measured. Kernels in the order of the step, tensors with the ticks that touch them.
+"""A profile: one measured step, with its kernels in order and its tensors with the ticks that use them.
 
-A tick is an index into `kernels`. A persistent tensor lives around the end of the step; any other is born at
-its first write (kind `input`: before tick 0) and dies after its last use.
+A tick is an index into `kernels`. A persistent tensor lives from step to step. Any other tensor is created at
+its first write and freed after its last use. A tensor of kind `input` exists before tick 0.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from teraio.formats import files
 from teraio.formats.fields import (
     TICKS_END,
     Fault,
@@ -25,18 +23,19 @@ from teraio.formats.fields import (
     refuse_duplicates,
     ticks_complaint,
 )
+from teraio.formats.files import FileContent
 from teraio.units import LIMIT
 
-ENTRIES_MAX = 2**22  # kernels, and tensors: a 70B model with 128 micro-batches has 1.5 million kernels
-USES_MAX = 2**24  # reads, writes and recompute ticks of all tensors: bounds the memory of a reader
-TENSOR_USES_MAX = 2**16  # of one tensor: its line stays below the longest entry
+ENTRIES_MAX = 2**22  # limit for kernels and for tensors; 70B with 128 micro-batches has 1.5 million kernels
+USES_MAX = 2**24  # reads, writes and recompute ticks of all tensors; this bounds the memory of a reader
+TENSOR_USES_MAX = 2**16  # limit per tensor, so that its line is shorter than `json_text.ENTRY_CHARS_MAX`
 
 Kind = Literal["weight", "grad", "state", "activation", "input"]
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch. `call` counts the runs of compiled graphs within the step."""
+    """One kernel launch. `call` is the number of its call within the step."""
 
     name: str
     call: int
@@ -48,7 +47,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One storage, not a view. `recompute_from` lists the ticks whose re-run makes it again."""
+    """One storage, not a view. The kernels at the ticks in `recompute_from` can recompute it."""
 
     name: str
     kind: Kind
@@ -60,7 +59,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(FileContent):
     name: str
     step_ns: int
     kernels: tuple[Kernel, ...]
@@ -68,38 +67,12 @@ class Profile:
 
     @property
     def compute_ns(self) -> int:
-        """What the step takes if nothing is ever waited for."""
+        """Return the duration of a step without stalls."""
         return sum(kernel.duration_ns for kernel in self.kernels)
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Profile:
-        """From a file, plain or gzip; FileFormatError names the file, the place and the remedy."""
-        value = files.read(FORMAT, path)
-        assert isinstance(value, cls)
-        return value
-
-    @classmethod
-    def loads(cls, data: str | bytes, name: str = "<profile>") -> Profile:
-        """From the text of a file; `name` is what errors call it."""
-        value = files.loads(FORMAT, data, name)
-        assert isinstance(value, cls)
-        return value
-
-    def dumps(self) -> str:
-        """The text of a file, one entry per line. FileFormatError if it could not be read back."""
-        return files.dumps(FORMAT, self)
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """To a file, whole or not at all; packed if the name ends in `.gz`."""
-        files.write(FORMAT, self, path)
-
-    def validate(self) -> None:
-        """FileFormatError for the first thing that a profile file may not hold."""
-        files.validate(FORMAT, self)
 
 
 def _check_across_fields(profile: Profile) -> None:
-    """What no single field can know. Sums are bounded so that planners may add in 64 bits."""
+    """Refuse duplicates, impossible ticks, too many uses, and sums that exceed 64 bits in a planner."""
     refuse_duplicates("tensors", (tensor.name for tensor in profile.tensors), ".name")
     _refuse_large_sum("kernels", "duration_ns", profile.compute_ns)
     _refuse_large_sum("tensors", "size_bytes", sum(tensor.size_bytes for tensor in profile.tensors))
@@ -132,7 +105,7 @@ def _refuse_large_sum(path: str, key: str, total: int) -> None:
         raise Fault(path, f"{key} adds up to {total}; expected less than 2**53")
 
 
-FORMAT = Format(
+Profile.file_format = Format(
     name="teraio-profile",
     size_max_bytes=256 * 2**20,
     build=Profile,

@@ -1,21 +1,24 @@
-"""Which tensors can be made again, and what a step is with some of them made again. Profile in, profile out.
+"""Recomputation. In: a profile, names of tensors. Out: the profile of the step that recomputes these tensors.
 
-A tensor that is made again is not there between two of its uses, where the step goes from the call that
-makes it to a later one (or, if all uses are in one call, in its longest gap). Just before the use that ends
-this, the kernels that make it run once more:
+A recomputed tensor has no bytes in one gap between two of its uses. If its uses are in several calls, this
+gap lies between the call that makes the tensor and a later call. If all uses are in one call, this gap is the
+longest of all gaps between two uses. Just before the use that ends the gap, the step reruns the kernels that
+make the tensor:
 
     tick        w    ..  last          first                                w    ..  last        first
-    a          [make] .. [use]  ....   [use]      a is made again:   a     [make] .. [use]
+    a          [make] .. [use]  ....   [use]      a is recomputed:   a     [make] .. [use]
     b  (dies)  [use]                              ---------------->  a.again                [w.again][use]
 
-What such a kernel reads is there, or has been made again, or is made again with it: then its kernels run,
-too. What the later call reads anyway stays until it is read for this. Kernels of a chain that make no tensor
-of the profile (a measured one knows only what can move) run again with it. No kernel runs again twice for the
-same tensor. What was made again lives inside the program that makes it, until its last use there: it cannot
-move, so it counts as workspace of the kernels meanwhile.
+A rerun kernel reads inputs that are alive or already recomputed. If an input is neither, the step also reruns
+the kernels that make this input. A tensor that the later call itself reads is kept until the rerun has read
+the tensor. The kernels that rerun for one tensor are its chain. Some kernels of a chain write no tensor of
+the profile, because a measured profile lists only tensors that can move. Such kernels rerun with the chain.
+For one tensor, each kernel reruns at most one time. The copy of a recomputed tensor lives inside the program
+that recomputes the tensor, until the copy's last use in this program. The copy cannot move, so it counts as
+workspace of the kernels during its life.
 
-`profile_with_recomputation` returns an ordinary profile. Planners, simulators and the check know nothing
-else, so the ticks in the moves of a plan with `recompute` are those of this longer step.
+`profile_with_recomputation` returns an ordinary profile. Planners, simulators and the check use only this
+profile. The ticks in the moves of a plan with `recompute` are therefore ticks of the longer step.
 """
 
 from __future__ import annotations
@@ -31,8 +34,10 @@ from teraio.formats.profile import Kernel, Profile, Tensor
 
 @dataclass(frozen=True, slots=True)
 class RecomputeGap:
-    """For a tensor, by index: the kernel that makes it, and between which uses it is not there if it is made
-    again."""
+    """The gap of a recomputed tensor. `tensor` is the tensor's index.
+
+    The kernel at tick `made` makes the tensor. The gap lies between the uses at ticks `last` and `first`.
+    """
 
     tensor: int
     made: int
@@ -42,7 +47,7 @@ class RecomputeGap:
 
 @dataclass(slots=True)
 class KernelAccesses:
-    """Who touches what: tensors by kernel, and the kernels that may run again."""
+    """The tensors that each kernel reads and writes, by tick."""
 
     profile: Profile
     reads: list[list[int]] = field(default_factory=list)
@@ -58,7 +63,10 @@ class KernelAccesses:
                 self.writes[tick].append(index)
 
     def can_rerun_kernel(self, tick: int) -> bool:
-        """A kernel that writes into what was there before would do so twice."""
+        """Return True if the kernel only makes new activations.
+
+        A rerun would wrongly repeat any other write.
+        """
         return all(
             t.kind == "activation" and not t.persistent and t.writes == (tick,)
             for t in (self.profile.tensors[index] for index in self.writes[tick])
@@ -66,10 +74,11 @@ class KernelAccesses:
 
 
 def find_recompute_gaps(profile: Profile, touched: KernelAccesses | None = None) -> dict[int, RecomputeGap]:
-    """By tensor, where it is not there if it is made again, for all that can be.
+    """Return the gap of each tensor that can be recomputed, by the index of the tensor.
 
-    Out are those whose kernels would find other bytes than at first: what they read is dead by then and they
-    do not make it, or was written since.
+    Exclude a tensor if its kernels would read other bytes than in their first run. A source (a tensor that
+    these kernels read) has other bytes if a kernel wrote it since the first run. A source has no bytes if it
+    is freed before the rerun and the chain does not make it.
     """
     touched = touched or KernelAccesses(profile)
     found: dict[int, RecomputeGap] = {}
@@ -105,8 +114,11 @@ def _gap_length(kernels: Sequence[Kernel], gap: tuple[int, int]) -> tuple[int, i
 
 
 def _is_source_readable(profile: Profile, source: Tensor, chain: set[int], first: int) -> bool:
-    """Whether the bytes that were read are there again: made by the chain, or alive and unchanged, or read by
-    this later call before: then they are kept."""
+    """Return True if a rerun before tick `first` reads the same bytes of `source` as the first run.
+
+    The chain makes the source, or the source is alive and unchanged. A source that a later call itself reads
+    counts as alive, because the source is kept for the rerun.
+    """
     if not source.persistent and source.kind != "input":
         if source.writes[0] in chain:
             return True
@@ -117,7 +129,7 @@ def _is_source_readable(profile: Profile, source: Tensor, chain: set[int], first
 
 
 def profile_with_recomputation(profile: Profile, names: Collection[str]) -> Profile:
-    """The step in which these tensors are made again. PlanError names the first that cannot be."""
+    """Return the step that recomputes these tensors. PlanError names the first impossible tensor."""
     if not names:
         return profile
     step, _ = replay_with_copies(profile, names)
@@ -125,7 +137,9 @@ def profile_with_recomputation(profile: Profile, names: Collection[str]) -> Prof
 
 
 def fold_copies_into_workspace(step: Profile, known: int) -> Profile:
-    """Tensors behind the first `known` count as workspace of the kernels for which they are there."""
+    """Return a profile without the tensors after the first `known`. Their bytes count as workspace of the
+    kernels that run during their life.
+    """
     change = [0] * (len(step.kernels) + 1)
     for tensor in step.tensors[known:]:
         change[tensor.writes[0]] += tensor.size_bytes
@@ -138,7 +152,10 @@ def fold_copies_into_workspace(step: Profile, known: int) -> Profile:
 
 
 def replay_with_copies(profile: Profile, names: Collection[str]) -> tuple[Profile, Replay]:
-    """The same, with what is made again as tensors of their own behind the others; and how it came about."""
+    """Return the step that recomputes these tensors, and the replay that built it.
+
+    In the returned profile, each recomputed copy is a tensor after all tensors of `profile`.
+    """
     touched = KernelAccesses(profile)
     possible = find_recompute_gaps(profile, touched)
     by_name = {tensor.name: index for index, tensor in enumerate(profile.tensors)}
@@ -146,9 +163,9 @@ def replay_with_copies(profile: Profile, names: Collection[str]) -> tuple[Profil
         if name not in by_name:
             raise PlanError(f"recompute of {name!r}: no tensor of that name in profile {profile.name!r}")
         if by_name[name] not in possible:
-            why = "it names no kernels that make it again (recompute_from)"
+            why = "its recompute_from names no kernels"
             if profile.tensors[by_name[name]].recompute_from:
-                why = "the kernels that made it would not find what they read, or it is never idle"
+                why = "a rerun of its kernels would read other bytes, or its uses leave no gap"
             raise PlanError(f"recompute of {name!r} is not possible in profile {profile.name!r}: {why}")
     chosen = {by_name[name]: possible[by_name[name]] for name in names}
     replay = Replay(profile, touched, chosen)
@@ -156,13 +173,13 @@ def replay_with_copies(profile: Profile, names: Collection[str]) -> tuple[Profil
 
 
 def apply_plan_recompute(plan: Plan, profile: Profile) -> tuple[Plan, Profile]:
-    """The plan and the step its moves are for: with what it makes again made again."""
+    """Return the plan without `recompute`, and the longer step that its moves belong to."""
     return replace(plan, recompute=()), profile_with_recomputation(profile, plan.recompute)
 
 
 @dataclass(slots=True)
 class _TensorUses:
-    """A tensor of the new step."""
+    """A tensor of the longer step, with its uses."""
 
     tensor: Tensor
     reads: list[int] = field(default_factory=list)
@@ -170,10 +187,11 @@ class _TensorUses:
 
 
 class Replay:
-    """Goes through the step once and runs kernels again where a use asks for it."""
+    """A walk through the step that reruns kernels before the uses of recomputed tensors."""
 
     def __init__(self, profile: Profile, touched: KernelAccesses, chosen: dict[int, RecomputeGap]) -> None:
-        import networkx as nx  # here: a third of a second that most commands do not need
+        # A local import: importing networkx takes a third of a second, and most commands do not use networkx.
+        import networkx as nx
 
         self.profile, self.touched, self.chosen = profile, touched, chosen
         self.kernels: list[Kernel] = []
@@ -181,9 +199,9 @@ class Replay:
         self.again: dict[int, int] = {}  # tensor -> row of its second copy
         self.dies = [max((*t.reads, *t.writes), default=-1) for t in profile.tensors]
         self.names = {tensor.name for tensor in profile.tensors}
-        self.made_from = nx.DiGraph()  # source -> what the kernel that reads it makes
-        self.unseen: dict[int, set[int]] = {}  # tensor -> kernels of its chain that make no known tensor
-        self.ran: set[int] = set()  # of those, what has run again
+        self.made_from = nx.DiGraph()  # source -> tensors that kernels make from the source
+        self.unseen: dict[int, set[int]] = {}  # tensor -> kernels of its chain that write no known tensor
+        self.ran: set[int] = set()  # kernels in `unseen` that have rerun
         chains = {index: profile.tensors[index].recompute_from for index in chosen}
         self.makers = {tick for chain in chains.values() for tick in chain}
         for index, chain in chains.items():
@@ -218,22 +236,25 @@ class Replay:
         return index in self.chosen and self.chosen[index].first <= tick and index not in self.again
 
     def _is_missing_at(self, index: int, tick: int) -> bool:
-        """Whether it is not there before the kernel at `tick`, neither as it was nor made again."""
+        """Return True if neither the tensor nor a recomputed copy is alive before the kernel at `tick`."""
         if index in self.again or not self._is_short_lived(index):
             return False
         if self.profile.tensors[index].writes[0] not in self.makers:
-            return False  # it is kept
+            return False  # the tensor is kept for the rerun
         cut = self.chosen.get(index)
         return self.dies[index] < tick or (cut is not None and cut.last < tick)
 
     def _append_reruns_of_makers(self, wanted: Iterable[int], tick: int) -> None:
-        """What the kernel at `tick` wants, from what is there; each kernel once, in their order."""
+        """Append, before the kernel at `tick`, reruns of the kernels that make the tensors `wanted`.
+
+        Each kernel reruns one time. The kernels rerun in the order of the step.
+        """
         import networkx as nx
 
-        gone = nx.subgraph_view(self.made_from, filter_node=lambda index: self._is_missing_at(index, tick))
+        missing = nx.subgraph_view(self.made_from, filter_node=lambda index: self._is_missing_at(index, tick))
         needed = set(wanted)
         for index in wanted:
-            needed |= nx.ancestors(gone, index)
+            needed |= nx.ancestors(missing, index)
         makers = {self.profile.tensors[index].writes[0] for index in needed}
         unseen = {at for index in needed for at in self.unseen.get(index, ())} - self.ran
         self.ran |= unseen
@@ -259,7 +280,9 @@ class Replay:
         self._append_kernel(kernel, self.touched.reads[again], made, tick)
 
     def _is_recomputed_alongside(self, index: int, tick: int) -> bool:
-        """What the same kernel makes beside, and is made again as well."""
+        """Return True if this output of a rerun kernel is also chosen for recomputation, and is missing at
+        `tick`.
+        """
         return index in self.chosen and self._is_missing_at(index, tick)
 
     def _make_unique_name(self, name: str) -> str:
@@ -277,7 +300,10 @@ class Replay:
             self.rows[self._copy_touched_at(index, tick)].writes.append(at)
 
     def _copy_touched_at(self, index: int, tick: int) -> int:
-        """Which copy the kernel at `tick` touches: the first until the cut, the second from then on."""
+        """Return the row of the copy that the kernel at `tick` uses.
+
+        After the gap, the kernel uses the second copy.
+        """
         if index not in self.again:
             return index
         cut = self.chosen.get(index)

@@ -1,12 +1,14 @@
-"""Headers of safetensors files, and indexes of those that come in several, read strictly: where each tensor's
-bytes are.
+"""A strict reader of safetensors headers, and of the index that lists several safetensors files.
+
+A header gives the location of each tensor's bytes:
 
     8 bytes: N
     N bytes of JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     the data
 
-Text comes in pieces and is matched an entry at a time, so that a hostile header costs no more memory than its
-good entries. The data must be covered exactly: no hole, no overlap, nothing behind the last tensor.
+The reader takes text in pieces and matches one entry at a time. A hostile header therefore costs only the
+memory for its good entries. Tensors must cover the data exactly, without a hole, an overlap, or bytes after
+the last tensor.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from teraio.formats.fields import Fault
 from teraio.formats.json_text import RECORD, STRING, Cursor
 from teraio.units import fmt_bytes, printable_line
 
-HEADER_BYTES_MAX = 16 * 2**20  # about 150,000 tensors; the format itself allows 100 MB
+HEADER_BYTES_MAX = 16 * 2**20  # enough for about 150,000 tensors; the format itself allows 100 MB
 PIECE_BYTES = 64 * 2**10
 DIMENSIONS_MAX = 64
 METADATA = "__metadata__"
 
-# Bytes per number, of the types that torch has.
+# Bytes per number of each dtype that torch has.
 SIZES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
@@ -41,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: its bytes are those of the file from `begin` to `end`."""
+    """One tensor of a file. The bytes of the tensor lie from `begin` to `end`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,12 +52,12 @@ class TensorEntry:
 
 
 def read_header(descriptor: int, path: str) -> dict[str, TensorEntry]:
-    """The tensors of an open file by their names."""
+    """Return the tensors of an open file by name."""
     return _call_converting_faults(path, lambda: _parse_header(descriptor))
 
 
 def read_index(path: str) -> dict[str, str]:
-    """Which file beside this one has which tensor."""
+    """Return the name of the file that holds each tensor. All files lie beside the index."""
     return _call_converting_faults(path, lambda: _parse_index(path))
 
 
@@ -64,7 +66,7 @@ def _call_converting_faults(path: str, read: Callable[[], T]) -> T:
         return read()
     except Fault as fault:
         where = f" at {fault.path}" if fault.path else ""
-        raise FileFormatError(f"{path}{where}: {fault.what}. Fetch or write the file again") from None
+        raise FileFormatError(f"{path}{where}: {fault.what}. Download or write the file again") from None
     except (OSError, UnicodeDecodeError) as error:
         raise FileFormatError(f"{path} cannot be read: {error}") from None
 
@@ -73,9 +75,9 @@ def _parse_header(descriptor: int) -> dict[str, TensorEntry]:
     file_bytes = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if file_bytes < 8 or length > file_bytes - 8:
-        raise Fault("", f"the header is said to have {length} bytes, the file has {file_bytes}")
+        raise Fault("", f"the length field gives a header of {length} bytes, the file has {file_bytes}")
     if length > HEADER_BYTES_MAX:
-        raise Fault("", f"a header of {fmt_bytes(length)}; at most {fmt_bytes(HEADER_BYTES_MAX)} are read")
+        raise Fault("", f"the header has {fmt_bytes(length)}; at most {fmt_bytes(HEADER_BYTES_MAX)} are read")
     if os.pread(descriptor, 1, 8) != b"{":
         raise Fault("", "the header does not begin with '{'")
     cursor = Cursor(_read_text_pieces(descriptor, 8, length))
@@ -83,7 +85,7 @@ def _parse_header(descriptor: int) -> dict[str, TensorEntry]:
     seen: set[str] = set()
     for name in _parse_keys_of_object(cursor, ""):
         if name in seen:
-            raise Fault(printable_line(name), "the name comes twice")
+            raise Fault(printable_line(name), "the name appears twice")
         seen.add(name)
         record = _parse_flat_object(cursor, name)
         if name != METADATA:
@@ -105,7 +107,7 @@ def _read_text_pieces(descriptor: int, at: int, length: int) -> Iterator[str]:
 
 
 def _parse_keys_of_object(cursor: Cursor, path: str) -> Iterator[str]:
-    """The keys of the object that begins here; between them the caller consumes their values."""
+    """Yield the keys of the object at the cursor. The caller consumes each value before the next key."""
     cursor.consume_mark("{", path)
     if cursor.peek_after_whitespace() == "}":
         cursor.consume_mark("}", path)
@@ -121,7 +123,7 @@ def _parse_keys_of_object(cursor: Cursor, path: str) -> Iterator[str]:
 def _parse_flat_object(cursor: Cursor, name: str) -> dict[str, Any]:
     def dict_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) != len(pairs):
-            raise Fault(printable_line(name), "a key comes twice")
+            raise Fault(printable_line(name), "a key appears twice")
         return dict(pairs)
 
     found: dict[str, Any] = json.loads(
@@ -147,13 +149,13 @@ def _validated_entry(name: str, record: dict[str, Any], base: int, file_bytes: i
     if not base <= begin <= end <= file_bytes:
         raise Fault(where, f"data_offsets are {offsets}; the file has {file_bytes - base} bytes of data")
     if end - begin != prod(shape) * SIZES[dtype]:
-        raise Fault(where, f"{end - begin} bytes for {dtype} of shape {printable_line(shape)}")
+        raise Fault(where, f"{end - begin} bytes do not match {dtype} of shape {printable_line(shape)}")
     return TensorEntry(dtype, tuple(shape), begin, end)
 
 
 def _refuse_trailing_text(cursor: Cursor) -> None:
     if cursor.peek_after_whitespace():
-        raise Fault("", "text behind the end of the header")
+        raise Fault("", "text follows the end of the header")
 
 
 def _refuse_holes_and_overlaps(entries: dict[str, TensorEntry], base: int, file_bytes: int) -> None:
@@ -164,7 +166,7 @@ def _refuse_holes_and_overlaps(entries: dict[str, TensorEntry], base: int, file_
             raise Fault(printable_line(name), what)
         end = entry.end
     if end != file_bytes:
-        raise Fault("", f"{file_bytes - end} bytes that belong to no tensor")
+        raise Fault("", f"the last {file_bytes - end} bytes belong to no tensor")
 
 
 def _parse_index(path: str) -> dict[str, str]:
@@ -172,7 +174,8 @@ def _parse_index(path: str) -> dict[str, str]:
     try:
         size_bytes = os.fstat(descriptor).st_size
         if size_bytes > HEADER_BYTES_MAX:
-            raise Fault("", f"{fmt_bytes(size_bytes)}; at most {fmt_bytes(HEADER_BYTES_MAX)} are read")
+            limit = fmt_bytes(HEADER_BYTES_MAX)
+            raise Fault("", f"the index has {fmt_bytes(size_bytes)}; at most {limit} are read")
         cursor = Cursor(_read_text_pieces(descriptor, 0, size_bytes))
         files: dict[str, str] | None = None
         for key in _parse_keys_of_object(cursor, ""):
@@ -186,7 +189,7 @@ def _parse_index(path: str) -> dict[str, str]:
     finally:
         os.close(descriptor)
     if files is None:
-        raise Fault("", "it has no weight_map")
+        raise Fault("", "the index has no weight_map")
     return files
 
 
@@ -195,7 +198,7 @@ def _parse_weight_map(cursor: Cursor) -> Iterator[tuple[str, str]]:
     for name in _parse_keys_of_object(cursor, "weight_map"):
         file = json.loads(cursor.consume_match(STRING, printable_line(name), "the name of a file"))
         if name in seen:
-            raise Fault(printable_line(name), "the name comes twice")
+            raise Fault(printable_line(name), "the name appears twice")
         if os.path.basename(file) != file or not file.endswith(".safetensors") or "\0" in file:
             raise Fault(
                 printable_line(name),

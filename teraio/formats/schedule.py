@@ -1,12 +1,13 @@
-"""A schedule: one compiled program as the engine sees it. Kernels in order, with a slot before each.
+"""A schedule: one compiled program as the engine sees it, with a slot before each kernel.
 
-A slot is a numbered point before a kernel's *allocations* (not before its launch: by then the memory is
-taken). It knows which storages the kernel before it made, which the next kernel reads or writes, and how many
-bytes that no one registers are alive while that kernel runs. It holds no decision. The first slot is `enter`,
-the last `exit`.
+A slot is a numbered point before a kernel's *allocations*. A point between the allocations and the launch
+would be too late, because the kernel's memory would already be taken. A slot lists the storages that the
+previous kernel made, and the storages that the next kernel reads or writes. A slot also has the number of
+unregistered bytes that are alive while the next kernel runs. A slot contains no decision about moves. The
+first slot is `enter`, the last `exit`.
 
-The text form travels inside the generated program, so that it survives the compiler's caches; its hash is
-the program's identity.
+The generated program contains the schedule as text, so the schedule survives the compiler's caches. The hash
+of this text is the program's identity.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ from teraio.units import fmt_bytes, fmt_count
 ProgramKind = Literal["forward", "backward", "inference", "optimizer"]
 Role = Literal["argument", "saved", "result"]
 
-# What a slot says of a buffer. MADE: by a kernel before this slot. RETURNED: the caller gets this argument.
+# Flags of a buffer at a slot. MADE: a kernel before this slot made the buffer. RETURNED: the program returns
+# this argument to its caller.
 READ, WRITE, MADE, RETURNED = 1, 2, 4, 8
 WORDS = {MADE: "made", READ: "reads", WRITE: "writes", RETURNED: "returned"}
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A storage that the engine is told of: an argument, or an output of the program.
+    """A storage that the program passes to the engine: an argument or an output.
 
-    `saved` outputs never reach the user and may be evicted; a `result` is counted only. A `held` argument is
-    the base of a view that the caller gets back: it is resident when the program returns. A gradient's `edge`
-    counts those edges of the backward's autograd node that lead anywhere. `again`: the slots whose kernels
-    would make a saved output again, from arguments and other saved outputs; `nodes`: what it is called in the
-    joint graph, in order to say so.
+    User code never sees a `saved` output, so the engine may evict it. The engine may evict a `result` as soon
+    as another program receives it as an argument. A `held` argument is the base of a view that the program
+    returns, so the argument is resident when the program returns. Some edges of the backward's autograd node
+    have a target. The `edge` of a gradient is the gradient's index among these edges. `again` lists the slots
+    whose kernels can recompute a saved output from arguments and other saved outputs. `nodes` has the saved
+    output's names in the joint graph. A plan uses these names to request the recomputation.
     """
 
     name: str
@@ -49,8 +52,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One point. `buffers` index `Schedule.buffers` in the order in which the program hands over its
-    tensors."""
+    """One slot. `buffers` has indices into `Schedule.buffers`, in the order of the slot's tensors."""
 
     kernel: str
     buffers: tuple[int, ...]
@@ -65,9 +67,9 @@ class Schedule:
     kind: ProgramKind
     buffers: tuple[Buffer, ...]
     slots: tuple[Slot, ...]
-    symbolic: bool = False  # sizes depend on the batch: slots carry the live bytes as an argument
-    edges: int = 0  # of a backward: how many inputs of its forward want a gradient
-    graph: str = ""  # of a forward: the joint graph that it was cut from
+    symbolic: bool = False  # sizes depend on the batch, so slots receive the live bytes as an argument
+    edges: int = 0  # for a backward: the number of inputs of its forward that require a gradient
+    graph: str = ""  # for a forward: the joint graph that the forward was cut from
 
     @cached_property
     def as_json_text(self) -> str:
@@ -79,7 +81,7 @@ class Schedule:
 
     @staticmethod
     def parse(text: str) -> Schedule:
-        """Our own text, from our own generated program: trusted, hence no checks."""
+        """Parse the text of a generated program. The text is trusted and therefore not checked."""
         fields: dict[str, Any] = json.loads(text)
         return Schedule(
             kind=fields["kind"],
@@ -98,9 +100,9 @@ class Schedule:
 
 
 def schedule_listing(schedule: Schedule) -> str:
-    """Return a schedule as lines for people: at each slot, what it gets and what the next kernel uses."""
+    """Return a schedule as readable text: one line per slot, with its buffers and their flags."""
     names = [f"{buffer.name} ({fmt_bytes(buffer.size_bytes)}, {buffer.role})" for buffer in schedule.buffers]
-    told = [
+    lines = [
         f"schedule {schedule.identity_hash} of a {schedule.kind} program: "
         f"{fmt_count(len(schedule.slots), 'slot')}, {fmt_count(len(schedule.buffers), 'buffer')}"
         f"{', sizes depend on the batch' * schedule.symbolic}"
@@ -112,30 +114,31 @@ def schedule_listing(schedule: Schedule) -> str:
                 if flags & flag:
                     uses.setdefault(word, []).append(names[buffer])
         about = "".join(f"; {word} {', '.join(used)}" for word, used in uses.items())
-        told.append(f"  {number:4}  {slot.kernel}  {fmt_bytes(slot.live_bytes)} that cannot move{about}")
-    return "\n".join(told)
+        lines.append(f"  {number:4}  {slot.kernel}  {fmt_bytes(slot.live_bytes)} that cannot move{about}")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One run of a program within a step, as measured: who its buffers were, when it stood at each slot."""
+    """One measured call: the tensors in its buffers, and the time, live bytes and stall of each slot."""
 
     schedule: Schedule
-    tensors: tuple[str, ...]  # per buffer; "" where the engine keeps no record of it
-    at_ns: tuple[int, ...]  # per slot
-    live_bytes: tuple[int, ...]  # per slot: all bytes that no one can move
-    stall_ns: tuple[int, ...]  # per slot: time that went into waiting there, not into the kernel before
+    tensors: tuple[str, ...]  # a name per buffer; "" if the engine has no record of the buffer
+    at_ns: tuple[int, ...]  # the time of each slot
+    live_bytes: tuple[int, ...]  # per slot: all bytes that cannot move
+    stall_ns: tuple[int, ...]  # per slot: the stall at the slot, which the previous kernel's time excludes
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One measured training iteration: its calls in order, and the tensors that can move.
+    """One measured step: its calls in order, and the tensors that can move.
 
-    All other bytes are in the calls' `live_bytes`, and in `outside`, by call: what user code took after it.
+    The calls' `live_bytes` count all other bytes of programs. `outside` has, for each call, the bytes that
+    user code allocated after the call.
     """
 
     calls: tuple[Call, ...]
     end_ns: int
     kinds: tuple[tuple[str, str, int, bool], ...]  # (name, kind, size_bytes, persistent)
-    exposed: frozenset[tuple[int, str]]  # (call, tensor): user code held it when the call returned
-    outside: tuple[int, ...] = ()  # none is as good as zeros
+    exposed: frozenset[tuple[int, str]]  # (call, tensor): user code held the tensor when the call returned
+    outside: tuple[int, ...] = ()  # an empty tuple means zeros

@@ -1,10 +1,10 @@
-"""Profiles and machines that come with teraio: their names are taken wherever such a file is read.
+"""Profiles and machines that come with teraio. Every command that reads such a file also accepts its name.
 
-    path("rtx4090-1ssd", MACHINES)     -> the file that came along
-    path("mine.json", MACHINES)        -> that file
+    find_named_file("rtx4090-1ssd", MACHINES)     -> the path of the shipped file
+    find_named_file("mine.json", MACHINES)        -> mine.json
 
-A file that is there goes first. Figures of profiles are written down here, because to read all of the files
-takes seconds; a test holds them to the files.
+An existing file of the same name has priority. This module repeats some figures of the profiles, because
+reading all files takes seconds. A test compares the figures with the files.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ FOLDER = Path(__file__).parents[1] / "profiles"
 
 @dataclass(frozen=True, slots=True)
 class ShippedFiles:
-    """Files of one kind. `listed`: the command that lists them; `made`: the one that makes another."""
+    """Shipped files of one kind.
+
+    The field `list_command` is the command that lists these files. The field `make_hint` explains how to make
+    another file.
+    """
 
     kind: str
     folder: Path
     suffix: str
-    listed: str
-    made: str
+    list_command: str
+    make_hint: str
 
     def names(self) -> list[str]:
-        """Lists the names, without what all files end with."""
+        """List the names without their common suffix."""
         return sorted(file.name.removesuffix(self.suffix) for file in self.folder.glob("*" + self.suffix))
 
     def path_of(self, name: str) -> Path:
-        """Names the file of a name."""
+        """Return the path of the file with this name."""
         return self.folder / f"{name}{self.suffix}"
 
 
@@ -47,25 +51,25 @@ PROFILES = ShippedFiles(
     FOLDER,
     ".profile.json.gz",
     "teraio profile list",
-    "options={'profile': 'run.profile.json'} measures one",
+    "options={'profile': 'run.profile.json'} measures your own",
 )
 MACHINES = ShippedFiles(
     "machine",
     FOLDER / "machines",
     ".machine.json",
     "teraio machine list",
-    "`teraio doctor -o here.machine.json` measures this one",
+    "`teraio doctor -o here.machine.json` measures your own",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileFacts:
-    """What is known of a profile without reading it."""
+    """The figures of a profile that are known without reading its file."""
 
     what: str
     compute_ns: int
-    peak_bytes: int  # if nothing moves
-    smallest_bytes: int  # that there is a plan for
+    peak_bytes: int  # the peak of a step in which nothing moves
+    smallest_bytes: int  # the smallest budget with a plan
 
 
 ABOUT_PROFILES = {
@@ -73,7 +77,7 @@ ABOUT_PROFILES = {
     "llama-3.1-70b-b8": ProfileFacts("Llama 3.1 70B, 8 sequences", 37343135702, 1714717327360, 16810770432),
     "llama-3.1-8b-b16": ProfileFacts("Llama 3.1 8B, 16 sequences", 8450856151, 410230259712, 9395765248),
     "llama-3.1-8b-b16-checkpoint": ProfileFacts(
-        "the same, layers run once more in the backward", 11065362135, 143665987584, 9395765248
+        "the same, layers recomputed in the backward", 11065362135, 143665987584, 9395765248
     ),
     "llama-3.1-8b-b1x4-fp32": ProfileFacts(
         "Llama 3.1 8B in fp32, 4 micro-batches of 1", 18011343976, 165546196992, 8405385216
@@ -82,7 +86,9 @@ ABOUT_PROFILES = {
         "Llama 3.1 8B, 8 micro-batches of 2", 8483233015, 165564383232, 8405385216
     ),
     "llama-3.1-8b-b4": ProfileFacts("Llama 3.1 8B, 4 sequences", 2181231753, 187751399424, 8405385216),
-    "llama-3.1-8b-l8-b4": ProfileFacts("8 layers of it, 4 sequences", 653718801, 59651457024, 8405385216),
+    "llama-3.1-8b-l8-b4": ProfileFacts(
+        "8 layers of Llama 3.1 8B, 4 sequences", 653718801, 59651457024, 8405385216
+    ),
     "llama-cpu-160MiB": ProfileFacts(
         "a small Llama, measured on two CPU cores", 2301544870, 335544384, 51437632
     ),
@@ -103,42 +109,47 @@ ABOUT_MACHINES = {
 }
 
 
-def find_named_file(asked: str | os.PathLike[str], shelf: ShippedFiles, others: tuple[str, ...] = ()) -> str:
-    """Finds the file that is meant. `others`: what else would have been taken, for the error."""
-    told = os.fspath(asked)
-    if not names_existing_file(told):
-        name = told.removesuffix(shelf.suffix)
-        if name in shelf.names():
-            return str(shelf.path_of(name))
-        if not os.path.lexists(told) and "\0" not in told:
-            raise FileFormatError(_no_such_file_message(told, shelf, others))
-    return told
+def find_named_file(
+    name_or_path: str | os.PathLike[str], shipped: ShippedFiles, other_names: tuple[str, ...] = ()
+) -> str:
+    """Return the path of an existing file, or of the shipped file with this name.
+
+    The caller also accepts the names in `other_names`. The error for an unknown name lists these names, too.
+    """
+    path = os.fspath(name_or_path)
+    if not names_existing_file(path):
+        name = path.removesuffix(shipped.suffix)
+        if name in shipped.names():
+            return str(shipped.path_of(name))
+        if not os.path.lexists(path) and "\0" not in path:
+            raise FileFormatError(_no_such_file_message(path, shipped, other_names))
+    return path
 
 
-def names_existing_file(asked: str) -> bool:
-    """Whether it is there; a folder is no file of ours."""
-    return "\0" not in asked and os.path.lexists(asked) and not os.path.isdir(asked)
+def names_existing_file(path: str) -> bool:
+    """Return True if the path exists and is no folder."""
+    return "\0" not in path and os.path.lexists(path) and not os.path.isdir(path)
 
 
-def read_named_machine(asked: str | os.PathLike[str]) -> Machine:
-    """Reads a machine file, or the one that came along under this name."""
-    return Machine.read(find_named_file(asked, MACHINES))
+def read_named_machine(name_or_path: str | os.PathLike[str]) -> Machine:
+    """Read a machine file, or the shipped machine with this name."""
+    return Machine.read(find_named_file(name_or_path, MACHINES))
 
 
-def read_named_profile(asked: str | os.PathLike[str]) -> Profile:
-    """Reads a profile, or the one that came along under this name."""
-    return Profile.read(find_named_file(asked, PROFILES))
+def read_named_profile(name_or_path: str | os.PathLike[str]) -> Profile:
+    """Read a profile file, or the shipped profile with this name."""
+    return Profile.read(find_named_file(name_or_path, PROFILES))
 
 
-def _no_such_file_message(asked: str, shelf: ShippedFiles, others: tuple[str, ...]) -> str:
-    names = [*shelf.names(), *others]
-    ending = re.compile(rf"(\.{shelf.kind})?\.json(\.gz)?$")
-    base = ending.sub("", os.path.basename(asked))
-    meant = suggest_nearest_name(base, names)
-    if os.sep in asked or base != asked:
-        return f"{printable_line(asked, 200)}: No such file{meant}; names that need no file: {shelf.listed}"
+def _no_such_file_message(path: str, shipped: ShippedFiles, other_names: tuple[str, ...]) -> str:
+    names = [*shipped.names(), *other_names]
+    ending = re.compile(rf"(\.{shipped.kind})?\.json(\.gz)?$")
+    base = ending.sub("", os.path.basename(path))
+    guess = suggest_nearest_name(base, names)
+    start = f"{printable_line(path, 200)}: No such file"
+    if os.sep in path or base != path:
+        return f"{start}{guess}; names that need no file: {shipped.list_command}"
     return (
-        f"{printable_line(asked, 200)}: No such file, and no {shelf.kind} of that name comes with "
-        f"teraio{meant}; "
-        f"there are {', '.join(names)} ({shelf.listed}), and {shelf.made}"
+        f"{start}, and no {shipped.kind} of that name comes with teraio{guess}; "
+        f"there are {', '.join(names)} ({shipped.list_command}), and {shipped.make_hint}"
     )

@@ -1,14 +1,13 @@
-"""A timeline: what happened, or what is predicted. One type for both, so that the two can be laid side by
-side.
+"""A timeline: the kernels, transfers, memory and stalls of one step, measured or predicted.
+
+Measured and predicted timelines have the same type, so they can be compared.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
-from teraio.formats import files
 from teraio.formats.fields import (
     TICKS_END,
     Fault,
@@ -20,13 +19,14 @@ from teraio.formats.fields import (
     make_one_of_check,
     make_safe_text_check,
 )
+from teraio.formats.files import FileContent
 
-ENTRIES_MAX = 2**17  # spans, counters and stalls: what 16 MiB hold
+ENTRIES_MAX = 2**17  # limit for spans, for counters and for stalls; 16 MiB of text hold about as many entries
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time on a track: `compute`, or a lane such as `evict:ssd`."""
+    """A kernel on the track `compute`, or a transfer on a lane such as `evict:ssd`."""
 
     track: str
     name: str
@@ -38,7 +38,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """Bytes of one kind in one tier from `at_ns` on."""
+    """The bytes of one kind in one tier from `at_ns` on."""
 
     tier: str
     kind: str
@@ -48,7 +48,7 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Compute waiting for a ticket. `cause`: late read, link busy, miss."""
+    """A wait of compute for a ticket. `cause` is late read, link busy or miss."""
 
     tick: int
     tensor: str
@@ -57,10 +57,11 @@ class Stall:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
-    """A step: `budget_bytes` and `step_ns` are 0 where they are not known.
+class Timeline(FileContent):
+    """The timeline of one step. `budget_bytes` and `step_ns` are 0 if unknown.
 
-    `overrun_bytes` is what user code, or a library's kernel, got beyond the budget; no counter has it.
+    User code or a library's kernel allocated `overrun_bytes` beyond the budget. No counter includes these
+    bytes.
     """
 
     kind: Literal["measured", "predicted"]
@@ -71,41 +72,15 @@ class Timeline:
     step_ns: int = 0
     overrun_bytes: int = 0
 
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Timeline:
-        """From a file, plain or gzip; FileFormatError names the file, the place and the remedy."""
-        value = files.read(FORMAT, path)
-        assert isinstance(value, cls)
-        return value
-
-    @classmethod
-    def loads(cls, data: str | bytes, name: str = "<timeline>") -> Timeline:
-        """From the text of a file; `name` is what errors call it."""
-        value = files.loads(FORMAT, data, name)
-        assert isinstance(value, cls)
-        return value
-
-    def dumps(self) -> str:
-        """The text of a file, one entry per line. FileFormatError if it could not be read back."""
-        return files.dumps(FORMAT, self)
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """To a file, whole or not at all; packed if the name ends in `.gz`."""
-        files.write(FORMAT, self, path)
-
-    def validate(self) -> None:
-        """FileFormatError for the first thing that a timeline file may not hold."""
-        files.validate(FORMAT, self)
-
 
 def _check_across_fields(timeline: Timeline) -> None:
-    """What no single field can know."""
+    """Refuse a span that ends before it starts."""
     for index, span in enumerate(timeline.spans):
         if span.start_ns > span.end_ns:
             raise Fault(f"spans[{index}].start_ns", f"is {span.start_ns}, after end_ns at {span.end_ns}")
 
 
-FORMAT = Format(
+Timeline.file_format = Format(
     name="teraio-timeline",
     size_max_bytes=16 * 2**20,
     build=Timeline,

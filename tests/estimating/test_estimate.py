@@ -1,4 +1,4 @@
-"""An estimate is what a run would measure: the same kernels, tensors and bytes, without running any of it."""
+"""Tests of estimates: an estimated step has the same kernels, tensors and bytes as a measured step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from teraio.runtime.device import choose, rss
 from teraio.session.session import RESERVE_BYTES
 
 MIB = 2**20
-LARGE = torch.empty(0)  # stands for what takes no bytes
+LARGE = torch.empty(0)  # a tensor of zero bytes
 SMALL = Shape(vocabulary=512, hidden=128, intermediate=384, layers=1, heads=4)
 H100 = "h100-4ssd"
 LOG = logging.getLogger("tests.estimate")
@@ -41,7 +41,7 @@ Loss = Callable[[Any], torch.Tensor] | None
 
 
 class Perceptron(nn.Module):
-    """With what a step changes besides weights: statistics and random numbers."""
+    """A perceptron whose step also changes batch-norm statistics and uses random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Perceptron(nn.Module):
 
 
 class Case:
-    """A model, what feeds it, what updates it; a fresh one for each use."""
+    """A new model with a batch and an optimizer."""
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(0)
@@ -72,8 +72,9 @@ class Case:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
 
     def estimate(self, memory: str = "20MiB", machine: Any = H100) -> Estimate:
-        asked: dict[str, Any] = {"optimizer": self.optimizer, "loss": self.loss}
-        return teraio.estimate(self.model, self.batch, memory, machine=machine, **asked)
+        return teraio.estimate(
+            self.model, self.batch, memory, machine=machine, optimizer=self.optimizer, loss=self.loss
+        )
 
     def train(
         self, options: dict[str, Any], steps: int = 4, after: Callable[[], Any] = lambda: None
@@ -99,16 +100,22 @@ def _nothing_left(nothing_left: None) -> Iterator[None]:
 
 @pytest.fixture
 def toy(tmp_path: Path) -> str:
-    """A machine whose device is this processor: its drives' buffers are in the same memory."""
+    """Return the machine file of a machine that computes on this CPU.
+
+    Drive buffers and tensors share the memory of this machine.
+    """
     path = tmp_path / "toy.machine.json"
     toys.machine(2**33, 2**40, 10**9).write(path)
     return str(path)
 
 
 @pytest.mark.parametrize("name", ["llama", "perceptron"])
-def test_the_step_is_the_one_that_a_run_measures(name: str, toy: str, tmp_path: Path) -> None:
-    """Kernels, their order, tensors, their bytes and uses: all of it. Bytes that cannot move: to the byte
-    where the loss is in the model; where it is the loop's, no less and 4 % more at most."""
+def test_an_estimated_step_equals_the_measured_one(name: str, toy: str, tmp_path: Path) -> None:
+    """Compare (1) the kernels and their order, and (2) the tensors, their bytes and their uses.
+
+    If the model computes the loss, the bytes that cannot move are equal in both steps. If the training loop
+    computes the loss, the estimated peak may exceed the measured peak by up to 4 %.
+    """
     estimated = Case(name).estimate(machine=toy).profile
     path = tmp_path / "run.profile.json"
     Case(name).train({"memory": "20MiB", "profile": str(path), "warmup": 1, "planner": "greedy"})
@@ -124,26 +131,30 @@ def test_the_step_is_the_one_that_a_run_measures(name: str, toy: str, tmp_path: 
     assert 1 <= peaks[0] / peaks[1] <= 1.04
 
 
-def test_the_memory_it_names_is_what_plain_training_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To half a percent, counted by the allocator."""
-    here = choose.choose_device("cpu")
-    if not here.spares:  # type: ignore[attr-defined]
-        pytest.skip("no compiler: nothing counts the bytes of tensors")
+def test_estimated_memory_matches_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the estimated bytes with the allocator's count. They may differ by up to 0.5 %."""
+    device = choose.choose_device("cpu")
+    if not device.spares:  # type: ignore[attr-defined]
+        pytest.skip("no compiler, so nothing counts the bytes of tensors")
     monkeypatch.setenv("TERAIO_DISABLE", "1")
-    gc.collect()  # what other tests left is freed now, not while this one counts
-    before = here.used_bytes()
+    gc.collect()  # frees the tensors of other tests before this test counts bytes
+    before = device.used_bytes()
     case = Case("llama")
     case.train({}, 2)
-    here.reset_peak()
+    device.reset_peak()
     case.train({}, 1)
-    measured = here.peak_bytes() - before
+    measured = device.peak_bytes() - before
     estimated = case.estimate().peak_bytes - RESERVE_BYTES
     assert abs(estimated - measured) <= measured * 0.005, (estimated, measured)
 
 
 def test_a_run_follows_the_plan_of_an_estimate(toy: str, tmp_path: Path) -> None:
-    """From its second step on, with nothing measured; the numbers are those of a run without a budget. Nor
-    does it notice that the model is estimated again between its steps: nothing comes back for that."""
+    """Check that a run follows the estimate's plan from the second step on, and has no measured step.
+
+    The losses equal the losses of a run with enough memory.
+
+    The run makes another estimate between two steps. That estimate fetches no weight.
+    """
     found = Case("perceptron").estimate("20MiB", toy)
     assert found.fits and found.plan is not None and found.plan.moves
     found.plan.write(tmp_path / "run.plan.json")
@@ -156,19 +167,19 @@ def test_a_run_follows_the_plan_of_an_estimate(toy: str, tmp_path: Path) -> None
     assert losses == Case("perceptron").train({"memory": "1GiB"})
 
 
-def test_the_other_commands_go_on_from_its_profile(
+def test_other_commands_accept_the_profile_of_an_estimate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Case("perceptron").estimate()
     found.profile.write(tmp_path / "run.profile.json")
     machine = str(shipped_files.MACHINES.path_of(H100))
-    told = ["--machine", machine, "--memory", "20MiB", "--planner", "greedy", "--json"]
-    assert main.main(["plan", str(tmp_path / "run.profile.json"), *told]) == 0
+    flags = ["--machine", machine, "--memory", "20MiB", "--planner", "greedy", "--json"]
+    assert main.main(["plan", str(tmp_path / "run.profile.json"), *flags]) == 0
     made = json.loads(capsys.readouterr().out)
     assert (made["step_ns"], made["compute_ns"]) == (found.step_ns, found.compute_ns)
 
 
-def test_a_model_of_gigabytes_takes_none_of_them() -> None:
+def test_a_large_model_is_estimated_without_allocating_it() -> None:
     shape = Shape(vocabulary=32_000, hidden=8192, intermediate=28_672, layers=1, heads=64, key_heads=8)
     with torch.device("meta"):
         model, tokens = Llama(shape), torch.empty(1, 1024, dtype=torch.long)
@@ -185,7 +196,7 @@ def test_a_model_of_gigabytes_takes_none_of_them() -> None:
     assert found.compute_ns <= found.bound_ns <= found.step_ns
 
 
-def test_nothing_of_the_model_changes() -> None:
+def test_an_estimate_does_not_change_the_model() -> None:
     case = Case("perceptron")
     model = case.model
     before = {name: (t.clone(), t._version) for name, t in model.state_dict().items()}
@@ -198,9 +209,11 @@ def test_nothing_of_the_model_changes() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_dynamo_learns_of_an_estimate_does_not_meet_a_compile() -> None:
-    """More batch sizes in a row than Dynamo compiles a function for, and the first compile of the model has
-    one size and no symbol."""
+def test_an_estimate_does_not_affect_later_compiles() -> None:
+    """Estimate more batch sizes than Dynamo compiles for one function.
+
+    The first compile of the model after these estimates still has static sizes.
+    """
     model, seen = nn.Linear(256, 64), []
     for rows in range(32, 42):
         teraio.estimate(model, torch.empty(rows, 256), "1GiB", machine=H100)
@@ -217,7 +230,7 @@ NAMES = ["adagrad", "adafactor", "nadam", "sgd"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_states_are_those_that_the_optimizer_makes(name: str) -> None:
+def test_estimated_states_equal_the_optimizers_states(name: str) -> None:
     model = nn.Linear(512, 256)
     kinds = {kind.lower(): made for kind, made in vars(torch.optim).items() if isinstance(made, type)}
     optimizer = kinds[name](model.parameters())
@@ -230,7 +243,7 @@ def test_states_are_those_that_the_optimizer_makes(name: str) -> None:
 
 
 def test_tied_frozen_and_shared_tensors_count_once() -> None:
-    """In a model that also has a constant, and says something on its way."""
+    """Estimate a model that also has a constant and logs a line in its forward."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -240,7 +253,7 @@ def test_tied_frozen_and_shared_tensors_count_once() -> None:
             self.fixed = nn.Linear(64, 64, bias=False).requires_grad_(False)
 
         def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            LOG.warning("not a part of the step")
+            LOG.warning("not part of the step")
             logits = self.head(self.fixed(self.table(ids))) * torch.tensor([2.0])
             return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
@@ -251,7 +264,7 @@ def test_tied_frozen_and_shared_tensors_count_once() -> None:
     assert (found.bytes_of_kind("grad"), found.bytes_of_kind("state")) == (table, 2 * table)
 
 
-def test_it_can_be_read(toy: str) -> None:
+def test_an_estimate_prints_as_text(toy: str) -> None:
     case = Case("perceptron")
     text = str(case.estimate())
     assert text.startswith("Perceptron within 20 MiB on h100-4ssd (from data sheets, not measured)\n")
@@ -274,7 +287,7 @@ def test_this_machine_is_measured() -> None:
     assert "GFLOP/s in fp32" in str(found) and found.fits
 
 
-def test_each_machine_that_comes_along_is_known() -> None:
+def test_each_shipped_machine_has_compute_rates() -> None:
     assert len(shipped_files.MACHINES.names()) == 8
     for name in shipped_files.MACHINES.names():
         basis = machines.find_machine_and_speeds(name, torch.device("cpu"))
@@ -282,7 +295,7 @@ def test_each_machine_that_comes_along_is_known() -> None:
         assert basis.speeds.half.flop_per_s > basis.speeds.full.flop_per_s
 
 
-def test_kernels_take_what_their_shapes_say() -> None:
+def test_the_cost_of_a_kernel_follows_from_its_shapes() -> None:
     speeds = operator_costs.Speeds(Rates(8 * 10**12, 10**12, 0), Rates(10**12, 10**12, 0))
     aten = torch.ops.aten
     with FakeTensorMode():
@@ -317,9 +330,9 @@ class Unknown(nn.Linear):
         return super().forward(x)[x[:, 0].nonzero()].sum()
 
 
-def wrong(**asked: Any) -> Callable[[], Estimate]:
-    given = {"model": nn.Linear(64, 64), "batch": torch.empty(8, 64), "memory": "1GiB", "machine": H100}
-    return lambda: teraio.estimate(**{**given, **asked})
+def wrong(**changes: Any) -> Callable[[], Estimate]:
+    valid = {"model": nn.Linear(64, 64), "batch": torch.empty(8, 64), "memory": "1GiB", "machine": H100}
+    return lambda: teraio.estimate(**{**valid, **changes})
 
 
 WRONG: list[tuple[Callable[[], Any], type[TeraioError], str]] = [
@@ -338,26 +351,26 @@ WRONG: list[tuple[Callable[[], Any], type[TeraioError], str]] = [
     (wrong(planner="gredy"), OptionError, "did you mean greedy"),
     (wrong(machine="h100-4sd"), FileFormatError, "no machine of that name .* did you mean h100-4ssd"),
     (wrong(machine="./none.machine.json"), FileFormatError, "No such file"),
-    (wrong(optimizer="adamv"), OptionError, "none of torch.optim; did you mean adam"),
+    (wrong(optimizer="adamv"), OptionError, "not in torch.optim; did you mean adam"),
     (wrong(optimizer=7), OptionError, "optimizer is of type int"),
     (wrong(optimizer=torch.optim.SGD([nn.Parameter(LARGE)])), OptionError, "1 of 1 parameters of the SGD"),
-    (wrong(optimizer="lbfgs"), UnsupportedError, "LBFGS cannot be stepped without numbers"),
+    (wrong(optimizer="lbfgs"), UnsupportedError, "LBFGS cannot step on fake tensors"),
     (wrong(optimizer="muon"), OptionError, "Muon cannot be made for the parameters of Linear"),
     (wrong(loss=lambda output: output), OptionError, r"loss gives a tensor of shape \(8, 64\)"),
     (wrong(batch=torch.empty(8, 64).to_sparse()), UnsupportedError, "layout torch.sparse_coo"),
 ]
 
 
-@pytest.mark.parametrize(("ask", "kind", "says"), WRONG)
-def test_what_cannot_be_is_refused_by_name(
-    ask: Callable[[], Any], kind: type[TeraioError], says: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("estimate", "kind", "message"), WRONG)
+def test_an_impossible_estimate_is_refused_by_name(
+    estimate: Callable[[], Any], kind: type[TeraioError], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(kind, match=says):
-        ask()
+    with pytest.raises(kind, match=message):
+        estimate()
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_a_machine_may_be_given_as_it_is() -> None:
+def test_a_machine_object_is_accepted() -> None:
     known = shipped_files.read_named_machine(H100)
     slower = replace(known, tiers=tuple(t for t in known.tiers if t.name != "host"))
     links = tuple(link for link in known.links if "host" not in (link.source, link.target))

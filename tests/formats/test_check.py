@@ -1,4 +1,4 @@
-"""The check: what it accepts is right, what it refuses it names, and a slow, obvious ledger agrees."""
+"""Tests of plan_check: it accepts valid plans, names every fault, and agrees with a simple ledger."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def only_problem(made: Plan, profile: Profile) -> str:
     return verdict.problems[0]
 
 
-# ---- by hand ----
+# ---- compared with ledgers by hand ----
 
-# A weight that is written at tick 9, read at 3 and 8, and away twice.
+# The weight `w` is read at ticks 3 and 8 and written at tick 9. It is evicted twice per step.
 CYCLE = toys.profile([toys.weight("w", 4, (3, 8), (9,))], 12)
 CYCLE_MOVES = (
     Evict("w", "ssd", 11, 10),
@@ -39,19 +39,21 @@ CYCLE_MOVES = (
     Evict("w", "ssd", 4),
     Fetch("w", "ssd", 7, 8),
 )
-AWAY = (Evict("a", "ssd", free=4, trigger=1), Fetch("a", "ssd", trigger=6, ready=9))
+EVICTED = (Evict("a", "ssd", free=4, trigger=1), Fetch("a", "ssd", trigger=6, ready=9))
 
 
 def test_a_plan_that_fits_is_accepted_with_its_peak() -> None:
-    # a (4) is gone for ticks 4 and 5, where b (6) lives: 4 4 4 4 6 6 4 4 4 4.
-    verdict = check_plan_against_profile(plan_of(*AWAY), toys.diamond(), MACHINE)
+    # The tensor `a` (4 bytes) is evicted at ticks 4 and 5, when `b` (6 bytes) is alive. The bytes at ticks 0
+    # to 9 are 4 4 4 4 6 6 4 4 4 4.
+    verdict = check_plan_against_profile(plan_of(*EVICTED), toys.diamond(), MACHINE)
     assert (verdict.feasible, verdict.peak_bytes, verdict.peak_tick, verdict.problems) == (True, 6, 4, ())
 
 
 def test_bytes_count_until_free_and_from_trigger() -> None:
-    # Free one tick late: a is still there at tick 4 beside b. Triggered one tick early: at tick 5.
-    late = check_plan_against_profile(plan_of(replace(AWAY[0], free=5), AWAY[1]), toys.diamond(), MACHINE)
-    early = check_plan_against_profile(plan_of(AWAY[0], replace(AWAY[1], trigger=5)), toys.diamond(), MACHINE)
+    # If `free` is one tick later, `a` is resident at tick 4, beside `b`. If the fetch's trigger is one tick
+    # earlier, `a` is resident at tick 5.
+    late = check_plan_against_profile(plan_of(replace(EVICT, free=5), FETCH), toys.diamond(), MACHINE)
+    early = check_plan_against_profile(plan_of(EVICT, replace(FETCH, trigger=5)), toys.diamond(), MACHINE)
     assert (late.peak_bytes, late.peak_tick) == (10, 4)
     assert (early.peak_bytes, early.peak_tick) == (10, 5)
     assert "10 bytes are on the device, the plan's budget is 8 (2 too many)" in late.problems[0]
@@ -59,13 +61,15 @@ def test_bytes_count_until_free_and_from_trigger() -> None:
 
 def test_workspace_counts_at_its_kernel() -> None:
     profile = toys.profile(list(toys.diamond().tensors), 10, workspace={5: 3})
-    assert only_problem(plan_of(*AWAY), profile).startswith("tick 5 (kernel 'k5'): 9 bytes")
+    assert only_problem(plan_of(*EVICTED), profile).startswith("tick 5 (kernel 'k5'): 9 bytes")
 
 
 def test_a_gap_may_cross_the_end_of_the_step() -> None:
-    # w (4) is used at ticks 3 and 5 of 10 and away from 7 to 1 of the next step; written at 5, so not clean.
+    # The weight `w` (4 bytes) is used at ticks 3 and 5 of 10. It is evicted from tick 7 to tick 1 of the next
+    # step. The kernel at tick 5 writes `w`, so `w` is dirty.
     profile = toys.profile([toys.weight("w", 4, (3,), (5,)), toys.activation("b", 6, 8, (9,))], 10)
-    for fetch in (Fetch("w", "ssd", 1, 3), Fetch("w", "ssd", 11, 13)):  # the same move, said in two ways
+    # Both fetches are the same move. The second has ticks of the next step.
+    for fetch in (Fetch("w", "ssd", 1, 3), Fetch("w", "ssd", 11, 13)):
         verdict = check_plan_against_profile(
             plan_of(Evict("w", "ssd", 7, 6), fetch, homes={"w": "ssd"}), profile, MACHINE
         )
@@ -73,7 +77,8 @@ def test_a_gap_may_cross_the_end_of_the_step() -> None:
 
 
 def test_a_move_may_be_in_flight_at_the_end_of_the_step() -> None:
-    # Leaving across the end: home is the device. Arriving across it: home is the SSD, yet its bytes count.
+    # A tensor whose eviction is in flight at the end of the step has the device as home. A tensor whose fetch
+    # is in flight has the SSD as home, but its bytes count on the device.
     profile = toys.profile([toys.weight("w", 4, (4,), (5,))], 10)
     leaving = plan_of(Evict("w", "ssd", 11, 8), Fetch("w", "ssd", 3, 4))
     arriving = plan_of(Evict("w", "ssd", 7, 6), Fetch("w", "ssd", 9, 14), homes={"w": "ssd"})
@@ -85,7 +90,8 @@ def test_a_move_may_be_in_flight_at_the_end_of_the_step() -> None:
 
 
 def test_a_clean_tensor_is_dropped_without_a_write() -> None:
-    # w is written at 9 and written out after it; between 0 and 8 it is clean: the second absence is a drop.
+    # The weight `w` is written at tick 9 and then evicted. It is clean between ticks 0 and 8, so the second
+    # evict is a drop.
     assert (
         check_plan_against_profile(plan_of(*CYCLE_MOVES, homes={"w": "ssd"}), CYCLE, MACHINE).problems == ()
     )
@@ -98,7 +104,7 @@ def test_a_tensor_that_no_kernel_writes_is_always_clean() -> None:
     ).feasible
 
 
-def test_an_unused_tensor_may_live_elsewhere_without_moves() -> None:
+def test_an_unused_tensor_may_have_an_ssd_home_without_moves() -> None:
     profile = toys.profile([toys.weight("spare", 100, ())], 3)
     assert check_plan_against_profile(plan_of(homes={"spare": "ssd"}), profile, MACHINE).peak_bytes == 0
     assert (
@@ -106,14 +112,14 @@ def test_an_unused_tensor_may_live_elsewhere_without_moves() -> None:
     )
 
 
-def test_a_tensor_may_be_read_but_not_written_while_it_leaves() -> None:
+def test_a_leaving_tensor_may_be_read_but_not_written() -> None:
     reads = toys.profile([toys.activation("a", 4, 0, (2, 9))], 10)
     writes = toys.profile([Tensor("a", "activation", 4, False, (9,), (0, 2))], 10)
-    assert check_plan_against_profile(plan_of(*AWAY), reads, MACHINE).feasible
-    assert "its copy would be torn" in only_problem(plan_of(*AWAY), writes)
+    assert check_plan_against_profile(plan_of(*EVICTED), reads, MACHINE).feasible
+    assert "its copy would be torn" in only_problem(plan_of(*EVICTED), writes)
 
 
-def test_a_step_without_kernels_holds_what_is_persistent() -> None:
+def test_a_step_without_kernels_counts_persistent_tensors() -> None:
     profile = toys.profile([toys.weight("w", 4, ())], 0)
     assert check_plan_against_profile(plan_of(), profile, MACHINE).peak_bytes == 4
     assert (
@@ -122,42 +128,42 @@ def test_a_step_without_kernels_holds_what_is_persistent() -> None:
     )
 
 
-# ---- faults: a right plan, one thing wrong ----
+# ---- faults: valid plans with one error ----
 
-EVICT, FETCH = AWAY
+EVICT, FETCH = EVICTED
 
 
 @pytest.mark.parametrize(
-    ("moves", "says"),
+    ("moves", "message"),
     [
-        ((EVICT,), "used by the kernel, but 'a' is away"),
-        ((FETCH,), "it is on the device, not away"),
-        ((EVICT, FETCH, FETCH), "it is arriving, not away"),
-        ((EVICT, EVICT, FETCH), "it is leaving, not on the device"),
+        ((EVICT,), "used by the kernel, but 'a' is evicted"),
+        ((FETCH,), "the tensor is on the device, not evicted"),
+        ((EVICT, FETCH, FETCH), "the tensor is arriving, not evicted"),
+        ((EVICT, EVICT, FETCH), "the tensor is leaving, not on the device"),
         ((EVICT, replace(FETCH, ready=5)), "are no span within"),
         ((replace(EVICT, free=0), FETCH), "are no span within"),
         ((replace(EVICT, trigger=-3), FETCH), "are no span within"),
         ((replace(EVICT, free=40), FETCH), "are no span within"),
         ((replace(EVICT, trigger=0, free=4), FETCH), "lie outside the life of 'a', which is made at tick 0"),
         ((EVICT, replace(FETCH, ready=10)), "lie outside the life of 'a'"),
-        ((EVICT, replace(FETCH, trigger=3)), "it is leaving, not away"),
+        ((EVICT, replace(FETCH, trigger=3)), "the tensor is leaving, not evicted"),
         ((replace(EVICT, trigger=None), FETCH), "there is no good copy in 'ssd'"),
         ((EVICT, replace(FETCH, source="host")), "there is no good copy in 'host'"),
         ((replace(EVICT, to="device"), FETCH), "not a tier to move to or from"),
-        ((*AWAY, Fetch("ghost", "ssd", 1, 2)), "no tensor of that name in profile 'toy'"),
+        ((*EVICTED, Fetch("ghost", "ssd", 1, 2)), "no tensor of that name in profile 'toy'"),
     ],
 )
-def test_a_fault_is_found_and_named(moves: tuple[Evict | Fetch, ...], says: str) -> None:
+def test_a_fault_is_found_and_named(moves: tuple[Evict | Fetch, ...], message: str) -> None:
     problems = check_plan_against_profile(plan_of(*moves), toys.diamond()).problems
-    assert any(says in problem for problem in problems), problems
+    assert any(message in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize(
-    ("moves", "homes", "says"),
+    ("moves", "homes", "messages"),
     [
-        (CYCLE_MOVES, {}, "it is on the device, not away"),
+        (CYCLE_MOVES, {}, "the tensor is on the device, not evicted"),
         (CYCLE_MOVES[1:], {"w": "ssd"}, "there is no good copy in 'ssd'|at its start"),
-        (CYCLE_MOVES[:1] + CYCLE_MOVES[2:], {"w": "ssd"}, "is away"),
+        (CYCLE_MOVES[:1] + CYCLE_MOVES[2:], {"w": "ssd"}, "is evicted"),
         (CYCLE_MOVES, {"w": "host"}, "no tier 'host'"),
         ((replace(CYCLE_MOVES[0], trigger=None), *CYCLE_MOVES[1:]), {"w": "ssd"}, "no good copy in 'ssd'"),
         ((CYCLE_MOVES[0], CYCLE_MOVES[1]), {"w": "ssd", "x": "ssd"}, "home of 'x': no tensor of that name"),
@@ -170,14 +176,15 @@ def test_a_fault_is_found_and_named(moves: tuple[Evict | Fetch, ...], says: str)
     ],
 )
 def test_a_fault_around_the_end_of_the_step_is_found(
-    moves: tuple[Evict | Fetch, ...], homes: dict[str, str], says: str
+    moves: tuple[Evict | Fetch, ...], homes: dict[str, str], messages: str
 ) -> None:
     problems = check_plan_against_profile(plan_of(*moves, homes=homes), CYCLE, MACHINE).problems
-    assert any(part in problem for problem in problems for part in says.split("|")), problems
+    assert any(part in problem for problem in problems for part in messages.split("|")), problems
 
 
 def test_a_stale_copy_is_not_good_enough_for_a_drop() -> None:
-    # The only write-out (tick 4) comes before the kernel that writes w (tick 9): at 10 there is no copy.
+    # The only write of `w` to the SSD (tick 4) is before the kernel that changes `w` (tick 9), so the copy is
+    # stale.
     moves = (Evict("w", "ssd", 5, 4), Fetch("w", "ssd", 7, 8), Evict("w", "ssd", 10), Fetch("w", "ssd", 2, 3))
     assert "there is no good copy in 'ssd'" in only_problem(plan_of(*moves, homes={"w": "ssd"}), CYCLE)
 
@@ -185,17 +192,17 @@ def test_a_stale_copy_is_not_good_enough_for_a_drop() -> None:
 def test_two_homes_recompute_and_small_tiers_are_refused() -> None:
     twice = replace(plan_of(), homes=(Home("a", "ssd"), Home("a", "device")))
     assert "both 'ssd' and 'device'" in check_plan_against_profile(twice, toys.diamond()).problems[0]
-    again = replace(plan_of(*AWAY), recompute=("a",))
+    again = replace(plan_of(*EVICTED), recompute=("a",))
     assert "recompute of 'a' is not possible" in check_plan_against_profile(again, toys.diamond()).problems[0]
-    full = check_plan_against_profile(plan_of(*AWAY), toys.diamond(), toys.machine(device=5, ssd=3)).problems
-    assert full == (
-        "tier 'device': the plan puts 6 bytes there, its capacity is 5",
-        "tier 'ssd': the plan puts 4 bytes there, its capacity is 3",
+    small = toys.machine(device=5, ssd=3)
+    assert check_plan_against_profile(plan_of(*EVICTED), toys.diamond(), small).problems == (
+        "tier 'device': the plan needs 6 bytes, the capacity is 5",
+        "tier 'ssd': the plan needs 4 bytes, the capacity is 3",
     )
 
 
 def test_short_lived_copies_share_a_tier_in_time() -> None:
-    # a and b are away one after the other: 4 bytes of SSD do for both.
+    # The tensors `a` and `b` are evicted one after the other, so 4 bytes on the SSD are enough for both.
     profile = toys.profile([toys.activation("a", 4, 0, (5,)), toys.activation("b", 4, 6, (11,))], 12)
     moves = (
         Evict("a", "ssd", 2, 1),
@@ -206,17 +213,17 @@ def test_short_lived_copies_share_a_tier_in_time() -> None:
     assert check_plan_against_profile(plan_of(*moves), profile, toys.machine(ssd=4)).feasible
 
 
-# ---- against a slow and obvious ledger ----
+# ---- compared with a slow and simple ledger ----
 
 
-STEPS = (
-    4  # laid end to end; the last one is the steady state, and from the third on it is known what was copied
-)
+# The number of successive steps in the simple ledger. From the third step on, the ledger knows all valid
+# copies. The last step is the steady state.
+STEPS = 4
 EVENTS = {
     "issue": ("device", "leaving"),
-    "free": ("leaving", "away"),
-    "drop": ("device", "away"),
-    "fetch": ("away", "arriving"),
+    "free": ("leaving", "evicted"),
+    "drop": ("device", "evicted"),
+    "fetch": ("evicted", "arriving"),
     "ready": ("arriving", "device"),
 }
 
@@ -224,7 +231,13 @@ EVENTS = {
 def naive_events(
     tensor: Tensor, moves: list[Evict | Fetch], ticks: int
 ) -> list[tuple[int, int, str, str]] | None:
-    """(tick, order, event, tier) in all steps and the one before them; None: ticks that no plan has."""
+    """Return a sorted list of the tensor's events, as (tick, order in the tick, event, tier).
+
+    For a persistent tensor, the list covers three earlier steps and the STEPS steps of the ledger. For
+    another tensor, the list covers one step.
+
+    Return None if the ticks of a move are impossible.
+    """
     uses, out = [*tensor.reads, *tensor.writes], []
     for move in moves:
         tier = move.to if isinstance(move, Evict) else move.source
@@ -244,23 +257,27 @@ def naive_events(
 
 
 def naive_walk(tensor: Tensor, made: Plan, ticks: int) -> list[bool] | None:
-    """Is the tensor on the device at each tick of the last step? None: not a plan."""
+    """Return, for each tick of the last step, True if the tensor uses device memory.
+
+    Return None if the plan is invalid.
+    """
     moves = [move for move in made.moves if move.tensor == tensor.name]
     home = next((h.tier for h in made.homes if h.tensor == tensor.name), "device")
     events = naive_events(tensor, moves, ticks)
     uses = {*tensor.reads, *tensor.writes}
     if events is None or (home != "device" and not tensor.persistent):
         return None
-    # What was begun before tick 0 and not ended is in flight; a second one has no place.
-    flying = []
+    # A move that begins before tick 0 and has not ended at tick 0 is in flight. Only one move of a tensor may
+    # be in flight.
+    flights = []
     for _, _, name, tier in [event for event in events if event[0] < 0]:
         if name in ("issue", "fetch"):
-            flying.append((name, tier))
-        elif name in ("free", "ready") and flying:
-            flying.pop(0)
-    if len(flying) > 1 or (flying and home != ("device" if flying[0][0] == "issue" else flying[0][1])):
+            flights.append((name, tier))
+        elif name in ("free", "ready") and flights:
+            flights.pop(0)
+    if len(flights) > 1 or (flights and home != ("device" if flights[0][0] == "issue" else flights[0][1])):
         return None
-    start = EVENTS[flying[0][0]][1] if flying else "device" if home == "device" else "away"
+    start = EVENTS[flights[0][0]][1] if flights else "device" if home == "device" else "evicted"
     state = start if tensor.persistent or tensor.kind == "input" else "unborn"
     copies = {home} | {move.to for move in moves if isinstance(move, Evict)} if tensor.persistent else set()
     rows = []
@@ -275,21 +292,24 @@ def naive_walk(tensor: Tensor, made: Plan, ticks: int) -> list[bool] | None:
             copies |= {tier} if name == "free" else set()
         if tick % ticks in uses:
             state = "device" if state == "unborn" else state
-            if state in ("away", "arriving") or (state == "leaving" and tick % ticks in tensor.writes):
+            if state in ("evicted", "arriving") or (state == "leaving" and tick % ticks in tensor.writes):
                 return None
             copies = set() if tick % ticks in tensor.writes else copies
-        rows.append(state not in ("away", "unborn") and (tensor.persistent or tick <= max(uses)))
+        rows.append(state not in ("evicted", "unborn") and (tensor.persistent or tick <= max(uses)))
     return rows[-ticks:] if state == start or not tensor.persistent else None
 
 
 def naive_ledger(made: Plan, profile: Profile) -> list[int] | None:
-    """Bytes on the device per tick, by laying whole steps end to end. None: not a plan."""
+    """Return the number of bytes on the device at each tick. The ledger walks through STEPS successive steps.
+
+    Return None if the plan is invalid.
+    """
     rows = [kernel.workspace_bytes for kernel in profile.kernels]
     for tensor in profile.tensors:
-        here = naive_walk(tensor, made, len(rows))
-        if here is None:
+        resident = naive_walk(tensor, made, len(rows))
+        if resident is None:
             return None
-        rows = [total + tensor.size_bytes * there for total, there in zip(rows, here)]
+        rows = [total + tensor.size_bytes * counts for total, counts in zip(rows, resident)]
     return rows
 
 
@@ -300,7 +320,10 @@ def budget_between(profile: Profile, share: float) -> int:
 
 
 def nudged(made: Plan, ticks: int, random: Random) -> Plan:
-    """The same plan with a few things changed and much room: sometimes still a plan, sometimes not."""
+    """Return the plan with one or two random changes, and often with a large budget.
+
+    The result may be valid or invalid.
+    """
     moves, homes = list(made.moves), list(made.homes)
     for _ in range(random.choice((1, 1, 2))):
         if not moves:
@@ -346,7 +369,7 @@ def test_the_check_agrees_with_steps_laid_end_to_end(block: int) -> None:
     assert min(counts.values()) > 20, counts
 
 
-# Each takes one move out of a right plan or bends it; what is left cannot be right.
+# Each variant lowers the budget, or removes or changes one move or home of a valid plan. No variant is valid.
 def _faults(made: Plan, profile: Profile, random: Random) -> list[tuple[str, Plan]]:
     out = [
         (
@@ -375,7 +398,8 @@ def _faults(made: Plan, profile: Profile, random: Random) -> list[tuple[str, Pla
         out.append(("a move less", replace(made, moves=rest)))
         out.append(("a move twice", replace(made, moves=(*made.moves, move))))
         out += [(name, replace(made, moves=(*rest, wrong))) for name, wrong in bent.items()]
-    # The home of a tensor without moves may be forgotten: it stays on the device, and that is a plan too.
+    # Only homes of tensors that move are removed. A tensor without moves and without a home is always
+    # resident, and the plan is still valid.
     for home in [home for home in made.homes if any(home.tensor == move.tensor for move in made.moves)][:2]:
         out.append(("home forgotten", replace(made, homes=tuple(h for h in made.homes if h != home))))
     return out
@@ -395,7 +419,7 @@ def test_planted_faults_are_found(block: int) -> None:
     assert sum(planted.values()) > 300, planted
 
 
-# ---- speed ----
+# ---- duration of the check ----
 
 
 def test_four_thousand_kernels_are_checked_in_a_second() -> None:

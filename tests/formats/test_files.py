@@ -1,4 +1,5 @@
-"""Files: what is written comes back, the same value gives the same bytes, and what breaks a rule is named."""
+"""Tests of the file formats: a written value can be read again, its text is stable, and a broken rule is
+named."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from files_made import Data, everything
 from hypothesis import HealthCheck, given, settings
 
 from teraio.errors import FileFormatError
+from teraio.formats import fields
 from teraio.formats.machine import Link, Machine, Tier
 from teraio.formats.plan import Evict, Fetch, Home, Plan
 from teraio.formats.profile import Kernel, Profile, Tensor
@@ -44,7 +46,7 @@ quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthC
 
 @quick
 @given(everything)
-def test_what_is_written_comes_back(value: Data) -> None:
+def test_a_written_value_is_read_back_equal(value: Data) -> None:
     text = value.dumps()
     assert type(value).loads(text) == value
     assert type(value).loads(text.encode()) == value
@@ -57,7 +59,7 @@ def test_what_is_written_comes_back(value: Data) -> None:
 def test_the_text_is_plain_json_with_sorted_keys_and_one_entry_per_line(value: Data) -> None:
     text = value.dumps()
     top = json.loads(text)
-    # What any other tool writes can be read, in any order of keys and with any white space.
+    # Other tools may write files with any order of keys and any white space.
     assert type(value).loads(json.dumps(top, indent=3)) == value
     assert type(value).loads(json.dumps(dict(reversed(top.items())))) == value
     assert list(top) == sorted(top)
@@ -71,7 +73,7 @@ def test_the_text_is_plain_json_with_sorted_keys_and_one_entry_per_line(value: D
 
 
 @pytest.mark.parametrize("value", [PLAN, PROFILE, MACHINE, TIMELINE], ids=lambda value: type(value).__name__)
-def test_files_are_whole_and_the_same_each_time(value: Data, tmp_path: Path) -> None:
+def test_a_file_has_the_same_bytes_on_each_write(value: Data, tmp_path: Path) -> None:
     for name in ("a.json", "b.json.gz"):
         path = tmp_path / name
         value.write(path)
@@ -83,7 +85,7 @@ def test_files_are_whole_and_the_same_each_time(value: Data, tmp_path: Path) -> 
 
 
 def test_the_examples_of_the_format_can_be_read() -> None:
-    """Keys in any order, white space between them."""
+    """Read the documented example, which has unsorted keys and white space between its entries."""
     plan = Plan.loads(
         '{"format":"teraio-plan","version":1,"fingerprint":"x","planner":"auto","budget_bytes":21474836480,\n'
         ' "homes":[{"tensor":"layers.0.wq.exp_avg","tier":"ssd"}],\n'
@@ -100,7 +102,7 @@ def test_a_drop_is_an_evict_without_a_trigger() -> None:
     assert Plan.loads(text.replace('{"free":3,"move":"evict"', '{"free":3,"move":"drop"')) == PLAN
 
 
-def test_parts_with_a_default_may_be_left_out() -> None:
+def test_keys_with_a_default_may_be_omitted() -> None:
     assert Plan.loads(
         '{"budget_bytes":1,"fingerprint":"","format":"teraio-plan","moves":[],"planner":"","version":1}'
     ) == Plan("", "", 1)
@@ -110,7 +112,8 @@ def tensor(**changes: Any) -> Tensor:
     return dataclasses.replace(PROFILE.tensors[0], **changes)
 
 
-# Each breaks one rule of a value that is otherwise fine; the words must name the place and the number.
+# Each change breaks one rule of a valid value. The error must contain the words, which name the place and the
+# value.
 BROKEN: list[tuple[Data, dict[str, Any], str]] = [
     (PLAN, {"budget_bytes": -1}, "budget_bytes: is -1"),
     (PLAN, {"budget_bytes": 2**53}, "budget_bytes: is 9007199254740992"),
@@ -182,28 +185,25 @@ def test_a_broken_rule_is_named_before_anything_is_written(
 
 
 @pytest.mark.parametrize(("value", "change", "words"), BROKEN, ids=[words for _, _, words in BROKEN])
-def test_reading_knows_every_rule_that_writing_knows(value: Data, change: dict[str, Any], words: str) -> None:
-    """The same broken value, forced into a file."""
-    from teraio.formats import fields, machine, plan, profile, timeline
-
-    forms: dict[type, fields.Format] = {
-        Plan: plan.FORMAT, Profile: profile.FORMAT, Machine: machine.FORMAT, Timeline: timeline.FORMAT
-    }  # fmt: skip
-    text = fields.encode_file_text(forms[type(value)], dataclasses.replace(value, **change))
-    if "tuple" in words:  # a list is what a file has
+def test_reading_refuses_every_value_that_writing_refuses(
+    value: Data, change: dict[str, Any], words: str
+) -> None:
+    """Write each broken value without validation, and read the file."""
+    text = fields.encode_file_text(value.file_format, dataclasses.replace(value, **change))
+    if "tuple" in words:  # the value's tuple becomes a list in the file, which is valid
         return
     with pytest.raises(FileFormatError):
         type(value).loads(text)
 
 
-def test_a_table_has_a_most(tmp_path: Path) -> None:
+def test_a_table_with_too_many_entries_is_refused(tmp_path: Path) -> None:
     many = {f"t{i}": {"capacity_bytes": 1} for i in range(1025)}
     text = json.dumps({**json.loads(MACHINE.dumps()), "tiers": many})
     with pytest.raises(FileFormatError, match=r"tiers: line 1, column \d+: has more than 1024 entries"):
         Machine.loads(text)
 
 
-def test_uses_of_a_tensor_and_of_all_have_a_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_uses_of_one_or_all_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = dataclasses.replace(PROFILE, kernels=(Kernel("k", 0, 1),) * (2**16 + 1))
     often = tensor(reads=tuple(range(1, 2**16 + 1)), writes=(0,))
     with pytest.raises(FileFormatError, match=r"tensors\[0\]: has 65537 uses; at most 65536 are taken"):
@@ -265,7 +265,7 @@ def test_a_device_or_fifo_is_never_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(MACHINES.glob("*.json")), ids=lambda path: path.name)
-def test_shipped_machines_are_as_this_would_write_them(path: Path) -> None:
+def test_shipped_machines_equal_their_rewritten_text(path: Path) -> None:
     machine = Machine.read(path)
     assert f"{machine.name}.machine.json" == path.name
     assert machine.dumps() == path.read_text()

@@ -1,4 +1,7 @@
-"""Files by someone who means harm: one line says what and where, in little time and under 64 MiB."""
+"""Tests with hostile files. The reader refuses each file fast, and takes less than 64 MiB.
+
+The message is one line that names the place in the file.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ KINDS: dict[str, type[fuzz_files.Data]] = {
 }
 MIB = 2**20
 
-# The place and the reason; the rest of the line may change.
-SAID = {
+# For each file, the place and the reason in its message. The rest of the message is not compared.
+MESSAGES = {
     "machine-bandwidth-0.json": "links[0].bandwidth_bytes_per_s: line 4, column 1: is 0",
     "machine-link-to-nowhere.json": 'links[0].to: is "hots"; expected one of device, host',
     "machine-shares-nothing.json": 'links[0].shares: is "pcie"; no such name is known',
@@ -91,20 +94,20 @@ SAID = {
 }
 
 
-def test_every_attack_is_expected() -> None:
+def test_every_attack_file_has_an_expected_message() -> None:
     assert {path.name for path in ATTACKS.iterdir() if "json" in path.name} == {
-        *SAID,
+        *MESSAGES,
         "plan-path-names-taken.json",
     }
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_an_attack_is_refused_in_one_line_that_says_where(name: str) -> None:
+@pytest.mark.parametrize("name", MESSAGES)
+def test_an_attack_is_refused_in_one_line_that_names_the_place(name: str) -> None:
     kind = KINDS[name.split("-", maxsplit=1)[0]]
     with pytest.raises(FileFormatError) as error:
         kind.read(ATTACKS / name)
     line = str(error.value)
-    assert f"{name}: " in line and SAID[name] in line
+    assert f"{name}: " in line and MESSAGES[name] in line
     assert line.isprintable() and len(line) < 700
 
 
@@ -131,7 +134,8 @@ def many_drops(last: bytes) -> bytes:
     return PLAN_HEAD + b"".join(DROP % (i, 1000 + i) for i in range(130_000)) + last
 
 
-# What it is, how it is made, and what is said.
+# For each name: (1) the type of the file, (2) a function that makes the file's bytes, and (3) a part of the
+# expected message.
 BIG = {
     "depth": (Plan, lambda: b"[" * 10**6, "found ["),
     "depth-in-moves": (Plan, lambda: PLAN_HEAD + b"[" * 10**6, "moves[0]: line 2, column 1: is a list"),
@@ -149,7 +153,11 @@ BIG = {
         lambda: PLAN_HEAD + b"{" + b",".join(b'"k%d":1' % (i % 79_999) for i in range(80_000)) + b"}]}",
         "moves[0].k0: line 2, column 1: appears twice",
     ),
-    "white-space": (Plan, lambda: PLAN_HEAD + b"\n" * 15 * MIB + b"]}", "white space goes on"),
+    "white-space": (
+        Plan,
+        lambda: PLAN_HEAD + b"\n" * 15 * MIB + b"]}",
+        "more white space than one entry may have",
+    ),
     "empty-entries": (
         Plan,
         lambda: PLAN_HEAD + b"{}," * (5 * MIB) + b"{}]}",
@@ -176,7 +184,7 @@ BIG = {
     "bomb-that-lies": (
         Plan,
         lambda: packed(b" " * MIB for _ in range(20))[:-4] + b"\1\0\0\0",
-        "white space goes on",
+        "more white space than one entry may have",
     ),
     "bomb-of-names": (
         Plan,
@@ -198,7 +206,11 @@ BIG = {
 
 
 def refused(kind: type[fuzz_files.Data], path: Path) -> tuple[str, float, float]:
-    """The line, the CPU seconds on an idle machine, and the MiB by which the peak of a fresh child grew."""
+    """Read a file in a child process.
+
+    Return the message, the child's CPU seconds, and the growth of its peak memory in MiB. The CPU seconds are
+    divided by the machine's slowness, so that they mean the same on a busy machine.
+    """
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -223,21 +235,21 @@ def refused(kind: type[fuzz_files.Data], path: Path) -> tuple[str, float, float]
 
 @pytest.mark.parametrize("name", BIG)
 def test_a_big_file_is_refused_in_little_time_and_memory(name: str, tmp_path: Path) -> None:
-    kind, make, said = BIG[name]
+    kind, make, message = BIG[name]
     path = tmp_path / name
     path.write_bytes(make())
     line, used_s, grown_mib = refused(kind, path)
-    assert said in line and line.isprintable() and len(line) < 700
+    assert message in line and line.isprintable() and len(line) < 700
     assert used_s < 2.0, f"{used_s:.2f} s"
     assert grown_mib < (64 if ONCE else 192), f"{grown_mib:.0f} MiB"
 
 
-def test_what_is_not_a_file_is_not_opened(tmp_path: Path) -> None:
+def test_a_path_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with open(tmp_path / "sparse", "wb") as file:
         file.truncate(10**10)
-    said = {
+    messages = {
         tmp_path / "fifo": "is a FIFO; expected a regular file",
         tmp_path: "is a directory; expected a regular file",
         Path("/dev/zero"): "is a device; expected a regular file",
@@ -247,13 +259,13 @@ def test_what_is_not_a_file_is_not_opened(tmp_path: Path) -> None:
         tmp_path / "nul\0": "NUL",
         tmp_path / "\x1b[2J\n": r"\x1b[2J\n: No such file",
     }
-    for path, words in said.items():
+    for path, words in messages.items():
         with cpu_limit.at_most(0.5), pytest.raises(FileFormatError) as error:
             Plan.read(path)
         assert words in str(error.value) and str(error.value).isprintable()
 
 
-def test_a_text_or_a_plan_that_no_file_holds_is_refused() -> None:
+def test_a_text_or_plan_over_the_size_limit_is_refused() -> None:
     with pytest.raises(
         FileFormatError, match=r"is 16777217 characters; a teraio-plan file holds at most 16 MiB"
     ):
@@ -263,8 +275,8 @@ def test_a_text_or_a_plan_that_no_file_holds_is_refused() -> None:
         Plan("", "", 1, (), moves).dumps()
 
 
-def test_a_packed_file_that_ends_in_a_long_run_is_refused_wherever_it_is_cut() -> None:
-    """A few bits of it stand for more text than is unpacked at once."""
+def test_a_packed_file_of_repeated_text_is_refused_at_every_cut() -> None:
+    """Cut a compressed file in which a few bits unpack to more text than one piece."""
     whole = packed(iter([fuzz_files.SEEDS[0].dumps().encode(), b" " * MIB]))
     for end in range(len(whole) - 200, len(whole)):
         with pytest.raises(FileFormatError, match="truncated"):
@@ -274,7 +286,7 @@ def test_a_packed_file_that_ends_in_a_long_run_is_refused_wherever_it_is_cut() -
 @pytest.mark.parametrize("value", fuzz_files.SEEDS, ids=lambda value: type(value).__name__)
 def test_a_file_cut_anywhere_is_refused(value: fuzz_files.Data) -> None:
     data = value.dumps().encode()
-    for end in range(len(data) - 1):  # without its last line end it is still whole
+    for end in range(len(data) - 1):  # the newline at the end of a file is optional
         with pytest.raises(FileFormatError):
             type(value).loads(data[:end])
     whole = gzip.compress(data)
@@ -283,8 +295,8 @@ def test_a_file_cut_anywhere_is_refused(value: fuzz_files.Data) -> None:
             type(value).loads(whole[:end])
 
 
-def test_mutated_files_are_taken_or_refused_and_nothing_else(tmp_path: Path) -> None:
+def test_mutated_files_are_accepted_or_refused_without_other_errors(tmp_path: Path) -> None:
     tally = fuzz_files.fuzz(50_000, 1, str(tmp_path))
     assert tally.others == 0
-    assert tally.values > 1000, "mutations that break everything find nothing"
+    assert tally.values > 1000, "too few mutated files are valid, so the test is weak"
     assert tally.slowest_s < 1.0

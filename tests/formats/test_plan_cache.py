@@ -1,5 +1,5 @@
-"""Plans from run to run: followed from the second step on, never believed, written whole by any number of
-processes at once."""
+"""Tests of the plan cache: untrusted files, atomic writes by several processes, and sessions that follow
+cached plans."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ from teraio.formats.profile import Kernel, Profile, Tensor
 from teraio.formats.schedule import READ, Buffer, Call, Schedule, Slot, Step
 from teraio.options import Settings
 from teraio.passes.slots import lifetimes
+from teraio.session.course import Phase
 from teraio.session.plan_reuse import EarlierPlans
+from teraio.session.session import Session
 
 LOOKS = 500
 PLAN = Plan("f" * 32, "auto", 100, (), (Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 6, 9)))
@@ -48,10 +50,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return found
 
 
-# ---- the folder
+# ---- the cache's folder
 
 
-def test_what_is_kept_is_found_by_its_key_and_by_no_other(folder: Path) -> None:
+def test_a_cached_plan_is_found_only_by_its_key(folder: Path) -> None:
     kept = PlanCache(folder)
     assert kept.read_plan("k", PLAN.fingerprint) == (None, "")
     assert kept.write_plan("k", PLAN) == ""
@@ -61,7 +63,7 @@ def test_what_is_kept_is_found_by_its_key_and_by_no_other(folder: Path) -> None:
     assert cache_key_of("ab", "c") != cache_key_of("a", "bc") != cache_key_of("ab", "c", "")
 
 
-def test_what_others_could_have_written_is_refused_and_said(folder: Path, tmp_path: Path) -> None:
+def test_files_that_others_could_have_written_are_refused_with_a_reason(folder: Path, tmp_path: Path) -> None:
     kept = PlanCache(folder)
     kept.write_plan("k", PLAN)
     path = folder / f"k{SUFFIX}"
@@ -85,7 +87,7 @@ def test_what_others_could_have_written_is_refused_and_said(folder: Path, tmp_pa
     PLAN.write(tmp_path / "elsewhere.plan.json.gz")
     path.symlink_to(tmp_path / "elsewhere.plan.json.gz")
     assert "is neither a file nor a folder" in refused()
-    assert kept.write_plan("k", PLAN) == "" and not path.is_symlink()  # the link is replaced, not followed
+    assert kept.write_plan("k", PLAN) == "" and not path.is_symlink()  # the write replaces the symbolic link
     assert kept.read_plan("k", PLAN.fingerprint) == (PLAN, "")
 
 
@@ -97,7 +99,7 @@ def test_a_file_of_another_user_is_refused(folder: Path) -> None:
     assert "belongs to another user (uid 12345)" in kept.read_plan("k", PLAN.fingerprint)[1]
 
 
-def test_the_least_recently_used_go(folder: Path) -> None:
+def test_the_least_recently_used_plans_are_deleted(folder: Path) -> None:
     kept = PlanCache(folder)
     kept.write_plan("first", PLAN)
     raw = (folder / f"first{SUFFIX}").read_bytes()
@@ -112,8 +114,8 @@ def test_the_least_recently_used_go(folder: Path) -> None:
 
 
 def _write_often(folder: Path, budget: int, stop: Path) -> None:
-    moves = PLAN.moves * 50  # a plan may repeat itself; only its text matters here
-    until = time.monotonic() + 120  # should nobody say stop
+    moves = PLAN.moves * 50  # moves only make the file long; they need no meaning
+    until = time.monotonic() + 120  # a time limit, in case the file `stop` never appears
     while not stop.exists() and time.monotonic() < until:
         PlanCache(folder).write_plan("k", replace(PLAN, budget_bytes=budget, moves=moves))
 
@@ -137,56 +139,58 @@ def test_processes_that_write_at_once_leave_whole_plans(folder: Path, tmp_path: 
         writer.join()
         assert writer.exitcode == 0
     assert {2, 3} <= seen
-    assert [path.name for path in folder.iterdir()] == [f"k{SUFFIX}"]  # nothing half-written is left
+    assert [path.name for path in folder.iterdir()] == [f"k{SUFFIX}"]  # no temporary file is left
 
 
-def test_what_is_built_lies_beside_the_plans_and_stays_when_they_are_turned_off(
+def test_compiled_extensions_have_a_folder_even_if_the_cache_is_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/x")
-    for moved, folder in ("/tmp/y", "/tmp/y/built"), ("off", "/tmp/x/teraio/built"):
-        monkeypatch.setenv("TERAIO_CACHE_DIR", moved)
+    for variable, folder in ("/tmp/y", "/tmp/y/built"), ("off", "/tmp/x/teraio/built"):
+        monkeypatch.setenv("TERAIO_CACHE_DIR", variable)
         assert compiled_extension_folder() == Path(folder)
 
 
-def test_it_can_be_turned_off_and_moved() -> None:
+def test_the_cache_can_be_turned_off_and_moved() -> None:
     assert find_cache_folder({"TERAIO_CACHE_DIR": "off"}) is None
     assert find_cache_folder({"XDG_CACHE_HOME": "/tmp/x"}) == Path("/tmp/x/teraio/plans")
     assert find_cache_folder({}) == Path.home() / ".cache/teraio/plans"
 
 
-def test_the_command_lists_and_clears(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cache_command_lists_and_clears(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = PlanCache(folder)
     kept.write_plan("k", replace(PLAN, budget_bytes=2**30, predicted=Predicted(1_500_000_000)))
     (folder / "notes.txt").write_text("mine")
     assert main.main(["cache", "list"]) == 0
-    told = capsys.readouterr().out
-    assert "1 plan kept" in told and "1 GiB" in told and "1.5 s per step" in told
+    printed = capsys.readouterr().out
+    assert "1 plan kept" in printed and "1 GiB" in printed and "1.5 s per step" in printed
     assert main.main(["cache", "clear"]) == 0
     assert "1 plan cleared" in capsys.readouterr().out
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
-    os.environ["TERAIO_CACHE_DIR"] = "off"  # undone by the fixture
+    os.environ["TERAIO_CACHE_DIR"] = "off"  # the fixture restores the variable
     assert main.main(["cache", "list"]) == 2
 
 
-# ---- what is done with a plan that is found
+# ---- sessions that follow a cached plan
 
 
 class Followed:
-    """Stands for the engine: what it was told to follow."""
+    """A stand-in for the engine that records each plan that it should follow."""
 
-    def __init__(self) -> None:
-        self.told: list[tuple[str, Plan | None]] = []
+    def __init__(self, budget: int) -> None:
+        self.orders: list[tuple[str, Plan | None]] = []
+        self.residency = SimpleNamespace(budget_bytes=budget)
+        self.tracker = SimpleNamespace(known={}, expected=SimpleNamespace(settled=False))
 
     def follow_plan(self, plan: Plan) -> None:
-        self.told.append(("install", plan))
+        self.orders.append(("install", plan))
 
     def settle_plan(self, plan: Plan | None) -> None:
-        self.told.append(("settle", plan))
+        self.orders.append(("settle", plan))
 
 
 def step(took_ns: int, size_bytes: int = 64) -> Step:
-    """One call of two slots that takes so long; waiting at a slot is a part of it."""
+    """Return a step of one call with two slots. The step's duration includes a stall."""
     schedule = Schedule(
         "forward",
         (Buffer("w", "argument", size_bytes),),
@@ -200,91 +204,147 @@ def order(it: Step) -> tuple[str, ...]:
     return tuple(call.schedule.identity_hash for call in it.calls)
 
 
-def earlier(engine: Any, budget: int = 100, **options: Any) -> EarlierPlans:
-    engine.residency = SimpleNamespace(budget_bytes=budget)
-    return EarlierPlans(Settings.parse(options, {}), None, engine, torch.device("cpu"))
+class Run:
+    """A session that follows plans, on an engine that only records them. The planner returns `plan`."""
+
+    def __init__(self, budget: int = 100, plan: Plan | None = None, **options: Any) -> None:
+        engine: Any = Followed(budget)
+        self.engine = engine
+        asked = Settings.parse({"warmup": 9, **options}, {})
+        self.earlier = EarlierPlans(asked, None, self.engine, torch.device("cpu"))
+        planning = SimpleNamespace(
+            recompute_by_plan_file=lambda step: False, choose_plan=lambda profile, step: plan
+        )
+        self.session = Session.__new__(Session)
+        vars(self.session).update(
+            courses={},
+            begun=True,
+            names=None,
+            options=asked,
+            engine=self.engine,
+            earlier=self.earlier,
+            remaking=SimpleNamespace(due=set()),
+            planning=planning,
+        )
+
+    def phase_after(self, measured: Step) -> Phase:
+        """Add a measured step to the session. Return the phase of the step's course."""
+        self.session.add_measured_step(measured)
+        return self.session.courses[order(measured)].phase
 
 
 def kept_plan(took_ns: int, **options: Any) -> Plan:
     fingerprint = fingerprint_of_profile(lifetimes.profile_of_steps([step(took_ns)], "run"))
     plan = replace(PLAN, fingerprint=fingerprint, predicted=Predicted(took_ns))
-    earlier(Followed(), **options).save_plan(plan)
+    Run(**options).earlier.save_plan(plan)
     return plan
 
 
-def test_a_kept_plan_is_followed_at_once_and_settled_when_it_keeps_its_promise(folder: Path) -> None:
-    plan, engine = kept_plan(10_000), Followed()
-    plans = earlier(engine)
-    assert [plans.follow_if_known(order(step(1)), step(ns)) for ns in (90_000, 50_000, 11_400)] == [True] * 3
-    assert engine.told == [("install", plan), ("settle", None)]
+def test_kept_plan_is_followed_at_once_and_settled_when_steps_take_as_long_as_predicted(
+    folder: Path,
+) -> None:
+    plan, run = kept_plan(10_000), Run()
+    phases = [run.phase_after(step(ns)) for ns in (90_000, 50_000, 11_400)]
+    assert phases == [Phase.TRIAL, Phase.TRIAL, Phase.PLANNED]
+    assert run.engine.orders == [("install", plan), ("settle", None)]
 
 
 @pytest.mark.parametrize("took_ns", [11_600, 8_400])
-def test_drift_beyond_15_percent_is_planned_again_once(
+def test_step_that_drifts_beyond_15_percent_is_measured_and_planned_again_once(
     took_ns: int, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan, engine = kept_plan(10_000), Followed()
-    plans = earlier(engine)
+    plan, run = kept_plan(10_000), Run()
     with caplog.at_level(logging.INFO, "teraio"):
-        turns = [
-            plans.follow_if_known(order(step(1)), step(ns))
-            for ns in (90_000, 50_000, took_ns, 90_000, 10_000)
-        ]
-    assert turns == [True, True, False, False, False]  # measured from now on, whatever comes
-    assert engine.told == [("install", plan)]
+        phases = [run.phase_after(step(ns)) for ns in (90_000, 50_000, took_ns, 90_000, 10_000)]
+    assert phases == [Phase.TRIAL] * 2 + [Phase.MEASURING] * 3
+    assert run.engine.orders == [("install", plan)]
     assert len([r for r in caplog.records if "measured and planned again" in r.getMessage()]) == 1
 
 
-def test_a_new_plan_is_on_trial_too(folder: Path) -> None:
-    engine, same = Followed(), order(step(1))
+def test_new_plan_is_tried_once_and_its_successor_is_final(folder: Path) -> None:
     plan = replace(
         PLAN,
         fingerprint=fingerprint_of_profile(lifetimes.profile_of_steps([step(1)], "run")),
         predicted=Predicted(10_000),
     )
-    plans = earlier(engine)
-    assert plans.put_on_trial(same, plan)
-    assert plans.follow_if_known(same, step(90_000)) and plans.follow_if_known(same, step(10_100))
-    assert engine.told == [("settle", None)]
-    plans = earlier(engine)
-    assert plans.put_on_trial(same, plan)
-    assert plans.follow_if_known(same, step(90_000)) and not plans.follow_if_known(same, step(12_000))
-    assert not plans.put_on_trial(same, plan)  # the second plan stays
-    assert not earlier(engine).put_on_trial(same, replace(plan, moves=()))
-    assert not earlier(engine, profile="x.json").put_on_trial(same, plan)
+    run = Run(plan=plan, warmup=1)
+    phases = [run.phase_after(step(ns)) for ns in (90_000, 20_000, 90_000, 10_100)]
+    assert phases == [Phase.MEASURING, Phase.TRIAL, Phase.TRIAL, Phase.PLANNED]
+    assert run.engine.orders == [("install", plan), ("settle", None)]
+    run = Run(plan=plan, warmup=1)
+    phases = [run.phase_after(step(ns)) for ns in (90_000, 20_000, 90_000, 12_000, 20_000)]
+    assert phases == [Phase.MEASURING, Phase.TRIAL, Phase.TRIAL, Phase.MEASURING, Phase.PLANNED]
+    assert run.engine.orders == [("install", plan), ("settle", plan)]
 
 
-def test_a_step_that_turns_out_to_be_another_gets_no_foreign_plan(folder: Path) -> None:
-    plan, engine = kept_plan(10_000), Followed()
-    plans, same = earlier(engine), order(step(1))
-    assert plans.follow_if_known(same, step(10_000)) and plans.follow_if_known(same, step(10_000))
-    assert not plans.follow_if_known(same, step(10_000, size_bytes=128))
-    assert engine.told[0] == ("install", plan)
-    assert engine.told[1][1] is not None and engine.told[1][1].moves == ()
+def test_new_plan_is_not_tried_without_moves_or_when_a_profile_is_asked_for(
+    folder: Path, tmp_path: Path
+) -> None:
+    plan = replace(PLAN, predicted=Predicted(10_000))
+    for run in (
+        Run(plan=replace(plan, moves=()), warmup=1),
+        Run(plan=plan, warmup=1, profile=str(tmp_path / "x.json")),
+    ):
+        assert [run.phase_after(step(1)) for _ in range(2)] == [Phase.MEASURING, Phase.PLANNED]
 
 
-def test_where_a_step_leaves_the_plan_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_measured_step_of_a_planned_course_begins_anew(folder: Path) -> None:
+    """The session measures a planned step again, for example when the optimizer changes between device and
+    host."""
+    run = Run(warmup=1)
+    phases = [run.phase_after(step(1)) for _ in range(4)]
+    assert phases == [Phase.MEASURING, Phase.PLANNED] * 2
+
+
+def test_steps_are_ignored_while_programs_are_compiled_anew(folder: Path) -> None:
+    run = Run(warmup=1)
+    run.session.remaking.due.add("graph")
+    for _ in range(3):
+        run.phase_after(step(1))
+    course = run.session.courses[order(step(1))]
+    assert run.session.phase_of(course) is Phase.RECOMPILING and not course.steps
+
+
+def test_step_that_turns_out_to_be_another_gets_no_foreign_plan(folder: Path) -> None:
+    plan, run = kept_plan(10_000), Run()
+    for _ in range(2):
+        assert run.phase_after(step(10_000)) is Phase.TRIAL
+    course = run.session.courses[order(step(1))]
+    # This step has the same programs with other tensors.
+    run.session._end_trial_by_step(course, step(10_000, size_bytes=128))
+    assert course.phase is Phase.MEASURING
+    assert run.engine.orders[0] == ("install", plan)
+    assert run.engine.orders[1][1] is not None and run.engine.orders[1][1].moves == ()
+
+
+def test_place_where_a_step_leaves_its_plan_is_reported_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     kept_plan(10_000)
-    plans, alike = earlier(Followed()), step(10_000)
+    run, alike = Run(), step(10_000)
     other = step(10_000, size_bytes=128)
     longer = replace(alike, calls=(*alike.calls, *other.calls))
     with caplog.at_level(logging.INFO, "teraio"):
-        assert not plans.follow_if_known(order(other), other)  # nothing was followed yet
-        assert plans.follow_if_known(order(alike), alike)
+        assert run.phase_after(other) is Phase.MEASURING  # no plan was followed before this step
+        assert run.phase_after(alike) is Phase.TRIAL
         for _ in range(3):
-            assert not plans.follow_if_known(order(longer), longer)
-            assert not plans.follow_if_known(order(other), other)  # does not begin alike
-    (line,) = [r.getMessage() for r in caplog.records if "left the plan" in r.getMessage()]
-    assert "after 1 call, where it has another forward" in line
+            assert run.phase_after(longer) is Phase.MEASURING
+            # The step `other` begins with another call, so no plan is followed in it.
+            assert run.phase_after(other) is Phase.MEASURING
+    (line,) = [r.getMessage() for r in caplog.records if "differs from the planned step" in r.getMessage()]
+    assert "after 1 call, by another forward" in line
 
 
-def test_a_step_is_another_one_by_everything_but_its_times() -> None:
-    """A plan's ticks mean something only for the same kernels, tensors and uses."""
+def test_the_fingerprint_depends_on_everything_but_times() -> None:
+    """Compare fingerprints of changed profiles.
+
+    A plan's ticks are valid only for the same kernels, tensors and uses.
+    """
     kernels = (Kernel("a", 0, 10), Kernel("b", 0, 10), Kernel("c", 1, 10))
     one, two = Tensor("x", "weight", 64, True, (0, 2), ()), Tensor("y", "grad", 64, False, (2,), (1,))
-    here = Profile("run", 30, kernels, (one, two))
-    assert fingerprint_of_profile(here) == fingerprint_of_profile(
-        replace(here, name="again", step_ns=99, kernels=tuple(replace(k, duration_ns=33) for k in kernels))
+    first = Profile("run", 30, kernels, (one, two))
+    assert fingerprint_of_profile(first) == fingerprint_of_profile(
+        replace(first, name="again", step_ns=99, kernels=tuple(replace(k, duration_ns=33) for k in kernels))
     )
     changes: tuple[dict[str, Any], ...] = (
         {"name": "z"},
@@ -296,21 +356,21 @@ def test_a_step_is_another_one_by_everything_but_its_times() -> None:
     )
     tensors = [replace(one, **change) for change in changes]
     others = [
-        *(replace(here, tensors=(other, two)) for other in tensors),
-        *(replace(here, kernels=(*kernels[:2], other)) for other in (Kernel("d", 1, 10), Kernel("c", 0, 10))),
-        replace(here, kernels=kernels[:2]),
-        replace(here, kernels=(kernels[1], kernels[0], kernels[2])),
-        replace(here, tensors=(one,)),
+        *(replace(first, tensors=(other, two)) for other in tensors),
+        *(replace(first, kernels=(*kernels[:2], k)) for k in (Kernel("d", 1, 10), Kernel("c", 0, 10))),
+        replace(first, kernels=kernels[:2]),
+        replace(first, kernels=(kernels[1], kernels[0], kernels[2])),
+        replace(first, tensors=(one,)),
     ]
-    assert len({fingerprint_of_profile(other) for other in (here, *others)}) == 1 + len(others)
+    assert len({fingerprint_of_profile(other) for other in (first, *others)}) == 1 + len(others)
 
 
-def test_other_options_budgets_and_wishes_find_nothing(folder: Path) -> None:
+def test_plan_for_other_options_or_another_budget_is_not_followed(folder: Path) -> None:
     kept_plan(10_000)
-    same, it = order(step(1)), step(10_000)
-    assert earlier(Followed(), budget=111).follow_if_known(same, it)  # 100 is 9/10 of it
+    it = step(10_000)
+    assert Run(budget=111).phase_after(it) is Phase.TRIAL  # the plan's budget of 100 is at least 9/10 of 111
     for budget in (99, 112):
-        assert not earlier(Followed(), budget=budget).follow_if_known(same, it)
+        assert Run(budget=budget).phase_after(it) is Phase.MEASURING
     wishes: list[dict[str, Any]] = [
         {"keep": "w*"},
         {"planner": "greedy"},
@@ -318,24 +378,24 @@ def test_other_options_budgets_and_wishes_find_nothing(folder: Path) -> None:
         {"profile": "x.json"},
     ]
     for options in wishes:
-        assert not earlier(Followed(), **options).follow_if_known(same, it)
-    assert not earlier(Followed()).follow_if_known(same, step(10_000, size_bytes=128))
+        assert Run(**options).phase_after(it) is Phase.MEASURING
+    assert Run().phase_after(step(10_000, size_bytes=128)) is Phase.MEASURING
 
 
-def test_a_damaged_plan_is_said_once_and_replaced(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_plan_is_reported_once_and_replaced(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     plan = kept_plan(10_000)
     (path,) = folder.iterdir()
     path.write_text('{"format":"teraio-plan","version":1')
-    plans = earlier(engine := Followed())
+    run = Run()
     for _ in range(3):
-        assert not plans.follow_if_known(order(step(1)), step(10_000))
+        assert run.phase_after(step(10_000)) is Phase.MEASURING
     (line,) = [r.getMessage() for r in caplog.records if "of an earlier run is not used" in r.getMessage()]
     assert path.name in line
-    plans.save_plan(plan)
-    assert earlier(engine).follow_if_known(order(step(1)), step(10_000))
+    run.earlier.save_plan(plan)
+    assert Run().phase_after(step(10_000)) is Phase.TRIAL
 
 
-# ---- two processes that train
+# ---- two processes that train one after the other
 
 
 def train() -> tuple[list[list[Any]], str]:
@@ -344,13 +404,14 @@ def train() -> tuple[list[list[Any]], str]:
     return json.loads(ran.stdout), ran.stderr
 
 
-def test_a_second_process_follows_the_first_ones_plan_from_its_second_step_on(
+def test_a_second_process_follows_the_cached_plan_from_its_second_step_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TERAIO_PLANNER")  # the default is what most runs have
+    monkeypatch.delenv("TERAIO_PLANNER")  # most users train with the default planner
     first, log = train()
     assert len(re.findall("planned by auto", log)) == 1
-    assert [moves for _, moves, _ in first][:4] == [0] * 4  # the first step, and three that were measured
+    # The first step and three measured steps make no moves.
+    assert [moves for _, moves, _ in first][:4] == [0] * 4
     assert first[4][1] > 0
     assert len(PlanCache(folder).entries()) == 1
     second, log = train()

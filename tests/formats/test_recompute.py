@@ -1,4 +1,5 @@
-"""A step in which tensors are made again computes the same; its plans are checked, bounded and worth it."""
+"""Tests of recomputation: the longer step computes the same values, its plans are valid, and its lower bound
+holds."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from teraio.formats.recompute import (
     profile_with_recomputation,
     replay_with_copies,
 )
+from teraio.formats.timeline import Timeline
 from teraio.passes.planner import joint_recompute, planners
 from teraio.passes.planner.bound import recompute_terms as again_rows
 from teraio.passes.planner.bound.bound import lower_bound
@@ -40,7 +42,10 @@ def gpt() -> Profile:
 
 
 def network(seed: int) -> Profile:
-    """A random forward graph whose backward reads, in reverse, what each kernel read and made."""
+    """Return the profile of a step with a random forward and a backward.
+
+    The backward reads the inputs and outputs of the forward's kernels, in reverse order.
+    """
     random = Random(seed)
     recorder = ProfileBuilder(Rates(10**9, 10**9, 1_000))
     recorder.forward.add(0)
@@ -69,7 +74,10 @@ def network(seed: int) -> Profile:
 
 
 def values_read(profile: Profile) -> dict[str, list[object]]:
-    """By kernel, what it reads each time it runs, if a kernel's results are named after it and its inputs."""
+    """Return, by kernel, the values that the kernel reads in each run.
+
+    A value is identified by the kernel that computed it and by that kernel's inputs.
+    """
     holds: dict[int, object] = {}
     for index, tensor in enumerate(profile.tensors):
         if tensor.persistent or tensor.kind == "input":
@@ -93,7 +101,7 @@ def subsets(profile: Profile, seed: int, count: int) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_kernel_reads_what_it_read_and_runs_again_at_most_once(seed: int) -> None:
+def test_every_kernel_reads_the_same_values_and_reruns_at_most_once(seed: int) -> None:
     profile = network(seed)
     for names in subsets(profile, seed, 3):
         profile_with_recomputation(profile, names).validate()
@@ -104,22 +112,22 @@ def test_every_kernel_reads_what_it_read_and_runs_again_at_most_once(seed: int) 
             assert set(reads) == set(once[kernel]) and len(reads) <= 2
 
 
-def test_a_whole_model_reads_what_it_read() -> None:
+def test_kernels_of_a_whole_model_read_the_same_values() -> None:
     for names in subsets(gpt(), 1, 2):
         once, twice = values_read(gpt()), values_read(replay_with_copies(gpt(), names)[0])
         assert {kernel: set(reads) for kernel, reads in once.items()} == {k: set(r) for k, r in twice.items()}
 
 
 def closure_by_hand(profile: Profile, names: tuple[str, ...]) -> set[str]:
-    """Which kernels must run again, worked out tensor by tensor, at each use."""
+    """Return the kernels that must run again. A plain recursion finds them, tensor by tensor, at each use."""
     possible = find_recompute_gaps(profile)
     chosen = {i: c for i, c in possible.items() if profile.tensors[i].name in names}
-    there: set[int] = set()
+    alive: set[int] = set()
     ran: set[str] = set()
 
     def need(index: int, tick: int) -> None:
         tensor = profile.tensors[index]
-        if tensor.persistent or tensor.kind == "input" or index in there:
+        if tensor.persistent or tensor.kind == "input" or index in alive:
             return
         dead = max((*tensor.reads, *tensor.writes)) < tick
         if not dead and not (index in chosen and chosen[index].last < tick):
@@ -128,8 +136,8 @@ def closure_by_hand(profile: Profile, names: tuple[str, ...]) -> set[str]:
             if tensor.writes[0] in other.reads:
                 need(source, tick)
         ran.add(profile.kernels[tensor.writes[0]].name)
-        there.update(i for i, t in enumerate(profile.tensors) if t.writes == tensor.writes and i in chosen)
-        there.add(index)
+        alive.update(i for i, t in enumerate(profile.tensors) if t.writes == tensor.writes and i in chosen)
+        alive.add(index)
 
     for tick in range(len(profile.kernels)):
         for index, cut in chosen.items():
@@ -139,7 +147,7 @@ def closure_by_hand(profile: Profile, names: tuple[str, ...]) -> set[str]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_kernels_that_run_again_are_those_worked_out_by_hand(seed: int) -> None:
+def test_reruns_match_a_closure_computed_by_hand(seed: int) -> None:
     profile = network(seed)
     for names in subsets(profile, seed + 100, 3):
         again = [
@@ -149,7 +157,7 @@ def test_the_kernels_that_run_again_are_those_worked_out_by_hand(seed: int) -> N
 
 
 def two_layers(last_read_of_b: int = 2) -> Profile:
-    """Forward a, b, c; backward of c, b, a. b can be made again from a, which the backward reads last.
+    """Return a forward that makes a, b and c, and a backward that reads them. b can be recomputed from a.
 
     tick   0   1   2 | 3   4   5
     a      W   R     |         R
@@ -162,7 +170,7 @@ def two_layers(last_read_of_b: int = 2) -> Profile:
     return Profile("two", 0, rows, (a, b, c))
 
 
-def test_a_tensor_is_not_there_between_its_last_use_forward_and_its_first_backward() -> None:
+def test_a_recomputed_tensor_has_no_bytes_between_forward_and_backward() -> None:
     step, _ = replay_with_copies(two_layers(), ["b"])
     assert [kernel.name for kernel in step.kernels] == ["k0", "k1", "k2", "k3", "k1.again", "k4", "k5"]
     tensors = {tensor.name: tensor for tensor in step.tensors}
@@ -170,44 +178,44 @@ def test_a_tensor_is_not_there_between_its_last_use_forward_and_its_first_backwa
     assert (tensors["b.again"].writes, tensors["b.again"].reads) == ((4,), (5,))
     assert tensors["a"].reads == (1, 4, 6)
     assert step.kernels[4].call == 1
-    inside = profile_with_recomputation(
-        two_layers(), ["b"]
-    )  # b is made again inside a program: it cannot move
+    # The recomputed copy of `b` cannot move, so its bytes count as workspace.
+    inside = profile_with_recomputation(two_layers(), ["b"])
     assert [kernel.workspace_bytes for kernel in inside.kernels] == [0, 0, 0, 6, 6, 6, 0]
     assert inside.tensors == step.tensors[:3]
 
 
-def test_what_cannot_be_made_again_is_refused_by_name() -> None:
+def test_a_tensor_that_cannot_be_recomputed_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match="'nobody': no tensor of that name in profile 'two'"):
         profile_with_recomputation(two_layers(), ["nobody"])
     with pytest.raises(PlanError, match=r"recompute of 'a' .* names no kernels"):
         profile_with_recomputation(two_layers(), ["a"])
     tensors = list(two_layers().tensors)
-    tensors[0] = toys.activation("a", 4, 0, (1,))  # dead before the backward
-    with pytest.raises(PlanError, match=r"recompute of 'b' .* would not find what they read"):
+    # The tensor `a` is dead before the backward, so `b` cannot be recomputed.
+    tensors[0] = toys.activation("a", 4, 0, (1,))
+    with pytest.raises(PlanError, match=r"recompute of 'b' .* would read other bytes"):
         profile_with_recomputation(replace(two_layers(), tensors=tuple(tensors)), ["b"])
-    weight = Tensor("w", "weight", 1, True, (1,), (2,))  # written between the first run and the second
+    # A kernel writes `w` between the first run and the rerun of the kernel that makes `b`.
+    weight = Tensor("w", "weight", 1, True, (1,), (2,))
     with pytest.raises(PlanError, match=r"recompute of 'b'"):
         profile_with_recomputation(replace(two_layers(), tensors=(*two_layers().tensors, weight)), ["b"])
-    state = Tensor("s", "state", 1, True, (1,), (1,))  # a kernel that adds to a state would add twice
+    state = Tensor("s", "state", 1, True, (1,), (1,))  # a rerun of the kernel would add to the state twice
     with pytest.raises(PlanError, match=r"recompute of 'b'"):
         profile_with_recomputation(replace(two_layers(), tensors=(*two_layers().tensors, state)), ["b"])
 
 
 def test_the_check_follows_a_plan_through_the_longer_step() -> None:
-    """The moves' ticks are those of the step in which b is made again."""
+    """Check a plan whose ticks count the kernels of the longer step, which recomputes b."""
     plan = Plan("", "hand", 11, recompute=("b",))
-    assert check_plan_against_profile(
-        plan, two_layers()
-    ).feasible  # a, b and c at tick 2; a, c and the workspace at 3
+    # At tick 2, a, b and c are alive. At tick 3, a, c and the workspace are alive.
+    assert check_plan_against_profile(plan, two_layers()).feasible
     less = check_plan_against_profile(replace(plan, budget_bytes=10), two_layers())
     assert not less.feasible and less.peak_bytes == 11
     assert check_plan_against_profile(replace(plan, recompute=()), two_layers()).peak_bytes == 17
-    away = replace(plan, moves=(Evict("a", "ssd", 3, 2), Fetch("a", "ssd", 3, 4)))
-    assert check_plan_against_profile(away, two_layers()).feasible
+    in_time = replace(plan, moves=(Evict("a", "ssd", 3, 2), Fetch("a", "ssd", 3, 4)))
+    assert check_plan_against_profile(in_time, two_layers()).feasible
     late = replace(plan, moves=(Evict("a", "ssd", 3, 2), Fetch("a", "ssd", 5, 6)))
     assert (
-        "'k1.again'): used by the kernel, but 'a' is away"
+        "'k1.again'): used by the kernel, but 'a' is evicted"
         in check_plan_against_profile(late, two_layers()).problems[0]
     )
     unknown = check_plan_against_profile(replace(plan, recompute=("a",)), two_layers()).problems
@@ -226,7 +234,10 @@ def test_two_simulators_agree_on_a_step_with_recompute() -> None:
 
 
 def shortfall(seed: int, candidates_of: Callable[[Problem], tuple[RecomputeOption, ...]]) -> int:
-    """By how much the bound is above the best of some plans for some sets; 0 or less if it is true."""
+    """Return the bound minus the time of the fastest step found. For a true bound, the result is at most 0.
+
+    Plans are made for some sets of recomputed tensors.
+    """
     profile, machine = network(seed), toys.machine(device=10**9, rate=toys.BYTE_PER_US // 4)
     problem = build_problem(profile, machine)
     budget = (int(problem.live.max()) + smallest_budget(profile)) // 2
@@ -245,7 +256,7 @@ def shortfall(seed: int, candidates_of: Callable[[Problem], tuple[RecomputeOptio
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_set_of_tensors_and_no_plan_for_it_beats_the_bound(seed: int) -> None:
-    """Some sets, each with a plan; the bound knows none of them."""
+    """Plan for some sets of recomputed tensors, and compare the plans' step times with the bound."""
     assert shortfall(seed, again_rows.find_recompute_options) <= 0
 
 
@@ -259,8 +270,8 @@ def test_a_bound_that_counts_too_many_kernels_is_beaten() -> None:
     assert any(shortfall(seed, too_many) > 0 for seed in range(8))
 
 
-def test_making_again_beats_a_slow_link_and_the_plan_says_what() -> None:
-    """An activation of 6 bytes goes over a link of 1 byte per us, or is made again in 1 us."""
+def test_recomputing_beats_a_slow_link_and_the_plan_names_the_tensor() -> None:
+    """Choose between moving 6 bytes over a link of 1 byte per us, and recomputing them in 1 us."""
     machine = toys.machine(device=12)
     fixed = planners.plan(two_layers(), machine, 12, time_limit_s=5.0)
     made = planners.plan(two_layers(), machine, 12, time_limit_s=5.0, recompute=True)
@@ -273,13 +284,13 @@ def test_making_again_beats_a_slow_link_and_the_plan_says_what() -> None:
     )
 
 
-def test_nothing_is_made_again_where_everything_fits() -> None:
+def test_nothing_is_recomputed_if_everything_fits() -> None:
     made = planners.plan(two_layers(), toys.machine(device=100), 100, recompute=True)
     assert made.recompute == () and made.predicted.step_ns == 6 * toys.US
 
 
 def test_a_set_whose_kernels_do_not_fit_is_not_chosen() -> None:
-    """To make b again takes more memory at once than the budget: its kernel has a workspace."""
+    """Refuse to recompute b, because the workspace of its kernel does not fit in the budget."""
     kernels = list(two_layers().kernels)
     kernels[1] = replace(kernels[1], workspace_bytes=9)
     step = replace(two_layers(), kernels=tuple(kernels))
@@ -287,8 +298,8 @@ def test_a_set_whose_kernels_do_not_fit_is_not_chosen() -> None:
     assert joint_recompute._trim_set_to_memory(step, ("b",), 19) == ("b",)
 
 
-def test_of_a_set_that_does_not_fit_as_much_is_made_again_as_does() -> None:
-    """What is made again for a later use needs memory until then; without some of it the rest fits."""
+def test_a_set_that_does_not_fit_is_trimmed_until_it_fits() -> None:
+    """Trim sets of tensors whose recomputed copies need too much memory at the same time."""
     parts = set()
     for seed in range(12):
         for names in filter(None, subsets(network(seed), seed, 4)):
@@ -301,7 +312,7 @@ def test_of_a_set_that_does_not_fit_as_much_is_made_again_as_does() -> None:
     assert True in parts
 
 
-def test_what_is_alike_but_for_a_number_is_made_again_with_most_of_it() -> None:
+def test_tensors_whose_names_differ_by_a_number_follow_the_majority() -> None:
     names = [f"layers.{n}.{what}" for n in range(4) for what in ("add1.out", "add2.out", "mul")]
     taken = [
         "layers.0.add1.out",
@@ -315,8 +326,11 @@ def test_what_is_alike_but_for_a_number_is_made_again_with_most_of_it() -> None:
     assert joint_recompute._add_alike_tensors([], names) == ()
 
 
-def test_of_sets_that_are_as_fast_the_one_with_the_lowest_bound_is_chosen() -> None:
-    """However it is called: its first and its last have the same bound, and time for none is time for one."""
+def test_among_equally_fast_sets_the_lowest_bound_is_chosen() -> None:
+    """Choose the same set for both orders of the candidates.
+
+    If no time is left, choose the first candidate.
+    """
     machine = toys.machine(device=12)
     sets: list[tuple[str, ...]] = [(), ("b",)]
     for given in (sets, sets[::-1]):
@@ -329,23 +343,25 @@ def test_of_sets_that_are_as_fast_the_one_with_the_lowest_bound_is_chosen() -> N
         assert joint_recompute._recompute_set_with_lowest_bound(steps, machine, 12, 0.0) == given[0]
 
 
-def test_the_command_prints_what_is_made_again_and_explains_the_plan(
+def test_the_plan_command_prints_recomputed_tensors_and_explains_the_plan(
     tmp_path: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile, machine, plan = (f"{tmp_path}/{name}.json" for name in ("profile", "machine", "plan"))
     two_layers().write(profile)
     toys.machine(device=12).write(machine)
     common = [profile, "--machine", machine]
-    asked = ["--memory", "12", "--recompute", "auto", "--plan-time", "2s", "-o", plan, "--json"]
-    assert main.main(["plan", *common, *asked]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["again"] >= 1 and told["again_ns"] >= toys.US and told["feasible"]
+    flags = ["--memory", "12", "--recompute", "auto", "--plan-time", "2s", "-o", plan, "--json"]
+    line = f"{tmp_path}/line.json"
+    assert main.main(["plan", *common, *flags, "--timeline", line]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["again"] >= 1 and figures["again_ns"] >= toys.US and figures["feasible"]
+    assert Timeline.read(line).step_ns == figures["step_ns"]
     assert main.main(["simulate", plan, *common]) == 0
     assert main.main(["explain", plan, *common, "--what-if", "off"]) == 0
     capsys.readouterr()
-    for by in ("bound", "plan"):  # of the same question: what may be made again still may
+    for by in ("bound", "plan"):  # what-if by bound and what-if by plan allow the same recomputations
         assert main.main(["explain", plan, *common, "--what-if", by, "--plan-time", "2s", "--json"]) == 0
         again = json.loads(capsys.readouterr().out)["what_if"][0]
-        assert again["bound_ns"] == told["bound_ns"]
-        assert again["step_ns"] in (None, told["step_ns"])
+        assert again["bound_ns"] == figures["bound_ns"]
+        assert again["step_ns"] in (None, figures["step_ns"])
     assert Plan.read(plan).recompute

@@ -1,4 +1,4 @@
-"""Headers and indexes that are cut, damaged or hostile: an error that names the file, in bounded memory."""
+"""Tests with damaged or hostile headers and indexes: each raises an error that names the file."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_hostile_header_is_refused_in_bounded_memory(tmp_path: Path, name: str
         os.close(descriptor)
 
 
-def test_no_flipped_byte_of_a_header_is_more_than_an_error(tmp_path: Path) -> None:
+def test_a_flipped_byte_of_a_header_gives_at_most_a_format_error(tmp_path: Path) -> None:
     file = tmp_path / "flipped.safetensors"
     safetensors.torch.save_file({"a": torch.ones(3), "b": torch.ones(2, 2)}, file, {"format": "pt"})
     good, chance = file.read_bytes(), random.Random(0)
@@ -87,7 +87,7 @@ def test_no_flipped_byte_of_a_header_is_more_than_an_error(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("file", ["../up.safetensors", "/abs.safetensors", "x.bin", "a\\u0000.safetensors"])
-def test_an_index_names_files_beside_it(tmp_path: Path, file: str) -> None:
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path: Path, file: str) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"metadata": {}, "weight_map": {"a": "' + file + '"}}')
     with pytest.raises(FileFormatError, match="beside the index"):
@@ -104,7 +104,7 @@ def test_an_index_without_a_map_is_refused(tmp_path: Path, text: str) -> None:
         read_index(str(index))
 
 
-def test_an_index_is_no_larger_than_a_header(tmp_path: Path) -> None:
+def test_an_index_larger_than_a_header_is_refused(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     with open(index, "wb") as file:
         file.truncate(HEADER_BYTES_MAX + 1)
@@ -112,14 +112,14 @@ def test_an_index_is_no_larger_than_a_header(tmp_path: Path) -> None:
         read_index(str(index))
 
 
-def test_a_name_comes_once_in_an_index(tmp_path: Path) -> None:
+def test_a_name_that_appears_twice_in_an_index_is_refused(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
-    with pytest.raises(FileFormatError, match="a: the name comes twice"):
+    with pytest.raises(FileFormatError, match="a: the name appears twice"):
         read_index(str(index))
 
 
-def test_a_file_that_is_cut_while_it_is_read_ends_in_its_header(
+def test_a_file_truncated_while_it_is_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "cut.safetensors"
@@ -128,7 +128,8 @@ def test_a_file_that_is_cut_while_it_is_read_ends_in_its_header(
 
     def read_then_cut(descriptor: int, length: int, at: int) -> bytes:
         piece = pread(descriptor, length, at)
-        os.truncate(file, 9)  # behind the length and the first character, which are read by themselves
+        # The cut is after the length field and the first character, which are read separately.
+        os.truncate(file, 9)
         return piece
 
     monkeypatch.setattr(os, "pread", read_then_cut)

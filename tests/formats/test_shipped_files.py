@@ -1,4 +1,5 @@
-"""Names of what comes with teraio are taken where files are read; for what is mistyped there is a guess."""
+"""Tests of the files that teraio ships: commands accept a file's name instead of a path, and suggest the
+nearest name after a typo."""
 
 from __future__ import annotations
 
@@ -17,18 +18,20 @@ from teraio.formats.profile import Profile
 
 @pytest.fixture
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with nothing in it, in which commands run."""
+    """Change to an empty folder, in which the test runs its commands. Return the folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def ran(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     assert main.main(words) == code, capsys.readouterr()
-    said = capsys.readouterr()
-    return said.err if code else said.out
+    output = capsys.readouterr()
+    return output.err if code else output.out
 
 
-def test_every_command_takes_names(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_accepts_names_of_shipped_files(
+    empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     where = ("gpt2-b16", "--machine", "rtx4090-1ssd")
     small = ("--memory", "3GiB", "--planner", "greedy", "--plan-time", "1s")
     ran(capsys, "plan", *where, *small, "-o", "p.json", "--timeline", "t.json")
@@ -40,7 +43,7 @@ def test_every_command_takes_names(empty: Path, capsys: pytest.CaptureFixture[st
     assert "gpt2-s1024-b16" in ran(capsys, "report", "t.json", *named, "--plan", "p.json")
 
 
-def test_a_file_of_that_name_goes_first_and_a_folder_does_not(
+def test_a_file_has_priority_over_a_shipped_name_but_a_folder_has_not(
     empty: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     toys.machine().write(empty / "rtx4090-1ssd")
@@ -60,9 +63,9 @@ def test_a_model_stands_for_one_sequence_on_the_machines_accelerator(
     took = {}
     for machine in ("h100-4ssd", "rtx4090-1ssd"):
         assert main.main(["plan", "gpt2", "--machine", machine, "--planner", "none", "--json"]) == 0
-        said = capsys.readouterr()
-        took[machine] = json.loads(said.out)["compute_ns"]
-        assert "gpt2 is a model: planned is a step of one sequence, gpt2-s1024-b1" in said.err
+        output = capsys.readouterr()
+        took[machine] = json.loads(output.out)["compute_ns"]
+        assert "gpt2 is a model: using gpt2-s1024-b1" in output.err
     assert took["rtx4090-1ssd"] > 2 * took["h100-4ssd"]
     rates = ("--flop-rate", "110T", "--memory-bandwidth", "800GB/s")
     ran(capsys, "profile", "synth", "gpt2", *rates, "-o", "one.json")
@@ -70,7 +73,7 @@ def test_a_model_stands_for_one_sequence_on_the_machines_accelerator(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("plan", "gpt2-b6", "--machine", "h100-4ssd"), "did you mean gpt2-b16?; there are gpt2-b16, llama"),
         (("plan", "gpt2-b16", "--machine", "rtx4090"), "did you mean rtx4090-1ssd?; there are a100-80-4ssd,"),
@@ -85,15 +88,15 @@ def test_a_model_stands_for_one_sequence_on_the_machines_accelerator(
         ),
     ],
 )
-def test_an_unknown_name_is_told_with_those_there_are(
-    words: tuple[str, ...], told: str, empty: Path, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_name_is_refused_with_the_known_names(
+    words: tuple[str, ...], message: str, empty: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = ran(capsys, *words, code=2)
-    assert told in said and said.count("\n") == 1
+    printed = ran(capsys, *words, code=2)
+    assert message in printed and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("pln",), "'pln' is unknown; did you mean plan?"),
         (("profile", "lst"), "'lst' is unknown; did you mean list?"),
@@ -107,16 +110,16 @@ def test_an_unknown_name_is_told_with_those_there_are(
         (("explain", "--what-if", "bond"), "'bond' is unknown; did you mean bound?"),
     ],
 )
-def test_what_is_mistyped_is_told_with_what_was_meant(
-    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+def test_a_mistyped_word_is_refused_with_a_guess(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as refused:
         main.main(words)
     assert refused.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_flags_may_still_be_cut_short_and_a_dash_ends_them(
+def test_flags_may_be_abbreviated_and_a_double_dash_ends_them(
     empty: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     toys.diamond().write(empty / "--odd")
@@ -125,22 +128,23 @@ def test_flags_may_still_be_cut_short_and_a_dash_ends_them(
 
 
 @pytest.mark.parametrize(
-    "shelf", [shipped_files.PROFILES, shipped_files.MACHINES], ids=["profile", "machine"]
+    "shipped", [shipped_files.PROFILES, shipped_files.MACHINES], ids=["profile", "machine"]
 )
-def test_what_comes_along_is_listed(
-    shelf: shipped_files.ShippedFiles, capsys: pytest.CaptureFixture[str]
+def test_shipped_files_are_listed(
+    shipped: shipped_files.ShippedFiles, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = ran(capsys, shelf.kind, "list")
-    told: dict[str, Any] = json.loads(ran(capsys, shelf.kind, "list", "--json"))
-    about = shipped_files.ABOUT_PROFILES if shelf is shipped_files.PROFILES else shipped_files.ABOUT_MACHINES
-    assert [row["name"] for row in told[f"{shelf.kind}s"]] == shelf.names() == sorted(about)
-    for row in told[f"{shelf.kind}s"]:
+    text = ran(capsys, shipped.kind, "list")
+    listed: dict[str, Any] = json.loads(ran(capsys, shipped.kind, "list", "--json"))
+    profiles = shipped is shipped_files.PROFILES
+    about = shipped_files.ABOUT_PROFILES if profiles else shipped_files.ABOUT_MACHINES
+    assert [row["name"] for row in listed[f"{shipped.kind}s"]] == shipped.names() == sorted(about)
+    for row in listed[f"{shipped.kind}s"]:
         assert Path(row["path"]).is_file() and f"  {row['name']}  " in text and row["what"] in text
-    if shelf is shipped_files.PROFILES:
-        assert {"name": "gpt2", "parameters": 124_439_808} in told["models"] and "  gpt2  " in text
+    if profiles:
+        assert {"name": "gpt2", "parameters": 124_439_808} in listed["models"] and "  gpt2  " in text
 
 
-def test_a_plan_is_still_read_from_a_file_alone(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_read_only_from_a_file(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Plan("", "x", 8).write(empty / "gpt2-b16")
-    told = ran(capsys, "simulate", "gpt2-b16", "gpt2-b16", "--machine", "h100-4ssd", code=2)
-    assert "teraio-profile" in told
+    printed = ran(capsys, "simulate", "gpt2-b16", "gpt2-b16", "--machine", "h100-4ssd", code=2)
+    assert "teraio-profile" in printed

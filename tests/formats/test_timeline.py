@@ -1,5 +1,4 @@
-"""A timeline is what happened: its kernels are the step's, its waits are those of the counts, its bytes are
-those of the ledger; and who asks for none pays for none."""
+"""Tests of measured timelines: their kernels, transfers, stalls and bytes match the step and the ledger."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from teraio.runtime.ledger.recorder import RecordedMove, RecordedStep, Recorder
 from teraio.session import session
 from teraio.session.planning import Planning
 
-WIDTH = 512  # a weight is 1 MiB
+WIDTH = 512  # each layer's weight is 1 MiB
 LAYERS = 6
 
 
@@ -61,12 +60,12 @@ class Model(nn.Module):
 
 
 def train(steps: int, evaluate: bool = False, **options: Any) -> Iterator[int]:
-    """Yields the number of each step that was taken."""
+    """Train a model and yield the number of each step."""
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    wanted = {"inner": "eager", "memory": "15MiB", "warmup": 1, "planner": "greedy", **options}
-    compiled = torch.compile(model, backend="teraio", options=wanted)
+    all_options = {"inner": "eager", "memory": "15MiB", "warmup": 1, "planner": "greedy", **options}
+    compiled = torch.compile(model, backend="teraio", options=all_options)
     for step in range(steps):
         compiled(torch.randn(16, WIDTH)).backward()
         optimizer.step()
@@ -84,8 +83,10 @@ def counts() -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Timeline, Profile, dict[str, int]]:
-    """A run of six steps, the last four of them planned: its timeline, its profile, and what the last step
-    added to the counts."""
+    """Run six steps, of which the last four follow a plan.
+
+    Return (1) the timeline, (2) the profile, and (3) the increase of the engine's counts in the last step.
+    """
     folder = tmp_path_factory.mktemp("timeline")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERAIO_CACHE_DIR", "off")
@@ -104,7 +105,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Timeline, Profile, di
 Ran = tuple[Timeline, Profile, dict[str, int]]
 
 
-def test_its_kernels_are_those_of_the_step_and_follow_each_other(ran: Ran) -> None:
+def test_kernels_match_the_step_and_do_not_overlap(ran: Ran) -> None:
     line, profile, _ = ran
     kernels = [span for span in line.spans if span.track == "compute"]
     assert line.kind == "measured"
@@ -113,30 +114,35 @@ def test_its_kernels_are_those_of_the_step_and_follow_each_other(ran: Ran) -> No
     assert kernels[-1].end_ns == line.step_ns > 0
 
 
-def test_every_transfer_of_the_step_is_in_it_with_its_tensor_and_bytes(ran: Ran) -> None:
+def test_every_transfer_is_recorded_with_its_tensor_and_bytes(ran: Ran) -> None:
     line, profile, added = ran
     sizes = {tensor.name: tensor.size_bytes for tensor in profile.tensors}
     tracks = Count(span.track for span in line.spans)
     assert set(tracks) <= {"compute", "evict:ssd", "fetch:ssd", "drop:ssd"}
-    # Some of what happened between the two looks at the counts lies outside of the step, and the other way.
+    # The counts are read between steps. They include a few moves of other steps, and miss a few moves of this
+    # step.
     assert abs(tracks["fetch:ssd"] - added["fetches"]) <= LAYERS
-    assert added["fetches"] > LAYERS, "nothing moved: the test shows nothing"
+    assert added["fetches"] > LAYERS, "too few fetches, so the test is weak"
     moved = [span for span in line.spans if span.track in {"evict:ssd", "fetch:ssd"}]
     assert all(span.name == span.tensor and span.bytes == sizes[span.tensor] for span in moved)
     assert all(0 <= span.start_ns <= span.end_ns for span in moved)
 
 
-def test_its_waits_are_those_that_were_counted(ran: Ran) -> None:
+def test_recorded_stalls_match_the_counted_stall_time(ran: Ran) -> None:
     line, profile, added = ran
     assert {stall.cause for stall in line.stalls} <= {"late read", "link busy", "miss"}
     assert all(0 <= stall.tick < len(profile.kernels) for stall in line.stalls)
-    told = sum(stall.ns for stall in line.stalls)
+    recorded = sum(stall.ns for stall in line.stalls)
     counted = added["stall_ns"]
-    assert told <= counted * 2 and counted <= told * 2 + 10_000 * (added["fetches"] + added["evictions"])
+    moves = added["fetches"] + added["evictions"]
+    assert recorded <= counted * 2 and counted <= recorded * 2 + 10_000 * moves
 
 
-def test_its_counters_are_the_ledger_and_stay_within_the_budget(ran: Ran) -> None:
-    """But for what user code hands over: it is there when a program begins, whose first slot makes room."""
+def test_counters_match_the_ledger_and_respect_the_budget(ran: Ran) -> None:
+    """Compare the bytes of all kinds except inputs.
+
+    A program's inputs are resident before its first slot can make room, so they may exceed the budget.
+    """
     line, _, _ = ran
     bytes_of: dict[str, int] = {}
     most = 0
@@ -149,11 +155,16 @@ def test_its_counters_are_the_ledger_and_stay_within_the_budget(ran: Ran) -> Non
     assert {"weight", "grad", "state", "activation", "workspace", "reserve"} <= set(bytes_of)
     assert 0 < most <= line.budget_bytes == 15 * 2**20
     weights = [counter.bytes for counter in line.counters if counter.kind == "weight"]
-    assert len(set(weights)) > 1, "weights never left"
+    assert len(set(weights)) > 1, "no weight was evicted"
 
 
-def test_a_forgotten_end_is_noticed(ran: Ran, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The bug: what leaves is not told. Then the counters grow out of the budget."""
+def test_missing_evictions_make_the_counters_exceed_the_budget(
+    ran: Ran, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Plant a bug: the engine does not notify the recorder of evictions.
+
+    The recorded counters then exceed the budget.
+    """
     monkeypatch.setattr(Recorder, "subtract_resident_bytes", lambda self, record: None)
     for _ in train(3, timeline=str(tmp_path / "t.json")):
         pass
@@ -171,8 +182,11 @@ def test_inference_does_not_replace_a_training_step(tmp_path: Path) -> None:
     assert any("AdamW" in span.name for span in line.spans)
 
 
-def test_it_is_there_while_the_run_goes_on(tmp_path: Path) -> None:
-    """A planned step replaces a measured one at once, and a killed run leaves the last that was written."""
+def test_the_file_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
+    """Read the file while the run trains.
+
+    A planned step replaces the measured step in the file before the run ends.
+    """
     path = tmp_path / "t.json"
     for step in train(6, timeline=str(path)):
         if step == 2:
@@ -181,28 +195,26 @@ def test_it_is_there_while_the_run_goes_on(tmp_path: Path) -> None:
     assert path.read_bytes() != before
 
 
-def test_the_time_a_plan_took_to_make_belongs_to_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make, thought_s = Planning.choose_plan, 2.0
+def test_planning_time_belongs_to_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_plan, delay_s = Planning.choose_plan, 2.0
 
     def slow(self: Planning, profile: Profile, step: Step) -> Plan | None:
-        time.sleep(thought_s)
-        return make(self, profile, step)
+        time.sleep(delay_s)
+        return choose_plan(self, profile, step)
 
     monkeypatch.setattr(Planning, "choose_plan", slow)
     monkeypatch.setenv("TERAIO_CACHE_DIR", "off")
     path = tmp_path / "run.timeline.json"
     began_s = time.perf_counter()
     list(train(3, timeline=str(path)))
-    assert time.perf_counter() - began_s > thought_s
+    assert time.perf_counter() - began_s > delay_s
     teraio.reset()
     line = Timeline.read(path)
-    assert 0 < line.step_ns < thought_s * 1e9
-    assert line.spans[0].start_ns < 0.9 * thought_s * 1e9
+    assert 0 < line.step_ns < delay_s * 1e9
+    assert line.spans[0].start_ns < 0.9 * delay_s * 1e9
 
 
-def test_who_asks_for_none_pays_for_none() -> None:
+def test_a_run_without_a_timeline_records_nothing() -> None:
     for _ in train(1):
         pass
     running = engine.ENGINE
@@ -211,7 +223,7 @@ def test_who_asks_for_none_pays_for_none() -> None:
     assert session.SESSION is not None and session.SESSION.recording is None
 
 
-def test_a_place_that_cannot_be_written_is_said_and_ends_no_training(
+def test_an_unwritable_timeline_is_logged_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "folder"
@@ -220,11 +232,11 @@ def test_a_place_that_cannot_be_written_is_said_and_ends_no_training(
         for _ in train(4, timeline=str(path)):
             pass
         teraio.reset()
-    said = [r.getMessage() for r in caplog.records if "timeline was not written" in r.getMessage()]
-    assert len(said) == 1 and "is a directory" in said[0]
+    lines = [r.getMessage() for r in caplog.records if "timeline was not written" in r.getMessage()]
+    assert len(lines) == 1 and "is a directory" in lines[0]
 
 
-def test_a_folder_that_is_not_there_is_refused_before_anything_runs() -> None:
+def test_a_missing_folder_is_refused_before_anything_runs() -> None:
     with pytest.raises((OptionError, torch._dynamo.exc.BackendCompilerFailed), match="does not exist"):
         next(train(1, timeline="/tmp/no such folder/t.json"))
 
@@ -241,7 +253,7 @@ def test_a_step_that_an_exception_ended_is_not_shown() -> None:
     assert line is not None and [span.name for span in line.spans] == ["k"]
 
 
-def test_the_commands_that_predict_write_one_of_the_same_type(tmp_path: Path) -> None:
+def test_plan_and_simulate_write_the_same_predicted_timeline(tmp_path: Path) -> None:
     paths = {name: str(tmp_path / f"{name}.json") for name in ("profile", "machine", "plan", "one", "other")}
     toys.diamond().write(paths["profile"])
     toys.machine().write(paths["machine"])
@@ -256,35 +268,41 @@ def test_the_commands_that_predict_write_one_of_the_same_type(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_at_any_moment_its_bytes_are_those_that_the_engine_counts(seed: int, tmp_path: Path) -> None:
-    """Random steps on an asynchronous device, with random plans: after each, and at each slot."""
+def test_timeline_bytes_equal_the_engines_count_at_any_moment(seed: int, tmp_path: Path) -> None:
+    """Compare the bytes after each slot and each step.
+
+    The steps are random, with random plans, on an asynchronous device.
+    """
     run = engine_run.Run(seed, tmp_path)
     mover = run.engine.mover
     recorder = Recorder(run.engine.residency.budget_bytes, 0)
     run.engine.attach_recorder(recorder)
-    assert not run.engine.residency.records, "what is there already was missed"
+    assert not run.engine.residency.records, "the recorder missed records"
     wrong: list[int] = []
     counted = recorder._set_bytes_of_kind
 
-    def looked(kind: str, size_bytes: int) -> None:
+    def count_and_compare(kind: str, size_bytes: int) -> None:
         counted(kind, size_bytes)
         if kind == "workspace" and not recorder.in_slot:
-            told = sum(size for name, size in recorder.bytes.items() if name != "workspace")
-            wrong.append(told - mover.resident_bytes)
+            recorded = sum(size for name, size in recorder.bytes.items() if name != "workspace")
+            wrong.append(recorded - mover.resident_bytes)
 
-    recorder._set_bytes_of_kind = looked  # type: ignore[method-assign]
+    recorder._set_bytes_of_kind = count_and_compare  # type: ignore[method-assign]
     with contextlib.suppress(BudgetError):
         for _ in range(engine_run.STEPS):
             run.step()
-            assert sum(size for _, size in recorder.here.values()) == mover.resident_bytes
+            assert sum(size for _, size in recorder.resident.values()) == mover.resident_bytes
     assert len(wrong) > 10 and not any(wrong)
     line = recorder.timeline()
     assert line is None or line.spans
 
 
-def test_layers_that_share_a_program_and_your_own_code_are_in_it(tmp_path: Path) -> None:
-    """Blocks compiled one by one, gradients clipped in between: a fetch for the clipping is waited for in the
-    last kernel of a program, which your own code belongs to."""
+def test_layers_that_share_a_program_and_user_code_are_recorded(tmp_path: Path) -> None:
+    """Compile blocks one by one, and clip gradients in user code.
+
+    User code after a program counts as part of the program's `exit` kernel. The fetches for the clipping are
+    therefore inside this kernel.
+    """
     torch.manual_seed(0)
     model = Model()
     for layer in model.layers:
@@ -312,7 +330,7 @@ def test_layers_that_share_a_program_and_your_own_code_are_in_it(tmp_path: Path)
     assert all(one.end_ns <= other.start_ns for one, other in itertools.pairwise(kernels))
     own = {tick for tick, span in enumerate(kernels) if span.name == "exit"}
     gradients = [span for span in line.spans if span.tensor.endswith(".grad") and span.track == "fetch:ssd"]
-    assert gradients, "no gradient came back: the test shows nothing"
+    assert gradients, "no gradient was fetched, so the test is weak"
     within = [
         tick
         for span in gradients
@@ -323,8 +341,11 @@ def test_layers_that_share_a_program_and_your_own_code_are_in_it(tmp_path: Path)
     assert all(stall.tick < len(kernels) for stall in line.stalls)
 
 
-def test_what_your_own_code_does_between_two_steps_stands_at_the_begin_of_the_next() -> None:
-    """A step ends at 100. What is fetched at 150, and has come at 160, is there when the next begins."""
+def test_moves_between_two_steps_are_recorded_at_the_start_of_the_next() -> None:
+    """End a step at 100 and fetch a weight from 150 to 160.
+
+    The next step then begins with the weight resident.
+    """
     recorder = Recorder(1_000, 10)
     recorder.step = RecordedStep(50, {})
     recorder.step.kernels.append(("k0", 60, 200))
@@ -340,16 +361,16 @@ def test_what_your_own_code_does_between_two_steps_stands_at_the_begin_of_the_ne
     recorder.end_step(230, training=True, planned=True)
     second = recorder.timeline(all_has_ended=True)
     assert second is not None
-    assert second.dumps(), "it can be written"
+    assert second.dumps(), "the timeline can be written"
     assert [(span.name, span.start_ns, span.end_ns) for span in second.spans] == [("k1", 5, 30), ("w", 0, 0)]
     assert second.stalls == (Stall(0, "w", 10, "miss"),)
 
 
-def test_what_a_recorder_has_not_met_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may begin in the middle of a step, and a step may never end."""
+def test_a_recorder_ignores_tensors_that_it_has_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a recorder in the middle of a step, and record a step that does not end."""
     recorder = Recorder(100, 0)
     record: Any = SimpleNamespace(
-        key=1, name="w", kind="weight", size_bytes=4, home="ssd", state=State.DEVICE
+        key=1, name="w", kind="weight", size_bytes=4, home="ssd", state=State.RESIDENT
     )
     recorder.subtract_resident_bytes(record)
     recorder.note_kind_change(record)
@@ -366,7 +387,7 @@ def test_what_a_recorder_has_not_met_is_no_part_of_a_step(monkeypatch: pytest.Mo
     assert recorder.step.broken and len(recorder.step.kernels) < 4
 
 
-def test_after_an_exception_in_a_program_whole_steps_follow(tmp_path: Path) -> None:
+def test_steps_after_an_exception_are_recorded_whole(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     rows = nn.Embedding(2000, WIDTH)
     options: dict[str, Any] = {"inner": "eager", "memory": "12MiB", "warmup": 1, "timeline": str(path)}

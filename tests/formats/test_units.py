@@ -1,4 +1,4 @@
-"""Units: what people write becomes exact integers, and what is printed can be trusted."""
+"""Tests of units: texts become exact integers, and a printed size never rounds to less memory than needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from teraio.units import LIMIT, fmt_bytes, fmt_ns, fmt_rate, parse_bytes, parse_
         ("20 GiB", 20 * 2**30),
         (" 20gib ", 20 * 2**30),
         ("1.5 GB", 1_500_000_000),
-        ("1.1GiB", 1_181_116_006),  # rounded down from .4
+        ("1.1GiB", 1_181_116_006),  # rounded down from 1,181,116,006.4 bytes
         ("0.1KB", 100),
         ("123", 123),
         ("123B", 123),
@@ -26,12 +26,12 @@ from teraio.units import LIMIT, fmt_bytes, fmt_ns, fmt_rate, parse_bytes, parse_
         ("9007199254740991", LIMIT - 1),
     ],
 )
-def test_sizes(text: str | int, size_bytes: int) -> None:
+def test_a_size_is_parsed_to_bytes(text: str | int, size_bytes: int) -> None:
     assert parse_bytes(text) == size_bytes
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("20G", "unknown unit 'G'; units are B, KB"),
         ("", "is not a size such as 20GiB"),
@@ -52,13 +52,13 @@ def test_sizes(text: str | int, size_bytes: int) -> None:
         ("\x1b[2J", r"'\x1b[2J' is not a size"),
     ],
 )
-def test_what_is_not_a_size_is_named(text: object, said: str) -> None:
+def test_a_malformed_size_is_refused_by_name(text: object, message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse_bytes(text)  # type: ignore[arg-type]
-    assert said in str(error.value) and str(error.value).isprintable() and len(str(error.value)) < 250
+    assert message in str(error.value) and str(error.value).isprintable() and len(str(error.value)) < 250
 
 
-def test_durations_and_rates() -> None:
+def test_durations_and_rates_are_parsed() -> None:
     assert parse_ns("30s") == parse_ns(30) == parse_ns("30") == 30 * 10**9
     assert parse_ns("1.5 ms") == 1_500_000
     assert parse_ns("2min") == 120 * 10**9
@@ -69,7 +69,7 @@ def test_durations_and_rates() -> None:
             parse(text)
 
 
-def test_sizes_are_printed_as_they_are_spoken_of() -> None:
+def test_sizes_durations_and_rates_are_printed_with_units() -> None:
     assert fmt_bytes(0) == "0 B"
     assert fmt_bytes(1023) == "1023 B"
     assert fmt_bytes(1024) == "1 KiB"
@@ -85,14 +85,14 @@ def test_sizes_are_printed_as_they_are_spoken_of() -> None:
 
 
 @given(st.integers(0, LIMIT - 1))
-def test_rounding_up_never_tells_too_little(size_bytes: int) -> None:
+def test_rounding_up_never_gives_too_few_bytes(size_bytes: int) -> None:
     up = fmt_bytes(size_bytes, up=True)
-    if not up.startswith(("8 PiB", "8.")):  # the last sizes before the limit round to it
+    if not up.startswith(("8 PiB", "8.")):  # the largest sizes are rounded up to the limit
         assert parse_bytes(up) >= size_bytes
     assert parse_bytes("7.9 PiB" if up == "8 PiB" else up) >= size_bytes * 0.98
 
 
 @given(st.text(max_size=200))
-def test_anything_can_be_shown(text: str) -> None:
+def test_any_text_becomes_one_printable_line(text: str) -> None:
     line = printable_line(text, 20)
     assert line.isprintable() and len(line) <= 20 * 10 + 3
