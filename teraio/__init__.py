@@ -1,16 +1,21 @@
-"""teraio: train models that do not fit, through `torch.compile(model, backend="teraio")`.
+"""teraio: train models that do not fit into memory, through `torch.compile(model, backend="teraio")`.
 
-In: a model, its loop, a budget. Out: the numbers of the same compile without a budget, within that budget.
+In: a model, its training loop, a budget. Out: a training whose tensors fit into the budget, with the same
+numbers as without a budget.
 
-    backend     what torch.compile calls: a captured graph becomes a program with slots
-    models      init, load: models that are larger than memory from their first line on
-    options     Settings, Options: every option, its variable and its flag, once
-    errors      TeraioError and what inherits from it; switches: features that a run does without
-    progress    what a person who waits reads; units, text_table: how numbers and tables look
-    formats     data and its files; then session, estimating and cli (each has a first page of its own)
-    passes, runtime    links to the folders at the top: compile time, run time
+    backend     the backend of torch.compile: turns a captured graph into a program with slots
+    models      init, load: create and load models that are larger than memory
+    options     Settings, Options: each option with its environment variable and its flag
+    errors      TeraioError and its subclasses
+    switches    features of a run that the user can turn off
+    progress    progress lines of long work, on stderr
+    units, text_table             text of numbers; text of tables
+    formats                       data types and their files
+    session, estimating, cli      packages that their own docstrings describe
+    passes, runtime               links to the top-level folders of compile time and of run time
 
-Invariant: importing this loads no torch. Public names are those of `__all__`, and each is made in one module.
+Invariant: importing this package does not import torch. `__all__` lists the public names. Each public name is
+defined in one module.
 
 Log lines: "options 'mode' and 'inductor' have no effect, because inner='eager' is used".
 """
@@ -47,7 +52,7 @@ __all__ = [
     "wrap",
 ]
 
-_WHERE = {
+_MODULE_OF = {
     "Options": "options",
     "Stats": "runtime.step.stats",
     "estimate": "estimating.estimate",
@@ -63,9 +68,9 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public functions come with torch, which takes a second to import: only when asked for."""
-    if name in _WHERE:
-        return getattr(import_module(f"teraio.{_WHERE[name]}"), name)
+    """Import a public name on its first use, because torch takes a second to import."""
+    if name in _MODULE_OF:
+        return getattr(import_module(f"teraio.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'teraio' has no attribute {name!r}")
 
 

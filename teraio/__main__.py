@@ -1,4 +1,4 @@
-"""`python -m teraio` is the command line."""
+"""The entry point of `python -m teraio`, which runs the command line."""
 
 import sys
 

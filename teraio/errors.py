@@ -1,47 +1,58 @@
-"""Every error a user can meet. A message says what, where, the numbers and the remedy."""
+"""The errors that teraio raises. A message names the event, the place, the numbers and the remedy."""
 
 from __future__ import annotations
 
 
 class TeraioError(RuntimeError):
-    """The base of all operating errors; programmer errors are assertions."""
+    """The base class of all operating errors. Programming errors are assertions."""
 
 
 class FileFormatError(TeraioError):
-    """A profile, machine, plan, timeline or weight file that cannot be read or written: where, why."""
+    """A failed read or write of a profile, machine, plan, timeline or weight file.
+
+    The message names the place in the file and the reason.
+    """
 
 
 class CheckpointError(TeraioError):
-    """Weights in files that are not those of the model: which, and what differs."""
+    """Weight files that do not match the model. The message names the weights and the difference."""
 
 
 class OptionError(TeraioError):
-    """An option that is unknown, malformed or contradicts another one."""
+    """An unknown or malformed option, or an option that contradicts another option."""
 
 
 class BudgetError(TeraioError):
-    """The budget is smaller than what one kernel needs; names the kernel and the smallest feasible budget."""
+    """A budget that is smaller than the memory that one kernel needs.
+
+    The message names the kernel and the smallest feasible budget.
+    """
 
 
 class PlanError(TeraioError):
-    """A plan that the independent check refuses, or that no planner could make."""
+    """A plan that `plan_check` refuses, or a budget for which no planner finds a plan."""
 
 
 class UnsupportedError(TeraioError):
-    """Something teraio refuses by name instead of doing it wrongly."""
+    """A request that teraio refuses, because teraio cannot fulfil the request correctly."""
 
 
 class EvictedError(TeraioError):
-    """User code needs an evicted tensor that cannot be fetched; names it and the remedy. Out of an operator
-    it comes as the RuntimeError that torch raises, with the same text."""
+    """A use of an evicted tensor that the engine cannot fetch. The message names the tensor and the remedy.
+
+    If an operator uses the tensor, torch raises a RuntimeError with the same text.
+    """
 
 
 class TornStepError(TeraioError):
-    """An optimizer step could not be completed; the model must be reloaded from its last checkpoint."""
+    """An optimizer step that failed before its end. Reload the model from its last checkpoint."""
 
 
 class StoreError(TeraioError):
-    """The slow tier failed. `errno` is the system's number or 0; `tensor` names what was being moved."""
+    """A failure of the slow tier.
+
+    `errno` is the system's error number, or 0. `tensor` names the moved tensor.
+    """
 
     def __init__(self, message: str, *, errno: int = 0, tensor: str = "", path: str = "") -> None:
         super().__init__(message)
@@ -51,20 +62,22 @@ class StoreError(TeraioError):
 
 
 class StoreFullError(StoreError):
-    """No room: at the start (free space) or in the middle (ENOSPC)."""
+    """A full store, detected at the start (too little free space) or during a write (ENOSPC)."""
 
 
 class StoreReadError(StoreError):
-    """A read failed after its retries."""
+    """A read from the store that failed after all retries."""
 
 
 class StoreWriteError(StoreError):
-    """A write failed after its retries; the copy in memory was kept."""
+    """A write to the store that failed after all retries. The copy in memory is kept."""
 
 
 class CorruptTensorError(StoreError):
-    """The bytes that came back are not the bytes that went out (flip, stale or misplaced block)."""
+    """Bytes read from the store that differ from the written bytes (a flipped bit, a stale block or a
+    misplaced block).
+    """
 
 
 class TransferTimeoutError(StoreError):
-    """A transfer did not complete within its deadline; its buffer is quarantined and never used again."""
+    """A transfer that missed its deadline. Its buffer is quarantined and never used again."""

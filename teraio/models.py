@@ -1,4 +1,4 @@
-"""`teraio.init`, `teraio.load`: models that are larger than memory from their first line on."""
+"""`teraio.init` and `teraio.load`, which create and load models that are larger than memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from teraio.session import session
 
 @contextmanager
 def init(**options: Any) -> Iterator[None]:
-    """In the block models are constructed whose weights leave memory as they are made. `options` are those
-    of the backend; a `torch.compile(model, backend="teraio")` takes the weights over, and need not repeat
-    them."""
+    """Let the block construct models that are larger than memory. Evict weights as the block creates them.
+
+    `options` are options of the backend. A later `torch.compile(model, backend="teraio")` takes over the
+    weights. The options need not be repeated in this call.
+    """
     if is_disabled():
         yield
         return
@@ -35,13 +37,15 @@ def init(**options: Any) -> Iterator[None]:
 
 
 def load(what: Any, path: str | os.PathLike[str] | None = None, **options: Any) -> Any:
-    """`load(model, path)`: weights from safetensors files; `load(path)`: as `torch.load`, with the
-    file's bytes read when they are used.
+    """Load weights from safetensors files into a model, or load a file as `torch.load` does.
 
-    `load(model, path, strict=True, copy=False, **options)`: gives a model, also one on `meta`, the weights of
-    safetensors files: a file, an index, or a folder as Hugging Face writes it. They stay in the files until
-    they are needed and until they change; with `copy`, they go to the store at once. `options` are those of
-    the backend, as in `init`. Returns the names that `strict=False` let pass.
+    `load(path)` reads bytes of the file only when they are used.
+
+    `load(model, path, strict=True, copy=False, **options)` loads a model. `path` is a file, an index, or a
+    folder as Hugging Face writes it. The model may be on `meta`. The engine fetches a weight from the files
+    when a kernel needs it. The files serve as the weights' clean copies until the weights change. With
+    `copy`, `load` writes all weights to the store immediately. `options` are options of the backend, as in
+    `init`. Return the names that `strict=False` ignores.
     """
     if not isinstance(what, torch.nn.Module):
         if path is not None:

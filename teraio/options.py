@@ -1,8 +1,7 @@
-"""Options: one field each, and from it three doors (`options={"memory": …}`, `TERAIO_MEMORY`, `--memory`) and
-its docs.
+"""Options. One field defines an option's key (`options={"memory": …}`), variable, flag (`--memory`) and docs.
 
-A dict, an environment or a parsed command line comes in; a frozen, hashable `Settings` goes out. Every value
-is parsed here once, so that the rest of the house sees bytes, nanoseconds and words that were checked.
+In: a dict, an environment or a parsed command line. Out: a frozen, hashable `Settings`. Only this module
+parses values. All other modules receive checked bytes, nanoseconds and words.
 """
 
 from __future__ import annotations
@@ -26,32 +25,35 @@ PLANNERS = ("auto", "none", "greedy", "search", "ilp", "zero-infinity", "g10", "
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """An amount: bytes, a percentage of what there is, or, with neither, the smallest that works (`min`)."""
+    """An amount of memory: bytes or a percentage.
+
+    Without both numbers, it is the smallest amount that works (`min`).
+    """
 
     size_bytes: int | None = None
     percent: Fraction | None = None
 
     def resolve(self, available_bytes: int, smallest_bytes: int) -> int:
-        """The amount in bytes, given what there is and what is the least that works."""
+        """Return the amount in bytes, for these available bytes and this smallest amount that works."""
         if self.size_bytes is not None:
             return self.size_bytes
         return smallest_bytes if self.percent is None else int(available_bytes * self.percent / 100)
 
     def __str__(self) -> str:
-        """A form that parses back to the same amount."""
+        """Return a text that parses to the same amount."""
         if self.size_bytes is not None:
             return f"{self.size_bytes}B"
         return "min" if self.percent is None else f"{float(self.percent):g}%"
 
 
-# Variables of the environment that are no options.
+# Environment variables that are not options.
 VARIABLES = {
-    "TERAIO_DISABLE": "`1`: the same programs without teraio, for comparison",
-    switches.VARIABLE: "features that the run does without, joined by `,`: "
+    "TERAIO_DISABLE": "`1`: run the same programs without teraio, for comparison",
+    switches.VARIABLE: "features to turn off, joined by `,`: "
     + ", ".join(f"`{name}`" for name in switches.FEATURES)
-    + "; the numbers stay the same",
-    "TERAIO_LOG": "from which lines on a run speaks: `debug`, `info`, `warning`, `error`, `off`",
-    "TERAIO_CACHE_DIR": "where plans are kept for later runs, or `off`; default: the user's cache",
+    + "; the computed numbers do not change",
+    "TERAIO_LOG": "the lowest level of log lines: `debug`, `info`, `warning`, `error`, `off`",
+    "TERAIO_CACHE_DIR": "the folder of plans for later runs, or `off`; default: the user's cache",
 }
 
 SMALLEST = Memory()
@@ -60,7 +62,7 @@ Scalar = bool | int | float | str
 
 
 def _parse_amount(value: Any) -> Memory:
-    """`20GiB`, `80%` or a number of bytes; not `min`."""
+    """Parse `20GiB`, `80%` or a number of bytes, but not `min`."""
     if isinstance(value, Memory):
         return value
     if isinstance(value, str) and value.strip().endswith("%"):
@@ -71,7 +73,7 @@ def _parse_amount(value: Any) -> Memory:
         return Memory(percent=percent)
     number = parse_bytes(value)
     if not number:
-        raise ValueError(f"'{printable_line(value)}' is nothing; expected more than 0 bytes")
+        raise ValueError(f"'{printable_line(value)}' is zero; expected more than 0 bytes")
     return Memory(number)
 
 
@@ -111,7 +113,7 @@ def _parse_duration_ns(value: Any) -> int:
         return round(value * 10**9)
     number = parse_ns(value)
     if not number:
-        raise ValueError(f"'{printable_line(value)}' is nothing; expected {DURATIONS}")
+        raise ValueError(f"'{printable_line(value)}' is zero; expected {DURATIONS}")
     return number
 
 
@@ -151,13 +153,13 @@ def _parse_path(value: Any) -> str:
 
 
 def _parse_paths(value: Any) -> tuple[str, ...]:
-    """One path, several joined by the system's path separator as in PATH, or a list of them."""
+    """Parse one path, several paths joined as in PATH, or a list of paths."""
     parts = value.split(os.pathsep) if isinstance(value, str) else value
     return tuple(map(_parse_path, parts if isinstance(parts, list | tuple) else [parts]))
 
 
 def _parse_globs(value: Any) -> tuple[str, ...]:
-    """Text such as `*.embed_tokens.*,lm_head.*`, or a list of such."""
+    """Parse a text such as `*.embed_tokens.*,lm_head.*`, or a list of such texts."""
     parts = [value] if isinstance(value, str) else value
     if isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts):
         globs = tuple(glob.strip() for part in parts for glob in part.split(","))
@@ -169,7 +171,7 @@ def _parse_globs(value: Any) -> tuple[str, ...]:
 
 
 def _parse_name_value_pairs(value: Any) -> tuple[tuple[str, Scalar], ...]:
-    """A dict, or text such as `max_autotune=true,shape_padding=false` -> pairs ordered by name."""
+    """Parse a dict, or a text such as `max_autotune=true,shape_padding=false`; return sorted pairs."""
     if isinstance(value, str):
         pairs = [part.partition("=") for part in value.split(",") if part.strip()]
         if not all(equals for _, equals, _ in pairs):
@@ -202,31 +204,40 @@ def _parse_scalar(text: str) -> Scalar:
 def _option_field(
     parse: Callable[[Any], Any], doc: str, default: Any = None, *, program: bool = False, many: bool = False
 ) -> Any:
-    """A field. `program`: it changes the compiled program; `many`: its flag may be given more than once."""
+    """Return the field of an option.
+
+    `program` marks an option that changes the compiled program. `many` marks an option whose flag may be
+    repeated.
+    """
     return field(default=default, metadata={"parse": parse, "doc": doc, "program": program, "many": many})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the user asked for, checked. None: not asked for, the place that needs it decides."""
+    """The checked options of the user.
+
+    None means that the user gave no value. The module that uses the option then chooses a value.
+    """
 
     memory: Memory | None = _option_field(  # noqa: RUF009
         _parse_memory,
-        "budget of device memory: `20GiB`, `80%` of what there is, or `min`; default: nine tenths of it",
+        "budget of device memory: `20GiB`, `80%` of the default, or `min` for the smallest that works; "
+        "default: 95 % of the memory available on a GPU, 90 % on a CPU",
     )
     host_memory: Memory | None = _option_field(  # noqa: RUF009
         _parse_memory,
-        "with a GPU: the limit of host memory for what leaves it: `64GiB`, `80%` of what can be had, `min` "
-        "for none; default: half. At most 1 GiB more than is used is pinned",
+        "with a GPU: limit of host memory for evicted tensors: `64GiB`, `80%` of the available host memory, "
+        "or `min` for none; default: half of it. Pinned memory exceeds the used memory by at most 1 GiB",
     )
     store: tuple[str, ...] = _option_field(
         _parse_paths,
-        f"directories on the SSDs, joined by `{os.pathsep}`; default: the largest disk of cache and temp; "
-        f"`{NULL_STORE}`: none, what is evicted stays in RAM, to see whether a drive is at fault",
+        f"directories on the SSDs, joined by `{os.pathsep}`. Default: in the user's cache or the temporary "
+        f"folder, on the disk with more free space. `{NULL_STORE}` keeps evicted tensors in RAM, to test "
+        "whether a drive is at fault",
         (),
     )
     store_size: Memory | None = _option_field(  # noqa: RUF009
-        _parse_store_size, "how much of the store's file systems to use: `500GiB`, `80%`"
+        _parse_store_size, "limit of the store's size: `500GiB`, or `80%` of the free space"
     )
     warmup: int = _option_field(_whole_number_parser(1, 1000), "measured steps before planning", 3)
     inner: str = _option_field(
@@ -242,14 +253,14 @@ class Settings:
     profile: str | None = _option_field(_parse_path, "write the measured profile to this file")
     timeline: str | None = _option_field(_parse_path, "write the measured timeline to this file")
     planner: str = _option_field(
-        _word_parser(*PLANNERS), f"who plans: {', '.join(f'`{name}`' for name in PLANNERS)}", "auto"
+        _word_parser(*PLANNERS), f"the planner: {', '.join(f'`{name}`' for name in PLANNERS)}", "auto"
     )
     plan_time: int = _option_field(
         _parse_duration_ns, "time limit of the planner: `10s`, `2min`, or seconds", 30 * 10**9
     )
     optimizer_step: str = _option_field(
         _word_parser("auto", "device", "host"),
-        "where the optimizer computes: `device`, beside a GPU also `host`, or `auto`: the faster",
+        "where the optimizer computes: `device`, `host` (with a GPU), or `auto` for the faster one",
         "device",
     )
     recompute: str = _option_field(
@@ -265,22 +276,25 @@ class Settings:
         _parse_bytes_per_day, "cap on bytes written to the SSDs: `2TB`, `500GiB/day`"
     )
     checksum: bool = _option_field(
-        _parse_switch, "verify bytes that come back from the store: `on`, `off`", True
+        _parse_switch, "verify the checksums of bytes read from the store: `on`, `off`", True
     )
     on_fallback: str = _option_field(
-        _word_parser("warn", "error"), "what a slower path does: `warn` once, or `error`", "warn"
+        _word_parser("warn", "error"), "reaction to a slower path: `warn` once, or `error`", "warn"
     )
 
     @property
     def store_directories(self) -> tuple[str, ...]:
-        """Where the store is, as far as that was asked for."""
+        """Return the directories that the user gave; empty for the default store or the null store."""
         return () if self.store == (NULL_STORE,) else self.store
 
     @classmethod
     def parse(
         cls, mapping: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
     ) -> Settings:
-        """A dict over the environment over the defaults; OptionError names the option and its forms."""
+        """Parse options. A dict overrides the environment, which overrides the defaults.
+
+        If a value is wrong, raise OptionError with the name of the option and its accepted forms.
+        """
         mapping, environ = mapping or {}, os.environ if environ is None else environ
         options = {f.name: f for f in fields(cls)}
         for key in mapping:
@@ -305,9 +319,10 @@ class Settings:
         return self
 
     def cache_key(self, *, program_only: bool = False) -> str:
-        """What was asked for in a stable, readable form: equal options give equal keys. For caches.
+        """Return a stable, readable key for caches. Equal options give equal keys.
 
-        `program_only`: only what changes the compiled program. Defaults are left out; the version has them.
+        `program_only` keeps only options that change the compiled program. The key omits default values,
+        because they belong to the version of teraio.
         """
         parts = []
         for option in fields(self):
@@ -321,7 +336,7 @@ FIELDS = frozenset(f.name for f in fields(Settings))
 
 
 class Options(dict[str, Any]):
-    """What `torch.compile(model, backend="teraio", options=...)` takes, with names and types that editors
+    """Options for `torch.compile(model, backend="teraio", options=...)`, with names and types that editors
     complete: `teraio.Options(memory="20GiB")` is the dict `{"memory": "20GiB"}`.
     """
 
@@ -355,25 +370,25 @@ class Options(dict[str, Any]):
         super().__init__(given)
 
 
-def _parse_option_value(option: DataField[Any], value: Any, door: str) -> Any:
+def _parse_option_value(option: DataField[Any], value: Any, name: str) -> Any:
     try:
         return option.metadata["parse"](value)
     except (ValueError, TypeError) as error:
-        raise OptionError(f"{door}: {error}") from None
+        raise OptionError(f"{name}: {error}") from None
 
 
 def env_name(name: str) -> str:
-    """`store_size` -> `TERAIO_STORE_SIZE`."""
+    """Return the environment variable of an option: `store_size` -> `TERAIO_STORE_SIZE`."""
     return f"TERAIO_{name.upper()}"
 
 
 def flag_name(name: str) -> str:
-    """`store_size` -> `--store-size`."""
+    """Return the flag of an option: `store_size` -> `--store-size`."""
     return f"--{name.replace('_', '-')}"
 
 
 def is_disabled(environ: Mapping[str, str] | None = None) -> bool:
-    """True if `TERAIO_DISABLE` asks for the plain inner backend."""
+    """Return True if `TERAIO_DISABLE` selects the plain inner backend."""
     value = (os.environ if environ is None else environ).get("TERAIO_DISABLE", "").strip()
     try:
         return bool(value) and _parse_switch(value)
@@ -382,7 +397,7 @@ def is_disabled(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Add the flags of some options; what was given is found by `settings_from_flags`."""
+    """Add the flags of some options to a parser. `settings_from_flags` reads their values."""
     options = {f.name: f for f in fields(Settings)}
     for name in names:
         meta = options[name].metadata
@@ -392,7 +407,7 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
 
 
 def settings_from_flags(namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings of a parsed command line, over those of the environment."""
+    """Return the settings of a parsed command line, which overrides the environment."""
     given = {
         f.name: value for f in fields(Settings) if (value := getattr(namespace, f.name, None)) is not None
     }
@@ -400,7 +415,7 @@ def settings_from_flags(namespace: argparse.Namespace, environ: Mapping[str, str
 
 
 def options_table() -> str:
-    """All options as a Markdown table; the docs are made from it."""
+    """Return a Markdown table of all options, for the docs."""
     rows = ["| option | environment | flag | default | meaning |", "|---|---|---|---|---|"]
     for f in fields(Settings):
         doc = f.metadata["doc"].replace("|", "\\|")

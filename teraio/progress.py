@@ -1,13 +1,14 @@
-"""Progress of what takes long: someone who waits for more than five seconds reads what for.
+"""Progress of work that takes longer than five seconds, as lines on stderr.
 
-    with stage("planning by auto", limit_s=30):
-        tell("search, best so far 13.4 s")       # of the innermost stage; text, or what makes text
+    with show_stage("planning by auto", limit_s=30):
+        tell_progress("search, best so far 13.4 s")       # status of the innermost stage
 
-On a terminal it is one line on stderr, written over and at last taken away. Elsewhere it is one line for each
-stage that takes so long; with `say` these lines go there, as to a logger. What is short says nothing, nor
-does anything under pytest, or where TERAIO_LOG wants only what is wrong.
+On a terminal, progress is one line, which is overwritten and finally erased. Elsewhere, each stage that takes
+longer than five seconds prints one line. `say` receives these lines instead of stderr, for example to log
+them. Short work prints nothing. Nothing is printed under pytest, or if TERAIO_LOG selects only warnings or
+errors.
 
-A thread looks at the clock while there are stages, and ends with the outermost.
+A thread checks the clock while a stage is open. The thread ends with the outermost stage.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from dataclasses import dataclass
 from time import monotonic
 
 AFTER_S = 5.0
-EVERY_S = 0.25  # between two looks
+EVERY_S = 0.25  # between two checks of the clock
 Say = Callable[[str], object]
-Told = str | Callable[[], str]
+Status = str | Callable[[], str]
 
 
 @dataclass(slots=True)
 class Stage:
-    """Something that may take long. `limit_s` 0: nobody knows how long."""
+    """A piece of work that may take long. `limit_s` is 0 if its time has no limit."""
 
     what: str
     limit_s: float
     begun_s: float
-    told: Told = ""
+    status: Status = ""
     announced: bool = False
 
     def text(self) -> str:
-        """Says what it is and how far it is."""
-        told = self.told if isinstance(self.told, str) else self.told()
-        return f"{self.what}: {told}" if told else self.what
+        """Return the name of the work and its status."""
+        status = self.status if isinstance(self.status, str) else self.status()
+        return f"{self.what}: {status}" if status else self.what
 
 
 class _Line:
-    """The stages of one thread, and the thread that shows them."""
+    """The open stages of one thread, and the clock thread that shows them."""
 
     def __init__(self, say: Say | None) -> None:
         self.say, self.stages = say, list[Stage]()
@@ -57,12 +58,12 @@ class _Line:
             self.show_if_due()
 
     def show_if_due(self) -> None:
-        """Shows what is to be shown by now."""
+        """Show the stages if one has been open for `AFTER_S`."""
         stages, now_s = list(self.stages), monotonic()
         late = [now_s - stage.begun_s >= AFTER_S and not stage.announced for stage in stages]
         if self.on_terminal and stages and (self.shown or late[0]):
             self.shown = True
-            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # 0: it does not know
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # 0 means unknown
             _write_to_stderr(f"\r\033[K{_describe_stages(stages, now_s)[: width - 1]}")
         elif any(late) and not self.on_terminal:
             for stage in stages:
@@ -70,7 +71,7 @@ class _Line:
             (self.say or _write_line_to_stderr)(_describe_stages(stages, now_s))
 
     def stop_and_clear(self) -> None:
-        """Ends the thread and takes the line away."""
+        """End the clock thread and erase the line."""
         self.stop.set()
         if self.clock.ident is not None and self.clock.is_alive():
             self.clock.join()
@@ -98,7 +99,7 @@ _LINE: _Line | None = None
 
 
 def _forget_line_after_fork() -> None:
-    """In a child that was forked in the middle of a stage: it has no such thread, and nothing to show."""
+    """Close all stages in a forked child, which has no clock thread."""
     global _LINE
     _LINE = None
 
@@ -107,15 +108,17 @@ os.register_at_fork(after_in_child=_forget_line_after_fork)
 
 
 def is_quiet() -> bool:
-    """Whether nothing is to be shown: the output of a test is compared, or only what is wrong is wanted."""
-    asked = os.environ.get("TERAIO_LOG", "").strip().lower()
-    return "PYTEST_CURRENT_TEST" in os.environ or asked in ("warning", "error", "off")
+    """Return True under pytest, because tests compare output, or if TERAIO_LOG hides progress."""
+    level = os.environ.get("TERAIO_LOG", "").strip().lower()
+    return "PYTEST_CURRENT_TEST" in os.environ or level in ("warning", "error", "off")
 
 
 @contextmanager
 def show_stage(what: str, *, limit_s: float = 0.0, say: Say | None = None) -> Iterator[None]:
-    """Shows this while the block runs, if that takes long. `say`: where its lines go, instead of stderr, if
-    no stage is open around it."""
+    """Show the stage `what` while the block runs, if the block takes longer than `AFTER_S`.
+
+    The lines of an outermost stage go to `say` instead of stderr, if `say` is given.
+    """
     global _LINE
     line, first = _LINE, False
     if line is None and not is_quiet():
@@ -137,8 +140,8 @@ def show_stage(what: str, *, limit_s: float = 0.0, say: Say | None = None) -> It
             line.stop_and_clear()
 
 
-def tell_progress(told: Told) -> None:
-    """Says how far the innermost stage is: text, or what makes it when it is to be shown."""
+def tell_progress(status: Status) -> None:
+    """Set the status of the innermost stage: a text, or a function that returns the text to show."""
     line = _LINE
     if line is not None and line.stages and line.owner == threading.get_ident():
-        line.stages[-1].told = told
+        line.stages[-1].status = status

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 
 def aligned_text_table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return columns as wide as their widest entry: the first `left` to the left, the others to the right.
-    The first row is the heading."""
+    """Return columns as wide as their widest entry. The first row is the heading.
+
+    Align the first `left` columns to the left and the others to the right.
+    """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -1,15 +1,15 @@
-"""Bytes, durations and rates as people write them. Text comes in, exact integers go out, and back.
+"""Bytes, durations and rates: text to exact integers, and back.
 
-Sizes are whole bytes, durations whole nanoseconds, rates whole bytes per second; a fraction such as `1.5 GB`
-is worked out with integers and rounded down. `GB` is 10**9 and `GiB` is 2**30; a bare `G` is refused, because
-half of the tools mean one and half the other.
+Sizes are whole bytes, durations whole nanoseconds, and rates whole bytes per second. A fraction such as
+`1.5 GB` is computed with integers and rounded down. `GB` is 10**9 and `GiB` is 2**30. A bare `G` is refused,
+because some tools mean 10**9 and others 2**30.
 """
 
 from __future__ import annotations
 
 import re
 
-LIMIT = 2**53  # every number in every file and option stays below it: exact in JSON readers that use doubles
+LIMIT = 2**53  # numbers in files and options are smaller, so JSON readers that use doubles read them exactly
 
 _BYTES = {"B": 1} | {
     prefix + suffix: base**power
@@ -29,7 +29,7 @@ RATES = "a rate such as 20GB/s, 6.5 GiB/s or a number of bytes per second"
 
 
 def printable_line(value: object, limit: int = 60) -> str:
-    """Anything, as one printable line of bounded length; what a terminal would obey is escaped."""
+    """Return any value as one printable line of bounded length; escape terminal control characters."""
     text = value if isinstance(value, str) else repr(value)
     cut = text[: limit + 1]
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut[:limit])
@@ -37,17 +37,20 @@ def printable_line(value: object, limit: int = 60) -> str:
 
 
 def parse_bytes(value: str | int) -> int:
-    """`"20GiB"`, `"1.5 GB"`, `"123"` or `123` -> bytes; ValueError names the text and the accepted forms."""
+    """Parse `"20GiB"`, `"1.5 GB"`, `"123"` or `123` to bytes.
+
+    For any other text, raise ValueError with the accepted forms.
+    """
     return _parse_number_with_unit(value, _BYTES, plain=1, forms=SIZES)
 
 
 def parse_ns(value: str | int) -> int:
-    """`"30s"`, `"1.5 ms"` or `30` (seconds) -> nanoseconds; ValueError as above."""
+    """Parse `"30s"`, `"1.5 ms"` or `30` (seconds) to nanoseconds. Raise ValueError as `parse_bytes` does."""
     return _parse_number_with_unit(value, _NANOSECONDS, plain=10**9, forms=DURATIONS)
 
 
 def parse_rate(value: str | int) -> int:
-    """`"20GB/s"` or `20000000000` -> bytes per second; ValueError as above."""
+    """Parse `"20GB/s"` or `20000000000` to bytes per second. Raise ValueError as `parse_bytes` does."""
     if isinstance(value, str):
         size, slash, second = value.strip().partition("/")
         if slash and second.strip() != "s":
@@ -76,36 +79,39 @@ def _parse_number_with_unit(value: str | int, units: dict[str, int], *, plain: i
 
 
 def _scale_of_unit_ignoring_case(unit: str, units: dict[str, int]) -> int:
-    """`20gib` and `20 gb` are clear enough; 0 where no unit fits."""
+    """Return the scale of a unit such as `gib` in any case, or 0 if no unit matches."""
     return next((scale for name, scale in units.items() if name.lower() == unit.lower()), 0)
 
 
 def fmt_bytes(size_bytes: int, *, up: bool = False) -> str:
-    """`23.1 GiB`; `up` rounds towards more, for messages that tell how much to give."""
+    """Format a size as `23.1 GiB`.
+
+    `up` rounds up, for messages that tell the user how much memory to give.
+    """
     return _fmt_in_largest_unit(size_bytes, _BINARY, "B", up)
 
 
 def fmt_count(count: int, word: str) -> str:
-    """`1 weight`, `2 weights`."""
+    """Format a count and its noun as `1 weight` or `2 weights`."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def fmt_ns(duration_ns: int) -> str:
-    """`812 µs`, `1.23 s`."""
+    """Format a duration as `812 µs` or `1.23 s`."""
     return _fmt_in_largest_unit(
         duration_ns, (("s", 10**9), ("ms", 10**6), ("µs", 10**3)), "ns", False, digits=3
     )
 
 
 def fmt_rate(bandwidth_bytes_per_s: int) -> str:
-    """`6.2 GB/s`: decimal, as drives and links are sold."""
+    """Format a rate as `6.2 GB/s`, with decimal units as in the data sheets of drives and links."""
     return _fmt_in_largest_unit(bandwidth_bytes_per_s, _PER_SECOND, "B/s", False)
 
 
 def _fmt_in_largest_unit(
     number: int, units: tuple[tuple[str, int], ...], base: str, up: bool, digits: int = 0
 ) -> str:
-    """One decimal, or `digits` significant digits. Integer arithmetic, so that `up` is exact."""
+    """Format with one decimal, or with `digits` significant digits; use integers, so that `up` is exact."""
     sign, number = ("-", -number) if number < 0 else ("", number)
     for unit, scale in units:
         if number >= scale:

@@ -2,12 +2,11 @@
 
 In: words of a command line, files. Out: text, or one JSON object with --json; an exit code.
 
-    main                      main: the parser, and errors as one line with the remedy
+    main                      main, which builds the parser, runs a command, and prints an error as one line
     commands                  the commands that plan offline, one file each
-    report                    what a person sees of a step: page, terminal, trace
-    demo, demo_model          the main job, small
-    doctor, doctor_findings   what this machine can do, and the fix for what is wrong
+    report                    the report of a step, as a page, as text and as a trace
+    demo, demo_model          a small training, first without a budget and then with one
+    doctor, doctor_findings   checks of this machine, with a fix for each problem
 
-Invariant: bad input ends with one line that says what is wrong, and exit code 2. No command leaves half a
-file.
+Invariant: bad input ends with exit code 2 and one line that names the fault. No command writes half a file.
 """

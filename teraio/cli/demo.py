@@ -1,9 +1,9 @@
-"""`teraio demo`: trains a small Llama twice, plainly and within a third of its memory, and lays both side by
-side.
+"""`teraio demo`: trains a small Llama without a budget, then with a third of that run's memory, and compares
+the runs.
 
-Each run is a process of its own, so that its memory can be told from the outside. Tensors are counted by the
-allocator that they come from; without a compiler there is none, and what counts is the process' resident
-memory, less what it holds that is not a tensor (the interpreter, the compiler).
+Each run has its own process, so that its memory can be measured separately. teraio's allocator counts the
+bytes of tensors. Without a C++ compiler there is no such allocator. The demo then takes the resident memory
+of the process, and subtracts the part that is not tensors (the interpreter, torch and its compiler).
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from teraio.errors import TeraioError
 from teraio.progress import show_stage, tell_progress
 from teraio.units import fmt_bytes
 
-WARMUP = 5  # steps before those that count: compile, one that makes the optimizer states, three that measure
+# The demo does not time the first five steps. One step compiles, one step creates the optimizer states, and
+# teraio measures three steps.
+WARMUP = 5
 PAUSE_S = 0.2
-WARMUP_MOST = 15  # a step that takes far longer than its plan says is measured and planned again
+# More steps are needed if a step is far slower than predicted, because teraio then measures and plans again.
+WARMUP_MOST = 15
 
 
 DESCRIPTION = """\
-Trains a small Llama with AdamW twice, each time in a process of its own: plainly, and within a part of the
-memory that this took. Prints both side by side, with a picture of memory over one step, and whether the
-losses are the same bit for bit. Takes about a minute on two cores; `--inner eager` half of that."""
+Trains a small Llama with AdamW twice, each time in a process of its own: plainly (without a budget), then
+within a part of that peak memory. Prints both side by side, whether the losses are equal bit for bit, and a
+picture of memory over one step. Takes about a minute on two cores; `--inner eager` takes half of that."""
 
 EPILOG = """\
 examples:
@@ -47,7 +50,7 @@ exit codes: 0 losses are equal, 1 they are not or a run failed"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
-        "--part", type=_parse_part_of_peak, default=1 / 3, help="memory, as a part of the plain peak"
+        "--part", type=_parse_part_of_peak, default=1 / 3, help="the budget, as a part of the plain peak"
     )
     parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="inner program")
     parser.add_argument("--steps", type=_parse_count, default=5, help="measured steps")
@@ -101,55 +104,55 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _train_in_child(args: argparse.Namespace, budget: int) -> dict[str, Any]:
-    """One training run in a process of its own."""
+    """Run one training in a process of its own, and return its figures."""
     command = [sys.executable, "-m", "teraio", "demo", "--child", str(budget), "--inner", args.inner]
     for name in ("steps", "layers", "batch", "length"):
         command += [f"--{name}", str(getattr(args, name))]
     environment = {**os.environ, "TERAIO_DISABLE": "" if budget else "1"}
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=said, text=True
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
         ) as run:
             assert run.stdout is not None
             result = _read_child_output(run.stdout, args, "within the budget" if budget else "plainly")
-        said.seek(0)
+        errors.seek(0)
         if run.returncode != 0:
             raise TeraioError(
-                f"the {'budgeted' if budget else 'plain'} run failed:\n{said.read().strip()[-2000:]}"
+                f"the {'budgeted' if budget else 'plain'} run failed:\n{errors.read().strip()[-2000:]}"
             )
     return result
 
 
 def _read_child_output(lines: Iterable[str], args: argparse.Namespace, how: str) -> dict[str, Any]:
-    """Reads what a run prints, a line for each step and then its figures; says how far it is."""
-    told: dict[str, Any] = {}
+    """Read the output of a run: a line for each step, then the figures. Show the progress of the run."""
+    figures: dict[str, Any] = {}
     steps, found = WARMUP + args.steps + 1, (json.loads(line) for line in lines if line.startswith("{"))
     with show_stage("teraio demo"):
         with show_stage(
             f"{how}, step 1 of {steps}: compiling" if args.inner == "inductor" else f"{how}, step 1"
         ):
-            told = next(found, told)
+            figures = next(found, figures)
         with show_stage(how):
             tell_progress(f"step 2 of {steps}")
-            for told in found:
-                if "step" in told:
-                    tell_progress(f"step {told['step'] + 1} of {max(steps, told['step'] + 1)}")
-    return told
+            for figures in found:
+                if "step" in figures:
+                    tell_progress(f"step {figures['step'] + 1} of {max(steps, figures['step'] + 1)}")
+    return figures
 
 
 def _train_and_measure(args: argparse.Namespace) -> dict[str, Any]:
-    """In the child: trains, and returns losses, times and memory."""
+    """Train in the child process, and return losses, times and memory."""
     import torch
 
     from teraio.cli.demo_model import Llama, Shape
     from teraio.runtime.device import cpu, rss
     from teraio.session import session
 
-    here = cpu.CpuDevice()
-    here.limit_tensors_and_spare_memory(
-        here.capacity_bytes()
-    )  # plainly: what is freed may stay, as it does with malloc
-    # One compute thread: with two, plain differs from plain in the last bit (sums by atomics).
+    device = cpu.CpuDevice()
+    # In the plain run the allocator may keep freed memory, as malloc does.
+    device.limit_tensors_and_spare_memory(device.capacity_bytes())
+    # Use one compute thread. With two threads, two plain runs differ in the last bit, because atomic
+    # additions run in any order.
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Llama(Shape(layers=args.layers))
@@ -177,18 +180,18 @@ def _train_and_measure(args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(args.steps):
         train_one_step()
     stats = session.stats()
-    time.sleep(PAUSE_S)  # what is on its way into memory is there, for the step that memory is taken of
+    time.sleep(PAUSE_S)  # let fetches in flight end before the step whose memory is sampled
     alive = stats["resident_bytes"] if budget else _weight_and_state_bytes(optimizer)
-    base = 0 if here.spares else here.used_bytes() - alive  # else it counts all that is in the process
-    here.reset_peak()
+    base = 0 if device.spares else device.used_bytes() - alive  # bytes of the process that are not tensors
+    device.reset_peak()
     rss.reset_peak()
     memory: list[int] = []
-    with _MemorySampler(memory, here.used_bytes):
+    with _MemorySampler(memory, device.used_bytes):
         train_one_step()
     return {
         "losses": losses,
         "step_s": median(times[-args.steps - 1 : -1]),
-        "tensor_peak_bytes": here.peak_bytes() - base,
+        "tensor_peak_bytes": device.peak_bytes() - base,
         "process_peak_bytes": rss.peak_bytes(),
         "tokens": args.batch * args.length,
         "memory": [max(0, m - base) for m in memory],
@@ -203,7 +206,10 @@ def _is_following_plan(budget: int) -> bool:
 
 
 def _weight_and_state_bytes(optimizer: Any) -> int:
-    """Bytes of weights and states between two steps, where all of them are in memory: to look is to touch."""
+    """Return the bytes of weights and states between two steps of the plain run.
+
+    With a budget this function would fetch evicted tensors, because it accesses each tensor.
+    """
     import torch
 
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
@@ -214,7 +220,7 @@ def _weight_and_state_bytes(optimizer: Any) -> int:
 
 
 class _MemorySampler:
-    """Appends the bytes that are used to a list, every few milliseconds, while the block runs."""
+    """A sampler of memory. While its block runs, it appends the bytes in use to a list every 4 ms."""
 
     def __init__(self, into: list[int], used_bytes: Callable[[], int]) -> None:
         self.into = into
@@ -265,7 +271,7 @@ def _comparison_table(plain: dict[str, Any], ours: dict[str, Any], budget: int, 
 
 
 def _memory_picture(plain: list[int], ours: list[int], budget: int, width: int = 72, height: int = 12) -> str:
-    """Memory over one step as a text picture: plain run, ours, and the budget line."""
+    """Draw memory over one step as text: the plain run, the run within the budget, a line at the budget."""
     top = max([*plain, *ours, 1])
 
     def peak_per_column(samples: list[int]) -> list[int]:

@@ -1,5 +1,5 @@
-"""A small Llama in plain PyTorch: RMS norm, rotary positions, grouped attention, SwiGLU. What the demo
-trains."""
+"""The model of the demo: a small Llama in plain PyTorch with RMS norm, rotary positions, grouped attention
+and SwiGLU."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens and targets in, the mean cross entropy out."""
+    """A language model that takes tokens and targets, and returns the mean cross entropy."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

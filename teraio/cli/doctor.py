@@ -1,8 +1,8 @@
-"""`teraio doctor`: is this machine usable, how fast are its links, and what to do about what is wrong.
+"""`teraio doctor`: checks if this machine is usable, measures its links, and names a fix for each problem.
 
-    facts (here, and in the runtime) -> findings (doctor_findings.py) -> Report -> text, JSON, machine file
+    facts (this module, runtime) -> findings (doctor_findings.py) -> Report -> text, JSON, machine file
 
-Exit code 0: usable. 1: usable, with warnings. 2: not usable.
+The exit code is 0 for usable, 1 for usable with warnings, 2 for not usable.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was found. `links`: one entry per pair of tiers that was measured."""
+    """The findings about a machine. `links` has one entry for each measured pair of tiers."""
 
     findings: tuple[Finding, ...]
     links: tuple[LinkRates, ...]
@@ -51,7 +51,7 @@ class Report:
         return 2 if Verdict.FAIL in verdicts else 1 if Verdict.WARN in verdicts else 0
 
     def text(self) -> str:
-        """For a person: a line per finding with its fix below, a table of links, and the sum of it."""
+        """Return text for people: a line per finding with its fix below, a table of links, the verdict."""
         wide = max(len(finding.name) for finding in self.findings)
         lines = []
         for finding in self.findings:
@@ -65,7 +65,7 @@ class Report:
         return "\n".join([*lines, "", ("usable", warnings, "not usable: see FAIL above")[self.exit_code]])
 
     def json(self) -> str:
-        """For a program: one object; the verdicts are words, all figures integers."""
+        """Return one JSON object for programs. Verdicts are words, and all figures are integers."""
         found = [{**asdict(finding), "verdict": finding.verdict.value} for finding in self.findings]
         links = [
             {
@@ -99,7 +99,7 @@ def _link_as_lines(link: LinkRates) -> list[str]:
     for move, name, alone, both, latency in rows:
         lines.append(f"{move:6}{name:16}{fmt_rate(alone):>12}{fmt_rate(both):>15}{fmt_ns(latency):>12}")
     total = link.evict_bytes_per_s + link.fetch_bytes_per_s
-    sharing = f"{fmt_rate(link.together_bytes_per_s)} together, {fmt_rate(total)} if they did not meet"
+    sharing = f"{fmt_rate(link.together_bytes_per_s)} together, {fmt_rate(total)} as a sum of both alone"
     lines.append(
         f"{'':6}the two {'share one bandwidth' if link.is_shared_by_directions else 'do not share'}: "
         f"{sharing}"
@@ -114,8 +114,11 @@ def examine_machine(
     name: str = "here",
     progress: Progress = lambda doing: None,
 ) -> Report:
-    """Looks at everything. `store`: the directory to measure, by default the one that teraio would use;
-    `seconds`: per measurement, of which there are five; `name`: what the machine file calls this machine."""
+    """Check the machine, measure its links, and return the report.
+
+    `store` is the directory to measure, by default the directory that teraio would use. `seconds` is the time
+    of each of five measurements. `name` is the name of the machine in its file.
+    """
     found: list[Finding] = []
     links: list[LinkRates] = []
     if not _add_software_findings(found, progress):
@@ -130,7 +133,10 @@ def examine_machine(
 
 
 def _add_software_findings(found: list[Finding], progress: Progress) -> bool:
-    """False: there is no point in going on."""
+    """Add findings about the system, the native engine, torch and the compiler.
+
+    Return False if the other checks cannot run.
+    """
     progress("loading torch")
     if sys.platform != "linux":
         found.append(findings.fail_finding("system", platform.platform(), "teraio runs on Linux"))
@@ -163,7 +169,9 @@ def _installed_version(package: str) -> str:
 
 
 def _declared_requirement(package: str) -> str:
-    """What this teraio declares: pyproject.toml is the one place that says which versions were tested."""
+    """Return the version requirement that teraio declares for a package. Only pyproject.toml has the range of
+    tested versions.
+    """
     try:
         declared = importlib.metadata.requires("teraio") or []
     except importlib.metadata.PackageNotFoundError:
@@ -174,7 +182,7 @@ def _declared_requirement(package: str) -> str:
 def _add_device_findings(
     found: list[Finding], links: list[LinkRates], seconds: float, progress: Progress
 ) -> device.Device | None:
-    """The device that teraio would use; None if there is one that does not work."""
+    """Add findings about GPU and pinned memory. Return the device to use, or None if the GPU fails."""
     from teraio.runtime.device import choose, cuda
     from teraio.runtime.store import link_probe
 
@@ -190,7 +198,7 @@ def _add_device_findings(
                 gpu, gpu.make_host_tier(cuda.LOOK_BYTES), seconds, link_probe.MEMORY_BYTES, progress
             )
         except RuntimeError as error:
-            fix = "see nvidia-smi: the GPU may be full or in a fault; CUDA_VISIBLE_DEVICES= trains on the CPU"
+            fix = "see nvidia-smi: the GPU may be full or faulty; CUDA_VISIBLE_DEVICES= trains on the CPU"
             found[-1] = findings.fail_finding("GPU", str(error).splitlines()[0], fix)
             return None
         if isinstance(measured, str):
@@ -227,7 +235,7 @@ def _huge_pages_setting() -> str:
 
 
 def measure_unreturned_bytes(total_bytes: int) -> int:
-    """Allocates tensors of mixed sizes, frees them, and returns how many bytes stayed with this process."""
+    """Allocate tensors of mixed sizes and free them. Return the number of bytes that the process keeps."""
     import torch
 
     from teraio.runtime.device import rss
@@ -251,7 +259,10 @@ def _add_store_findings(
     seconds: float,
     progress: Progress,
 ) -> int:
-    """Adds what the store's directory is like and how fast it is; returns its free bytes, 0 if unusable."""
+    """Add findings about the store's directory and its rates.
+
+    Return the free bytes of the directory, or 0 if the directory is unusable.
+    """
     from teraio.runtime.store import directories, drive_health, gds, link_probe
 
     try:
@@ -268,10 +279,10 @@ def _add_store_findings(
         if found[-1].verdict is Verdict.FAIL:
             return 0
         found += [
-            findings.judge_drive_of_unknown_wear(str(told))
-            if isinstance(told, drive_health.NoAnswer)
-            else findings.judge_drive_wear(**asdict(told))
-            for told in drive_health.health_of_drives(place.path)
+            findings.judge_drive_of_unknown_wear(str(health))
+            if isinstance(health, drive_health.NoAnswer)
+            else findings.judge_drive_wear(**asdict(health))
+            for health in drive_health.health_of_drives(place.path)
         ]
         reason = gds.reason_without_gds(place.path)
         found.append(findings.judge_gpu_direct_storage(used.kind == "cuda", reason))
@@ -301,10 +312,10 @@ def _add_store_findings(
 
 
 DESCRIPTION = """\
-Looks at this machine as teraio will use it: torch and compiler, memory and its limits, the file system of the
-store, the wear of its drives, huge pages, GPUDirect; and measures the links, both ways, alone and together.
-Each finding is PASS, WARN or FAIL, with the fix. It writes up to 512 MiB to the store and leaves nothing
-there."""
+Checks this machine for teraio: torch and compiler, memory and its limits, the file system of the store, the
+wear of its drives, huge pages, GPUDirect. Then it measures the links in both directions, alone and together.
+Each finding is PASS, WARN or FAIL, with the fix. The command writes up to 512 MiB to the store and removes
+them."""
 
 EPILOG = """\
 examples:
@@ -326,7 +337,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """The exit code: 0 usable, 1 warnings, 2 unusable."""
+    """Print the report, write the machine file, return the exit code: 0 usable, 1 warnings, 2 unusable."""
     name = args.output.name.split(".")[0] if args.output else ""
     with show_stage("teraio doctor"):
         report = examine_machine(

@@ -1,4 +1,4 @@
-"""What `teraio doctor` says: each function takes facts and returns one finding, with the fix beside it."""
+"""Findings of `teraio doctor`. Each function judges facts and returns one finding, with its fix."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from teraio.units import fmt_bytes, fmt_rate
 
 HUGE_BYTES = 2 * 2**20
 ROOM_WARN_BYTES, ROOM_FAIL_BYTES = 20 * 2**30, 2**30
-SLOW_BYTES_PER_S = 300 * 10**6  # a hard disk or a throttled volume; any SSD does more
-CPU_WARN_NS_PER_GB = 10**9  # a core per GB/s: with checksums 0.2 s were measured on huge pages
+SLOW_BYTES_PER_S = 300 * 10**6  # any SSD is faster; a slower drive is a hard disk or a throttled volume
+CPU_WARN_NS_PER_GB = 10**9  # at 1 GB/s this is one core; 0.2 s were measured (checksums, huge pages)
 KEPT_WARN_PERCENT = 10
 WORN_WARN_PERCENT = 80  # of a drive's rated life
-DRIVE_WARNINGS = ("few spare blocks", "too hot", "unreliable", "read-only", "its backup of memory failed")
+DRIVE_WARNINGS = ("few spare blocks", "too hot", "unreliable", "read-only", "memory backup failed")
 
 
 class Verdict(Enum):
@@ -26,7 +26,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `fix` is what to do about it, empty where nothing is wrong."""
+    """One line of the report. `fix` is the remedy, and it is empty for PASS."""
 
     name: str
     verdict: Verdict
@@ -50,7 +50,7 @@ def fail_finding(name: str, found: str, fix: str) -> Finding:
 
 
 def judge_torch_version(version: str, requirement: str) -> Finding:
-    """`requirement` is what the package declares, such as `torch<2.14,>=2.11`."""
+    """Judge the installed version by `requirement`, which the package declares: `torch<2.14,>=2.11`."""
     name = "torch"
     bounds = re.findall(r"(<=|>=|<|>)\s*(\d+)\.(\d+)", requirement)
     match = re.match(r"(\d+)\.(\d+)", version)
@@ -63,13 +63,13 @@ def judge_torch_version(version: str, requirement: str) -> Finding:
             return warn_finding(
                 name,
                 f"{version} was not tested with this teraio ({requirement} was)",
-                f"pip install '{requirement}', or use inner='eager', which knows less of torch's insides",
+                f"pip install '{requirement}', or use inner='eager', which depends less on torch's internals",
             )
     return pass_finding(name, f"{version}, in the tested range {requirement}")
 
 
 def judge_compiler(path: str | None) -> Finding:
-    """On the CPU, Inductor writes C++."""
+    """Judge the C++ compiler. Inductor needs one for its kernels on the CPU."""
     if path:
         return pass_finding("compiler", path)
     return warn_finding(
@@ -92,13 +92,16 @@ def judge_memory(
         return warn_finding(
             name,
             found,
-            f"memory='{(limit - used) * 9 // 10 >> 20}MiB' leaves the others in the group what they use",
+            f"memory='{(limit - used) * 9 // 10 >> 20}MiB' leaves room for the other processes of the group",
         )
     return pass_finding(name, found)
 
 
 def judge_huge_pages(setting: str) -> Finding:
-    """`setting` is the text of transparent_hugepage/enabled, with the choice in brackets."""
+    """Judge huge pages by `setting`, the text of transparent_hugepage/enabled.
+
+    Brackets in this text mark the active mode.
+    """
     name = "huge pages"
     chosen = re.search(r"\[(\w+)\]", setting)
     if not chosen:
@@ -108,7 +111,7 @@ def judge_huge_pages(setting: str) -> Finding:
     if chosen[1] == "never":
         fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         return warn_finding(name, "switched off (never): slabs run at a half to a third of the rate", fix)
-    return pass_finding(name, f"{chosen[1]}: slabs ask for them")
+    return pass_finding(name, f"{chosen[1]}: slabs use them")
 
 
 def judge_slab_pages(page_bytes: int, setting: str) -> Finding:
@@ -124,7 +127,7 @@ def judge_slab_pages(page_bytes: int, setting: str) -> Finding:
 def judge_freed_memory(allocated: int, kept: int, preload: str) -> Finding:
     name = "freed memory"
     if kept * 100 <= allocated * KEPT_WARN_PERCENT:
-        return pass_finding(name, "goes back to the system at once")
+        return pass_finding(name, "is returned to the system at once")
     fix = f"start without LD_PRELOAD={preload}" if preload else "start with MALLOC_MMAP_THRESHOLD_=65536"
     return warn_finding(
         name, f"the C allocator keeps {fmt_bytes(kept)} of {fmt_bytes(allocated)}: budgets are overrun", fix
@@ -132,7 +135,10 @@ def judge_freed_memory(allocated: int, kept: int, preload: str) -> Finding:
 
 
 def judge_locked_memory(limit: int | None, gpu: bool, pinned: str) -> Finding:
-    """`pinned`: what pinning a slab arena said, empty when it worked or was not tried."""
+    """Judge the limit of locked memory.
+
+    `pinned` is the error text of a failed attempt to pin a slab arena, or else empty.
+    """
     found = "no limit" if limit is None else f"limit {fmt_bytes(limit)}"
     if not gpu:
         return pass_finding("locked memory", f"{found}; nothing is pinned without a GPU")
@@ -174,10 +180,10 @@ def judge_free_space(free: int) -> Finding:
 
 def judge_direct_io(direct: bool) -> Finding:
     if direct:
-        return pass_finding("direct I/O", "O_DIRECT is taken")
+        return pass_finding("direct I/O", "O_DIRECT works")
     return warn_finding(
         "direct I/O",
-        "refused: bytes go through the page cache, at 5 times the CPU time and more",
+        "refused: bytes pass through the page cache, at 5 times the CPU time or more",
         "name a directory on ext4 or xfs with --store",
     )
 
@@ -206,19 +212,19 @@ def judge_drive_wear(
     media_errors: int,
     warnings: int,
 ) -> Finding:
-    """What a drive says of itself (runtime/store/drive_health.py): offloading is what wears it."""
+    """Judge the health that a drive reports (runtime/store/drive_health.py). Evictions wear the drive."""
     name = "drive wear"
-    said = [text for bit, text in enumerate(DRIVE_WARNINGS) if warnings >> bit & 1]
+    faults = [text for bit, text in enumerate(DRIVE_WARNINGS) if warnings >> bit & 1]
     if media_errors:
-        said.append(f"{media_errors} media errors")
+        faults.append(f"{media_errors} media errors")
     worn = f"{drive}: {used_percent} % of its rated life used, {fmt_bytes(written_bytes)} written"
-    found = "; ".join((worn, f"{spare_percent} % of its spare blocks left", *said))
-    if said or spare_percent <= spare_least_percent:
+    found = "; ".join((worn, f"{spare_percent} % of its spare blocks left", *faults))
+    if faults or spare_percent <= spare_least_percent:
         return warn_finding(
-            name, found, "save what is on it, and name a directory on another drive with --store"
+            name, found, "back up this drive, and name a directory on another drive with --store"
         )
     if used_percent >= WORN_WARN_PERCENT:
-        fix = "options={'max_write_per_day': ...} caps what teraio writes; or another drive, with --store"
+        fix = "cap the writes with options={'max_write_per_day': ...}, or name another drive with --store"
         return warn_finding(name, found, fix)
     return pass_finding(name, found)
 
@@ -231,7 +237,7 @@ def judge_drive_of_unknown_wear(reason: str) -> Finding:
 
 
 def judge_gpu(names: Sequence[str], reason: str | None) -> Finding:
-    """`reason`: why torch cannot use one, None where it can."""
+    """Judge the GPUs. `reason` is why torch cannot use a GPU, or None if torch can."""
     if reason is None:
         return pass_finding("GPU", ", ".join(names))
     if names:
@@ -241,12 +247,13 @@ def judge_gpu(names: Sequence[str], reason: str | None) -> Finding:
     return pass_finding("GPU", f"none ({reason}): the device is RAM, and tensors are evicted to the store")
 
 
-def judge_gpu_direct_storage(gpu_there: bool, reason: str | None) -> Finding:
-    """`reason`: why bytes do not go from the drive to the GPU directly, None where they do."""
-    if not gpu_there:
+def judge_gpu_direct_storage(has_gpu: bool, reason: str | None) -> Finding:
+    """Judge direct transfers between drive and GPU. `reason` is why they fail, or None if they work."""
+    if not has_gpu:
         return pass_finding("GPUDirect", "not used: there is no GPU")
     if reason is None:
         return pass_finding("GPUDirect", "direct, verified on a file of the store")
     return pass_finding(
-        "GPUDirect", f"not used: {reason}. One or two drives lose nothing; with more it spares CPU and RAM"
+        "GPUDirect",
+        f"not used: {reason}. With one or two drives it gains nothing; with more it saves CPU and RAM",
     )

@@ -1,6 +1,7 @@
-"""The command line. Every error is one line that ends with the remedy; exit code 2 for bad input.
+"""The entry point of the command line: builds the parser and runs one command.
 
-`teraio.cli.commands` has the commands that plan offline; demo and doctor are their own.
+`main` prints an error as one line that ends with the remedy. The exit code for bad input is 2.
+`teraio.cli.commands` has the commands that plan offline. `demo` and `doctor` are modules beside this one.
 """
 
 from __future__ import annotations
@@ -31,35 +32,35 @@ from teraio.errors import FileFormatError, OptionError, TeraioError
 
 DESCRIPTION = """\
 Train models that do not fit: torch.compile(model, backend="teraio", options={"memory": "20GiB"}) keeps
-weights, gradients, optimizer states and activations within one budget. These commands look at a machine, plan
+weights, gradients, optimizer states and activations within one budget. These commands check a machine, plan
 offline, and show what a run did."""
 
 EPILOG = """\
 Each command has examples: teraio COMMAND --help. Options of the backend are environment variables, too:
-TERAIO_MEMORY=20GiB. TERAIO_LOG=debug|info|warning|error|off says how much a run tells.
+TERAIO_MEMORY=20GiB. TERAIO_LOG=debug|info|warning|error|off sets how much a run logs.
 
-exit codes: 0 done, 1 it cannot be done (the line says what would do), 2 bad input"""
+exit codes: 0 done, 1 not possible (the line ends with a remedy), 2 bad input"""
 
 
 class Command(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
 
-# In the order in which a person meets them.
+# The commands, in the order in which a new user needs them.
 COMMANDS: tuple[tuple[str, Command, str], ...] = (
-    ("demo", demo, "train a small Llama plainly and within a third of its memory"),
-    ("doctor", doctor, "what this machine can do, what stands in the way, and the fix"),
-    ("profile", profile, "profiles of well-known models, for planning offline"),
-    ("machine", machine, "machines that come with teraio, for planning offline"),
-    ("plan", plan, "make a plan from a saved profile, for a machine one may not own"),
+    ("demo", demo, "train a small Llama without a budget, then within a third of its memory"),
+    ("doctor", doctor, "check this machine, measure its links, and print a fix for each problem"),
+    ("profile", profile, "list, show and make profiles, for planning offline"),
+    ("machine", machine, "list the machines that come with teraio, for planning offline"),
+    ("plan", plan, "make a plan from a saved profile, for any machine"),
     ("simulate", simulate, "predict the step of a plan and write its timeline"),
-    ("explain", explain, "why a step takes as long as it does, and what would make it faster"),
-    ("report", report, "show what happened in a step: a page, lines for a terminal, a trace"),
-    ("fit", fit, "how little memory a step needs, how large a step a machine takes"),
+    ("explain", explain, "list what a step waits for, and predict what would make it faster"),
+    ("report", report, "show one step as a page, as text or as a trace"),
+    ("fit", fit, "find the smallest memory for a step, or the largest step for a machine"),
     ("cache", cache, "list or clear the plans that runs keep for later runs"),
-    ("store", store, "list or clear what dead processes left in a store"),
-    ("options", options, "every option, environment variable and public name, with its meaning"),
-    ("completion", completion, "print a script that makes a shell complete our command lines"),
+    ("store", store, "list or clear the directories that dead processes left in a store"),
+    ("options", options, "print every option, environment variable and public name"),
+    ("completion", completion, "print a script that completes command lines in a shell"),
 )
 
 
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `| head` has seen enough; nor is there anyone to flush the rest to
+    except BrokenPipeError:  # `| head` closed the pipe; the flush at exit would fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -90,8 +91,10 @@ def _make_parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=f"teraio {__version__}")
     whole.set_defaults(whole=whole)
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    for name, module, told in COMMANDS:
-        command = commands.add_parser(name, help=told, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, module, help_text in COMMANDS:
+        command = commands.add_parser(
+            name, help=help_text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         command.set_defaults(run=getattr(module, "main", None))
         module.add_arguments(command)
     return whole

@@ -1,4 +1,5 @@
-"""What a shell completes is what the parser takes."""
+"""Tests of the completion scripts: a shell completes exactly the words that the command-line parser
+accepts."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def script(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -
         (["profile", "synth", "--lo"], {"--loss-chunks"}),
         (["cache", "c"], {"clear"}),
         (["completion", ""], {"bash", "zsh", "fish"}),
-        (["doctor", "--sec"], set()),  # hidden, as in --help
+        (["doctor", "--sec"], set()),  # this flag is hidden in completions, as in --help
     ],
 )
 def test_bash_completes_commands_flags_and_words(script: str, typed: list[str], wanted: set[str]) -> None:
@@ -58,7 +59,7 @@ def test_fish_gets_one_command_per_line(script: str) -> None:
 @pytest.mark.parametrize(
     ("script", "shell"), [("bash", "bash"), ("zsh", "zsh"), ("fish", "fish")], indirect=["script"]
 )
-def test_the_shell_itself_finds_no_fault(script: str, shell: str) -> None:
+def test_completion_script_has_no_syntax_error(script: str, shell: str) -> None:
     if shutil.which(shell) is None:
-        pytest.skip(f"no {shell} here")
+        pytest.skip(f"{shell} is not installed")
     assert subprocess.run([shell, "-n"], input=script, text=True, check=False).returncode == 0

@@ -1,4 +1,5 @@
-"""README's main job, small: what the demo says it shows is in what it prints."""
+"""Tests of `teraio demo`. The command shows the main use of teraio, which the README describes. The tests use
+a small model."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def mebibytes(text: str) -> float:
         (("--part", "third"), "no part of the plain peak"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused(
+def test_invalid_numbers_are_refused(
     arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as refused:
@@ -61,7 +62,7 @@ def test_numbers_that_make_no_sense_are_refused(
     assert words in capsys.readouterr().err
 
 
-def test_losses_that_differ_are_said_and_the_exit_code(
+def test_different_losses_are_reported_and_set_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = iter([run_of([2.0, 1.5]), run_of([2.0, 1.25])])
@@ -76,29 +77,33 @@ def run_of(losses: list[float]) -> dict[str, object]:
 
 @pytest.mark.parametrize("budget", [400, 399, 401, 350, 1200, 1])
 def test_the_picture_has_one_line_for_the_budget(budget: int) -> None:
-    """400 of 1200 bytes is the edge between two rows of twelve, as near to one as to the other."""
+    """Check that exactly one row of the picture shows the budget.
+
+    The picture has twelve rows of 100 bytes each. A budget of 400 bytes is exactly on the border between two
+    rows.
+    """
     picture = demo_command._memory_picture([1200], [0], budget)
     rows = [row.partition("|")[2] for row in picture.splitlines() if "|" in row]
     assert [at for at, row in enumerate(rows) if "-" in row] == [12 - -(-budget * 12 // 1200)]
 
 
-def test_a_budget_above_all_that_was_used_is_not_in_the_picture() -> None:
+def test_budget_above_the_peak_is_not_in_the_picture() -> None:
     assert "|-" not in demo_command._memory_picture([1200], [0], 1201)
 
 
-def test_the_steps_of_a_run_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_the_step_numbers_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     args = main._make_parser().parse_args(["demo", "--steps", "1"])
-    said: list[str] = []
+    shown: list[str] = []
 
     def lines() -> Iterator[str]:
         for line in ("no figures", *(json.dumps({"step": number}) for number in range(1, 9))):
             assert progress._LINE is not None
-            said.append(": ".join(stage.text() for stage in progress._LINE.stages))
+            shown.append(": ".join(stage.text() for stage in progress._LINE.stages))
             yield line
         yield json.dumps({"losses": [1.0]})
 
     monkeypatch.setattr(progress, "is_quiet", lambda: False)
     assert demo_command._read_child_output(lines(), args, "plainly") == {"losses": [1.0]}
-    assert said[0] == "teraio demo: plainly, step 1 of 7: compiling"
-    assert [text.rpartition(": ")[2] for text in said[2:6]] == [f"step {n} of 7" for n in range(2, 6)]
-    assert said[-1] == "teraio demo: plainly: step 8 of 8"  # more were needed than was thought
+    assert shown[0] == "teraio demo: plainly, step 1 of 7: compiling"
+    assert [text.rpartition(": ")[2] for text in shown[2:6]] == [f"step {n} of 7" for n in range(2, 6)]
+    assert shown[-1] == "teraio demo: plainly: step 8 of 8"  # the run has more steps than expected

@@ -1,4 +1,5 @@
-"""The doctor: a finding says what to do, the worst sets the exit code, planners take the machine file."""
+"""Tests of `teraio doctor`: findings with suggested fixes, exit codes, measured links, and the machine
+file."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def options(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-# ---- a whole run
+# ---- a whole run of the command
 
 
 def test_the_doctor_finds_this_machine_usable(report: doctor.Report) -> None:
@@ -56,7 +57,7 @@ def test_the_doctor_finds_this_machine_usable(report: doctor.Report) -> None:
     assert 0 < link.fetch_latency_ns < 10**9
 
 
-def test_what_is_not_right_has_its_fix_beside_it(report: doctor.Report) -> None:
+def test_every_warning_and_failure_has_a_fix(report: doctor.Report) -> None:
     for finding in report.findings:
         assert finding.found
         assert bool(finding.fix) == (finding.verdict is not Verdict.PASS), finding
@@ -81,7 +82,7 @@ def test_the_machine_file_is_read_back(disk: Path, tmp_path: Path, monkeypatch: 
     assert {(link.source, link.target) for link in machine.links} == {("device", "ssd"), ("ssd", "device")}
 
 
-def test_nothing_is_left_behind_and_nobody_else_can_look(
+def test_measured_file_is_private_and_removed(
     disk: Path, report: doctor.Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert list(disk.iterdir()) == []
@@ -100,10 +101,10 @@ def test_nothing_is_left_behind_and_nobody_else_can_look(
     assert modes == [0o600]
 
 
-# ---- what cannot work
+# ---- drives and devices that do not work
 
 
-def test_an_unusable_store_is_exit_code_2_with_the_path(tmp_path: Path) -> None:
+def test_unusable_store_gives_exit_code_2_and_its_path(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     report = doctor.examine_machine(blocked, seconds=0.1)
@@ -133,25 +134,25 @@ def faulty(**fault: Any) -> Any:
 
 def test_a_crawling_drive_is_refused_in_bounded_time(disk: Path) -> None:
     begun = time.monotonic()
-    with pytest.raises(StoreError, match=r"writes .*/s; a store needs 4 MB/s and more"):
+    with pytest.raises(StoreError, match=r"writes .*/s; a store needs at least 4 MB/s"):
         link_probe.measure_store_link(disk, 0.2, around=faulty(kind="delay", delay_s=1.5))
     assert time.monotonic() - begun < 40
 
 
 class Full(CpuDevice):
-    """A device with no memory free."""
+    """A device without free memory."""
 
-    asked = 0
+    requested_bytes = 0
 
     def allocate_scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
-        self.asked = most_bytes
+        self.requested_bytes = most_bytes
         return None
 
 
 def test_a_drive_is_measured_from_ram_where_the_device_has_no_memory_free(disk: Path) -> None:
     full = Full()
     measured = link_probe.measure_store_link(disk, 0.05, 64 * 2**20, device=full, memory_bytes=2**22)
-    assert measured.link.evict_bytes_per_s > 0 and full.asked == 2**22
+    assert measured.link.evict_bytes_per_s > 0 and full.requested_bytes == 2**22
 
 
 def test_a_drive_is_measured_with_as_little_memory_as_is_given(disk: Path) -> None:
@@ -161,21 +162,22 @@ def test_a_drive_is_measured_with_as_little_memory_as_is_given(disk: Path) -> No
     assert measured.link.evict_bytes_per_s > 0 and measured.link.fetch_bytes_per_s > 0
 
 
-def test_a_drive_that_fails_is_named(disk: Path) -> None:
+def test_failing_drive_raises_a_store_error(disk: Path) -> None:
     with pytest.raises(StoreError, match="a measured block"):
         link_probe.measure_store_link(disk, 0.1, around=faulty(kind="EIO", op="read"))
 
 
-def test_a_slow_drive_is_measured_with_small_blocks_and_as_fast_as_a_fast_one(disk: Path) -> None:
+def test_slow_drive_is_measured_in_bounded_time(disk: Path) -> None:
     begun = time.monotonic()
     measured = link_probe.measure_store_link(disk, 0.4, around=faulty(kind="delay", delay_s=0.05))
     assert time.monotonic() - begun < 40
     assert measured.link.evict_latency_ns > 50 * 10**6
-    assert measured.link.evict_bytes_per_s < 8 * slabs.SLAB_BYTES * 20 * 1.2  # 8 slabs per 50 ms at most
+    assert measured.link.evict_bytes_per_s < 8 * slabs.SLAB_BYTES * 20 * 1.2  # at most 8 slabs per 50 ms
 
 
 def test_a_gpus_link_to_host_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rates are among the links, and drives are measured from the GPU's memory."""
+    """Check that the links include the GPU's rates, and that the doctor measures drives from the GPU's
+    memory."""
 
     class Gpu(Full):
         def make_host_tier(self, limit_bytes: int) -> Any:
@@ -193,7 +195,7 @@ def test_a_gpus_link_to_host_memory_is_measured(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(used, Gpu) and links == [link(7, 8, 5, 6)]
 
 
-def test_a_gpu_that_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_gpu_is_a_failed_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> CpuDevice:
         raise RuntimeError("CUDA error: an illegal memory access")
 
@@ -201,11 +203,11 @@ def test_a_gpu_that_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(cuda, "CudaDevice", broken)
     found, links = list[Finding](), list[LinkRates]()
     assert doctor._add_device_findings(found, links, 0.05, lambda doing: None) is None
-    (told,) = found
-    assert told.verdict is Verdict.FAIL and "illegal memory access" in told.found and not links
+    (finding,) = found
+    assert finding.verdict is Verdict.FAIL and "illegal memory access" in finding.found and not links
 
 
-# ---- sharing
+# ---- bandwidth that both directions share
 
 
 def link(evict: int, fetch: int, both_evict: int, both_fetch: int) -> LinkRates:
@@ -218,7 +220,9 @@ def link(evict: int, fetch: int, both_evict: int, both_fetch: int) -> LinkRates:
         ((100, 100, 100, 100), False, 200),
         ((100, 100, 90, 88), False, 178),
         ((100, 100, 50, 50), True, 100),
-        ((100, 40, 30, 30), True, 100),  # less than one alone: what one carries is there
+        # Used together, the two directions carry 30 each. One direction alone carries 100, so the links can
+        # carry 100.
+        ((100, 40, 30, 30), True, 100),
         ((100, 60, 70, 50), True, 120),
     ],
 )
@@ -323,8 +327,12 @@ def test_exit_codes_follow_the_worst_finding() -> None:
     assert doctor.Report((one[Verdict.FAIL], one[Verdict.WARN]), (), None).exit_code == 2
 
 
-def test_kept_memory_is_noticed() -> None:
-    """Blocks of 64 KiB come from the heap; one that lies behind them keeps all of them with the process."""
+def test_freed_tensors_are_returned_to_the_system() -> None:
+    """Check that malloc returns freed tensors to the system.
+
+    Blocks below 64 KiB come from the heap. A single block at the heap's end keeps all memory below the block
+    allocated.
+    """
     limits.make_malloc_return_memory()
     doctor.measure_unreturned_bytes(32 * MIB)
     assert doctor.measure_unreturned_bytes(64 * MIB) < 6 * MIB
@@ -350,7 +358,7 @@ V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n"
 V1 = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
 
 
-def test_without_a_control_group_memory_is_what_is_available(tmp_path: Path) -> None:
+def test_memory_without_a_control_group_is_the_available_memory(tmp_path: Path) -> None:
     found = limits.read_memory_limits(tree(tmp_path, "0::/\n", V2, {"sys/fs/cgroup/cgroup.procs": ""}))
     assert (found.obtainable_bytes, found.capacity_bytes, found.group) == (2**33, 2**34, None)
 
@@ -371,7 +379,7 @@ def test_the_lowest_limit_above_the_process_counts(tmp_path: Path) -> None:
     assert found.group.used_bytes == 1000
 
 
-def test_version_1_beside_version_2(tmp_path: Path) -> None:
+def test_control_group_version_1_beside_version_2_is_read(tmp_path: Path) -> None:
     files = {
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "7\n",
@@ -382,7 +390,7 @@ def test_version_1_beside_version_2(tmp_path: Path) -> None:
     assert limits.read_memory_limits(tree(tmp_path, groups, V1 + V2, files)).obtainable_bytes == 2**31
 
 
-def test_in_a_container_the_mount_shows_only_the_own_part_of_the_tree(tmp_path: Path) -> None:
+def test_limit_is_found_in_a_container_that_mounts_only_its_subtree(tmp_path: Path) -> None:
     mounts = V1.replace(" / /sys", " /docker/abc /sys")
     files = {
         "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**30}\n",
@@ -394,7 +402,7 @@ def test_in_a_container_the_mount_shows_only_the_own_part_of_the_tree(tmp_path: 
     )
 
 
-def test_a_tree_that_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
+def test_unreadable_control_groups_set_no_limit(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         "0::/../../x\n",

@@ -1,4 +1,8 @@
-"""Who waits for long reads what for: a line on a terminal, one per stage elsewhere; not if it is short."""
+"""Tests of progress output.
+
+On a terminal, the output is one line that changes. Elsewhere, the output has one line per stage. A short
+stage prints no line.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from teraio.progress import show_stage, tell_progress
 
 
 class Terminal(io.StringIO):
-    """A stderr that is one."""
+    """A stderr that is a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -34,7 +38,7 @@ Read = Callable[[], str]
 
 @pytest.fixture
 def err(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Read:
-    """Reads what is new on stderr, where five seconds are none and every look is ours."""
+    """Return a function that reads new text on stderr. A stage prints its line when a test calls `look`."""
     monkeypatch.setattr(progress, "is_quiet", lambda: False)
     monkeypatch.setattr(progress, "AFTER_S", 0.0)
     monkeypatch.setattr(progress, "EVERY_S", 60.0)
@@ -46,7 +50,7 @@ def look() -> None:
     progress._LINE.show_if_due()
 
 
-def test_elsewhere_each_stage_has_one_line(err: Read) -> None:
+def test_stderr_without_a_terminal_gets_one_line_per_stage(err: Read) -> None:
     with show_stage("fit"):
         with show_stage("planning by auto", limit_s=30):
             tell_progress(lambda: "search, best so far 13.4 s")
@@ -61,9 +65,7 @@ def test_elsewhere_each_stage_has_one_line(err: Read) -> None:
     ]
 
 
-def test_on_a_terminal_one_line_is_written_over_and_taken_away(
-    err: Read, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_line_on_a_terminal_is_overwritten_and_removed(err: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr("os.get_terminal_size", lambda fd: os.terminal_size((40, 9)))
@@ -81,12 +83,12 @@ def test_on_a_terminal_one_line_is_written_over_and_taken_away(
     assert all(len(line) < 40 and "\n" not in line for line in lines)
 
 
-def test_what_is_short_or_not_wanted_says_nothing(err: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_or_silenced_stages_print_nothing(err: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "AFTER_S", 5.0)
     with show_stage("short"):
         look()
     monkeypatch.undo()
-    assert progress.is_quiet()  # this is a test
+    assert progress.is_quiet()  # a test is running, so progress is quiet
     with show_stage("silent"):
         assert progress._LINE is None
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
@@ -96,9 +98,7 @@ def test_what_is_short_or_not_wanted_says_nothing(err: Read, monkeypatch: pytest
     assert err() == ""
 
 
-def test_the_thread_looks_by_itself_and_ends_with_the_block(
-    err: Read, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_thread_prints_and_ends_with_its_block(err: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "EVERY_S", 0.001)
     with pytest.raises(ValueError, match="of the block"):
         with show_stage("waiting"):
@@ -111,7 +111,7 @@ def test_the_thread_looks_by_itself_and_ends_with_the_block(
     assert progress._LINE is None
 
 
-def test_a_training_says_it_to_its_logger(err: Read, caplog: pytest.LogCaptureFixture) -> None:
+def test_stage_with_a_logger_is_logged(err: Read, caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("teraio")
     caplog.set_level(logging.INFO, "teraio")
     with show_stage("compiling", say=log.info):
@@ -122,7 +122,7 @@ def test_a_training_says_it_to_its_logger(err: Read, caplog: pytest.LogCaptureFi
     assert err() == ""
 
 
-def test_another_thread_and_a_forked_child_show_nothing(err: Read) -> None:
+def test_other_threads_and_forked_children_print_nothing(err: Read) -> None:
     def beside() -> None:
         with show_stage("beside"):
             tell_progress("nothing of this")
@@ -139,33 +139,36 @@ def test_another_thread_and_a_forked_child_show_nothing(err: Read) -> None:
     assert err() == "teraio: mine; 0 s\n"
 
 
-def test_planning_tells_who_plans_and_how_good_it_is(
+def test_planning_shows_the_planner_and_its_best_step(
     err: Read, tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each plan of a command has its line; what it prints is what it prints without them."""
+    """Check the stages of each plan that the command makes.
+
+    No line is due after so short a time, so stderr is empty.
+    """
     profile, machine = f"{tmp_path}/p.json", f"{tmp_path}/m.json"
     toys.training_profile().write(profile)
     toys.machine(device=10_000, ssd=10_000, rate=400_000).write(machine)
-    said: set[str] = set()
+    shown: set[str] = set()
 
-    def heard(text: progress.Told) -> None:
+    def keep_status(text: progress.Status) -> None:
         assert progress._LINE is not None
-        progress._LINE.stages[-1].told = text
-        said.add(": ".join(each.text() for each in progress._LINE.stages))
+        progress._LINE.stages[-1].status = text
+        shown.add(": ".join(each.text() for each in progress._LINE.stages))
 
-    monkeypatch.setattr(progress_lines, "tell_progress", heard)
+    monkeypatch.setattr(progress_lines, "tell_progress", keep_status)
     known = {name: planners.PLANNERS[name] for name in ("greedy", "auto")}
     monkeypatch.setattr(planners, "PLANNERS", known)
     arguments = [profile, "--machine", machine, "--memory", "1500B", "--plan-time", "2s"]
     for command in (["plan", *arguments, "--planner", "all"], ["fit", *arguments, "--planner", "greedy"]):
         assert main.main(command) == 0
-    together = "\n".join(sorted(said))
+    together = "\n".join(sorted(shown))
     for words in (
         "teraio plan: planner 2 of 2: planning by auto: greedy, best so far ",
         "planning by auto: search, best so far ",
         "planning by auto: ilp, best so far ",
         "% above the bound 7.",
-        "the bound, by a relaxation of ",
+        "lower bound by a relaxation with ",
         "teraio fit: plan 1 of up to 9, within 400 B: planning by greedy: ",
     ):
         assert words in together, together

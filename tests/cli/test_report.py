@@ -1,4 +1,5 @@
-"""A report tells what its timeline says, needs nothing but itself, and obeys no name in a file."""
+"""Tests of reports: figures match the timeline, the page loads no other files, and names in files are shown
+as plain text."""
 
 from __future__ import annotations
 
@@ -28,12 +29,15 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{t
 PLAN = Plan(
     "", "hand", 8, (), (Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 6, 9)), (), Predicted(12_000, 11_000, 8)
 )
-# Elements that have no end.
+# HTML elements without an end tag.
 VOID = {"meta", "input", "link", "img", "br"}
 
 
 class Page(HTMLParser):
-    """What a browser would find: elements with their attributes, what ends and what does not, scripts."""
+    """A page as a browser parses it: its elements with their attributes, and the text inside each tag.
+
+    The constructor fails if an element has no end.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -42,7 +46,7 @@ class Page(HTMLParser):
         self.inside: dict[str, list[str]] = {}
         self.feed(text)
         self.close()
-        assert not self.open, f"never ended: {self.open}"
+        assert not self.open, f"elements without an end: {self.open}"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, {name: value or "" for name, value in attrs}))
@@ -51,7 +55,7 @@ class Page(HTMLParser):
             self.inside.setdefault(tag, []).append("")
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, f"</{tag}> ends something else"
+        assert self.open.pop() == tag, f"</{tag}> ends another element"
 
     def handle_data(self, text: str) -> None:
         for tag in set(self.open):
@@ -69,7 +73,7 @@ class Page(HTMLParser):
 
 
 def measured() -> Timeline:
-    """The diamond as it might have happened, with a wait of 2 us for `a` before the last kernel."""
+    """Return a measured timeline of the diamond, in which the last kernel waits 2 us for `a`."""
     line = simulate(PLAN, toys.diamond(), toys.machine())
     stalls = (Stall(9, "a", 2_000, "late read"),)
     return replace(line, kind="measured", stalls=stalls)
@@ -88,10 +92,10 @@ def page() -> Page:
     return made(measured(), **more)
 
 
-# ---- the page
+# ---- the HTML page
 
 
-def test_it_needs_nothing_but_itself(page: Page) -> None:
+def test_page_loads_no_other_resource(page: Page) -> None:
     for tag, attributes in page.elements:
         assert tag not in {"link", "img", "iframe", "object", "embed", "base"}
         assert not {"src", "srcset", "data", "action", "style"} & set(attributes)
@@ -103,15 +107,15 @@ def test_it_needs_nothing_but_itself(page: Page) -> None:
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function", script)
 
 
-def test_its_policy_lets_run_what_it_came_with_and_nothing_else(page: Page) -> None:
+def test_page_policy_allows_only_its_own_style_and_script(page: Page) -> None:
     (policy,) = [a["content"] for t, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
-    told = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    found = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     for name, text in (("style-src", page.inside["style"][0]), ("script-src", page.inside["script"][-1])):
-        assert told[name] == f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
-    assert told["default-src"] == "'none'"
+        assert found[name] == f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+    assert found["default-src"] == "'none'"
 
 
-def test_it_can_be_used_without_eyes_or_mouse(page: Page) -> None:
+def test_report_is_keyboard_and_screen_reader_accessible(page: Page) -> None:
     assert len(page.ids()) == len(set(page.ids()))
     references = {"aria-labelledby", "aria-describedby", "aria-controls", "for"}
     for tag, attributes in page.elements:
@@ -126,14 +130,14 @@ def test_it_can_be_used_without_eyes_or_mouse(page: Page) -> None:
     html = next(attributes for tag, attributes in page.elements if tag == "html")
     assert html["lang"] == "en"
     assert len(page.inside["h1"]) == 1
-    # Each picture is there as a table, too, and each table says what it is of.
+    # Each picture also exists as a table, and each table has a caption.
     assert len(page.inside["table"]) == len(page.inside["caption"]) == 6
     assert all(caption for caption in page.inside["caption"])
     style = page.inside["style"][0]
     assert ":focus-visible" in style and "prefers-reduced-motion" in style and "prefers-color-scheme" in style
 
 
-def test_its_numbers_are_those_of_the_timeline(page: Page) -> None:
+def test_numbers_of_the_page_equal_the_timeline(page: Page) -> None:
     got, line = page.numbers(), measured()
     assert (got["step"], got["budget"], got["measured"]) == (12_000, 8, True)
     names = got["names"]
@@ -150,7 +154,7 @@ def test_its_numbers_are_those_of_the_timeline(page: Page) -> None:
     assert "No plan for this profile takes less than 11 µs; this step takes 1.09 times that." in text
 
 
-def test_without_more_than_a_timeline_it_says_what_it_does_not_know() -> None:
+def test_page_of_a_timeline_alone_notes_the_missing_profile() -> None:
     page = made(measured())
     assert page.numbers()["tensors"] is None
     assert "Without --profile" in page.inside["body"][0]
@@ -160,7 +164,7 @@ def test_without_more_than_a_timeline_it_says_what_it_does_not_know() -> None:
     assert page.numbers()["tensors"] is None and "of another step" in page.inside["body"][0]
 
 
-def test_names_in_files_are_text_and_nothing_else() -> None:
+def test_hostile_names_are_shown_as_text() -> None:
     spans = (
         Span("compute", HOSTILE, 0, 1_000),
         Span(f"fetch:{HOSTILE}", HOSTILE, 0, 500, 4, HOSTILE),
@@ -185,28 +189,29 @@ def test_names_in_files_are_text_and_nothing_else() -> None:
     assert "\x1b" not in shown and all(c == "\n" or c.isprintable() for c in shown)
 
 
-def test_a_forgotten_escape_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_escape_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("teraio.cli.report.html_page.UNSAFE", {})
     with pytest.raises(AssertionError):
-        test_names_in_files_are_text_and_nothing_else()
+        test_hostile_names_are_shown_as_text()
     monkeypatch.undo()
     monkeypatch.setattr("teraio.cli.report.html_page.escape", lambda text, quote=True: text)
     with pytest.raises(AssertionError):
-        test_names_in_files_are_text_and_nothing_else()
+        test_hostile_names_are_shown_as_text()
 
 
-# Without shrinking: an example takes some 10 ms, and the first that fails says enough.
+# hypothesis is set not to shrink failing examples. Shrinking runs more examples of about 10 ms each, and the
+# first failing example is clear enough.
 @settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(line=files_made.timelines, other=files_made.timelines, plan=files_made.plans)
-def test_any_timeline_that_a_reader_takes_has_a_report(line: Timeline, other: Timeline, plan: Plan) -> None:
-    told = content.assemble_content(content.Sources(line, "any", toys.diamond(), plan, None, other))
-    page = Page(html_page.report_as_html(told))
+def test_every_valid_timeline_has_a_report(line: Timeline, other: Timeline, plan: Plan) -> None:
+    found = content.assemble_content(content.Sources(line, "any", toys.diamond(), plan, None, other))
+    page = Page(html_page.report_as_html(found))
     assert page.numbers()["step"] == picture_data.step_ns(line)
-    assert all(row == "\n" or row.isprintable() for row in terminal_text.report_as_text(told))
+    assert all(row == "\n" or row.isprintable() for row in terminal_text.report_as_text(found))
     assert json.loads(chrome_trace.timeline_as_trace(line))["otherData"]["kind"] == line.kind
 
 
-def test_a_step_of_nothing_has_a_page_too() -> None:
+def test_empty_timeline_has_a_report() -> None:
     page = made(Timeline("predicted"))
     assert "Compute waits for nothing." in page.inside["body"][0]
     assert (
@@ -218,10 +223,10 @@ def test_a_step_of_nothing_has_a_page_too() -> None:
     assert json.loads(chrome_trace.timeline_as_trace(Timeline("measured")))["traceEvents"]
 
 
-# ---- what pictures need
+# ---- the data of pictures
 
 
-def test_in_a_row_nothing_overlaps() -> None:
+def test_spans_in_a_row_never_overlap() -> None:
     spans = [
         Span("fetch:ssd", "", start, end) for start, end in [(0, 5), (1, 2), (2, 9), (5, 6), (5, 5), (9, 9)]
     ]
@@ -232,7 +237,7 @@ def test_in_a_row_nothing_overlaps() -> None:
         assert all(one[1] <= other[0] for one, other in pairwise(of))
 
 
-def test_a_wait_ends_where_its_kernel_begins_or_lies_in_your_own_code() -> None:
+def test_wait_ends_at_its_kernel_or_lies_in_user_code() -> None:
     kernels = (Span("compute", "a", 0, 10), Span("compute", "b", 40, 50), Span("compute", "exit", 50, 90))
     stalls = (Stall(1, "x", 20, "miss"), Stall(1, "y", 10, "miss"), Stall(2, "z", 15, "miss"))
     line = Timeline("measured", kernels, (), stalls)
@@ -258,14 +263,14 @@ def test_no_peak_is_lost_between_two_slices() -> None:
     assert picture_data.peak_by_slice(held, [0, 10, 20, 30]) == [(9,), (2,), (3,)]
 
 
-# ---- the trace
+# ---- the trace for Chrome
 
 
-def test_a_trace_has_a_track_per_lane_in_which_nothing_overlaps() -> None:
+def test_tracks_of_a_trace_have_no_overlapping_events() -> None:
     spans = (*measured().spans, Span("fetch:ssd", "b", 0, 12_000, 6, "b"))
     line = replace(measured(), spans=spans)
-    told = json.loads(chrome_trace.timeline_as_trace(line))
-    events = told["traceEvents"]
+    found = json.loads(chrome_trace.timeline_as_trace(line))
+    events = found["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert list(tracks.values()) == [
         "compute",
@@ -282,13 +287,15 @@ def test_a_trace_has_a_track_per_lane_in_which_nothing_overlaps() -> None:
     counts = [e for e in events if e["ph"] == "C"]
     assert {e["name"] for e in counts} == {"device bytes"}
     assert max(sum(e["args"].values()) for e in counts) == 6
-    assert told["otherData"] == {"budget_bytes": 8, "step_ns": 12_000, "kind": "measured"}
+    assert found["otherData"] == {"budget_bytes": 8, "step_ns": 12_000, "kind": "measured"}
 
 
-# ---- the command
+# ---- the report command
 
 
-def test_the_command_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_writes_the_requested_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths = {name: str(tmp_path / f"{name}.json") for name in ("line", "profile", "machine", "plan", "trace")}
     measured().write(paths["line"])
     toys.diamond().write(paths["profile"])
@@ -307,9 +314,9 @@ def test_the_command_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.Ca
     assert "A step of 12 µs" in text and "= budget" in text and "late read" in text
     assert max(len(row) for row in text.splitlines() if "|" in row) < 100
     assert main.main(["report", paths["line"], *more, "--what-if", "off", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["numbers"]["stall_ns"] == 2_000 and told["numbers"]["fetch_ssd_bytes"] == 4
-    assert told["tables"]["compared"]["rows"][0] == ["step", "12 µs", "12 µs", "+0.0%"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["numbers"]["stall_ns"] == 2_000 and printed["numbers"]["fetch_ssd_bytes"] == 4
+    assert printed["tables"]["compared"]["rows"][0] == ["step", "12 µs", "12 µs", "+0.0%"]
     assert main.main(["report", paths["plan"]]) == 2
     assert '"teraio-plan"; expected "teraio-timeline"' in capsys.readouterr().err
     assert main.main(["report", paths["line"], "-o", str(tmp_path / "nowhere" / "page.html")]) == 2

@@ -1,4 +1,7 @@
-"""Where is it, when, and why: what the page's script answers, asked without a browser, where node is."""
+"""Tests of two parts of a report's page: its search for tensors and its answers.
+
+Node runs their scripts without a browser.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from teraio.formats.plan import Evict, Fetch, Plan
 from teraio.formats.profile import Kernel, Profile, Tensor
 from teraio.formats.timeline import Span, Stall, Timeline
 
-pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
+pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 
 UP = "layers.7.mlp.up_proj.weight"
 MOMENT = f"{UP}.exp_avg_sq"
@@ -24,19 +27,23 @@ NAMES = (UP, f"{UP}.exp_avg", MOMENT, f"{UP}.grad", "layers.17.mlp.up_proj.weigh
 
 
 def ask(sources: content.Sources, expression: str) -> Any:
-    """What this expression is in the page, which is given as JSON."""
+    """Return the value of a JavaScript expression that uses the page's scripts."""
     numbers = json.dumps(html_page._data_for_page_scripts(sources))
     folder = files("teraio.cli.report") / "assets"
     script = "\n".join((folder / name).read_text() for name in ("format.js", "model.js", "answer.js"))
     page = f"const document = {{ getElementById: () => ({{ textContent: {json.dumps(numbers)} }}) }};"
-    told = f"{page}\n{script}\nconsole.log(JSON.stringify({expression}));"
-    ran = subprocess.run(["node", "-"], input=told, capture_output=True, text=True, check=False)
+    program = f"{page}\n{script}\nconsole.log(JSON.stringify({expression}));"
+    ran = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 
 
 def sources() -> content.Sources:
-    """Ten kernels of 1 us; the moment is away until 6 us, used at 8, leaves at 9. A miss is waited for."""
+    """Return the data of a report with ten kernels of 1 us and five moves.
+
+    MOMENT is evicted at first. It is fetched at 6 us, used at 8 us, and evicted again at 9 us. Compute waits
+    for one miss.
+    """
     kernels = [Span("compute", f"k{tick}", tick * 1_000, tick * 1_000 + 1_000) for tick in range(10)]
     moves = [
         Span("fetch:ssd", MOMENT, 6_000, 7_000, 4, MOMENT),
@@ -70,18 +77,18 @@ def sources() -> content.Sources:
         ("MUL_2", "0.mul_2"),
     ],
 )
-def test_a_question_finds_the_tensor_that_is_meant(question: str, first: str) -> None:
+def test_question_finds_the_intended_tensor(question: str, first: str) -> None:
     assert ask(sources(), f"lookUp({json.dumps(question)}, 9).map((name) => names[name])")[0] == first
 
 
-def test_a_question_that_means_nothing_finds_nothing() -> None:
+def test_question_without_a_match_finds_nothing() -> None:
     assert ask(sources(), '[lookUp("no such thing", 9), lookUp("where is it", 9), lookUp("", 9)]')[::2] == [
         [],
         [],
     ]
 
 
-def told(name: str) -> tuple[list[str], list[tuple[int, str, str]], list[tuple[int, int, str]]]:
+def answer_about(name: str) -> tuple[list[str], list[tuple[int, str, str]], list[tuple[int, int, str]]]:
     at = f"names.indexOf({json.dumps(name)})"
     sentences, story, places = ask(sources(), f"[sentencesOf({at}), storyOf({at}), placesOf({at})]")
     return (
@@ -91,50 +98,51 @@ def told(name: str) -> tuple[list[str], list[tuple[int, str, str]], list[tuple[i
     )
 
 
-def test_the_answer_says_where_it_is_when_and_why() -> None:
-    sentences, story, places = told(MOMENT)
+def test_answer_lists_places_times_and_reasons() -> None:
+    sentences, story, places = answer_about(MOMENT)
     assert places == [
-        (0, 6_000, "away"),
+        (0, 6_000, "evicted"),
         (6_000, 7_000, "moving"),
         (7_000, 9_000, "device"),
         (9_000, 9_500, "moving"),
-        (9_500, 10_000, "away"),
+        (9_500, 10_000, "evicted"),
     ]
     assert sentences == [
         "An optimizer state of 4 B.",
-        "When the step begins it is away; it is away for 65.0 % of the time that it lives in this step.",
+        "It is evicted when the step begins, and evicted for 65.0 % of its life in this step.",
         "It moves 2 times; compute never waits for it.",
     ]
     assert story == [
-        (6_000, "comes back from the SSD, 4 B in 1 µs", "needed by k8 (tick 8)"),
+        (6_000, "is fetched from the SSD, 4 B in 1 µs", "needed by k8 (tick 8)"),
         (8_000, "k8 (tick 8) reads and writes it", ""),
         (
             9_000,
-            "leaves to the SSD, 4 B in 500 ns",
-            "not needed until k8 (tick 8) of the next step, 9 µs later: its room is for others meanwhile",
+            "is evicted to the SSD, 4 B in 500 ns",
+            "not needed until k8 (tick 8) of the next step, 9 µs later: other tensors use its memory "
+            "meanwhile",
         ),
     ]
 
 
-def test_a_miss_a_drop_and_a_short_life_are_told() -> None:
-    sentences, story, places = told(UP)
-    assert [where for _, _, where in places] == ["device", "away", "moving", "device"]
+def test_answer_shows_misses_drops_and_short_lives() -> None:
+    sentences, story, places = answer_about(UP)
+    assert [where for _, _, where in places] == ["device", "evicted", "moving", "device"]
     assert sentences[-1] == "It moves 1 time; compute waits 500 ns for it."
-    assert story[1][:2] == (3_000, "is dropped: a copy that is the same exists")
+    assert story[1][:2] == (3_000, "is dropped: an equal copy exists")
     assert any(what == "compute waits 500 ns for it" and why == "miss" for _, what, why in story)
-    assert any(why.endswith("; no plan had asked for it") for _, _, why in story)
-    _, _, places = told("0.mul_2")
+    assert any(why.endswith("; no plan asked for this fetch") for _, _, why in story)
+    _, _, places = answer_about("0.mul_2")
     assert places[0][0] == 1_000 and places[-1][1] == 7_000
 
 
-def test_a_predicted_step_knows_drops_from_its_plan() -> None:
+def test_drops_of_a_predicted_step_come_from_its_plan() -> None:
     kernels = tuple(Span("compute", f"k{tick}", tick * 1_000, tick * 1_000 + 1_000) for tick in range(10))
     moves = (Evict("a", "ssd", 4), Fetch("a", "ssd", 6, 9))
     line = Timeline("predicted", (*kernels, Span("fetch:ssd", "a", 6_000, 8_000, 4, "a")))
     given = content.Sources(line, "t", toys.diamond(), Plan("", "hand", 8, (), moves))
     assert ask(given, 'placesOf(names.indexOf("a")).map((place) => place.where)') == [
         "device",
-        "away",
+        "evicted",
         "moving",
         "device",
     ]

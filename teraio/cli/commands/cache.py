@@ -1,4 +1,4 @@
-"""`teraio cache`: the plans that earlier runs left for later ones."""
+"""`teraio cache`: lists and removes the plans that earlier runs saved for later runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from teraio.formats.plan import Plan
 from teraio.units import fmt_bytes, fmt_count, fmt_ns
 
 DESCRIPTION = """\
-Each run keeps its plans, and the next run of the same step (the same kernels, tensors, options and kind of
-machine) follows them from its second step on, without measuring or planning. They are in $TERAIO_CACHE_DIR,
-or in `teraio` in the user's cache directory; TERAIO_CACHE_DIR=off turns that off."""
+Each run keeps its plans. A later run of the same step (same kernels, tensors, options and kind of machine)
+follows them from its second step on, without measuring or planning. Plans are kept in $TERAIO_CACHE_DIR, or
+in `teraio` in the user's cache directory. TERAIO_CACHE_DIR=off turns the cache off."""
 
 EPILOG = """\
 examples:
@@ -43,11 +43,11 @@ def main(args: argparse.Namespace) -> int:
     for entry in found if args.action == "list" else ():
         try:
             plan = Plan.read(entry.path)
-            told = (
+            about = (
                 f"{fmt_bytes(plan.budget_bytes):>10}  {fmt_count(len(plan.moves), 'move'):>12}  "
                 f"{fmt_ns(plan.predicted.step_ns):>8} per step  by {plan.planner}"
             )
         except FileFormatError as error:
-            told = str(error)
-        print(f"  {entry.path.name.removesuffix(plan_cache.SUFFIX)}  {told}")
+            about = str(error)
+        print(f"  {entry.path.name.removesuffix(plan_cache.SUFFIX)}  {about}")
     return 0

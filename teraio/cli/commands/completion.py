@@ -1,4 +1,4 @@
-"""`teraio completion`: what a shell needs to complete our command lines, made from the parser itself."""
+"""`teraio completion`: scripts that complete command lines in a shell, made from the parser itself."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 DESCRIPTION = """\
-Prints a script that makes a shell complete commands, flags and their words. It is made from the same tables
-as --help, so it knows what this version knows."""
+Prints a script that completes commands, flags and their values in a shell. The script is made from the same
+tables as --help of this version."""
 
 EPILOG = """\
 examples:
@@ -21,19 +21,19 @@ examples:
 @dataclass(frozen=True, slots=True)
 class Flag:
     names: tuple[str, ...]
-    words: tuple[str, ...]  # that may follow it
-    takes: bool  # something follows it
-    told: str
+    values: tuple[str, ...]  # all values that the flag takes; empty if it takes any value
+    takes: bool  # whether a value follows the flag
+    help: str
 
 
 @dataclass(frozen=True, slots=True)
 class CommandCompletions:
-    """What may follow `teraio` and these words."""
+    """The words that may follow `teraio` and the commands in `path`."""
 
     path: tuple[str, ...]
-    commands: tuple[tuple[str, str], ...]  # with what is told of them
+    commands: tuple[tuple[str, str], ...]  # (name, help)
     flags: tuple[Flag, ...]
-    words: tuple[str, ...]  # of its arguments
+    words: tuple[str, ...]  # values of positional arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,15 +50,15 @@ def main(args: argparse.Namespace) -> int:
 def completions_of_commands(
     parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
 ) -> Iterator[CommandCompletions]:
-    """This parser, and those of its commands."""
+    """Yield the completions of this parser, then of each command below it."""
     flags, words = [], list[str]()
     commands: dict[str, argparse.ArgumentParser] = {}
-    told: list[tuple[str, str]] = []
+    help_texts: list[tuple[str, str]] = []
     for action in parser._actions:
         choices = action.choices or ()
         if isinstance(action, argparse._SubParsersAction):
             commands = dict(action.choices)
-            told = [(each.dest, each.help or "") for each in action._choices_actions]
+            help_texts = [(each.dest, each.help or "") for each in action._choices_actions]
         elif action.help == argparse.SUPPRESS:
             continue
         elif action.option_strings:
@@ -67,13 +67,16 @@ def completions_of_commands(
             flags.append(Flag(names, tuple(map(str, choices)), takes, action.help or ""))
         else:
             words += map(str, choices)
-    yield CommandCompletions(path, tuple(told), tuple(flags), tuple(words))
+    yield CommandCompletions(path, tuple(help_texts), tuple(flags), tuple(words))
     for name, command in commands.items():
         yield from completions_of_commands(command, (*path, name))
 
 
 def bash_script(found: list[CommandCompletions]) -> str:
-    """One function: how deep in commands are we, and what may come there. Files wherever no word is known."""
+    """Return a bash function that offers the words that may follow the command before the cursor.
+
+    Where no words are known, the function offers files.
+    """
     cases, values = [], []
     for level in found:
         key = " ".join(("teraio", *level.path))
@@ -81,9 +84,9 @@ def bash_script(found: list[CommandCompletions]) -> str:
         then = [*(name for name, _ in level.commands), *level.words]
         cases.append(f'    "{key}") flags="{" ".join(names)}"; words="{" ".join(then)}" ;;')
         for flag in level.flags:
-            if flag.words:
+            if flag.values:
                 values += [
-                    f'    "{key} {name}") words="{" ".join(flag.words)}"; only=1 ;;' for name in flag.names
+                    f'    "{key} {name}") words="{" ".join(flag.values)}"; only=1 ;;' for name in flag.names
                 ]
     paths = " | ".join(f'"{" ".join(("teraio", *level.path))}"' for level in found if level.path)
     return "\n".join(
@@ -126,10 +129,10 @@ def fish_script(found: list[CommandCompletions]) -> str:
     for level in found:
         names = [name for name, _ in level.commands]
         seen = [f"__fish_seen_subcommand_from {name}" for name in level.path]
-        here = seen + [f"not __fish_seen_subcommand_from {' '.join(names)}"] * bool(names)
-        when = f" -n {_quote_for_fish('; and '.join(here))}" if here else ""
-        for name, told in level.commands:
-            lines.append(f"complete -c teraio{when} -f -a {name} -d {_quote_for_fish(told)}")
+        conditions = seen + [f"not __fish_seen_subcommand_from {' '.join(names)}"] * bool(names)
+        when = f" -n {_quote_for_fish('; and '.join(conditions))}" if conditions else ""
+        for name, help_text in level.commands:
+            lines.append(f"complete -c teraio{when} -f -a {name} -d {_quote_for_fish(help_text)}")
         if level.words:
             lines.append(f"complete -c teraio{when} -f -a {_quote_for_fish(' '.join(level.words))}")
         for flag in level.flags:
@@ -139,11 +142,11 @@ def fish_script(found: list[CommandCompletions]) -> str:
 
 def _fish_arguments_of_flag(flag: Flag) -> str:
     names = "".join(f" -l {n[2:]}" if n.startswith("--") else f" -s {n[1:]}" for n in flag.names)
-    follows = f" -x -a {_quote_for_fish(' '.join(flag.words))}" if flag.words else " -r" * flag.takes
-    return f"{names}{follows} -d {_quote_for_fish(flag.told)}"
+    follows = f" -x -a {_quote_for_fish(' '.join(flag.values))}" if flag.values else " -r" * flag.takes
+    return f"{names}{follows} -d {_quote_for_fish(flag.help)}"
 
 
 def _quote_for_fish(text: str) -> str:
-    """For fish, on one line; argparse writes `%%` for a percent sign."""
+    """Return the text on one line, quoted for fish. Replace `%%`, which argparse uses for a percent sign."""
     line = re.sub(r"\s+", " ", text).replace("%%", "%")
     return "'" + line.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,7 +1,8 @@
-"""`teraio explain`: why a step takes as long as it does, and what would make it faster.
+"""`teraio explain`: the waits of a step with their causes, and changes that would make the step faster.
 
-What is waited for is told twice: by tensor, whose transfer came late, and by link, which was busy with
-others. The what-if table plans the same step again on the machine with one thing more.
+One table lists the tensors whose transfers came late. Another table lists the busy time of each link. The
+what-if table has new plans of the same step on four machines. Machine (1) is unchanged. Machine (2) has one
+more drive, (3) has more host memory, and (4) has more device memory.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ from .plan_request import (
 )
 
 DESCRIPTION = """\
-Simulates a plan and says where its step goes: how long every link is busy, which tensors compute waits for
-and why, what moves, and what the drives bear. Then the same step is planned again: as it is, and with one
-thing more, a drive, host memory, device memory. With --graph: what the plan does, kernel by kernel."""
+Simulates a plan and prints where the time of its step is spent: how long every link is busy, which tensors
+compute waits for and why, which bytes move, and how long the drives last. Then it plans the same step again:
+on the same machine, and with one more drive, more host memory or more device memory. With --graph it prints
+the acts of the plan, kernel by kernel."""
 
 EPILOG = """\
-Causes of waiting: `late read`, a fetch that was issued too late for the link to carry it out in time (there
-was no room for it earlier); `link busy`, a transfer that queued behind others, or a write whose room was
-needed.
+Causes of waiting: `late read` is a fetch that began too late to end in time, because there was no room
+earlier. `link busy` is a transfer that queued behind others, or an eviction whose memory was needed before
+its end.
 
-A drive more reads 7 and writes 5 GB/s (PCIe 4.0), as far as the bandwidth that links share allows. Host
-memory on a machine that has none is reached at the bandwidth the drives share, or 25 GB/s.
+The added drive reads 7 and writes 5 GB/s (PCIe 4.0), within the bandwidth that links share. Host memory that
+is added to a machine without any has the bandwidth that the drives share, or 25 GB/s.
 
 examples:
   teraio explain run.plan.json run.profile.json --machine h100-4ssd
@@ -53,7 +55,7 @@ examples:
 MORE_HOST_BYTES = 64 * 2**30
 MORE_DEVICE_BYTES = 8 * 2**30
 DRIVE_READ, DRIVE_WRITE = 7 * 10**9, 5 * 10**9
-HOST_RATE = 25 * 10**9  # PCIe 4.0 x16
+HOST_RATE = 25 * 10**9  # bytes per second of PCIe 4.0 x16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,30 +63,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
     parser.add_argument("--top", type=int, default=8, metavar="N", help="tensors to list (8)")
     add_what_if_argument(parser)
-    parser.add_argument("--endurance", default="", metavar="X", help="what the drives are rated for: 2400TB")
+    parser.add_argument("--endurance", default="", metavar="X", help="bytes the drives are rated for: 2400TB")
     options.add_flags(parser, ["plan_time"])
     parser.add_argument(
         "--graph",
         action="store_true",
-        help="print the step instead: its kernels, and what is begun and waited for before each",
+        help="print the kernels of the step instead, with the moves that begin and end before each",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorWaits:
-    """Compute waited for this."""
+    """The waits of compute for one tensor, by one cause."""
 
     name: str
     ns: int
     times: int
     cause: str
-    kernel: str  # where most of it was
+    kernel: str  # the kernel after the longest wait
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIfAnswer:
-    """To one `what if`. `step_ns` is None without a plan (`why`), or where only the bound was asked for."""
+    """The prediction for one change of the machine.
+
+    `step_ns` is None in two cases: (1) No plan exists, and `why` is the reason. (2) Only the bound was
+    computed.
+    """
 
     change: str
     bound_ns: int | None
@@ -93,8 +99,7 @@ class WhatIfAnswer:
 
 
 def main(args: argparse.Namespace) -> int:
-    from teraio.passes.planner.planners import predicted_step_ns
-    from teraio.passes.planner.simulate.simulate import simulate, step_ns
+    from teraio.passes.planner.simulate.simulate import simulate, unshared_step_ns
 
     endurance = parse_endurance_bytes(args)
     profile, machine = read_profile_and_machine(args.profile_file, args.machine)
@@ -107,7 +112,8 @@ def main(args: argparse.Namespace) -> int:
             else step_listing.step_listing_as_text(plan, profile)
         )
         return 0
-    line, step = simulate(plan, profile, machine), predicted_step_ns(plan, profile, machine)
+    line = simulate(plan, profile, machine)
+    step = line.step_ns
     plan = replace(plan, predicted=replace(plan.predicted, step_ns=step))
     waits = list(waits_by_tensor(line, profile))
     limit_ns = options.settings_from_flags(args).plan_time
@@ -116,8 +122,8 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(_explanation_as_dict(line, step, profile, plan, waits[: args.top], answers)))
         return 0
     print(_describe_step(line, step, profile, plan))
-    if step != (alone := step_ns(plan, profile, machine)):
-        print(f"links share bandwidth here; if each had its own, as below, a step of {fmt_ns(alone)}")
+    if step != (unshared := unshared_step_ns(plan, profile, machine)):
+        print(f"links share bandwidth; without sharing, a step of {fmt_ns(unshared)}")
     print(_links_table(line, step, machine))
     print(_moved_bytes_by_kind_table(plan, profile))
     if waits:
@@ -131,7 +137,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def waits_by_tensor(line: Timeline, profile: Profile) -> Iterator[TensorWaits]:
-    """Per tensor and cause, the longest first."""
+    """Yield the waits for each pair of tensor and cause. The longest waits come first."""
     sums: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for stall in line.stalls:
         sums.setdefault((stall.tensor, stall.cause), []).append((stall.ns, stall.tick))
@@ -148,17 +154,17 @@ def _describe_step(line: Timeline, step: int, profile: Profile, plan: Plan) -> s
         cause: sum(stall.ns for stall in line.stalls if stall.cause == cause)
         for cause in sorted({stall.cause for stall in line.stalls})
     }
-    told = ", ".join(f"{fmt_ns(ns)} for {cause}" for cause, ns in causes.items()) or "nothing is waited for"
+    causes_text = ", ".join(f"{fmt_ns(ns)} for {cause}" for cause, ns in causes.items()) or "no stalls"
     busiest = max(time_and_bytes_by_lane(line), key=lambda lane: lane[1], default=("", 0, 0))
     full = busiest[1] * 20 >= step * 19
     verdict = (
         f"{busiest[0]} is busy all the time: no order of moves helps, only fewer bytes on it or a faster link"
         if full
-        else "no link is busy all the time: with more room in memory, or a better plan, things move earlier"
+        else "no link is busy all the time: with more memory, or a better plan, tensors could move earlier"
     )
     return (
         f"a step of {fmt_ns(step)}: {fmt_ns(compute)} of compute and {fmt_ns(max(step - compute, 0))} of "
-        f"waiting ({told}), {fmt_count(len(plan.moves), 'move')}"
+        f"waiting ({causes_text}), {fmt_count(len(plan.moves), 'move')}"
         + (f"\n{verdict}" if step > compute * 101 // 100 else "")
     )
 
@@ -229,7 +235,10 @@ def what_if_rows(answers: list[WhatIfAnswer], step: int) -> list[tuple[str, ...]
 def answer_what_if(
     command: str, plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int
 ) -> list[WhatIfAnswer]:
-    """Asks everything, unless it is `off`; says how far it is."""
+    """Return the answers for all changes, and show progress on stderr.
+
+    If `by` is `off`, return an empty list.
+    """
     if by == "off":
         return []
     with show_stage(command):
@@ -239,8 +248,12 @@ def answer_what_if(
 def predict_each_change(
     plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int
 ) -> Iterator[WhatIfAnswer]:
-    """Answers for the step as it is, and with one thing more. `by`: plan again, or find the bound only. The
-    plan is as it was read: one that makes tensors again is asked about with all that can be made again."""
+    """Yield the answer for each variant of the machine.
+
+    If `by` is `plan`, make a new plan for each variant. If `by` is `bound`, find only the bound. The argument
+    `plan` is the plan as read from its file, before its `recompute` is applied. If the plan recomputes
+    tensors, the new plans may recompute tensors, too.
+    """
     from teraio.passes.planner import planners
 
     recompute, limit_s = bool(plan.recompute), limit_ns / 1e9
@@ -253,8 +266,8 @@ def predict_each_change(
                     )
                     answer = WhatIfAnswer(change, bound, None)
                 else:
-                    asked = PlanRequest(profile, other, budget, 0, "auto", limit_ns, recompute=recompute)
-                    made, _ = asked.make_plan()
+                    request = PlanRequest(profile, other, budget, 0, "auto", limit_ns, recompute=recompute)
+                    made, _ = request.make_plan()
                     answer = WhatIfAnswer(change, made.predicted.bound_ns, made.predicted.step_ns)
         except TeraioError as error:
             answer = WhatIfAnswer(change, None, None, str(error))
@@ -262,7 +275,7 @@ def predict_each_change(
 
 
 def _machine_variants(machine: Machine, budget: int) -> Iterator[tuple[str, Machine, int]]:
-    """(what changes, the machine then, the budget then)"""
+    """Yield (name of the change, changed machine, changed budget)."""
     yield "planned again", machine, budget
     if any(tier.name == "ssd" for tier in machine.tiers):
         yield "1 drive more", _machine_with_drive_added(machine), budget
@@ -295,11 +308,11 @@ def _machine_with_host_memory_added(machine: Machine) -> Machine:
             for t in machine.tiers
         )
         return replace(machine, tiers=tiers)
-    of = {(link.source, link.target): link.shares for link in machine.links}
+    shares_of = {(link.source, link.target): link.shares for link in machine.links}
     shared = dict(machine.shared)
 
     def make_host_link(source: str, target: str, like: tuple[str, str]) -> Link:
-        shares = of.get(like)
+        shares = shares_of.get(like)
         return Link(source, target, shared[shares] if shares else HOST_RATE, 10_000, shares)
 
     links = (

@@ -1,4 +1,4 @@
-"""`teraio fit`: how little memory a step needs, or how large a step a machine can take."""
+"""`teraio fit`: the smallest budget for a step, or the largest step for a machine."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .plan_request import (
 from .plan_request import add_arguments as add_common
 
 DESCRIPTION = """\
-With one profile: the smallest budget there is a plan for, and the smallest at which the step takes at most
---within times compute alone. Budgets between the smallest and the one at which nothing moves are planned,
-halving the span --probes times; every figure printed is that of a plan that was made, checked and simulated.
+With one profile: finds the smallest budget that has a plan, and the smallest at which the step takes at most
+--within times its compute. The search halves the span between the smallest budget and the one at which
+nothing moves, --probes times. Every printed figure comes from a plan that was made, checked and simulated.
 
-With several profiles (of the same model with growing batches): each is planned with --memory, and the largest
-that fits and stays within --within of compute alone is marked."""
+With several profiles (of the same model with growing batches): plans each with --memory, and marks the
+largest step that takes at most --within times its compute."""
 
 EPILOG = """\
 examples:
   teraio fit run.profile.json --machine rtx4090-1ssd --within 1.2
   teraio fit b1.profile.json b4.profile.json b16.profile.json --machine h100-4ssd --memory 60GiB
 
-exit codes: 0 something fits, 1 nothing does, 2 bad input"""
+exit codes: 0 something fits, 1 nothing fits, 2 bad input"""
 
-PROBES = 7  # each halves the span: 1/128 of it is left
+PROBES = 7  # trials; each halves the span of budgets, so 1/128 of the span is left
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,14 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile_files", nargs="+", metavar="PROFILE", help=PROFILE)
     add_common(parser, "memory", "planner", "plan_time", "keep")
     parser.add_argument(
-        "--within", default="1.1", metavar="X", help="how much longer than compute a step may take (1.1)"
+        "--within", default="1.1", metavar="X", help="most time of a step, as a multiple of its compute (1.1)"
     )
     parser.add_argument("--probes", type=int, default=PROBES, metavar="N", help=f"budgets tried ({PROBES})")
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetTrial:
-    """One budget for one profile. `step_ns` is None where there is no plan, and `why` says why."""
+    """One budget tried with one profile. If there is no plan, `step_ns` is None and `why` is the reason."""
 
     name: str
     memory_bytes: int
@@ -70,14 +70,14 @@ def main(args: argparse.Namespace) -> int:
         raise OptionError(f"--probes is {args.probes}; give 0 to 64")
     if len(args.profile_files) > 1:
         return _print_largest_fitting_profile(args, permille)
-    asked = request_from_arguments(args, args.profile_files[0])
+    request = request_from_arguments(args, args.profile_files[0])
     most = (
-        min(tier_capacity_bytes(asked.machine), asked.budget_bytes)
+        min(tier_capacity_bytes(request.machine), request.budget_bytes)
         if args.memory
-        else tier_capacity_bytes(asked.machine)
+        else tier_capacity_bytes(request.machine)
     )
     with show_stage("teraio fit"):
-        fits = list(_try_budgets_by_halving(asked, most, args.probes, permille))
+        fits = list(_try_budgets_by_halving(request, most, args.probes, permille))
     enough = min(
         (fit for fit in fits if fit.is_within_factor(permille)), key=lambda f: f.memory_bytes, default=None
     )
@@ -85,14 +85,14 @@ def main(args: argparse.Namespace) -> int:
         print(
             json.dumps(
                 {
-                    "smallest_bytes": asked.floor_bytes,
+                    "smallest_bytes": request.floor_bytes,
                     "within_bytes": enough.memory_bytes if enough else None,
                     "fits": [_trial_as_dict(fit) for fit in fits],
                 }
             )
         )
     else:
-        print(_text_of_one_profile(asked, fits, enough, permille))
+        print(_text_of_one_profile(request, fits, enough, permille))
     return 0 if any(fit.step_ns is not None for fit in fits) else 1
 
 
@@ -107,18 +107,22 @@ def _parse_within_permille(text: str) -> int:
 
 
 def _try_budgets_by_halving(
-    asked: PlanRequest, most_bytes: int, probes: int, permille: int
+    request: PlanRequest, most_bytes: int, probes: int, permille: int
 ) -> Iterator[BudgetTrial]:
-    """The smallest budget, the largest, and what halving the span between them finds. The search takes the
-    planner's word that less memory is not faster; what is printed is true where it is not, too."""
+    """Try the smallest budget, the largest budget, and then budgets that halve the remaining span. Yield each
+    trial.
+
+    The search assumes that less memory is never faster. If this assumption is false, each trial is still
+    correct.
+    """
     from teraio.passes.planner.problem.problem import build_problem
 
-    all_bytes = min(int(build_problem(asked.profile).live.max()), most_bytes)
-    low, high = asked.floor_bytes, all_bytes
+    all_bytes = min(int(build_problem(request.profile).live.max()), most_bytes)
+    low, high = request.floor_bytes, all_bytes
 
     def try_budget_showing_progress(number: int, budget_bytes: int) -> BudgetTrial:
         with show_stage(f"plan {number} of up to {probes + 2}, within {fmt_bytes(budget_bytes, up=True)}"):
-            return _try_budget(asked, budget_bytes)
+            return _try_budget(request, budget_bytes)
 
     yield (floor := try_budget_showing_progress(1, low))
     if high <= low or floor.is_within_factor(permille):
@@ -133,17 +137,17 @@ def _try_budgets_by_halving(
         low, high = (low, middle) if fit.is_within_factor(permille) else (middle, high)
 
 
-def _try_budget(asked: PlanRequest, budget_bytes: int) -> BudgetTrial:
-    compute = asked.profile.compute_ns
-    name, floor = asked.profile.name, asked.floor_bytes
+def _try_budget(request: PlanRequest, budget_bytes: int) -> BudgetTrial:
+    compute = request.profile.compute_ns
+    name, floor = request.profile.name, request.floor_bytes
     try:
-        plan, _ = request_with_budget(asked, budget_bytes).make_plan()
+        plan, _ = request_with_budget(request, budget_bytes).make_plan()
     except PlanError as error:
         return BudgetTrial(name, budget_bytes, floor, compute, None, str(error))
     step = plan.predicted.step_ns
     if not step:
         return BudgetTrial(
-            name, budget_bytes, floor, compute, None, f"planner {asked.planner!r} predicts no step"
+            name, budget_bytes, floor, compute, None, f"planner {request.planner!r} predicts no step"
         )
     return BudgetTrial(name, budget_bytes, floor, compute, step)
 
@@ -153,14 +157,14 @@ def _print_largest_fitting_profile(args: argparse.Namespace, permille: int) -> i
     with show_stage("teraio fit"):
         for number, path in enumerate(args.profile_files, 1):
             with show_stage(f"profile {number} of {len(args.profile_files)}"):
-                asked = request_from_arguments(args, path)
-                fits.append(_try_budget(asked, asked.budget_bytes))
+                request = request_from_arguments(args, path)
+                fits.append(_try_budget(request, request.budget_bytes))
     best = max(
         (fit for fit in fits if fit.is_within_factor(permille)), key=lambda f: f.compute_ns, default=None
     )
     if args.json:
-        told = [{**_trial_as_dict(fit), "within": fit.is_within_factor(permille)} for fit in fits]
-        print(json.dumps({"best": best.name if best else None, "fits": told}))
+        rows = [{**_trial_as_dict(fit), "within": fit.is_within_factor(permille)} for fit in fits]
+        print(json.dumps({"best": best.name if best else None, "fits": rows}))
     else:
         print(_text_of_several_profiles(fits, best, permille))
     return 0 if any(fit.step_ns is not None for fit in fits) else 1
@@ -182,7 +186,7 @@ def _format_slowdown(fit: BudgetTrial) -> str:
 
 
 def _text_of_one_profile(
-    asked: PlanRequest, fits: list[BudgetTrial], enough: BudgetTrial | None, permille: int
+    request: PlanRequest, fits: list[BudgetTrial], enough: BudgetTrial | None, permille: int
 ) -> str:
     rows: list[tuple[str, ...]] = [("memory", "step", "of compute")]
     rows += [
@@ -193,17 +197,17 @@ def _text_of_one_profile(
         )
         for fit in sorted(fits, key=lambda fit: fit.memory_bytes)
     ]
-    told = (
+    verdict = (
         f"{fmt_bytes(enough.memory_bytes, up=True)} keep the step within {permille / 1000:g}x"
         if enough
-        else f"no budget that was tried keeps the step within {permille / 1000:g}x"
+        else f"no tried budget keeps the step within {permille / 1000:g}x"
     )
     why = [f"  {fit.why}" for fit in fits if fit.why][:1]
     return "\n".join(
         [
-            f"{asked.profile.name} on {asked.machine.name}: at least "
-            f"{fmt_bytes(asked.floor_bytes, up=True)} ({asked.floor_bytes} bytes), compute alone "
-            f"{fmt_ns(fits[0].compute_ns)}; {told}",
+            f"{request.profile.name} on {request.machine.name}: at least "
+            f"{fmt_bytes(request.floor_bytes, up=True)} ({request.floor_bytes} bytes), compute alone "
+            f"{fmt_ns(fits[0].compute_ns)}; {verdict}",
             aligned_text_table(rows),
             *why,
         ]
@@ -224,9 +228,11 @@ def _text_of_several_profiles(fits: list[BudgetTrial], best: BudgetTrial | None,
         for fit in fits
     ]
     if best:
-        told = f"{best.name} is the largest step that fits and stays within {permille / 1000:g}x of compute"
+        verdict = (
+            f"{best.name} is the largest step that fits and takes at most {permille / 1000:g}x of compute"
+        )
     else:
-        told = f"none of these fits and stays within {permille / 1000:g}x of compute"
+        verdict = f"none of these steps fits and takes at most {permille / 1000:g}x of compute"
     return "\n".join(
-        [told, aligned_text_table(rows), *(f"  {fit.name}: {fit.why}" for fit in fits if fit.why)]
+        [verdict, aligned_text_table(rows), *(f"  {fit.name}: {fit.why}" for fit in fits if fit.why)]
     )

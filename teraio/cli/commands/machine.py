@@ -11,8 +11,8 @@ from teraio.text_table import aligned_text_table
 from teraio.units import fmt_bytes, fmt_rate
 
 WHOLE = """\
-A machine file says what moves bytes and how fast: tiers with their capacities, links with their rates. Each
-`--machine` takes such a file, or the name of one that comes with teraio."""
+A machine file describes the tiers of a machine with their capacities, and its links with their rates.
+`--machine` takes such a file, or the name of a machine that comes with teraio."""
 
 WHOLE_EPILOG = """\
 examples:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="WHAT")
     command = commands.add_parser(
         "list",
-        help="those that come with teraio, by name",
+        help="list the machines that come with teraio",
         description="Lists the machines that come with teraio. Their figures are from data sheets.",
         epilog="example:\n  teraio machine list",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -35,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_machines(args: argparse.Namespace) -> int:
-    """Prints a row for each."""
+    """Print a row for each machine that comes with teraio."""
     names = shipped_files.MACHINES.names()
     machines = {
         name: shipped_files.read_named_machine(str(shipped_files.MACHINES.path_of(name))) for name in names
     }
     if args.json:
-        told = [
+        found = [
             {
                 "name": name,
                 "what": shipped_files.ABOUT_MACHINES[name],
@@ -53,12 +53,12 @@ def list_machines(args: argparse.Namespace) -> int:
             }
             for name, machine in machines.items()
         ]
-        print(json.dumps({"machines": told}))
+        print(json.dumps({"machines": found}))
         return 0
     head = ("machine", "what it is", "device", "host", "drives", "they read", "they write", "to the host")
     rows = [_machine_as_table_row(name, machine) for name, machine in machines.items()]
     print(aligned_text_table([head, *rows], left=2))
-    print("  by data sheets; `teraio doctor -o here.machine.json` measures the one you are on")
+    print("  figures from data sheets; `teraio doctor -o here.machine.json` measures this machine")
     return 0
 
 

@@ -1,6 +1,6 @@
-"""`teraio options`: every option, variable of the environment and public name, from the code that reads them.
+"""`teraio options`: every option, environment variable and public name, taken from the code itself.
 
-docs/options.md is what this prints.
+docs/options.md is the output of this command.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from teraio.cli.commands import completion
 from teraio.options import VARIABLES, Settings, env_name, flag_name, options_table
 
 DESCRIPTION = """\
-Prints what a run can be told, as Markdown: every key of `options` with its environment variable, flag and
-default, the variables that are no options, and every public name of the package. docs/options.md is this."""
+Prints Markdown: every key of `options` with its environment variable, flag and default, every other
+environment variable, and every public name of the package. docs/options.md is this output."""
 
 EPILOG = """\
 examples:
@@ -28,35 +28,42 @@ examples:
 HEAD = """\
 # Options, variables, names
 
-This page is what `teraio options` prints; a test holds the two together.
+This page is the output of `teraio options`. A test compares the two.
 
 ## Options
 
-Each is a key of `options`, an environment variable and, where a command has a use for it, a flag. A key wins
-over the environment, which wins over the default. Sizes are bytes, or text with a unit: `20GiB` is
-20 * 2**30, `20GB` is 20 * 10**9, and a bare `G` is refused. Durations are seconds, or text: `30s`, `1.5 ms`,
-`2min`. What is unknown or malformed is an `OptionError` that names the option, what it got and what it takes.
+Each option is a key of `options` and an environment variable. Some are also flags of commands. A key
+overrides the environment variable, and the variable overrides the default. Sizes are bytes, or text with a
+unit: `20GiB` is 20 * 2**30, and `20GB` is 20 * 10**9. A bare `G` is refused. Durations are seconds, or text:
+`30s`, `1.5 ms`, `2min`. An unknown key or a malformed value raises an `OptionError`. Its message names the
+option, the given value and the accepted ones.
+
+"""
+
+FLAGS_HEAD = """
+Some commands take the flags of options:
 
 """
 
 VARIABLES_HEAD = """
-## Variables that are no options
+## Other environment variables
 
 | variable | meaning |
 |---|---|
 """
 
 VARIABLES_FOOT = """
-Any other variable that begins with `TERAIO_` is named in a warning and has no effect. `TORCH_LOGS=teraio` and
-handlers of your own go before `TERAIO_LOG`; `TORCH_TRACE` gets profile, plan and timeline as artifacts.
+Any other variable that begins with `TERAIO_` has no effect, and a warning names it. `TORCH_LOGS=teraio` and
+logging handlers of your own override `TERAIO_LOG`. `TORCH_TRACE` receives profile, plan and timeline as
+artifacts.
 
 ## Public names
 
 """
 
 FOOT = """
-[The cookbook](cookbook.md) has them in use, [reports](reports.md#for-loggers) says what the keys of `Stats`
-are.
+[The cookbook](cookbook.md) shows these names in use. [Reports](reports.md#for-loggers) explains the keys of
+`Stats`.
 """
 
 
@@ -75,10 +82,9 @@ def options_as_markdown(whole: argparse.ArgumentParser) -> str:
     names = "".join(
         _markdown_item(f"**`{shape}`** {line}") for shape, line in describe_public_names().items()
     )
-    flags = _wrap_lines(
-        "Flags that commands take: " + "; ".join(_describe_commands_taking_flags(whole)) + "."
-    )
-    return f"{HEAD}{options_table()}\n{flags}\n{VARIABLES_HEAD}{variables}{VARIABLES_FOOT}{names}{FOOT}"
+    flags = "".join(map(_markdown_item, _describe_commands_taking_flags(whole)))
+    tables = f"{options_table()}{FLAGS_HEAD}{flags}{VARIABLES_HEAD}{variables}"
+    return f"{HEAD}{tables}{VARIABLES_FOOT}{names}{FOOT}"
 
 
 def _markdown_item(text: str) -> str:
@@ -90,7 +96,7 @@ def _wrap_lines(text: str, indent: str = "") -> str:
 
 
 def _describe_commands_taking_flags(whole: argparse.ArgumentParser) -> list[str]:
-    """`--keep` of plan, fit: the options that are flags of commands, too."""
+    """List the options that are also flags of commands, such as `--keep`: plan, fit."""
     levels = list(completion.completions_of_commands(whole))
     takers = {
         flag_name(f.name): [
@@ -98,7 +104,7 @@ def _describe_commands_taking_flags(whole: argparse.ArgumentParser) -> list[str]
         ]
         for f in fields(Settings)
     }
-    return [f"`{flag}` of {', '.join(commands)}" for flag, commands in takers.items() if commands]
+    return [f"`{flag}`: {', '.join(commands)}" for flag, commands in takers.items() if commands]
 
 
 def options_as_json() -> str:
@@ -111,12 +117,12 @@ def options_as_json() -> str:
         }
         for f in fields(Settings)
     ]
-    told = {"options": options, "variables": VARIABLES, "names": describe_public_names()}
-    return json.dumps(told, sort_keys=True) + "\n"
+    parts = {"options": options, "variables": VARIABLES, "names": describe_public_names()}
+    return json.dumps(parts, sort_keys=True) + "\n"
 
 
 def describe_public_names() -> dict[str, str]:
-    """`teraio.reset()` -> the first sentence of its docstring."""
+    """Map public names with parameters, such as `teraio.reset()`, to the first sentence of the docstring."""
     found = {}
     for name in sorted(teraio.__all__, key=str.lower):
         thing = getattr(teraio, name)
@@ -124,22 +130,22 @@ def describe_public_names() -> dict[str, str]:
             found[f"teraio.{name}"] = "The version of this package."
             continue
         shape = "" if isinstance(thing, type) else _format_parameters(thing)
-        told = " ".join((inspect.getdoc(thing) or "").split("\n\n", maxsplit=1)[0].split())
-        found[f"teraio.{name}{shape}"] = re.split(r"(?<=\.) (?=[A-Z`])", told, maxsplit=1)[0]
+        paragraph = " ".join((inspect.getdoc(thing) or "").split("\n\n", maxsplit=1)[0].split())
+        found[f"teraio.{name}{shape}"] = re.split(r"(?<=\.) (?=[A-Z`])", paragraph, maxsplit=1)[0]
     return found
 
 
 def _format_parameters(function: object) -> str:
-    """Names and defaults, without types."""
+    """Format the parameters of a function with their defaults, without types."""
     assert callable(function)
-    told = []
+    parts = []
     keyword_only = False
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
             keyword_only = True
-            told.append("*")
+            parts.append("*")
         star = "*" * (parameter.kind is parameter.VAR_POSITIONAL)
         star += "**" * (parameter.kind is parameter.VAR_KEYWORD)
         default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
-        told.append(f"{star}{parameter.name}{default}")
-    return f"({', '.join(told)})"
+        parts.append(f"{star}{parameter.name}{default}")
+    return f"({', '.join(parts)})"

@@ -1,4 +1,4 @@
-"""The parser of our command lines: what is mistyped is told with what was probably meant."""
+"""The parser of our command lines. An error about a mistyped word suggests the nearest known word."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from teraio.units import printable_line
 
 
 class SuggestingParser(argparse.ArgumentParser):
-    """argparse's, whose errors name the nearest command, flag or word. Parsers of commands are such, too."""
+    """An argparse parser whose errors name the nearest command, flag or word. Subparsers have this class."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)
@@ -20,7 +20,10 @@ class SuggestingParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def _refuse_unknown_flags(self, words: Sequence[str]) -> None:
-        """Before argparse misses what was mistyped: `--machin` is one, `--mahcine` is not."""
+        """Refuse a mistyped flag before argparse reports the intended flag as missing.
+
+        `--machin` is accepted, because argparse completes it to `--machine`. `--mahcine` is refused.
+        """
         above = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
         known = list(self._option_string_actions)
         for word in words:

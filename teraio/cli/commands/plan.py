@@ -1,4 +1,4 @@
-"""`teraio plan`: a plan from a profile, for a machine one may not own; or all planners side by side."""
+"""`teraio plan`: makes a plan from a profile for any machine, or compares all planners."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from teraio import options
 from teraio.errors import OptionError, PlanError, TeraioError
 from teraio.formats.plan import Plan
+from teraio.formats.recompute import apply_plan_recompute
 from teraio.progress import show_stage
 from teraio.text_table import aligned_text_table
 from teraio.units import fmt_bytes, fmt_ns, parse_bytes
@@ -18,16 +19,17 @@ from .plan_request import PROFILE, PlanRequest, request_from_arguments
 from .plan_request import add_arguments as add_common
 
 DESCRIPTION = """\
-Makes a plan: which tensors leave device memory when, where to, and when they come back. The plan is checked
-by code that did not make it, its step is predicted by simulation, and a lower bound says how far it is from
-the best possible for this profile: this order of kernels, these kernel times, these links."""
+Makes a plan: which tensors are evicted from device memory, when and to which tier, and when they are fetched.
+Independent code checks the plan, and a simulation predicts its step. A lower bound shows how far that step is
+from the best possible one for this profile and machine: for its order of kernels, kernel times and links."""
 
 EPILOG = """\
---planner all runs every planner, prints one line for each and marks the fastest plan, which -o writes.
+--planner all runs every planner, prints one line for each and marks the fastest plan. -o writes that plan.
 
-The life of the drives is what they are rated for (--endurance, TBW on the data sheet, of all drives together;
-by default 600 times the tier's capacity) over what a day of such steps writes. With --max-write-per-day plans
-write less where that helps, and a step takes as long as its writes may.
+The life of the drives is their rated endurance divided by the bytes that a day of such steps writes.
+--endurance is the rating of all drives together (TBW on the data sheet), by default 600 times the tier's
+capacity. With --max-write-per-day planners reduce writes where that helps. If a step would still write too
+much, it takes longer.
 
 examples:
   teraio plan run.profile.json --machine h100-4ssd --memory 40GiB -o run.plan.json
@@ -35,40 +37,40 @@ examples:
   teraio plan run.profile.json --machine h100-4ssd --memory min --planner all
   teraio plan run.profile.json --machine here.machine.json --endurance 2400TB --json
 
-exit codes: 0 a plan was made, 1 there is none (the line says what would do), 2 bad input"""
+exit codes: 0 a plan was made, 1 there is no plan (the line ends with a remedy), 2 bad input"""
 
-PLANNERS = f"who plans: {', '.join(options.PLANNERS)}"
+PLANNERS = f"the planner: {', '.join(options.PLANNERS)}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
     add_common(parser, "memory", "plan_time", "keep", "recompute", "max_write_per_day")
-    parser.add_argument("--planner", default=None, metavar="X", help=f"{PLANNERS}, or all: side by side")
-    parser.add_argument("--endurance", default="", metavar="X", help="what the drives are rated for: 2400TB")
+    parser.add_argument("--planner", default=None, metavar="X", help=f"{PLANNERS}, or all of them: all")
+    parser.add_argument("--endurance", default="", metavar="X", help="bytes the drives are rated for: 2400TB")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to this file")
     parser.add_argument("--timeline", metavar="FILE", help="write its predicted timeline to this file")
 
 
 def main(args: argparse.Namespace) -> int:
-    everyone = args.planner == "all"
-    args.planner = None if everyone else args.planner
-    endurance, asked = parse_endurance_bytes(args), request_from_arguments(args, args.profile_file)
-    if everyone:
-        return _compare_planners(args, asked, endurance)
+    all_planners = args.planner == "all"
+    args.planner = None if all_planners else args.planner
+    endurance, request = parse_endurance_bytes(args), request_from_arguments(args, args.profile_file)
+    if all_planners:
+        return _compare_planners(args, request, endurance)
     try:
-        plan, plan_ns = asked.make_plan()
+        plan, plan_ns = request.make_plan()
     except PlanError as error:
         if args.json:
-            told = {
+            result = {
                 "feasible": False,
-                "memory_bytes": asked.budget_bytes,
-                "smallest_bytes": asked.floor_bytes,
+                "memory_bytes": request.budget_bytes,
+                "smallest_bytes": request.floor_bytes,
             }
-            print(json.dumps({**told, "planner": asked.planner, "why": str(error)}))
+            print(json.dumps({**result, "planner": request.planner, "why": str(error)}))
         raise
-    made = figures_of_plan(plan, asked.profile, asked.machine, plan_ns, endurance)
-    _write_plan_and_timeline(args, plan, asked)
+    made = figures_of_plan(plan, request.profile, request.machine, plan_ns, endurance)
+    _write_plan_and_timeline(args, plan, request)
     print(json.dumps(asdict(made)) if args.json else made.as_sentence())
     return 0
 
@@ -80,11 +82,14 @@ def parse_endurance_bytes(args: argparse.Namespace) -> int:
         raise OptionError(f"--endurance: {error}") from None
 
 
-def _compare_planners(args: argparse.Namespace, asked: PlanRequest, endurance: int) -> int:
-    """Every planner once; one that is another's name is left out."""
+def _compare_planners(args: argparse.Namespace, request: PlanRequest, endurance: int) -> int:
+    """Run every planner, print their results side by side, and write the fastest plan.
+
+    Return the exit code.
+    """
     from teraio.passes.planner.planners import PLANNERS
 
-    distinct = {make: name for name, make in PLANNERS.items()}  # the last name of each
+    distinct = {make: name for name, make in PLANNERS.items()}  # of several names of a planner, the last one
     plans: dict[str, Plan] = {}
     rows: dict[str, PlanFigures] = {}
     refused: dict[str, str] = {}
@@ -92,39 +97,41 @@ def _compare_planners(args: argparse.Namespace, asked: PlanRequest, endurance: i
         for number, name in enumerate(distinct.values(), 1):
             try:
                 with show_stage(f"planner {number} of {len(distinct)}"):
-                    plan, plan_ns = replace(asked, planner=name).make_plan()
+                    plan, plan_ns = replace(request, planner=name).make_plan()
             except TeraioError as error:
                 refused[name] = str(error)
                 continue
             plans[name] = plan
-            rows[name] = figures_of_plan(plan, asked.profile, asked.machine, plan_ns, endurance)
-    # Bounds are of the problem, not of the plan: the best of them holds for all.
+            rows[name] = figures_of_plan(plan, request.profile, request.machine, plan_ns, endurance)
+    # Each bound holds for every plan of this step, also for plans of other planners. So the largest bound
+    # does, too.
     bound_ns = max((made.bound_ns for made in rows.values()), default=0)
     rows = {name: replace(made, bound_ns=bound_ns) for name, made in rows.items()}
     predicted = [name for name, made in rows.items() if made.step_ns]
     best = min(predicted, key=lambda name: (rows[name].step_ns, rows[name].ssd_write_bytes), default="")
     if args.json:
-        told = [asdict(made) for made in rows.values()]
-        print(json.dumps({"best": best, "bound_ns": bound_ns, "planners": told, "refused": refused}))
+        result = [asdict(made) for made in rows.values()]
+        print(json.dumps({"best": best, "bound_ns": bound_ns, "planners": result, "refused": refused}))
     else:
-        print(_planners_table(asked, rows, refused, best))
+        print(_planners_table(request, rows, refused, best))
     if not best:
         return 1
-    _write_plan_and_timeline(args, plans[best], asked)
+    _write_plan_and_timeline(args, plans[best], request)
     return 0
 
 
-def _write_plan_and_timeline(args: argparse.Namespace, plan: Plan, asked: PlanRequest) -> None:
+def _write_plan_and_timeline(args: argparse.Namespace, plan: Plan, request: PlanRequest) -> None:
     from teraio.passes.planner.simulate.simulate import simulate
 
     if args.output:
         plan.write(args.output)
     if args.timeline:
-        simulate(plan, asked.profile, asked.machine).write(args.timeline)
+        step = apply_plan_recompute(plan, request.profile)
+        simulate(*step, request.machine).write(args.timeline)
 
 
 def _planners_table(
-    asked: PlanRequest, rows: dict[str, PlanFigures], refused: dict[str, str], best: str
+    request: PlanRequest, rows: dict[str, PlanFigures], refused: dict[str, str], best: str
 ) -> str:
     head = ("planner", "step", "above bound", "peak", "SSD writes", "SSD reads", "drives last", "planning")
     lines: list[tuple[str, ...]] = [head]
@@ -144,11 +151,11 @@ def _planners_table(
                 fmt_ns(made.plan_ns),
             )
         )
-    compute_ns = asked.profile.compute_ns
+    compute_ns = request.profile.compute_ns
     bound_ns = max((made.bound_ns for made in rows.values()), default=0)
     title = (
-        f"{asked.profile.name} on {asked.machine.name} within {fmt_bytes(asked.budget_bytes)}: compute alone "
-        f"{fmt_ns(compute_ns)}, no plan for this profile takes less than {fmt_ns(bound_ns)}"
+        f"{request.profile.name} on {request.machine.name} within {fmt_bytes(request.budget_bytes)}: "
+        f"compute alone {fmt_ns(compute_ns)}, no plan for this profile takes less than {fmt_ns(bound_ns)}"
     )
     no_plan = [f"    {name}: no plan: {why}" for name, why in sorted(refused.items())]
     return "\n".join([title, aligned_text_table(lines), *no_plan])

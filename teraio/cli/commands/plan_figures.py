@@ -1,4 +1,4 @@
-"""What a plan comes to, in numbers: the step, the bound, bytes on every link, what is left of the drives."""
+"""Figures of a plan: its step, its bound, the bytes of every lane, the life of the drives."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from teraio.formats.timeline import Timeline
 from teraio.units import fmt_bytes, fmt_count, fmt_ns
 
 DAY_NS = 86_400 * 10**9
-# Drives for consumers are rated for 600 times their capacity (1200 TB for one of 2 TB), data center drives
-# for 1800 (one write of everything per day, five years long). Unless --endurance says otherwise: the lower.
+# Consumer drives are rated for writes of 600 times their capacity (1200 TB for 2 TB). Data center drives are
+# rated for 1800 times their capacity (one full write per day for five years). Without --endurance the figures
+# assume 600 times.
 ENDURANCE_WRITES = 600
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFigures:
-    """Of one plan. Days are 0 where nothing is written or no drive is known."""
+    """The figures of one plan. The drive life in days is 0 if the plan writes nothing, or if no drive is
+    known.
+    """
 
     step_ns: int
     compute_ns: int
@@ -36,16 +39,17 @@ class PlanFigures:
     ssd_life_days: int
     moves: int
     feasible: bool = True
-    again: int = 0  # tensors that are made again
-    again_ns: int = 0  # what that takes of `compute_ns`
+    again: int = 0  # number of recomputed tensors
+    again_ns: int = 0  # the part of `compute_ns` that recomputes tensors
 
     def as_sentence(self) -> str:
-        """One sentence for people. A plan without a predicted step moves on demand."""
+        """Return the figures as a sentence for people. A plan that moves tensors only on demand has no
+        predicted step time."""
         moves = fmt_count(self.moves, "move")
         bound = f"the bound {fmt_ns(self.bound_ns)} for this profile{' with recompute' if self.again else ''}"
         compute = f"compute alone {fmt_ns(self.compute_ns)}{self.describe_recompute()}"
         if not self.step_ns:
-            return f"{moves} by {self.planner}: everything on demand, nothing is predicted; {bound}"
+            return f"{moves} by {self.planner}: tensors move on demand, no step is predicted; {bound}"
         return (
             f"{moves} by {self.planner} in {fmt_ns(self.plan_ns)}: a step of {fmt_ns(self.step_ns)}, "
             f"{self.step_ns / max(self.bound_ns, 1) - 1:.1%} above {bound} "
@@ -55,13 +59,15 @@ class PlanFigures:
         )
 
     def describe_recompute(self) -> str:
-        """What of the step's compute goes into kernels that run again."""
+        """Describe the part of the compute that recomputes tensors."""
         if not self.again:
             return ""
-        return f", {fmt_ns(self.again_ns)} of it to make {fmt_count(self.again, 'tensor')} again"
+        return f", {fmt_ns(self.again_ns)} of it to recompute {fmt_count(self.again, 'tensor')}"
 
     def describe_drive_wear(self) -> str:
-        """What a day of such steps writes, and for how long the drives are rated for that."""
+        """Describe the bytes that a day of such steps writes. Also describe the drive life at this rate of
+        writes.
+        """
         if not self.ssd_write_bytes_per_day:
             return ""
         per_day = f", {self.ssd_write_bytes_per_day / 1e12:.1f} TB per day"
@@ -71,7 +77,7 @@ class PlanFigures:
         return f"{per_day}: {self.format_drive_life()} until the drives have written the {rated}"
 
     def format_drive_life(self) -> str:
-        """Of the drives, if a day is full of such steps."""
+        """Format the life of the drives if such steps run all day."""
         if not self.ssd_write_bytes_per_day or not self.ssd_endurance_bytes:
             return "-"
         if self.ssd_life_days >= 2:
@@ -83,7 +89,7 @@ class PlanFigures:
 def figures_of_plan(
     plan: Plan, profile: Profile, machine: Machine, plan_ns: int, endurance_bytes: int
 ) -> PlanFigures:
-    """`endurance_bytes` 0: what drives of the machine's capacity are usually rated for."""
+    """Return the figures of a plan. If `endurance_bytes` is 0, assume ENDURANCE_WRITES times the capacity."""
     again, first_ns = len(plan.recompute), profile.compute_ns
     plan, profile = apply_plan_recompute(plan, profile)
     write = sum(moved_bytes_by_kind(plan, profile, "ssd", evict=True).values())
@@ -111,7 +117,7 @@ def figures_of_plan(
 
 
 def time_and_bytes_by_lane(line: Timeline) -> Iterator[tuple[str, int, int]]:
-    """(track, ns, bytes) per lane of one step."""
+    """Yield (track, total ns of transfers, total bytes of transfers) for each lane of one step."""
     for track in sorted({span.track for span in line.spans} - {"compute"}):
         spans = [span for span in line.spans if span.track == track]
         yield track, sum(s.end_ns - s.start_ns for s in spans), sum(s.bytes for s in spans)

@@ -1,4 +1,7 @@
-"""What the planning commands have in common: which profile, machine, budget and planner were asked for."""
+"""Requests for a plan, built from a command line: profile, machine, budget and planner.
+
+All planning commands use this module.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ from teraio.session.notices import unmatched_keep_lines
 
 PROFILE = (
     "a profile: a file that options={'profile': 'run.profile.json'} or `teraio profile synth` writes, or a "
-    "name of `teraio profile list`"
+    "name from `teraio profile list`"
 )
-MACHINE = "a machine: a file that `teraio doctor -o` writes, or a name of `teraio machine list`"
+MACHINE = "a machine: a file that `teraio doctor -o` writes, or a name from `teraio machine list`"
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A planning problem, with what may be spent on it."""
+    """A planning problem, with the planner and its limits."""
 
     profile: Profile
     machine: Machine
@@ -37,11 +40,11 @@ class PlanRequest:
     planner: str
     plan_ns: int  # the planner's time limit
     keep: frozenset[str] = frozenset()
-    write_per_day_bytes: int = 0  # 0: as many as the plan wants
+    write_per_day_bytes: int = 0  # 0: no limit
     recompute: bool = False
 
     def make_plan(self) -> tuple[Plan, int]:
-        """The plan, and how long it took; PlanError if there is none."""
+        """Return the plan and the ns that planning took. Raise PlanError if there is no plan."""
         from teraio.passes.planner import planners
 
         began = time.monotonic_ns()
@@ -61,14 +64,14 @@ class PlanRequest:
 
 
 def add_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
-    """--machine, the flags of some options, and --json."""
+    """Add --machine, the flags of the named options, and --json."""
     parser.add_argument("--machine", required=True, metavar="FILE", help=MACHINE)
     options.add_flags(parser, names)
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """A plan, and the profile and the machine it is looked at with."""
+    """Add the arguments of a plan, its profile and its machine."""
     parser.add_argument("plan_file", metavar="PLAN", help="a plan: `teraio plan -o` writes one")
     parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
     parser.add_argument("--machine", required=True, metavar="FILE", help=MACHINE)
@@ -79,56 +82,61 @@ def add_what_if_argument(parser: argparse.ArgumentParser) -> None:
         "--what-if",
         choices=("plan", "bound", "off"),
         default="plan",
-        help="plan again (default), find only the bound that such plans have, or leave it out",
+        help="plan again (default), compute only the bound of such plans, or omit the table",
     )
 
 
 def request_from_arguments(args: argparse.Namespace, path: str, planner: str = "") -> PlanRequest:
-    """From a command line with a profile at `path`. Without --memory, all of the device's."""
+    """Return the request of a command line, for the profile at `path`.
+
+    Without --memory the budget is the capacity of the device.
+    """
     from teraio.passes.planner.problem.problem import smallest_budget
 
-    asked = options.settings_from_flags(args)
+    settings = options.settings_from_flags(args)
     profile, machine = read_profile_and_machine(path, args.machine)
-    for line in unmatched_keep_lines(asked.keep, [tensor.name for tensor in profile.tensors]):
+    for line in unmatched_keep_lines(settings.keep, [tensor.name for tensor in profile.tensors]):
         print(f"teraio: {line}", file=sys.stderr)
-    kept = frozenset(t.name for t in profile.tensors if any(fnmatchcase(t.name, g) for g in asked.keep))
+    kept = frozenset(t.name for t in profile.tensors if any(fnmatchcase(t.name, g) for g in settings.keep))
     floor = smallest_budget(profile, kept)
     device = tier_capacity_bytes(machine)
-    budget = asked.memory.resolve(device, floor) if asked.memory else device
+    budget = settings.memory.resolve(device, floor) if settings.memory else device
     return PlanRequest(
         profile,
         machine,
         budget,
         floor,
-        planner or asked.planner,
-        asked.plan_time,
+        planner or settings.planner,
+        settings.plan_time,
         kept,
-        write_per_day_bytes=asked.max_write_per_day or 0,
-        recompute=asked.recompute == "auto",
+        write_per_day_bytes=settings.max_write_per_day or 0,
+        recompute=settings.recompute == "auto",
     )
 
 
 def read_profile_and_machine(profile: str, machine: str) -> tuple[Profile, Machine]:
-    """Reads what was named on a command line."""
+    """Read the profile and the machine that a command line names."""
     found = shipped_files.read_named_machine(machine)
     return read_or_synthesize_profile(profile, found), found
 
 
-def read_or_synthesize_profile(asked: str, machine: Machine | None = None) -> Profile:
-    """Reads a profile, or makes that of a model that is named instead: with the times of the accelerator that
-    the machine's name begins with, or else of a H100."""
+def read_or_synthesize_profile(name: str, machine: Machine | None = None) -> Profile:
+    """Read a profile, or synthesize one if `name` is the name of a model.
+
+    Kernel times are computed for the accelerator with which the machine's name begins, or else for an H100.
+    """
     from teraio.passes.synth import profiles, roofline
     from teraio.passes.synth.models import MODELS
 
     models = tuple(MODELS)
-    if asked not in models or shipped_files.names_existing_file(asked):
-        return Profile.read(shipped_files.find_named_file(asked, shipped_files.PROFILES, models))
+    if name not in models or shipped_files.names_existing_file(name):
+        return Profile.read(shipped_files.find_named_file(name, shipped_files.PROFILES, models))
     known = roofline.accelerator_name_in(machine.name) if machine is not None else ""
     rates = roofline.ACCELERATORS[known or "h100"][0]
-    made = profiles.synth(asked, profiles.ProfileRequest(rates=rates))
+    made = profiles.synth(name, profiles.ProfileRequest(rates=rates))
     print(
-        f"teraio: {asked} is a model: planned is a step of one sequence, {made.name}, with times by the data "
-        f"sheet of {known or 'h100'}. `teraio profile synth` makes others",
+        f"teraio: {name} is a model: using {made.name}, a step of one sequence with times by the data sheet "
+        f"of {known or 'h100'}. `teraio profile synth` makes other steps",
         file=sys.stderr,
     )
     return made
@@ -139,7 +147,11 @@ def tier_capacity_bytes(machine: Machine, tier: str = "device") -> int:
 
 
 def read_checked_plan(path: str, profile: Profile, machine: Machine) -> Plan:
-    """A plan that the check accepts for this profile on this machine; `apply_plan_recompute` has its step."""
+    """Read a plan, and raise PlanError if the check refuses it for this profile on this machine.
+
+    The returned plan is as in its file. A caller uses `apply_plan_recompute` to turn the plan's `recompute`
+    into kernels.
+    """
     plan = Plan.read(path)
     verdict = check_plan_against_profile(plan, profile, machine)
     if not verdict.feasible:

@@ -1,5 +1,7 @@
-"""`teraio profile`: what a profile holds (`show`), and profiles of well-known models without the model and
-without its machine (`synth`)."""
+"""`teraio profile`: shows a profile, lists profiles, and makes profiles of well-known models.
+
+`teraio profile synth` needs neither the model nor the machine.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ if TYPE_CHECKING:
     from teraio.passes.synth.roofline import Rates
 
 WHOLE = """\
-A profile says what a step does: its kernels in order with their durations, its tensors with their sizes and
-uses. Plans are made from it. A run writes one with options={'profile': 'run.profile.json'}; here are ways to
-look at one, and to make one up without the model or the machine."""
+A profile describes a step: its kernels in order with their durations, and its tensors with their sizes and
+uses. A planner makes plans from it. A run writes one with options={'profile': 'run.profile.json'}. These
+commands show a profile, or make one without the model and the machine."""
 
 WHOLE_EPILOG = """\
 examples:
@@ -33,10 +35,10 @@ examples:
   teraio profile synth llama-3.1-8b --batch 4 -o 8b.profile.json.gz"""
 
 DESCRIPTION = """\
-Writes the profile of one training step of a well-known model: every kernel with what it reads, writes and
-saves, as a fused implementation launches them (flash attention, fused norms and activations, a loss over
-slices of the tokens, one AdamW kernel per parameter). Nothing is measured: a kernel takes --overhead plus the
-larger of its operations / --flop-rate and its bytes / --memory-bandwidth."""
+Writes the profile of one training step of a well-known model: every kernel with the tensors that it reads,
+writes and saves. Its kernels belong to a fused implementation (flash attention, fused norms and
+activations, a loss over slices of the tokens, one AdamW kernel per parameter). Nothing is measured: a kernel
+takes --overhead plus the larger of its operations / --flop-rate and its bytes / --memory-bandwidth."""
 
 EPILOG = """\
 models:
@@ -47,22 +49,23 @@ examples:
   teraio profile synth llama-3.1-70b --batch 1 --micro-batches 8 --checkpoint -o 70b.profile.json.gz
   teraio profile synth gpt2 --batch 16 --flop-rate 80T --memory-bandwidth 800GB/s -o gpt2.profile.json
 
-The defaults are those of a H100: 400 TFLOP/s, 2640 GB/s, 4 us from one launch to the next. For a RTX 4090
-give --flop-rate 110T --memory-bandwidth 800GB/s; for an A100, 180T and 1600GB/s."""
+The defaults are for a H100: 400 TFLOP/s, 2640 GB/s, 4 us from one launch to the next. For a RTX 4090 give
+--flop-rate 110T --memory-bandwidth 800GB/s; for an A100 give 180T and 1600GB/s."""
 
 _FLOPS = re.compile(r"([0-9]{1,9})\s*([TP]?)(?:FLOP/?s?)?", re.ASCII | re.IGNORECASE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    # Names only; they need neither torch nor numpy.
+    # This import loads names only, and neither torch nor numpy.
     from teraio.passes.synth.models import MODELS
 
     parser.description, parser.epilog = WHOLE, WHOLE_EPILOG
     commands = parser.add_subparsers(required=True, metavar="WHAT")
     command = commands.add_parser(
         "show",
-        help="what a profile holds, and what its peak is made of",
-        description="Counts kernels and tensors of a profile, and says what its fullest moment is made of.",
+        help="show a profile and the tensors at its peak",
+        description="Counts the kernels and tensors of a profile, and prints the bytes of each kind at the "
+        "peak.",
         epilog="example:\n  teraio profile show run.profile.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -71,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command.set_defaults(run=show_profile)
     command = commands.add_parser(
         "list",
-        help="those that come with teraio, and models whose step can be made, by name",
-        description="Lists the profiles that come with teraio, and the models that a profile can be made of.",
+        help="list the profiles that come with teraio, and the models of `synth`",
+        description="Lists the profiles that come with teraio, and the models of `teraio profile synth`.",
         epilog="example:\n  teraio profile list",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -81,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_synth_arguments(
         commands.add_parser(
             "synth",
-            help="a well-known model's step, by roofline",
+            help="make the profile of a well-known model, by roofline",
             description=DESCRIPTION,
             epilog=EPILOG.format(models=", ".join(MODELS)),
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -94,16 +97,16 @@ def _add_synth_arguments(command: argparse.ArgumentParser) -> None:
 
     default = profiles.ProfileRequest()
     command.add_argument("model", metavar="MODEL", help="one of the models below")
-    command.add_argument("-o", "--output", required=True, metavar="FILE", help="packed if it ends in .gz")
+    command.add_argument("-o", "--output", required=True, metavar="FILE", help="compressed if it ends in .gz")
     command.add_argument("--batch", type=int, default=1, metavar="N", help="sequences in a micro-batch (1)")
     command.add_argument(
         "--sequence", type=int, default=0, metavar="N", help="tokens in a sequence (the model's own)"
     )
     command.add_argument(
-        "--micro-batches", type=int, default=1, metavar="N", help="whose gradients are added up (1)"
+        "--micro-batches", type=int, default=1, metavar="N", help="micro-batches in a step (1)"
     )
     command.add_argument(
-        "--layers", type=int, default=0, metavar="N", help="instead of the model's own number of layers"
+        "--layers", type=int, default=0, metavar="N", help="number of layers (the model's own)"
     )
     command.add_argument(
         "--precision",
@@ -113,7 +116,7 @@ def _add_synth_arguments(command: argparse.ArgumentParser) -> None:
         "master copies, bf16 moments; fp32",
     )
     command.add_argument(
-        "--checkpoint", action="store_true", help="save each layer's input only, run the layer once more"
+        "--checkpoint", action="store_true", help="save only each layer's input, run the layer twice"
     )
     command.add_argument("--clip", action="store_true", help="clip gradients by norm before the optimizer")
     command.add_argument(
@@ -125,9 +128,9 @@ def _add_synth_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--flop-rate", default="400T", metavar="X", help="operations per second (400T)")
     command.add_argument(
-        "--memory-bandwidth", default="2640GB/s", metavar="X", help="of device memory (2640GB/s)"
+        "--memory-bandwidth", default="2640GB/s", metavar="X", help="rate of device memory (2640GB/s)"
     )
-    command.add_argument("--overhead", default="4us", metavar="X", help="of each launch (4us)")
+    command.add_argument("--overhead", default="4us", metavar="X", help="time of each launch (4us)")
     command.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     command.set_defaults(run=synthesize_profile)
 
@@ -142,50 +145,50 @@ def show_profile(args: argparse.Namespace) -> int:
     totals = {kind: [t for t in profile.tensors if t.kind == kind] for kind in get_args(Kind)}
     figures = {
         kind: {
-            "tensors": len(of),
-            "bytes": sum(t.size_bytes for t in of),
+            "tensors": len(tensors),
+            "bytes": sum(t.size_bytes for t in tensors),
             "at_peak_bytes": rows[kind][peak] if rows.get(kind) else 0,
         }
-        for kind, of in totals.items()
-        if of
+        for kind, tensors in totals.items()
+        if tensors
     }
-    told = _profile_figures(profile)
+    summary = _profile_figures(profile)
     if args.json:
-        print(json.dumps({**told, "peak_tick": peak, "kinds": figures}))
+        print(json.dumps({**summary, "peak_tick": peak, "kinds": figures}))
         return 0
     name = profile.kernels[peak].name if profile.kernels else "(no kernels)"
-    print(_describe_profile(profile, told))
-    print(f"  most at kernel {name} (tick {peak}), if nothing moves:")
+    print(_describe_profile(profile, summary))
+    print(f"  peak at kernel {name} (tick {peak}), if nothing moves:")
     lines = [("kind", "tensors", "bytes in the step", "at the peak")]
-    for kind, of in figures.items():
-        lines.append((kind, f"{of['tensors']}", fmt_bytes(of["bytes"]), fmt_bytes(of["at_peak_bytes"])))
+    for kind, row in figures.items():
+        lines.append((kind, f"{row['tensors']}", fmt_bytes(row["bytes"]), fmt_bytes(row["at_peak_bytes"])))
     print(aligned_text_table(lines))
     return 0
 
 
 def list_profiles(args: argparse.Namespace) -> int:
-    """Prints a row for each profile, and for each model."""
+    """Print a row for each profile and for each model."""
     from teraio.passes.synth.models import MODELS
 
     about = {name: shipped_files.ABOUT_PROFILES[name] for name in shipped_files.PROFILES.names()}
     if args.json:
-        told = [
+        entries = [
             {"name": name, "path": str(shipped_files.PROFILES.path_of(name)), **asdict(each)}
             for name, each in about.items()
         ]
         models = [{"name": name, "parameters": count} for name, (_, count) in MODELS.items()]
-        print(json.dumps({"profiles": told, "models": models}))
+        print(json.dumps({"profiles": entries, "models": models}))
         return 0
     rows: list[tuple[str, ...]] = [("profile", "what it is", "compute", "if nothing moves", "at least")]
     for name, each in about.items():
         sizes = fmt_bytes(each.peak_bytes), fmt_bytes(each.smallest_bytes, up=True)
         rows.append((name, each.what, fmt_ns(each.compute_ns), *sizes))
     print(aligned_text_table(rows, left=2))
-    print("  but for llama-cpu-160MiB by roofline: one step on a H100, and in bf16 if nothing else is said")
+    print("  by roofline: one step on a H100, in bf16 unless stated otherwise; llama-cpu-160MiB is measured")
     rows = [("model", "parameters")]
     rows += [(name, f"{count / 1e9:.2f} billion") for name, (_, count) in MODELS.items()]
     print(aligned_text_table(rows))
-    print("  a model's name stands for a step of one sequence; `teraio profile synth` makes others")
+    print("  a model's name means a step of one sequence; `teraio profile synth` makes other steps")
     return 0
 
 
@@ -203,13 +206,13 @@ def _profile_figures(profile: Profile) -> dict[str, int | str]:
     }
 
 
-def _describe_profile(profile: Profile, told: dict[str, int | str]) -> str:
+def _describe_profile(profile: Profile, summary: dict[str, int | str]) -> str:
     return (
         f"{profile.name}: {fmt_count(len(profile.kernels), 'kernel')}, "
         f"{fmt_count(len(profile.tensors), 'tensor')}; "
-        f"{fmt_ns(int(told['compute_ns']))} of compute per step; "
-        f"{fmt_bytes(int(told['peak_bytes']))} if nothing moves, at least "
-        f"{fmt_bytes(int(told['smallest_bytes']), up=True)}"
+        f"{fmt_ns(int(summary['compute_ns']))} of compute per step; "
+        f"{fmt_bytes(int(summary['peak_bytes']))} if nothing moves, at least "
+        f"{fmt_bytes(int(summary['smallest_bytes']), up=True)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""`teraio report`: a page, lines or a trace that show what happened in a step."""
+"""`teraio report`: one step as a page, as text or as a trace."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .plan_request import (
 )
 
 DESCRIPTION = """\
-Shows what happened in a step, or what is predicted to: memory over time by kind under the budget, what
-compute and every lane do when, what was waited for and why. The page is one file that needs no network; it
-answers where a tensor is, when and why.
+Shows a measured or a predicted step: memory over time by kind under the budget, the work of compute and of
+every lane, and each wait with its cause. The page is one file that needs no network. It answers where a
+tensor is, when and why.
 
-Only the timeline must be there. With --profile the report knows when tensors are used, with --plan the bound,
-with --predicted (or with profile, plan and machine, which predict it) it lays the two side by side, and with
-profile, plan and machine it says what would make the step faster."""
+Only the timeline is required. --profile adds the uses of tensors, and --plan adds the bound. --predicted adds
+a comparison with another timeline. --profile, --plan and --machine together predict that timeline, and add
+changes that would make the step faster."""
 
 EPILOG = """\
 Without -o, --trace or --json the report is printed, as with --text.
@@ -45,13 +45,13 @@ examples:
       --machine here.machine.json --what-if bound -o report.html
   teraio report run.timeline.json --trace run.trace.json    # open it at ui.perfetto.dev
 
-exit codes: 0 done, 1 a plan that is none for this profile, 2 bad input"""
+exit codes: 0 done, 1 the plan is not for this profile and machine, 2 bad input"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
-        "timeline_file", metavar="TIMELINE", help="options={'timeline': 'run.timeline.json'} writes one"
+        "timeline_file", metavar="TIMELINE", help="a file that options={'timeline': ...} writes"
     )
     parser.add_argument("--profile", dest="profile_file", metavar="FILE", help=PROFILE)
     parser.add_argument("--plan", dest="plan_file", metavar="FILE", help="the plan that the step followed")
@@ -68,18 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     sources = _read_sources(args)
-    told = content.assemble_content(sources, _what_if_table(args, sources))
+    report = content.assemble_content(sources, _what_if_table(args, sources))
     if args.output:
-        page = html_page.report_as_html(told)
+        page = html_page.report_as_html(report)
         write_bytes(args.output, page.encode())
     if args.trace:
         write_bytes(args.trace, chrome_trace.timeline_as_trace(sources.line).encode())
     if args.json:
-        print(json.dumps(_report_as_dict(told)))
+        print(json.dumps(_report_as_dict(report)))
     elif args.text or not (args.output or args.trace):
-        print(terminal_text.report_as_text(told, max(args.top, 0)))
+        print(terminal_text.report_as_text(report, max(args.top, 0)))
     elif args.output:
-        print(f"{args.output}: {told.title}, {fmt_bytes(len(page.encode()))}")
+        print(f"{args.output}: {report.title}, {fmt_bytes(len(page.encode()))}")
     return 0
 
 
@@ -101,32 +101,32 @@ def _read_sources(args: argparse.Namespace) -> content.Sources:
 
 
 def _what_if_table(args: argparse.Namespace, sources: content.Sources) -> content.Table | None:
-    from teraio.passes.planner.planners import predicted_step_ns
+    from teraio.passes.planner.simulate.simulate import step_ns
 
     plan, profile, machine = sources.plan, sources.profile, sources.machine
     limit_ns = options.settings_from_flags(args).plan_time
     if plan is None or profile is None or machine is None or args.what_if == "off":
         return None
     if not plan.budget_bytes:
-        raise OptionError(f"{args.plan_file} has no budget_bytes; make another with `teraio plan`")
+        raise OptionError(f"{args.plan_file} has no budget_bytes. Make a new plan with `teraio plan`")
     made = Plan.read(args.plan_file)
     answers = answer_what_if("teraio report", made, profile, machine, args.what_if, limit_ns)
-    head, *rows = what_if_rows(answers, predicted_step_ns(*apply_plan_recompute(made, profile), machine))
-    caption = "The same step planned again, as predicted: as it is, and with one thing more"
+    head, *rows = what_if_rows(answers, step_ns(*apply_plan_recompute(made, profile), machine))
+    caption = "Predictions for the same step, planned again: on this machine, and with one change"
     return content.Table(caption, tuple(head), tuple(rows))
 
 
-def _report_as_dict(told: content.Content) -> dict[str, object]:
+def _report_as_dict(report: content.Content) -> dict[str, object]:
     tables = {
         name: {"head": table.head, "rows": table.rows}
         for name in ("memory", "lanes", "slices", "waits", "compared", "drifts", "what_if")
-        if (table := getattr(told, name)) is not None
+        if (table := getattr(report, name)) is not None
     }
     return {
-        "title": told.title,
-        "sentences": told.sentences,
-        "causes": told.causes,
-        "facts": [asdict(fact) for fact in told.facts],
-        "numbers": content.figures_of_timeline(told.sources.line),
+        "title": report.title,
+        "sentences": report.sentences,
+        "causes": report.causes,
+        "facts": [asdict(fact) for fact in report.facts],
+        "numbers": content.figures_of_timeline(report.sources.line),
         "tables": tables,
     }

@@ -12,10 +12,9 @@ from .plan_figures import time_and_bytes_by_lane
 from .plan_request import add_plan_arguments, read_checked_plan, read_profile_and_machine
 
 DESCRIPTION = """\
-Predicts the step of a plan on a machine, event by event: what every link carries when, and where compute
-waits. The plan may have been made for another machine with the same tiers; what the check does not accept is
-refused.
-`teraio explain` says why a step takes as long as it does."""
+Simulates the step of a plan on a machine, event by event: the transfers of every link, and the waits of
+compute. The plan may be made for another machine with the same tiers. A plan that fails the check is refused.
+`teraio explain` lists the causes of the waits."""
 
 EPILOG = """\
 example:
@@ -33,31 +32,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from teraio.formats.plan_check import check_plan_against_profile
-    from teraio.passes.planner.planners import predicted_step_ns
-    from teraio.passes.planner.simulate.simulate import simulate, step_ns
+    from teraio.passes.planner.simulate.simulate import simulate, unshared_step_ns
 
     profile, machine = read_profile_and_machine(args.profile_file, args.machine)
     plan, profile = apply_plan_recompute(read_checked_plan(args.plan_file, profile, machine), profile)
     line = simulate(plan, profile, machine)
     if args.output:
         line.write(args.output)
-    alone = step_ns(plan, profile, machine)
-    step = predicted_step_ns(plan, profile, machine)
+    step, unshared = line.step_ns, unshared_step_ns(plan, profile, machine)
     stalled = sum(stall.ns for stall in line.stalls)
     compute = profile.compute_ns
     peak = check_plan_against_profile(plan, profile, machine).peak_bytes
     if args.json:
         lanes = {track: {"busy_ns": ns, "bytes": size} for track, ns, size in time_and_bytes_by_lane(line)}
         numbers = {"step_ns": step, "compute_ns": compute, "stall_ns": stalled, "peak_bytes": peak}
-        numbers["unshared_step_ns"] = alone
+        numbers["unshared_step_ns"] = unshared
         print(json.dumps({**numbers, "links": lanes}))
         return 0
-    lanes_said = [f"{track} {ns / max(step, 1):.0%} busy" for track, ns, _ in time_and_bytes_by_lane(line)]
+    lane_texts = [f"{track} {ns / max(step, 1):.0%} busy" for track, ns, _ in time_and_bytes_by_lane(line)]
     print(
         f"a step of {fmt_ns(step)}: {fmt_ns(compute)} of compute, {fmt_ns(stalled)} of waiting; "
         f"peak {fmt_bytes(peak)} of {fmt_bytes(plan.budget_bytes)}; "
-        f"{', '.join(lanes_said) or 'nothing moves'}"
+        f"{', '.join(lane_texts) or 'nothing moves'}"
     )
-    if step != alone:
-        print(f"links share bandwidth here; if each had its own, a step of {fmt_ns(alone)}")
+    if step != unshared:
+        print(f"links share bandwidth; without sharing, a step of {fmt_ns(unshared)}")
     return 0

@@ -1,7 +1,7 @@
-"""`teraio explain --graph`: the step as a listing, kernel after kernel, with what the plan does before each.
+"""The listing of `teraio explain --graph`: the kernels of a step, and before each kernel the acts of the
+plan.
 
-The lines are the nodes that passes/fx/materialize.py writes into the graphs of these calls, in the same
-order.
+passes/fx/materialize.py inserts the same acts, in the same order, as nodes into the graphs of these calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from teraio.units import fmt_count
 
 @dataclass(frozen=True, slots=True)
 class ListedKernel:
-    """A kernel, what is done before it, and the tensors it touches that can move."""
+    """A kernel, the acts of the plan before it, and the evictable tensors that it reads and writes."""
 
     tick: int
     kernel: str
@@ -29,7 +29,7 @@ class ListedKernel:
 
 @dataclass(frozen=True, slots=True)
 class ListedCall:
-    """A call. `optimizer`: by what it touches; its step is the optimizer's own code and has no graph."""
+    """A call. `optimizer` is True if the call uses the tensors of an optimizer's step."""
 
     call: int
     optimizer: bool
@@ -37,7 +37,7 @@ class ListedCall:
 
 
 def list_calls(plan: Plan, profile: Profile) -> Iterator[ListedCall]:
-    """The calls of a step in order, of a plan for just this step."""
+    """Yield the calls of a step in order. The plan must be made for exactly this step."""
     before = acts_by_tick(plan, max(len(profile.kernels), 1))
     reads: list[list[str]] = [[] for _ in profile.kernels]
     writes: list[list[str]] = [[] for _ in profile.kernels]
@@ -61,24 +61,26 @@ def list_calls(plan: Plan, profile: Profile) -> Iterator[ListedCall]:
 
 
 def step_listing_as_text(plan: Plan, profile: Profile) -> str:
-    """For people."""
+    """Return the listing for people."""
     width = len(str(len(profile.kernels)))
-    told = ["evict and fetch begin a transfer, wait ends it: before the kernel that follows"]
+    lines = ["evict and fetch begin a transfer, wait ends it; each acts before the kernel below it"]
     for part in list_calls(plan, profile):
         first, last = part.lines[0].tick, part.lines[-1].tick
         count = fmt_count(sum(len(line.before) for line in part.lines), "line")
-        whose = ", the optimizer's, which has no graph: followed from the table" if part.optimizer else ""
-        told.append(f"call {part.call}, ticks {first} to {last}, {count} of the plan{whose}")
+        whose = (
+            ", of the optimizer, without a graph: followed from the plan's table" if part.optimizer else ""
+        )
+        lines.append(f"call {part.call}, ticks {first} to {last}, {count} of the plan{whose}")
         for line in part.lines:
-            told += [f"  {'':{width}}    {act.as_text()}" for act in line.before]
-            told.append(f"  {line.tick:{width}}  {line.kernel}{_describe_reads_and_writes(line)}")
-    return "\n".join(told)
+            lines += [f"  {'':{width}}    {act.as_text()}" for act in line.before]
+            lines.append(f"  {line.tick:{width}}  {line.kernel}{_describe_reads_and_writes(line)}")
+    return "\n".join(lines)
 
 
 def _describe_reads_and_writes(line: ListedKernel) -> str:
     uses = (("reads", line.reads), ("writes", line.writes))
-    told = "; ".join(f"{verb} {', '.join(names)}" for verb, names in uses if names)
-    return f"  [{told}]" if told else ""
+    text = "; ".join(f"{verb} {', '.join(names)}" for verb, names in uses if names)
+    return f"  [{text}]" if text else ""
 
 
 def step_listing_as_dict(plan: Plan, profile: Profile) -> dict[str, object]:

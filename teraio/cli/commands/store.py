@@ -1,4 +1,4 @@
-"""`teraio store`: what dead processes left in a store."""
+"""`teraio store`: the directories that dead processes left in a store."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from teraio.units import fmt_bytes
 
 DESCRIPTION = """\
-A store is a file without a name, so that its bytes are gone with its process, `kill -9` included. What a
-process leaves when it is killed in the very moment of making one is listed and cleared here; each new store
-in the same directory clears it, too. What a live process holds is never touched."""
+A store is a file without a name, so the kernel frees its bytes when the process ends, also after `kill -9`.
+A process that is killed while it makes a store leaves a directory. These commands list and clear such
+directories, and each new store in the same place clears them, too. Stores of live processes are never
+touched."""
 
 EPILOG = """\
 examples:
@@ -22,14 +23,14 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("action", choices=("list", "clear"))
-    parser.add_argument("directory", nargs="*", help="default: where stores are made by default")
+    parser.add_argument("directory", nargs="*", help="default: the directories in which teraio makes stores")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(args: argparse.Namespace) -> int:
     from teraio.runtime.store import directories, stale_directories
 
-    told = {}
+    listing = {}
     for directory in (
         map(Path, args.directory) if args.directory else directories.choose_default_directories()
     ):
@@ -38,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
             if args.action == "clear"
             else stale_directories.list_store_directories(directory)
         )
-        told[str(directory)] = [
+        listing[str(directory)] = [
             {"state": each.state, "process": each.pid, "bytes": each.size_bytes, "path": str(each.path)}
             for each in found
         ]
@@ -49,5 +50,5 @@ def main(args: argparse.Namespace) -> int:
         for each in found:
             print(f"  {each.state:<8} process {each.pid:<8} {fmt_bytes(each.size_bytes):>10}  {each.path}")
     if args.json:
-        print(json.dumps({"action": args.action, "directories": told}))
+        print(json.dumps({"action": args.action, "directories": listing}))
     return 0

@@ -1,7 +1,6 @@
-"""A timeline as a Chrome trace, which Perfetto and chrome://tracing open: a track per lane, counters per
-tier.
+"""A Chrome trace of a timeline, for Perfetto and chrome://tracing: a track per lane, counters per tier.
 
-Events on one track must not overlap there, so a lane whose transfers run at the same time has several tracks.
+Events on one track must not overlap. A lane has several tracks if its transfers overlap.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ PID = 1
 
 
 def timeline_as_trace(line: Timeline) -> str:
-    """JSON text. Times are microseconds, as the format wants them, with three digits more."""
+    """Return JSON text. Times are microseconds with three decimals, as the format requires."""
     tracks: list[tuple[str, list[dict[str, Any]]]] = []
     compute = [
         _slice_event(s.name, s.start_ns, s.end_ns, tick=i)
@@ -34,10 +33,13 @@ def timeline_as_trace(line: Timeline) -> str:
         rows: dict[int, list[Span]] = {}
         for span, row in zip(spans, picture_data.assign_rows_without_overlap(spans)):
             rows.setdefault(row, []).append(span)
-        for row, of in sorted(rows.items()):
+        for row, placed in sorted(rows.items()):
             name = f"{track} ({describe_lane(track)})" + (f" {row + 1}" if row else "")
             tracks.append(
-                (name, [_slice_event(s.tensor or s.name, s.start_ns, s.end_ns, bytes=s.bytes) for s in of])
+                (
+                    name,
+                    [_slice_event(s.tensor or s.name, s.start_ns, s.end_ns, bytes=s.bytes) for s in placed],
+                )
             )
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": PID, "args": {"name": f"teraio, {line.kind} step"}}
@@ -53,12 +55,21 @@ def timeline_as_trace(line: Timeline) -> str:
     return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}, allow_nan=False)
 
 
-def _slice_event(name: str, start_ns: int, end_ns: int, **told: Any) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000, "args": told}
+def _slice_event(name: str, start_ns: int, end_ns: int, **details: Any) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "ts": start_ns / 1000,
+        "dur": (end_ns - start_ns) / 1000,
+        "args": details,
+    }
 
 
 def _counter_events(line: Timeline) -> list[dict[str, Any]]:
-    """Each event has all kinds of its tier: they are drawn on top of each other."""
+    """Return an event for each moment at which the bytes in a tier change.
+
+    Each event has all kinds of the tier, because viewers stack only kinds that are in the same event.
+    """
     now: dict[str, dict[str, int]] = {}
     moments: dict[tuple[int, str], dict[str, int]] = {}
     for counter in sorted(line.counters, key=lambda counter: counter.at_ns):

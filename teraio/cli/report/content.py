@@ -1,4 +1,7 @@
-"""All that is told of a step, as figures, tables and sentences: the page and the terminal only lay it out."""
+"""The content of a report: figures, tables and sentences.
+
+The modules of the HTML page and of the terminal text only lay out this content.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ from teraio.units import fmt_bytes, fmt_count, fmt_ns, fmt_rate
 from . import picture_data
 from .labels import CAUSE_WORDS, KIND_WORDS, describe_lane
 
-SLICES = 24  # of the tables that stand beside the pictures
+SLICES = 24  # rows of the tables that repeat the pictures
 WAITS = 12
 DRIFTS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a report is made of; only the timeline must be there."""
+    """The inputs of a report. Only the timeline is required."""
 
     line: Timeline
-    name: str  # of its file
+    name: str  # the name of the timeline's file
     profile: Profile | None = None
     plan: Plan | None = None
     machine: Machine | None = None
@@ -33,7 +36,9 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The first row of cells of each row is its heading. `tensors`: the column that names tensors."""
+    """A table. The first cell of a row is the row's heading. `tensors` is the index of the column with tensor
+    names, or -1.
+    """
 
     caption: str
     head: tuple[str, ...]
@@ -58,7 +63,7 @@ class Content:
     lanes: Table
     slices: Table
     waits: Table
-    causes: tuple[str, ...]  # what they mean
+    causes: tuple[str, ...]  # explanations of the causes of waits
     compared: Table | None = None
     drifts: Table | None = None
     what_if: Table | None = None
@@ -87,12 +92,12 @@ def assemble_content(sources: Sources, what_if: Table | None = None) -> Content:
 
 def _describe_step_against_bound(step: int, bound: int) -> str:
     if step < bound:
-        return "the kernels of this step ran faster than those that were profiled"
+        return "the kernels of this step ran faster than in the profile"
     return f"this step takes {step / bound:.2f} times that"
 
 
 def figures_of_timeline(line: Timeline) -> dict[str, int]:
-    """The same as numbers, for programs."""
+    """Return the figures as numbers, for programs."""
     lanes = picture_data.spans_by_lane(line)
     carried = {
         f"{track.replace(':', '_')}_bytes": sum(span.bytes for span in spans)
@@ -127,13 +132,13 @@ def _sentences_about_step(sources: Sources) -> list[str]:
     step, waited = picture_data.step_ns(line), waited_ns(line)
     causes = sorted({stall.cause for stall in line.stalls})
     by_cause = {c: sum(stall.ns for stall in line.stalls if stall.cause == c) for c in causes}
-    told = [
+    sentences = [
         f"A step of {fmt_ns(step)}, of which compute waits {fmt_ns(waited)} "
         f"({_format_percent(waited, step)})."
     ]
     if waited * 100 >= step > 0:
         worst = max(by_cause, key=lambda cause: by_cause[cause])
-        told.append(f"Most of that is “{worst}”: {CAUSE_WORDS.get(worst, 'an unknown cause')}.")
+        sentences.append(f"Most of that is “{worst}”: {CAUSE_WORDS.get(worst, 'an unknown cause')}.")
         busiest = max(
             (
                 (picture_data.busy_ns(spans), track)
@@ -142,28 +147,28 @@ def _sentences_about_step(sources: Sources) -> list[str]:
             default=(0, ""),
         )
         if busiest[0] * 20 >= step * 19:
-            told.append(
+            sentences.append(
                 f"The lane {busiest[1]} is busy all the time: no order of moves helps, only fewer bytes on "
                 f"it or a faster link."
             )
         elif worst != "miss":
-            told.append("No link is busy all the time: with more room in memory things could move earlier.")
+            sentences.append("No link is busy all the time: with more memory, tensors could move earlier.")
     elif line.stalls or picture_data.spans_by_lane(line):
-        told.append("Transfers are hidden behind compute.")
+        sentences.append("Transfers are hidden behind compute.")
     if not picture_data.spans_by_lane(line):
-        told.append("Nothing moves: the step fits into memory whole.")
+        sentences.append("Nothing moves: the whole step fits into memory.")
     if line.overrun_bytes:
-        told.append(
-            f"User code, or a library's kernel, got {fmt_bytes(line.overrun_bytes, up=True)} beyond the "
-            f"budget; the peak and the picture lack them."
+        sentences.append(
+            f"User code or a library's kernel took {fmt_bytes(line.overrun_bytes, up=True)} beyond the "
+            f"budget. The peak and the picture do not include them."
         )
     bound = sources.plan.predicted.bound_ns if sources.plan else 0
     if bound:
-        told.append(
+        sentences.append(
             f"No plan for this profile takes less than {fmt_ns(bound)}; "
             f"{_describe_step_against_bound(step, bound)}."
         )
-    return told
+    return sentences
 
 
 def _headline_facts(sources: Sources) -> list[Fact]:
@@ -194,7 +199,7 @@ _WAYS = ("evict", "fetch")
 
 
 def _peak_note(budget_bytes: int, overrun_bytes: int) -> str:
-    """Return what stands beside the peak, which has the reserve and lacks the overrun."""
+    """Return the note beside the peak. The peak includes the reserve, but not the overrun."""
     of = [f"of {fmt_bytes(budget_bytes)}"] if budget_bytes else []
     return ", ".join(of + [f"{fmt_bytes(overrun_bytes, up=True)} beyond it"] * bool(overrun_bytes))
 
@@ -215,7 +220,7 @@ def _memory_by_slice_table(line: Timeline) -> Table:
         for low, high, sizes in zip(edges, edges[1:], picture_data.peak_by_slice(held, edges))
     ]
     head = ("when", *(KIND_WORDS.get(kind, kind) for kind in held.kinds), "together")
-    return Table("Bytes on the device, at the fullest moment of each slice of the step", head, tuple(rows))
+    return Table("Bytes on the device, at the peak of each slice of the step", head, tuple(rows))
 
 
 def _lanes_table(sources: Sources) -> Table:
@@ -241,7 +246,7 @@ def _lanes_table(sources: Sources) -> Table:
             )
         )
     head = ("lane", "name", "transfers", "carries", "busy", "of the step", "while busy", "the link can")
-    return Table("What every lane carries", head, tuple(rows))
+    return Table("Transfers of every lane", head, tuple(rows))
 
 
 def _busy_by_slice_table(line: Timeline) -> Table:
@@ -280,7 +285,7 @@ def _waits_table(line: Timeline) -> Table:
             )
         )
     left = ordered[WAITS:]
-    caption = "What compute waits for, the longest first"
+    caption = "Waits of compute, the longest first"
     if left:
         rest = fmt_ns(sum(ns for _, stalls in left for ns, _ in stalls))
         caption += f"; {fmt_count(len(left), 'tensor')} more: {rest} together"
@@ -293,9 +298,9 @@ def _predicted_and_measured_table(sources: Sources) -> Table | None:
     if other is None:
         return None
 
-    def row_with_drift(what: str, got: int, said: int, fmt: str) -> tuple[str, ...]:
+    def row_with_drift(what: str, got: int, planned: int, fmt: str) -> tuple[str, ...]:
         show = fmt_ns if fmt == "ns" else fmt_bytes
-        return (what, show(said), show(got), f"{got / said - 1:+.1%}" if said else "-")
+        return (what, show(planned), show(got), f"{got / planned - 1:+.1%}" if planned else "-")
 
     rows = [
         row_with_drift("step", picture_data.step_ns(one), picture_data.step_ns(other), "ns"),
@@ -308,9 +313,9 @@ def _predicted_and_measured_table(sources: Sources) -> Table | None:
             "bytes",
         ),
     ]
-    got, said = picture_data.spans_by_lane(one), picture_data.spans_by_lane(other)
-    for track in sorted({*got, *said}):
-        mine, theirs = got.get(track, []), said.get(track, [])
+    got, planned = picture_data.spans_by_lane(one), picture_data.spans_by_lane(other)
+    for track in sorted({*got, *planned}):
+        mine, theirs = got.get(track, []), planned.get(track, [])
         name = describe_lane(track)
         rows.append(
             row_with_drift(f"{name}, busy", picture_data.busy_ns(mine), picture_data.busy_ns(theirs), "ns")
@@ -324,40 +329,40 @@ def _predicted_and_measured_table(sources: Sources) -> Table | None:
 
 
 def _kernel_drifts_table(sources: Sources) -> Table | None:
-    """The kernels that differ most, where both have the same kernels."""
+    """Return the kernels with the largest drift, or None if the timelines have different kernels."""
     if sources.predicted is None:
         return None
-    got, said = picture_data.kernel_spans(sources.line), picture_data.kernel_spans(sources.predicted)
-    if [span.name for span in got] != [span.name for span in said]:
+    got, planned = picture_data.kernel_spans(sources.line), picture_data.kernel_spans(sources.predicted)
+    if [span.name for span in got] != [span.name for span in planned]:
         return None
     found = []
-    for tick, (one, other) in enumerate(zip(got, said)):
-        took, thought = one.end_ns - one.start_ns, other.end_ns - other.start_ns
-        found.append((took - thought, tick, took, thought))
+    for tick, (one, other) in enumerate(zip(got, planned)):
+        took, predicted_ns = one.end_ns - one.start_ns, other.end_ns - other.start_ns
+        found.append((took - predicted_ns, tick, took, predicted_ns))
     found.sort(key=lambda row: (-abs(row[0]), row[1]))
     rows = [
         (
             f"{got[tick].name} (tick {tick})",
-            fmt_ns(thought),
+            fmt_ns(predicted_ns),
             fmt_ns(took),
             f"{'+' * (more > 0)}{fmt_ns(more)}",
         )
-        for more, tick, took, thought in found[:DRIFTS]
+        for more, tick, took, predicted_ns in found[:DRIFTS]
     ]
     head = ("kernel", "predicted", "measured", "drift")
-    return Table("Kernels that differ most from what was predicted", head, tuple(rows))
+    return Table("Kernels with the largest drift from their prediction", head, tuple(rows))
 
 
 def _mismatch_notes(sources: Sources) -> list[str]:
     notes = []
     names = [span.name for span in picture_data.kernel_spans(sources.line)]
     if sources.profile is None:
-        notes.append("Without --profile it is not known when a tensor is used, only when it moves.")
+        notes.append("Without --profile the report has the moves of tensors, but not their uses.")
     elif [kernel.name for kernel in sources.profile.kernels] != names:
-        notes.append("The profile is of another step than the timeline: uses of tensors are left out.")
+        notes.append("The profile is of another step than the timeline, so the report omits uses of tensors.")
     predicted = sources.predicted
     if predicted is not None and [span.name for span in picture_data.kernel_spans(predicted)] != names:
-        notes.append("The predicted timeline has other kernels than this one: only sums are compared.")
+        notes.append("The predicted timeline has other kernels than this one, so only sums are compared.")
     return notes
 
 

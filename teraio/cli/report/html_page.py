@@ -1,8 +1,8 @@
-"""One page that needs nothing else: no network, no other file. In: content. Out: HTML.
+"""The page of a report: one file that needs no network and no other file. In: content. Out: HTML.
 
-Names come from files and are hostile: on the page they stand escaped, in the script's numbers and names every
-character that could end a script is written as its code, and scripts put them on the page as text only. A
-policy in the page lets nothing run or load but the style and the script that are in it.
+Names come from files and can be hostile, so the names are escaped in the HTML. In the script's data, every
+character that could end a script is written as its code. Scripts insert names as text only. The page has a
+content security policy. The policy allows only the page's own style and script, and forbids all loading.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .content import Content, Sources, Table, has_matching_profile
 from .labels import KIND_WORDS, describe_lane
 
 SCRIPTS = ("format.js", "model.js", "answer.js", "pictures.js", "page.js")
-# What could end a script or be taken for markup, and the line ends that are none in JSON.
+# Characters that could end a script or begin markup, and two characters that end a line in JavaScript only.
 UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
-def report_as_html(told: Content) -> str:
+def report_as_html(report: Content) -> str:
     folder = files("teraio.cli.report") / "assets"
 
     def read_asset(name: str) -> str:
@@ -37,7 +37,7 @@ def report_as_html(told: Content) -> str:
 
     style = read_asset("page.css")
     script = "\n".join(read_asset(name) for name in SCRIPTS)
-    numbers = json.dumps(_data_for_page_scripts(told.sources), ensure_ascii=False, separators=(",", ":"))
+    numbers = json.dumps(_data_for_page_scripts(report.sources), ensure_ascii=False, separators=(",", ":"))
     parts = {
         "policy": f"default-src 'none'; style-src {_hash_for_security_policy(style)}; script-src "
         f"{_hash_for_security_policy(script)}; "
@@ -45,21 +45,23 @@ def report_as_html(told: Content) -> str:
         "style": style,
         "script": script,
         "numbers": numbers.translate(UNSAFE),
-        "title": escape(told.title),
-        "source": escape(told.sources.name),
+        "title": escape(report.title),
+        "source": escape(report.sources.name),
         "version": escape(__version__),
-        "sentences": "".join(f"<p>{escape(sentence)}</p>" for sentence in told.sentences),
-        "facts": "".join(_facts_as_html(told)),
-        "memory_table": _table_as_html(told.memory),
-        "slices_table": _table_as_html(told.slices),
-        "waits": _table_as_html(told.waits) if told.waits.rows else "<p>Compute waits for nothing.</p>",
-        "causes": "".join(f"<p class=note>{escape(cause)}</p>" for cause in told.causes),
-        "lanes": _table_as_html(told.lanes) if told.lanes.rows else "<p>Nothing moves.</p>",
-        "compared": _section_of_tables("compared", "Predicted against measured", told.compared, told.drifts),
-        "what_if": _section_of_tables("what-if", "What would make it faster", told.what_if),
-        "notes": "".join(f"<p class=note>{escape(note)}</p>" for note in told.notes),
+        "sentences": "".join(f"<p>{escape(sentence)}</p>" for sentence in report.sentences),
+        "facts": "".join(_facts_as_html(report)),
+        "memory_table": _table_as_html(report.memory),
+        "slices_table": _table_as_html(report.slices),
+        "waits": _table_as_html(report.waits) if report.waits.rows else "<p>Compute waits for nothing.</p>",
+        "causes": "".join(f"<p class=note>{escape(cause)}</p>" for cause in report.causes),
+        "lanes": _table_as_html(report.lanes) if report.lanes.rows else "<p>Nothing moves.</p>",
+        "compared": _section_of_tables(
+            "compared", "Predicted against measured", report.compared, report.drifts
+        ),
+        "what_if": _section_of_tables("what-if", "Changes that would make the step faster", report.what_if),
+        "notes": "".join(f"<p class=note>{escape(note)}</p>" for note in report.notes),
     }
-    # Once through the template: what is put in is not looked at again.
+    # Fill the template in one pass, so that placeholders in inserted text are not replaced.
     pieces = read_asset("page.html").split("{{")
     return pieces[0] + "".join(_fill_placeholder(piece, parts) for piece in pieces[1:])
 
@@ -73,8 +75,8 @@ def _hash_for_security_policy(text: str) -> str:
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
-def _facts_as_html(told: Content) -> Iterator[str]:
-    for fact in told.facts:
+def _facts_as_html(report: Content) -> Iterator[str]:
+    for fact in report.facts:
         note = f"<dd class=note>{escape(fact.note)}</dd>" if fact.note else ""
         yield f"<div><dt>{escape(fact.label)}</dt><dd class=value>{escape(fact.value)}</dd>{note}</div>"
 
@@ -88,7 +90,7 @@ def _section_of_tables(name: str, title: str, *tables: Table | None) -> str:
 def _table_as_html(table: Table) -> str:
     head = "".join(f"<th scope=col>{escape(cell)}</th>" for cell in table.head)
     body = "".join(f"<tr>{''.join(_cells_as_html(table, row))}</tr>" for row in table.rows)
-    # Wide tables scroll by themselves, so they must be reachable by keyboard.
+    # A wide table scrolls inside its own box, so the keyboard must reach the box.
     label = escape(table.caption, quote=True)
     return (
         f'<div class=scroll tabindex=0 role=group aria-label="{label}"><table>'
@@ -99,19 +101,19 @@ def _table_as_html(table: Table) -> str:
 
 def _cells_as_html(table: Table, row: tuple[str, ...]) -> Iterator[str]:
     for at, cell in enumerate(row):
-        told = escape(cell) or "&nbsp;"
+        inner = escape(cell) or "&nbsp;"
         if at == table.tensors:
-            told = (
-                f'<button type=button class=tensor data-tensor="{escape(cell, quote=True)}">{told}</button>'
+            inner = (
+                f'<button type=button class=tensor data-tensor="{escape(cell, quote=True)}">{inner}</button>'
             )
-        yield f"<th scope=row>{told}</th>" if at == 0 else f"<td>{told}</td>"
+        yield f"<th scope=row>{inner}</th>" if at == 0 else f"<td>{inner}</td>"
 
 
-# ---- what the pictures are drawn from
+# ---- data for the scripts
 
 
 class _NameNumbers:
-    """Each name once."""
+    """A list of distinct names. The number of a name is its index."""
 
     def __init__(self) -> None:
         self.index: dict[str, int] = {}
@@ -121,7 +123,7 @@ class _NameNumbers:
 
 
 def _data_for_page_scripts(sources: Sources) -> dict[str, Any]:
-    """Columns of numbers; names are numbers, too, and stand in one list."""
+    """Return columns of numbers. A name is represented by its index in one list of names."""
     line, names = sources.line, _NameNumbers()
     kernels, waits, held = (
         picture_data.kernel_spans(line),
@@ -182,7 +184,10 @@ def _move_columns(line: Timeline, names: _NameNumbers) -> dict[str, Any]:
 
 
 def _drop_columns(sources: Sources, names: _NameNumbers) -> dict[str, list[int]]:
-    """When clean copies go. A measured timeline has them; those of a predicted one are in its plan."""
+    """Return the drops of clean copies.
+
+    A predicted timeline has no drops, so the drops come from its plan.
+    """
     line = sources.line
     found = [(span.tensor, span.start_ns) for span in line.spans if span.track.startswith("drop:")]
     kernels = picture_data.kernel_spans(line)
@@ -196,17 +201,19 @@ def _drop_columns(sources: Sources, names: _NameNumbers) -> dict[str, list[int]]
 
 
 def _predicted_curve_over_measured_time(line: Timeline, onto: Timeline) -> dict[str, Any]:
-    """Bytes as they were predicted, over the time that was measured: at the same kernels if they are the
-    same."""
+    """Return the predicted bytes over the measured time.
+
+    If both timelines have the same kernels, align the bytes by kernel.
+    """
     held, at_ns = picture_data.memory_curve(line), list[int]()
-    said, got = picture_data.kernel_spans(line), picture_data.kernel_spans(onto)
-    if [span.name for span in said] != [span.name for span in got]:
+    planned, got = picture_data.kernel_spans(line), picture_data.kernel_spans(onto)
+    if [span.name for span in planned] != [span.name for span in got]:
         return {
             "at": list(held.at_ns),
             "bytes": held.total_bytes_by_moment(),
             "step": picture_data.step_ns(line),
         }
-    starts = [span.start_ns for span in said]
+    starts = [span.start_ns for span in planned]
     for at in held.at_ns:
         tick = max(bisect_right(starts, at) - 1, 0)
         at_ns.append(
@@ -222,7 +229,7 @@ def _tensor_columns(sources: Sources, names: _NameNumbers) -> dict[str, list[Any
         "name": [names.number_of(tensor.name) for tensor in tensors],
         "kind": [tensor.kind for tensor in tensors],
         "bytes": [tensor.size_bytes for tensor in tensors],
-        "stays": [int(tensor.persistent) for tensor in tensors],
+        "persistent": [int(tensor.persistent) for tensor in tensors],
         "reads": [list(tensor.reads) for tensor in tensors],
         "writes": [list(tensor.writes) for tensor in tensors],
     }

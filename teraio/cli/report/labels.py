@@ -1,8 +1,8 @@
-"""What things are called: kinds of bytes, lanes, causes of waiting."""
+"""Words for kinds of bytes, lanes and causes of waiting."""
 
 from __future__ import annotations
 
-# From the bottom of the picture to its top: what stays first, what comes and goes last.
+# Kinds from the bottom of the picture to its top. The kinds whose bytes change least are at the bottom.
 KINDS = ("reserve", "workspace", "input", "outside", "weight", "state", "grad", "activation")
 
 KIND_WORDS = {
@@ -17,19 +17,19 @@ KIND_WORDS = {
 }
 
 CAUSE_WORDS = {
-    "late read": "its read was issued too late to be done in time; there was no room for it earlier",
-    "link busy": "the link was busy with others, or a write had to end before its room could be used",
-    "miss": "no plan asked for it: it was fetched when it was needed",
+    "late read": "the fetch began too late to end in time, because there was no room for it earlier",
+    "link busy": "the link was busy with other transfers, or an eviction had to end to free memory",
+    "miss": "no plan asked for the fetch, so it began when the tensor was needed",
 }
 
 
 def sort_key_of_kind(kind: str) -> tuple[int, str]:
-    """For sorting; a kind that is not known comes last."""
+    """Return the key that sorts kinds. Unknown kinds sort last."""
     return (KINDS.index(kind) if kind in KINDS else len(KINDS), kind)
 
 
 def describe_lane(track: str) -> str:
-    """`fetch:ssd` -> `SSD to device`."""
+    """Describe a lane in words: `fetch:ssd` -> `SSD to device`."""
     way, _, tier = track.partition(":")
     name = {"ssd": "SSD", "host": "host"}.get(tier, tier)
     match way:

@@ -1,4 +1,4 @@
-"""What pictures need of a timeline: when compute waited, rows in which nothing overlaps, bytes over time."""
+"""Data for pictures of a timeline: times of waits, rows without overlap, bytes over time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True)
 class TimedStall:
-    """A stall with its place in time."""
+    """A stall with its start and its end."""
 
     start_ns: int
     end_ns: int
@@ -24,11 +24,14 @@ class TimedStall:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """Bytes on the device: at each moment of `at_ns` what each kind has from then on."""
+    """Bytes on the device over time.
+
+    Each row of `bytes` is valid from its moment in `at_ns` to the next moment.
+    """
 
     kinds: tuple[str, ...]
     at_ns: tuple[int, ...]
-    bytes: tuple[tuple[int, ...], ...]  # per moment, in the order of `kinds`
+    bytes: tuple[tuple[int, ...], ...]  # a row per moment, in the order of `kinds`
 
     def total_bytes_by_moment(self) -> list[int]:
         return [sum(row) for row in self.bytes]
@@ -43,7 +46,7 @@ def kernel_spans(line: Timeline) -> list[Span]:
 
 
 def spans_by_lane(line: Timeline) -> dict[str, list[Span]]:
-    """Transfers by track. Drops carry nothing and are no lane."""
+    """Return the transfers by lane. A drop carries no bytes and has no lane."""
     found: dict[str, list[Span]] = {}
     for span in line.spans:
         if span.track != COMPUTE and not span.track.startswith("drop:"):
@@ -52,12 +55,12 @@ def spans_by_lane(line: Timeline) -> dict[str, list[Span]]:
 
 
 def step_ns(line: Timeline) -> int:
-    """Its length; a file that does not say it has it from its last kernel."""
+    """Return the length of the step. If the file has none, the last kernel ends the step."""
     return line.step_ns or max((span.end_ns for span in kernel_spans(line)), default=0)
 
 
 def assign_rows_without_overlap(spans: Sequence[Span]) -> list[int]:
-    """Per span the first row that is free when it starts: in a row nothing overlaps."""
+    """Return for each span the first row that is free when the span starts. Spans in a row never overlap."""
     ends: list[int] = []
     found = [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda i: (spans[i].start_ns, spans[i].end_ns)):
@@ -69,8 +72,12 @@ def assign_rows_without_overlap(spans: Sequence[Span]) -> list[int]:
 
 
 def timed_stalls(line: Timeline) -> list[TimedStall]:
-    """A stall ends where its kernel begins, if there is room before it; else user code waited, in the kernel.
-    Stalls of one tick follow each other."""
+    """Return the stalls with their times.
+
+    A stall ends where its kernel begins, if the gap before the kernel is at least half of the wait.
+    Otherwise user code waited inside the kernel, and the stall ends with the kernel. Stalls of one tick
+    follow each other.
+    """
     spans = kernel_spans(line)
     by_tick: dict[int, list[Stall]] = {}
     for stall in line.stalls:
@@ -91,12 +98,12 @@ def timed_stalls(line: Timeline) -> list[TimedStall]:
 
 
 def busy_ns(spans: Iterable[Span]) -> int:
-    """How long at least one of them runs."""
+    """Return the time in which at least one span runs."""
     return sum(end - start for start, end in merge_overlapping_spans(spans))
 
 
 def merge_overlapping_spans(spans: Iterable[Span | TimedStall]) -> list[tuple[int, int]]:
-    """Intervals that do not touch, in order."""
+    """Return the intervals that the spans cover, in order. No two intervals touch."""
     found: list[tuple[int, int]] = []
     for start, end in sorted((span.start_ns, span.end_ns) for span in spans):
         if found and start <= found[-1][1]:
@@ -107,7 +114,7 @@ def merge_overlapping_spans(spans: Iterable[Span | TimedStall]) -> list[tuple[in
 
 
 def covered_share_by_slice(spans: Iterable[Span | TimedStall], edges: Sequence[int]) -> list[float]:
-    """Which part of each slice between two edges they cover."""
+    """Return for each slice the share that the spans cover. A slice lies between two edges."""
     intervals = merge_overlapping_spans(spans)
     found, first = [], 0
     for low, high in pairwise(edges):
@@ -122,7 +129,7 @@ def covered_share_by_slice(spans: Iterable[Span | TimedStall], edges: Sequence[i
 
 
 def memory_curve(line: Timeline) -> MemoryCurve:
-    """Of the device, all kinds at each moment at which one of them changes."""
+    """Return the bytes on the device by kind, for each moment at which the bytes of a kind change."""
     counters = [counter for counter in line.counters if counter.tier == "device"]
     kinds = tuple(sorted({counter.kind for counter in counters}, key=sort_key_of_kind))
     place = {kind: index for index, kind in enumerate(kinds)}
@@ -135,12 +142,12 @@ def memory_curve(line: Timeline) -> MemoryCurve:
 
 
 def picture_row_reached_by(size_bytes: int, top_bytes: int, height: int) -> int:
-    """Finds the row of a picture that this many bytes reach, from the bottom and from 1 on."""
+    """Return the row of a picture that this many bytes reach. Row 1 is at the bottom."""
     return -(-size_bytes * height // max(top_bytes, 1))
 
 
 def peak_by_slice(held: MemoryCurve, edges: Sequence[int]) -> list[tuple[int, ...]]:
-    """Per slice the bytes by kind at the moment of the slice at which they are the most in all."""
+    """Return, for each slice, the bytes by kind at the moment with the most bytes in this slice."""
     found: list[tuple[int, ...]] = []
     at, now = 0, (0,) * len(held.kinds)
     for high in edges[1:]:

@@ -1,4 +1,4 @@
-"""A report for a terminal: sentences, memory over the step as a picture of letters, tables."""
+"""The report for a terminal: sentences, a picture of memory over the step in letters, tables."""
 
 from __future__ import annotations
 
@@ -21,29 +21,32 @@ LETTERS = {
     "activation": "a",
 }
 WIDTH, HEIGHT = 72, 14
-CELL_MAX = 52  # characters of a cell: a name may have a thousand
+CELL_MAX = 52  # most characters of a cell, because a name may have a thousand
 
 
-def report_as_text(told: Content, top: int = 8) -> str:
+def report_as_text(report: Content, top: int = 8) -> str:
     parts = [
-        printable_line(told.title, 200),
-        *(f"  {printable_line(sentence, 400)}" for sentence in told.sentences),
+        printable_line(report.title, 200),
+        *(f"  {printable_line(sentence, 400)}" for sentence in report.sentences),
         "",
-        memory_picture(told),
+        memory_picture(report),
     ]
-    waits = told.waits
-    tables = [told.lanes, Table(waits.caption, waits.head, waits.rows[:top])]
-    for each in (*tables, told.compared, told.drifts, told.what_if):
+    waits = report.waits
+    tables = [report.lanes, Table(waits.caption, waits.head, waits.rows[:top])]
+    for each in (*tables, report.compared, report.drifts, report.what_if):
         if each is not None and each.rows:
             parts += ["", *_table_as_lines(each)]
-    parts += ["", *(f"  {cause}" for cause in told.causes)] if told.causes else []
-    parts += [f"  note: {note}" for note in told.notes]
+    parts += ["", *(f"  {cause}" for cause in report.causes)] if report.causes else []
+    parts += [f"  note: {note}" for note in report.notes]
     return "\n".join(parts)
 
 
-def memory_picture(told: Content, width: int = WIDTH, height: int = HEIGHT) -> str:
-    """Bytes by kind, one letter each, from the bottom up; the line is the budget."""
-    line = told.sources.line
+def memory_picture(report: Content, width: int = WIDTH, height: int = HEIGHT) -> str:
+    """Draw the bytes by kind from the bottom up.
+
+    Each kind has its own letter. A line of `=` marks the budget.
+    """
+    line = report.sources.line
     held = picture_data.memory_curve(line)
     if not held.kinds:
         return "  (the timeline has no counters)"

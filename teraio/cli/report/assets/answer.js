@@ -1,5 +1,5 @@
 "use strict";
-// Where is this tensor, when, and why: which one is meant, and the answer in words.
+// The search for a tensor by name, and the answer in words: the places of the tensor over time, with reasons.
 
 const ASIDE = new Set(["where", "is", "the", "of", "s", "when", "why", "what", "and", "a", "its", "tensor", "weight"]
   .concat(["was", "does", "it", "did", "go"]));
@@ -9,13 +9,13 @@ const MEANT = [
   ["grad", ["gradient"]],
 ];
 
-// Names that hold all the words, the likeliest first.
+// Return the tensors whose names contain all words of the question, the likeliest first.
 function lookUp(question, most) {
-  let asked = question.toLowerCase().replace(/[’']s\b/g, " ").replace(/[?!,"“”]/g, " ");
+  let text = question.toLowerCase().replace(/[’']s\b/g, " ").replace(/[?!,"“”]/g, " ");
   for (const [name, others] of MEANT) {
-    for (const other of others) asked = asked.split(other).join(" " + name + " ");
+    for (const other of others) text = text.split(other).join(" " + name + " ");
   }
-  const words = asked.split(/\s+/).filter((word) => word && !ASIDE.has(word));
+  const words = text.split(/\s+/).filter((word) => word && !ASIDE.has(word));
   if (!words.length) return [];
   const found = [];
   for (const index of known) {
@@ -33,34 +33,34 @@ function kernelWords(tick) {
   const name = names[kernels.name[tick]];
   if (name === undefined) return "tick " + tick;
   if (name === "exit") return "your own code between two programs (tick " + tick + ")";
-  if (name === "enter") return "the begin of a program (tick " + tick + ")";
+  if (name === "enter") return "the start of a program (tick " + tick + ")";
   return name + " (tick " + tick + ")";
 }
 
-// The next use at or after a moment, or the first one of the next step.
+// Return the next use at or after a moment, or the first use in the next step.
 function nextUse(uses, at) {
-  const here = uses.find((use) => kernels.start[use.tick] >= at);
-  return here ? { ...here, next: false } : uses.length ? { ...uses[0], next: true } : null;
+  const found = uses.find((use) => kernels.start[use.tick] >= at);
+  return found ? { ...found, next: false } : uses.length ? { ...uses[0], next: true } : null;
 }
 
-function whyItLeaves(uses, at) {
-  if (!uses) return "its room was needed for others";
+function reasonForEviction(uses, at) {
+  if (!uses) return "other tensors needed its memory";
   const next = nextUse(uses, at);
   if (!next) return "nothing in this step uses it";
   const gap = (next.next ? end - at + kernels.start[next.tick] : kernels.start[next.tick] - at);
   return "not needed until " + kernelWords(next.tick) + (next.next ? " of the next step, " : ", ") + time(gap)
-    + " later: its room is for others meanwhile";
+    + " later: other tensors use its memory meanwhile";
 }
 
-function whyItComes(uses, at, name) {
+function reasonForFetch(uses, at, name) {
   const miss = (waitsOf.get(name) || []).find((wait) => names[waits.cause[wait]] === "miss"
     && waits.start[wait] + waits.ns[wait] >= at - 1e6 && waits.start[wait] <= at + waits.ns[wait] + 1e6);
   const next = uses && nextUse(uses, at);
   const needed = next ? "needed by " + kernelWords(next.tick) + (next.next ? " of the next step" : "") : "needed";
-  return miss === undefined ? needed : needed + "; no plan had asked for it";
+  return miss === undefined ? needed : needed + "; no plan asked for this fetch";
 }
 
-// Rows of the table: {at, what, why, tick}.
+// Return the rows of the table, in order of time: {at, order, what, why}.
 function storyOf(name) {
   const uses = usesOf(name);
   const rows = [];
@@ -70,15 +70,15 @@ function storyOf(name) {
   }
   for (const move of movesOf.get(name) || []) {
     const took = time(moves.end[move] - moves.start[move]);
-    const way = isEvict(move) ? "leaves to " + tierOf(move) : "comes back from " + tierOf(move);
+    const way = isEvict(move) ? "is evicted to " + tierOf(move) : "is fetched from " + tierOf(move);
     rows.push({
       at: moves.start[move], order: 1, what: way + ", " + bytes(moves.bytes[move]) + " in " + took,
-      why: isEvict(move) ? whyItLeaves(uses, moves.start[move]) : whyItComes(uses, moves.start[move], name),
+      why: isEvict(move) ? reasonForEviction(uses, moves.start[move]) : reasonForFetch(uses, moves.start[move], name),
     });
   }
   for (const drop of dropsOf.get(name) || []) {
     const at = step.drops.at[drop];
-    rows.push({ at, order: 1, what: "is dropped: a copy that is the same exists", why: whyItLeaves(uses, at) });
+    rows.push({ at, order: 1, what: "is dropped: an equal copy exists", why: reasonForEviction(uses, at) });
   }
   for (const wait of waitsOf.get(name) || []) {
     rows.push({
@@ -92,24 +92,24 @@ function storyOf(name) {
 function sentencesOf(name) {
   const row = rowOf.get(name);
   const places = placesOf(name);
-  const told = [];
-  const lasts = (of) => of.reduce((sum, place) => sum + place.to - place.from, 0);
-  const lives = lasts(places), away = lasts(places.filter((place) => place.where === "away"));
-  const words = { device: "on the device", away: "away", moving: "on its way" };
+  const sentences = [];
+  const lengthOf = (some) => some.reduce((sum, place) => sum + place.to - place.from, 0);
+  const life = lengthOf(places), evicted = lengthOf(places.filter((place) => place.where === "evicted"));
+  const words = { device: "resident", evicted: "evicted", moving: "in flight" };
   const size = row === undefined
     ? Math.max(0, ...(movesOf.get(name) || []).map((move) => moves.bytes[move])) : step.tensors.bytes[row];
   const kind = row === undefined ? "" : { state: "optimizer state", grad: "gradient" }[step.tensors.kind[row]]
     || step.tensors.kind[row];
   const article = "aeio".includes(kind[0] || "t") ? "An " : "A ";
-  told.push(article + (kind || "tensor") + (size ? " of " + bytes(size) : "") + ".");
+  sentences.push(article + (kind || "tensor") + (size ? " of " + bytes(size) : "") + ".");
   if (places.length) {
-    const begins = row !== undefined && places[0].from > 0 ? "It is made at " + time(places[0].from)
-      : "When the step begins it is " + words[places[0].where];
-    told.push(begins + "; it is away for " + part(away, lives) + " of the time that it lives in this step.");
+    const begins = row !== undefined && places[0].from > 0 ? "It is created at " + time(places[0].from)
+      : "It is " + words[places[0].where] + " when the step begins";
+    sentences.push(begins + ", and evicted for " + part(evicted, life) + " of its life in this step.");
   }
   const times = (movesOf.get(name) || []).length;
   const waited = (waitsOf.get(name) || []).reduce((sum, wait) => sum + waits.ns[wait], 0);
-  told.push((times ? "It moves " + plural(times, "time") : "It never moves") + "; "
+  sentences.push((times ? "It moves " + plural(times, "time") : "It never moves") + "; "
     + (waited ? "compute waits " + time(waited) + " for it." : "compute never waits for it."));
-  return told;
+  return sentences;
 }

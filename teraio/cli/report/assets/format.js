@@ -29,7 +29,7 @@ function plural(count, word) {
   return count + " " + word + (count === 1 ? "" : "s");
 }
 
-// Text only: names are hostile, so nothing here ever parses markup.
+// Make an element. Names can be hostile, so children are inserted as text and never parsed as markup.
 function element(tag, attributes, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) made.setAttribute(name, value);
@@ -37,7 +37,7 @@ function element(tag, attributes, ...children) {
   return made;
 }
 
-// Steps for an axis of this length: 1, 2 or 5 times a power of ten, or of two for bytes.
+// Return the marks of an axis. Their distance is 1, 2 or 5 times a power of ten; for bytes it is a power of two.
 function ticksOf(low, high, wanted, binary) {
   const span = Math.max(high - low, 1);
   let step = binary ? 2 ** Math.ceil(Math.log2(span / wanted)) : 10 ** Math.floor(Math.log10(span / wanted));

@@ -1,5 +1,5 @@
 "use strict";
-// The step as the pictures and answers see it, from the columns of numbers in the page.
+// The data of the step for pictures and answers, from the columns of numbers in the page.
 
 const step = JSON.parse(document.getElementById("numbers").textContent);
 const names = step.names;
@@ -8,7 +8,7 @@ const moves = step.moves;
 const waits = step.waits;
 const end = Math.max(step.step, 1);
 
-// Index of the last of these ascending numbers that is not above `value`; -1 if there is none.
+// Return the index of the last number that is at most `value`, or -1 if all numbers are larger.
 function lastAt(ascending, value) {
   let low = 0, high = ascending.length;
   while (low < high) {
@@ -31,7 +31,7 @@ const waitsOf = groupBy(waits.tensor);
 const dropsOf = groupBy(step.drops.tensor);
 const rowOf = new Map((step.tensors ? step.tensors.name : []).map((name, row) => [name, row]));
 
-// Every tensor that is known by name: of the profile, or because it moved or was waited for.
+// Every tensor with a name: from the profile, from a move, or from a wait.
 const known = [...new Set([...rowOf.keys(), ...movesOf.keys(), ...waitsOf.keys(), ...dropsOf.keys()])]
   .filter((name) => names[name]);
 
@@ -44,7 +44,7 @@ function tierOf(move) {
   return { ssd: "the SSD", host: "host memory" }[tier] || tier;
 }
 
-// Ticks at which a tensor is used, ascending, with what each does; null if no profile tells.
+// Return the uses of a tensor in order: {tick, does}. Without a profile of this step return null.
 function usesOf(name) {
   const row = rowOf.get(name);
   if (row === undefined) return null;
@@ -54,31 +54,31 @@ function usesOf(name) {
   return [...found].sort((one, other) => one[0] - other[0]).map(([tick, does]) => ({ tick, does }));
 }
 
-// Where its bytes are: intervals {from, to, where}, where = device | moving | away. An eviction that nothing
-// fetched back before the tensor left again had been called off.
+// Return the places of a tensor's bytes over time: {from, to, where}, where = device | moving | evicted. If
+// two evictions have no fetch between them, the engine cancelled the first eviction.
 function placesOf(name) {
   const events = [];
   for (const move of movesOf.get(name) || []) {
-    events.push({ at: moves.start[move], to: moves.end[move], away: isEvict(move), move });
+    events.push({ at: moves.start[move], to: moves.end[move], evicts: isEvict(move), move });
   }
   for (const drop of dropsOf.get(name) || []) {
-    events.push({ at: step.drops.at[drop], to: step.drops.at[drop], away: true, move: -1 });
+    events.push({ at: step.drops.at[drop], to: step.drops.at[drop], evicts: true, move: -1 });
   }
   events.sort((one, other) => one.at - other.at);
   const row = rowOf.get(name);
   const uses = usesOf(name) || [];
-  const mortal = row !== undefined && !step.tensors.stays[row] && step.tensors.kind[row] !== "input";
-  const from = mortal && uses.length ? kernels.start[uses[0].tick] : 0;
-  const to = mortal && uses.length ? kernels.end[uses[uses.length - 1].tick] : end;
+  const temporary = row !== undefined && !step.tensors.persistent[row] && step.tensors.kind[row] !== "input";
+  const from = temporary && uses.length ? kernels.start[uses[0].tick] : 0;
+  const to = temporary && uses.length ? kernels.end[uses[uses.length - 1].tick] : end;
   const found = [];
-  let at = from, where = events.length && !events[0].away ? "away" : "device";
+  let at = from, where = events.length && !events[0].evicts ? "evicted" : "device";
   events.forEach((event, index) => {
     const next = events[index + 1];
-    if (event.away && next && next.away) return;
+    if (event.evicts && next && next.evicts) return;
     if (event.at > at) found.push({ from: at, to: event.at, where });
     if (event.to > event.at) found.push({ from: Math.max(event.at, at), to: event.to, where: "moving" });
     at = Math.max(event.to, at);
-    where = event.away ? "away" : "device";
+    where = event.evicts ? "evicted" : "device";
   });
   if (to > at) found.push({ from: at, to, where });
   return found;

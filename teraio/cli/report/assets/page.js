@@ -1,5 +1,5 @@
 "use strict";
-// Keys, pointer, search and theme. One selection for both pictures: a band and an item of it.
+// Keys, pointer, search and theme. Both pictures share one selection: an item of a band.
 
 const memoryPicture = document.getElementById("memory-picture");
 const lanesPicture = document.getElementById("lanes-picture");
@@ -19,7 +19,7 @@ function draw() {
   });
 }
 
-// ---- what is at a place, in words
+// ---- descriptions
 
 function describe(band, at) {
   if (band === 0) {
@@ -78,8 +78,8 @@ function zoom(factor, around) {
   const at = around === undefined ? (marked ? (marked.at + marked.to) / 2 : (view.low + view.high) / 2) : around;
   const width = (view.high - view.low) * factor;
   const ratio = (at - view.low) / (view.high - view.low);
-  const stays = ratio >= 0 && ratio <= 1 ? ratio : 0.5;
-  look(at - width * stays, at + width * (1 - stays));
+  const before = ratio >= 0 && ratio <= 1 ? ratio : 0.5;
+  look(at - width * before, at + width * (1 - before));
 }
 
 // ---- keys
@@ -140,7 +140,8 @@ function timeAt(event, picture) {
   return view.low + (event.clientX - box.left - LEFT) / plot * (view.high - view.low);
 }
 
-// The band and item under the pointer; what is too narrow to hit counts for three pixels around it.
+// Return the band and the item under the pointer. An item also counts as hit within three pixels of its
+// edges.
 function itemAt(event) {
   const y = event.clientY - lanesPicture.getBoundingClientRect().top;
   const tops = bandTops();
@@ -154,8 +155,8 @@ function itemAt(event) {
   let best = null, distance = slack;
   for (let index = last; index >= Math.max(0, last - 64); index--) {
     if (wanted >= 0 && moves.row[bands[band].of[index]] % rows !== wanted) continue;
-    const away = at < start[index] ? start[index] - at : at > ends[index] ? at - ends[index] : 0;
-    if (away < distance) { distance = away; best = index; }
+    const gap = at < start[index] ? start[index] - at : at > ends[index] ? at - ends[index] : 0;
+    if (gap < distance) { distance = gap; best = index; }
   }
   return best === null ? null : { band, item: best };
 }
@@ -229,7 +230,7 @@ step.memory.kinds.forEach((kind, index) => {
   });
   legend.append(button);
 });
-if (step.predicted) legend.append(element("span", {}, "dashed: as it was predicted"));
+if (step.predicted) legend.append(element("span", {}, "dashed: predicted bytes"));
 
 // ---- the answer
 
@@ -276,7 +277,7 @@ query.addEventListener("keydown", (event) => {
     event.preventDefault();
     if (list.hidden) offer();
     if (chosen >= 0) answer(offered[chosen]);
-    else answered.replaceChildren(element("p", {}, "No tensor in this step is called so."));
+    else answered.replaceChildren(element("p", {}, "No tensor of this step has this name."));
   } else if (event.key === "Escape") {
     if (list.hidden) { query.value = ""; forget(); }
     openList(false);
@@ -284,25 +285,25 @@ query.addEventListener("keydown", (event) => {
 });
 
 function forget() {
-  asked = null;
+  tensorInAnswer = null;
   answered.replaceChildren();
   draw();
 }
 
 function answer(name) {
-  asked = name;
+  tensorInAnswer = name;
   query.value = names[name];
   openList(false);
   const head = element("tr", {});
   for (const word of ["when", "what", "why"]) head.append(element("th", { scope: "col" }, word));
   const rows = storyOf(name).map((each) => {
-    const told = element("tr", {}, element("th", { scope: "row" }, time(each.at)));
-    told.append(element("td", {}, each.what), element("td", {}, each.why));
-    return told;
+    const line = element("tr", {}, element("th", { scope: "row" }, time(each.at)));
+    line.append(element("td", {}, each.what), element("td", {}, each.why));
+    return line;
   });
   const close = element("button", { type: "button" }, "Close");
   close.addEventListener("click", () => { forget(); query.value = ""; query.focus(); });
-  const table = element("table", { class: "words" }, element("caption", {}, "Its uses and moves in this step"));
+  const table = element("table", { class: "words" }, element("caption", {}, "Uses and moves of the tensor in this step"));
   table.append(element("thead", {}, head), element("tbody", {}, ...rows));
   const scrolls = { class: "scroll", tabindex: "0", role: "group", "aria-label": "Uses and moves" };
   answered.replaceChildren(

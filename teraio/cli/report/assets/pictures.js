@@ -1,11 +1,11 @@
 "use strict";
-// Two pictures over one axis of time: bytes on the device, and what compute and lanes do.
+// Two pictures over the same time axis: the bytes on the device, and the kernels and transfers by lane.
 
 const LEFT = 112, RIGHT = 14, AXIS = 26;
 const view = { low: 0, high: end };
 const shown = new Set(step.memory.kinds);
-let marked = null;    // {at, to} of what is selected
-let asked = null;     // name of the tensor that is asked for
+let marked = null;    // {at, to} of the selected item
+let tensorInAnswer = null;     // number of the tensor in the answer
 
 const colors = new Map();
 function color(name) {
@@ -62,7 +62,7 @@ function mark(area, bottom) {
 
 // ---- memory
 
-// Per column of pixels the moment at which the most is there: a peak is never lost between two pixels.
+// Return for each column of pixels the moment with the most bytes, so that no peak falls between two pixels.
 function fullest(at, sums, plot) {
   const found = [];
   let moment = Math.max(lastAt(at, view.low), 0);
@@ -85,8 +85,8 @@ function drawMemory(holder) {
   const memory = step.memory;
   const visible = memory.kinds.map((kind, index) => ({ kind, index })).filter(({ kind }) => shown.has(kind));
   const peak = totals.reduce((most, total) => Math.max(most, total), 1);
-  const said = step.predicted ? step.predicted.bytes.reduce((most, total) => Math.max(most, total), 0) : 0;
-  const top = Math.max(peak, step.budget, said) * 1.08;
+  const predicted = step.predicted ? step.predicted.bytes.reduce((most, total) => Math.max(most, total), 0) : 0;
+  const top = Math.max(peak, step.budget, predicted) * 1.08;
   const yOf = (size) => bottom - size / top * (bottom - 12);
   pen.textAlign = "right";
   pen.textBaseline = "middle";
@@ -123,7 +123,7 @@ function drawMemory(holder) {
   mark(area, bottom);
 }
 
-// The same step as it was predicted, stretched to the length of this one: kernels stand above each other.
+// Draw the predicted bytes, stretched to the length of this step so that kernels are aligned.
 function drawPredicted(pen, plot, yOf) {
   const stretch = end / Math.max(step.predicted.step, 1);
   const at = step.predicted.at.map((moment) => moment * stretch);
@@ -141,7 +141,7 @@ function drawPredicted(pen, plot, yOf) {
 // ---- lanes
 
 const ROW = 22, THIN = 9, ROWS_MAX = 8;
-// What can be selected, from top to bottom; `items` are in order of time.
+// The bands of selectable items, from top to bottom. The items of a band are in order of time.
 const bands = [
   { name: "compute", count: kernels.start.length, start: kernels.start, end: kernels.end, height: ROW },
   {
@@ -161,7 +161,7 @@ const bands = [
 const GAP = 12;
 
 function bandTops() {
-  let y = asked === null ? 12 : 44;
+  let y = tensorInAnswer === null ? 12 : 44;
   return bands.map((band) => { const top = y; y += band.height + GAP; return top; });
 }
 
@@ -194,12 +194,12 @@ function drawLanes(holder) {
     pen.fillRect(LEFT, y + band.height, plot, 1);
     drawBand(pen, plot, band, number, y);
   });
-  if (asked !== null) drawPlaces(pen, plot, 12, 20, asked);
+  if (tensorInAnswer !== null) drawPlaces(pen, plot, 12, 20, tensorInAnswer);
   mark(area, bottom);
 }
 
 function drawBand(pen, plot, band, number, y) {
-  const hits = asked === null ? null : new Set(movesOf.get(asked) || []);
+  const hits = tensorInAnswer === null ? null : new Set(movesOf.get(tensorInAnswer) || []);
   const from = Math.max(0, number < 2 ? lastAt(band.start, view.low) : 0);
   for (let item = from; item < band.count && band.start[item] <= view.high; item++) {
     if (band.end[item] < view.low) continue;
@@ -236,13 +236,13 @@ function label(pen, text, x, y, width, height) {
   pen.restore();
 }
 
-// Where the asked tensor is: full on the device, half on its way, a line while it is away.
+// Draw the places of the tensor in the answer: a full bar while resident, half in flight, a line while evicted.
 function drawPlaces(pen, plot, y, height, name) {
   pen.textAlign = "right";
   pen.fillStyle = color("accent");
   pen.fillText("the tensor", LEFT - 10, y + height / 2);
   for (const place of placesOf(name)) {
-    const [tall, alpha] = { device: [height, 1], moving: [height / 2, 0.6], away: [2, 0.8] }[place.where];
+    const [tall, alpha] = { device: [height, 1], moving: [height / 2, 0.6], evicted: [2, 0.8] }[place.where];
     pen.globalAlpha = alpha;
     pen.fillStyle = color("accent");
     bar(pen, plot, place.from, place.to, y + (height - tall) / 2, tall);
