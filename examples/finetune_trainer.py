@@ -1,8 +1,10 @@
-"""Fine-tunes a causal language model with the Trainer of Hugging Face, with evaluation, checkpoints and
-resuming. The one line for teraio is `model.compile(...)`, before the Trainer gets the model.
+"""A fine-tuning of a causal language model with Hugging Face's Trainer, with evaluation, checkpoints and
+resuming.
+
+The only line for teraio is `model.compile(...)`, before the Trainer receives the model.
 
 python examples/finetune_trainer.py --memory 100MiB                       # a random Llama that reads bytes
-python examples/finetune_trainer.py --memory 100MiB --steps 30 --resume   # goes on from its last checkpoint
+python examples/finetune_trainer.py --memory 100MiB --steps 30 --resume   # resumes from its last checkpoint
 python examples/finetune_trainer.py --memory 8GiB --model folder --text book.txt
 """
 
@@ -13,21 +15,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import arguments, equal, mib, not_imported, plainly, size_bytes, sizes, table
+from side_by_side import (
+    arguments,
+    equal,
+    exit_for_import_error,
+    mib,
+    size_bytes,
+    sizes,
+    table,
+    without_teraio,
+)
 from torch import nn
 
 try:
-    import accelerate  # noqa: F401  the Trainer asks for it
+    import accelerate  # noqa: F401  the Trainer needs it
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Trainer, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
-    raise not_imported(error, "transformers", "accelerate") from error
+    raise exit_for_import_error(error, "transformers", "accelerate") from error
 
 Texts = list[dict[str, torch.Tensor]]
 
 
 def texts(args: argparse.Namespace) -> Texts:
-    """Pieces of the text, in tokens of the model's own tokenizer, or in bytes."""
+    """Return pieces of the text as tokens of the model's tokenizer, or as bytes for the random model."""
     text = args.text.read_text() if args.text else "".join(f"{n} + {n * 7} = {n * 8}\n" for n in range(9999))
     if args.model:
         ids = AutoTokenizer.from_pretrained(args.model, local_files_only=True)(text)["input_ids"]
@@ -37,7 +48,7 @@ def texts(args: argparse.Namespace) -> Texts:
     return [{"input_ids": piece, "labels": piece} for piece in pieces]
 
 
-def made(args: argparse.Namespace) -> nn.Module:
+def make_model(args: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
     if args.model:
         return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, local_files_only=True)
@@ -55,14 +66,14 @@ def made(args: argparse.Namespace) -> nn.Module:
 
 
 def losses(model: nn.Module, args: argparse.Namespace, start: str | None, save: str) -> list[dict[str, Any]]:
-    """The Trainer's log: losses of training and evaluation. `start` is a checkpoint."""
+    """Train from the checkpoint `start`, or from new weights. Return the losses in the Trainer's log."""
     model.compile(backend="teraio", options={"memory": args.memory, "inner": args.inner})
     settings = TrainingArguments(
         str(args.output),
         max_steps=args.steps,
         per_device_train_batch_size=args.batch,
         per_device_eval_batch_size=args.batch,
-        lr_scheduler_type="constant",  # a linear one ends at --steps: after --resume it would be another one
+        lr_scheduler_type="constant",  # a linear rate depends on --steps, so --resume would change it
         learning_rate=args.rate,
         eval_strategy="steps",
         eval_steps=args.every,
@@ -86,22 +97,22 @@ def losses(model: nn.Module, args: argparse.Namespace, start: str | None, save: 
 def main() -> None:
     parser = arguments(__doc__ or "", memory="100MiB", steps=20)
     parser.add_argument("--model", help="a folder with a model and its tokenizer; default: a random Llama")
-    parser.add_argument("--text", type=Path, help="a file; default: sums")
-    parser.add_argument("--output", type=Path, default=Path("finetuned"), help="where checkpoints go")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    parser.add_argument("--plain", action="store_true", help="train it without a budget, too, and compare")
-    parser.add_argument("--rate", type=float, default=3e-4, help="of learning")
+    parser.add_argument("--text", type=Path, help="a text file; default: lines of sums")
+    parser.add_argument("--output", type=Path, default=Path("finetuned"), help="folder for checkpoints")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint")
+    parser.add_argument("--plain", action="store_true", help="also train without a budget, and compare")
+    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
     sizes(parser, hidden=256, layers=8, heads=4, batch=4, length=256, every=10)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # sums of two threads differ in the last bit from run to run
+    torch.set_num_threads(1)  # with two threads, sums differ in the last bit from run to run
 
     start = get_last_checkpoint(args.output) if args.resume and args.output.is_dir() else None
     if args.resume and start is None:
         parser.error(f"no checkpoint in {args.output}: train without --resume first")
     if args.plain:
-        with plainly():
-            plain = losses(made(args), args, start, save="no")
-    model = made(args)
+        with without_teraio():
+            plain = losses(make_model(args), args, start, save="no")
+    model = make_model(args)
     ours = losses(model, args, start, save="steps")
     rows = {"losses_equal_plain_ones": equal(ours, plain)} if args.plain else {}
     last = [next(e[name] for e in reversed(ours) if e[name] is not None) for name in ("loss", "eval_loss")]

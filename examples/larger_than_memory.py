@@ -1,5 +1,6 @@
-"""Fine-tunes a model whose weights alone are larger than the memory it may take: all of it, or a few small
-matrices beside frozen weights (LoRA).
+"""A fine-tuning of a model whose weights alone are larger than the budget.
+
+The example trains all weights, or a few small matrices beside frozen weights (LoRA).
 
 python examples/larger_than_memory.py --memory 300MiB --hidden 1024 --layers 16           # 0.9 GiB of weights
 python examples/larger_than_memory.py --memory 300MiB --hidden 1024 --layers 16 --rank 8
@@ -18,7 +19,7 @@ from teraio.cli.demo_model import Llama, Shape
 
 
 class Lora(nn.Module):
-    """A frozen layer, and a product of two small matrices that is trained."""
+    """A frozen layer plus the product of two small trained matrices."""
 
     def __init__(self, frozen: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -30,7 +31,7 @@ class Lora(nn.Module):
         return self.frozen(x) + x @ self.down.t() @ self.up.t()
 
 
-def made(args: argparse.Namespace) -> Llama:
+def make_model(args: argparse.Namespace) -> Llama:
     shape = Shape(args.vocabulary, args.hidden, args.hidden * 11 // 4, args.layers, args.heads, args.heads)
     model = Llama(shape)
     if args.rank:
@@ -49,16 +50,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--memory", default="300MiB", help="the budget: 300MiB, 80%%")
     parser.add_argument("--inner", default="inductor", choices=("inductor", "eager"))
-    parser.add_argument("--rank", type=int, default=0, help="of LoRA's matrices; 0: all weights are trained")
+    parser.add_argument("--rank", type=int, default=0, help="rank of LoRA's matrices; 0 trains all weights")
     parser.add_argument("--steps", type=int, default=6)
     for name, default in {"vocabulary": 4096, "hidden": 1024, "layers": 16, "heads": 16}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--tokens", type=int, default=256, help="in a batch")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens in a batch")
     args = parser.parse_args()
 
     torch.manual_seed(0)
     with teraio.init(memory=args.memory, inner=args.inner):
-        model = made(args)
+        model = make_model(args)
     size_bytes = sum(parameter.nbytes for parameter in model.parameters())
     print(f"weights {mib(size_bytes)}, of which {mib(teraio.stats()['resident_bytes'])} are in memory")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)

@@ -1,7 +1,9 @@
-"""Fits a logistic regression to a matrix that is larger than memory. The matrix is a list of chunks, each a
-buffer of a compiled module, so teraio streams it from the disk in every epoch and writes nothing. What limits
-an epoch is the disk, so it is compared with the usual way: the same program over a memory-mapped file, whose
-pages are dropped from the system's cache before each epoch, as if the file were larger than memory.
+"""A logistic regression on a matrix that is larger than the budget.
+
+The matrix is a list of chunks, and each chunk is a buffer of a compiled module. teraio fetches the chunks
+from the disk in every epoch and writes nothing. The disk limits the speed of an epoch, so the example
+compares teraio with a memory-mapped file. Before each epoch the example drops the file's pages from the
+system's cache, as if the file were larger than memory.
 
 python examples/linear_model.py --memory 200MiB --chunks 64          # a matrix of 1 GiB
 """
@@ -18,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from side_by_side import arguments, equal, mib, plainly, sizes, table
+from side_by_side import arguments, equal, mib, sizes, table, without_teraio
 from torch import nn
 
 import teraio
@@ -27,7 +29,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 class Chunk(nn.Module):
-    """Some rows of the matrix, with their labels."""
+    """A chunk of the matrix: some rows with their labels."""
 
     features: torch.Tensor
     labels: torch.Tensor
@@ -38,7 +40,7 @@ class Chunk(nn.Module):
         self.register_buffer("labels", labels)
 
     def forward(self, weights: torch.Tensor, rate: float) -> Rows:
-        """Weights after a step of gradient descent on these rows, and the sums of loss and hits."""
+        """Take a step of gradient descent on these rows. Return the weights and the sums of loss and hits."""
         score = self.features @ weights
         error = torch.sigmoid(score) - self.labels
         loss = F.binary_cross_entropy_with_logits(score, self.labels, reduction="sum")
@@ -48,7 +50,7 @@ class Chunk(nn.Module):
 
 
 class Epoch(nn.Module):
-    """All rows once: the matrix is used in the order in which it is stored."""
+    """One pass over all rows, in the order in which the matrix is stored."""
 
     def __init__(self, chunk: Callable[[int], Rows], chunks: int) -> None:
         super().__init__()
@@ -62,8 +64,8 @@ class Epoch(nn.Module):
         return weights, sums
 
 
-def generated(args: argparse.Namespace, number: int) -> Rows:
-    """Features, and labels of which a twentieth is wrong."""
+def generate_rows(args: argparse.Namespace, number: int) -> Rows:
+    """Generate features and labels. A twentieth of the labels is wrong."""
     truth = torch.randn(args.features, generator=torch.Generator().manual_seed(0))
     random = torch.Generator().manual_seed(1 + number)
     features = torch.randn(args.rows, args.features, generator=random)
@@ -71,8 +73,8 @@ def generated(args: argparse.Namespace, number: int) -> Rows:
     return features, ((features @ truth > 0) ^ flipped).float()
 
 
-def fitted(epochs: Callable[[], nn.Module], args: argparse.Namespace, name: str) -> Iterator[list[float]]:
-    """Loss and hits of each epoch; prints them, and how fast the matrix went by."""
+def run_epochs(epochs: Callable[[], nn.Module], args: argparse.Namespace, name: str) -> Iterator[list[float]]:
+    """Yield loss and hits of each epoch. Print both, and the rate at which the matrix was read."""
     matrix_bytes = args.chunks * args.rows * args.features * 4
     weights = torch.zeros(args.features)
     for epoch in range(args.steps):
@@ -87,13 +89,13 @@ def fitted(epochs: Callable[[], nn.Module], args: argparse.Namespace, name: str)
         yield [loss, hits]
 
 
-def mapped(args: argparse.Namespace, folder: str) -> list[list[float]]:
-    """The matrix in a file, mapped anew in each epoch."""
+def losses_of_mapped_file(args: argparse.Namespace, folder: str) -> list[list[float]]:
+    """Run the epochs over a file that is mapped again in each epoch."""
     file, rows = Path(folder, "matrix"), args.rows * args.features
     labels = []
     with file.open("wb") as stream:
         for number in range(args.chunks):
-            features, label = generated(args, number)
+            features, label = generate_rows(args, number)
             stream.write(features.numpy().tobytes())
             labels.append(label)
         os.fsync(stream.fileno())
@@ -103,31 +105,31 @@ def mapped(args: argparse.Namespace, folder: str) -> list[list[float]]:
         return matrix[number * rows :][:rows].view(args.rows, args.features), labels[number]
 
     def epochs() -> nn.Module:
-        gc.collect()  # the mapping of the epoch before, which would keep its pages
+        gc.collect()  # frees the mapping of the previous epoch, which would keep its pages in memory
         with file.open("rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         model = Epoch(chunk, args.chunks)
         model.compile(backend="teraio", options={"inner": args.inner})
         return model
 
-    with plainly():
-        return list(fitted(epochs, args, "mapped file,"))
+    with without_teraio():
+        return list(run_epochs(epochs, args, "mapped file,"))
 
 
 def main() -> None:
     parser = arguments(__doc__ or "", memory="200MiB", steps=8, inner="eager")
     sizes(parser, chunks=64, rows=8192, features=512)
-    parser.add_argument("--rate", type=float, default=0.3, help="of descent, default 0.3")
+    parser.add_argument("--rate", type=float, default=0.3, help="step size, default 0.3")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # sums of two threads differ in the last bit from run to run
+    torch.set_num_threads(1)  # with two threads, sums differ in the last bit from run to run
 
     with torch.no_grad(), tempfile.TemporaryDirectory(dir=Path.home()) as folder:
-        plain = mapped(args, folder)
+        plain = losses_of_mapped_file(args, folder)
         with teraio.init(memory=args.memory, inner=args.inner):
-            model = Epoch(lambda number: generated(args, number), args.chunks)
+            model = Epoch(lambda number: generate_rows(args, number), args.chunks)
         model.compile(backend="teraio")
         ours, written = [], []
-        for epoch in fitted(lambda: model, args, "teraio,"):
+        for epoch in run_epochs(lambda: model, args, "teraio,"):
             ours.append(epoch)
             written.append(teraio.stats()["written_bytes"])
     table(

@@ -1,8 +1,8 @@
-"""What each step did, for a logger: TensorBoard where it is installed, else lines.
+"""Figures of each step for a logger: for TensorBoard if it is installed, else as lines.
 
     python examples/log_steps.py [--memory 160MiB] [--steps 10] [--inner eager] [--folder runs]
 
-`teraio.stats()` is a plain dict after `optimizer.step()`: what begins with `step` is of the step just taken.
+`teraio.stats()` returns a plain dict. Its keys that begin with `step` describe the step that just ended.
 Weights & Biases takes the same dict: `wandb.log({f"teraio/{name}": value for name, value in stats.items()})`.
 """
 
@@ -28,7 +28,7 @@ SHOWN = (
 
 
 def logger(folder: str) -> Callable[[dict[str, Any]], None]:
-    """Takes the figures of a step: numbers, and `phase`, which is a word."""
+    """Return a function that logs the figures of a step: numbers, and the word `phase`."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # type: ignore[attr-defined]
     except ImportError:
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--memory", default="160MiB")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--inner", default="eager", choices=("inductor", "eager"))
-    parser.add_argument("--folder", default="runs", help="where TensorBoard looks")
+    parser.add_argument("--folder", default="runs", help="folder for TensorBoard")
     args = parser.parse_args()
     torch.manual_seed(0)
     model = Llama(Shape())

@@ -1,5 +1,6 @@
-"""Fine-tunes a model that is larger than memory with low-rank adapters of PEFT. The frozen weights stay in
-their safetensors file: they pass through memory in each step, and nothing is ever written for them.
+"""A fine-tuning of a model that is larger than memory, with PEFT's low-rank adapters.
+
+teraio fetches the frozen weights from their safetensors file in each step, and never writes them.
 
 python examples/lora.py --memory 300MiB --hidden 1024 --layers 16      # 0.9 GiB of frozen weights
 python examples/lora.py --memory 8GiB --model folder                   # config.json and safetensors files
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from side_by_side import arguments, equal, mib, not_imported, plainly, sizes, table
+from side_by_side import arguments, equal, exit_for_import_error, mib, sizes, table, without_teraio
 from streaming_inference import write
 from torch import nn
 
@@ -26,10 +27,10 @@ try:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 except ImportError as error:
-    raise not_imported(error, "peft", "transformers", "accelerate") from error
+    raise exit_for_import_error(error, "peft", "transformers", "accelerate") from error
 
 
-def described(args: argparse.Namespace) -> LlamaConfig:
+def make_config(args: argparse.Namespace) -> LlamaConfig:
     if args.model:
         return AutoConfig.from_pretrained(args.model, local_files_only=True, use_cache=False)
     return LlamaConfig(
@@ -43,9 +44,9 @@ def described(args: argparse.Namespace) -> LlamaConfig:
     )
 
 
-def made(weights: Path, args: argparse.Namespace, **options: str) -> nn.Module:
+def make_model(weights: Path, args: argparse.Namespace, **options: str) -> nn.Module:
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(described(args))
+        model = AutoModelForCausalLM.from_config(make_config(args))
     teraio.load(model, weights, memory=args.memory, inner=args.inner, **options)
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(r=args.rank, target_modules=["q_proj", "v_proj"]))
@@ -64,10 +65,10 @@ def losses(model: nn.Module, args: argparse.Namespace) -> Iterator[float]:
         yield loss.item()
 
 
-def moved(timeline: Path) -> dict[str, str]:
-    """What a planned step read and wrote of the frozen weights."""
+def frozen_bytes_moved(timeline: Path) -> dict[str, str]:
+    """Return the bytes of frozen weights that a planned step read and wrote, as rows of the table."""
     if not timeline.exists():
-        return {"frozen_weights_moved": "no planned step was seen; take more --steps"}
+        return {"frozen_weights_moved": "no step was planned; give more --steps"}
     spans = [s for s in json.loads(timeline.read_text())["spans"] if s["tensor"].endswith(".weight")]
     rows = {}
     for name, track in {"read": "fetch:ssd", "written": "evict:ssd"}.items():
@@ -79,10 +80,10 @@ def moved(timeline: Path) -> dict[str, str]:
 def main() -> None:
     parser = arguments(__doc__ or "", memory="300MiB", steps=8)
     parser.add_argument("--model", type=Path, help="a folder with a model; default: a random Llama")
-    parser.add_argument("--plain", action="store_true", help="train it without a budget, too, and compare")
+    parser.add_argument("--plain", action="store_true", help="also train without a budget, and compare")
     sizes(parser, vocabulary=4096, hidden=1024, layers=16, heads=16, rank=8, batch=1, length=256)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # sums of two threads differ in the last bit from run to run
+    torch.set_num_threads(1)  # with two threads, sums differ in the last bit from run to run
 
     with tempfile.TemporaryDirectory() as folder:
         weights = args.model
@@ -90,19 +91,19 @@ def main() -> None:
             weights = Path(folder, "model.safetensors")
             torch.manual_seed(0)
             with teraio.init(memory=args.memory, inner=args.inner):
-                write(AutoModelForCausalLM.from_config(described(args)), weights)
+                write(AutoModelForCausalLM.from_config(make_config(args)), weights)
             teraio.reset()
         if args.plain:
-            with plainly():
-                plain = list(losses(made(weights, args), args))
+            with without_teraio():
+                plain = list(losses(make_model(weights, args), args))
         timeline = Path(folder, "timeline.json")
-        model = made(weights, args, timeline=str(timeline))
+        model = make_model(weights, args, timeline=str(timeline))
         ours, began = [], time.perf_counter()
         for loss in losses(model, args):
             ours.append(loss)
             took_s, began = time.perf_counter() - began, time.perf_counter()
             print(f"step {len(ours) - 1}: loss {loss:.4f}, {took_s:.2f} s")
-        steps = moved(timeline)
+        steps = frozen_bytes_moved(timeline)
     rows = {"losses_equal_plain_ones": equal(ours, plain)} if args.plain else {}
     for name, trained in {"trained_weights": True, "frozen_weights": False}.items():
         rows[name] = mib(sum(p.nbytes for p in model.parameters() if p.requires_grad is trained))

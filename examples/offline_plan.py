@@ -1,5 +1,7 @@
-"""Measures a training here and plans it offline: for this machine and for others, whose kernels are taken to
-be as fast as here. Then replays the plan for this machine, without measuring or planning.
+"""A training that is measured, then planned offline for this machine and other machines, and then replayed.
+
+Plans for other machines assume kernels as fast as on this machine. The replay follows the plan for this
+machine, without measuring or planning.
 
 python examples/offline_plan.py --memory 160MiB
 python examples/offline_plan.py --memory 160MiB --machines h100-4ssd my.machine.json
@@ -28,8 +30,8 @@ def losses(args: argparse.Namespace, **options: str) -> Iterator[float]:
     hidden = args.hidden
     model = Llama(Shape(args.vocabulary, hidden, hidden * 11 // 4, args.layers, args.heads, args.heads))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    told = {"memory": args.memory, "inner": args.inner, **options}
-    compiled = torch.compile(model, backend="teraio", options=told)
+    settings = {"memory": args.memory, "inner": args.inner, **options}
+    compiled = torch.compile(model, backend="teraio", options=settings)
     random = torch.Generator().manual_seed(1)
     for _ in range(args.steps):
         tokens = torch.randint(0, args.vocabulary, (args.batch, args.length + 1), generator=random)
@@ -41,7 +43,7 @@ def losses(args: argparse.Namespace, **options: str) -> Iterator[float]:
 
 
 def run(*command: str) -> str:
-    """One of teraio's own commands; prints it as one would type it."""
+    """Run one of teraio's commands, and print its command line. Return its output."""
     print("$ teraio", *(Path(word).name for word in command))
     done = subprocess.run(
         [sys.executable, "-m", "teraio", *command], text=True, stdout=subprocess.PIPE, check=True
@@ -49,7 +51,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def planned(args: argparse.Namespace, profile: Path, machine: str, plan: Path) -> dict[str, Any]:
+def make_plan(args: argparse.Namespace, profile: Path, machine: str, plan: Path) -> dict[str, Any]:
     command = ["plan", str(profile), "--machine", machine, "--memory", args.memory, "--json"]
     result: dict[str, Any] = json.loads(run(*command, "--planner", args.planner, "-o", str(plan)))
     return result
@@ -61,7 +63,7 @@ def main() -> None:
     parser.add_argument("--planner", default="auto")
     sizes(parser, vocabulary=4096, hidden=256, layers=6, heads=4, batch=8, length=256)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # sums of two threads differ in the last bit from run to run
+    torch.set_num_threads(1)  # with two threads, sums differ in the last bit from run to run
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -70,20 +72,24 @@ def main() -> None:
         torch._dynamo.reset()
         run("doctor", "-o", str(here))
         for machine in [*args.machines, str(here)]:
-            told = planned(args, profile, machine, plan)
-            step, bound, name = told["step_ns"], told["bound_ns"], Path(machine).name.split(".")[0]
+            figures = make_plan(args, profile, machine, plan)
+            step, bound, name = (
+                figures["step_ns"],
+                figures["bound_ns"],
+                Path(machine).name.split(".")[0],
+            )
             print(
-                f"  {name:<16} within {mib(told['memory_bytes'])}: step {step / 1e9:.3f} s, "
+                f"  {name:<16} within {mib(figures['memory_bytes'])}: step {step / 1e9:.3f} s, "
                 f"bound {bound / 1e9:.3f} s, gap {step / bound - 1:.1%}"
             )
         ours, misses, took_ns = [], [], []
-        for loss in losses(args, plan=str(plan)):  # the last one, for this machine
+        for loss in losses(args, plan=str(plan)):  # the last plan is for this machine
             ours.append(loss)
             misses.append(teraio.stats()["step_misses"])
             took_ns.append(teraio.stats()["step_ns"])
     table(
         replayed_steps=str(args.steps - 1),
-        step_predicted=f"{told['step_ns'] / 1e9:.3f} s",
+        step_predicted=f"{figures['step_ns'] / 1e9:.3f} s",
         step_replayed=f"{sorted(took_ns[2:])[len(took_ns[2:]) // 2] / 1e9:.3f} s",
         fetches_that_no_plan_asked_for=f"{misses[0]} in the first step, {misses[-1]} in the last",
         losses_equal_those_of_the_measured_run=equal(ours, measured),

@@ -1,8 +1,9 @@
-"""Compiles each block of a Llama by itself, as torchtune and torchtitan do. Identical blocks share one
-program; what leaves memory is planned for the whole step, in which each of its calls has its own place.
+"""A Llama whose blocks are compiled one by one, as torchtune and torchtitan do.
+
+Identical blocks share one program. teraio plans the whole step, so each call of a program has its own moves.
 
 python examples/per_block.py --memory 120MiB
-python examples/per_block.py --memory 120MiB --init       # the model is made inside the budget, too
+python examples/per_block.py --memory 120MiB --init       # also makes the model inside the budget
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
-from side_by_side import arguments, equal, mib, plainly, size_bytes, sizes, table
+from side_by_side import arguments, equal, mib, size_bytes, sizes, table, without_teraio
 
 import teraio
 from teraio.cli.demo_model import Llama, Shape
 
 
-def made(args: argparse.Namespace) -> Llama:
+def make_model(args: argparse.Namespace) -> Llama:
     torch.manual_seed(0)
     intermediate = args.hidden * 11 // 4
     return Llama(Shape(args.vocabulary, args.hidden, intermediate, args.layers, args.heads, args.heads))
@@ -44,13 +45,13 @@ def main() -> None:
     parser.add_argument("--init", action="store_true", help="make the model inside the budget")
     sizes(parser, vocabulary=4096, hidden=256, layers=12, heads=4, batch=4, length=128)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # sums of two threads differ in the last bit from run to run
+    torch.set_num_threads(1)  # with two threads, sums differ in the last bit from run to run
 
-    with plainly():
-        plain = list(losses(made(args), args))
+    with without_teraio():
+        plain = list(losses(make_model(args), args))
     torch._dynamo.utils.counters.clear()
     with teraio.init(memory=args.memory, inner=args.inner) if args.init else nullcontext():
-        model = made(args)
+        model = make_model(args)
     ours = []
     for loss in losses(model, args):
         ours.append(loss)

@@ -1,4 +1,4 @@
-"""What the examples share: a run without teraio to compare with, and the table of what teraio did."""
+"""Functions that the examples share: flags, a run without teraio as a comparison, and a table of figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import teraio
 
 
 def arguments(doc: str, memory: str, steps: int, inner: str = "inductor") -> argparse.ArgumentParser:
-    """What each example can be told; `doc` is its description."""
+    """Return a parser with the flags of every example. `doc` is the example's description."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", default=memory, help=f"the budget, default {memory}")
     parser.add_argument("--steps", type=int, default=steps, help=f"default {steps}")
@@ -26,20 +26,20 @@ def sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
 
 
-def not_imported(error: ImportError, *packages: str) -> SystemExit:
-    """Says what to install if one of these packages is missing, else what the import said."""
+def exit_for_import_error(error: ImportError, *packages: str) -> SystemExit:
+    """Return an exit that names the missing one of `packages`, or else the reason of the failed import."""
     if isinstance(error, ModuleNotFoundError) and error.name in packages:
         return SystemExit(f"{error.name} is missing: pip install {' '.join(packages)}")
-    said = " ".join(str(error).split())
+    reason = " ".join(str(error).split())
     return SystemExit(
-        f"an import of this example failed, {type(error).__name__}: {said}. Other versions may do: "
+        f"an import of this example failed, {type(error).__name__}: {reason}. Other versions may do: "
         f"pip install --upgrade {' '.join(packages)}"
     )
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
-    """What is compiled in the block is the same program without teraio: no slots, no budget."""
+def without_teraio() -> Iterator[None]:
+    """Compile programs without teraio inside this block: without slots and without a budget."""
     os.environ["TERAIO_DISABLE"] = "1"
     try:
         yield
@@ -53,7 +53,7 @@ def mib(size_bytes: int) -> str:
 
 
 def size_bytes(model: torch.nn.Module) -> int:
-    """Of weights and buffers, in memory or not."""
+    """Return the bytes of weights and buffers, resident or evicted."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -62,7 +62,10 @@ def equal(ours: object, plain: object) -> str:
 
 
 def table(stats: teraio.Stats | None = None, **rows: str) -> None:
-    """What is to be shown, then what teraio says (now, or then): `plain_peak=...` is the row `plain peak`."""
+    """Print the given rows, then figures of `stats` or of teraio's current stats.
+
+    The keyword `plain_peak=...` prints the row `plain peak`.
+    """
     stats = stats or teraio.stats()
     rows["peak of tensors"] = mib(stats["peak_bytes"] - stats["reserve_bytes"])
     rows["memory allowed"] = mib(stats["budget_bytes"])

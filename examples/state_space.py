@@ -1,10 +1,12 @@
-"""Trains a state-space model with global convolutions over video (of the kind of S4ND): each axis has a
-diagonal state-space kernel, their outer product is the kernel of a convolution over all axes, done by FFT.
+"""A state-space model with global convolutions over video, like S4ND.
+
+Each axis has a diagonal state-space kernel. The outer product of these kernels is the kernel of a convolution
+over all axes, computed by FFT.
 
     K[c, t, h, w] = k1[c, t] k2[c, h] k3[c, w],   ki[c, l] = dt[c] Re sum_n C[c, n] exp(l dt[c] A[c, n])
     y = irfft(rfft(x) rfft(K)), each axis padded to twice its length
 
-The task: blobs drift through a video, and the direction of the drift is to be told.
+The task: blobs drift through a video, and the model predicts the direction of the drift.
 
 python examples/state_space.py --memory 130MiB
 """
@@ -18,7 +20,7 @@ from itertools import islice
 
 import torch
 import torch.nn.functional as F
-from side_by_side import arguments, equal, mib, plainly, sizes, table
+from side_by_side import arguments, equal, mib, sizes, table, without_teraio
 from torch import nn
 
 import teraio
@@ -79,8 +81,8 @@ class StateSpace(nn.Module):
         return F.cross_entropy(self.head(self.blocks(self.first(video)).mean((2, 3, 4))), direction)
 
 
-def drifting(args: argparse.Namespace, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Videos of a blob that leaves the middle, [batch, 1, frames, side, side], and where it went."""
+def make_videos(args: argparse.Namespace, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return videos [batch, 1, frames, side, side] of a blob that drifts outwards, and its direction."""
     direction = torch.randint(DIRECTIONS, (args.batch,), generator=random)
     angle = direction * (2 * math.pi / DIRECTIONS)
     way = torch.linspace(0, args.side / 3, args.frames)
@@ -99,7 +101,7 @@ def losses(args: argparse.Namespace) -> Iterator[float]:
     compiled = torch.compile(model, backend="teraio", options=options)
     random = torch.Generator().manual_seed(1)
     while True:
-        loss = compiled(*drifting(args, random))
+        loss = compiled(*make_videos(args, random))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -110,23 +112,23 @@ def main() -> None:
     parser = arguments(__doc__ or "", memory="130MiB", steps=12, inner="eager")
     sizes(parser, channels=16, states=16, layers=12, batch=4, frames=8, side=32)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # sums of two threads differ in the last bit from run to run
+    torch.set_num_threads(1)  # with two threads, sums differ in the last bit from run to run
 
-    with plainly():
+    with without_teraio():
         plain = list(islice(losses(args), args.steps))
     training = losses(args)
     ours = list(islice(training, args.steps))
-    told = teraio.stats()
-    teraio.set_memory("80%")  # of the machine's: nothing has to leave
+    budgeted = teraio.stats()
+    teraio.set_memory("80%")  # of the machine's memory, so that nothing moves
     list(islice(training, 2))
     stats = teraio.stats()
     needed_bytes = stats["step_peak_bytes"] - stats["reserve_bytes"]
     table(
-        told,
+        budgeted,
         loss=f"{ours[0]:.4f} at first, {ours[-1]:.4f} at last",
         losses_equal_plain_ones=equal(ours, plain),
-        peak_where_nothing_leaves=mib(needed_bytes),
-        part_of_it=f"{told['peak_bytes'] / needed_bytes:.0%}",
+        peak_if_nothing_moves=mib(needed_bytes),
+        part_of_that_peak=f"{budgeted['peak_bytes'] / needed_bytes:.0%}",
     )
 
 

@@ -1,5 +1,6 @@
-"""Generates text with a model that is larger than the memory it may take: its weights are in a safetensors
-file, and pass through memory once per token.
+"""A text generation with a model that is larger than its budget.
+
+For every token, teraio fetches the weights from a safetensors file.
 
 python examples/streaming_inference.py --memory 200MiB --hidden 1024 --layers 16
 """
@@ -21,7 +22,7 @@ from teraio.cli.demo_model import Llama, Shape
 
 
 class Generator(Llama):
-    """Tokens in, the next one out."""
+    """A Llama that takes tokens and returns the next one."""
 
     def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         width = self.shape.hidden // self.shape.heads
@@ -35,7 +36,7 @@ class Generator(Llama):
 
 
 def write(model: nn.Module, file: Path) -> None:
-    """As safetensors, a tensor at a time: no more than one of them need be in memory."""
+    """Write the weights as safetensors, one tensor at a time, so that only one must be resident."""
     header, at = {}, 0
     for name, tensor in model.state_dict(keep_vars=True).items():
         span = [at, at + tensor.nbytes]
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--memory", default="200MiB", help="the budget: 200MiB, 80%%")
     parser.add_argument("--inner", default="inductor", choices=("inductor", "eager"))
     parser.add_argument("--weights", type=Path, help="a safetensors file or folder; default: random")
-    parser.add_argument("--tokens", type=int, default=8, help="that are generated")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens to generate")
     for name, default in {"vocabulary": 4096, "hidden": 1024, "layers": 16, "heads": 16}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A training loop with a budget: the only line that teraio asks for is the one that compiles.
+"""A training loop with a budget. Only the line that compiles the model is for teraio.
 
 python examples/train_llama.py --memory 200MiB
 """

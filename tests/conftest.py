@@ -1,10 +1,11 @@
-"""Every run: compiled programs and stores go to a folder of the run's own, and each suite's cost is measured.
+"""Fixtures and hooks of all tests. Each run has its own folder for compiled programs and stores.
 
-The folder makes a run cost and do the same whether or not another one came before it. To keep Inductor's
-cache between runs while working on one test, set TORCHINDUCTOR_CACHE_DIR.
+Because of its own folder, no run changes the cost or the result of another run. If you work on one test, set
+TORCHINDUCTOR_CACHE_DIR, so that Inductor's cache is kept between your runs.
 
-Tests run in two processes, a file in one of them (`-n 0`: all in this one). Those that measure time are
-marked `alone`: while one of them runs, the other process waits.
+Tests run in two processes. All tests of one file run in the same process. `-n 0` runs all tests in one
+process. A test that measures time has the mark `alone`. While a test with this mark runs, the other process
+waits. Hooks measure the cost of each suite and compare the cost with the suite's row in budget.toml.
 """
 
 from __future__ import annotations
@@ -25,40 +26,43 @@ from lanes import Lanes
 SCRATCH = tempfile.mkdtemp(prefix="teraio-tests-")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(SCRATCH, "inductor"))
 os.environ["XDG_CACHE_HOME"] = os.path.join(SCRATCH, "cache")
-os.environ["TERAIO_CACHE_DIR"] = "off"  # or a test would find the plan of the one before it
-# The default planner searches as long as it may: beside another suite that trebled what a suite cost. Tests
-# of what it does name it.
+os.environ["TERAIO_CACHE_DIR"] = "off"  # without `off`, a test would find the plan of an earlier test
+# The tests use the greedy planner, because the default planner always computes until its time limit. When two
+# suites ran together, this trebled the cost of a suite. Tests of the default planner select the default
+# planner explicitly.
 os.environ.setdefault("TERAIO_PLANNER", "greedy")
-# Compiles run here and in children that are waited for, so that their CPU time is seen.
+# With one thread, Inductor compiles in this process, or in children that this process waits for. The CPU time
+# of the compilation is therefore measured.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 LANES = Lanes(Path(os.environ.setdefault("TESTS_LANES", os.path.join(SCRATCH, "lanes"))))
 
 SPENT: dict[str, ledger.Cost] = {}
-FAST_SECONDS = 2.0  # a suite whose row is no larger is fast
+FAST_SECONDS = 2.0  # seconds; the largest budget.toml row of a fast suite
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs
+    # In background jobs, shells ignore SIGINT, and Python then does not install its own handler.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "alone: measures time; nothing else runs beside it")
     config.addinivalue_line("markers", "long: a case that only a script of tests/long runs")
-    config.addinivalue_line("markers", "fast: of a suite whose row in budget.toml is small; set by itself")
+    config.addinivalue_line("markers", "fast: of a suite with a small row in budget.toml; set automatically")
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A folder for stores, on a disk."""
+    """Return a folder for stores. The folder is on a disk."""
     from store_rig import disk_near
 
     disk = disk_near(tmp_path)
     if disk is None:
-        pytest.skip("no disk here, only memory")
+        pytest.skip("no disk, only file systems in memory")
     return disk
 
 
 @pytest.fixture(scope="session")
 def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Build a CUDA driver without a device; return the path of its library."""
+    """Build a CUDA driver that needs no device, and return the path of its library."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler to build the fake driver with")
@@ -72,7 +76,7 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def fake(fake_driver: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Put a fake in place of torch and of the driver, for the CUDA device."""
+    """Replace torch by a fake and the driver by a fake driver. Tests of the CUDA device use both."""
     import fake_cuda
 
     with fake_cuda.installed(fake_driver, monkeypatch) as made:
@@ -81,7 +85,9 @@ def fake(fake_driver: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """Whatever the test compiled: no engine and no program of it are there for the next."""
+    """Reset the engine and Dynamo after the test, so that the next test finds no engine and no compiled
+    program.
+    """
     yield
     import torch
 
@@ -93,7 +99,7 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread(nothing_left: None) -> Iterator[None]:
-    """Sums come out the same, bit for bit."""
+    """Run torch with one thread, so that sums are bitwise equal in every run."""
     import torch
 
     threads = torch.get_num_threads()
@@ -104,7 +110,7 @@ def one_thread(nothing_left: None) -> Iterator[None]:
 
 @pytest.fixture
 def steady_plans() -> Iterator[None]:
-    """What moves goes by no clock in this test."""
+    """Let the engine make plans that do not depend on measured times."""
     import steady
 
     with steady.planned():
@@ -116,9 +122,11 @@ def _is_fast(path: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m fast` the other files are not even imported: that takes longer than the fast ones run."""
-    others = config.option.markexpr == "fast" and collection_path.name.startswith("test_")
-    return True if others and not _is_fast(collection_path) else None
+    """Skip the import of slow test files under `-m fast`, because this import takes longer than all fast
+    tests.
+    """
+    only_fast = config.option.markexpr == "fast" and collection_path.name.startswith("test_")
+    return True if only_fast and not _is_fast(collection_path) else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -138,26 +146,30 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The dearest files first: otherwise one process ends long before the other."""
+    """Sort test files by cost, the most expensive file first, so that both test processes end at about the
+    same time.
+    """
     rows = ledger.rows()
     items.sort(key=lambda item: -rows.get(ledger.suite_of(item.path), 0.0))
 
 
-@pytest.hookimpl(optionalhook=True)  # of xdist, which need not be there
+@pytest.hookimpl(optionalhook=True)  # xdist calls this hook, and may not be installed
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """One of the processes has ended: what its suites have cost."""
+    """Add the suites' costs that an ended test process reports."""
     for suite, (wall_s, cpu_s) in getattr(node, "workeroutput", {}).get("spent", {}).items():
         SPENT[suite] = SPENT.get(suite, ledger.Cost()) + ledger.Cost(wall_s, cpu_s)
 
 
 def outgrown(config: pytest.Config) -> list[str]:
-    """Return a line for each suite that outgrew its row. Rows do not count the cases marked `long`."""
+    """Return a line for each suite that exceeds its row in budget.toml. The rows do not count cases marked
+    `long`.
+    """
     return ledger.complaints(ledger.rows(), SPENT) if config.option.markexpr != "long" else []
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A run in which a suite outgrew its row fails; which one is in the summary."""
+    """Fail the run if a suite exceeds its row in budget.toml. The summary names the suite."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["spent"] = {suite: (cost.wall_s, cost.cpu_s) for suite, cost in SPENT.items()}

@@ -1,11 +1,12 @@
-"""What slots cost at compile time, against plain Inductor: with an empty cache, and in a second process.
+"""Benchmark of compile time: slots against plain Inductor, each with an empty cache and with a filled cache.
 
     python benchmarks/engine/compile.py [--rounds 3] [--layers 6] [--memory 4GiB]
 
-Each measurement is a process of its own: the demo's Llama from `torch.compile` to the end of its first step
-(forward, lazily compiled backward, optimizer), less a later step. teraio's includes the start of its engine:
-opening the store and measuring the links. Every process pair has an Inductor cache of its own, the variants
-take turns in every round, figures are medians of the rounds. Prints one JSON object.
+Each measurement runs in its own process. The script times the demo's Llama from `torch.compile` to the end of
+the first step (forward, lazily compiled backward, optimizer). From this time, the script subtracts the time
+of a later step. The time of teraio includes the start of its engine: opening the store and measuring the
+links. Every pair of processes has its own Inductor cache. The variants alternate in every round, and the
+figures are medians of the rounds. The script prints one JSON object.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BATCH, LENGTH, STEPS = 8, 256, 4
 
 
 def child(args: argparse.Namespace) -> dict[str, Any]:
-    """One process: the seconds of wall time and CPU, its children's too, that compiling has taken."""
+    """Return the wall time and the CPU time of one compilation. CPU time includes child processes."""
     import torch
     from torch._dynamo.utils import counters
 
@@ -60,7 +61,11 @@ def _cpu() -> float:
 
 
 def measured(args: argparse.Namespace, backend: str, cache: str) -> dict[str, Any]:
-    """One process. Kernels are compiled in it and in children that are waited for, so that CPU is seen."""
+    """Run one measurement in a new process.
+
+    The process compiles kernels itself and in child processes that it waits for, so its CPU time includes all
+    compilation.
+    """
     command = [sys.executable, __file__, "--child", backend]
     command += ["--layers", str(args.layers), "--memory", args.memory]
     environment = {
@@ -76,7 +81,7 @@ def measured(args: argparse.Namespace, backend: str, cache: str) -> dict[str, An
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians, and the median over the rounds of what a round's two variants have to each other."""
+    """Return medians over the rounds, and the median of the ratio teraio / Inductor within a round."""
     figures: dict[str, Any] = {}
     for clock in ("wall_s", "cpu_s"):
         for backend in BACKENDS:
@@ -103,7 +108,7 @@ def main() -> int:
     for number in range(args.rounds):
         for backend in BACKENDS if number % 2 else BACKENDS[::-1]:
             with tempfile.TemporaryDirectory(prefix="teraio-compile-") as cache:
-                for name in GOALS:  # the cold process fills the cache of the warm one
+                for name in GOALS:  # the cold process fills the cache for the warm process
                     run = measured(args, backend, cache)
                     assert bool(run["hits"]) == (name == "warm"), f"{backend} {name}: {run['hits']} hits"
                     runs[name][backend].append(run)

@@ -1,15 +1,18 @@
-"""What teraio costs where it has nothing to do: everything fits into the budget.
+"""Benchmark of teraio's overhead when everything fits into the budget and nothing moves.
 
     python benchmarks/engine/cost.py [--layers 4] [--batch 6] [--length 256] [--rounds 15] [--repeats 300]
 
-step   a Llama with AdamW on plain Inductor and with slots, interleaved, one compute thread: the median over
-       rounds of the ratio of the two; a step takes 0.3 s or more
-slot   a slot with nothing to do, of whose kernel all is there: visited often where it stands, in CPU time of
-       the thread (neighbours on the machine do not count); `all` is forward and backward of a chain of small
-       products, with slots less plainly, by the number of slots: with it, all that is counted as it is made,
-       named and forgotten, gradients among it. For both inner programs
+step   A Llama trains with AdamW on one compute thread. Steps with slots alternate with plain Inductor.
+       A step takes 0.3 s or more. The figure is the median over rounds of the ratio of the two times.
+slot   The script visits one slot repeatedly. All tensors of this slot are resident. The figure is the CPU
+       time of the thread, so that other load on the machine does not count.
+all    The model is a chain of small products. The figure is (forward + backward with slots - the same without
+       slots) / number of slots. The figure includes registering, naming and forgetting of tensors and
+       gradients.
 
-Prints one JSON object.
+The script measures `slot` and `all` for both inner programs.
+
+The script prints one JSON object.
 """
 
 from __future__ import annotations
@@ -35,14 +38,14 @@ STEP_TARGET = 1.02
 STEP_LEAST_S = 0.3
 SLOT_TARGET_US = 3.0
 VISITS = 1000
-SETTLE = 6  # steps: compile, optimizer states, three that measure, the plan
+SETTLE = 6  # steps before timing: compile, optimizer states, three measured steps, planning
 MEMORY = "80%"
 
 Step = Callable[[], float]
 
 
 class Chain(nn.Module):
-    """Many kernels that take next to no time."""
+    """A model of many kernels of negligible duration."""
 
     def __init__(self, layers: int = 40, width: int = 64) -> None:
         super().__init__()
@@ -59,19 +62,23 @@ def compiled_with_slots(model: nn.Module, inner: str) -> Any:
 
 
 def compiled_plainly(model: nn.Module, inner: str, *inputs: torch.Tensor) -> Any:
-    """Plain Inductor, or the same FX graph without slots."""
+    """Compile the model with plain Inductor, or compile the same FX graph without slots."""
     if inner == "inductor":
         return torch.compile(model)
-    # Other options than the one with slots, or Dynamo may take its program.
+    # These options differ from the options of the program with slots. With equal options Dynamo could reuse
+    # the program with slots.
     options: Any = {"inner": inner, "memory": MEMORY, "on_fallback": "warn"}
     plain = torch.compile(model, backend="teraio", options=options)
     with patch.dict(os.environ, TERAIO_DISABLE="1"):
-        plain(*inputs).backward()  # both programs are compiled here
+        plain(*inputs).backward()  # compiles both programs
     return plain
 
 
 def trainer(model: Any, optimizer: torch.optim.Optimizer, *inputs: torch.Tensor, whole: bool) -> Step:
-    """A step that returns its seconds: the whole of it, or CPU time of the compiled programs alone."""
+    """Return a function that runs a step and returns its duration.
+
+    The duration is the wall time of the whole step, or the CPU time of the compiled programs alone.
+    """
 
     clock = time.perf_counter if whole else time.thread_time
 
@@ -87,7 +94,7 @@ def trainer(model: Any, optimizer: torch.optim.Optimizer, *inputs: torch.Tensor,
 
 
 def pairs(ours: Step, plain: Step, count: int) -> list[tuple[float, float]]:
-    """(ours, plain), in turn; the plain step meets no engine."""
+    """Run both steps alternately and return pairs (ours, plain). The plain step runs without an engine."""
     found = []
     for number in range(count):
         times = {}
@@ -132,7 +139,7 @@ def step_cost(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def idle_slot_us(step: Step) -> float:
-    """The median over slots; a slot that was just visited can be visited again."""
+    """Return the median time of a slot, from repeated visits of the same slot."""
     running = engine.ENGINE
     assert running is not None
     visit, found = running.run_slot, []
@@ -160,7 +167,7 @@ def slot_cost(inner: str, repeats: int) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         steps.append(trainer(compiled, optimizer, x, whole=False))
     ours, plain = steps
-    ours()  # the engine is there before a plain step's optimizer could start one of its own
+    ours()  # starts the engine before the plain step's optimizer could start another one
     pairs(ours, plain, SETTLE)
     before = teraio.stats()["slots"]
     found = pairs(ours, plain, repeats)

@@ -1,14 +1,15 @@
-"""Cost of observing operators.
+"""Benchmark of the cost of observing operators.
 
     python benchmarks/engine/observed.py [--rounds 15] [--threads 1]
     python benchmarks/engine/observed.py --steps 200 [--inner inductor] [--memory 2GiB]
 
-Operators on small tensors, one with a kernel of some 50 us, and a function of 50 tensors: with a tensor
-evicted and the observer there, and without it, in turn. Printed are medians of the rounds' best in us, and
-the difference.
+Without `--steps`, operators run in three cases: (1) on small tensors, (2) in a kernel of some 50 us, (3) on a
+list of 50 tensors. Two variants alternate: with the observer and an evicted tensor, and without both. Each
+round gives the best time of each variant in us. The script prints the medians of these times over the rounds,
+and the difference of the medians.
 
-With `--steps`: training steps of 8 linear layers of 768 and their activations, 512 rows, Adam. Every second
-step runs without the observer. Printed are the medians in ms, and the median ratio of neighbours.
+With `--steps`, training steps run: 8 linear layers of 768 with activations, 512 rows, Adam. Every second step
+runs without the observer. The script prints the medians in ms, and the median ratio of neighbouring steps.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ USUAL = 4000
 
 
 def evicted() -> tuple[nn.Module, Observer]:
-    """A trained model whose weights are evicted."""
+    """Return a trained model with evicted weights, and its observer."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     compiled: Any = torch.compile(model, backend="teraio", options={"inner": "eager", "memory": "64MiB"})
     compiled(torch.ones(4, WIDTH)).sum().backward()
     assert engine.ENGINE is not None
     residency = engine.ENGINE.residency
-    residency.serial += 1
+    residency.advance_slot()
     residency.evict_until_fits(2**40, None)
     assert residency.mover.counts.evictions
     assert engine.ENGINE.user.observer is not None

@@ -1,19 +1,21 @@
-"""How well transfers hide behind compute: one model, one store that is slowed down, three ways to run a step.
+"""Benchmark of how well transfers overlap compute, on one model and one slowed-down store.
 
-    python benchmarks/engine/overlap.py [--layers 16] [--width 512] [--batch 1024] [--rounds 7] [--transfer
-    0.8]
+    python benchmarks/engine/overlap.py [--layers 16] [--width 512] [--batch 1024] [--rounds 7]
+                                        [--transfer 0.8]
 
-compute   the plain program, without slots' work: no transfers
-planned   the greedy planner's plan: transfers are issued ahead
-forced    the same moves, each issued where its bytes are needed: compute waits for every transfer
+compute   the plain program, which has no slots and no transfers
+planned   the plan of the greedy planner, which issues transfers ahead of their use
+forced    the same moves, each issued only when compute needs its bytes, so compute waits for every transfer
 
-Operations of the drive are delayed at the I/O seam until writes and reads of a step together take
-`--transfer` of its compute; evictions happen in the forward, a third of the step, so they get 0.3 of that
-time. One compute thread; the three are interleaved, medians over rounds. `--pace-ms` and `--attempts` are for
-machines with neighbours. Prints one JSON object.
+A shim around the I/O engine delays every operation of the drive. The script sets the delays so that the
+writes and reads of a step take the share `--transfer` of its compute time. Writes get 0.3 of this transfer
+time, because all evictions happen in the forward, which takes a third of the step. The benchmark uses one
+compute thread, interleaves the three ways and reports medians over rounds. `--pace-ms` and `--attempts` are
+for machines with other load. The script prints one JSON object.
 
-A saved activation of the default sizes (2 MiB) fills the lanes of the drive. One that does not would move
-faster beside others than alone, and `forced` would take longer than its bytes do.
+A saved activation of the default sizes (2 MiB) fills the lanes of the drive. A smaller activation would move
+faster beside other transfers than alone. `forced` moves activations alone, so a step would take longer than
+its bytes need.
 """
 
 from __future__ import annotations
@@ -51,15 +53,17 @@ from teraio.runtime.ledger.record import Record
 from teraio.runtime.store.store import Store
 from teraio.session import session
 
-WRITES_SHARE = 0.3  # of the transfer time; the forward, in which writes hide, is a third of the step
+WRITES_SHARE = 0.3  # share of writes in the transfer time, because the forward is a third of the step
 PLANNED_TARGET, FORCED_TARGET = 1.15, 1.6
-SLOTS = 8  # operations of the drive at once
+SLOTS = 8  # concurrent operations of the drive
 
 
 @library.custom_op("teraio_overlap::product", mutates_args=())
 def product(a: torch.Tensor, b: torch.Tensor, pace_s: float) -> torch.Tensor:
-    """A matrix product that takes at least so long, as on a device that neighbours of this process do not
-    slow down."""
+    """Return the matrix product, after at least `pace_s` seconds.
+
+    The minimum imitates a device that other load on this machine does not slow down.
+    """
     began = time.perf_counter()
     result = a @ b
     time.sleep(max(0.0, pace_s - (time.perf_counter() - began)))
@@ -85,7 +89,7 @@ product.register_autograd(_backward, setup_context=_keep)
 
 
 class Chain(nn.Module):
-    """Matrix products and what lies between them: every layer saves what its backward needs."""
+    """A chain of matrix products and activations; every layer saves tensors for its backward."""
 
     def __init__(self, layers: int, width: int, pace_s: float) -> None:
         super().__init__()
@@ -99,7 +103,7 @@ class Chain(nn.Module):
 
 
 class Bench:
-    """The model twice, compiled plainly and with slots, and the store's shim."""
+    """The same model compiled plainly and with slots, and the shim of the store."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args = args
@@ -111,7 +115,8 @@ class Bench:
         self.compiled = torch.compile(ours, backend="teraio", options={"inner": "eager"})
         self.optimizer = torch.optim.SGD(ours.parameters(), lr=1e-3)
         os.environ["TERAIO_DISABLE"] = "1"
-        # Other options, or Dynamo may take the one's program for the other.
+        # These options differ from the options of the program with slots. With equal options Dynamo could
+        # reuse that program.
         options: Any = {"inner": "eager", "on_fallback": "warn"}
         self.plain = torch.compile(plain, backend="teraio", options=options)
         self.plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
@@ -127,7 +132,7 @@ class Bench:
         return time.perf_counter() - began
 
     def compute(self) -> float:
-        """A step of the plain program; no engine hears of it."""
+        """Run a step of the plain program, without an engine."""
         with patch.object(engine, "ENGINE", None):
             return self._train(self.plain, self.plain_optimizer)
 
@@ -135,7 +140,7 @@ class Bench:
         return self._train(self.compiled, self.optimizer)
 
     def start(self, budget_bytes: int, **settings: str) -> None:
-        """An engine with this budget, its store behind the shim."""
+        """Start an engine with this budget, with its store behind the shim."""
 
         def wrap(inner: _native.Io) -> _native.Io:
             self.shim = _native.FaultIo(inner)
@@ -157,7 +162,7 @@ class Bench:
         self.shim.add("delay", "read", sticky=True, delay_s=read_s)
 
     def profile(self, budget_bytes: int, warmup: int) -> Profile:
-        """As `options={"profile": ...}` writes it."""
+        """Record a profile as `options={"profile": ...}` writes it."""
         path = str(self.folder / "run.profile.json")
         self.start(budget_bytes, TERAIO_PROFILE=path, TERAIO_WARMUP=str(warmup))
         for _ in range(warmup + 2):
@@ -166,7 +171,7 @@ class Bench:
         return Profile.read(path)
 
     def busy(self) -> dict[str, float]:
-        """Seconds in which the drive wrote and read, and the bytes, since the store was opened."""
+        """Return the drive's seconds and bytes of writing and reading since the store was opened."""
         assert engine.ENGINE is not None
         stats = engine.ENGINE.mover.store.space.transfers.stats()
         return {
@@ -177,8 +182,10 @@ class Bench:
         }
 
     def run(self, plan: Plan, steps: int = 1) -> tuple[float, dict[str, float]]:
-        """Seconds of the last of so many steps, with this plan, and what the drive and the engine did in
-        it."""
+        """Run some steps with this plan.
+
+        Return the duration of the last step, and the counts of the drive and the engine in this step.
+        """
         assert engine.ENGINE is not None
         engine.ENGINE.follow_plan(plan)
         took, did = 0.0, {}
@@ -192,7 +199,7 @@ class Bench:
 
 
 def forced(plan: Plan) -> Plan:
-    """The same moves, each in the one place where compute waits for it."""
+    """Return the plan with the same moves, each issued where compute waits for it."""
     return replace(
         plan,
         moves=tuple(
@@ -206,7 +213,9 @@ def forced(plan: Plan) -> Plan:
 
 @contextlib.contextmanager
 def at_once() -> Iterator[None]:
-    """Compute waits for a write where the plan has it done, whether or not its room is needed there."""
+    """Make compute wait for every write at the tick at which the plan frees the bytes, even if no kernel
+    needs the bytes yet.
+    """
 
     def waits(self: PendingEvictions, record: Record, by_plan: bool = False) -> None:
         self.end_evict(record)
@@ -216,7 +225,7 @@ def at_once() -> Iterator[None]:
 
 
 def budget_of(profile: Profile, part: float) -> int:
-    """So far from the smallest budget to the one in which everything fits."""
+    """Return a budget between the smallest budget (part 0) and the budget that fits everything (part 1)."""
     most = check_plan_against_profile(Plan("", "none", 2**62), profile).peak_bytes
     least = problem.smallest_budget(profile)
     return int(least + part * (most - least))
@@ -228,7 +237,7 @@ def machine(write_rate: float, read_rate: float) -> Machine:
 
 
 def moved(plan: Plan, profile: Profile) -> tuple[int, int]:
-    """Bytes that a step writes and reads."""
+    """Return the bytes that a step writes and reads."""
     sizes = {tensor.name: tensor.size_bytes for tensor in profile.tensors}
     writes = [move for move in plan.moves if isinstance(move, Evict) and move.trigger is not None]
     reads = [move for move in plan.moves if isinstance(move, Fetch)]
@@ -236,18 +245,22 @@ def moved(plan: Plan, profile: Profile) -> tuple[int, int]:
 
 
 def throttled_plan(bench: Bench, profile: Profile, budget: int, transfer_s: float) -> tuple[Plan, Machine]:
-    """A plan for the drive as it is when its writes and reads take `transfer_s` together: delay and plan
-    follow each other for a few rounds."""
+    """Set the drive's delays so that a step's writes and reads take `transfer_s`. Return a plan for the
+    delayed drive.
+
+    The plan depends on the delays, and the delays depend on the plan. So the function adjusts both for a few
+    rounds.
+    """
     assert engine.ENGINE is not None
     chunk = engine.ENGINE.mover.store._slabs.slab_bytes * SLOTS
     wanted = (WRITES_SHARE * transfer_s, (1 - WRITES_SHARE) * transfer_s)
-    excess = budget_of(profile, 1.0) - budget  # at least this much must move
-    assert excess > 0, "everything fits: nothing would move"
+    excess = budget_of(profile, 1.0) - budget  # the bytes that must move at least
+    assert excess > 0, "everything fits, so nothing would move"
     rates = (excess / wanted[0], excess / wanted[1])
     delays = [chunk / rate for rate in rates]
     for _ in range(3):
-        here = machine(*rates)
-        plan = planners.plan(profile, here, budget)
+        drive = machine(*rates)
+        plan = planners.plan(profile, drive, budget)
         bench.throttle(*delays)
         with at_once():
             _, did = bench.run(forced(plan), steps=2)
@@ -256,21 +269,21 @@ def throttled_plan(bench: Bench, profile: Profile, budget: int, transfer_s: floa
         counts = moved(plan, profile)
         rates = (counts[0] / wanted[0], counts[1] / wanted[1])
     bench.throttle(*delays)
-    here = machine(*rates)
-    return planners.plan(profile, here, budget), here
+    drive = machine(*rates)
+    return planners.plan(profile, drive, budget), drive
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     bench = Bench(args, folder)
     budget = 2**30
-    for _ in range(2):  # the slabs count as memory, and less of it has smaller ones
+    for _ in range(2):  # slabs count as memory, and a smaller budget has smaller slabs
         budget = budget_of(bench.profile(budget, warmup=1), args.part)
     profile = bench.profile(budget, warmup=3)
     result: dict[str, Any] = {}
     for attempt in range(1, args.attempts + 1):
         compute_s = statistics.median(bench.compute() for _ in range(3))
-        plan, here = throttled_plan(bench, profile, budget, args.transfer * compute_s)
-        predicted = simulate.simulate(plan, profile, here)
+        plan, drive = throttled_plan(bench, profile, budget, args.transfer * compute_s)
+        predicted = simulate.simulate(plan, profile, drive)
         result = {
             "benchmark": "overlap",
             "attempt": attempt,
@@ -287,7 +300,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def rounds(bench: Bench, plan: Plan, count: int) -> dict[str, Any]:
-    """The three ways in turn, so that a neighbour on this machine slows them all; medians."""
+    """Run the three ways alternately, so that other load slows them equally. Return medians."""
     rows: dict[str, list[float]] = {"compute": [], "planned": [], "forced": []}
     did: dict[str, list[dict[str, float]]] = {"planned": [], "forced": []}
     for _ in range(count):
@@ -311,7 +324,7 @@ def rounds(bench: Bench, plan: Plan, count: int) -> dict[str, Any]:
 
 
 def figures(result: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
-    """(name, value, target, passed)."""
+    """Return rows (name, value, target, passed)."""
     planned, forced_ = result["planned_per_compute"], result["forced_per_compute"]
     return [
         ("planned-per-compute", planned, PLANNED_TARGET, planned <= PLANNED_TARGET),
@@ -328,9 +341,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch", type=int, default=1024)
-    parser.add_argument("--pace-ms", type=float, default=0.0, help="the least that a product takes")
+    parser.add_argument("--pace-ms", type=float, default=0.0, help="least duration of a product")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--part", type=float, default=0.4, help="of the way from the least memory to all")
+    parser.add_argument("--part", type=float, default=0.4, help="budget: 0 the smallest, 1 holds all")
     parser.add_argument("--transfer", type=float, default=0.8, help="time of transfers per time of compute")
     parser.add_argument("--attempts", type=int, default=1, help="measure again if a target was missed")
     parser.add_argument("--dir", type=Path, default=None)

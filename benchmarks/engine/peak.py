@@ -1,14 +1,17 @@
-"""What a plan says the peak will be against what an allocator counts; and no plan compiles anything anew.
+"""Benchmark of (1) a plan's predicted peak against an allocator's count, (2) the recompilations that plans
+cause.
 
     python benchmarks/engine/peak.py [--inner inductor] [--layers 6] [--batch 8] [--length 256] [--steps 3]
 
-A Llama with AdamW trains plainly, then under parts of the memory that took: compiled once, measured, planned,
-and planned anew for less memory while it runs. Per plan a row: the budget, the peak it predicts, the largest
-peak of the steps that followed it, and how many graphs Dynamo had compiled by then (one for the plain model).
-The predicted peak holds the reserve and the buffers of the store, which are no tensors: `of tensors` is
-without them, and is what the measured peak is compared with: below it memory lies idle. A run may be above
-it, and stays within the budget: who waits for a late write is who needs its room. Prints the table to stderr,
-one JSON object to stdout.
+A Llama with AdamW trains plainly, then with parts of the memory that plain training took. Each such run is
+compiled once, measured, planned, and planned again for less memory while it runs. Each plan gives a row. The
+row holds the budget, the predicted peak and the largest peak of the steps with that plan. The row also holds
+the number of graphs that Dynamo had compiled (one for the plain model).
+
+The predicted peak includes the reserve and the buffers of the store. `of tensors` excludes both. The script
+compares `of tensors` with the measured peak. A lower measured peak means idle memory. A run may exceed `of
+tensors` but not the budget, because an allocation waits for a late write if it needs that memory. The script
+prints the table to stderr, one JSON object to stdout.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from teraio.session import session
 
 PARTS = (1.0, 0.8, 0.6, 0.5)
 WARMUP = 2
-TOLERANCE = 0.02  # of the budget: how far the measured peak may be above or below the predicted one
+TOLERANCE = 0.02  # allowed difference of measured and predicted peak, as a share of the budget
 HEAD = (
     f"{'budget':>10} {'plan':>12} {'moves':>5} {'predicted':>10} {'of tensors':>10} {'measured':>10} "
     f"{'off by':>8} graphs"
@@ -57,7 +60,8 @@ class Bench:
         torch.manual_seed(0)
         self.model = Llama(Shape(layers=args.layers))
         self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
-        # Other options, or Dynamo gives both the program that was compiled first.
+        # The two sets of options differ. With equal options Dynamo would use the first compiled program for
+        # both models.
         self.ours, self.plain = (
             torch.compile(self.model, backend="teraio", options={"inner": args.inner, **more})
             for more in ({}, {"on_fallback": "warn"})
@@ -73,7 +77,7 @@ class Bench:
         self.others = self.counting.alive_bytes() - sum(p.nbytes for p in self.model.parameters())
 
     def steps(self, compiled: Any, count: int) -> int:
-        """The largest peak of so many steps."""
+        """Run some steps and return their largest peak."""
         largest = 0
         for _ in range(count):
             size = (self.args.batch, self.args.length + 1)
@@ -93,7 +97,7 @@ class Bench:
         return peak
 
     def under(self, budget: int, folder: Path) -> list[dict[str, Any]]:
-        """A row for the plan that was made in the run, and one for the plan that took its place."""
+        """Return a row for the plan made during the run, and a row for the plan that replaced this plan."""
         self.restart()
         path = folder / "run.profile.json"
         os.environ.update(
@@ -115,7 +119,8 @@ class Bench:
         running.engine.settle_plan = noted  # type: ignore[method-assign]
         self.steps(self.ours, 1)
         before = counters["stats"]["unique_graphs"]
-        # One more, in which the last measured step is seen to be over and the plan begins to be followed.
+        # Run one step more. In this step the engine sees the end of the last measured step, and begins to
+        # follow the plan.
         measuring = self.steps(self.ours, WARMUP + 2)
         plan = made[0]
         assert plan is not None, "no plan was made"
@@ -124,7 +129,7 @@ class Bench:
         less = (budget + problem.smallest_budget(profile)) // 2
         again = planners.plan(profile, running.planning.machine, less)
         running.engine.follow_plan(again)
-        self.steps(self.ours, 1)  # what the plan before had moved comes back to where this one wants it
+        self.steps(self.ours, 1)  # this step moves tensors from the earlier plan's tiers to the new plan's
         rows.append(self.row("planned anew", less, again, self.steps(self.ours, self.args.steps), before))
         rows[0]["measuring_peak_bytes"] = measuring
         return rows
@@ -167,7 +172,7 @@ def machine() -> dict[str, Any]:
 
 
 def figures(rows: list[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
-    """(name, value, target, passed)."""
+    """Return rows (name, value, target, passed)."""
     off = max(abs(row["difference_bytes"]) / row["budget_bytes"] for row in rows)
     short = max(-row["difference_bytes"] / row["budget_bytes"] for row in rows)
     over = max(row["measured_peak_bytes"] / row["budget_bytes"] for row in rows)
@@ -186,7 +191,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=3, help="that follow each plan")
+    parser.add_argument("--steps", type=int, default=3, help="steps measured with each plan")
     args = parser.parse_args()
     counting = counting_allocator.install_over_ours()
     torch.set_num_threads(1)

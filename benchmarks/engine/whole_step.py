@@ -1,16 +1,25 @@
-"""A whole training under a budget: gradient accumulation, clipping and AdamW, against the same without one.
+"""Benchmark of whole trainings under a budget: gradient accumulation, clipping and AdamW, against plain
+training.
 
-    python benchmarks/engine/whole_step.py [--inner inductor] [--layers 6] [--batch 4] [--length 128] [--steps
-    10]
+    python benchmarks/engine/whole_step.py [--inner inductor] [--layers 6] [--batch 4] [--length 128]
+                                           [--steps 10]
 
-Plain training first: its peak P. Then budgets of 0.5 P, 0.3 P and the smallest that is not refused. Per
-budget a row: whether losses, gradient norms, weights and states are bit-equal, the largest peak (of tensors,
-counted by an allocator), the step's time against plain's, what moved per step, the least time that the drive
-takes for it, and the most bytes of weights, gradients and states that were there at once between the end of a
-backward and the end of `zero_grad`, beside those of the largest bucket of the optimizer. What fits stays, so
-these grow with the budget; what that stretch needs is in the last row: 0.5 P once more, and from the end of
-each backward to the end of `zero_grad` room for two buckets and a parameter, no more. Sizes in MiB. Prints
-the table to stderr, one JSON object to stdout.
+Plain training runs first; its peak is P. Trainings follow with budgets of 0.5 P, 0.3 P and the smallest
+budget that the engine accepts. Each budget gives a row:
+
+equal                 whether losses, gradient norms, weights and states are bit-equal
+peak                  the largest peak of tensors, counted by an allocator
+step, x plain         the step's time, and its ratio to the time of a plain step
+read, written         bytes moved per step
+drive                 the least time that the drive needs for these bytes
+persistent            the most bytes of weights, gradients and states resident at the same time, between the
+                      end of a backward and the end of `zero_grad`
+bucket                the largest bucket of the optimizer
+
+Tensors that fit are kept resident, so `persistent` grows with the budget. The last row measures the memory
+that the step needs between the end of a backward and the end of `zero_grad`. The budget is 0.5 P again. But
+from the end of each backward to the end of `zero_grad` the budget is two buckets and a parameter. Sizes are
+in MiB. The script prints the table to stderr, one JSON object to stdout.
 """
 
 from __future__ import annotations
@@ -52,7 +61,7 @@ from teraio.units import parse_bytes
 PARTS = (0.5, 0.3)
 ACCUMULATE = 4
 NORM = 0.5
-STEADY = 4  # of the last steps, whose times and moves count
+STEADY = 4  # number of last steps whose times and moves are reported
 PROBES_MAX = 12
 PERSISTENT = {"weight", "grad", "state"}
 HEAD = (
@@ -62,7 +71,7 @@ HEAD = (
 
 
 class Widest:
-    """The most bytes of persistent tensors that were there at once, and of the largest bucket."""
+    """The most bytes of persistent tensors resident at the same time, and the bytes of the largest bucket."""
 
     def __init__(self) -> None:
         self.bytes = self.bucket_bytes = 0
@@ -71,10 +80,9 @@ class Widest:
     def look(self) -> None:
         if self.watching and engine.ENGINE is not None:
             records = engine.ENGINE.residency.records.values()
-            here = [
-                r for r in records if r.kind in PERSISTENT and r.state is not State.AWAY and not r.is_dead()
-            ]
-            self.bytes = max(self.bytes, sum(record.size_bytes for record in here))
+            live = [r for r in records if r.kind in PERSISTENT and not r.is_dead()]
+            resident = [record for record in live if record.state is not State.EVICTED]
+            self.bytes = max(self.bytes, sum(record.size_bytes for record in resident))
 
     def __enter__(self) -> None:
         opened, brought = step_call.OptimizerCall.open_bucket, user_code.UserCode.make_resident_for_user
@@ -109,10 +117,10 @@ class Training:
         self.compiled: Any = None
 
     def run(self, budget: int, steps: int, confined: bool = False) -> dict[str, Any]:
-        """One training from the start; what came out, and what it took."""
+        """Run one training from the start and return its results and costs."""
         self.confined = confined
         torch._dynamo.reset()
-        self.model = self.optimizer = self.compiled = None  # the run before
+        self.model = self.optimizer = self.compiled = None  # frees the memory of the previous run
         gc.collect()
         os.environ.pop("TERAIO_DISABLE", None)
         os.environ.update({"TERAIO_MEMORY": str(budget)} if budget else {"TERAIO_DISABLE": "1"})
@@ -170,14 +178,16 @@ class Training:
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """For two buckets and a parameter; what is too much leaves before."""
+        """Evict tensors until the rest fits into two buckets and a parameter, and limit the budget to this
+        size.
+        """
         running = engine.ENGINE
         assert running is not None
         residency = running.residency
         parameter = max(parameter.nbytes for parameter in self.model.parameters())
         room = 2 * self.widest.bucket_bytes + parameter + residency.fixed_bytes + residency.reserve_bytes
         with patch.object(residency, "budget_bytes", min(room, residency.budget_bytes)):
-            residency.serial += 1
+            residency.advance_slot()
             residency.evict_until_fits(0, None, running.user.must_be_resident)
             yield
 
@@ -190,7 +200,9 @@ class Training:
         return digest.hexdigest()
 
     def smallest(self, start: int) -> int:
-        """The smallest budget that works: an error names what is needed where it stopped."""
+        """Return the smallest budget that works. Each BudgetError names the memory needed at the place where
+        the error was raised.
+        """
         budget = start
         for _ in range(PROBES_MAX):
             try:

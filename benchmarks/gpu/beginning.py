@@ -1,5 +1,8 @@
-"""How a child begins: a rehearsal's with the stand-in for a GPU's driver, each with a file into which it
-writes what it has found so far, and with a deadline."""
+"""The start of a child process of the GPU run.
+
+In a rehearsal the module installs the stand-in for a GPU's driver. The module writes partial results to a
+file, and reports the time left until the deadline.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ REHEARSAL = os.environ.get("REHEARSE", "") not in ("", "0")
 
 
 def stand_in() -> None:
-    """Before torch sees a GPU: on a rehearsal there is none."""
+    """Install the stand-in in a rehearsal, where there is no GPU. Call it before torch looks for a GPU."""
     if REHEARSAL and (name := os.environ.get("STAND_IN", "")):
         importlib.import_module(name)
 
 
 def write(found: dict[str, Any]) -> None:
-    """Whole or not at all: whoever ends us keeps what there is."""
+    """Write the result file atomically. If the process is then killed, the file has the last whole result."""
     path = Path(os.environ.get("RESULT") or os.devnull)
     if path == Path(os.devnull):
         return
@@ -31,5 +34,5 @@ def write(found: dict[str, Any]) -> None:
 
 
 def left_s() -> float:
-    """Seconds until this process is killed."""
+    """Return the seconds until this process is killed."""
     return float(os.environ.get("UNTIL_S", "1e9")) - (time.monotonic() - BEGUN_S)

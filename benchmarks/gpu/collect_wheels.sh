@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Collects what run.sh needs on a machine with a GPU and no network: wheels for Python 3.12 on x86-64.
+# Collects the wheels that run.sh needs on a machine with a GPU and no network (Python 3.12, x86-64).
 # usage: collect_wheels.sh [--python PYTHON] [DIR]     (default: python3.12, and wheels, which git ignores)
 #
-# PYTHON is a Python 3.12 with exactly the torch of the GPU's machine. The wheel of teraio is built with it,
-# and what teraio compiles for a torch. A bare environment of torch 2.11 has networkx, and numpy is there; it
-# lacks the solver and what that imports. So the machine needs neither a compiler nor a network.
+# PYTHON is a Python 3.12 with exactly the torch of the GPU's machine. PYTHON builds the wheel of teraio, and
+# the binaries that teraio compiles for a torch. An environment with only torch 2.11 already has networkx and
+# numpy. Such an environment lacks the solver and the solver's imports. With these wheels the machine needs
+# neither a compiler nor a network.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 python=python3.12
@@ -13,7 +14,7 @@ if [ "${1:-}" = --python ]; then
   shift 2
 fi
 target=${1:-$root/wheels}
-limit_mib=58 # with the tree, less than 64
+limit_mib=58 # wheels and tree together must stay below 64 MiB
 
 mkdir -p "$target/built"
 target=$(cd "$target" && pwd)
@@ -31,7 +32,7 @@ isolated=()
 # shellcheck disable=SC1091
 (. "$root/benchmarks/gpu/made_from.sh" "$root") >"$target/made-from"
 
-# A training of a moment, in the wheels alone: what is compiled for this torch is kept.
+# Train for a moment with the wheels alone, and keep the binaries that teraio compiles for this torch.
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 for wheel in "$target"/*.whl; do "$python" -m zipfile -e "$wheel" "$scratch/site"; done

@@ -1,12 +1,12 @@
-"""The fourteen minutes: whether teraio works on this GPU, to the bit and within its budgets, and how fast.
+"""The whole GPU run, in fourteen minutes: correctness to the bit, budgets and speed.
 
-    first     smoke -> stop if that fails
-              side by side: probes; small models for their bits; a cut card; the large model is compiled
-              alone on the card: the large model for its speed; torch's stream sanitizer
-    second    what failed, again, with all that teraio says; else the rest of the speeds
+    first     smoke -> stop if it fails
+              side by side: probes; small models, compared to the bit; a memory cap; compile the large model
+              alone on the card: the speed of the large model; torch's stream sanitizer
+    second    failed jobs run again, with debug logs; if no job failed, the remaining speed jobs run
 
-All that runs is a job of its own (jobs.py); a row is written when a job ends (rows.py). What the first
-command leaves for the second is in the kept folder.
+Every piece of work is a job (jobs.py). Each ended job writes a row (rows.py). The first command leaves its
+state for the second command in the kept folder.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from beginning import REHEARSAL
 from jobs import Crew, Ended, Figures, Job, read
 from rows import Book, compared, has, peak_of, run_row, speed_row, within
 
-SIDE_BY_SIDE_SHARE = 0.5  # of the time, at most; what is left is for speed
-SHARES = (0.4, 0.25, 0.6)  # of the plain peak, by worth
-FREED_S = 4.0  # until the driver has taken back what killed processes had
-AGAIN_MOST = 4  # jobs of the first command that are run again
+SIDE_BY_SIDE_SHARE = 0.5  # largest share of the time for jobs side by side; the rest is for speed
+SHARES = (0.4, 0.25, 0.6)  # shares of the plain peak, most useful first
+FREED_S = 4.0  # seconds until the driver has freed killed processes' memory
+AGAIN_MOST = 4  # most failed jobs of the first command that run again
 AGAIN_LOG_BYTES = 2 * 2**20
 OUT_OF_MEMORY = "out of memory"
 BUDGET = "BudgetError"
 
 
 class Conductor:
-    """One command: its jobs, what became of them, and what is said of it at the end."""
+    """One command: its jobs, their results, and the summary printed at the end."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.ends_s = time.monotonic() + args.seconds
@@ -50,17 +50,19 @@ class Conductor:
         self.crew = Crew(logs, self.on_end)
         self.ended: dict[str, Ended] = {}
         self.compared: set[str] = set()
-        self.told: list[str] = []  # a line each
-        self.failed: list[str] = []  # names of jobs, in their order
+        self.told: list[str] = []  # printed lines
+        self.failed: list[str] = []  # names of failed jobs, in order
         self.asked_slots = False
         self.large = dict(trainings.LARGE)
         self.large_peak_bytes = 0
         self.speeds: list[str] = []
 
-    # ---- what happens when a job ends
+    # ---- when a job ends
 
     def on_end(self, ended: Ended) -> Iterable[Job]:
-        """Its rows, at once, and the jobs that come of it. An error of ours costs this job's rows alone."""
+        """Write the job's rows immediately, and return follow-up jobs. If this code raises an error, only
+        this job's rows are lost.
+        """
         try:
             return self.take_in(ended)
         except Exception:  # noqa: BLE001  the other jobs must run
@@ -89,7 +91,7 @@ class Conductor:
         return self.more(ended)
 
     def tell(self, ended: Ended) -> None:
-        """A line for whoever reads along, and whether it has failed."""
+        """Print a line about the ended job. If the job failed, record it as failed."""
         job, row = ended.job, run_row(ended)
         verdict = "ok" if ended.in_order else f"FAILED ({row.get('error') or ended.why}, code {ended.code})"
         if ended.why == "no time left":
@@ -99,7 +101,7 @@ class Conductor:
         elif job.name == "cut plain":
             refused = has(ended, OUT_OF_MEMORY)
             verdict = (
-                "ok: out of memory, as it should" if refused else f"FAILED: it is not refused, {ended.why}"
+                "ok: out of memory, as expected" if refused else f"FAILED: no out of memory, {ended.why}"
             )
             if not refused:
                 self.failed.append(job.name)
@@ -118,12 +120,12 @@ class Conductor:
         self.told.append(line)
 
     def compare(self) -> None:
-        """Whatever has all that it takes by now."""
+        """Compare every job whose reference runs have ended by now."""
         pairs = trainings.REFERENCES
         pairs = pairs | {trainings.with_more(name): beside for name, beside in pairs.items()}
         for name, (reference, twice) in pairs.items():
-            there = all(other in self.ended for other in (name, reference, twice) if other)
-            if not there or name in self.compared:
+            complete = all(other in self.ended for other in (name, reference, twice) if other)
+            if not complete or name in self.compared:
                 continue
             self.compared.add(name)
             row = compared(self.ended[name], self.ended[reference], self.ended.get(twice))
@@ -135,11 +137,13 @@ class Conductor:
             }
             if row.get("steps"):
                 self.say(f"{name} and {reference}: {verdict[row['equal']]} ({row['steps']} steps)")
-            if row["equal"] is False:  # nothing is worse
+            if row["equal"] is False:  # different numbers are the worst failure
                 self.failed.insert(0, name)
 
     def more(self, ended: Ended) -> list[Job]:
-        """Once more where that tells what is missing; and the large model, when its attention is known."""
+        """Return follow-up jobs: (1) retries with more memory or more records, (2) jobs of the large model,
+        as soon as its kind of attention is known.
+        """
         job, found = ended.job, list[Job]()
         if has(ended, BUDGET) and not job.name.endswith(trainings.MORE):
             memory = job.asked["memory"] + trainings.MORE_BYTES
@@ -160,7 +164,7 @@ class Conductor:
     # ---- the stages
 
     def smoke(self) -> bool:
-        """Whether there is any use in going on."""
+        """Run the smoke test. Return True if the test passed, because only then the other jobs make sense."""
         self.crew.run([Job("nvidia-smi", ("nvidia-smi",), 20, least_s=1)], self.ends_s)
         limit = 180 if REHEARSAL else 120  # on a fresh machine the first import of torch reads gigabytes
         self.crew.run([Job("smoke", (sys.executable, trainings.SMOKE), limit)], self.ends_s)
@@ -185,10 +189,12 @@ class Conductor:
             time.sleep(FREED_S)
 
     def speed(self, shares: Iterable[float], **options: Any) -> None:
-        """The large model within parts of its plain peak, one after another."""
+        """Train the large model several times, one after another. The budgets are the given shares of its
+        plain peak.
+        """
         for share in shares:
             if not self.large_peak_bytes:
-                self.say("large: how much plain training takes is not known, so no part of it can be given")
+                self.say("large: no job, because the peak of plain training is unknown")
                 return
             profile: Figures = {}
             if share == SHARES[0] and not options:  # a measured profile of such a model is worth keeping
@@ -238,7 +244,7 @@ class Conductor:
         return 0
 
     def stages(self, *stages: Callable[[], None]) -> None:
-        """One after another, whatever becomes of each."""
+        """Run the stages in order, also after one of them fails."""
         for stage in stages:
             try:
                 stage()
@@ -253,8 +259,8 @@ class Conductor:
         if plain := state.get("large_plain"):
             self.ended["large plain"] = Ended(trainings.speed_plain(self.large), 0, 0.0, "ended", plain)
         jobs = [
-            trainings.trained(f"again {name}", asked, 55, gib, environment={"TERAIO_LOG": "debug"})
-            for name, asked, gib in state.get("failed", [])[:AGAIN_MOST]
+            trainings.trained(f"again {name}", settings, 55, gib, environment={"TERAIO_LOG": "debug"})
+            for name, settings, gib in state.get("failed", [])[:AGAIN_MOST]
         ]
         self.say(
             f"{len(jobs)} of the first command's jobs again; large peak {self.large_peak_bytes >> 20} MiB"
@@ -268,7 +274,7 @@ class Conductor:
         return 0
 
     def leave(self) -> None:
-        """Write down what the second command must know."""
+        """Write the state that the second command needs."""
         failed = [self.ended[name].job for name in dict.fromkeys(self.failed)]
         state = {
             "failed": [(job.name, job.asked, job.gib) for job in failed],
@@ -290,9 +296,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("command", choices=("first", "second"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kept", type=Path, required=True, help="what the second command finds of the first")
-    parser.add_argument("--seconds", type=float, required=True, help="all of it ends by then")
-    parser.add_argument("--stale", action="store_true", help="the wheel was not made from this tree")
+    parser.add_argument("--kept", type=Path, required=True, help="folder of the state between the commands")
+    parser.add_argument("--seconds", type=float, required=True, help="time limit of the whole command")
+    parser.add_argument("--stale", action="store_true", help="the wheel was not built from this tree")
     args = parser.parse_args()
     conductor = Conductor(args)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -304,7 +310,7 @@ def main() -> int:
     summary = [
         line for line in conductor.told if "FAILED" in line or "DIFFERS" in line or "NOT WITHIN" in line
     ]
-    print("\n".join(["", f"{len(summary)} things are wrong:", *summary]), flush=True)
+    print("\n".join(["", f"{len(summary)} failures:", *summary]), flush=True)
     conductor.book.write("end", {"wrong": summary, "code": code})
     return code
 

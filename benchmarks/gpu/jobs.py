@@ -1,11 +1,11 @@
-"""Children with deadlines, several at a time: what one of them does costs no other anything.
+"""Child processes with deadlines. Several children run at the same time, isolated from each other.
 
-    Job      a command, what it needs of the card, and how long it may take
-    Crew     starts jobs in their order as far as the card's memory reaches, and ends each at its deadline
-    Ended    what became of one: its exit code, the result file that it wrote, the end of its log
+    Job      a command, its share of the card's memory, and its time limit
+    Crew     starts jobs in order as the card's memory allows, and ends each at its deadline
+    Ended    the end of a job: exit code, result file and the end of its log
 
-A child is the first of a process group, and all of the group ends with it. Nothing here waits without a
-limit: a process that does not even end when it is killed is given up.
+Each child leads its own process group, and the whole group ends with it. Every wait in this module has a
+limit. This module stops waiting for a process that survives SIGKILL.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ from typing import Any
 Figures = dict[str, Any]
 
 LOOK_S = 0.05
-STACK_S = 1.5  # from the signal that makes Python say where it is to the one that ends it
-GIVEN_UP_S = 5.0  # a process in the driver's hands may not end at all
+STACK_S = 1.5  # seconds between the signal that makes Python print its stack and SIGKILL
+GIVEN_UP_S = 5.0  # seconds to wait for a killed process; a process inside the driver may never end
 TAIL_BYTES = 16_000
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Something to run. `gib`: of the card's memory; `after`: jobs that must have ended before."""
+    """A command to run. `gib` is its share of the card's memory. `after` names jobs that must end before this
+    job starts.
+    """
 
     name: str
     command: tuple[str, ...]
     limit_s: float
     gib: float = 0.0
-    least_s: float = 10.0  # with less time than this there is no use in starting
+    least_s: float = 10.0  # with less time left, the job is not started
     after: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
-    asked: Figures = field(default_factory=dict)  # what its row says of it
+    asked: Figures = field(default_factory=dict)  # the job's settings, as its row reports them
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a job. `code` is None if it never ran, or did not end when it was killed."""
+    """The end of a job. `code` is None if the job never ran, or survived SIGKILL."""
 
     job: Job
     code: int | None
@@ -60,12 +62,12 @@ class Ended:
 
     @property
     def in_order(self) -> bool:
-        """It ended by itself, without an error, and says so in its result."""
+        """Return True if the job ended by itself and without an error, and its result file confirms this."""
         return self.code == 0 and bool(self.result.get("ended"))
 
 
 def tail(path: Path, size_bytes: int = TAIL_BYTES) -> str:
-    """The end of a log, which may have anything in it."""
+    """Return the end of a log, which may contain any bytes."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - size_bytes))
@@ -75,7 +77,7 @@ def tail(path: Path, size_bytes: int = TAIL_BYTES) -> str:
 
 
 def read(path: Path) -> Figures:
-    """A result file; empty if there is none, or if it is not whole."""
+    """Return a result file's content; empty if the file is missing or truncated."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -84,7 +86,7 @@ def read(path: Path) -> Figures:
 
 
 class Child:
-    """A job that runs."""
+    """A running job."""
 
     def __init__(self, job: Job, folder: Path, ends_s: float) -> None:
         name = "".join(c if c.isalnum() else "-" for c in job.name)
@@ -99,7 +101,8 @@ class Child:
             "UNTIL_S": str(self.ends_s - self.begun_s),
         }
         with self.log.open("wb") as log:
-            # A group and not a session: whoever ends our session ends the children with it.
+            # The child gets a process group, but no session. So the end of our session also ends the
+            # children.
             self.process = subprocess.Popen(
                 job.command,
                 stdout=log,
@@ -114,7 +117,11 @@ class Child:
             (os.killpg if group else os.kill)(self.process.pid, number)
 
     def ended(self) -> Ended:
-        """Called when it has ended, or was given up: what it left in its group ends, too."""
+        """Return the end of the job.
+
+        Kill the rest of its process group. Call this after the job has ended, or after the crew has stopped
+        waiting for it.
+        """
         self.signal(signal.SIGKILL, group=True)
         seconds = round(time.monotonic() - self.begun_s, 1)
         return Ended(self.job, self.process.poll(), seconds, self.why, read(self.result), self.log)
@@ -124,22 +131,26 @@ OnEnd = Callable[[Ended], Iterable[Job]]
 
 
 class Crew:
-    """Runs jobs side by side. `on_end` gets each that has ended, at once, and may return more jobs."""
+    """A crew that runs jobs side by side. `on_end` gets each job as soon as it ends, and may return more
+    jobs.
+    """
 
     def __init__(self, folder: Path, on_end: OnEnd) -> None:
         self.folder, self.on_end = folder, on_end
         self.running: list[Child] = []
 
     def run(self, jobs: Sequence[Job], ends_s: float, most: int = 1, gib: float = float("inf")) -> None:
-        """All jobs, at most so many at a time and as the card's memory reaches; at `ends_s`, by the monotonic
-        clock, whatever still runs is killed."""
+        """Run all jobs, limited by their number and the card's memory.
+
+        At `ends_s`, by the monotonic clock, kill all jobs that still run.
+        """
         waiting = list(jobs)
         while waiting or self.running:
             for job in self._startable(waiting, most, gib, ends_s):
                 waiting.remove(job)
                 waiting[:0] = self._start(job, ends_s)
             if not self.running and not self._startable(waiting, most, gib, ends_s):
-                # For something that does not come, or there is no time left.
+                # The remaining jobs wait for a job that will never end, or no time is left.
                 for job in waiting:
                     self._tell(Ended(job, None, 0.0, "no time left", {}))
                 return
@@ -147,7 +158,10 @@ class Crew:
             waiting[:0] = self._collect()
 
     def _startable(self, waiting: list[Job], most: int, gib: float, ends_s: float) -> list[Job]:
-        """In their order. A job that is larger than the card is tried alone: it says what is missing."""
+        """Return the jobs that can start now, in their order.
+
+        A job larger than the card runs alone, because its error tells how much memory is missing.
+        """
         found: list[Job] = []
         taken = sum(child.job.gib for child in self.running)
         names = {job.name for job in waiting} | {child.job.name for child in self.running}
@@ -156,7 +170,7 @@ class Crew:
             if names & set(job.after) or time.monotonic() + job.least_s > ends_s:
                 continue
             if len(self.running) + len(found) >= most or (busy and taken + job.gib > gib):
-                break  # none overtakes it: a large one would wait for ever
+                break  # no job overtakes a large job, which would otherwise wait forever
             found.append(job)
             taken += job.gib
         return found
@@ -164,7 +178,7 @@ class Crew:
     def _start(self, job: Job, ends_s: float) -> list[Job]:
         try:
             self.running.append(Child(job, self.folder, ends_s))
-        except OSError as error:  # there is no such command
+        except OSError as error:  # no such command
             return self._tell(Ended(job, 127, 0.0, f"not started: {error}", {}))
         return []
 
@@ -183,7 +197,7 @@ class Crew:
         return list(self.on_end(ended))
 
     def _stop(self, children: Sequence[Child], why: str = "past its limit") -> None:
-        """First the signal on which Python prints where it is, then the one that cannot be refused."""
+        """Send SIGABRT, on which Python prints its stack, and then SIGKILL."""
         if not children:
             return
         for child in children:
@@ -195,7 +209,7 @@ class Crew:
         _wait(children, GIVEN_UP_S)
 
     def stop_all(self) -> None:
-        """For a signal from outside: no child outlives us."""
+        """Kill all children when a signal ends this process."""
         for child in self.running:
             child.signal(signal.SIGKILL, group=True)
 

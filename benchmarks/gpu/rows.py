@@ -1,6 +1,7 @@
-"""Rows: one per job and one per comparison, each on a line of its own as soon as it is known.
+"""Rows of results: one per job and one per comparison, each written as a line as soon as it is known.
 
-Every row says when, on what and with which versions, so that a line alone can be quoted."""
+Every row holds the date, the machine and the versions, so that a single line can be quoted.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from statistics import median
 from beginning import REHEARSAL
 from jobs import Ended, Figures
 
-SAID_MOST = 25  # lines of teraio's own
-LOG_BYTES, LOGS_BYTES = 24_000, 12 * 2**20  # of one job that failed, and of all
+SAID_MOST = 25  # most of teraio's own log lines in a result row
+LOG_BYTES, LOGS_BYTES = 24_000, 12 * 2**20  # limits for one failed job's log, and for all logs
 NOTHING_DONE = "the stand-in's Triton kernels do nothing: numbers mean nothing"
 VERSIONS = ("python", "torch", "triton", "cudnn", "teraio", "ortools")
 
 
 class Book:
-    """Rows and logs of one command, in two files."""
+    """The rows and logs of one command, in two files."""
 
     def __init__(self, out: Path, name: str, about: Figures) -> None:
         self.rows, self.logs = out / f"{name}.jsonl", out / f"{name}.log"
@@ -29,14 +30,14 @@ class Book:
             path.write_text("")
 
     def on(self, machine: Figures) -> None:
-        """The card and the versions are known from here on."""
+        """Record the card and the versions for all later rows."""
         self.about["card"] = machine.get("card")
         memory_gib = machine.get("memory_bytes", 0) >> 30
         self.about["machine"] = f"{machine.get('cores')} cores, {memory_gib} GiB, {machine.get('kernel')}"
         self.about["versions"] = {name: machine.get(name) for name in VERSIONS}
 
     def write(self, what: str, figures: Figures) -> None:
-        """One row. What cannot be written is no reason to end."""
+        """Write one row."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         with self.rows.open("a") as rows:
             rows.write(json.dumps({"date": now, "what": what, **self.about, **figures}) + "\n")
@@ -67,26 +68,26 @@ def reserved_of(result: Figures) -> int:
 
 
 def seconds_of(result: Figures) -> float | None:
-    """The median of the steps that count, which are those after the plan was there."""
+    """Return the median time of the timed steps. Timing begins when the engine follows a plan."""
     counted = result.get("seconds", [])[result.get("first_measured", 10**9) :]
     return median(counted) if counted else None
 
 
 def within(ended: Ended) -> bool | None:
-    """Whether torch's own count stayed in the budget; None if there was none, or no step."""
+    """Return True if torch's count never exceeded the budget; None without a budget or a step."""
     budget, peak = ended.job.asked.get("memory"), peak_of(ended.result)
     return peak <= budget if budget and peak and not ended.job.asked.get("slots") else None
 
 
 def run_row(ended: Ended) -> Figures:
-    """Read what a training found, or what became of it."""
-    result, asked = ended.result, ended.job.asked
+    """Return the row of a training: its results, or how it failed."""
+    result, settings = ended.result, ended.job.asked
     row: Figures = {
         "name": ended.job.name,
         "ended": ended.why,
         "code": ended.code,
         "seconds": ended.seconds,
-        "asked": asked,
+        "asked": settings,
         "in_order": ended.in_order,
         **{
             name: result[name]
@@ -105,10 +106,10 @@ def run_row(ended: Ended) -> Figures:
         "stats": result.get("stats", {}),
         "lines": lines_of(ended),
     }
-    if asked.get("memory"):
-        row["budget_bytes"] = asked["memory"]
-        row["over_bytes"] = max(0, peak_of(result) - asked["memory"])
-    if REHEARSAL and asked.get("inner", "inductor") == "inductor":
+    if settings.get("memory"):
+        row["budget_bytes"] = settings["memory"]
+        row["over_bytes"] = max(0, peak_of(result) - settings["memory"])
+    if REHEARSAL and settings.get("inner", "inductor") == "inductor":
         row["numbers"] = NOTHING_DONE
     if not ended.in_order:
         row["tail"] = ended.tail[-3000:]
@@ -116,19 +117,25 @@ def run_row(ended: Ended) -> Figures:
 
 
 def lines_of(ended: Ended) -> list[str]:
-    """Teraio's own lines: which plan, and what it had to do without."""
+    """Return the lines that teraio logged: its plan, and its fallbacks."""
     lines = [line[:400] for line in ended.tail.splitlines() if line.startswith("teraio")]
     return [line for line in lines if not line.startswith("teraio: measured step")][-SAID_MOST:]
 
 
 def has(ended: Ended, text: str) -> bool:
-    """Whether this stands in what it said of its end."""
-    said = (ended.result.get("error", ""), ended.result.get("said", ""), "" if ended.in_order else ended.tail)
-    return any(text in each for each in said)
+    """Return True if the text occurs in the job's last output or error."""
+    outputs = (
+        ended.result.get("error", ""),
+        ended.result.get("said", ""),
+        "" if ended.in_order else ended.tail,
+    )
+    return any(text in each for each in outputs)
 
 
 def compared(ours: Ended, plain: Ended | None, twice: Ended | None) -> Figures:
-    """Losses to the bit, beside those of the plain run, if that is equal to itself."""
+    """Compare our losses to the bit with the plain run, if a second plain run has the same losses as the
+    first.
+    """
     row: Figures = {"name": ours.job.name, "equal": None, "within": within(ours)}
     if plain is None or not plain.result.get("losses") or not ours.result.get("losses"):
         return {**row, "not compared": "one of the two has no losses"}
@@ -158,7 +165,7 @@ def same(one: list[str], other: list[str]) -> bool:
 
 
 def apart(one: list[str], other: list[str]) -> float:
-    """The largest relative difference of two losses of the same step."""
+    """Return the largest relative difference of two losses of the same step."""
     pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in zip(one, other)]
     return max(
         (abs(a / b - 1) if b else abs(a) for a, b in pairs if not isnan(a) and not isnan(b)), default=0.0
@@ -166,14 +173,16 @@ def apart(one: list[str], other: list[str]) -> float:
 
 
 def speed_row(ended: Ended, plain: Ended | None) -> Figures:
-    """How fast, beside the plain run, what was predicted, and what no plan can beat."""
-    result, asked = ended.result, ended.job.asked
+    """Return a row of speed. The row compares the run's step with the plain run, the prediction and the
+    bound.
+    """
+    result, settings = ended.result, ended.job.asked
     took, stats = seconds_of(result), result.get("stats", {})
     row: Figures = {"name": ended.job.name, "step_s": took, "peak_bytes": peak_of(result)}
     row["reserved_bytes"] = reserved_of(result)
     if not took:
         return {**row, "not known": "no step after its plan"}
-    row["tokens_per_s"] = round(asked["batch"] * asked["length"] / took, 1)
+    row["tokens_per_s"] = round(settings["batch"] * settings["length"] / took, 1)
     for name in (
         "predicted_step_ns",
         "bound_ns",

@@ -1,31 +1,34 @@
 #!/usr/bin/env bash
-# Proves teraio on a GPU that is there for a quarter of an hour: from this tree, carried wheels, no network.
+# Tests teraio on a GPU that is available for a quarter of an hour: this tree, carried wheels, no network.
 # usage: run.sh first|second OUT WHEELS [SECONDS]        (by default 560 and 150 seconds, all included)
 #
-# On a machine with a network, for Python 3.12 and the torch of the GPU's machine (a minute, or five):
+# On a machine with a network, for Python 3.12 and the torch of the GPU's machine (one to five minutes):
 #
 #     benchmarks/gpu/collect_wheels.sh --python PYTHON wheels
 #
-# On the machine with the GPU, in the root of this tree, with the folder `wheels` (it is ignored by git), two
-# commands, the second at once after the first:
+# On the machine with the GPU, in the root of this tree, with the folder `wheels` (git ignores it), run two
+# commands, the second immediately after the first:
 #
 #     bash benchmarks/gpu/run.sh first "$OUT" wheels 560
 #     bash benchmarks/gpu/run.sh second "$OUT" wheels 150
 #
-# Rows are written as they come: OUT/first.jsonl, a JSON object per line; OUT/first.log has the ends of what
-# jobs said. What to read first are the lines on stdout. If the smoke test fails, all ends at once (exit code
-# 3): most of the quarter of an hour is left for a second try. What the first command leaves for the second is
-# in build/, which git ignores. A cap on the commands from outside should be 20 seconds above theirs.
+# Rows are written as they come: OUT/first.jsonl has a JSON object per line. OUT/first.log has the end of each
+# failed job's log. Read the lines on stdout first. If the smoke test fails, the command ends immediately
+# (exit code 3), and most of the quarter of an hour is left for a second try. The first command leaves its
+# state for the second in build/, which git ignores. An outer time limit for a command should be 20 seconds
+# longer than its SECONDS.
 #
-# Expected there: Python 3.12, torch 2.11 with CUDA 13 and what it depends on, numpy; 16 cores, 80 GB of card.
+# The machine is expected to have Python 3.12, torch 2.11 with CUDA 13 and its dependencies, numpy, 16 cores
+# and a card of 80 GB.
 #
-# With REHEARSE=1, and STAND_IN as the module that makes torch take a stand-in for a GPU, the same scripts
-# train tiny models. Triton's kernels do nothing there and cuDNN is missing: rows say so, and compare nothing.
+# With REHEARSE=1, the same scripts train tiny models. STAND_IN then names the module that gives torch a
+# stand-in for a GPU. On the stand-in, Triton's kernels do nothing and cuDNN is missing. Rows of a rehearsal
+# are therefore marked, and compare no numbers.
 #
-# Rehearsed so without a network, on the stand-in, on two cores: the first command in 535 s, where ten of its
-# jobs found no time, and with 900 s allowed in 695 s, where all ran; the second in 82 and 93 s. A budget
-# there is a few MiB, so some are refused and tried with 128 MiB more. cuDNN's jobs ran nowhere; none has met
-# a GPU.
+# Rehearsed without a network, on the stand-in, on two cores: the first command took 535 s, and ten of its
+# jobs found no time. With 900 s allowed it took 695 s, and all jobs ran. The second command took 82 and 93 s.
+# In a rehearsal a budget is a few MiB, so teraio refuses some budgets, and these jobs run again with 128 MiB
+# more. Jobs that need cuDNN have not run anywhere. No job has run on a GPU.
 set -euo pipefail
 
 begun=$SECONDS
@@ -40,7 +43,7 @@ if [ -z "$out" ] || ! ls "$wheels"/teraio-*.whl >/dev/null 2>&1; then
   echo "usage: run.sh first|second OUT WHEELS [SECONDS]; collect_wheels.sh makes WHEELS" >&2
   exit 2
 fi
-ulimit -c 0 # a job that hangs is aborted, to say where; no one wants its memory on the disk
+ulimit -c 0 # a hanging job is aborted to print its stack; its core dump is useless
 ulimit -n "$(ulimit -Hn)" 2>/dev/null || true
 
 mkdir -p "$out" "$root/build"
@@ -54,7 +57,7 @@ if [ ! -d "$kept/site" ]; then
   mkdir -p "$kept" && mv "$partial" "$kept/site"
 fi
 
-# What is compiled for this torch is carried, too: there may be no compiler here.
+# The carried wheels include the binaries compiled for this torch: this machine may have no compiler.
 export XDG_CACHE_HOME=$kept/cache
 mkdir -p -m 700 "$kept/cache/teraio/built"
 for built in "$wheels/built"/*.so; do
@@ -64,11 +67,11 @@ done
 made_from=$(. "$root/benchmarks/gpu/made_from.sh" "$root")
 stale=()
 if [ "$made_from" != "$(cat "$wheels/made-from" 2>/dev/null)" ]; then
-  echo "THE WHEEL WAS NOT MADE FROM THIS TREE: what is measured is the wheel's" >&2
+  echo "THE WHEEL WAS NOT BUILT FROM THIS TREE: the results are the wheel's" >&2
   stale=(--stale)
 fi
 
-# Safe path: `teraio` must be the wheel's, not the folder of that name here.
+# Safe path: `teraio` must be the wheel's package, not the folder of that name in this tree.
 export PYTHONSAFEPATH=1 PYTHONPATH="$kept/site:$root/benchmarks/gpu${PYTHONPATH:+:$PYTHONPATH}"
 export TORCHINDUCTOR_CACHE_DIR=$kept/inductor PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 PYTHONDONTWRITEBYTECODE=
 left=$((seconds - (SECONDS - begun) - 6))

@@ -1,8 +1,9 @@
-"""The first minute on a card: the device, pinned memory, one tensor to host memory and back, one to the SSD
-and back, and what `teraio doctor` says of machine and links.
+"""The smoke test: the first minute on a card.
 
-The parts are written to RESULT one by one; `ok` is there, and true, if those have worked without which
-nothing does."""
+The script checks (1) the device, (2) pinned memory, (3) a round trip of a tensor through host memory, (4) a
+round trip of a tensor through the SSD. The script also records the output of `teraio doctor`. Each part is
+written to RESULT as it ends. `ok` is true if the essential parts worked.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ Figures = dict[str, Any]
 MIB = 2**20
 TENSOR = (16 if beginning.REHEARSAL else 64) * MIB
 PINNED = (64 if beginning.REHEARSAL else 256) * MIB
-DOCTOR_S = "0.5"  # per measurement, of which there are eight
+DOCTOR_S = "0.5"  # seconds for each of eight measurements
 
 
 def machine() -> Figures:
-    """Versions, and the card; the solver may be absent, the engine may not."""
+    """Return versions and facts of the card. A missing solver is allowed. A missing engine is an error."""
     importlib.import_module("teraio._native")
     torch = importlib.import_module("torch")
     about = torch.cuda.get_device_properties(0)
@@ -83,7 +84,7 @@ def pinned() -> Figures:
 
 
 def host_trip() -> Figures:
-    """One tensor to pinned memory and back, while other memory takes its place."""
+    """Move one tensor to pinned memory and back, while other memory takes its place."""
     cuda = importlib.import_module("teraio.runtime.device.cuda")
     device = cuda.CudaDevice()
     tier = device.host(4 * TENSOR)
@@ -94,7 +95,7 @@ def host_trip() -> Figures:
 
 
 def ssd_trip() -> Figures:
-    """One tensor to a file and back."""
+    """Move one tensor to a file and back."""
     cuda = importlib.import_module("teraio.runtime.device.cuda")
     store = importlib.import_module("teraio.runtime.store.store").Store
     device = cuda.CudaDevice()
@@ -118,36 +119,43 @@ def trip(device: Any, write: Any, read: Callable[[], Any]) -> Figures:
     before, storage = tensor.cpu(), tensor.untyped_storage()
     begun = time.monotonic()
     device.end_copy_and_free(device.begin_copy_out(storage, write))
-    away = time.monotonic()
+    evicted_s = time.monotonic()
     empty, other = storage.nbytes() == 0, torch.full((TENSOR,), 7, dtype=torch.uint8, device="cuda")
     back = time.monotonic()
     device.end_copy_in(device.begin_copy_in(storage, TENSOR, read()))
     torch.cuda.synchronize()
-    here = time.monotonic()
+    fetched_s = time.monotonic()
     if not empty or not torch.equal(tensor.cpu(), before):
-        raise RuntimeError(f"emptied: {empty}; the bytes that came back are others")
+        raise RuntimeError(f"emptied: {empty}; the fetched bytes differ")
     del other
-    return {"bytes": TENSOR, "evict_seconds": round(away - begun, 4), "fetch_seconds": round(here - back, 4)}
+    return {
+        "bytes": TENSOR,
+        "evict_seconds": round(evicted_s - begun, 4),
+        "fetch_seconds": round(fetched_s - back, 4),
+    }
 
 
 def doctor() -> Figures:
-    """As a user calls it. Warnings are found, not failures."""
+    """Run `teraio doctor` as a user does. The doctor's warnings are recorded and are no failures."""
     cli = importlib.import_module("teraio.cli.main")
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         try:
             code = cli.main(["doctor", "--json", "--seconds", DOCTOR_S])
         except SystemExit as end:
             code = end.code
-    report: Figures = json.loads(said.getvalue())
+    report: Figures = json.loads(output.getvalue())
     if code not in (0, 1):
-        raise RuntimeError(f"exit code {code}: {said.getvalue()[-3000:]}")
+        raise RuntimeError(f"exit code {code}: {output.getvalue()[-3000:]}")
     return report
 
 
 def versions() -> Figures:
-    """Kernels of lists move the versions of what they write by themselves, in code that only a GPU runs; the
-    engine sees user code's writes by that. Those that did not, beside those that are known not to."""
+    """Return the `_foreach_` operators that do not raise the version counter of a tensor that they write.
+
+    The engine detects writes of user code by the version counter. On a GPU, torch has separate code that
+    raises the version counters for these operators. Operators in `UNVERSIONED` are known exceptions.
+    """
     torch = importlib.import_module("torch")
     unversioned = importlib.import_module("teraio.runtime.eager.user_code").UNVERSIONED
     number = torch.tensor(0.5, device="cuda")
@@ -178,7 +186,7 @@ def free_space() -> Figures:
     return {"df": done.stdout.splitlines()[1:]}
 
 
-TELLING = (free_space, versions)  # these tell something, and no more
+TELLING = (free_space, versions)  # parts that only inform; a failure does not fail the smoke test
 
 
 def main() -> int:
@@ -189,7 +197,7 @@ def main() -> int:
         begun = time.monotonic()
         try:
             entry = part()
-        except Exception:  # noqa: BLE001  whatever it was is what is asked for
+        except Exception:  # noqa: BLE001  every error is a result of the smoke test
             entry = {"error": traceback.format_exc()[-3000:]}
             ok = ok and part in TELLING
         found[part.__name__] = {**entry, "seconds": round(time.monotonic() - begun, 2)}

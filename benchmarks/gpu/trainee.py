@@ -1,11 +1,11 @@
-"""One training of a small Llama in a process of its own.
+"""One training of a small Llama in its own process.
 
     RESULT=out.json trainee.py '{"way": "teraio", "memory": 1200000000, "shape": {...}, "batch": 4, ...}'
 
-After every step it writes into RESULT all that it has found: losses to the bit, seconds, the most that was
-allocated and reserved, and what teraio counted; `ended` is there when it has ended in order. `way` is `plain`
-or `teraio`. Plain training is the same compile without a budget; with `optimizer` `host` its optimizer steps
-on copies in RAM, as teraio's does there.
+After every step the script writes all results so far to RESULT: losses to the bit, seconds, the most
+allocated and reserved bytes, and teraio's counts. `ended` is set when the training ended without an error.
+`way` is `plain` or `teraio`. Plain training is the same compile without a budget. If `optimizer` is `host`,
+plain training steps its optimizer on copies in RAM, as teraio does with this setting.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import teraio
 from teraio.cli.demo_model import Llama, Shape
 from teraio.session import session
 
-PLANNED_MOST = 12  # steps until a plan is there; then those that count
-END_S = 6.0  # before the deadline: what is found must be written, and the process ended
+PLANNED_MOST = 12  # most steps before a plan exists; the timed steps follow
+END_S = 6.0  # seconds before the deadline, to write the results and end the process
 SLOTS_MOST = 30
 PER_STEP = ("phase", "reserve_bytes", "step_misses", "step_stall_ns", "step_overrun_bytes")
 ATTENTION = {
@@ -63,7 +63,9 @@ class Trainee:
         self.random = torch.Generator().manual_seed(1)
 
     def _order(self) -> None:
-        """Sums in the same order each time, or else a warning; `strict`: or else an error."""
+        """Make sums deterministic. Warn if an operator has no deterministic version. With `strict`, raise an
+        error instead of a warning.
+        """
         order, attention = self.asked.get("deterministic", False), self.asked.get("attention")
         torch.use_deterministic_algorithms(bool(order), warn_only=order != "strict")
         if attention is not None and self.on_gpu:
@@ -103,7 +105,7 @@ class Trainee:
         return loss
 
     def step(self) -> None:
-        """One more, and what it took."""
+        """Run one more step and record its results."""
         tokens = self.batch()
         self.wait()
         self._peak_anew()
@@ -119,7 +121,10 @@ class Trainee:
             torch.cuda.synchronize()
 
     def _peak_anew(self) -> None:
-        """The engine begins torch's count anew while it measures, and keeps the highest: that, too."""
+        """Reset torch's peak counters, and the peaks that the engine keeps.
+
+        The engine resets torch's counters while it measures, and keeps the highest values itself.
+        """
         if session.SESSION is not None:
             session.SESSION.device.forget_highest_counts()
         elif self.on_gpu:
@@ -159,7 +164,7 @@ class Trainee:
         return not waits or steps >= PLANNED_MOST or planned
 
     def _has_time(self) -> bool:
-        """Whether one more step of the usual length ends before the deadline."""
+        """Return True if one more step of the usual length ends before the deadline."""
         usual = max(self.found["seconds"][1:], default=0.0)
         enough = beginning.left_s() > END_S + usual
         if not enough:
@@ -168,7 +173,7 @@ class Trainee:
 
 
 class OnHost:
-    """An optimizer that steps on the device once, which makes its states, and from then on in RAM."""
+    """An optimizer whose first step runs on the device and creates the states. All later steps run in RAM."""
 
     def __init__(self, model: nn.Module, first: torch.optim.Optimizer) -> None:
         self.parameters = list(model.parameters())
@@ -197,7 +202,7 @@ class OnHost:
 
 
 class Slots:
-    """The most that was allocated while each kernel ran, and while the slot before it did its work."""
+    """The most bytes allocated during each kernel, and the most bytes during the slot before this kernel."""
 
     def __init__(self) -> None:
         self.most: dict[tuple[str, str, int, str], int] = {}
@@ -226,15 +231,21 @@ class Slots:
 
 
 def watch_streams() -> None:
-    """What TORCH_CUDA_SANITIZER turns on, but compiled programs stay compiled: under a mode that does not
-    say that it ignores their compilation, Dynamo leaves every frame as it is."""
+    """Turn on torch's stream sanitizer, as TORCH_CUDA_SANITIZER does, and keep programs compiled.
+
+    Dynamo compiles no frame while a dispatch mode such as the sanitizer is active, unless the mode declares
+    that compilation ignores the mode.
+    """
     sanitizer: Any = importlib.import_module("torch.cuda._sanitizer")
     sanitizer.CUDASanitizerDispatchMode.ignore_compile_internals = classmethod(lambda cls: True)
     sanitizer.enable_cuda_sanitizer()
 
 
 def without_attention(name: str) -> str:
-    """Why this kind of attention does not run here, or nothing. Tried in a process that ends then."""
+    """Return why this kind of attention does not run on this machine, or an empty string.
+
+    Call this function only in a process that ends soon after the call.
+    """
     try:
         q, k, v = (
             torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -250,7 +261,7 @@ def without_attention(name: str) -> str:
 
 @contextlib.contextmanager
 def errors_kept(found: Callable[[], dict[str, Any]]) -> Iterator[None]:
-    """An error goes into the result as well, by its class and its text."""
+    """Write an error's class and text to the result, too."""
     try:
         yield
     except BaseException as error:

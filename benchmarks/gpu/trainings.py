@@ -1,8 +1,9 @@
-"""The shapes that are trained, and the jobs of each stage.
+"""The shapes of the trained models, and the jobs of each stage.
 
-Small models are trained side by side, in budgets of so many bytes, for their bits; a large one alone on the
-card, for its speed. The plain peaks of the small ones were measured on the stand-in for a GPU, whose memory
-is torch's own allocator's: what a share is of the real peak, each row says.
+Small models train side by side, with budgets in bytes, and their results are compared to the bit. A large
+model trains alone on the card, to measure its speed. The plain peaks of the small models were measured on the
+stand-in for a GPU, whose memory belongs to torch's own allocator. Each row reports the real ratio of budget
+and peak.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TRAINEE = str(Path(__file__).with_name("trainee.py"))
 SMOKE = str(Path(__file__).with_name("smoke.py"))
 GIB = 2**30
 MIB = 2**20
-MORE_BYTES = 128 * MIB  # when a budget was too small: enough to learn what is needed
+MORE_BYTES = 128 * MIB  # added to a budget that was too small; enough to measure the memory that a job needs
 MORE = " + 128 MiB"
 
 ENVIRONMENT = {
@@ -29,14 +30,18 @@ ENVIRONMENT = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "4"),
 }
-# Without the first cuBLAS may add in another order; without the second Inductor chooses how a sum is cut by
-# what it measures, which differs from process to process.
+# Without CUBLAS_WORKSPACE_CONFIG, cuBLAS may add numbers in another order. Without
+# TORCHINDUCTOR_DETERMINISTIC, Inductor chooses how to split a sum by measurements, which differ between
+# processes.
 IN_ORDER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """A model for bits. `peak_bytes`: about what plain training takes."""
+    """A small model, whose results are compared to the bit.
+
+    `peak_bytes` is the approximate peak of plain training.
+    """
 
     asked: Figures
     peak_bytes: int
@@ -56,7 +61,8 @@ def shape(
 
 
 TINY = shape(1024, 256, 704, 1, 4, 2)
-SLOW = 3.0 if REHEARSAL else 1.0  # Inductor and ptxas on two cores
+# A factor for time limits. In a rehearsal, Inductor and ptxas have only two cores.
+SLOW = 3.0 if REHEARSAL else 1.0
 ORDERED: Figures = {"clip": 1.0, "deterministic": True, "attention": "math", "steps": 4, "warmup": 8}
 COMPILED: Figures = {**ORDERED, "autocast": True}
 if REHEARSAL:
@@ -99,7 +105,7 @@ PROBE: Figures = {
     "warmup": 4,
     "steps": 1 if REHEARSAL else 3,
 }
-PROBE_BYTES = 400 * MIB  # as reserve and libraries need, not the model
+PROBE_BYTES = 400 * MIB  # sized for the reserve and the libraries, not for the model
 WARMUP = {"warmup": 1} if REHEARSAL else {}
 HOST = {"host_memory": "512MiB" if REHEARSAL else "8GiB", **WARMUP}
 SSD = {"host_memory": "min", **WARMUP}
@@ -107,7 +113,7 @@ ON_HOST = {**HOST, "optimizer_step": "host"}
 
 
 def trained(name: str, asked: Figures, limit_s: float = 150, gib: float = 3.0, **settings: object) -> Job:
-    """A training in a process of its own."""
+    """Return the job of a training in its own process."""
     environment = {**ENVIRONMENT, **(IN_ORDER if asked.get("deterministic") else {})}
     if asked["way"] == "plain":
         environment["TERAIO_DISABLE"] = "1"
@@ -125,14 +131,14 @@ def trained(name: str, asked: Figures, limit_s: float = 150, gib: float = 3.0, *
 
 
 def again(job: Job, name: str, limit_s: float = 0, environment: Figures | None = None, **more: object) -> Job:
-    """The same training with something else asked for, too."""
+    """Return the job of the same training with some settings changed."""
     return trained(
         name, {**job.asked, **more}, limit_s or job.limit_s / SLOW, job.gib, environment=environment or {}
     )
 
 
 def with_more(name: str) -> str:
-    """The name of the same in a larger budget."""
+    """Return the name of the same job with a larger budget."""
     return name + MORE
 
 
@@ -146,19 +152,24 @@ def ours(name: str, small: Small, share: float, options: Figures, **more: object
     return trained(name, asked, gib=1.3 * memory / GIB + 1.2)
 
 
-FLASH: Figures = {"attention": "flash", "deterministic": "strict"}  # it keeps an order under strict alone
+FLASH: Figures = {"attention": "flash", "deterministic": "strict"}  # deterministic only with `strict`
 CUDNN: Figures = {"attention": "cudnn"}
 
 
 def probes() -> list[Job]:
-    """What a kernel takes for itself, at a shape that is compiled in seconds: by this the large model's
-    attention is chosen."""
+    """Return jobs that measure a kernel's own memory, at a shape that compiles in seconds.
+
+    The results decide which kind of attention the large model uses.
+    """
     asked = {**PROBE, "memory": PROBE_BYTES, "options": HOST}
     return [trained(f"probe {kind}", {**asked, "attention": kind}, 100, 2.0) for kind in ("cudnn", "flash")]
 
 
 def bits() -> list[Job]:
-    """By worth: whoever has little time gets the first."""
+    """Return the jobs whose results are compared to the bit.
+
+    The most useful jobs come first, because time may run out.
+    """
     cut = EAGER.peak_bytes // 2
     return [
         plain("eager plain", EAGER),
@@ -181,7 +192,7 @@ def bits() -> list[Job]:
     ]
 
 
-# Whose losses are laid beside whose: each run's reference, and the reference's second run.
+# For each run: the reference run that its losses are compared with, and a second run of the reference.
 REFERENCES = {
     "eager 40% host": ("eager plain", "eager plain again"),
     "eager 25% ssd": ("eager plain", "eager plain again"),
@@ -196,13 +207,18 @@ REFERENCES = {
 
 
 def sanitizer() -> Job:
-    """torch's own watch over streams: copies and kernels that touch the same memory unordered are an error of
-    the training. Of teraio's copies it sees those to and from host memory, not the SSD's."""
+    """Return a training under torch's stream sanitizer.
+
+    The sanitizer raises an error when copies and kernels touch the same memory without an order. The
+    sanitizer sees teraio's copies to and from host memory, but no copies to and from the SSD.
+    """
     return again(ours("", EAGER, 0.4, HOST), "sanitizer", 100, sanitize=True, steps=2)
 
 
 def compile_large(large: Figures) -> list[Job]:
-    """Two steps, so that the programs are in Inductor's cache when they are timed."""
+    """Return jobs that train for two steps. These jobs fill Inductor's cache before other jobs time the
+    programs.
+    """
     asked = {**large, "warmup": 1, "steps": 1, "unplanned": True}
     ours = {**asked, "way": "teraio", "memory": int(LARGE_GIB * GIB * 0.6), "options": {"host_memory": "80%"}}
     first = trained("large compile plain", asked, 200, LARGE_GIB)

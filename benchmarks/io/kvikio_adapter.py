@@ -1,12 +1,13 @@
-"""Holds runtime/store/gds.py to the real kvikio on a machine without a GPU.
+"""A check of runtime/store/gds.py against the real kvikio on a machine without a GPU.
 
     python benchmarks/io/kvikio_adapter.py [--venv DIR]
 
-Makes a virtual environment outside of the tree, installs kvikio without what it never imports (1.25 GB less),
-builds a libcuda.so.1 whose functions answer "not initialized", and then checks the signatures that we call
-and moves bytes through the adapter. With such a driver kvikio takes every buffer for host memory and its own
-fallback does the I/O; the direct path needs a GPU. One line per check; exit code 0 passed, 1 failed,
-77 skipped (nothing to install from).
+The script makes a virtual environment outside of the tree and installs kvikio in this environment. The script
+omits packages that kvikio never imports, which saves 1.25 GB. The script builds a libcuda.so.1 whose
+functions return "not initialized". The script then checks the signatures that gds.py calls, and moves bytes
+through the adapter. With such a driver kvikio treats every buffer as host memory, and its own fallback does
+the I/O. The direct path needs a GPU. The script prints one line per check. Exit code 0 means passed, 1
+failed, 77 skipped (nothing to install from).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ PACKAGES = (
     "numpy",
     "packaging",
 )
-# What kvikio looks up when it loads the driver. cuInit and cuDriverGetVersion must succeed: an error of
-# theirs is reported through the object that is just being made, and the process waits for itself for ever.
+# The functions that kvikio looks up when it loads the driver. cuInit and cuDriverGetVersion must succeed,
+# because kvikio reports their errors through an object under construction, and then deadlocks.
 NOT_INITIALIZED = 3
 DRIVER = """
 cuMemHostAlloc cuMemFreeHost cuMemHostRegister_v2 cuMemHostUnregister cuMemcpyHtoDAsync_v2
@@ -65,12 +66,13 @@ def main() -> int:
         packages = next(path for path in sys.path if path.endswith("site-packages"))
         environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "stub")}
         command = [str(folder / "bin/python"), os.path.abspath(__file__), "--inside", packages]
-        # With a time limit: kvikio hangs rather than fails. cuFile's log goes to where it is started.
+        # The time limit is needed because kvikio hangs instead of failing. cuFile writes its log to the
+        # working directory.
         return subprocess.run(command, env=environment, cwd=private, timeout=60, check=False).returncode
 
 
 def prepare(folder: Path) -> str:
-    """What is missing for this, or nothing."""
+    """Prepare the environment and return why it cannot be used, or an empty string."""
     if not (folder / "bin/python").exists():
         venv.create(folder, with_pip=True)
     pip = [
@@ -110,21 +112,21 @@ def prepare(folder: Path) -> str:
 
 
 def inside(packages: Path) -> int:
-    site.addsitedir(str(packages))  # teraio, as the outer interpreter has it; after kvikio's own
+    site.addsitedir(str(packages))  # packages of the outer interpreter, with teraio, after kvikio's own
     failed = 0
     for check in (signatures, round_trips, unlinked, the_end_of_the_file, a_full_disk):
         begun = time.monotonic()
         try:
             found = check()
             verdict = "PASS"
-        except Exception as error:  # noqa: BLE001  whatever it is, it is a finding about kvikio
+        except Exception as error:  # noqa: BLE001  every error is a finding about kvikio
             found, verdict, failed = f"{type(error).__name__}: {error}", "FAIL", 1
         print(f"{verdict}  {check.__name__:20} {found} ({time.monotonic() - begun:.2f} s)", flush=True)
     return failed
 
 
 def signatures() -> str:
-    """Exactly the calls that gds.py makes."""
+    """Check the signatures of exactly the calls that gds.py makes."""
     import kvikio
     import kvikio.buffer
     import kvikio.cufile_driver
@@ -148,7 +150,7 @@ def signatures() -> str:
 
 
 class HostStorage:
-    """As much of a storage as the adapter uses."""
+    """A storage with only the methods that the adapter uses."""
 
     def __init__(self, data: bytes) -> None:
         self.data = bytearray(data)
@@ -158,7 +160,7 @@ class HostStorage:
 
 
 class HostStage:
-    """Slabs in RAM, in place of the device's."""
+    """A stage with slabs in RAM instead of device memory."""
 
     slab_bytes = 1 << 20
 
@@ -214,7 +216,7 @@ def unlinked() -> str:
     file.copy_in_starter(0, "t")(came, Mark()).wait()
     assert bytes(came.data) == data
     assert file.close()
-    return "the name may go once kvikio has opened it"
+    return "the file may be unlinked once kvikio has opened it"
 
 
 def the_end_of_the_file() -> str:
@@ -239,7 +241,7 @@ def a_full_disk() -> str:
 
 
 def refused(move: Any, wanted: str, size: int) -> str:
-    """Both ends of an error: its class and number, and that the file is usable afterwards."""
+    """Check an error's class and number, and that the file is usable afterwards."""
     from teraio.errors import StoreError
     from teraio.runtime.device.pending_transfer import Mark
 
@@ -248,12 +250,12 @@ def refused(move: Any, wanted: str, size: int) -> str:
         move(file, HostStorage(bytes(4096)), Mark()).wait()
     except StoreError as error:
         assert type(error).__name__ == wanted, repr(error)
-        said = f"{wanted}, errno {error.errno}: {str(error)[:90]}"
+        found = f"{wanted}, errno {error.errno}: {str(error)[:90]}"
     else:
         raise AssertionError("no error")
     file.copy_out_starter(0, "after")(HostStorage(b"x" * 4096), Mark()).wait()
     assert file.close()
-    return said
+    return found
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""How fast tensors get to the disk and back through the Store, and what that costs in CPU.
+"""Benchmark of the Store: throughput of tensors to the disk and back, and its CPU cost.
 
     python benchmarks/io/store.py [--dir /mnt/ssd] [--gib 1] [--rounds 5] [--tensor-mib 64] [--memory-gib 2]
 
-End to end: tensor -> slab -> disk -> slab -> tensor, all tensors submitted at once, with and without
-checksums, the variants in turn in every round, medians over the rounds. Prints one JSON object.
+The script measures end to end: tensor -> slab -> disk -> slab -> tensor. All tensors are submitted together.
+The two variants, with and without checksums, alternate in every round. The figures are medians over the
+rounds. The script prints one JSON object.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ CPU_TARGET_S_PER_GB = 0.35
 
 
 def measure(move: Callable[[], list[StoreTicket]], size_bytes: int) -> tuple[float, float]:
-    """(GB/s, CPU seconds per GB) of a batch of transfers; the CPU of all threads of this process."""
+    """Return (GB/s, CPU seconds per GB) of a batch of transfers. CPU time is the time of all threads of this
+    process.
+    """
     cpu, wall = time.process_time(), time.perf_counter()
     for ticket in move():
         ticket.wait()
@@ -36,7 +39,7 @@ def measure(move: Callable[[], list[StoreTicket]], size_bytes: int) -> tuple[flo
 
 
 class Variant:
-    """One store and the extents of all tensors in it."""
+    """A store and the extents of all tensors in it."""
 
     def __init__(
         self, directory: Path, tensors: list[torch.Tensor], memory_bytes: int, checksums: bool
@@ -63,7 +66,7 @@ class Variant:
         self.results["read"].append(back)
 
     def summary(self) -> dict[str, float]:
-        """Medians; the first round is left out, because it writes to fresh blocks."""
+        """Return medians. The first round is left out, because it writes to fresh blocks."""
         numbers: dict[str, float] = {}
         for op, rounds in self.results.items():
             kept = rounds[1:] or rounds
@@ -73,7 +76,7 @@ class Variant:
 
 
 def submit_us(variant: Variant) -> float:
-    """What a submit costs the thread that calls it; median over the tensors."""
+    """Return the time that a submit takes in the calling thread, as the median over the tensors."""
     times = []
     for extent, address in variant._pairs():
         began = time.perf_counter_ns()

@@ -1,10 +1,11 @@
-"""How fast bytes get from memory to files and back, against fio and a plain pread loop on our slabs.
+"""Benchmark of transfers between memory and files, against fio and a plain pread loop on the same slabs.
 
     python benchmarks/io/transfer.py --dir /mnt/ssd [--size-mib 1024] [--reps 5] [--json out.json] [--no-fio]
 
-Same file, block, depth, O_DIRECT and page size for all (fio gets huge pages through glibc's malloc); the
-contenders run in turn within each repetition, because disks drift, and medians are compared. One line per
-figure: `name value target PASS|FAIL`; the exit code is 1 if one fails. CPU seconds: this process, per GB.
+All contenders use O_DIRECT, the same file, block size, depth and page size. fio gets huge pages through
+glibc's malloc. The contenders run alternately within each repetition, because the rate of a disk changes with
+time. Medians are compared. The script prints one line per figure: `name value target PASS|FAIL`. The exit
+code is 1 if any figure fails. CPU seconds per GB count this process alone.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def measured(size: int, run: Callable[[], None]) -> Sample:
 
 
 class Bench:
-    """One preallocated file; memory on huge pages; an engine made and closed around each measurement."""
+    """A preallocated file, memory on huge pages, and an engine created and closed around each measurement."""
 
     def __init__(self, folder: Path, size: int, block: int, depth: int, threads: int) -> None:
         self.path = folder / f"transfer-bench-{os.getpid()}"
@@ -77,12 +78,14 @@ class Bench:
             ctypes.memset(self.address, 0, self.size)
         read = measured(self.size, lambda: t.wait(t.into(self.address, self.size, pieces, 1, 1)) or None)
         if copies:
-            assert _native.digest(self.address, self.size) == before, "the bytes came back different"
+            assert _native.digest(self.address, self.size) == before, "the fetched bytes differ"
         t.close()
         return write, read
 
     def loop(self, write: bool) -> Sample:
-        """`depth` Python threads over preadv/pwritev, each with one slab: the least a program could do."""
+        """Measure `depth` Python threads that call preadv/pwritev, each with one slab. Every program must do
+        at least this work.
+        """
         slabs = _native.Slabs(self.block, self.depth)
         blocks = self.size // self.block
         call = os.pwritev if write else os.preadv
@@ -116,7 +119,9 @@ class Bench:
         return side["io_bytes"] / seconds / 1e9, cpu / (side["io_bytes"] / 1e9)
 
     def demand_latency_ms(self, loaded: bool, count: int) -> tuple[float, float]:
-        """One block on demand, alone or under a full prefetch queue: median and worst."""
+        """Return the median and the longest time of fetching one block on demand, alone or under a full
+        prefetch queue.
+        """
         t = self.engine(checksums=True, copies=True)
         half = self.size // 2
         assert t.wait(t.out(self.address, half, [(0, 0, half)], 1, 1))
@@ -135,12 +140,12 @@ class Bench:
         return statistics.median(spent), max(spent)
 
     def service_ms(self) -> float:
-        """What one block takes from drive to slab while the queue is full: depth blocks share the drive."""
+        """Return the time of one block from drive to slab while `depth` blocks share the drive."""
         rates = [self.round_trip(checksums=True, copies=True)[1][0] for _ in range(3)]
         return self.threads * self.block / statistics.median(rates) / 1e6
 
     def submit_us(self, count: int = 2000) -> float:
-        """One 4 KiB transfer into a busy engine: the caller's cost."""
+        """Return the caller's cost of submitting a 4 KiB transfer to a busy engine."""
         t = self.engine(checksums=True, copies=True)
         tickets = []
         began = time.perf_counter()
@@ -160,7 +165,7 @@ def interleaved(bench: Bench, reps: int, with_fio: bool) -> dict[str, list[Sampl
         samples.setdefault(name, []).append(sample)
 
     modes = {"raw": (False, False), "plain": (False, True), "checked": (True, True)}
-    bench.round_trip(*modes["raw"])  # the file's extents are written once, the disk is awake
+    bench.round_trip(*modes["raw"])  # allocates the file's extents and wakes the disk
     for _ in range(reps):
         for side in ("write", "read"):
             add(f"loop_{side}", bench.loop(side == "write"))
@@ -174,8 +179,8 @@ def interleaved(bench: Bench, reps: int, with_fio: bool) -> dict[str, list[Sampl
 
 
 def judge(figures: dict[str, float], with_fio: bool) -> bool:
-    """Prints one line per figure; True if all targets are met."""
-    targets: list[tuple[str, float, bool]] = []  # name, target, more is better
+    """Print one line per figure. Return True if all targets are met."""
+    targets: list[tuple[str, float, bool]] = []  # name, target, larger is better
     for side in ("write", "read"):
         if with_fio:
             targets.append((f"{side}_of_fio", 0.95, True))
@@ -197,7 +202,7 @@ def main() -> int:
     parser.add_argument("--size-mib", type=int, default=1024)
     parser.add_argument("--block-kib", type=int, default=4096)
     parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=0, help="of the engine; default: the depth")
+    parser.add_argument("--threads", type=int, default=0, help="threads of the engine; default: the depth")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--no-fio", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -205,7 +210,7 @@ def main() -> int:
     args.dir.mkdir(parents=True, exist_ok=True)
     with_fio = not args.no_fio and shutil.which("fio") is not None
     if not with_fio:
-        print("fio is not used: comparing with a plain pread loop only", file=sys.stderr)
+        print("fio is not used: compared with a plain pread loop only", file=sys.stderr)
     threads = args.threads or args.depth
     bench = Bench(args.dir, args.size_mib << 20, args.block_kib << 10, args.depth, threads)
     try:

@@ -1,10 +1,13 @@
-"""The first minutes of someone new, from README: a new clone, a new environment, the demo, a model of one's
-own, and what the commands say of it. All is run now, and what it printed becomes docs/first-minutes.md.
+"""The first minutes of a new user, recorded by running the commands of README.
+
+The script makes a new clone and a new environment. The script runs the demo and a model of the user's own,
+and the commands that inspect them. The output becomes docs/first-minutes.md.
 
     python benchmarks/people/first_minutes.py [--out docs/first-minutes.md]
 
-About eight minutes on two cores. Long lines and outputs are cut, which "..." says. Ends with status 1 when
-a command fails, or when the losses with a budget, without one and of the replay are not the same lines.
+The script takes about eight minutes on two cores. Long lines and outputs are cut and marked with "...". The
+script ends with status 1 when a command fails. The script also ends with status 1 when the losses of three
+runs differ: the run with a budget, the run without a budget, and the replay.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ GIVEN = "run.profile.json --machine here.machine.json"
 class Scene:
     title: str
     commands: tuple[str, ...]
-    seen: str  # what one takes from it
+    seen: str  # the conclusion printed below the scene
     files: dict[str, str] = field(default_factory=dict)
     head: int = 40
     tail: int = 0
@@ -73,77 +76,81 @@ class Scene:
 
 
 def set_up_commands() -> tuple[str, ...]:
-    """The two that README gives."""
+    """Return the two set-up commands of README."""
     block = re.search(r"## Set up.*?```bash\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
     assert block is not None, "README.md has no block of commands under 'Set up'"
     return tuple(block[1].strip().splitlines())
 
 
 SCENES = (
-    Scene("Set up", set_up_commands(), "Two commands, as README has them.", head=0, tail=1, in_clone=True),
+    Scene(
+        "Set up", set_up_commands(), "These are the two commands of README.", head=0, tail=1, in_clone=True
+    ),
     Scene(
         "The demo",
         ("python -m teraio demo",),
-        "The same losses in a third of the memory.",
+        "The losses are the same, in a third of the memory.",
         in_clone=True,
     ),
     Scene(
-        "A model of my own, within 100 MiB",
+        "Your own model, within 100 MiB",
         ("python mine.py",),
-        "One argument in `torch.compile`; the loop is as it was.",
+        "One argument of `torch.compile` is new; the loop is unchanged.",
         {"mine.py": MINE},
     ),
     Scene(
-        "The same without teraio", ("TERAIO_DISABLE=1 python mine.py",), "The same losses, to the last digit."
+        "The same model without teraio",
+        ("TERAIO_DISABLE=1 python mine.py",),
+        "The losses are the same, to the last digit.",
     ),
     Scene(
-        "What happened, in letters",
+        "The report, as text",
         ("teraio report run.timeline.json --profile run.profile.json",),
-        "Memory over the step, what every lane carried, what was waited for and why.",
+        "It shows memory over the step, the traffic of every lane, and every wait with its cause.",
         head=36,
         tail=3,
     ),
     Scene(
-        "The same as a page",
+        "The report, as a page",
         ("teraio report run.timeline.json --profile run.profile.json -o report.html",),
-        "One file, for a browser; [Reports](reports.md) shows it.",
+        "The page is one file for a browser; [Reports](reports.md) shows it.",
     ),
     Scene(
-        "What this machine does",
+        "The machine",
         ("teraio doctor -o here.machine.json",),
-        "What is usable, and how fast it is.",
+        "`teraio doctor` checks which parts of the machine are usable, and how fast they are.",
     ),
     Scene(
-        "All planners, on that profile",
+        "All planners, on this profile",
         (f"teraio plan {GIVEN} --memory 100MiB --planner all -o run.plan.json",),
-        "No model and no training: the two files are enough. Those without a plan say why.",
+        "The two files are enough, without model or training. A planner without a plan gives the reason.",
     ),
     Scene(
-        "What a step waits for, and what would help",
+        "The waits of a step, and the remedies",
         (f"teraio explain run.plan.json {GIVEN}",),
-        "What is waited for, which link is busy, and what a little more of each would bring.",
+        "The output names the waits and the busy link, and predicts the effect of more of each resource.",
     ),
     Scene(
         "The plan, kernel by kernel",
         (f"teraio explain run.plan.json {GIVEN} --graph",),
-        "What begins, and what is waited for, before each kernel.",
+        "Before each kernel stand the transfers that begin, and the waits.",
         head=20,
         tail=6,
     ),
     Scene(
-        "How little memory would do",
+        "The smallest useful memory",
         (f"teraio fit {GIVEN} --within 1.2",),
-        "By simulation, for a fifth more time.",
+        "`*` marks the smallest memory whose step takes at most 1.2 times the compute, by simulation.",
     ),
     Scene(
-        "That plan again",
+        "The plan, replayed",
         ("python mine.py run.plan.json",),
-        "Followed from the second step on; nothing is measured, nothing is planned.",
+        "The plan is followed from the second step on, without measuring or planning.",
     ),
     Scene(
         "Will it fit, before anything runs",
         ("python fits.py",),
-        "From the model in code: times are a roofline, bytes are exact.",
+        "The estimate needs only the model in code. Times are by roofline, bytes are exact.",
         {"fits.py": FITS},
     ),
 )
@@ -159,7 +166,7 @@ def cut(text: str, scene: Scene, home: Path) -> list[str]:
 
 
 def play(scene: Scene, home: Path) -> tuple[list[str], str]:
-    """The page's lines, and what was printed."""
+    """Run a scene. Return its lines of the page, and its output."""
     where = home / "teraio" if scene.in_clone else home / "mine"
     for name, text in scene.files.items():
         (where / name).write_text(text, "utf-8")
@@ -206,9 +213,9 @@ def main() -> None:
     page = [
         "# The first minutes",
         "",
-        f"What someone new sees who has README and nothing else, on {os.cpu_count()} cores without a GPU,",
-        f"recorded by `benchmarks/people/first_minutes.py` on {datetime.date.today()}, all of it new.",
-        'Long lines and outputs are cut, with "...". [Start here](start.md) goes on from here.',
+        f"A first session with README alone, on {os.cpu_count()} cores without a GPU.",
+        f"`benchmarks/people/first_minutes.py` recorded it on {datetime.date.today()} in a new clone.",
+        '"..." marks cut lines and outputs. [Start here](start.md) explains more.',
         "",
     ]
     printed: dict[str, list[str]] = {}
@@ -223,11 +230,11 @@ def main() -> None:
             page += lines
             if losses(text):
                 printed[scene.title] = losses(text)
-        page.append(f"All of it took {(time.monotonic() - began_s) / 60:.0f} minutes.")
+        page.append(f"The whole session took {(time.monotonic() - began_s) / 60:.0f} minutes.")
     if len(printed) != 3 or len(set(map(tuple, printed.values()))) != 1:
-        sys.exit(f"the losses are not the same lines: {printed}")
+        sys.exit(f"the losses differ: {printed}")
     out.write_text("\n".join(page) + "\n", "utf-8")
-    print(f"the losses were the same each time; wrote {out}")
+    print(f"the losses are equal in all runs; wrote {out}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-// Drives a report in a real browser: how long it takes to load, whether all of it is reached by keyboard, what
-// axe-core complains about, how it looks in light and dark. Arguments: page, browser, folder of node modules,
-// folder for pictures or "". Prints one JSON object.
+// Opens a report in a real browser. Measures load time, keyboard access and axe-core's accessibility
+// violations, and takes pictures of the light and the dark theme. Arguments: page, browser, folder of node
+// modules, folder for pictures or "". Prints one JSON object.
 import { createRequire } from "node:module";
 
 const [page, browser, modules, pictures] = process.argv.slice(2);
@@ -34,14 +34,14 @@ async function loads() {
   return ms;
 }
 
-await loads();  // the browser's own first page
+await loads();  // a first load, which warms the browser up
 const times = [];
 for (let round = 0; round < 5; round++) times.push(await loads());
 const middle = (key) => Math.round(times.map((each) => each[key]).sort((a, b) => a - b)[2]);
 told.load_ms = { ready: middle("ready"), loaded: middle("loaded"), drawn: middle("drawn") };
 
 const tab = await open("light", false);
-// One redraw of both pictures, from a key to the next frame.
+// Time one redraw of both pictures, from a key to the next frame.
 await tab.focus("#lanes-picture");
 told.key_ms = await tab.evaluate(async () => {
   const took = [];
@@ -53,7 +53,7 @@ told.key_ms = await tab.evaluate(async () => {
   }
   return Math.round(Math.max(...took));
 });
-// What Tab reaches, in order, until it comes round.
+// Record the elements that Tab reaches, in order, until the focus returns to the start.
 const fresh = await open("light", false);
 told.reached = [];
 for (let count = 0; count < 60; count++) {
@@ -66,7 +66,7 @@ for (let count = 0; count < 60; count++) {
   told.reached.push(at);
 }
 await fresh.context().close();
-// Arrow keys tell what they select.
+// Check that arrow keys print the selected element.
 await tab.focus("#lanes-picture");
 const said = [];
 for (const key of ["ArrowRight", "ArrowRight", "ArrowDown", "ArrowRight"]) {

@@ -1,15 +1,17 @@
-"""How a report's page does in a real browser: one of 10,000 kernels, or one that is there.
+"""Benchmark of a report's page in a real browser. The page is generated, with 10,000 kernels, or is given by
+`--page`.
 
-    python benchmarks/people/report_page.py [--page report.html] [--modules node_modules] [--pictures
-    docs/pictures]
+    python benchmarks/people/report_page.py [--page report.html] [--modules node_modules]
+                                            [--pictures docs/pictures]
 
-Without --page it makes one: the profile of a well-known model with nine micro-batches, a greedy plan, its
-predicted step, and the same step with times that were disturbed at random, as the measured one. Nothing of
-that is a measurement; what is measured is the page.
+Without --page the script makes a page. This page has the profile of a well-known model with nine
+micro-batches, a greedy plan, and the predicted step of this plan. The "measured" step is the predicted step
+with randomly disturbed times. Only the page is measured here, no training.
 
-It needs `chromium` (apt-get install chromium), node, and playwright-core; axe-core looks for violations if it
-is there, too (npm install playwright-core axe-core). Without playwright-core it takes the picture in light
-only, with `chromium --headless --screenshot`, and tells how long all of that took. Prints one JSON object.
+The script needs `chromium` (apt-get install chromium), node, and playwright-core. axe-core is optional and
+looks for accessibility violations (npm install playwright-core axe-core). Without playwright-core, the script
+only takes a picture of the light theme by `chromium --headless --screenshot`, and reports the time for this
+picture. The script prints one JSON object.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def disturbed(line: Timeline, seed: int = 0) -> Timeline:
-    """As if it had been measured: each kernel takes 0.9 to 1.2 times as long, what follows is later."""
+    """Return the timeline with disturbed times: each kernel takes 0.9 to 1.2 times as long and delays the
+    rest.
+    """
     random = Random(seed)
-    shifts: list[tuple[int, int]] = []  # where a kernel ended, and how much later it does now
+    shifts: list[tuple[int, int]] = []  # (end of a kernel, its delay)
     late = 0
     for span in line.spans:
         if span.track == "compute":
@@ -66,12 +70,14 @@ def disturbed(line: Timeline, seed: int = 0) -> Timeline:
 
 
 def made(path: Path) -> dict[str, Any]:
-    """A page of more than 10,000 kernels."""
+    """Write a page of more than 10,000 kernels."""
     profile = synth("llama-3.1-8b", ProfileRequest(batch=2, micro_batches=9))
     machine = Machine.read(HERE.parents[1] / "profiles/machines/h100-4ssd.machine.json")
     plan = planners.plan(profile, machine, 40 * 2**30, planner="greedy", fingerprint="")
-    said = simulate.simulate(plan, profile, machine)
-    sources = content.Sources(disturbed(said), "made-up.timeline.json", profile, plan, machine, said)
+    predicted = simulate.simulate(plan, profile, machine)
+    sources = content.Sources(
+        disturbed(predicted), "made-up.timeline.json", profile, plan, machine, predicted
+    )
     began = time.perf_counter()
     text = html_page.report_as_html(content.assemble_content(sources))
     took = time.perf_counter() - began
@@ -81,8 +87,10 @@ def made(path: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--page", type=Path, help="a page that is there, instead of the large one")
-    parser.add_argument("--modules", type=Path, default=Path("node_modules"), help="where playwright-core is")
+    parser.add_argument("--page", type=Path, help="an existing page instead of the generated one")
+    parser.add_argument(
+        "--modules", type=Path, default=Path("node_modules"), help="folder of playwright-core"
+    )
     parser.add_argument("--pictures", type=Path, help="folder for pictures in light and dark")
     args = parser.parse_args()
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -91,8 +99,8 @@ def main() -> int:
         return 1
     with tempfile.TemporaryDirectory() as folder:
         page = args.page.resolve() if args.page else Path(folder) / "report.html"
-        told: dict[str, Any] = {} if args.page else made(page)
-        told["page_bytes"] = page.stat().st_size
+        result: dict[str, Any] = {} if args.page else made(page)
+        result["page_bytes"] = page.stat().st_size
         pictures = str(args.pictures.resolve()) if args.pictures else ""
         if shutil.which("node") and (args.modules / "playwright-core").is_dir():
             modules = str(args.modules.resolve())
@@ -101,7 +109,7 @@ def main() -> int:
             if ran.returncode:
                 print(ran.stderr, file=sys.stderr)
                 return 1
-            told |= json.loads(ran.stdout)
+            result |= json.loads(ran.stdout)
         else:
             target = Path(pictures or folder) / "report-light.png"
             began = time.perf_counter()
@@ -109,8 +117,8 @@ def main() -> int:
             subprocess.run(
                 [*command, "--window-size=1280,860", page.as_uri()], check=True, capture_output=True
             )
-            told["browser_start_to_picture_s"] = round(time.perf_counter() - began, 2)
-    print(json.dumps(told, indent=1))
+            result["browser_start_to_picture_s"] = round(time.perf_counter() - began, 2)
+    print(json.dumps(result, indent=1))
     return 0
 
 

@@ -1,11 +1,12 @@
-"""How far plans are from the bound, and what both cost: a row per profile, part of its memory, and machine.
+"""Benchmark of the gap between plans and their bound, and of the cost of both.
 
     python benchmarks/planner/bound.py [profile.json ...] [--memory 0.6,0.3] [--rate 20,40] [--plan-time 30]
                                        [--planners greedy,auto] [-o result.json]
 
-Memory is a part of what the step takes if nothing moves; rates are GB/s of one slow tier, both ways. Without
-profiles, decoder-like steps of 8, 16 and 32 blocks are made up. Seconds are of CPU: the bound's, and each
-planner's with the bound. The gap of a planner is from its step to the bound.
+The script prints a row per profile, memory and machine. Memory is a share of the peak of a step in which
+nothing moves. Rates are GB/s of one slow tier, in both directions. Without profiles, the script generates
+decoder-like steps of 8, 16 and 32 blocks. Seconds are CPU seconds: one figure for the bound alone, and one
+figure for each planner including the bound. A planner's gap is (its step / the bound) - 1.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from teraio.passes.planner.problem.problem import build_problem
 def row(
     profile: Profile, machine: Machine, part: float, planners: list[str], limit_s: float
 ) -> dict[str, Any]:
-    """One profile on one machine within a part of its memory."""
+    """Return the row of one profile on one machine with a share of its memory."""
     problem = build_problem(profile, machine)
     floor, live = int(problem.floor.max()), int(problem.live.max())
     budget = max(floor, int(part * live))

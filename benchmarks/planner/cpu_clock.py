@@ -1,7 +1,7 @@
-"""Time limits of planning by seconds of CPU: so that figures do not depend on what else the machine does.
+"""CPU time as the clock of planners, so that figures are independent of other load on the machine.
 
-`use()` makes the planners read this process's CPU time where they read a clock. On an idle machine it changes
-nothing: planning is one thread that never sleeps, but for the exact solver's.
+`use()` makes the planners read this process's CPU time instead of a clock. On an idle machine `use()` changes
+no result, because planning is one thread that never sleeps. The exact solver is an exception to this.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from teraio.passes.planner.bound import bound, certificate
 from teraio.passes.planner.bound.rows import Rows
 
 _Search = teraio._native.Search
-BUSY = 5.0  # how much longer than its CPU time a solver may take, whose own limit is by the steady clock
+BUSY = 5.0  # most wall time per CPU time of a solver, which reads the steady clock
 
 
 class Search:
-    """The native search, which looks at the steady clock: its deadline is put where CPU time would be."""
+    """The native search with a deadline in CPU time, converted to its own steady clock."""
 
     def __init__(self, *given: Any) -> None:
         self._search = _Search(*given)
@@ -34,12 +34,12 @@ class Search:
 
 
 def solve_relaxation(rows: Rows, time_limit_s: float) -> certificate.Solution | None:
-    """Solve it with a limit that a busy machine does not reach before the process's CPU time is up."""
+    """Solve with a limit long enough that CPU time expires first, also on a busy machine."""
     return certificate.solve_relaxation(rows, BUSY * time_limit_s)
 
 
 def use() -> None:
-    """Have planners read CPU time instead of a clock: in this process, until it ends."""
+    """Make planners of this process read CPU time instead of a clock, until the process ends."""
     clocks = {"monotonic": process_time, "monotonic_ns": process_time_ns}
     for name, module in sys.modules.items():
         if name.startswith(f"{planner.__name__}."):

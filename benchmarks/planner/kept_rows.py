@@ -1,5 +1,7 @@
-"""Rows of a file of results, by what they are of: those that the file has are not made again, so that a run
-goes on where it was stopped."""
+"""Rows of a results file, identified by their case.
+
+Cases that the file already contains are not run again, so a stopped run can continue.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from race.result import write
 
 
 class KeptRows:
-    """`path` None: they are in no file. `key`: the names of what a row is of."""
+    """The rows of a file; `path` None keeps them in memory. `key` names the columns that identify a case."""
 
     def __init__(self, path: Path | None, benchmark: str, key: Sequence[str]) -> None:
         self.path, self.benchmark, self.key = path, benchmark, key

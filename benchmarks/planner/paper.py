@@ -1,15 +1,20 @@
-"""The TERAIO paper's models on its machine, simulated: the fraction of ideal, beside what it published.
+"""The TERAIO paper's models on its machine, simulated: the fraction of the ideal speed, beside the published
+fraction.
 
     python benchmarks/planner/paper.py [--parts table wrong wrong-h100] [--models NAME ...] [--cpu] [-o FILE]
 
-All that is taken for granted is in paper.toml, and what of it is the paper's. `table`: for each model
-without a host tier (`ssd`) and with one (`mixed`), planned by `auto` and by the paper's own greedy as
-passes/planner/published/teraio_paper.py has it; and with each band of bandwidth and FLOP rate. `wrong`: plans
-made for kernel times that are off by up to a share, simulated with the true ones: what that costs.
-`wrong-h100`: the same for Llama-3.1-8B, batch 16, in 80 GB on h100-8ssd-nohost. This is not a measurement of
-any system: kernel times are by roofline, and nothing of the paper's runs was run.
+paper.toml lists all assumptions, and which of them come from the paper.
 
-Rows that FILE has are not made again. Ends with a table in Markdown.
+table         each model without a host tier (`ssd`) and with one (`mixed`), planned by `auto` and by the
+              paper's own greedy (passes/planner/published/teraio_paper.py), also for each band of bandwidth
+              and FLOP rate
+wrong         plans made from wrong kernel times, and simulated with the true kernel times; each wrong time
+              is off by at most a share (`share` in paper.toml)
+wrong-h100    the same as `wrong`, for Llama-3.1-8B with batch 16, within 80 GB on h100-8ssd-nohost
+
+The benchmark measures no system. Kernel times come from a roofline model, and none of the paper's runs was
+repeated. Cases that FILE already contains are not run again. The script prints a table in Markdown at the
+end.
 """
 
 from __future__ import annotations
@@ -32,12 +37,14 @@ from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
 from teraio.passes.planner import planners
 from teraio.passes.planner.problem.problem import build_problem
+from teraio.passes.planner.simulate.simulate import step_ns
 from teraio.passes.synth import profiles, roofline
 from teraio.passes.synth.models import MODELS, Decoder
 
 GIVEN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 PAPER, OURS = GIVEN["from_the_paper"], GIVEN["ours"]
-# IBM's published configuration of Granite-8B-code-base, but for its biases: less than a thousandth.
+# IBM's published configuration of Granite-8B-code-base without its biases, which are less than a thousandth
+# of the parameters.
 GRANITE = Decoder(49152, 4096, 36, 32, 8, 128, 14336, tied=True), 8_053_000_000
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 H100 = (
@@ -51,7 +58,7 @@ KEY = ("part", "model", "tiers", "ssd_bytes_per_s", "flops_per_s", "planner", "s
 
 
 def profile_of(name: str, flops_per_s: int) -> Profile:
-    """A stage's step."""
+    """Return the profile of one pipeline stage's step."""
     model = GIVEN["models"][name]
     MODELS.setdefault("granite-8b-code", GRANITE)
     request = profiles.ProfileRequest(
@@ -66,7 +73,7 @@ def profile_of(name: str, flops_per_s: int) -> Profile:
 
 
 def machine_of(name: str, tiers: str, ssd_bytes_per_s: int) -> Machine:
-    """What a GPU has for itself."""
+    """Return the part of the machine that one GPU has to itself."""
     up, down = "pcie_up", "pcie_down"
     found = [Tier("device", PAPER["device_bytes"]), Tier("ssd", OURS["ssd_bytes"])]
     links = [
@@ -83,7 +90,7 @@ def machine_of(name: str, tiers: str, ssd_bytes_per_s: int) -> Machine:
 def took_ns(plan: Plan, profile: Profile, machine: Machine) -> int:
     verdict = check_plan_against_profile(plan, profile, machine)
     assert verdict.feasible, verdict.problems[0]
-    return planners.predicted_step_ns(plan, profile, machine)
+    return step_ns(plan, profile, machine)
 
 
 def planned(profile: Profile, machine: Machine, name: str, limit_s: float) -> dict[str, Any]:
@@ -107,7 +114,7 @@ def planned(profile: Profile, machine: Machine, name: str, limit_s: float) -> di
 
 
 def perturbed(profile: Profile, seed: int) -> Profile:
-    """What a profiler that is off would have said."""
+    """Return the profile with wrong kernel times, as an inaccurate profiler would report them."""
     share, random = GIVEN["wrong_kernel_times"]["share"], Random(seed)
     kernels = tuple(
         replace(kernel, duration_ns=round(kernel.duration_ns * (1 + random.uniform(-share, share))))
@@ -117,7 +124,7 @@ def perturbed(profile: Profile, seed: int) -> Profile:
 
 
 def misled(profile: Profile, machine: Machine, budget: int, seed: int, limit_s: float) -> dict[str, Any]:
-    """The step of a plan for wrong times, with the true ones."""
+    """Plan with wrong kernel times, and return the plan's step with the true kernel times."""
     wrong = perturbed(profile, seed) if seed >= 0 else profile
     plan = planners.plan(wrong, machine, budget, time_limit_s=limit_s)
     step = took_ns(plan, profile, machine)
@@ -140,7 +147,7 @@ def cases(parts: list[str], models: list[str]) -> list[tuple[Any, ...]]:
         found += [("table", *step, *each, "auto", 0) for step in steps for each in rates[1:]]
     if "wrong" in parts:
         seeds = [-1, *GIVEN["wrong_kernel_times"]["seeds"]]
-        hard = bands["flops_per_s"][1]  # the most is waited for
+        hard = bands["flops_per_s"][1]  # steps wait the most with this rate
         found += [("wrong", m, "mixed", ssd, hard, "auto", seed) for m in models for seed in seeds]
     if "wrong-h100" in parts:
         seeds = [-1, *GIVEN["wrong_kernel_times"]["seeds"]]
@@ -153,9 +160,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines.append("|---" * 10 + "|")
     for row in rows:
         rates = [f"{row['ssd_bytes_per_s'] / 1e9:.0f}", f"{row['flops_per_s'] / 1e12:.0f}"]
-        told = [row["part"], row["model"], row["tiers"], *rates, row["planner"], str(row["seed"])]
-        told += [f"{100 * row[each]:.1f} %" if each in row else "-" for each in OF_IDEAL]
-        lines.append("| " + " | ".join([*told, str(row.get("wall_s", "-"))]) + " |")
+        cells = [row["part"], row["model"], row["tiers"], *rates, row["planner"], str(row["seed"])]
+        cells += [f"{100 * row[each]:.1f} %" if each in row else "-" for each in OF_IDEAL]
+        lines.append("| " + " | ".join([*cells, str(row.get("wall_s", "-"))]) + " |")
     return "\n".join(lines)
 
 

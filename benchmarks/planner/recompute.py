@@ -1,11 +1,12 @@
-"""What making activations again is worth, by prediction: Llama-3.1-8B, batch 16, on drives that are few.
+"""Benchmark of the predicted gain of recomputing activations: Llama-3.1-8B, batch 16, with few drives.
 
     python benchmarks/planner/recompute.py [--seconds 45] [--cpu] [--rows 0 1 2 3 4] [-o results.json]
 
-Each row is planned twice by `auto`, with recompute off and auto, on the machine of four drives and no host
-tier, with that many drives. With `--cpu` the limit is in seconds of CPU (cpu_clock.py). `gap_percent` is over
-the bound of each: with recompute it holds for every plan that makes again any of what the profile says can
-be. Bytes are of a step: written to SSDs, and dropped because a good copy is there.
+`auto` plans each row twice, with recompute off and auto. The machine is the shipped machine with four drives
+and no host tier, scaled to the row's number of drives. With `--cpu` the time limit is in CPU seconds
+(cpu_clock.py). `gap_percent` is the percentage by which the step exceeds the plan's bound. With recompute,
+the bound holds for every plan that recomputes any tensors that the profile marks as recomputable. A row has
+two byte counts per step: (1) bytes written to SSDs, (2) bytes dropped because a clean copy exists.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ CASES = (
 
 
 def machine_of(drives: int) -> Machine:
-    """The bandwidth of the four goes by their number."""
+    """Return the machine with bandwidths in proportion to the number of drives."""
     four = Machine.read(PROFILES / "machines" / "h100-4ssd-nohost.machine.json")
     links = tuple(
         replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * drives // 4) for link in four.links
@@ -48,11 +49,11 @@ def machine_of(drives: int) -> Machine:
 def planned(profile: Profile, machine: Machine, budget: int, again: bool, seconds: float) -> dict[str, Any]:
     began, began_cpu = time.monotonic(), time.process_time()
     plan = planners.plan(profile, machine, budget, time_limit_s=seconds, recompute=again)
-    told = plan.predicted
+    predicted = plan.predicted
     return {
-        "step_ms": told.step_ns // 10**6,
-        "bound_ms": told.bound_ns // 10**6,
-        "gap_percent": round(100 * (told.step_ns / told.bound_ns - 1), 1),
+        "step_ms": predicted.step_ns // 10**6,
+        "bound_ms": predicted.bound_ns // 10**6,
+        "gap_percent": round(100 * (predicted.step_ns / predicted.bound_ns - 1), 1),
         "made_again": len(plan.recompute),
         "moves": len(plan.moves),
         **written(*apply_plan_recompute(plan, profile)),

@@ -1,13 +1,14 @@
-"""Trainings larger than anything here, by simulation: Llama-70B on 1, 2 and 8 GPUs, and a model of 10^12
-parameters on one server of 8.
+"""Simulated trainings larger than any available machine: Llama-70B on 1, 2 and 8 GPUs, and a model of 10^12
+parameters on 8 GPUs.
 
     python benchmarks/planner/scale.py [--plan-time 60] [--cpu] [-o FILE]
 
-Nothing here was run on such machines. A step is a profile by roofline (`teraio profile synth`), cut in equal
-parts: with G GPUs every kernel takes 1/G of its time and every tensor 1/G of its bytes (tensor and sequence
-parallel), and each block's output, forward and backward, costs a ring all-reduce besides. Every GPU has its
-own drives and its own PCIe link, so that one GPU's plan is everyone's. What is assumed is in `Assumed`, and
-printed with the rows. With `--cpu` limits are in seconds of CPU, for a machine that has other things to do.
+Nothing was run on such machines. A step is a profile from a roofline model (`teraio profile synth`), cut in
+equal parts. With G GPUs every kernel takes 1/G of its time and every tensor 1/G of its bytes (tensor and
+sequence parallel). The output of each block also costs a ring all-reduce, in the forward and in the backward.
+Every GPU has its own drives and its own PCIe link, so one plan holds for all GPUs. `Assumed` lists the
+assumptions, and they are printed with the rows. With `--cpu` time limits are in CPU seconds, for a machine
+with other load.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from teraio.passes.synth.models import MODELS, Decoder
 from teraio.passes.synth.profiles import ProfileRequest, synth
 
 GB = 10**9
-REDUCED = re.compile(r"\.(wo|down|wq\.dgrad|gate\.dgrad)$")  # after these a block's part is summed
+REDUCED = re.compile(r"\.(wo|down|wq\.dgrad|gate\.dgrad)$")  # kernels followed by a block's all-reduce
 DENSE_1T = Decoder(51200, 25600, 128, 160, 160, 160, 68352)
 
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
     device_bytes: int = 80 * 2**30
-    of_device: float = 0.9  # the budget; the rest is for what teraio does not manage
-    host_bytes: int = 0  # per GPU: nothing depends on it
-    pcie: int = 52 * GB  # per GPU and direction, PCIe 5.0 x16 as measured copies reach it
-    read: int = 27 * GB // 4  # per drive
-    write: int = 5 * GB  # per drive
+    of_device: float = 0.9  # the budget as a share of device memory; teraio does not control the rest
+    host_bytes: int = 0  # per GPU; no result depends on it
+    pcie: int = 52 * GB  # per GPU and direction: PCIe 5.0 x16, as measured for copies
+    read: int = 27 * GB // 4  # bytes per second of each drive
+    write: int = 5 * GB  # bytes per second of each drive
     drive_bytes: int = 3_840 * GB
-    drive_life_bytes: int = 7_008 * 10**12  # 1 drive write per day for five years, as data sheets say
+    drive_life_bytes: int = 7_008 * 10**12  # 1 drive write per day for five years, from data sheets
     drive_price: int = 600  # dollars
     nvlink: int = 360 * GB  # bus rate of an all-reduce within a server
 
@@ -61,7 +62,7 @@ class Case:
     model: str
     gpus: int
     drives: int  # per GPU
-    batch: int  # sequences of 4096 tokens, of all GPUs together
+    batch: int  # sequences of 4096 tokens, over all GPUs
     micro_batches: int = 1
     recompute: bool = True
 
@@ -79,7 +80,7 @@ CASES = (
 
 
 def part_of(profile: Profile, case: Case, hidden: int) -> Profile:
-    """One GPU's part of a step."""
+    """Return one GPU's share of a step."""
     gpus = case.gpus
     sent = case.batch // case.micro_batches * 4096 * hidden * 2
     reduce_ns = int(2 * (gpus - 1) / gpus * sent / ASSUMED.nvlink * 1e9)
@@ -112,13 +113,13 @@ def machine_of(case: Case) -> Machine:
 
 def row_of(case: Case, plan_time: float) -> dict[str, Any]:
     decoder = MODELS[case.model][0]
-    asked = ProfileRequest(
+    request = ProfileRequest(
         batch=case.batch // case.micro_batches,
         micro_batches=case.micro_batches,
         sequence=4096,
         checkpoint=not case.recompute,
     )
-    profile = part_of(synth(case.model, asked), case, decoder.hidden)
+    profile = part_of(synth(case.model, request), case, decoder.hidden)
     machine, budget = machine_of(case), int(ASSUMED.device_bytes * ASSUMED.of_device)
     began = time.process_time()
     made = planners.plan(profile, machine, budget, time_limit_s=plan_time, recompute=case.recompute)

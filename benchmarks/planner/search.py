@@ -1,15 +1,21 @@
-"""What the search finds beyond greedy, how fast it looks, and what jitter does to its plans.
+"""Benchmark of the search: its gain over greedy, its speed, and the effect of jitter on its plans.
 
     python benchmarks/planner/search.py [--profiles NAME ...] [--gb 80 40] [--ssds 4 8] [--host]
                                         [--seconds 10] [--jitter-runs 10] [-o FILE]
 
-Profiles are those of profiles/, machines those of profiles/machines/ with so many SSDs. Per row: the step of
-greedy's best plan and the seconds for its whole portfolio; the step of `search` with a time limit of
-`--seconds` for everything, the plans it simulated per second; by events, what a uniform jitter of 10 and 20 %
-costs a step on average and at most, over so many seeds of eight steps each: on every kernel and transfer by
-itself, and `by_step`, on all kernels of a step alike and on all transfers of a link in it. Events raise if
-the plan's budget is exceeded at any time. Seconds are of CPU (cpu_clock.py). Prints rows as JSON; -o writes
-them with date and machine.
+Profiles come from profiles/, machines from profiles/machines/ with the given number of SSDs. A row holds:
+
+greedy        the step of the best greedy plan, and the seconds that planning all greedy plans takes
+search        the step of the search's plan, with a time limit of `--seconds` for everything; also the number
+              of plans simulated per second
+jitter        the mean and largest delay of a step, simulated by events with a uniform jitter of 10 and 20 %;
+              `--jitter-runs` seeds give eight steps each. The jitter is independent for every kernel and
+              transfer. In `by_step` all kernels of a step have the same jitter, and all transfers of a link
+              in this step have the same jitter
+
+The event simulation raises an error if the plan ever exceeds its budget. Seconds are CPU seconds
+(cpu_clock.py). The script prints the rows as JSON. With -o it writes the rows to a file, with date and
+machine.
 """
 
 from __future__ import annotations
@@ -33,7 +39,6 @@ from teraio.passes.planner.greedy.greedy import greedy_plans_with_periods
 from teraio.passes.planner.problem.problem import build_problem
 from teraio.passes.planner.search.search import STARTS, best_plan_from_starts
 from teraio.passes.planner.simulate import event_simulation
-from teraio.passes.planner.simulate.simulate import step_ns
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 JITTER_STEPS = 8
@@ -74,21 +79,21 @@ def row(profile: Profile, machine: Machine, budget_bytes: int, seconds: float, r
     begun = time.process_time()
     plans = sorted(greedy_plans_with_periods(problem, machine, budget_bytes, 0), key=lambda each: each[1])
     greedy_s = time.process_time() - begun
-    told: list[tuple[float, int]] = []
+    progress: list[tuple[float, int]] = []
     made = best_plan_from_starts(
         problem,
         machine,
         [plan for plan, _ in plans[:STARTS]],
         bound_ns=0,
         time_limit_s=seconds - greedy_s,
-        progress=lambda _, count: told.append((time.process_time(), count)),
+        progress=lambda _, count: progress.append((time.process_time(), count)),
     )
     search_s = time.process_time() - begun
     assert check_plan_against_profile(made, profile, machine).feasible
     greedy_ns, search_ns = (
         event_simulation.simulate_by_events(plan, profile, machine).step_ns for plan in (plans[0][0], made)
     )
-    looking_s = told[-1][0] - told[0][0] if len(told) > 1 else 0.0
+    looking_s = progress[-1][0] - progress[0][0] if len(progress) > 1 else 0.0
     return {
         "profile": profile.name,
         "machine": machine.name,
@@ -98,10 +103,7 @@ def row(profile: Profile, machine: Machine, budget_bytes: int, seconds: float, r
         "search_ns": search_ns,
         "search_s": round(search_s, 2),
         "gain": round(1 - search_ns / greedy_ns, 4),
-        "evaluations_per_s": round((told[-1][1] - told[0][1]) / looking_s) if looking_s else 0,
-        "recurrence_off_by": round(step_ns(made, profile, machine) / search_ns - 1, 4)
-        if event_simulation.has_contended_links(machine)
-        else 0,
+        "evaluations_per_s": round((progress[-1][1] - progress[0][1]) / looking_s) if looking_s else 0,
         "jitter": {
             f"{share:.0%}{' by_step' if by_step else ''}": jitter(
                 made, profile, machine, share, by_step, runs
@@ -115,7 +117,7 @@ def row(profile: Profile, machine: Machine, budget_bytes: int, seconds: float, r
 def jitter(
     plan: Plan, profile: Profile, machine: Machine, share: float, by_step: bool, runs: int
 ) -> dict[str, float]:
-    """How much longer steps take; PlanError if the budget is ever exceeded."""
+    """Return the mean and largest relative delay of a step. Raise PlanError if a step exceeds the budget."""
     plain_ns = event_simulation.simulate_by_events(plan, profile, machine).step_ns
     took = [
         event_simulation.simulate_by_events(

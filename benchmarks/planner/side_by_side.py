@@ -2,8 +2,9 @@
 
     python benchmarks/planner/side_by_side.py [-o FILE]
 
-One row per case and planner: the predicted step, the bound, bytes written, seconds of planning, or why there
-is no plan. Steps are predictions for profiles that were made by roofline, not measurements.
+The script prints one row per case and planner. A row has the predicted step, the bound, the bytes written and
+the seconds of planning, or the reason why the planner has no plan. Steps are predictions and not
+measurements. The profiles come from a roofline model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from teraio.cli import main as cli
 
 FOLDER = Path(__file__).resolve().parents[2] / "profiles"
 
-# (profile, machine, memory): tensors all over the tiers, from mild to hopeless without waiting.
+# (profile, machine, memory): from slight memory pressure to cases in which every plan must wait.
 CASES = (
     ("gpt2-b16", "rtx4090-1ssd", "5GiB"),
     ("vit-b-16-b256", "rtx4090-1ssd", "10GiB"),

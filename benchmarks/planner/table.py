@@ -1,16 +1,16 @@
-"""Plans beside each other and beside their bound: steps, gaps, seconds, bytes written; all by prediction.
+"""Benchmark of the predicted steps of planners, against each other and against their bound.
 
     python benchmarks/planner/table.py [--profiles NAME ...] [--gb 80 40] [--ssds 4 8] [--hosts no yes]
                                        [--planners auto g10 ...] [--seconds 10 ...] [--cpu] [-o FILE]
 
-Profiles and machines are those of profiles/. A row is one planner on one step within one time limit; `auto`
-is called as runs call it, bound included; published systems plan without a limit and without a bound. Each
-row says the step, SSD bytes written, what a plan without drops of clean copies would write beside them, wall
-seconds and CPU seconds; rows of `auto` the bound. Where links share a bandwidth, steps are by events. With
-`--cpu` limits are in seconds of CPU (cpu_clock.py), for a machine that has other things to do.
+Profiles and machines come from profiles/. A row is one planner on one step with one time limit. `auto` runs
+as in a training, including the bound. The planners of published systems have no time limit and compute no
+bound. Each row holds the step, SSD bytes written, SSD bytes saved by dropping clean copies, wall seconds and
+CPU seconds. Rows of `auto` also hold the bound. If links share a bandwidth, an event simulation predicts the
+step. With `--cpu` time limits are in CPU seconds (cpu_clock.py), for a machine with other load.
 
-Rows that FILE has are not made again, so a run goes on where it was stopped. At the end a table: the gap of
-each row is over the best bound that any row of the same step has.
+Cases that FILE already contains are not run again, so a stopped run can continue. The table printed at the
+end gives each row's gap over the best bound that any row of the same step has.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
 from teraio.passes.planner import planners
 from teraio.passes.planner.problem.problem import build_problem
+from teraio.passes.planner.simulate.simulate import step_ns
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 PUBLISHED = ("zero-infinity", "g10", "teraio-paper", "10cache")
@@ -40,7 +41,7 @@ KEY = (*CASE, "planner", "limit_s")
 
 
 def written(plan: Plan, profile: Profile) -> dict[str, int]:
-    """To SSDs in a step, and what is dropped because a good copy is there."""
+    """Return the bytes written to SSDs in a step, and the bytes dropped because a clean copy exists."""
     sizes = {tensor.name: tensor.size_bytes for tensor in profile.tensors}
     found = {"ssd_written_bytes": 0, "ssd_dropped_bytes": 0}
     for move in plan.moves:
@@ -68,12 +69,12 @@ def planned(profile: Profile, machine: Machine, budget: int, name: str, limit_s:
     }
     verdict = check_plan_against_profile(plan, profile, machine)
     assert verdict.feasible, verdict.problems[0]
-    step = {"step_ns": planners.predicted_step_ns(plan, profile, machine), "moves": len(plan.moves)}
+    step = {"step_ns": step_ns(plan, profile, machine), "moves": len(plan.moves)}
     return {**step, **bound, **written(plan, profile), **took}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """In Markdown, a line per row."""
+    """Return the rows as a Markdown table."""
     bounds: dict[tuple[Any, ...], int] = defaultdict(int)
     for row in rows:
         case = tuple(row[name] for name in CASE)
@@ -82,14 +83,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join([*heads, "dropped GB"]) + " |", "|---" * 11 + "|"]
     for row in sorted(rows, key=lambda each: [str(each[name]) for name in KEY]):
         bound = bounds[tuple(row[name] for name in CASE)]
-        told = [str(row[name]) for name in KEY]
+        cells = [str(row[name]) for name in KEY]
         if "refused" in row:
-            told.append("no plan")
+            cells.append("no plan")
         else:
             gap = f"{100 * (row['step_ns'] / bound - 1):.2f}" if bound else ""
-            told += [f"{row['step_ns'] / 1e9:.3f}", gap, str(row["wall_s"]), str(row["cpu_s"])]
-            told += [f"{row[f'ssd_{what}_bytes'] / 1e9:.0f}" for what in ("written", "dropped")]
-        lines.append("| " + " | ".join(told) + " |")
+            cells += [f"{row['step_ns'] / 1e9:.3f}", gap, str(row["wall_s"]), str(row["cpu_s"])]
+            cells += [f"{row[f'ssd_{what}_bytes'] / 1e9:.0f}" for what in ("written", "dropped")]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -1,13 +1,16 @@
-"""teraio against DeepSpeed's ZeRO-3 with offload to host memory and to the drive: one model, one batch.
+"""teraio against DeepSpeed's ZeRO-3 with offload to host memory and to the drive: both train the same model
+with the same batch.
 
     python benchmarks/versus/against_deepspeed.py --python VENV/bin/python [llama-32m ...] [--part 0.4]
                                                   [--pairs 9] [--sweep SECONDS] [--folder DIR] [-o FILE]
 
-VENV has deepspeed (0.19.8 is what was run) and libaio's headers are on the machine. Without a GPU DeepSpeed
-frees nothing, as its host is the device: what shows is what its bookkeeping, its traffic and its waiting
-cost. `process` is the peak of resident memory. Both use AdamW, each its own. Before the race DeepSpeed's
-settings are swept for `--sweep` seconds per row, from those in race/deepspeed.json, one change after the
-other; the best are in the file. teraio has no settings but `memory`.
+VENV has deepspeed (0.19.8 was used), and libaio's headers are on the machine. Without a GPU, DeepSpeed frees
+no memory, because its device is the host. The race therefore shows the cost of DeepSpeed's bookkeeping,
+traffic and waiting. `process` is the peak of resident memory. Each side uses its own AdamW.
+
+Before the race, a sweep of `--sweep` seconds per row looks for DeepSpeed's best settings. The sweep starts
+from the settings in race/deepspeed.json and tries one change after the other. The result file holds the best
+settings. teraio has no settings except `memory`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from teraio.units import fmt_bytes
 
 GOAL = 1.0
 NAMES = ("llama-7m", "llama-32m", "llama-175m")
-STEPS = 3  # that count, of each of the settings
+STEPS = 3  # timed steps for each combination of settings
 AIO = {"block_size": 2**20, "queue_depth": 16, "intra_op_parallelism": 2}
 CHANGES: tuple[dict[str, Any], ...] = (
     {"pipeline": True},
@@ -45,10 +48,10 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 def main() -> int:
     parser = command_line(__doc__, "against-deepspeed", NAMES)
-    parser.add_argument("--python", required=True, help="an interpreter that has deepspeed")
+    parser.add_argument("--python", required=True, help="an interpreter with deepspeed")
     add_part(parser)
     parser.add_argument("--sweep", type=float, default=120, help="seconds per row")
-    parser.add_argument("--folder", help="for its swap files; teraio's store is where it always is")
+    parser.add_argument("--folder", help="folder of DeepSpeed's swap files")
     args = parser.parse_args()
     table = Table(
         **{"model": 11, "offload": 7, "its step": 8, "process": 10, "ours": 7},
@@ -79,20 +82,20 @@ def one_row(name: str, offload: str, peak: int, args: argparse.Namespace) -> dic
     memory = int(peak * args.part)
     row: dict[str, Any] = {"subject": name, "offload": offload, "memory": memory, "plain_peak_bytes": peak}
     with tempfile.TemporaryDirectory(prefix="deepspeed-", dir=args.folder) as folder:
-        asked: dict[str, Any] = {"subject": name, "way": "deepspeed", "offload": offload, "folder": folder}
-        asked |= {"threads": args.threads, "deterministic": False}
+        request: dict[str, Any] = {"subject": name, "way": "deepspeed", "offload": offload, "folder": folder}
+        request |= {"threads": args.threads, "deterministic": False}
         try:
-            tried = swept(asked, args)
+            tried = swept(request, args)
             settings = tried[0]["settings"]
             row["tried"] = tried
-            with Trainee({**asked, "settings": settings}, python=args.python) as theirs:
+            with Trainee({**request, "settings": settings}, python=args.python) as theirs:
                 theirs.settle()
                 mine = {"subject": name, "way": "teraio", "memory": memory, "threads": args.threads}
                 with Trainee(mine) as ours:
                     found = race(ours.settle(), theirs, args.pairs)
         except Died as error:
             return row | {"verdict": "failed", "error": str(error)}
-    row |= found.told("theirs") | {"settings": settings}
+    row |= found.figures("theirs") | {"settings": settings}
     row["theirs_resident_bytes"] = most(found.theirs, "resident")
     row["resident_bytes"] = most(found.ours, "resident")
     row["peak_bytes"] = most(found.ours, "tensors")
@@ -101,19 +104,21 @@ def one_row(name: str, offload: str, peak: int, args: argparse.Namespace) -> dic
     return row
 
 
-def swept(asked: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Settings tried within the time, the fastest first; what fails is told with its error."""
+def swept(request: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Try settings until the time is up, and return them, fastest first. Settings that fail come last, with
+    their error.
+    """
     until = time.monotonic() + args.sweep
     tried: list[dict[str, Any]] = []
     best: dict[str, Any] = {}
     for change in ({}, *CHANGES):
         if change and time.monotonic() > until:
             break
-        if asked["offload"] == "cpu" and set(change) & {"aio", "pipeline", "buffer_count"}:
-            continue  # settings of the drive
+        if request["offload"] == "cpu" and set(change) & {"aio", "pipeline", "buffer_count"}:
+            continue  # these settings affect only the drive
         settings = {**best, **change}
         try:
-            with Trainee({**asked, "settings": settings}, python=args.python) as trainee:
+            with Trainee({**request, "settings": settings}, python=args.python) as trainee:
                 trainee.steps(1)
                 seconds = middle(trainee.steps(STEPS), "seconds")
         except Died as error:
@@ -124,7 +129,7 @@ def swept(asked: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any
         tried.append({"settings": settings, "seconds": seconds})
     ran = sorted((each for each in tried if each["seconds"] is not None), key=lambda each: each["seconds"])
     if not ran:
-        raise Died(f"{asked}: no settings run: {tried[0]['error']}")
+        raise Died(f"{request}: no settings run: {tried[0]['error']}")
     return ran + [each for each in tried if each["seconds"] is None]
 
 

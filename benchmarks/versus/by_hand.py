@@ -1,11 +1,12 @@
-"""teraio against what people write by hand to save memory: hooks that put saved activations into files,
-checkpoints that compute blocks again, both.
+"""teraio against hand-written ways to save memory: hooks that write saved activations to files, checkpoints,
+both.
 
     python benchmarks/versus/by_hand.py [llama-32m ...] [--pairs 9] [--threads 2] [-o FILE]
 
-Each of them is trained alone first, for its peak; then in turn with teraio within that same peak, and within
-half of it, which none of them has a setting for. A row per model and way; `plain` is the same model without
-any, `saved` the part of its peak that the way saves.
+Each way by hand first trains alone, to measure its peak. This way then alternates with teraio in two races:
+(1) teraio's budget is this peak, (2) teraio's budget is half of this peak. The way by hand trains unchanged
+in both races, because no such way has a setting for half of the peak. There is a row per model and way.
+`plain` is the same model without any of the ways. `saved` is the share of the plain peak that the way saves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from teraio.units import fmt_bytes
 
 WAYS = ("hooks", "checkpoint", "both")
 NAMES = ("llama-7m", "llama-32m", "resnet-50")
-GOAL = 1.0  # times the step of the way
+GOAL = 1.0  # largest allowed ratio of teraio's step to the step by hand
 
 
 def main() -> int:
@@ -50,7 +51,7 @@ def main() -> int:
         (
             f"{row['subject']}, teraio in {row['part']:.0%} of the memory of {row['way']}",
             row["ratio"],
-            told(row),
+            ratio_text(row),
         )
         for row in rows
         if "ratio" in row
@@ -71,11 +72,11 @@ def one_row(name: str, theirs: Trainee, peak: int, part: float, args: argparse.N
             found = race(ours.settle(), theirs, args.pairs)
     except Died as error:
         return row | {"verdict": "failed", "error": str(error)}
-    row |= found.told("way") | {"peak_bytes": most(found.ours, "tensors")}
+    row |= found.figures("way") | {"peak_bytes": most(found.ours, "tensors")}
     return row | {"verdict": found.verdict(GOAL) if part == 1 else "-"}
 
 
-def told(row: dict[str, Any]) -> str:
+def ratio_text(row: dict[str, Any]) -> str:
     return f"{row['ratio']:.2f} ({row['ours_s']:.2f} s, {row['way_s']:.2f} s)"
 
 

@@ -1,9 +1,9 @@
-"""What it costs to look at every byte that comes back from the drive: one training within one part of
-memory, with digests and without.
+"""Benchmark of digests: the same training within the same budget, with and without digests of the bytes read
+from the drive.
 
     python benchmarks/versus/digests.py [llama-7m ...] [--part 0.4] [--pairs 9] [--threads 2] [-o FILE]
 
-Steps in turn, each training in a process of its own; both plan for themselves.
+Steps alternate. Each training runs in its own process and makes its own plan.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def main() -> int:
 
 def one_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
     memory = int(plain_peak(name, args.threads) * args.part)
-    asked = {"subject": name, "threads": args.threads, "way": "teraio", "memory": memory}
-    with Trainee(asked) as ours, Trainee({**asked, "options": {"checksum": "off"}}) as without:
+    request = {"subject": name, "threads": args.threads, "way": "teraio", "memory": memory}
+    with Trainee(request) as ours, Trainee({**request, "options": {"checksum": "off"}}) as without:
         ours.settle()
         without.settle()
         found = race(ours, without, args.pairs)
@@ -46,7 +46,7 @@ def one_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "subject": name,
         "memory": memory,
-        **found.told("without", "with"),
+        **found.figures("without", "with"),
         "read_bytes": int(middle(found.ours, "read_bytes")),
         "written_bytes": int(middle(found.ours, "written_bytes")),
         "equal": equal,

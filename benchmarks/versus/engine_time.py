@@ -1,11 +1,12 @@
-"""Where the time of a step goes: kernels, waiting, the engine's own Python by function, and its threads.
+"""Breakdown of a step's time: kernels, waiting, the engine's own Python by function, and its threads.
 
     python benchmarks/versus/engine_time.py [--subject llama-7m] [--part 0.4] [--inner eager] [--steps 10]
-    [--top 20]
+                                            [--top 20]
 
-First without a profiler: the step, and what of it lies in slots, by the recorder that timelines are made
-from. Then the same steps under cProfile, for the shares of functions alone: times in it are longer. CPU time
-of threads is that of all steps. Prints a table to stderr and one JSON object to stdout.
+The script first measures the step and the time inside slots without a profiler, with the recorder that makes
+timelines. The script then runs the same steps under cProfile. This run gives only the shares of functions,
+because the profiler slows the steps. The CPU time of threads covers all steps. The script prints a table to
+stderr and one JSON object to stdout.
 """
 
 from __future__ import annotations
@@ -30,30 +31,30 @@ from race.trainee import Trainee
 import teraio
 from teraio.session import session
 
-ENGINE = ("runtime", "passes", "teraio")  # folders
+ENGINE = ("runtime", "passes", "teraio")  # folders with the engine's code
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--subject", default="llama-7m")
-    parser.add_argument("--memory", default="", help="bytes; default: --part of what the plain step takes")
+    parser.add_argument("--memory", default="", help="bytes; default: --part of the plain step's peak")
     parser.add_argument("--part", type=float, default=0.4)
     parser.add_argument("--inner", default="eager", choices=("eager", "inductor"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--top", type=int, default=20)
     args = parser.parse_args()
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "subject": args.subject,
         "threads": args.threads,
         "options": {"inner": args.inner},
     }
     subject_of(args.subject)
-    plain = Trainee({**asked, "way": "plain"}) if not args.memory else None
+    plain = Trainee({**request, "way": "plain"}) if not args.memory else None
     memory = int(args.memory or args.part * max(plain.step()["tensors"] for _ in range(3)))  # type: ignore[union-attr]
     del plain
-    trainee = Trainee({**asked, "way": "teraio", "memory": memory})
+    trainee = Trainee({**request, "way": "teraio", "memory": memory})
     rows = [trainee.step() for _ in range(8)]
     assert rows[-1]["settled"], "no plan after 8 steps"
     found = {**shares(trainee, args.steps), **functions(trainee, args.steps, args.top)}
@@ -62,7 +63,7 @@ def main() -> None:
 
 
 def shares(trainee: Trainee, steps: int) -> dict[str, Any]:
-    """Medians would hide what comes rarely: sums, over the number of steps."""
+    """Return means per step. Medians would hide rare events."""
     before, threads = teraio.stats(), thread_seconds()
     began = time.perf_counter()
     for _ in range(steps):
@@ -73,7 +74,7 @@ def shares(trainee: Trainee, steps: int) -> dict[str, Any]:
     each = {name: (after[name] - before[name]) / steps for name in counted}  # type: ignore[literal-required]
     busy = {name: (value - threads.get(name, 0)) / steps * 1e3 for name, value in thread_seconds().items()}
     assert session.SESSION is not None
-    ((profile, _),) = session.SESSION.measured.values()
+    ((profile, _),) = session.SESSION.sources()
     _, in_slots_ns = while_planned(profile, trainee.step)
     waits_ms = (after["stall_ns"] - before["stall_ns"]) / steps / 1e6
     print(
@@ -95,7 +96,7 @@ def shares(trainee: Trainee, steps: int) -> dict[str, Any]:
 
 
 def thread_seconds() -> dict[str, float]:
-    """CPU seconds of this process' threads, by name."""
+    """Return CPU seconds of this process's threads, by name."""
     found: dict[str, float] = {}
     for task in Path("/proc/self/task").iterdir():
         name, _, rest = (task / "stat").read_text().partition(" (")[2].rpartition(") ")
@@ -105,7 +106,7 @@ def thread_seconds() -> dict[str, float]:
 
 
 def functions(trainee: Trainee, steps: int, top: int) -> dict[str, Any]:
-    """The engine's functions by their own time, in milliseconds per step."""
+    """Return the engine's functions by their own time, in milliseconds per step."""
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(steps):

@@ -1,10 +1,12 @@
-"""What it costs on a CPU that freed memory goes back to the system, and what it saves to keep it.
+"""Benchmark of returning freed memory to the system on a CPU, against keeping it.
 
     python benchmarks/versus/given_back.py [--subject llama-7m] [--part 0.6] [--steps 8] [--threads 2]
 
-A row per training, each in a process of its own: plainly and within `--part` of the plain peak. Freed memory
-is kept by malloc, given back at once, or kept within the budget, as teraio does it. Seconds of a step, the
-peak of the process and of its tensors.
+Each training runs in its own process and gives a row. Trainings are plain, or have a budget of `--part` of
+the plain peak. Freed memory has one of three treatments: (1) malloc keeps the memory, (2) malloc returns the
+memory immediately, (3) the allocator keeps the memory within the budget, as in teraio. Plain training has
+only the treatments (1) and (2). A row holds the seconds of a step, the peak of the process and the peak of
+its tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from race.result import Table
 
 from teraio.units import fmt_bytes
 
-SETTLE = 8  # steps: compile, optimizer states, three that measure, the plan
+SETTLE = 8  # steps before timing: compile, optimizer states, three measured steps, planning
 
 
 def main() -> None:
@@ -42,30 +44,30 @@ def main() -> None:
         for freed in ("kept", "given back", "in budget"):
             if (way, freed) == ("plain", "in budget"):
                 continue
-            asked = {"subject": args.subject, "way": way, "threads": args.threads, "freed": freed}
-            row = in_a_process({**asked, "memory": int(peak * args.part)}, args.steps)
+            request = {"subject": args.subject, "way": way, "threads": args.threads, "freed": freed}
+            row = in_a_process({**request, "memory": int(peak * args.part)}, args.steps)
             peak = peak or row["tensors"]
             table.row(way, freed, row["seconds"], fmt_bytes(row["resident"]), fmt_bytes(row["tensors"]))
 
 
-def in_a_process(asked: dict[str, Any], steps: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", json.dumps(asked), "--steps", str(steps)]
+def in_a_process(request: dict[str, Any], steps: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", json.dumps(request), "--steps", str(steps)]
     environment = {**os.environ, "PYTHONPATH": FOUND, "TERAIO_CACHE_DIR": "off"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def train(asked: dict[str, Any], steps: int) -> dict[str, Any]:
+def train(request: dict[str, Any], steps: int) -> dict[str, Any]:
     from race.trainee import Trainee
 
     from teraio.runtime.device import limits
 
-    if asked["freed"] == "given back":
+    if request["freed"] == "given back":
         limits.make_malloc_return_memory()
-    giving_back = limits.make_malloc_return_memory if asked["freed"] != "kept" else lambda: None
+    giving_back = limits.make_malloc_return_memory if request["freed"] != "kept" else lambda: None
     with patch.object(limits, "make_malloc_return_memory", giving_back):
-        trainee = Trainee({**asked, "spares": asked["freed"] == "in budget"})
+        trainee = Trainee({**request, "spares": request["freed"] == "in budget"})
         rows = [trainee.step() for _ in range(SETTLE + steps)][SETTLE:]
     return {
         "seconds": middle(rows, "seconds"),

@@ -1,15 +1,20 @@
-"""teraio within a budget against the same compile without one, and against what no schedule can beat.
+"""teraio within a budget against the same compile without one, and against a bound for every schedule.
 
     python benchmarks/versus/ideal.py [llama-32m ...] [--parts 1 0.6 0.4 0.25 0] [--pairs 9] [--threads 2]
                                [--keep-freed] [--timelines FOLDER] [-o FILE]
 
-Steps in turn, each training in a process of its own; a row per model and budget. `part` of the plain peak;
-0 is the smallest budget that a whole step has (`memory="min"`). `bound` is the largest of computing and of
-what the links must carry, and of the planner's linear program, with kernel times that were taken while the
-plan ran; goals are checked against it where it lies above the plain step. `drive` is the time that the bytes
-which moved take at the measured rates. With `--keep-freed` malloc gives none of the plain process's memory
-back to the system, as teraio does not: fresh pages cost time, and large steps free and take gigabytes.
-`--timelines` keeps a step of each row for `teraio report`: where it waits, and what the drive carried.
+Steps alternate, and each training runs in its own process. There is a row per model and budget.
+
+part      the budget as a share of the plain peak; 0 is the smallest budget of a whole step
+          (`memory="min"`)
+bound     the largest of three times: compute time, link time, the optimum of the planner's linear program.
+          Kernel times are taken while the plan runs. Where the bound exceeds the plain step, goals are
+          checked against the bound
+drive     the time that the moved bytes take at the measured rates
+
+With `--keep-freed` malloc keeps all freed memory of the plain process, as teraio does. Fresh pages cost time,
+and large steps free and allocate gigabytes. `--timelines` keeps a step of each row for `teraio report`, which
+shows its waits and the traffic of its drive.
 """
 
 from __future__ import annotations
@@ -25,8 +30,8 @@ from race.result import Table, bars, write
 
 from teraio.units import fmt_bytes
 
-GOALS = {0.6: 1.05, 0.4: 1.05, 0.25: 1.15}  # times the plain step
-GOAL_BOUND = 1.08  # times the bound, where that is above the goal
+GOALS = {0.6: 1.05, 0.4: 1.05, 0.25: 1.15}  # budget as a share of the plain peak -> goal in plain steps
+GOAL_BOUND = 1.08  # goal as a multiple of the bound, if the bound is above the other goal
 KEEP_FREED = ("env", "MALLOC_MMAP_MAX_=0", f"MALLOC_TRIM_THRESHOLD_={2**40}")
 NAMES = ("llama-7m", "llama-32m", "llama-175m", "llama-554m", "resnet-50")
 
@@ -34,7 +39,7 @@ NAMES = ("llama-7m", "llama-32m", "llama-175m", "llama-554m", "resnet-50")
 def main() -> int:
     parser = command_line(__doc__, "ideal", NAMES)
     parser.add_argument("--parts", nargs="+", type=float, default=[1, 0.6, 0.4, 0.25, 0])
-    parser.add_argument("--keep-freed", action="store_true", help="in the plain process")
+    parser.add_argument("--keep-freed", action="store_true", help="make the plain process keep freed memory")
     parser.add_argument("--timelines", type=Path, metavar="FOLDER")
     args = parser.parse_args()
     table = Table(
@@ -52,27 +57,27 @@ def main() -> int:
     )
     rows: list[dict[str, Any]] = []
     for name in args.subjects:
-        asked = {"subject": name, "way": "plain", "threads": args.threads}
-        with Trainee(asked, KEEP_FREED if args.keep_freed else ()) as plain:
+        request = {"subject": name, "way": "plain", "threads": args.threads}
+        with Trainee(request, KEEP_FREED if args.keep_freed else ()) as plain:
             peak = most(plain.settle().rows, "tensors")
             for part in args.parts:
                 rows.append(one_row(name, part, peak, plain, args))
                 show(table, rows[-1])
-                told = {"pairs": args.pairs, "threads": args.threads, "keep_freed": args.keep_freed}
-                write(args.output, "ideal", **told, rows=rows)
+                settings = {"pairs": args.pairs, "threads": args.threads, "keep_freed": args.keep_freed}
+                write(args.output, "ideal", **settings, rows=rows)
     picture(args.output, rows)
     return 0 if all(row.get("equal") and row["verdict"] != "missed" for row in rows) else 1
 
 
 def one_row(name: str, part: float, peak: int, plain: Trainee, args: argparse.Namespace) -> dict[str, Any]:
     memory = int(peak * part) if part else "min"
-    asked: dict[str, Any] = {"subject": name, "way": "teraio", "memory": memory, "threads": args.threads}
+    request: dict[str, Any] = {"subject": name, "way": "teraio", "memory": memory, "threads": args.threads}
     if args.timelines:
         args.timelines.mkdir(parents=True, exist_ok=True)
-        asked["options"] = {"timeline": str(args.timelines / f"{name}-{part:.2f}.timeline.json")}
+        request["options"] = {"timeline": str(args.timelines / f"{name}-{part:.2f}.timeline.json")}
     row: dict[str, Any] = {"subject": name, "part": part, "memory": memory, "plain_peak_bytes": peak}
     try:
-        with Trainee(asked) as ours:
+        with Trainee(request) as ours:
             ours.settle()
             found = race(ours, plain, args.pairs)
             row |= figures(found) | {"equal": equal_losses(ours, plain)}
@@ -90,7 +95,7 @@ def one_row(name: str, part: float, peak: int, plain: Trainee, args: argparse.Na
 def figures(found: Race) -> dict[str, Any]:
     steady = found.ours
     return {
-        **found.told("plain"),
+        **found.figures("plain"),
         "peak_bytes": most(steady, "tensors"),
         "resident_bytes": most(steady, "resident"),
         "plain_resident_bytes": most(found.theirs, "resident"),
@@ -102,7 +107,9 @@ def figures(found: Race) -> dict[str, Any]:
 
 
 def limits(found: Race, facts: dict[str, Any]) -> dict[str, Any]:
-    """What the machine allows: two bounds, and the time that the drive takes for what moved."""
+    """Return the limits that the machine sets: two bounds, and the time that the drive needs for the moved
+    bytes.
+    """
     out, back = (facts["rates"][link] for link in ("device ssd", "ssd device"))
     drive_s = max(middle(found.ours, "written_bytes") / out, middle(found.ours, "read_bytes") / back)
     return {

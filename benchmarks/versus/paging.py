@@ -1,14 +1,17 @@
-"""teraio against the system's own paging: the plain training in a control group with as little memory as
-teraio has, and a swap file on the same disk.
+"""teraio against the system's own paging.
 
     python benchmarks/versus/paging.py [llama-32m ...] [--part 0.4] [--pairs 9] [--swap-gib 16] [--folder DIR]
                                 [-o FILE]
 
-Needs root: it makes control groups and a swap file, and removes them. The limit is the most that teraio's
-process takes, whatever for, in a step of its plan. Both run in a group with that limit, teraio once it has
-planned, so that it is held to it by the same means. Goal: a step of teraio takes a third of the time. The
-system may kill the plain one though the swap file has room, if pages do not leave as fast as others are asked
-for: that is tried again, and counted.
+Plain training runs in a control group that has as little memory as teraio's process, and pages to a swap file
+on the same disk. The script needs root, because it makes control groups and a swap file, and removes them.
+The limit is the peak of teraio's whole process in a planned step. Both trainings run in a control group with
+this limit. The system thus enforces the limit for both in the same way. teraio's group gets the limit only
+after teraio has planned.
+
+Goal: a step of teraio takes a third of the time of a paging step. The system may kill the plain training
+although the swap file has room. This happens if the system cannot write pages as fast as the training
+allocates other pages. The script repeats and counts such runs.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from teraio.units import fmt_bytes
 
 NAMES = ("llama-7m", "llama-32m", "resnet-50")
 GOAL = 1 / 3
-SPARE_BYTES = 16 * 2**20  # for page tables and files' pages
+SPARE_BYTES = 16 * 2**20  # memory for page tables and pages of files
 TRIES = 5
 
 
@@ -41,10 +44,10 @@ def main() -> int:
     parser = command_line(__doc__, "paging", NAMES)
     add_part(parser)
     parser.add_argument("--swap-gib", type=int, default=16)
-    parser.add_argument("--folder", type=Path, default=Path.home(), help="where the swap file is made")
+    parser.add_argument("--folder", type=Path, default=Path.home(), help="folder of the swap file")
     args = parser.parse_args()
     if os.geteuid():
-        print("not run: a control group and a swap file need root", file=sys.stderr)
+        print("not run: control groups and the swap file need root", file=sys.stderr)
         return 2
     table = Table(model=11, limit=10, budget=10, paging=8, ours=7, ratio=6, spread=6, equal=5, verdict=17)
     rows: list[dict[str, Any]] = []
@@ -85,8 +88,8 @@ def one_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         try:
             groups = [stack.enter_context(group(f"teraio-benchmark-{number}")) for number in range(2)]
-            asked = {**plainly, "way": "teraio", "memory": memory}
-            ours = stack.enter_context(Trainee(asked, groups[0].first)).settle()
+            request = {**plainly, "way": "teraio", "memory": memory}
+            ours = stack.enter_context(Trainee(request, groups[0].first)).settle()
             row["limit_bytes"] = most(ours.rows[-2:], "resident") + SPARE_BYTES
             for each in groups:
                 each.limit(row["limit_bytes"])
@@ -100,10 +103,10 @@ def one_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
             except Died as error:
                 if ours.process.poll() is not None or row["killed"] == TRIES - 1:
                     return row | {"verdict": "failed", "error": str(error)}
-                print(f"{name}: the system killed the plain one, once more", file=sys.stderr)
-    row |= found.told("paging") | {"equal": equal_losses(ours, theirs)}
+                print(f"{name}: the system killed the plain training; trying again", file=sys.stderr)
+    row |= found.figures("paging") | {"equal": equal_losses(ours, theirs)}
     row["verdict"] = found.verdict(GOAL)
-    if found.ratio() <= GOAL and max(found.ratios()) <= GOAL:  # paging varies, but never as far as this
+    if found.ratio() <= GOAL and max(found.ratios()) <= GOAL:  # paging times vary, but all ratios pass
         row["verdict"] = "met"
     return row
 

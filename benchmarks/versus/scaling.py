@@ -1,11 +1,16 @@
-"""How a step and its planning grow with layers, batch and the number of tensors, times 2, 4 and 8.
+"""Benchmark of how a step and its planning scale if layers and batch grow by factors of 2, 4 and 8.
 
     python benchmarks/versus/scaling.py [--part 0.5] [--pairs 5] [--threads 1] [--inner eager] [-o FILE]
 
-A row per size, each against the same training without a budget, steps in turn: the ratio, slots per second
-that the step has, nanoseconds per slot that are neither kernels nor waiting, seconds of planning, and what
-the process holds that is no tensor, beside what the plain one does. `held` is that difference's growth
-against the first row, as a part of the growth of the bytes that are managed: goal 1 %.
+There is a row per size. Each size alternates with the same training without a budget. A row holds:
+
+ratio             the ratio to the step without a budget
+slots/s           slots per second
+us/slot           microseconds per slot outside kernels and waits
+plan              seconds of planning
+other, of plain   memory of the process outside tensors, for teraio and for plain training
+held              the growth of (other - of plain) since the first row, as a share of the growth of the bytes
+                  in tensors: goal 1 %
 """
 
 from __future__ import annotations
@@ -34,7 +39,9 @@ def sizes() -> dict[str, dict[str, int]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--part", type=float, default=0.5, help="of the plain peak of tensors")
+    parser.add_argument(
+        "--part", type=float, default=0.5, help="teraio's budget, as a share of the plain peak"
+    )
     parser.add_argument("--pairs", type=two_or_more, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--inner", default="eager", choices=("eager", "inductor"))
@@ -64,10 +71,10 @@ def extra(row: dict[str, Any]) -> int:
 
 
 def one_row(name: str, subject: str, args: argparse.Namespace) -> dict[str, Any]:
-    asked = {"subject": subject, "threads": args.threads, "options": {"inner": args.inner}}
-    with Trainee({**asked, "way": "without", "memory": 2**40}) as plain:
+    request = {"subject": subject, "threads": args.threads, "options": {"inner": args.inner}}
+    with Trainee({**request, "way": "without", "memory": 2**40}) as plain:
         peak = most(plain.settle().rows, "tensors")
-        with Trainee({**asked, "way": "teraio", "memory": int(peak * args.part)}) as ours:
+        with Trainee({**request, "way": "teraio", "memory": int(peak * args.part)}) as ours:
             found = race(ours.settle(), plain, args.pairs)
             facts = ours.facts()
     waits_ns = middle(found.ours, "stall_ns")

@@ -1,8 +1,13 @@
-"""Runs one check in this process, or lists them all: what prove.py calls in the stand-in's environment.
+"""A script that runs one check in this process, or lists all checks. prove.py starts the script in the
+stand-in's environment.
 
-A check is a function `check_*` of a module `check_*.py`: it asserts, and returns figures for its row, or
-nothing. A module may name what the sample takes of it, in SAMPLE; more checks by name, in CASES; and what is
-to be set in the environment of their processes, in VARIABLES. ALONE says that its checks measure durations.
+A check is a function `check_*` of a module `check_*.py`. A check raises AssertionError if it fails. Otherwise
+it returns None, or the figures for its own row of the output. A module may define:
+
+SAMPLE       names of the checks that run in the sample
+CASES        more checks, by name
+VARIABLES    environment variables of the checks' processes
+ALONE        True if the module's checks measure durations and must run alone
 """
 
 from __future__ import annotations

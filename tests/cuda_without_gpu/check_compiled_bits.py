@@ -1,8 +1,9 @@
-"""Inductor's kernels in three tiers, to the bit, by Triton's interpreter.
+"""Checks of trainings in three tiers, whose Inductor kernels run in Triton's interpreter. The results must be
+bitwise equal to the results of a run without a budget.
 
-The interpreter computes each kernel in RAM while the host waits. So this compares numbers, and finds no wait
-that is missing. The weights have as many bytes as elsewhere, in few layers, and the batch is small: a kernel
-takes the interpreter tens of milliseconds.
+The interpreter computes each kernel in RAM while the host waits. The checks therefore compare numbers, but
+cannot detect a missing wait. The weights have as many bytes as in other checks. The layers are few and the
+batch is small, because the interpreter needs tens of milliseconds per kernel.
 """
 
 from __future__ import annotations

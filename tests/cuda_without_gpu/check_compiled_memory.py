@@ -1,7 +1,9 @@
-"""Inductor's kernels as Triton compiles them for a GPU, with slots between them, within the budget.
+"""Checks that programs of Inductor's kernels keep to the budget. Triton compiles the kernels for a GPU, and
+slots run between the kernels.
 
-Triton's compiler and launcher are real here. A launched kernel takes its time and writes nothing, so there
-are no numbers to compare: what is compared is memory, by torch's own count.
+Triton's compiler and launcher are real here. A launched kernel takes its set duration but writes nothing, so
+the checks cannot compare numbers. Instead, the checks compare the budget with the memory that torch's own
+allocator counts.
 """
 
 from __future__ import annotations

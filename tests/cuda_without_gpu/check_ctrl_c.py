@@ -1,4 +1,6 @@
-"""Ctrl-C while a backward runs on autograd's thread: it ends between two kernels, and training goes on."""
+"""Checks of Ctrl-C during a backward on autograd's thread. Ctrl-C must end the backward between two kernels,
+and training must continue.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ happens.register_autograd(
 
 
 class Model(torch.nn.Module):
-    """Layers with a custom operator after each, whose backward says that it runs."""
+    """A model of layers. A custom operator follows each layer. The operator's backward adds an entry to a
+    record when it runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +71,7 @@ class Model(torch.nn.Module):
 
 
 class Training:
-    """A model and its optimizer, within a budget or without one."""
+    """A model and its optimizer. The model runs with or without a budget."""
 
     def __init__(self, budget: bool) -> None:
         HAPPENED.clear()
@@ -111,7 +115,7 @@ def check_ctrl_c_ends_a_backward_between_two_kernels() -> None:
             ours.step(6)
         except KeyboardInterrupt:
             interrupted += 1
-            for _ in range(10_000):  # a second one would come here
+            for _ in range(10_000):  # the loop gives a second KeyboardInterrupt time to arrive
                 pass
         assert interrupted == 1
         assert [str(number) for number in range(LAYERS - 1, MIDDLE, -1)] + ["middle"] == HAPPENED, HAPPENED
@@ -119,13 +123,13 @@ def check_ctrl_c_ends_a_backward_between_two_kernels() -> None:
         RINGS.clear()
         ours.optimizer.zero_grad()
         losses += [ours.step(number) for number in range(6, 10)]
-        assert losses == plain, "the step that was ended is taken again: other numbers"
+        assert losses == plain, "the numbers differ after repeating the interrupted step"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         _ended()
 
 
-def check_ctrl_c_after_that_is_answered_too() -> None:
+def check_later_ctrl_c_is_answered_too() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ours = Training(True)
     try:
@@ -139,7 +143,7 @@ def check_ctrl_c_after_that_is_answered_too() -> None:
             except KeyboardInterrupt:
                 RINGS.clear()
             try:
-                signal.raise_signal(signal.SIGINT)  # in user code
+                signal.raise_signal(signal.SIGINT)  # the signal arrives while user code runs
                 raise AssertionError("not interrupted")
             except KeyboardInterrupt:
                 pass
@@ -148,7 +152,7 @@ def check_ctrl_c_after_that_is_answered_too() -> None:
         _ended()
 
 
-def check_an_answer_of_ones_own_comes_once_after_the_backward() -> None:
+def check_a_users_sigint_action_runs_once_after_the_backward() -> None:
     heard: list[tuple[bool, int]] = []
     ours = Training(True)
 
@@ -173,8 +177,10 @@ def check_an_answer_of_ones_own_comes_once_after_the_backward() -> None:
     _ended()
 
 
-def check_no_byte_of_a_child_is_heard() -> None:
-    """A child of fork has handlers of its parent, and its signals are its own."""
+def check_signals_of_a_child_are_not_received() -> None:
+    """Check that a forked child's signals do not reach its parent, although the child has inherited the
+    parent's handlers.
+    """
     ours = Training(True)
     try:
         for number in range(4):

@@ -1,4 +1,6 @@
-"""A process with two GPUs: the session's device is the one of the first graph, whichever is current."""
+"""Checks of a process with two GPUs. The session uses the device of the first graph, not torch's current
+device.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def trained(called: Any, model: torch.nn.Module, device: torch.device, steps: in
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        assert torch.cuda.current_device() == 0, "another device is current"
+        assert torch.cuda.current_device() == 0, "the current device changed"
     return losses
 
 
@@ -73,12 +75,12 @@ def _trains_on_the_second(**options: Any) -> None:
         ended()
 
 
-def check_a_model_on_the_second_device_has_its_budget_there() -> None:
+def check_the_budget_of_a_model_on_the_second_device() -> None:
     _trains_on_the_second()
 
 
 def check_the_ssd_serves_the_second_device() -> None:
-    """The copier's streams are those of the second device."""
+    """Check the SSD tier on the second device. The store's copier needs streams of this device."""
     _trains_on_the_second(host_memory="min")
 
 
@@ -96,7 +98,7 @@ def check_a_second_model_on_another_device_is_refused() -> None:
     finally:
         ended()
     try:
-        trained(compiled(second), second, ONE, steps=2)  # after the reset
+        trained(compiled(second), second, ONE, steps=2)  # training works after the reset
     finally:
         ended()
 

@@ -1,4 +1,4 @@
-"""`teraio doctor` on a machine with a GPU."""
+"""A check of `teraio doctor` on a machine with a GPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import standin  # noqa: F401
 from teraio.cli import main
 
 
-def check_links_of_the_gpu_are_told() -> dict[str, Any]:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+def check_the_doctor_reports_links_of_the_gpu() -> dict[str, Any]:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         code = main.main(["doctor", "--json", "--seconds", "0.3"])
-    report = json.loads(said.getvalue())
+    report = json.loads(output.getvalue())
     assert code in (0, 1), report
     verdicts = {finding["name"]: finding["verdict"] for finding in report["findings"]}
     assert verdicts["GPU"] == "PASS", report["findings"]

@@ -1,4 +1,6 @@
-"""The stand-in itself: late streams, fresh memory, copies, limits; a host that runs ahead; durations."""
+"""Checks of the stand-in itself: its delayed streams, fresh memory, copies, limits and durations, and a host
+that runs ahead.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def check_fresh_memory_is_no_number() -> None:
 
 
 def check_the_host_runs_ahead() -> dict[str, Any]:
-    """A hundred kernels are given in less time than they take, and a copy that does not wait is wrong."""
+    """Launch a hundred kernels in less time than the kernels take. Check that a copy without a wait reads
+    wrong numbers.
+    """
     x = torch.zeros(MIB, device="cuda")
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -50,7 +54,9 @@ def check_the_host_runs_ahead() -> dict[str, Any]:
 
 
 def check_pageable_memory_is_copied_at_once() -> None:
-    """The source may be written to as soon as the call returns; from pinned memory that is too early."""
+    """Check that the host may overwrite a pageable source as soon as the copy call returns. A pinned source
+    must not be overwritten so early.
+    """
     target, other = (torch.empty(MIB, device="cuda") for _ in range(2))
     pageable, pinned = torch.ones(MIB), torch.ones(MIB).pin_memory()
     wrong = 0
@@ -92,8 +98,8 @@ def check_numbers_follow_the_seed() -> None:
     assert once == drawn() and len(set(once[-8:])) == 8
 
 
-def check_results_are_the_cpus() -> None:
-    torch.set_num_threads(1)  # sums in the stream's order
+def check_results_equal_the_cpus() -> None:
+    torch.set_num_threads(1)  # one thread, so that the CPU sums in the same order as the stream's thread
     torch.manual_seed(0)
     layer = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.GELU())
     x = torch.randn(16, 32)
@@ -103,8 +109,10 @@ def check_results_are_the_cpus() -> None:
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected))
 
 
-def check_a_destroyed_stream_is_told() -> None:
-    """With the driver it is undefined what then happens."""
+def check_use_of_a_destroyed_stream_aborts() -> None:
+    """Check that the stand-in aborts at the use of a destroyed stream. The real driver's behaviour is
+    undefined.
+    """
     command = [sys.executable, "-c", USES_A_DESTROYED_STREAM]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGABRT, done

@@ -1,4 +1,6 @@
-"""Kernels and copies of set durations: events tell them, and one copy uses an engine at a time."""
+"""Checks of kernels and copies with set durations. Events measure these durations, and a copy engine runs one
+copy at a time.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,15 @@ def check_kernels_take_their_time() -> dict[str, Any]:
 
 
 def check_copies_of_one_way_share_an_engine() -> dict[str, Any]:
-    """Two streams take twice the time in one direction, and once where the directions differ."""
+    """Check that two copies in the same direction take twice as long as one copy, and that two copies in
+    opposite directions take as long as one copy.
+    """
     a, b = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     p, q = (torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     one, two = torch.cuda.Stream(), torch.cuda.Stream()
     found = {}
-    p.copy_(a), q.copy_(b), a.copy_(p), b.copy_(q)  # memory is there when it was written to
+    # The first write to memory makes the system allocate its pages.
+    p.copy_(a), q.copy_(b), a.copy_(p), b.copy_(q)
     for name, second in {"same": (q, b), "other": (b, q)}.items():
         torch.cuda.synchronize()
         begin, end = events()

@@ -1,4 +1,4 @@
-"""The engine ends while copies to and from pinned memory are in flight."""
+"""Checks that the engine ends while copies to and from pinned memory are in flight."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from teraio.session import session
 
 SIDE, LAYERS = 256, 6
 OPTIONS: dict[str, Any] = {"memory": "6MiB", "host_memory": "64MiB", "inner": "eager", "planner": "greedy"}
-LONG_BYTES, LONG_COUNT = 2**25, 40  # a copy that takes milliseconds, and how many of them
+LONG_BYTES, LONG_COUNT = 2**25, 40  # bytes of one copy that takes milliseconds, and the number of copies
 
 
 class Training:
-    """A model, compiled or not, and its optimizer."""
+    """A model and its optimizer. With a budget, teraio compiles the model."""
 
     def __init__(self, budget: bool) -> None:
         torch.manual_seed(0)
@@ -41,16 +41,18 @@ class Training:
 
 
 def _occupied() -> list[torch.Tensor]:
-    """Give the streams of the host tier work for a tenth of a second; what the copies use is returned."""
+    """Issue copies on the streams of the host tier. Together the copies take a tenth of a second. Return the
+    tensors that are being copied.
+    """
     assert session.SESSION is not None
     device: Any = session.SESSION.device
-    there = torch.empty(LONG_BYTES, dtype=torch.uint8, device="cuda")
-    here = torch.empty(LONG_BYTES, dtype=torch.uint8).pin_memory()
+    on_device = torch.empty(LONG_BYTES, dtype=torch.uint8, device="cuda")
+    on_host = torch.empty(LONG_BYTES, dtype=torch.uint8).pin_memory()
     for stream in (device.fetch_stream, device.demand_stream, device.evict_stream):
         with torch.cuda.stream(stream):
             for _ in range(LONG_COUNT):
-                there.copy_(here, non_blocking=True)
-    return [there, here]
+                on_device.copy_(on_host, non_blocking=True)
+    return [on_device, on_host]
 
 
 def check_copies_end_before_their_memory_is_unmapped() -> None:
@@ -61,15 +63,17 @@ def check_copies_end_before_their_memory_is_unmapped() -> None:
     assert session.SESSION is not None
     host = weakref.ref(session.SESSION.engine.mover.host)
     teraio.reset()
-    assert host() is None, "pinned memory stays pinned"
+    assert host() is None, "pinned memory was not unpinned"
     assert all(torch.equal(one, other) for one, other in zip(plain.values(), ours.values(), strict=True))
     torch.cuda.synchronize()
     torch._dynamo.reset()
     del used
 
 
-def check_the_process_may_end_in_the_midst_of_them() -> None:
-    """The last check of this file: that its process ends without a crash is for the runner to see."""
+def check_the_process_ends_during_copies() -> None:
+    """Leave copies in flight when this check's process ends. If the process crashes, the runner reports the
+    crash.
+    """
     ours = Training(True)
     ours.steps(4)
     ours.kept = _occupied()  # type: ignore[attr-defined]

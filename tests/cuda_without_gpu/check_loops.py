@@ -1,7 +1,8 @@
-"""Training loops on a GPU, within a budget and without: the numbers are the same, bit for bit.
+"""Checks of training loops on a GPU, with and without a budget. The numbers must be bitwise equal.
 
-Each check trains twice in this process. What is checked is the engine around torch's own code for CUDA: where
-that code keeps a scalar on the device, which streams it uses, what it reads back.
+Each check trains twice in this process. The checks cover the engine together with torch's own CUDA code.
+Their results depend on three properties of torch's code: (1) which scalars are on the device, (2) which
+streams run the kernels, and (3) which values the host reads.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import teraio
 from teraio.backend import backend
 
 ROWS, STEPS = 64, 9
-BUDGET = "6MiB"  # 1.6 MiB of weights: with gradients and two states 6.3 MiB, and activations
+# Weights take 1.6 MiB. Weights, gradients, two optimizer states and activations together exceed the budget.
+BUDGET = "6MiB"
 OPTIONS: dict[str, Any] = {"memory": BUDGET, "host_memory": "64MiB", "inner": "eager", "planner": "greedy"}
 
 Loop = Callable[[Any, torch.nn.Module], Any]
@@ -31,7 +33,7 @@ def batch(step: int, device: str = "cuda") -> torch.Tensor:
 
 
 def digest(*values: Any) -> str:
-    """Return a digest of the bytes of all tensors in these values."""
+    """Return a digest of the bytes of all tensors that these values contain."""
     found = hashlib.sha256()
     for value in torch.utils._pytree.tree_leaves(values):
         if isinstance(value, torch.Tensor):
@@ -43,7 +45,9 @@ def digest(*values: Any) -> str:
 
 @contextlib.contextmanager
 def within(budget: bool, device: str = "cuda", **options: Any) -> Iterator[tuple[Any, torch.nn.Module]]:
-    """Yield (what is called, the model), with or without teraio; and end teraio."""
+    """Yield a pair: the model to call, which teraio compiles if `budget`, and the model itself. Close teraio
+    at the end.
+    """
     torch.manual_seed(0)
     model = Model().to(device)
     called: Any = model
@@ -57,14 +61,16 @@ def within(budget: bool, device: str = "cuda", **options: Any) -> Iterator[tuple
 
 
 def same(loop: Loop, **options: Any) -> dict[str, Any]:
-    """Run the loop both ways, compare all that it returns, and return what teraio counted."""
+    """Run the loop with and without a budget, compare everything that it returns, and return teraio's
+    counts.
+    """
     with within(False) as (called, model):
         plain = digest(loop(called, model), model.state_dict())
     with within(True, **options) as (called, model):
         ours = loop(called, model)
         counted = dict(teraio.stats())
         found = digest(ours, model.state_dict())
-    assert found == plain, "other numbers within a budget"
+    assert found == plain, "the numbers differ with a budget"
     assert counted["evictions"], counted
     return counted
 
@@ -72,7 +78,9 @@ def same(loop: Loop, **options: Any) -> dict[str, Any]:
 def trained(
     make: Callable[[Any], torch.optim.Optimizer], clip: float | None = None, accumulate: int = 1
 ) -> Loop:
-    """Return a loop with this optimizer: losses, and its states at the end."""
+    """Return a training loop with this optimizer. The loop returns its losses and the optimizer's final
+    states.
+    """
 
     def loop(called: Any, model: torch.nn.Module) -> Any:
         optimizer, losses = make(model.parameters()), []
@@ -128,8 +136,11 @@ def check_a_step_on_the_host() -> None:
 
 
 def scaled(make: Callable[[Any], torch.optim.Optimizer], overflows: bool) -> Loop:
-    """Return a loop with a GradScaler over half precision. With `overflows` its first scale is too large: it
-    finds infinities, skips steps and takes a smaller scale."""
+    """Return a loop with a GradScaler and half precision.
+
+    If `overflows`, the scaler's first scale is too large. The scaler then finds infinities, skips steps and
+    reduces the scale.
+    """
 
     def loop(called: Any, model: torch.nn.Module) -> Any:
         optimizer, losses = make(model.parameters()), []
@@ -165,7 +176,7 @@ def check_a_grad_scaler_with_a_fused_optimizer() -> None:
 
 
 def check_a_grad_scaler_without_unscaling() -> None:
-    """The fused kernel unscales the gradients itself, and skips the step itself."""
+    """Check a GradScaler whose fused optimizer kernel unscales the gradients and skips the step itself."""
 
     def loop(called: Any, model: torch.nn.Module) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -198,7 +209,7 @@ def check_a_training_on_a_stream_of_its_own() -> None:
 
 
 def check_a_training_whose_streams_change() -> None:
-    """Every second step is on another stream, which waits for the one before."""
+    """Check a loop that runs every second step on another stream. Each stream waits for the previous one."""
 
     def loop(called: Any, model: torch.nn.Module) -> Any:
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []

@@ -1,7 +1,8 @@
-"""A GPU's memory, as torch's own allocator counts it: the budget holds in every step, links are measured
-within it, and what comes and goes in a kernel's first run is not counted on afterwards.
+"""Checks of a GPU's memory, as torch's own allocator counts it.
 
-The checks need a `cuda` device whose numbers are right: a GPU, or the stand-in for its driver.
+Each step must keep to the budget, and the engine must measure its links within the budget. The engine must
+not keep memory reserved that only a kernel's first run needs. The checks need a `cuda` device that computes
+right numbers: a GPU, or the stand-in for its driver.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ WIDTH, LAYERS, BATCH, STEPS = 512, 8, 2048, 6
 BUDGET = 60 * MIB
 OPTIONS: dict[str, Any] = {"inner": "eager", "warmup": 1, "host_memory": "128MiB"}
 
-FIRST: list[int] = []  # bytes that come and go in the next run of `passes`
-KEEPS: list[int] = []  # bytes that its next run keeps
+FIRST: list[int] = []  # bytes that the next run of the operator `passes` allocates and frees
+KEEPS: list[int] = []  # bytes that the next run of the operator `passes` allocates and keeps
 KEPT: list[torch.Tensor] = []
 
 
@@ -59,7 +60,7 @@ class Chain(nn.Module):
 
 @contextmanager
 def ended() -> Iterator[None]:
-    """Leave nothing of a training behind."""
+    """Free everything that a training holds when the training ends."""
     try:
         yield
     finally:
@@ -76,7 +77,7 @@ def model_on_gpu() -> nn.Module:
 
 
 def train(memory: int | None, steps: int = STEPS) -> tuple[list[float], list[int]]:
-    """Losses, and of each step the most that was allocated."""
+    """Train, and return the losses and each step's peak of allocated bytes."""
     model = model_on_gpu()
     optimizer = torch.optim.AdamW(model.parameters())
     run: Any = model
@@ -106,12 +107,14 @@ def check_the_budget_holds_in_measured_and_in_planned_steps() -> None:
         losses, peaks = train(BUDGET)
         assert teraio.stats()["phase"] == "planned" and teraio.stats()["evictions"] > 0
     assert losses == plain
-    assert max(whole) > 1.3 * BUDGET, "or there is nothing to save"
+    assert max(whole) > 1.3 * BUDGET, "the plain peak fits into the budget"
     assert max(peaks) <= BUDGET, peaks
 
 
-def check_what_a_first_run_tries_is_not_in_reserve_afterwards() -> None:
-    """As Inductor's autotuner: a buffer as large as the L2 cache, larger than the budget has room for."""
+def check_memory_of_a_first_run_is_not_reserved_afterwards() -> None:
+    """Check an operator that allocates a buffer only in its first run, as Inductor's autotuner does. The
+    buffer is as large as the L2 cache and too large for the budget.
+    """
     with ended():
         plain, _ = train(None)
     with ended():
@@ -123,7 +126,7 @@ def check_what_a_first_run_tries_is_not_in_reserve_afterwards() -> None:
     assert peaks[0] > BUDGET >= max(peaks[1:]), peaks
 
 
-def check_what_a_library_keeps_is_in_reserve_at_once() -> None:
+def check_memory_kept_by_a_library_is_reserved_at_once() -> None:
     with ended():
         KEEPS.append(16 * MIB)
         _, peaks = train(BUDGET)
@@ -131,7 +134,7 @@ def check_what_a_library_keeps_is_in_reserve_at_once() -> None:
     assert max(peaks[1:]) <= BUDGET, peaks
 
 
-def check_links_are_measured_within_an_eighth_of_the_budget_and_memory_goes_back() -> None:
+def check_links_are_measured_within_an_eighth_of_the_budget_and_memory_is_freed() -> None:
     seen: list[int] = []
     forget = CudaMemory.forget_highest_counts
 
@@ -155,7 +158,9 @@ def check_links_are_measured_within_an_eighth_of_the_budget_and_memory_goes_back
 
 
 def check_a_session_starts_on_a_card_that_is_nearly_full() -> None:
-    """Links are measured with what there is; from RAM, and without host memory, where there is nothing."""
+    """Check that the engine measures links with buffers that fit in the free memory. If no memory is free,
+    the session measures from RAM and has no host tier.
+    """
     for left in (24 * MIB, 0):
         tiers._KNOWN.clear()
         with ended():
@@ -171,15 +176,17 @@ def check_a_session_starts_on_a_card_that_is_nearly_full() -> None:
                     held.pop()
                     torch.cuda.empty_cache()
             with torch.device("cuda"), teraio.init(memory=2**30, **OPTIONS):
-                there = session.SESSION
-                assert there is not None
-                names = [tier.name for tier in there.planning.machine.tiers]
+                current = session.SESSION
+                assert current is not None
+                names = [tier.name for tier in current.planning.machine.tiers]
                 assert ("host" in names) == bool(left), (left, names, torch.cuda.mem_get_info())
             held.clear()
 
 
-def check_reserved_memory_is_told_beside_allocated_memory() -> None:
-    """On a stream of the user's own freed blocks are kept apart: reserved grows, allocated does not."""
+def check_reserved_memory_is_reported_beside_allocated_memory() -> None:
+    """Check reserved memory while user code runs on its own stream. The allocator keeps that stream's freed
+    blocks apart, so only reserved memory grows.
+    """
     with ended(), torch.cuda.stream(torch.cuda.Stream()):
         losses, _ = train(BUDGET)
         stats = teraio.stats()

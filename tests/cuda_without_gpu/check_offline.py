@@ -1,6 +1,7 @@
-"""Profiles, plans made offline, replayed plans and timelines of a training on a GPU; each run is a process.
+"""Checks of profiles, offline plans, replayed plans and timelines of a training on a GPU. Each training runs
+in its own process.
 
-python check_offline.py '{"plan": "run.plan.json"}'     such a process: losses, digest and phases, as JSON
+python check_offline.py '{"plan": "run.plan.json"}'     runs one; prints losses, digest and phases as JSON
 """
 
 from __future__ import annotations
@@ -75,5 +76,7 @@ if __name__ == "__main__":
 
     made = Training(options=json.loads(sys.argv[1])).train(STEPS)
     print(
-        json.dumps({**made.told(), "phases": made.phases, "planned_moves": teraio.stats()["planned_moves"]})
+        json.dumps(
+            {**made.results(), "phases": made.phases, "planned_moves": teraio.stats()["planned_moves"]}
+        )
     )

@@ -1,4 +1,6 @@
-"""Waits that are left out in a whole training: its numbers differ from those of a run without a budget."""
+"""Checks of plants that each remove one wait from a whole training. The numbers must then differ from the
+numbers of a run without a budget.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 import plants
 from small_llama import Training, plain
 
-VARIABLES = {"STANDIN_LATE_US": "3000"}  # a stream that is hardly late finds little
+VARIABLES = {"STANDIN_LATE_US": "3000"}  # short delays of streams reveal few missing waits
 
 
 def differs(plant: Callable[[], None], tier: dict[str, Any], percent: int) -> dict[str, Any]:
@@ -21,7 +23,7 @@ def differs(plant: Callable[[], None], tier: dict[str, Any], percent: int) -> di
         training.step()
         if training.losses[step] != expected["losses"][step]:
             return {"found_in_step": step, "phase": training.phases[step]}
-    assert training.digest() != expected["digest"], "left out, and nothing differs"
+    assert training.digest() != expected["digest"], "the numbers do not differ without the wait"
     return {"found_in_step": len(expected["losses"])}
 
 

@@ -1,4 +1,6 @@
-"""The device has less memory than the budget: others took it. Nothing is lost, and nothing is read unseen."""
+"""Checks of a device whose free memory is smaller than the budget. No bytes are lost, and no kernel reads
+evicted bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import teraio
 
 
 def check_one_fetch_without_memory_changes_nothing() -> dict[str, Any]:
-    """Ahead of its use it is put off; a demanded one evicts what may leave, and succeeds."""
+    """Check that the engine delays a prefetch that finds no memory. A fetch on demand then evicts other
+    tensors and succeeds.
+    """
     full = Full(setattr)
     full.once = True
     same(partial(trained, batch=batch, full=full), memory=TIGHT)
@@ -21,7 +25,7 @@ def check_one_fetch_without_memory_changes_nothing() -> dict[str, Any]:
     return {"refused": full.refused}
 
 
-def check_a_batch_that_finds_no_memory_is_left_out_as_loops_do() -> dict[str, Any]:
+def check_a_batch_without_memory_is_skipped() -> dict[str, Any]:
     full = Full(setattr)
     refused = {}
     for after in (0, 1, 3, 6):

@@ -1,8 +1,10 @@
-"""What a slot costs the thread that launches kernels, and a step beside what its kernels and links take.
+"""Checks of two costs: (1) a slot's cost on the launching thread, and (2) a step's duration, compared with
+the duration of its kernels and transfers.
 
-Once there is a plan, kernels compute nothing and take a set time; links carry 50 GB/s. What is timed begins
-when the plan has held for some steps: one that is off is measured and made again. The stand-in makes the
-operators of an eager graph dearer to launch than a GPU does: what a slot costs is its own time of the thread.
+Once there is a plan, kernels compute nothing and take a set time. Links carry 50 GB/s. If the engine finds
+drift, it measures a step and plans again. Timing therefore begins only after some steps that follow a plan.
+Launching the operators of an eager graph costs more on the stand-in than on a GPU. A slot's cost is therefore
+only the CPU time that the slot itself takes on the launching thread.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ KERNEL_US = (100, 500)
 
 
 class Slots:
-    """Nanoseconds of the launching thread's CPU in each slot, and whether it gave copies or ended them."""
+    """CPU nanoseconds per slot on the launching thread. Slots that begin or end copies are counted
+    separately.
+    """
 
     def __init__(self) -> None:
         self.still: list[int] = []
         self.moving: list[int] = []
-        self.measured = 0  # slots of steps that were measured
+        self.measured = 0  # number of slots in measured steps
         visit: Callable[..., Any] = Engine.run_slot
 
         def timed(engine: Engine, *arguments: Any) -> Any:
@@ -53,7 +57,7 @@ class Slots:
         self.moving.clear()
         self.measured = 0
 
-    def told(self) -> dict[str, Any]:
+    def results(self) -> dict[str, Any]:
         return {
             f"{name}_us": round(statistics.median(found) / 1e3, 1) if found else None
             for name, found in (("still", self.still), ("moving", self.moving))
@@ -69,7 +73,7 @@ def steps_ms(training: Training) -> float:
 
 
 def measured(memory: str, us: int) -> dict[str, Any]:
-    """Of planned steps with this budget, with kernels of that duration."""
+    """Measure steps that follow a plan, with this budget and with kernels of `us` microseconds."""
     slots = Slots()
     training = Training(options={"memory": memory, "host_memory": "512MiB"})
     standin.kernels_take(us)
@@ -79,7 +83,7 @@ def measured(memory: str, us: int) -> dict[str, Any]:
     standin.kernels_compute(False)
     steady = 0
     while steady < STEADY_STEPS:
-        assert len(training.phases) < STEPS_MAX, "no plan has held for some steps"
+        assert len(training.phases) < STEPS_MAX, "no plan was followed for some steps in a row"
         slots.clear()
         training.step()
         steady = 0 if slots.measured else steady + 1
@@ -93,7 +97,7 @@ def measured(memory: str, us: int) -> dict[str, Any]:
         "operators_ms": round(operators * us / 1e3, 1),
         "stall_ms": round(teraio.stats()["step_stall_ns"] / 1e6, 1),
         "planned_steps": training.phases[first:].count("planned"),
-        **slots.told(),
+        **slots.results(),
     }
 
 

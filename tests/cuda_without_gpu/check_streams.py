@@ -1,4 +1,4 @@
-"""Loops that use more streams than one, as plain torch allows it: the numbers are the same, bit for bit."""
+"""Checks of loops that use several streams, as plain torch allows. The numbers must be bitwise equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stack import SIDE
 
 VARIABLES = {"STANDIN_LATE_US": "2000"}
 ROWS, STEPS = 256, 8
-BUSY = 40  # kernels before the one that matters, so that it is late
+BUSY = 40  # number of kernels that delay the next kernel on their stream
 TIGHT = "4.6MiB"
 
 
@@ -21,7 +21,9 @@ def batch(step: int) -> torch.Tensor:
 
 
 def averaging(called: Any, model: torch.nn.Module) -> Any:
-    """Average the weights on a side stream; the main one waits for that before weights change again."""
+    """Average the weights on a side stream. The main stream waits for the average before weights change
+    again.
+    """
     weights = list(model.parameters())
     optimizer, losses = torch.optim.SGD(weights, lr=0.1), []
     averages = [weight.detach().clone() for weight in weights]
@@ -48,18 +50,20 @@ def check_averages_on_a_side_stream() -> None:
     same(averaging, memory=TIGHT)
 
 
-def check_a_side_stream_that_nobody_joins_is_found() -> None:
+def check_a_missing_join_of_a_side_stream_is_found() -> None:
     plants.side_streams_not_joined()
     try:
         same(averaging, memory=TIGHT)
     except AssertionError as error:
-        assert "other numbers" in str(error)
+        assert "numbers differ" in str(error)
     else:
-        raise AssertionError("left out, and nothing differs")
+        raise AssertionError("the numbers do not differ without the wait")
 
 
 def check_batches_that_another_stream_makes() -> None:
-    """The model is made on the default stream and trained on another, while the default one makes batches."""
+    """Check a model that is made on the default stream and trained on another stream. Meanwhile, the default
+    stream makes batches.
+    """
 
     def loop(called: Any, model: torch.nn.Module) -> Any:
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
@@ -89,7 +93,7 @@ def check_batches_that_another_stream_makes() -> None:
 
 
 def check_a_new_stream_for_every_step() -> None:
-    """More than torch's pool has: it hands out the same ones again."""
+    """Check a training with more streams than torch's pool has, so that torch reuses streams."""
 
     def loop(called: Any, model: torch.nn.Module) -> Any:
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
@@ -108,7 +112,7 @@ def check_a_new_stream_for_every_step() -> None:
     same(loop, memory=TIGHT)
 
 
-def check_digests_tell_numbers_apart() -> None:
+def check_digests_of_different_numbers_differ() -> None:
     with within(False) as (called, model):
         first = digest(called(batch(0)), model.state_dict())
         assert first == digest(called(batch(0)), model.state_dict()) != digest(called(batch(1)))

@@ -1,4 +1,6 @@
-"""Trainings in three tiers, to the bit, within the budget by torch's own count."""
+"""Checks of trainings in three tiers. Results are bitwise equal, and the memory that torch counts keeps to
+the budget.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,18 @@ PARTS = (60, 40, 25)
 
 
 def train(tier: str, percent: int, numbers: bool = True, **shape: Any) -> dict[str, Any]:
-    """Train with so much of the plain run's peak, and compare with it: the numbers too, if they are any."""
+    """Train within this percentage of the plain run's peak. If `numbers`, compare the results with the plain
+    run's results.
+    """
     expected = plain(**shape)
     budget = max(expected["peaks"]) * percent // 100
     training = Training(options={"memory": budget, **TIERS[tier]}, **shape).train()
-    told = training.told()
+    results = training.results()
     assert "planned" in training.phases, training.phases
     if numbers:
-        assert all(math.isfinite(float.fromhex(loss)) for loss in told["losses"]), told["losses"]
-        assert told["losses"] == expected["losses"], (told["losses"], expected["losses"])
-        assert told["digest"] == expected["digest"]
+        assert all(math.isfinite(float.fromhex(loss)) for loss in results["losses"]), results["losses"]
+        assert results["losses"] == expected["losses"], (results["losses"], expected["losses"])
+        assert results["digest"] == expected["digest"]
     highest = {
         phase: max(p for p, q in zip(training.peaks, training.phases) if q == phase)
         for phase in training.phases

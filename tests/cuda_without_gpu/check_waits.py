@@ -1,6 +1,7 @@
-"""Each wait of teraio's CUDA device, one by one: with it the bytes are right, left out they are not.
+"""Checks of each wait of teraio's CUDA device. With the wait the bytes are right, and without it they are
+wrong.
 
-A stream is up to 30 ms late here, so what does not wait comes too early almost every time.
+A stream is up to 30 ms late here, so an operation without its wait nearly always runs too early.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ATTEMPTS = 8
 
 
 class Bench:
-    """A device with pinned memory, and tensors of bytes."""
+    """A CUDA device with a place in pinned memory, and methods that make tensors of bytes."""
 
     def __init__(self) -> None:
         self.device = CudaDevice()
@@ -35,28 +36,32 @@ class Bench:
         place = self.host.reserve(BYTES)
         assert place is not None
         self.place = place
-        self.used: list[int] = []  # storages that the observer knows
+        self.used: list[int] = []  # keys of the storages that the observer has seen
         torch.cuda.synchronize()
 
     def full_of(self, value: int) -> torch.Tensor:
-        """A tensor whose kernel may still run; until then it has neither value."""
+        """Return a tensor that a kernel fills with `value`. This kernel may still run. Until it ends, the
+        tensor holds neither `OLD` nor `NEW`.
+        """
         tensor = torch.empty(BYTES, dtype=torch.uint8, device="cuda").fill_(BEFORE)
         torch.cuda.synchronize()
         return tensor.fill_(value)
 
     def in_freed(self, value: int) -> torch.Tensor:
-        """A tensor in the memory that was freed last; nobody waits for what still runs there."""
+        """Return a tensor in the memory that was freed last. Do not wait for kernels that still run on this
+        memory.
+        """
         return torch.empty(BYTES, dtype=torch.uint8, device="cuda").fill_(value)
 
     def forget(self) -> None:
-        """Have the observer forget the storages of a scene: those of the next may be where they were."""
+        """Make the observer forget a scene's storages, because the next scene may reuse their addresses."""
         assert self.device.observer is not None
         for key in self.used:
             self.device.observer.forget_storage(key, alive=False)
         self.used.clear()
 
     def storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
-        """Its storage, which the observer is to know."""
+        """Return the tensor's storage, and record that the observer has seen the storage."""
         storage = tensor.untyped_storage()
         self.used.append(storage._cdata)
         return storage
@@ -73,11 +78,13 @@ class Bench:
         ctypes.memset(self.place.address, value, BYTES)
 
     def in_place(self) -> set[int]:
-        """The values that the pinned copy has now."""
+        """Return the set of byte values in the pinned copy."""
         return set(ctypes.string_at(self.place.address, BYTES))
 
     def emptied(self) -> torch.Tensor:
-        """A tensor whose memory the allocator may give to the next one of its size."""
+        """Return a tensor without bytes. The allocator may reuse its freed memory for the next tensor of the
+        same size.
+        """
         tensor = self.full_of(NEW)
         torch.cuda.synchronize()
         self.device.drop_bytes(self.storage(tensor), unwritten=False)
@@ -113,7 +120,7 @@ def keep_and_write(bench: Bench) -> bool:
 def fetch_into_used(bench: Bench) -> bool:
     bench.fill_place(OLD)
     tensor = bench.emptied()
-    used = bench.in_freed(NEW)  # its kernel may still run when the memory goes to the fetch
+    used = bench.in_freed(NEW)  # this tensor's kernel may still run when the fetch reuses the memory
     del used
     bench.device.end_copy_in(bench.begin_copy_in(tensor))
     torch.cuda.synchronize()
@@ -131,7 +138,7 @@ def fetch_and_read(bench: Bench) -> bool:
 
 def other_stream(bench: Bench) -> bool:
     tensor = bench.full_of(OLD)
-    bench.device.mark_compute_stream()  # as each slot does
+    bench.device.mark_compute_stream()  # each slot also marks the compute stream
     with torch.cuda.stream(torch.cuda.Stream()):
         pending = bench.begin_copy_out(tensor)
         bench.device.end_copy_without_freeing(pending)
@@ -140,7 +147,7 @@ def other_stream(bench: Bench) -> bool:
 
 
 class _Fails:
-    """A ticket of a fetch that failed when some of its copies were given already."""
+    """A ticket for a fetch that failed after some of its copies were issued."""
 
     def done(self) -> bool:
         return True
@@ -167,7 +174,7 @@ def failed_fetch(bench: Bench) -> bool:
 
 
 def broken_off_fetch(bench: Bench) -> bool:
-    """Ctrl-C, pressed twice, when the copy has been given already."""
+    """Check a fetch that Ctrl-C interrupts after the fetch has issued its copy."""
     bench.fill_place(OLD)
     tensor = bench.emptied()
 
@@ -183,12 +190,14 @@ def broken_off_fetch(bench: Bench) -> bool:
 
 
 def evict_of_another_streams_memory(bench: Bench) -> bool:
-    """A weight that was made on the default stream leaves in a training on another one."""
+    """Evict a weight whose memory belongs to the default stream. Meanwhile the training runs on another
+    stream.
+    """
     tensor = bench.full_of(OLD)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         bench.device.end_copy_and_free(bench.begin_copy_out(tensor))
-    taken = bench.in_freed(NEW)  # on the default stream: the next batch
+    taken = bench.in_freed(NEW)  # the next batch, made on the default stream
     torch.cuda.synchronize()
     del taken
     return bench.in_place() == {OLD}
@@ -248,7 +257,7 @@ def store_fetch(bench: Bench) -> bool:
         storage = bench.storage(tensor)
         store.write(extent, storage.data_ptr(), "t").wait()
         bench.device.drop_bytes(storage, unwritten=False)
-        bench.full_of(NEW)  # in the memory that was freed
+        bench.full_of(NEW)  # the new tensor reuses the freed memory
         pending = bench.device.begin_copy_in(
             storage, BYTES, lambda to, mark: store.read(extent, to.data_ptr(), "t", event=mark.handle)
         )
@@ -269,14 +278,14 @@ def wrong_again(bench: Bench, scene: Callable[[Bench], bool]) -> bool:
 
 
 def left_out(scene: Callable[[Bench], bool], plant: Callable[[], None]) -> dict[str, Any]:
-    """With the wait all attempts are right; without it one of a few is not."""
+    """Check that all attempts are right with the wait, and that some are wrong without the wait."""
     bench = Bench()
     wrong = sum(wrong_again(bench, scene) for _ in range(ATTEMPTS))
     assert not wrong, f"{wrong} of {ATTEMPTS} are wrong with the wait in place"
     plant()
     wrong = sum(wrong_again(bench, scene) for _ in range(ATTEMPTS))
     torch.cuda.synchronize()
-    assert wrong, "left out, and nothing differs"
+    assert wrong, "the bytes are right without the wait"
     return {"wrong_without": wrong, "of": ATTEMPTS}
 
 

@@ -1,4 +1,4 @@
-"""Operators that only CUDA has kernels of, composed of operators that the stand-in computes."""
+"""Operators for which only CUDA has kernels, composed of operators that the stand-in computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LIBRARY = torch.library.Library("aten", "IMPL")  # held: its implementations go with it
+# The library is kept alive, because torch removes a library's implementations when the library is freed.
+LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 def on_cuda(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -22,7 +23,9 @@ def on_cuda(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @on_cuda("native_dropout")
 def native_dropout(tensor: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """The CPU's kernel draws from the default generator of the CPU, which is another one."""
+    """Compute dropout with the device's generator. The CPU's kernel would use the CPU's default generator
+    instead.
+    """
     if train is False or p == 0:
         return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
     kept = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(1 - p)
@@ -78,14 +81,14 @@ def _scale(query: Tensor, scale: float | None) -> float:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The result, and the logarithms of the sums."""
+    """Return attention's result, and the logarithms of its sums of exponentials."""
     scores = _scores(query, key, causal, scale, bias)
     sums = torch.logsumexp(scores, -1)
     return _as(query, torch.matmul((scores - sums.unsqueeze(-1)).exp(), value.float())), sums
 
 
 def _as(model: Tensor, values: Tensor) -> Tensor:
-    """These values in the type and layout of `model`, which the kernels keep."""
+    """Return `values` in the dtype and memory layout of `model`, as CUDA's kernels do."""
     return torch.empty_like(model).copy_(values)
 
 
@@ -131,7 +134,8 @@ def flash(
 ) -> tuple[Any, ...]:
     _no_dropout(dropout_p)
     out, sums = _attention(query, key, value, is_causal, _scale(query, scale))
-    unused = torch.empty((), dtype=torch.uint64, device=query.device)  # Inductor compares its shape
+    # An unused result; Inductor compares its shape.
+    unused = torch.empty((), dtype=torch.uint64, device=query.device)
     debug = torch.empty(0, dtype=query.dtype, device=query.device)
     return out, sums, None, None, query.shape[2], key.shape[2], _seed(query), unused, debug
 

@@ -1,15 +1,17 @@
-"""What the stand-in needs: Python 3.12 with the CUDA build of torch, its two libraries, and teraio.
+"""The stand-in's environment: Python 3.12 with the CUDA build of torch, the stand-in's two libraries, and
+teraio.
 
-All of it lies in build/cuda-without-gpu, which git ignores, and is made anew only where its sources changed.
-NVIDIA's headers and libraries come with torch's own packages; none of them is kept here.
+The whole environment is in build/cuda-without-gpu, which git ignores. Each part is rebuilt only if its
+sources changed. NVIDIA's headers and libraries come with torch's own packages; the tree contains none of
+them.
 
-    STANDIN_DEVICES     GPUs, each with                                                       1
-    STANDIN_MIB         so much memory                                                        4096
-    STANDIN_LATE_US     a piece of a stream's work begins up to so much later than it could   200
-    STANDIN_KERNEL_US   a kernel takes at least so long                                       0
-    STANDIN_COPY_GB_S   a copy engine carries so much; 0: what memory carries                 0
-    STANDIN_COMPUTES    0: kernels only take their time, and numbers mean nothing             1
-    STANDIN_REPORT      1: at the end of a process, what was launched and copied
+    STANDIN_DEVICES     number of GPUs                                                       1
+    STANDIN_MIB         memory of each GPU                                                   4096
+    STANDIN_LATE_US     largest random delay of one piece of a stream's work                   200
+    STANDIN_KERNEL_US   least duration of a kernel                                           0
+    STANDIN_COPY_GB_S   rate of a copy engine; 0: as fast as memory                          0
+    STANDIN_COMPUTES    0: kernels only take their time, and numbers mean nothing            1
+    STANDIN_REPORT      1: print launches and copies at the end of a process
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILT = ROOT / "build" / "cuda-without-gpu"
-PYTHON = "python3.12"  # for other versions there is no CUDA build of that torch where wheels usually are
+PYTHON = "python3.12"  # for this torch version, the usual index has CUDA builds only for Python 3.12
 TORCH = "torch==2.11.0"
 PACKAGES = ("numpy", "networkx", "ortools", "nanobind", "scikit-build-core", "ninja", "cmake")
 DRIVER = ("streams.cpp", "memory.cpp", "device.cpp", "runtime.cpp", "driver.cpp")
@@ -43,7 +45,7 @@ TORCH_LIBRARIES = (
 
 
 class SetUpError(RuntimeError):
-    """The environment could not be made; says which command failed."""
+    """An error of the set-up. The message names the failed command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Environment:
     torch_version: str
 
     def variables(self, **more: str) -> dict[str, str]:
-        """The environment of a process that runs on the stand-in."""
+        """Return the environment variables of a process on the stand-in."""
         paths = [
             str(path) for path in (self.libraries, HERE, ROOT / "benchmarks" / "gpu", HERE.parent / "support")
         ]
@@ -75,7 +77,9 @@ class Environment:
 
 
 def make(venv: Path | None = None) -> Environment:
-    """The environment, made where it is not there yet. `venv`: one that has torch already."""
+    """Return the environment, and build it if it is missing. `venv` is an existing virtual environment with
+    torch.
+    """
     BUILT.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     venv = venv or _venv()
@@ -83,7 +87,7 @@ def make(venv: Path | None = None) -> Environment:
     site, version = _about_torch(python)
     libraries = _libraries(python, site, version)
     _teraio(python, venv)
-    print(f"the stand-in's environment is there after {time.monotonic() - began:.0f} s", flush=True)
+    print(f"the stand-in's environment is ready after {time.monotonic() - began:.0f} s", flush=True)
     return Environment(python, site, libraries, version)
 
 
@@ -97,7 +101,7 @@ def _run(*command: str | Path, cwd: Path = ROOT) -> str:
 
 
 def _once(what: str, key: str, folder: Path) -> bool:
-    """Whether `what` is still to be made in `folder` from sources with this key."""
+    """Return True if `what` must still be built in `folder` from the sources with this key."""
     stamp = folder / f"{what}.key"
     if stamp.exists() and stamp.read_text() == key:
         return False
@@ -122,7 +126,7 @@ def _venv() -> Path:
         return venv
     found = shutil.which(PYTHON)
     if found is None:
-        raise SetUpError(f"{PYTHON} is not there; install it, or name it with PATH")
+        raise SetUpError(f"{PYTHON} is missing; install it, or add it to PATH")
     shutil.rmtree(venv, ignore_errors=True)
     _run(found, "-m", "venv", venv)
     _run(venv / "bin" / "pip", "install", "--quiet", TORCH, *PACKAGES)
@@ -131,20 +135,22 @@ def _venv() -> Path:
 
 
 def _about_torch(python: Path) -> tuple[Path, str]:
-    told = _run(python, "-c", "import torch; print(torch.__file__); print(torch.version.git_version)")
-    file, version = told.split()
+    answer = _run(python, "-c", "import torch; print(torch.__file__); print(torch.version.git_version)")
+    file, version = answer.split()
     return Path(file).parents[1], version
 
 
 def _imported(library: Path) -> set[str]:
-    """What a library wants of libcudart."""
+    """Return the names that `library` imports from libcudart."""
     lines = _run("nm", "-D", "--undefined-only", library).splitlines()
     names = (line.split()[-1].split("@") for line in lines)
     return {name for name, *version in names if version and version[-1].startswith("libcudart")}
 
 
 def _of_triton(folder: Path) -> set[str]:
-    """What Triton's launcher wants of the driver; its header renames what its source calls."""
+    """Return the names of the driver's functions that Triton's launcher imports. If the launcher's header
+    renames a function that the source calls, return the new name.
+    """
     called = set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", (folder / "driver.c").read_text()))
     header = (folder / "include" / "cuda.h").read_text()
     renamed = dict(re.findall(r"^#define (cu[A-Z]\w+)\s+(cu[A-Z]\w+_v\d)\s*$", header, re.MULTILINE))
@@ -172,14 +178,14 @@ def _libraries(python: Path, site: Path, torch_version: str) -> Path:
 
 
 def _compile(site: Path, headers: Sequence[str | Path], *rest: str | Path) -> None:
-    """Build a shared library with NVIDIA's headers and these."""
+    """Compile a shared library with these headers and NVIDIA's headers."""
     nvidia = (site / "nvidia/cu13/include", site / "triton/backends/nvidia/include")
     found = [part for path in (*headers, *nvidia) for part in ("-isystem", path)]
     _run("g++", "-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", *found, *rest)
 
 
 def _build_driver(sources: Path, folder: Path, site: Path) -> None:
-    """Build it twice: what it lacks is known once it is there."""
+    """Build the driver twice. The first build shows which functions the driver lacks."""
     driver = folder / "libcuda.so.1"
     linked: tuple[str | Path, ...] = ("-o", driver, "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread")
     own = [sources / name for name in DRIVER]
@@ -204,11 +210,13 @@ def _build_operators(source: Path, folder: Path, python: Path, site: Path) -> No
 
 
 def _stops(folder: Path, site: Path, driver: Path) -> Path:
-    """For each function that torch or Triton wants and the driver lacks, one that stops by name."""
+    """Find each function that torch or Triton imports and that the driver lacks. For each, write a function
+    that stops the process.
+    """
     wanted = set().union(*(_imported(site / "torch" / "lib" / name) for name in TORCH_LIBRARIES))
     wanted |= _of_triton(site / "triton" / "backends" / "nvidia")
-    there = _exported(driver)
-    lacking = sorted(name for name in wanted if name not in there)
+    exported = _exported(driver)
+    lacking = sorted(name for name in wanted if name not in exported)
     lines = ['#include "stop.h"']
     lines += [
         f'STANDIN_EXPORT void {name}() {{ standin::stop("{name} is called, and is not modelled"); }}'
@@ -216,12 +224,14 @@ def _stops(folder: Path, site: Path, driver: Path) -> Path:
     ]
     source = folder / "stops.cpp"
     source.write_text("\n".join(lines) + "\n")
-    print(f"the stand-in: {len(wanted)} functions are wanted, {len(lacking)} of them stop", flush=True)
+    print(f"the stand-in: {len(wanted)} functions are imported, {len(lacking)} of them stop", flush=True)
     return source
 
 
 def _teraio(python: Path, venv: Path) -> None:
-    """As an editable installation: changed Python files count at once, changed C++ files build it anew."""
+    """Install teraio in editable mode. Changed Python files take effect immediately. Changed C++ files cause
+    a rebuild.
+    """
     key = _key((path for path in (ROOT / "csrc").rglob("*") if path.is_file()), str(ROOT), str(venv))
     if _once("teraio", key, BUILT):
         _run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "-e", ROOT)

@@ -1,7 +1,9 @@
-"""Triton's kernels by Triton's own interpreter, which has no functions of libdevice: here they are.
+"""Triton's kernels in Triton's own interpreter, extended by the libdevice functions that the interpreter
+lacks.
 
-With TRITON_INTERPRET=1 Inductor hands its kernels to the interpreter. The interpreter waits for the stream,
-copies what a kernel is given to RAM, and back. So numbers are right, and the host waits at each kernel.
+With TRITON_INTERPRET=1, Inductor runs its kernels in the interpreter. The interpreter waits for the stream,
+and copies a kernel's arguments to RAM and back. Numbers are therefore right, and the host waits at each
+kernel.
 """
 
 from __future__ import annotations
@@ -69,8 +71,11 @@ def install() -> None:
 
 
 def _patch_once() -> None:
-    """Triton's language is the interpreter's from the first kernel on: else each call of a function inside a
-    kernel patches all of it again, which takes milliseconds."""
+    """Patch Triton's language for the interpreter only at the first kernel.
+
+    Without this function, each function call inside a kernel patches the whole language again, which takes
+    milliseconds.
+    """
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     patch, seen = interpreter._patch_lang, set[int]()
 
@@ -85,7 +90,7 @@ def _patch_once() -> None:
 
 
 def _reduce_by_halves() -> None:
-    """Reduces with a function by combining all pairs of neighbours at once, not element by element."""
+    """Make reductions combine all pairs of neighbours together, instead of one element at a time."""
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
 
     def reduce(self: Any, tensors: Any) -> list[Any]:
@@ -109,7 +114,7 @@ def _reduce_by_halves() -> None:
 
 
 def _give_libdevice() -> None:
-    """Gives libdevice's names functions that the interpreter can call."""
+    """Replace libdevice's functions by functions that the interpreter can call."""
     core = importlib.import_module("triton.language.core")
     handle_of = importlib.import_module("triton.runtime.interpreter").TensorHandle
     libdevice: Any = importlib.import_module("triton.language.extra.libdevice")
@@ -126,7 +131,8 @@ def _give_libdevice() -> None:
                 values(tensor).float() if tensor.dtype.is_bf16() else values(tensor)
                 for tensor in (first, *others)
             ]
-            result = function(*wide).to(values(first).dtype)  # of operands of several shapes
+            # Operands may differ in shape, so the result may differ in shape from the first operand.
+            result = function(*wide).to(values(first).dtype)
             shaped = core.block_type(first.type.scalar, list(result.shape)) if result.ndim else first.type
             return made(result, shaped, shaped)
 

@@ -1,6 +1,7 @@
-"""The waits that keep copies and kernels in order, each to be left out: who compares numbers must see it.
+"""Plants of missing waits. Each plant removes one wait that orders copies and kernels, and a comparison of
+numbers must detect it.
 
-Each entry leaves out one wait of teraio/runtime/device/device.py, cuda.py or pinned_host.py, in this process.
+Each plant patches teraio/runtime/device/device.py, cuda.py or pinned_host.py in this process.
 """
 
 from __future__ import annotations
@@ -17,38 +18,40 @@ from teraio.runtime.device.pending_transfer import Mark, Pending
 
 
 def _no_wait_for_kernels(which: bool) -> None:
-    """Lets copies out of the device, or those into it, begin at once, whatever kernels still run."""
+    """Begin copies out of the device (`which` True) or into the device (`which` False) while kernels still
+    run.
+    """
     issue = pinned_host._issue_copy
 
     def planted(
-        copier: Any, stream: Any, mark: Mark, storage: Any, place: Any, out: bool
+        copier: Any, stream: Any, mark: Mark, storage: Any, block: Any, out: bool
     ) -> pinned_host.CopyTicket:
         if out is not which:
-            return issue(copier, stream, mark, storage, place, out)
-        long_ago = torch.cuda.Event()  # never recorded: a stream does not wait for it
-        return issue(copier, stream, replace(mark, event=long_ago), storage, place, out)
+            return issue(copier, stream, mark, storage, block, out)
+        long_ago = torch.cuda.Event()  # an event that is never recorded, so that streams do not wait for it
+        return issue(copier, stream, replace(mark, event=long_ago), storage, block, out)
 
     pinned_host._issue_copy = planted
 
 
 def evict_waits_not() -> None:
-    """The copy out begins before the kernel that writes the tensor has run."""
+    """Begin the copy out of the device before the kernel that writes the tensor has run."""
     _no_wait_for_kernels(True)
 
 
 def fetch_waits_not() -> None:
-    """The copy in begins before the kernels have run that used this memory before."""
+    """Begin the copy into the device before the kernels that used this memory have run."""
     _no_wait_for_kernels(False)
 
 
 def _replace(name: str, plant: Callable[..., object]) -> None:
-    """Put this function in the place of the device's method of that name."""
+    """Replace the device's method `name` by the plant."""
     assert hasattr(cuda.CudaDevice, name), name
     setattr(cuda.CudaDevice, name, plant)
 
 
 def freed_before_copied() -> None:
-    """Memory of an evicted tensor is given to others while it is still copied."""
+    """Free an evicted tensor's memory while the copy out of it still runs."""
 
     def end_copy_and_free(self: cuda.CudaDevice, pending: Pending) -> None:
         pending.ticket.wait()
@@ -58,7 +61,7 @@ def freed_before_copied() -> None:
 
 
 def used_before_fetched() -> None:
-    """Kernels read a tensor while it is still copied in."""
+    """Let kernels read a tensor while the copy into its memory still runs."""
 
     def end_copy_in(self: cuda.CudaDevice, pending: Pending) -> bool:
         pending.ticket.wait()
@@ -68,7 +71,9 @@ def used_before_fetched() -> None:
 
 
 def written_while_copied() -> None:
-    """Kernels write to a tensor whose copy is kept while it is still copied out."""
+    """Let kernels write to a tensor while the copy out of its memory still runs. The engine later treats this
+    copy as valid.
+    """
 
     def end_copy_without_freeing(self: cuda.CudaDevice, pending: Pending) -> None:
         pending.ticket.wait()
@@ -77,13 +82,13 @@ def written_while_copied() -> None:
 
 
 def store_waits_not() -> None:
-    """The copier's streams take a tensor before the kernel that writes it has run."""
+    """Let the copier's streams read a tensor before the kernel that writes the tensor has run."""
     mark = cuda.CudaDevice.mark_compute_stream
     cuda.CudaDevice.mark_compute_stream = lambda self: replace(mark(self), handle=0)  # type: ignore[method-assign]
 
 
 def store_fetch_not_awaited() -> None:
-    """The host goes on before a fetch from a file has ended."""
+    """Let the host continue before a fetch from a file has ended."""
 
     def end_copy_in(self: cuda.CudaDevice, pending: Pending) -> bool:
         if getattr(pending.ticket, "event", None) is not None:
@@ -94,7 +99,7 @@ def store_fetch_not_awaited() -> None:
 
 
 def streams_not_joined() -> None:
-    """Kernels of a stream that has become current do not wait for those of the one before."""
+    """Let kernels on a newly current stream start without waiting for the previous stream."""
 
     def current_compute_stream(self: cuda.CudaDevice) -> torch.cuda.Stream:
         with contextlib.suppress(AttributeError):
@@ -105,12 +110,12 @@ def streams_not_joined() -> None:
 
 
 def failed_fetch_not_drained() -> None:
-    """Memory of a fetch that failed is given to others while its copies still run."""
+    """Free the memory of a failed fetch while its copies still run."""
     cuda.CudaDevice.wait_for_copies = lambda self: None  # type: ignore[method-assign]
 
 
 def freed_to_another_stream() -> None:
-    """Memory goes back to the stream that it was made on, whatever the current one still does with it."""
+    """Free memory to the stream on which it was allocated, while the current stream still uses the memory."""
 
     def resize_storage(self: cuda.CudaDevice, storage: Any, size_bytes: int) -> None:
         storage.resize_(size_bytes)
@@ -119,10 +124,10 @@ def freed_to_another_stream() -> None:
 
 
 def side_streams_not_joined() -> None:
-    """User code on a stream of its own is not put behind what was given, nor what comes later behind it."""
+    """Remove the order between user code on its own stream and the work before and after that code."""
     cuda.CudaDevice.join_user_streams = lambda self: None  # type: ignore[method-assign]
 
 
 def not_idle() -> None:
-    """The host reads what was copied out before it is there."""
+    """Let the host read the result of a copy before the copy has ended."""
     cuda.CudaDevice.wait_until_idle = lambda self: None  # type: ignore[method-assign]

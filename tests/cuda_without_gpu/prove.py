@@ -1,13 +1,13 @@
-"""Runs teraio's CUDA path on the real CUDA build of torch, without a GPU.
+"""A script that runs teraio's CUDA path on the real CUDA build of torch, without a GPU.
 
-    python tests/cuda_without_gpu/prove.py                a sample, ten minutes on two idle cores
-    python tests/cuda_without_gpu/prove.py --all          everything
-    python tests/cuda_without_gpu/prove.py NAME ...       these, by the beginnings of their names
+    python tests/cuda_without_gpu/prove.py                runs a sample: ten minutes on two idle cores
+    python tests/cuda_without_gpu/prove.py --all          runs all checks
+    python tests/cuda_without_gpu/prove.py NAME ...       runs the checks whose names begin with NAME
     python tests/cuda_without_gpu/prove.py --list
 
-The first run makes the environment: about 5 GB, some minutes. Each check is a process of its own; two run at
-once, except those that measure durations. What one found is a row of --out; the exit code tells whether all
-held. Nothing here is a result of a GPU.
+The first run makes the environment, which takes about 5 GB and some minutes. Each check runs in its own
+process. Two checks run at the same time, except checks that measure durations. Each check adds a row to the
+file --out. The exit code is 0 if all checks passed. No row is a result of a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import environment
 
 LIMIT_S = 900
 OUTPUT_CHARACTERS = 4_000
-RUNNING: set[subprocess.Popen[str]] = set()  # each a session of its own
+RUNNING: set[subprocess.Popen[str]] = set()  # running checks; each process has its own session
 
 
 Known = dict[str, dict[str, Any]]
@@ -40,7 +40,7 @@ Known = dict[str, dict[str, Any]]
 def run_check(
     made: environment.Environment, name: str, cache: Path, variables: dict[str, str]
 ) -> dict[str, Any]:
-    """Its row: what it found, or what became of it."""
+    """Run a check in a new process. Return its row, which contains the check's figures or its failure."""
     module, _, check = name.partition(".")
     command = [str(made.python), str(environment.HERE / "check.py"), module, check]
     began = time.monotonic()
@@ -55,34 +55,36 @@ def run_check(
         )
         RUNNING.add(child)
         try:
-            told, _ = child.communicate(timeout=LIMIT_S)
+            answer, _ = child.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
-            told, _ = child.communicate()
+            answer, _ = child.communicate()
         RUNNING.remove(child)
         output.seek(0)
-        said = output.read()
+        log = output.read()
     row: dict[str, Any] = {"name": name, "seconds": round(time.monotonic() - began, 1)}
-    lines = [line for line in told.splitlines() if line.startswith("{")]
+    lines = [line for line in answer.splitlines() if line.startswith("{")]
     if child.returncode == 0 and lines:
         return {**row, "held": True, "found": json.loads(lines[-1])}
-    return {**row, "held": False, "exit": child.returncode, "output": said[-OUTPUT_CHARACTERS:]}
+    return {**row, "held": False, "exit": child.returncode, "output": log[-OUTPUT_CHARACTERS:]}
 
 
 def all_checks(made: environment.Environment) -> Known:
-    """Of each check: whether it is in the sample, must run alone, and what is to be set for it."""
+    """Return, for each check, (1) whether it is in the sample, (2) whether it must run alone, and (3) its
+    environment variables.
+    """
     command = [str(made.python), str(environment.HERE / "check.py"), "--list"]
-    told = subprocess.run(command, capture_output=True, text=True, env=made.variables(), check=False)
-    if told.returncode != 0:
-        raise environment.SetUpError(told.stderr[-OUTPUT_CHARACTERS:])
-    found: Known = json.loads(told.stdout.splitlines()[-1])
+    answer = subprocess.run(command, capture_output=True, text=True, env=made.variables(), check=False)
+    if answer.returncode != 0:
+        raise environment.SetUpError(answer.stderr[-OUTPUT_CHARACTERS:])
+    found: Known = json.loads(answer.stdout.splitlines()[-1])
     return found
 
 
-def chosen(known: Known, asked: argparse.Namespace) -> Known:
-    if asked.names:
-        return {name: about for name, about in known.items() if name.startswith(tuple(asked.names))}
-    return {name: about for name, about in known.items() if about["sample"] or asked.all}
+def chosen(known: Known, request: argparse.Namespace) -> Known:
+    if request.names:
+        return {name: about for name, about in known.items() if name.startswith(tuple(request.names))}
+    return {name: about for name, about in known.items() if about["sample"] or request.all}
 
 
 def main() -> int:
@@ -90,24 +92,24 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--at-once", type=int, default=min(2, os.cpu_count() or 1), help="how many run")
+    parser.add_argument("--at-once", type=int, default=min(2, os.cpu_count() or 1), help="parallel checks")
     parser.add_argument("--out", type=Path, help="a JSON file for the rows")
-    parser.add_argument("--venv", type=Path, help="an environment that has torch already")
-    asked = parser.parse_args()
+    parser.add_argument("--venv", type=Path, help="a virtual environment with torch")
+    request = parser.parse_args()
     try:
-        made = environment.make(asked.venv)
+        made = environment.make(request.venv)
         known = all_checks(made)
     except environment.SetUpError as error:
         print(f"the stand-in's environment could not be made: {error}", file=sys.stderr)
         return 2
-    if asked.list:
+    if request.list:
         print("\n".join(f"{name}{'' if about['sample'] else '  (--all)'}" for name, about in known.items()))
         return 0
-    return run_all(made, chosen(known, asked), asked.out, asked.at_once)
+    return run_all(made, chosen(known, request), request.out, request.at_once)
 
 
 def rows_of(made: environment.Environment, checks: Known, at_once: int) -> Generator[dict[str, Any]]:
-    """Run the checks; those that must run alone are the last."""
+    """Run the checks, and yield their rows. Checks that must run alone run last."""
     with tempfile.TemporaryDirectory() as cache:
         for alone in (False, True):
             with ThreadPoolExecutor(1 if alone else at_once) as pool:
@@ -119,7 +121,7 @@ def rows_of(made: environment.Environment, checks: Known, at_once: int) -> Gener
                 try:
                     for run in as_completed(runs):
                         yield run.result()
-                finally:  # after Ctrl-C, too
+                finally:  # this block also runs after Ctrl-C
                     pool.shutdown(wait=False, cancel_futures=True)
                     for child in list(RUNNING):
                         os.killpg(child.pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""A training of the demo's Llama on a device, and what a run without a budget gives.
+"""A training of the demo's Llama on a device, and the results of a run without a budget.
 
-python small_llama.py '{"inner": "eager"}'        in a process of its own, without a budget: a JSON object
+python small_llama.py '{"inner": "eager"}'        runs without a budget; prints a JSON object
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ STEPS = 10
 
 @dataclass
 class Training:
-    """Losses and the parameters' digest to the bit, and what torch says of memory, step by step."""
+    """A training that records three results per step: (1) its losses, (2) an exact digest of its parameters,
+    and (3) torch's memory counts.
+    """
 
     options: dict[str, Any] = field(default_factory=dict)
     inner: str = "eager"
@@ -71,20 +73,24 @@ class Training:
             self.step()
         return self
 
-    def told(self) -> dict[str, Any]:
+    def results(self) -> dict[str, Any]:
         return {"losses": self.losses, "peaks": self.peaks, "digest": self.digest()}
 
     def digest(self) -> str:
-        """Of all parameters: sums of their bits, which user code may ask for at any time."""
+        """Return the sums of all parameters' bits. This read is user code, which may read parameters at any
+        time.
+        """
         sums = [
             parameter.detach().cpu().view(torch.int32).long().sum() for parameter in self.model.parameters()
         ]
         return str([int(total) for total in sums])
 
 
-def plain(**asked: Any) -> dict[str, Any]:
-    """What this training gives without a budget. One process finds it out for later checks of a run."""
-    text = json.dumps(asked, sort_keys=True)
+def plain(**request: Any) -> dict[str, Any]:
+    """Return the results of this training without a budget. The first call computes the results for all
+    checks of a run.
+    """
+    text = json.dumps(request, sort_keys=True)
     kept = Path(os.environ["STANDIN_CACHE"]) / f"plain-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     if not kept.exists():
         done = subprocess.run(
@@ -96,7 +102,8 @@ def plain(**asked: Any) -> dict[str, Any]:
         )
         if done.returncode != 0:
             raise AssertionError(f"the run without a budget failed: {done.stderr[-4000:]}")
-        written = kept.with_name(f"{kept.name}.{os.getpid()}")  # other checks run beside this one
+        # The file has a temporary name of its own, because other checks run at the same time.
+        written = kept.with_name(f"{kept.name}.{os.getpid()}")
         written.write_text(done.stdout.splitlines()[-1])
         written.replace(kept)
     found: dict[str, Any] = json.loads(kept.read_text())
@@ -106,4 +113,4 @@ def plain(**asked: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     import standin  # noqa: F401
 
-    print(json.dumps(Training(**json.loads(sys.argv[1])).train().told()))
+    print(json.dumps(Training(**json.loads(sys.argv[1])).train().results()))

@@ -8,7 +8,7 @@ LAYERS, SIDE = 6, 256
 
 
 class Model(torch.nn.Module):
-    """Linear layers, each added to what it was given."""
+    """A stack of linear layers with residual connections."""
 
     def __init__(self) -> None:
         super().__init__()

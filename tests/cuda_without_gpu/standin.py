@@ -1,11 +1,12 @@
-"""The real CUDA build of torch without a GPU: import this before anything asks torch for a GPU.
+"""A set-up in which the real CUDA build of torch runs without a GPU. Import this module before other code
+uses torch's GPU functions.
 
-    libcuda.so.1    in place of the driver and of libcudart, preloaded (driver/*.cpp)
-    operators       ATen's operators on CUDA tensors, by the CPU's kernels (driver/operators.cpp)
-    composed.py     operators that only CUDA has, composed of others
+    libcuda.so.1    replaces the driver and libcudart, preloaded (driver/*.cpp)
+    operators       ATen's operators on CUDA tensors, by CPU kernels (driver/operators.cpp)
+    composed.py     operators that only CUDA has, composed of other operators
     interpreted.py  Triton's kernels, by Triton's interpreter, if TRITON_INTERPRET=1
 
-`prove.py` makes the environment, builds the two libraries and sets what a process needs. What ran on the
+`prove.py` makes the environment, builds the two libraries and sets the variables of a process. A run on the
 stand-in is never a result of a GPU.
 """
 
@@ -22,7 +23,7 @@ import torch
 
 TORCH = "2.11"  # series
 CUDA = "13.0"
-EXPECTED = {  # of a device, as driver/runtime.cpp fills it: whether torch sees the same struct
+EXPECTED = {  # properties that driver/runtime.cpp sets; if torch reads other values, its struct differs
     "name": "Stand-in for an H100",
     "major": 9,
     "minor": 0,
@@ -37,7 +38,7 @@ EXPECTED = {  # of a device, as driver/runtime.cpp fills it: whether torch sees 
 
 
 class StandInError(RuntimeError):
-    """This process cannot run on the stand-in; says why."""
+    """An error that says why this process cannot run on the stand-in."""
 
 
 def _check_versions() -> None:
@@ -50,7 +51,7 @@ def _check_versions() -> None:
     if built != torch.version.git_version:
         raise StandInError(
             f"the stand-in was built for torch {built}, this is {torch.version.git_version}; start processes "
-            "through prove.py, which builds it anew where that is needed"
+            "through prove.py, which rebuilds it when needed"
         )
 
 
@@ -76,12 +77,12 @@ def _check_structs() -> None:
 
 
 def used_bytes(device: int = 0) -> int:
-    """Memory that the driver has given."""
+    """Return the number of bytes that are now allocated from the driver."""
     return int(LIBRARY.standin_used(device))
 
 
 def most_bytes(device: int = 0) -> int:
-    """The most memory that the driver has given at a time."""
+    """Return the peak number of bytes that were allocated from the driver."""
     return int(LIBRARY.standin_most(device))
 
 
@@ -90,34 +91,38 @@ def pinned_bytes() -> int:
 
 
 def uncomputed_kernels() -> int:
-    """Launches of kernels that nothing here computes: Triton's, without its interpreter."""
+    """Return the number of launched kernels that were not computed. These are Triton's kernels without
+    Triton's interpreter.
+    """
     return int(LIBRARY.standin_kernels())
 
 
 def kernels_take(us: float) -> None:
-    """From now on each kernel takes at least so long."""
+    """Set the least duration of each kernel launched from now on."""
     LIBRARY.standin_set_kernel_us(ctypes.c_double(us))
 
 
 def kernels_compute(they_do: bool) -> None:
-    """Whether operators compute from now on; otherwise they only take their time."""
+    """Set whether operators compute from now on, or only take their time."""
     LIBRARY.standin_set_computes(ctypes.c_bool(they_do))
 
 
 def calls() -> Mapping[str, int]:
-    """How often each operator was called on CUDA tensors."""
+    """Return the number of calls of each operator on CUDA tensors."""
     counts: Mapping[str, int] = OPERATORS.calls()
     return counts
 
 
 def synchronous() -> Mapping[str, int]:
-    """Of these calls the ones for which the host waited, since only values tell the sizes of the result."""
+    """Return, per operator, the number of calls that made the host wait. Such a wait is needed if the sizes
+    of results depend on the values in a tensor.
+    """
     counts: Mapping[str, int] = OPERATORS.synchronous()
     return counts
 
 
 def over_same_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in RAM over the bytes of one on a device. Whoever reads it has waited for the stream."""
+    """Return a tensor in RAM over the bytes of a device tensor. The caller must wait for the stream first."""
     made: torch.Tensor = OPERATORS.over_same_bytes(tensor)
     return made
 
@@ -131,6 +136,6 @@ INSTALLED = int(OPERATORS.install())
 importlib.import_module("composed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     importlib.import_module("interpreted").install()
-torch.backends.cudnn.enabled = False  # it has kernels of its own, which nothing here computes
+torch.backends.cudnn.enabled = False  # the stand-in cannot compute cuDNN's kernels
 if os.environ.get("STANDIN_REPORT"):
     atexit.register(LIBRARY.standin_report)

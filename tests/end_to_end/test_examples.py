@@ -1,4 +1,4 @@
-"""The examples run as they are, in sizes for a test, and what they print proves what they are there for."""
+"""The examples run unchanged in small sizes, and the output of each proves its purpose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = "--vocabulary 256 --hidden 128 --layers 6 --heads 4 --inner eager"
 TRAINER = "--inner eager --hidden 128 --layers 4 --heads 4 --length 32 --batch 2 --memory 9MiB --every 2"
 NEEDED = ("transformers", "peft", "accelerate")
 
-# What each is there for is in a test below.
+# The arguments of each example. A test below checks the purpose of each example.
 RUNS = {
     "larger_than_memory": f"{TINY} --memory 8MiB --tokens 16 --steps 2",
     "streaming_inference": f"{TINY} --memory 6MiB --tokens 2",
@@ -38,7 +38,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each of them prints."""
+    """Return the output of each example."""
     folder = tmp_path_factory.mktemp("examples")
     without = {f"{name} without": RUNS[name] for name in ("lora", "finetune_trainer")}
     runs = {
@@ -49,17 +49,17 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         }
         for name, arguments in {**without, **RUNS}.items()
     }
-    asked = folder / "runs.json"
-    asked.write_text(json.dumps(list(runs.values())))
-    # Any plan will do, and greedy takes a tenth of the time.
+    listed = folder / "runs.json"
+    listed.write_text(json.dumps(list(runs.values())))
+    # The tests would pass with any planner. Greedy takes a tenth of the default planner's time.
     settings = {**os.environ, "TERAIO_PLANNER": "greedy", "OMP_NUM_THREADS": "1"}
-    done = forked(tree.SUPPORT / "examples_child.py", str(asked), env=settings)
+    done = forked(tree.SUPPORT / "examples_child.py", str(listed), env=settings)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(runs, json.loads(done.stdout.splitlines()[-1])))
 
 
 def mib(row: str, text: str) -> float:
-    """`  peak of tensors    4.0 MiB`."""
+    """Return the number in a row of the output, such as `  peak of tensors    4.0 MiB`."""
     found = re.findall(rf"^  {row} +([0-9.]+) MiB$", text, re.MULTILINE)
     assert len(found) == 1, f"{row} in {text}"
     return float(found[0])
@@ -70,28 +70,29 @@ def same_losses(row: str, text: str) -> bool:
 
 
 def within(text: str) -> bool:
-    """Something moved, and what was there was no more than allowed."""
+    """Return True if (1) bytes were moved and (2) the peak of tensors was within the budget."""
     return 0 < mib("peak of tensors", text) <= mib("memory allowed", text) and mib("read from disk", text) > 0
 
 
-def test_no_example_fails_or_is_left_out(texts: dict[str, str]) -> None:
+def test_all_examples_run(texts: dict[str, str]) -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} - {"side_by_side"} == {n.split()[0] for n in RUNS}
     failed = [f"{name}:\n{texts[name]}" for name in RUNS if "Traceback" in texts[name]]
     assert not failed, "\n".join(failed)
-    # What a kernel takes for itself is known when it has run once: a Fourier transform's copies, here.
+    # The engine knows a kernel's own workspace only after the kernel's first run. In the examples, only
+    # Fourier transforms have such workspace.
     unknown = re.compile(r"overrun: (?!kernel _fft_c2r_\d \(for itself\))")
     assert not [name for name in RUNS if unknown.search(texts[name])]
     assert {name for name in RUNS if "overrun" in texts[name]} <= {"state_space"}
 
 
 @pytest.mark.parametrize("name", ["larger_than_memory", "streaming_inference"])
-def test_an_example_keeps_more_weights_than_it_has_memory_for(texts: dict[str, str], name: str) -> None:
+def test_example_runs_weights_larger_than_memory(texts: dict[str, str], name: str) -> None:
     weights = float(re.findall(r"weights ([0-9.]+) MiB", texts[name])[0])
     peak = float(re.findall(r"peak ([0-9.]+) MiB", texts[name])[0])
     assert peak < weights, texts[name]
 
 
-def test_a_trainer_goes_on_from_its_checkpoint_as_it_would_plainly(texts: dict[str, str]) -> None:
+def test_trainer_resumes_from_checkpoint_with_plain_losses(texts: dict[str, str]) -> None:
     first, second = texts["finetune_trainer"], texts["finetune_trainer again"]
     assert mib("weights gradients and states", first) > mib("memory allowed", first), first
     assert within(first), first
@@ -101,7 +102,7 @@ def test_a_trainer_goes_on_from_its_checkpoint_as_it_would_plainly(texts: dict[s
     assert within(second), second
 
 
-def test_adapters_are_trained_beside_weights_that_are_never_written(texts: dict[str, str]) -> None:
+def test_lora_reads_frozen_weights_and_never_writes_them(texts: dict[str, str]) -> None:
     text = texts["lora"]
     assert mib("frozen weights", text) > mib("peak of tensors", text), text
     assert mib("of them read in a planned step", text) > 1, text
@@ -111,13 +112,13 @@ def test_adapters_are_trained_beside_weights_that_are_never_written(texts: dict[
 
 
 @pytest.mark.parametrize("name", ["lora", "finetune_trainer"])
-def test_without_a_package_an_example_says_what_to_install(texts: dict[str, str], name: str) -> None:
+def test_example_with_missing_package_names_install_command(texts: dict[str, str], name: str) -> None:
     text = texts[f"{name} without"]
     assert re.search(r"^SystemExit: \w+ is missing: pip install .*transformers", text, re.MULTILINE), text
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "expected"),
     [
         (ModuleNotFoundError("No module named 'peft'", name="peft"), r"peft is missing: pip install peft"),
         (
@@ -131,19 +132,20 @@ def test_without_a_package_an_example_says_what_to_install(texts: dict[str, str]
         ),
     ],
 )
-def test_an_import_that_fails_is_told_as_what_it_is(
-    error: ImportError, told: str, monkeypatch: pytest.MonkeyPatch
+def test_import_failure_message_fits_its_cause(
+    error: ImportError, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    said = str(importlib.import_module("side_by_side").not_imported(error, "peft", "transformers"))
-    assert re.search(told, said) and "None" not in said and "\n" not in said, said
+    text = str(importlib.import_module("side_by_side").exit_for_import_error(error, "peft", "transformers"))
+    assert re.search(expected, text) and "None" not in text and "\n" not in text, text
 
 
 @pytest.mark.parametrize("name", ["lora", "finetune_trainer"])
-def test_a_package_that_is_there_and_broken_is_not_called_missing(
+def test_broken_package_is_not_reported_as_missing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what both import; neither gets as far as training."""
+    """Both examples import accelerate at their beginning, so a broken accelerate ends them before the
+    training."""
     (tmp_path / "accelerate.py").write_text("raise ImportError('psutil 9 is too old')\n")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -154,7 +156,7 @@ def test_a_package_that_is_there_and_broken_is_not_called_missing(
     monkeypatch.delitem(sys.modules, "accelerate", raising=False)
 
 
-def test_blocks_share_a_program_and_keep_their_losses(texts: dict[str, str]) -> None:
+def test_blocks_share_one_program_and_keep_losses(texts: dict[str, str]) -> None:
     text = texts["per_block"]
     assert re.search(r"^  programs compiled for them +1$", text, re.MULTILINE), text
     assert mib("weights gradients and states", text) > mib("memory allowed", text), text
@@ -162,7 +164,7 @@ def test_blocks_share_a_program_and_keep_their_losses(texts: dict[str, str]) -> 
     assert within(text), text
 
 
-def test_a_plan_made_offline_is_replayed(texts: dict[str, str]) -> None:
+def test_offline_plan_is_replayed(texts: dict[str, str]) -> None:
     text = texts["offline_plan"]
     planned = re.findall(
         r"^  (\S+) +within 9.0 MiB: step [0-9.]+ s, bound [0-9.]+ s, gap", text, re.MULTILINE
@@ -183,8 +185,8 @@ def test_a_matrix_larger_than_memory_is_written_once(texts: dict[str, str]) -> N
     assert within(text), text
 
 
-def test_convolutions_by_fft_are_trained_in_a_part_of_their_peak(texts: dict[str, str]) -> None:
+def test_fft_convolutions_train_below_plain_peak(texts: dict[str, str]) -> None:
     text = texts["state_space"]
-    assert mib("peak of tensors", text) < 0.75 * mib("peak where nothing leaves", text), text
+    assert mib("peak of tensors", text) < 0.75 * mib("peak if nothing moves", text), text
     assert same_losses("plain ones", text), text
     assert within(text), text

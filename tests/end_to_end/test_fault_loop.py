@@ -1,6 +1,8 @@
-"""A drive fails in the middle of a training: the numbers are right, or it is said, and the process lives on.
+"""Faults of a drive during training.
 
-A sample; `tests/long/drive_faults.py` fails every operation in every way."""
+The numbers are right or an error is raised, and the process can train again. This file tests a sample.
+`tests/long/drive_faults.py` makes every operation fail in every way.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 import tree
 from children import forked
-from touch_child import World, is_away, record_of, send_away
+from touch_child import World, evict_all, is_evicted, record_of
 
 from teraio.errors import StoreError, StoreFullError, StoreReadError, TornStepError
 from teraio.runtime.engine import engine
@@ -45,7 +47,7 @@ def runs(rows: str, *options: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("row", SAMPLE, ids=lambda row: "-".join(map(str, row[:3])))
-def test_a_fault_gives_the_right_numbers_or_an_error_of_ours(row: list[Any]) -> None:
+def test_fault_gives_same_numbers_or_teraio_error(row: list[Any]) -> None:
     kind, op, how, *_, count = row
     mine = [
         run
@@ -63,14 +65,14 @@ def test_a_fault_gives_the_right_numbers_or_an_error_of_ours(row: list[Any]) -> 
             assert run["outcome"] == "same", run
 
 
-def test_without_checksums_a_flipped_bit_is_found_out_here() -> None:
-    """As wrong numbers: this is what the comparison is for."""
+def test_flipped_bit_without_checksums_changes_numbers() -> None:
+    """Without checksums, the flipped bit is found only because the test compares the numbers."""
     outcomes = [run["outcome"] for run in runs(json.dumps(WITHOUT_CHECKSUMS), "checksum=off")]
     assert "other numbers" in outcomes
 
 
 class Fails:
-    """A transfer that ends in an error."""
+    """A transfer whose wait raises an error."""
 
     def __init__(self, error: StoreError) -> None:
         self.error = error
@@ -82,44 +84,47 @@ class Fails:
         raise self.error
 
 
-def weight_away() -> tuple[World, torch.Tensor]:
-    """A model that trains, and a weight of it that is away."""
+def evicted_weight() -> tuple[World, torch.Tensor]:
+    """Train the model of a world and evict one of the weights. Return the world and the weight."""
     world = World(compiled=True, layers=2)
     world.train(2)
     weight = world.layers[0].head.weight
-    send_away([weight])
-    assert is_away(weight)
+    evict_all([weight])
+    assert is_evicted(weight)
     return world, weight
 
 
-def test_what_could_not_be_written_stays_for_this_step_and_leaves_whole_in_the_next(
+def test_failed_write_keeps_tensor_resident_until_next_step(
     nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A write that failed has made no copy: what it was of is still to be written."""
-    _, weight = weight_away()
+    """A failed write makes no valid copy, so the engine must write the tensor again in the next step."""
+    _, weight = evicted_weight()
     with torch.no_grad():
         weight.fill_(3)
     with monkeypatch.context() as full:
         full.setattr(Store, "write", lambda *_, **__: Fails(StoreFullError("no room")))
-        send_away([weight])
-    send_away([weight])
-    assert not is_away(weight), "it is tried again in the same step"
+        evict_all([weight])
+    evict_all([weight])
+    assert not is_evicted(weight), "the engine tried again in the same step"
     assert engine.ENGINE is not None
     engine.ENGINE.end_step()
-    send_away([weight])
-    assert is_away(weight) and bool((weight == 3).all())
+    evict_all([weight])
+    assert is_evicted(weight) and bool((weight == 3).all())
 
 
-def test_a_weight_that_cannot_be_brought_back_is_no_number_and_ends_the_training(
+def test_failed_fetch_sets_weight_to_nan_and_ends_training(
     nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a program has ended in the middle, user code could read it unseen: it must not look like one."""
-    world, weight = weight_away()
+    """After an unfinished program, the engine does not notice reads by user code.
+
+    The weight must therefore not look valid.
+    """
+    world, weight = evicted_weight()
     record = record_of(weight)
     assert record is not None and engine.ENGINE is not None
     with monkeypatch.context() as lost:
         lost.setattr(Store, "read", lambda *_, **__: Fails(StoreReadError("the drive is gone")))
         make_records_resident(engine.ENGINE.residency, [record])
-    assert not is_away(weight) and bool(torch.isnan(weight).all())
+    assert not is_evicted(weight) and bool(torch.isnan(weight).all())
     with pytest.raises(TornStepError, match=r"the drive is gone.*last checkpoint"):
         world.train(1)

@@ -1,4 +1,5 @@
-"""Where the system refuses plain training the memory it wants, teraio finishes with the same numbers."""
+"""A memory limit set by the operating system: plain training fails, and training with teraio finishes with
+the same numbers."""
 
 from __future__ import annotations
 
@@ -10,10 +11,9 @@ import tree
 from children import ended
 
 CHILD = tree.SUPPORT / "limited_child.py"
-SAVED_BYTES = 20 * (16 << 20)  # what plain training holds between forward and backward, at least
-EXTRA_BYTES = (
-    240 << 20
-)  # the budget of 112 MiB, eight threads' stacks of 8 MiB, and what eager code allocates
+SAVED_BYTES = 20 * (16 << 20)  # plain training saves at least so many bytes for its backward
+# The sum includes the budget of 112 MiB, eight threads' stacks of 8 MiB, and allocations of eager code.
+EXTRA_BYTES = 240 << 20
 
 
 def train(kind: str, extra_bytes: int) -> subprocess.CompletedProcess[str]:
@@ -21,13 +21,13 @@ def train(kind: str, extra_bytes: int) -> subprocess.CompletedProcess[str]:
     return ended(command)
 
 
-def test_under_a_limit_that_ends_plain_training_ours_finishes_with_the_same_losses() -> None:
+def test_training_finishes_under_limit_that_stops_plain_training() -> None:
     assert EXTRA_BYTES < SAVED_BYTES
     free, refused, ours = train("plain", 0), train("plain", EXTRA_BYTES), train("teraio", EXTRA_BYTES)
     assert free.returncode == 0, free.stderr[-3000:]
     assert refused.returncode != 0
-    said = refused.stderr[-3000:]
-    assert "can't allocate memory" in said or "MemoryError" in said, said
+    text = refused.stderr[-3000:]
+    assert "can't allocate memory" in text or "MemoryError" in text, text
     assert ours.returncode == 0, ours.stderr[-3000:]
     expected, got = json.loads(free.stdout), json.loads(ours.stdout)
     print(got)

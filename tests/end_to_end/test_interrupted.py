@@ -1,4 +1,5 @@
-"""Ctrl-C and `kill -9` in the middle of training: whole steps, whole checkpoints, nothing left behind."""
+"""Ctrl-C and `kill -9` during a training: each step and each checkpoint is complete, and the store leaves no
+files."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from store_rig import Left
 CHILD = tree.SUPPORT / "interrupted.py"
 
 
-def test_after_ctrl_c_at_any_moment_training_goes_on_from_a_whole_step() -> None:
+def test_training_after_ctrl_c_resumes_from_whole_step() -> None:
     ran = subprocess.run([sys.executable, str(CHILD), "8", "3"], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout)
@@ -24,7 +25,7 @@ def test_after_ctrl_c_at_any_moment_training_goes_on_from_a_whole_step() -> None
     assert found["moved"] > 0
 
 
-def test_after_a_kill_training_goes_on_from_the_last_checkpoint_and_nothing_is_left(root: Path) -> None:
+def test_training_after_kill_resumes_from_checkpoint_without_leftovers(root: Path) -> None:
     chance, plain, found, steps = random.Random(0), Training(None), Training(None), 0
     for _ in range(2):
         killed(root, chance)

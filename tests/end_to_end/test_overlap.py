@@ -1,4 +1,5 @@
-"""Transfers hide behind compute: a planned step on a slow store takes little longer than compute alone."""
+"""Transfers overlap with compute: with a slow store, a planned step takes little more time than compute
+alone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.alone
 
 BENCHMARK = tree.ROOT / "benchmarks" / "engine" / "overlap.py"
 SIZE = {"layers": 12, "width": 64, "batch": 8192, "pace-ms": 6, "rounds": 3}
-ATTEMPTS = 4  # a neighbour on the machine may spoil one
+ATTEMPTS = 4  # number of attempts, because other processes may disturb a single attempt
 
 
 @cache
@@ -34,11 +35,11 @@ def test_a_planned_step_takes_little_longer_than_compute_alone() -> None:
     assert measured()["planned_per_compute"] <= 1.15
 
 
-def test_the_same_moves_where_compute_waits_for_them_take_most_of_their_time_more() -> None:
+def test_waits_for_same_moves_lengthen_step() -> None:
     assert measured()["forced_per_compute"] >= 1.6
 
 
-def test_what_is_compared_is_the_same_transfers_at_four_fifths_of_compute() -> None:
+def test_compared_runs_have_same_transfers() -> None:
     result = measured()
     assert 0.65 <= result["transfer_per_compute"] <= 1.0
     for way in ("written_bytes", "read_bytes"):

@@ -1,4 +1,4 @@
-"""Ranks: each has an engine, a store and a plan of its own."""
+"""Ranks of a distributed training: each rank has its own engine, store and plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_two_ranks_with_ddp_train_bit_equal_within_their_budgets(tmp_path: Path)
     child = tree.SUPPORT / "ranks_train.py"
     done = forked(child, str(tmp_path / "ranks"), "9.25MiB")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "unseen" not in done.stderr, "what torch.distributed reads and writes is seen"
+    assert "unseen" not in done.stderr, "the engine notices reads and writes of torch.distributed"
     for rank in (0, 1):
         plain, ours = (torch.load(tmp_path / "ranks" / f"{name}.{rank}") for name in ("plain", "9.25MiB"))
         assert plain["losses"] == ours["losses"]

@@ -1,6 +1,8 @@
-"""Models and loops as strangers bring them: the same bits as plainly, or an error that says all.
+"""Models and training loops that others might write: training is bit-equal to plain training, or an error
+names the cause.
 
-tests/long/what_strangers_write.py draws hundreds of them; here is a small case for each fault that it found.
+tests/long/what_strangers_write.py generates hundreds of such models. This file has a small case for each
+fault that those models revealed.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def trained(
     optimize: Optimize = adamw,
     **options: Any,
 ) -> list[Any]:
-    """Return losses and digests of a training."""
+    """Train a model. Return a pair: the losses, and the digests of the weights."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = make()
@@ -88,7 +90,7 @@ def trained(
 
 @pytest.fixture
 def same(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[Callable[..., None]]:
-    """A check that a training gives the same bits with the engine as without it."""
+    """Yield a function that checks a training: its bits must be the same with and without the engine."""
 
     def check(*args: Any, steps: int = STEPS, **kwargs: Any) -> None:
         found = trained(*args, **kwargs)
@@ -102,11 +104,11 @@ def same(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[Callable
     yield check
 
 
-# ---- crashes
+# ---- cases that crashed
 
 
 class Branches(nn.Module):
-    """Has a branch that feeds no loss."""
+    """A model with a branch that gets no gradient, because the branch's result is detached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,20 +119,20 @@ class Branches(nn.Module):
         return out
 
 
-def test_a_branch_that_feeds_no_loss_has_no_gradient(same: Callable[..., None]) -> None:
+def test_model_with_unused_branch_trains(same: Callable[..., None]) -> None:
     same(Branches)
 
 
 @cache
 def first_compiles() -> dict[str, str]:
-    """Return what a child printed, by case."""
+    """Return the output of a child process for each case."""
     with ThreadPoolExecutor(2) as pool:
         ended = pool.map(lambda case: children.ended([sys.executable, str(CHILD), case]), CASES)
     return {case: child.stdout or f"{child.returncode}: {child.stderr}" for case, child in zip(CASES, ended)}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_process_compiles_first_trains(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_compiled_model_of_process_trains(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERAIO_DISABLE", "1")
     assert json.loads(first_compiles()[case]) == train(case)
 
@@ -175,12 +177,12 @@ def layers() -> nn.Module:
 
 
 def beside_an_eager_graph(compiled: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    eager = model(x).square().mean()  # before any program has these weights, and saved by autograd
+    eager = model(x).square().mean()  # eager autograd saves these weights before a program uses them
     loss: torch.Tensor = compiled(x).mean() + eager
     return loss
 
 
-def test_an_eager_graph_may_hold_all_weights_before_the_first_program(same: Callable[..., None]) -> None:
+def test_eager_graph_before_first_program_trains(same: Callable[..., None]) -> None:
     same(convolutions, beside_an_eager_graph, lambda: torch.randn(4, 16, 256))
 
 
@@ -192,11 +194,11 @@ def with_a_penalty(compiled: Any, model: nn.Module, x: torch.Tensor) -> torch.Te
     return loss
 
 
-def test_a_penalty_on_the_gradient_is_a_graph_of_a_backward(same: Callable[..., None]) -> None:
+def test_gradient_penalty_trains(same: Callable[..., None]) -> None:
     same(layers, with_a_penalty)
 
 
-def test_a_foreach_function_of_one_pair_of_weights_and_of_lists_by_name() -> None:
+def test_foreach_functions_of_weights_give_right_results() -> None:
     trained(layers)
     model = layers()
     compiled: Any = torch.compile(
@@ -214,7 +216,7 @@ def test_a_foreach_function_of_one_pair_of_weights_and_of_lists_by_name() -> Non
         assert torch.equal(other, expected)
 
 
-# ---- silence
+# ---- cases with a missing warning
 
 
 class Recurrent(nn.Module):
@@ -231,29 +233,28 @@ def sequences() -> torch.Tensor:
     return torch.randn(4, 8, WIDTH)
 
 
-def test_a_recurrent_model_is_told_and_kept_within_the_budget(
+def test_recurrent_model_is_warned_of_and_kept_within_budget(
     same: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "teraio"):
         same(Recurrent, batch=sequences)
-    told = [line for line in caplog.messages if "in no compiled graph" in line]
-    assert len(told) == 1
-    assert "Recurrent" in told[0] and "RNN, GRU, or LSTM" in told[0] and "LSTM(256, 256" in told[0]
+    (line,) = [each for each in caplog.messages if "in no compiled graph" in each]
+    assert "Recurrent" in line and "RNN, GRU, or LSTM" in line and "LSTM(256, 256" in line
 
 
-def test_a_fallback_that_is_an_error_is_one_for_models_that_reach_no_graph() -> None:
+def test_uncompiled_model_with_on_fallback_error_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"in no compiled graph: 9 weights .* of Recurrent"):
         trained(Recurrent, batch=sequences, on_fallback="error")
 
 
-def test_a_model_that_is_compiled_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_compiled_model_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "teraio"):
         trained(layers)
     assert "in no compiled graph" not in caplog.text
 
 
 class Begins(nn.Module):
-    """Breaks the graph before anything that is trained."""
+    """A model with a graph break before its first trained layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,26 +267,27 @@ class Begins(nn.Module):
         return out
 
 
-def test_a_step_may_begin_with_a_program_without_gradients(same: Callable[..., None]) -> None:
+def test_step_that_begins_without_gradients_trains(same: Callable[..., None]) -> None:
     same(Begins)
 
 
-def test_a_teacher_is_a_part_of_the_step_from_the_second_time_on(same: Callable[..., None]) -> None:
+def test_teacher_joins_step_from_second_step_on(same: Callable[..., None]) -> None:
     def taught(compiled: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            told = compiled(x).tanh()
-        loss: torch.Tensor = (compiled(x) - told).square().mean()
+            target = compiled(x).tanh()
+        loss: torch.Tensor = (compiled(x) - target).square().mean()
         return loss
 
     same(layers, taught, steps=STEPS + 1)
 
 
-def test_an_overrun_is_told_beside_the_peak(tmp_path: Path) -> None:
-    """The reserve is a part of the peak, in stats and in reports."""
+def test_overrun_is_reported_beside_peak(tmp_path: Path) -> None:
+    """The reserve is a part of the peak, in `teraio.stats()` and in reports."""
 
     def greedy(compiled: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         value: torch.Tensor = compiled(x).square().mean()
-        held = torch.zeros(24 << 20, dtype=torch.uint8)  # beyond the budget, and all of it is touched
+        # This tensor exceeds the budget. The sum below touches all its pages.
+        held = torch.zeros(24 << 20, dtype=torch.uint8)
         return value + held.sum() * 0.0
 
     timeline = tmp_path / "run.timeline.json"
@@ -297,15 +299,15 @@ def test_an_overrun_is_told_beside_the_peak(tmp_path: Path) -> None:
     teraio.reset()
     line = Timeline.read(timeline)
     assert line.overrun_bytes >= 16 << 20
-    told = terminal_text.report_as_text(content.assemble_content(content.Sources(line, "run")))
-    assert re.search(r"got [\d.]+ MiB beyond the budget", told), told
+    text = terminal_text.report_as_text(content.assemble_content(content.Sources(line, "run")))
+    assert re.search(r"took [\d.]+ MiB beyond the budget", text), text
 
 
-# ---- doubt
+# ---- cases with an unclear error or too large a budget
 
 
 class Breaks(nn.Module):
-    """Hands over between two graphs what the budget has no room for."""
+    """A model that passes a tensor larger than the budget from one compiled graph to the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,17 +320,20 @@ class Breaks(nn.Module):
         return out
 
 
-def test_a_budget_error_names_what_stays_and_why() -> None:
+def test_budget_error_names_largest_unevictable_tensor() -> None:
     with pytest.raises(BudgetError) as caught:
         trained(Breaks, batch=lambda: torch.randn(1024, WIDTH), memory="8MiB")
-    told = str(caught.value)
+    text = str(caught.value)
     assert re.search(
-        r"largest that cannot leave: \S+ \(1 MiB: an input that eager code made: your code", told
+        r"largest that cannot be evicted: \S+ \(1 MiB: an input that eager code made: your code", text
     )
 
 
-def test_what_eager_code_hands_to_a_program_counts_once() -> None:
-    """It is in the ledger as the program's input, and no longer in reserve as what user code keeps."""
+def test_eager_tensor_passed_to_program_counts_once() -> None:
+    """The tensor counts as an input of the program.
+
+    It no longer counts as memory of user code in the reserve.
+    """
 
     class Handed(nn.Module):
         def __init__(self) -> None:
@@ -338,7 +343,7 @@ def test_what_eager_code_hands_to_a_program_counts_once() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.first(x)
             torch._dynamo.graph_break()
-            tile = torch.ones(32768, WIDTH)  # 32 MiB of eager code
+            tile = torch.ones(32768, WIDTH)  # a tensor of 32 MiB, made by eager code
             torch._dynamo.graph_break()
             out: torch.Tensor = self.second(x + tile[:16])
             return out
@@ -347,10 +352,10 @@ def test_what_eager_code_hands_to_a_program_counts_once() -> None:
     assert teraio.stats()["budget_bytes"] < 48 << 20
 
 
-def test_at_min_the_budget_does_not_grow_by_what_can_be_evicted() -> None:
+def test_min_budget_excludes_evictable_tensors() -> None:
     def loss(compiled: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         value = compiled(x).square().mean()
-        held = torch.ones(4 << 20)  # 16 MiB of user code, beside weights that can be evicted
+        held = torch.ones(4 << 20)  # 16 MiB of user code; all weights can be evicted beside them
         return value + 0.0 * held.sum().item()
 
     def wide() -> nn.Module:
@@ -361,8 +366,11 @@ def test_at_min_the_budget_does_not_grow_by_what_can_be_evicted() -> None:
     assert stats["budget_bytes"] <= stats["reserve_bytes"] + (16 << 20) + (1 << 19)
 
 
-def test_a_weight_that_only_a_reference_cycle_holds_leaves() -> None:
-    """Dynamo's trace refers to the first product of `prune`, whose graph has saved the mask, 1 MiB each."""
+def test_weight_held_only_by_reference_cycle_is_evicted() -> None:
+    """Dynamo's trace refers to the first product that `prune` computes.
+
+    The product's autograd graph has saved the mask. The product has 1 MiB, and so has the mask.
+    """
 
     def pruned() -> nn.Module:
         model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
@@ -375,10 +383,12 @@ def test_a_weight_that_only_a_reference_cycle_holds_leaves() -> None:
     assert stats["budget_bytes"] < stats["reserve_bytes"] + (26 << 20)
 
 
-def test_the_reasons_of_the_largest_are_given() -> None:
+def test_largest_resident_tensors_are_named_with_reasons() -> None:
     tensors = [torch.zeros(1 << 16 >> n) for n in range(4)]
     records = [Record(t.untyped_storage(), f"w{n}", "weight", True) for n, t in enumerate(tensors)]
-    records[1].pins, records[2].evictable, records[2].because = 1, False, "the option 'keep' names it"
+    records[1].pin()
+    records[2].forbid_eviction()
+    records[2].explain("the option 'keep' names it")
     assert name_largest_resident(records, {records[0].key}, lambda record: record is records[3]) == (
         "w1 (128 KiB: your code is using it); w2 (64 KiB: the option 'keep' names it); "
         "w3 (32 KiB: your code asked for its address (data_ptr, a storage object))"

@@ -1,5 +1,7 @@
-"""Limits of the system that a training may meet: its numbers stay, or an error of ours says why. File
-systems, which need root, are in tests/long/surroundings.py."""
+"""Limits set by the operating system: training keeps its numbers, or an error of teraio names the limit.
+
+tests/long/surroundings.py tests limits of file systems, because that test needs root.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["none", "64 open files", "no locked memory", "files of 20 MiB"])
-def test_the_numbers_stay(folder: Path, name: str) -> None:
+def test_training_under_system_limit_keeps_numbers(folder: Path, name: str) -> None:
     result = results(folder)[name]
     assert result["same"] and not result["error"]
-    assert result["fetches"] > 20, "nothing moved: it shows nothing"
+    assert result["fetches"] > 20, "nothing moved: the test shows nothing"
 
 
-def test_too_little_is_an_error_that_names_the_limit(folder: Path) -> None:
+def test_error_names_exceeded_system_limit(folder: Path) -> None:
     assert "ulimit -n" in results(folder)["hardly an open file"]["error"]
     full = results(folder)["files of 1 MiB"]["error"]
     assert full.partition(":")[0] in {"StoreFullError", "TornStepError"}
@@ -59,7 +61,7 @@ def test_too_little_is_an_error_that_names_the_limit(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("room_mib", [1, 3, 40, 4096])
-def test_a_drive_is_measured_in_the_room_that_there_is(
+def test_drive_measurement_respects_file_size_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_mib: int
 ) -> None:
     written: list[int] = []

@@ -1,4 +1,4 @@
-"""Promises to people whose loop is somebody else's: it trains within the budget, with the same numbers."""
+"""Training loops of other libraries: each trains within the budget and computes the same numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import trainers
 import trainers_verdict
 
-# The others need packages of their own: tests/long/train_loops.py.
+# tests/long/train_loops.py runs the other loops, because these need additional packages.
 NAMES = ("trainer", "resumed", "blocks")
 
 
@@ -25,17 +25,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_the_same_within_a_budget(folder: Path, name: str) -> None:
+def test_training_loop_within_budget_keeps_results(folder: Path, name: str) -> None:
     both = runs(folder)
     assert trainers_verdict.faults(both["plain"][name], both["teraio"][name], trainers.MEMORY) == []
 
 
-def test_a_resumed_training_is_the_one_that_was_not_stopped(folder: Path) -> None:
+def test_resumed_training_equals_uninterrupted_training(folder: Path) -> None:
     within = runs(folder)["teraio"]
     assert within["resumed"]["weights"] == within["trainer"]["weights"]
 
 
-def test_these_tests_find_a_loop_that_learnt_something_else(folder: Path) -> None:
+def test_verdict_finds_different_results(folder: Path) -> None:
     both = runs(folder)
     one, other = both["plain"]["trainer"], both["teraio"]["blocks"]
     assert len(trainers_verdict.faults(one, other, "1MiB")) == 3

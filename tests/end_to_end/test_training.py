@@ -1,4 +1,5 @@
-"""Promises about training: the same numbers, within the budget, whatever the plan."""
+"""A small training, with any plan and without a plan: the numbers are the same, and memory is within the
+budget."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ STORE_ERRORS = {
     "StoreWriteError",
     "StoreReadError",
     "CorruptTensorError",
-    "TornStepError",  # in the middle of an optimizer's step
+    "TornStepError",  # the error of a failure during an optimizer's step
 }
 FAULTS: dict[str, dict[str, Any]] = {
     "a write fails once": {"kind": "EIO", "op": "write", "nth": 30},
@@ -40,8 +41,11 @@ FOLDER = folder_for_now("training")
 
 
 def ran(*runs: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Results by name of runs that share one process (and so one compilation of the model), and what that
-    said when it ended badly. Then the run that ended it has no result, and none that should come after it."""
+    """Run trainings in one process, with one compile.
+
+    Return a pair: the results by name, and the stderr if the process failed. If a run ends the process, this
+    run and all later runs have no result.
+    """
     done = forked(HERE / "train.py", json.dumps(runs))
     result: dict[str, Any] = {}
     for each in (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")):
@@ -77,19 +81,19 @@ def eager_runs() -> dict[str, Any]:
 
 @cache
 def later_runs() -> dict[str, Any]:
-    """In another process: the plan that was made offline, the planted bugs, and a run without any."""
+    """Run a second process with the offline plan, the planted bugs, and finally a run without a bug."""
     runs = eager_runs()
     replay = {"name": "replay", "budget": runs["half"]["budget"], "options": {"plan": offline_plan()}}
     lean = {"budget": runs["lean"]["budget"], "options": {"planner": "none"}, "steps": 5}
-    asked = [replay, *({**lean, "name": bug, "plant": bug} for bug in PLANTED)]
-    asked.append({**lean, "name": "afterwards"})
-    found = one_by_one(asked, lambda left: [*ran(*left)[0].values()])
-    return {each["name"]: result for each, result in zip(asked, found)}
+    wanted = [replay, *({**lean, "name": bug, "plant": bug} for bug in PLANTED)]
+    wanted.append({**lean, "name": "afterwards"})
+    found = one_by_one(wanted, lambda left: [*ran(*left)[0].values()])
+    return {each["name"]: result for each, result in zip(wanted, found)}
 
 
 @cache
 def offline_plan() -> str:
-    """The plan that the command line makes of a run that is over."""
+    """Make a plan for a finished run with `teraio plan`. Return the path of the plan."""
     budget = eager_runs()["half"]["budget"]
     profile, machine, plan = (str(FOLDER / f"run.{kind}.json") for kind in ("profile", "machine", "plan"))
     _, failed = ran({"name": "half", "budget": budget, "options": {"profile": profile, "planner": "none"}})
@@ -113,7 +117,7 @@ def test_a_llama_trains_bit_equal_within_half_of_its_memory() -> None:
     assert half["counts"][-1]["fetches"] > 20, "nothing moved: the test shows nothing"
 
 
-def test_near_the_smallest_budget_weights_move_too_and_the_numbers_stay() -> None:
+def test_llama_trains_bit_equal_near_smallest_budget() -> None:
     runs = eager_runs()
     lean = runs["lean"]
     assert not lean["error"]
@@ -121,23 +125,23 @@ def test_near_the_smallest_budget_weights_move_too_and_the_numbers_stay() -> Non
     assert max(lean["peaks"]) <= lean["budget"]
 
 
-def test_a_plan_leaves_nothing_to_demand() -> None:
+def test_planned_step_has_no_misses() -> None:
     counts = eager_runs()["half"]["counts"]
-    assert counts[1]["misses"] > 20  # measuring: all on demand
+    assert counts[1]["misses"] > 20  # a measured step has no plan, so its fetches are misses
     for planned in counts[5:]:
         assert planned["misses"] == 0
         assert planned["skipped_moves"] == 0
         assert planned["planned_moves"] > 20
 
 
-def test_without_a_plan_it_is_right_and_within_the_budget() -> None:
+def test_training_on_demand_is_bit_equal_within_budget() -> None:
     runs = eager_runs()
     assert same(runs["demand"], runs["plain"])
     assert max(runs["demand"]["peaks"]) <= runs["demand"]["budget"]
     assert runs["demand"]["counts"][-1]["misses"] > 20
 
 
-def test_a_hostile_plan_costs_time_and_never_correctness() -> None:
+def test_hostile_plan_keeps_numbers_and_budget() -> None:
     runs = eager_runs()
     for number in range(3):
         hostile = runs[f"hostile{number}"]
@@ -147,14 +151,14 @@ def test_a_hostile_plan_costs_time_and_never_correctness() -> None:
         assert sum(c["planned_moves"] for c in hostile["counts"]) > 50
 
 
-def test_a_budget_that_cannot_work_says_what_would() -> None:
+def test_budget_error_names_smallest_working_budget() -> None:
     error = eager_runs()["tight"]["error"]
     assert error.startswith("BudgetError: the step needs ")
     for part in ("at kernel ", "memory is ", "Give at least ", "smaller batch"):
         assert part in error
 
 
-@pytest.mark.long  # of a smaller model: test_inductor_slots
+@pytest.mark.long  # in the fast suite, test_inductor_slots.py trains a smaller model
 def test_inductor_trains_bit_equal_within_little_more_than_half_of_its_memory() -> None:
     runs, failed = ran(
         {**PLAIN, "inner": "inductor"}, {"name": "half", "of": "plain", "part": 0.55, "inner": "inductor"}
@@ -170,15 +174,15 @@ def test_inductor_trains_bit_equal_within_little_more_than_half_of_its_memory() 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_these_tests_find_a_planted_bug(bug: str) -> None:
-    """By its numbers, by an error, or by the end of its process, as reading an emptied storage is one."""
+    """The bug changes the numbers, raises an error, or crashes a kernel that reads an emptied storage."""
     run = later_runs()[bug]
     assert run is None or run["error"] or not same(run, eager_runs()["plain5"])
-    assert same(later_runs()["afterwards"], eager_runs()["plain5"]), "a bug has left something behind"
+    assert same(later_runs()["afterwards"], eager_runs()["plain5"]), "a bug changed later runs"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failing_disk_gives_the_same_numbers_or_a_named_error(fault: str) -> None:
-    """Never other numbers; and the process trains on."""
+    """No fault changes the numbers, and the process can train again after each fault."""
     runs = eager_runs()
     run = runs[fault]
     if run["error"]:
@@ -190,32 +194,34 @@ def test_a_failing_disk_gives_the_same_numbers_or_a_named_error(fault: str) -> N
     assert same(runs["afterwards"], runs["plain4"])
 
 
-def test_faults_that_can_be_mended_are() -> None:
+def test_repairable_faults_pass_and_others_raise() -> None:
     runs = eager_runs()
     for mended in ("a write fails once", "a read fails once", "a write is short"):
         assert not runs[mended]["error"], mended
     for lost in ("writes fail from then on", "reads fail from then on", "a bit flips"):
-        assert runs[lost]["error"], f"{lost}: nothing was hit, or a wrong block was taken for good"
+        assert runs[lost]["error"], f"{lost}: the fault hit nothing, or a wrong block was accepted"
 
 
-def test_a_profile_becomes_a_plan_offline_and_is_replayed_in_another_process() -> None:
+def test_offline_plan_is_replayed_in_another_process() -> None:
     replayed = later_runs()["replay"]
     assert replayed and not replayed["error"]
     assert same(replayed, eager_runs()["plain"])
-    assert replayed["counts"][-1]["planned_moves"] == len_of_moves(offline_plan())
+    assert replayed["counts"][-1]["planned_moves"] == operation_count(offline_plan())
     assert [c["misses"] for c in replayed["counts"][3:]] == [0] * 5
 
 
-def len_of_moves(path: str) -> int:
-    """How many operations the engine makes of a plan: an eviction with a write has two, its start and its
-    end."""
+def operation_count(path: str) -> int:
+    """Return the number of operations that a plan gives the engine.
+
+    An eviction with a write has two operations, its start and its end.
+    """
     plan = Plan.read(path)
     return sum(
         2 if getattr(move, "trigger", None) is not None and hasattr(move, "to") else 1 for move in plan.moves
     )
 
 
-def test_a_plan_for_another_step_is_recognised_and_not_used() -> None:
+def test_plan_for_another_step_is_not_used() -> None:
     run = eager_runs()["other plan"]
     assert same(run, eager_runs()["plain5"])
     assert "is a plan for another step" in run["log"]

@@ -1,4 +1,4 @@
-"""Promises about what people do with a model: with a budget it does what it does without."""
+"""Common uses of a model, with a budget and without: the results are the same."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from scenarios import SCENARIOS, Run
 import teraio
 from teraio.runtime.engine import engine
 
-assert scenarios_loops and scenarios_people  # they fill the table
+assert scenarios_loops and scenarios_people  # the imports of these modules fill SCENARIOS
 
-MEMORY = "14MiB"  # weights and gradients take 2, the engine keeps 4; the plain runs need 18 or more
+MEMORY = "14MiB"  # weights and gradients take 2 MiB, the reserve 4; plain runs need 18 MiB or more
 
-# Nothing is asked of these but to be right: there is too little to move in them.
+# These scenarios move too few bytes for the other checks of the test, so the test checks only their results.
 STILL = {"inference alone", "blocks that share a program and are checkpointed"}
 
-# Each has one that is much like it among the others. tests/long/cases.py runs them.
+# Each of these scenarios resembles another scenario that runs in this file. Only tests/long/cases.py runs the
+# scenarios in LONG.
 LONG = {
     "random numbers",
     "such a function in eager code",
@@ -53,7 +54,7 @@ CASES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name fo
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on two, plain training is not equal to itself
+    torch.set_num_threads(1)  # with two threads, two plain trainings may differ
     monkeypatch.setenv("TERAIO_MEMORY", MEMORY)
     monkeypatch.setenv("TERAIO_WARMUP", "1")
     yield
@@ -64,7 +65,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("clean")
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_the_same_with_a_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scenario_with_budget_keeps_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     does = SCENARIOS[name]
     with monkeypatch.context() as disabled:
         disabled.setenv("TERAIO_DISABLE", "1")
@@ -77,6 +78,6 @@ def test_it_is_the_same_with_a_budget(name: str, monkeypatch: pytest.MonkeyPatch
     assert len(ours.seen) == len(plain.seen) > 0
     for number, (one, other) in enumerate(zip(ours.seen, plain.seen)):
         equal = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-        assert equal, f"thing {number} of {len(plain.seen)} that was seen: {one} instead of {other}"
+        assert equal, f"result {number} of {len(plain.seen)}: {one} instead of {other}"
     if name not in STILL:
         assert teraio.stats()["fetches"] > 3, "nothing moved: the test shows nothing"

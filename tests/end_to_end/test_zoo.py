@@ -1,5 +1,9 @@
-"""Promises about model classes: whatever the class, the same bits within the budget, nothing stuck, and a
-smallest budget that is close to what any engine would need. tests/long/zoo.py does this for all of them."""
+"""Model classes from libraries: each class trains bit-equal within the budget, and all its weights can be
+evicted.
+
+The smallest budget of each class is close to the lower bound for any engine. This file tests a sample.
+tests/long/zoo.py tests all classes.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,16 @@ from zoo_verdict import HEAD, faults, line, results
 
 SEED = 11
 SAMPLE = [row.name for row in random.Random(SEED).sample(zoo_models.ROWS, 2)]
-STEPS = 3  # the first, the one that is measured, a planned one
+STEPS = 3  # a first step, a measured step and a planned step
 
 
 @pytest.mark.parametrize("name", [SAMPLE[0], pytest.param(SAMPLE[1], marks=pytest.mark.long)])
-def test_a_class_trains_bit_equal_within_its_budgets_down_to_the_floor(name: str) -> None:
+def test_model_class_trains_bit_equal_at_each_budget(name: str) -> None:
     (result,) = results([name], STEPS)
     print(f"{HEAD}\n{line(result)}")
     assert not faults(result), "\n".join(faults(result))
 
 
-def test_there_are_forty_classes() -> None:
+def test_zoo_has_forty_classes() -> None:
     assert len(zoo_models.HUGGING_FACE) >= 40
     assert len({row.name for row in zoo_models.ROWS}) == len(zoo_models.ROWS)

@@ -1,11 +1,12 @@
-"""Attacks by other users of the machine, and by files from someone else: as root and as an ordinary user.
+"""Attacks by other users of the machine and by hostile files, as root and as an ordinary user.
 
     python tests/long/attacks.py
 
-Links, FIFOs, hard links, directories of others and exchanged ones at every point of making the store's file,
-modes and umasks, plan caches that others may write, files made to mislead a reader. Those that need root to
-be played are left out as an ordinary user, and counted. Prints `name value target PASS|FAIL`; exit code 0
-or 1.
+The attacks on the store use (1) links, FIFOs, hard links and directories that other users made, and (2) modes
+and umasks. They also (3) exchange directories at every point at which the store makes its file. Other attacks
+use (4) plan caches that other users may write to, and (5) files made to mislead a reader. Some attacks need
+root. If an ordinary user runs the script, the script counts these attacks as left out. The script prints
+lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ FILES = (
     "formats/test_safetensors.py",
 )
 ORDINARY = 65534
-# It may read what this checkout and its interpreter lie in, wherever that is; writing is what it may not.
+# The ordinary user may read every file, because the checkout and its interpreter may be in any folder. The
+# ordinary user may not write any file.
 AS_ORDINARY = [
     *("setpriv", f"--reuid={ORDINARY}", f"--regid={ORDINARY}", "--clear-groups"),
     *("--inh-caps=-all,+dac_read_search", "--ambient-caps=+dac_read_search"),
@@ -41,16 +43,16 @@ def played(who: str, before: list[str], uid: int) -> bool:
     with tempfile.TemporaryDirectory(prefix="attacks-", dir="/tmp") as name:
         folder = Path(name)
         os.chown(folder, uid, uid)
-        told = folder / "told.xml"
+        report = folder / "told.xml"
         tests = [f"tests/{file}" for file in FILES]
         how = ["-o", "addopts=", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}/tests"]
-        command = [*before, sys.executable, "-m", "pytest", *how, f"--junit-xml={told}", *tests]
+        command = [*before, sys.executable, "-m", "pytest", *how, f"--junit-xml={report}", *tests]
         environment = {**os.environ, "HOME": name, "TMPDIR": name, "XDG_CACHE_HOME": f"{name}/cache"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        if not told.exists():
+        if not report.exists():
             print((done.stdout + done.stderr)[-2000:])
             return exactly(f"attacks-as-{who}-refused", 0, len(FILES))
-        suite = next(ElementTree.parse(told).iter("testsuite"))
+        suite = next(ElementTree.parse(report).iter("testsuite"))
     count, failed, left_out = (
         sum(int(suite.attrib[name]) for name in names)
         for names in (("tests",), ("failures", "errors"), ("skipped",))
@@ -69,7 +71,7 @@ def main() -> int:
     if shutil.which("setpriv"):
         good.append(played("an-ordinary-user", AS_ORDINARY, ORDINARY))
     else:
-        print("left out  an ordinary user: there is no setpriv")
+        print("left out  an ordinary user: setpriv is missing")
     return 0 if all(good) else 1
 
 

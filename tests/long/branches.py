@@ -1,12 +1,15 @@
-"""Which branches of the engine and of the readers the tests take.
+"""A measurement of branch coverage: the share of branches in the engine and the file readers that the tests
+take.
 
     python tests/long/branches.py [tests ...] [--jobs 2] [--report FILE] [--after FILE]
 
-Runs the tests (all of them, or those that are named) under coverage.py, their child processes too, and prints
-each file's share of branches with the lines where the rest begins, worst first; then `name value target
-PASS|FAIL`. What needs a GPU is in a row of its own: without one it cannot be taken. Needs `pip install
-coverage`. An hour for all; times of tests are not held to their rows. In parts: what the report of an earlier
-run has taken, of files that are as they were, counts with `--after`.
+The script runs the tests (all, or the named ones) and their child processes under coverage.py. For each file,
+the script prints the share of taken branches and the lines of the missing branches. The file with the
+smallest share is first. Then it prints `name value target PASS|FAIL`. Branches that need a GPU have their own
+row, because no test can take them without a GPU. The script needs `pip install coverage`.
+
+A run of all tests takes an hour. The tests' time limits do not apply. To run in parts, pass an earlier report
+with `--after`. If a file has not changed since then, the branches that this report lists as taken also count.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ ON_A_GPU = (
     "runtime/store/gds.py",
 )
 LEAST_PERCENT = 95
-# `_exit`: forked children end by os._exit, and what they did counts.
+# The branches of forked children must count. These children end by os._exit, so coverage.py must patch
+# `_exit`.
 SETTINGS = """\
 [run]
 branch = true
@@ -58,7 +62,8 @@ class File:
     name: str
     taken: int
     branches: int
-    missing: tuple[tuple[int, int], ...]  # from line, to line; a negative one leaves the function
+    # (from line, to line) of each missing branch; a negative line is the end of the function
+    missing: tuple[tuple[int, int], ...]
 
     @property
     def percent(self) -> float:
@@ -66,12 +71,12 @@ class File:
 
 
 def counted(name: str) -> bool:
-    """Whether this file is of the engine, or reads files that others wrote."""
+    """Return True if this file belongs to the engine, or reads files written by other programs."""
     return name.startswith(ENGINE_AND_READERS)
 
 
 def measured(tests: list[str], jobs: int) -> dict[str, Any]:
-    """coverage's own report."""
+    """Run the tests under coverage.py and return its report."""
     with tempfile.TemporaryDirectory(prefix="branches-") as folder:
         settings, found = Path(folder) / "settings", Path(folder) / "found.json"
         settings.write_text(SETTINGS.format(folder=folder, root=ROOT))
@@ -79,45 +84,47 @@ def measured(tests: list[str], jobs: int) -> dict[str, Any]:
         how = ["-o", "addopts=", "-q", "--strict-markers", "-p", "no:cacheprovider"]
         how += ["-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder"] if jobs > 1 else []
         command = [*coverage, "run", f"--rcfile={settings}", "-m", "pytest", *how, *tests]
-        subprocess.run(command, cwd=ROOT, check=False)  # what fails is for the tests to say
+        subprocess.run(command, cwd=ROOT, check=False)  # pytest itself prints failed tests
         subprocess.run([*coverage, "combine", "-q", f"--rcfile={settings}"], cwd=ROOT, check=True)
         write = [*coverage, "json", "-q", f"--rcfile={settings}", "-o", str(found)]
         subprocess.run(write, cwd=ROOT, check=True)
-        told: dict[str, Any] = json.loads(found.read_text())
-    for path, file in told["files"].items():
+        report: dict[str, Any] = json.loads(found.read_text())
+    for path, file in report["files"].items():
         file["sha256"] = sha256_of(path)
-    return told
+    return report
 
 
 def sha256_of(path: str) -> str:
     return hashlib.sha256((ROOT / path).read_bytes()).hexdigest()
 
 
-def add(told: dict[str, Any], earlier: dict[str, Any]) -> None:
-    """What either has taken."""
+def add(report: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Add to `report` the branches that an earlier report lists as taken, in files that have not changed
+    since then.
+    """
     for path, before in earlier["files"].items():
-        file = told["files"].get(path)
+        file = report["files"].get(path)
         if file is None and before["sha256"] == sha256_of(path):
-            told["files"][path] = before
+            report["files"][path] = before
         elif file is not None and file["sha256"] == before["sha256"]:
             still = {*map(tuple, file["missing_branches"])} & {*map(tuple, before["missing_branches"])}
             file["missing_branches"] = sorted(still)
 
 
-def files_of(told: dict[str, Any]) -> list[File]:
-    """The worst first."""
-    return sorted(map(file_of, told["files"].items()), key=lambda file: file.percent)
+def files_of(report: dict[str, Any]) -> list[File]:
+    """Return the files of a report, sorted by their share of taken branches, the smallest share first."""
+    return sorted(map(file_of, report["files"].items()), key=lambda file: file.percent)
 
 
 def file_of(entry: tuple[str, dict[str, Any]]) -> File:
-    path, told = entry
+    path, report = entry
     name = os.path.relpath((ROOT / path).resolve(), ROOT)
-    branches, missing = told["summary"]["num_branches"], tuple(map(tuple, told["missing_branches"]))
+    branches, missing = report["summary"]["num_branches"], tuple(map(tuple, report["missing_branches"]))
     return File(name, branches - len(missing), branches, missing)
 
 
 def row(name: str, files: list[File], least: float) -> bool:
-    """False: too few."""
+    """Print a row. Return False if the tests took less than `least` per cent of the branches."""
     taken, branches = sum(file.taken for file in files), sum(file.branches for file in files)
     percent = 100 * taken / max(branches, 1)
     return at_least(f"branches-{name}-percent", percent, least)
@@ -127,26 +134,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tests", nargs="*", help="files, folders or node ids; all if none is given")
+    parser.add_argument("tests", nargs="*", help="files, folders or node ids; default: all")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--report", type=Path, help="what was taken, as JSON of coverage's form")
-    parser.add_argument("--after", type=Path, help="such a report: what it has taken counts, too")
+    parser.add_argument("--report", type=Path, help="file for the taken branches, as coverage's JSON")
+    parser.add_argument("--after", type=Path, help="an earlier report, whose branches count, too")
     args = parser.parse_args()
     if importlib.util.find_spec("coverage") is None:
         print("this needs coverage.py: pip install coverage", file=sys.stderr)
         return 2
     earlier = json.loads(args.after.read_text()) if args.after else {"files": {}}
-    told = measured(args.tests, args.jobs)
-    add(told, earlier)
+    report = measured(args.tests, args.jobs)
+    add(report, earlier)
     if args.report:
-        args.report.write_text(json.dumps(told))
-    files = [file for file in files_of(told) if counted(file.name)]
+        args.report.write_text(json.dumps(report))
+    files = [file for file in files_of(report) if counted(file.name)]
     for file in files:
         lines = " ".join(f"{first}->{to}" if to > 0 else f"{first}->end" for first, to in file.missing[:12])
         print(f"{file.percent:6.1f} %  {file.taken:>4} of {file.branches:>4}  {file.name}  {lines}")
-    here = [file for file in files if file.name not in ON_A_GPU]
+    without_gpu = [file for file in files if file.name not in ON_A_GPU]
     row("that-need-a-gpu", [file for file in files if file.name in ON_A_GPU], 0)
-    return 0 if row("of-engine-and-readers", here, LEAST_PERCENT) else 1
+    return 0 if row("of-engine-and-readers", without_gpu, LEAST_PERCENT) else 1
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Cases of the suites of tests that are marked `long`: each has one that is much like it among the others,
-and a plain run of the tests leaves it out.
+"""The cases of the test suites that are marked `long`.
+
+A plain run of the tests leaves these cases out, because each is similar to a case in the plain run.
 
     python tests/long/cases.py [options of pytest]
 
-Prints `name value target PASS|FAIL`; exit code 0 or 1.
+The script prints lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LEAST = 20
 
 
 def main() -> int:
-    # Without the options of pyproject.toml, which leave these cases out.
+    # An empty `addopts` is needed, because the options in pyproject.toml would leave these cases out.
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "-m", "long"]
     command += [str(TESTS), *sys.argv[1:]]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS.parent)

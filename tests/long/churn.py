@@ -1,9 +1,11 @@
-"""Tensors of mixed sizes come and go for a long time; nothing grows.
+"""A run that writes, reads and releases many tensors of mixed sizes. No resource may grow during the run.
 
     python tests/long/churn.py [--tensors 20000] [--seconds 600] [--stores 20] [--dir /mnt/ssd]
 
-So many tensors and for so long, whichever is more. Prints `name value target PASS|FAIL`; exit code 0 or 1.
-Memory is compared after a warm-up, in the same state.
+The script runs until it has used at least `--tensors` tensors and `--seconds` seconds. The script prints
+lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL. The script compares the largest
+memory of the process in the first quarter of the rounds with the largest memory in the last quarter. Then it
+opens and closes `--stores` further stores, and divides the growth of the memory by their number.
 """
 
 from __future__ import annotations
@@ -26,18 +28,18 @@ from teraio.runtime.store.store import Store
 M_MMAP_THRESHOLD = -3
 CAPACITY = 256 * MIB
 LARGEST = 4 * MIB
-LIVE = 7  # tensors at a time, in store_rig.churn
+LIVE = 7  # number of tensors that store_rig.churn keeps at the same time
 
 
 def resident_kib() -> int:
-    """Of this process, now."""
+    """Return the resident memory of this process in KiB."""
     gc.collect()
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * (os.sysconf("SC_PAGE_SIZE") // 1024)
 
 
 def counts() -> tuple[int, int]:
-    """(descriptors, threads)."""
+    """Return (open descriptors, threads) of this process."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
@@ -50,9 +52,8 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=None)
     args = parser.parse_args()
     root = disk_for(args.dir, "churn")
-    ctypes.CDLL(None).mallopt(
-        M_MMAP_THRESHOLD, 65536
-    )  # what the test's own buffers take goes back when they go
+    # Makes malloc return the test's own buffers to the system when they are freed.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     empty = counts()
     store = Store(root, CAPACITY)
     ends: list[tuple[int, int, int]] = []

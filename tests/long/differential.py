@@ -1,12 +1,14 @@
-"""Many generated models, and on each many random plans, against plain training: 2,000 and 100 of them, and
-the named ones, of which the suite of tests has a sample.
+"""A differential test: many generated models, each with many random plans, against plain training.
+
+By default the script runs 2,000 models on the inner backend eager and 100 on Inductor. It also runs the named
+models. The test suite runs only a sample of the named models.
 
     python tests/long/differential.py [--eager 2000] [--inductor 100] [--plans 10] [--first 10000] [--jobs 2]
                                       [--named 1000] [--json results.jsonl]
 
-Prints what went wrong as it is found, a line of progress every ten models, and in the end what moved. Exit
-code 0 or 1. A seed that fails is tried alone with `python tests/support/differential_run.py '{"seeds":
-[SEED]}'`.
+The script prints each failure when it is found, a line of progress after every ten models, and the total
+numbers of moves at the end. It exits with 1 if a model failed. To try a failed seed alone, run `python
+tests/support/differential_run.py '{"seeds": [SEED]}'`.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ def run(
 ) -> bool:
     began = time.monotonic()
     done: list[dict[str, Any]] = []
-    asked = {"inner": inner, "plans": args.plans, "most_blocks": most_blocks}
-    for result in sweep(seeds, args.jobs, 40, **asked):
+    request = {"inner": inner, "plans": args.plans, "most_blocks": most_blocks}
+    for result in sweep(seeds, args.jobs, 40, **request):
         done.append(result)
         for line in complaints(result):
             print(line, flush=True)

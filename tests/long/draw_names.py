@@ -1,9 +1,10 @@
-"""Functions drawn at random, for someone who has not seen the tree: by path and name, what does each do?
+"""A random draw of function names. A reader who has not seen the tree guesses from each name what its
+function does.
 
     python tests/long/draw_names.py [--count 30] [--seed HASH] [--answers]
 
-The seed is the hash of the commit that is checked out, so nobody chooses what is drawn. With `--answers` each
-comes with the first line of its docstring, to judge by.
+By default, the seed is the hash of the checked-out commit, so that nobody chooses the draw. With `--answers`,
+the script prints the first line of each docstring beside the name, so that the reader can check the guess.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import tree
 
 
 def functions(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (qualified name, first line of the docstring) of each function and method, but `__those__`."""
+    """Yield (qualified name, first line of the docstring) of each function and method. Special methods are
+    left out.
+    """
     classes = (node for node in ast.walk(tree.tree(path)) if isinstance(node, ast.ClassDef))
     owners: list[ast.Module | ast.ClassDef] = [tree.tree(path), *classes]
     for owner in owners:

@@ -1,9 +1,11 @@
-"""Every operation of a training's drive fails, in every way: see tests/support/fault_loop.py.
+"""A run of trainings with faults of the drive. Every operation of the drive fails in every way.
+tests/support/fault_loop.py runs each training.
 
     python tests/long/drive_faults.py [--stride 1] [--json FILE]
 
-Prints a line per kind of fault: how many runs, how many of them ended right, with which errors. PASS: each
-run ended with the numbers of a run without faults or with an error of ours, and the process trained on.
+The script prints a line per kind of fault, with the number of runs and how they ended. PASS means that each
+run ended in one of two ways: (1) with the numbers of a run without faults, or (2) with an error of teraio. In
+both cases, another training in the same process must have given the right numbers.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from typing import Any
 from says import at_least, at_most, exactly
 
 CHILD = Path(__file__).resolve().parents[1] / "support" / "fault_loop.py"
-SILENT = ("flip", "stale", "neighbour")  # the drive says that all is well
-LOST = ("drop", "stall")  # no answer comes, or none for long
+SILENT = ("flip", "stale", "neighbour")  # the drive reports success for these faults
+LOST = ("drop", "stall")  # the drive does not answer, or answers very late
 ROWS = [
     *(
         (kind, op, how)
@@ -33,18 +35,22 @@ ROWS = [
     *((kind, op, "once") for kind in (*LOST, "delay") for op in ("read", "write")),
     *(("delay", op, "sticky") for op in ("read", "write")),
 ]
-LOST_MOST_S = 20  # of a training that gets no answer, and of the next one, with a deadline of 0.5 s
+# Seconds that two trainings may take together: a training whose drive does not answer, and the next training.
+# The deadline of an operation is 0.5 s.
+LOST_MOST_S = 20
 MOST = 10**4
-LEAST = 2000  # runs that a fault hit, where each operation is tried
+LEAST = 2000  # least number of runs in which an operation failed, with stride 1
 
 
 def runs(kind: str, op: str, how: str, first: int, stride: int) -> tuple[list[dict[str, Any]], str]:
-    """Until no operation is left to fail; and how the process ended, if that was too early."""
+    """Run until no operation is left to fail. Return a pair: the runs in which an operation failed, and how
+    the process ended, if it ended with an error.
+    """
     row = json.dumps([[kind, op, how, first, stride, MOST]])
     done = subprocess.run([sys.executable, str(CHILD), row], capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    told = [line for line in lines if line.get("hits")]
-    return told, "" if done.returncode == 0 else f"exit {done.returncode}: {done.stderr[-2000:]}"
+    hit_runs = [line for line in lines if line.get("hits")]
+    return hit_runs, "" if done.returncode == 0 else f"exit {done.returncode}: {done.stderr[-2000:]}"
 
 
 def right(run: dict[str, Any]) -> bool:
@@ -56,24 +62,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stride", type=int, default=1, help="every so many operations (1)")
+    parser.add_argument("--stride", type=int, default=1, help="fail every n-th operation (1)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     began, rows, total, wrong, lost_s = time.monotonic(), [], 0, 0, [0.0]
     for place, (kind, op, how) in enumerate(ROWS):
-        told, died = runs(kind, op, how, 1 + place % args.stride, args.stride)
-        outcomes = Counter(run["outcome"] for run in told)
-        bad = [run for run in told if not right(run)]
-        total, wrong = total + len(told), wrong + len(bad) + bool(died)
-        lost_s += [run["s"] for run in told if kind in LOST]
-        rows.append({"kind": kind, "op": op, "how": how, "runs": len(told), "outcomes": outcomes, "bad": bad})
-        print(f"{kind:>10} {op:>5} {how:>6} {len(told):>5} runs: {dict(outcomes)}", flush=True)
+        hit_runs, died = runs(kind, op, how, 1 + place % args.stride, args.stride)
+        outcomes = Counter(run["outcome"] for run in hit_runs)
+        bad = [run for run in hit_runs if not right(run)]
+        total, wrong = total + len(hit_runs), wrong + len(bad) + bool(died)
+        lost_s += [run["s"] for run in hit_runs if kind in LOST]
+        rows.append(
+            {"kind": kind, "op": op, "how": how, "runs": len(hit_runs), "outcomes": outcomes, "bad": bad}
+        )
+        print(f"{kind:>10} {op:>5} {how:>6} {len(hit_runs):>5} runs: {dict(outcomes)}", flush=True)
         for line in [*map(str, bad), *([died] if died else [])]:
             print(f"    {line}", flush=True)
     if args.json:
-        told_s = round(time.monotonic() - began)
+        took_s = round(time.monotonic() - began)
         args.json.write_text(
-            json.dumps({"runs": total, "wrong": wrong, "s": told_s, "rows": rows}, indent=1) + "\n"
+            json.dumps({"runs": total, "wrong": wrong, "s": took_s, "rows": rows}, indent=1) + "\n"
         )
     good = at_least("drive-faults-injected", total, LEAST if args.stride == 1 else 1)
     good &= exactly("drive-faults-wrong-or-hung", wrong)

@@ -1,9 +1,10 @@
-"""Many random schedules under the whole engine: 0 early reads, 0 poisoned reads, 0 bytes over the budget.
+"""Many random schedules under the whole engine. No kernel may read too early or read poisoned bytes, and no
+byte may exceed the budget.
 
     python tests/long/engine_schedules.py [--schedules 5000] [--first 200]
 
-Prints `name value target PASS|FAIL`; exit code 0 or 1. A seed that fails is named: engine_run.run(seed, ...)
-repeats it exactly.
+The script prints lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL. The script also
+prints failed seeds. The call engine_run.run(seed, ...) repeats a failed run exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from engine_run import run
 from says import at_least, exactly
 
-NAMED = 5  # failures that are printed in full
+NAMED = 5  # number of failures that the script prints in full
 
 
 def main() -> int:
@@ -35,7 +36,7 @@ def main() -> int:
         for seed in range(args.first, args.first + args.schedules):
             try:
                 faults, one = run(seed, Path(folder))
-            except Exception:  # noqa: BLE001  a seed that raises has failed, the next one is another
+            except Exception:  # noqa: BLE001  count this seed as failed, and try the next seed
                 faults = [traceback.format_exc()]
             else:
                 done.update(asdict(one.engine.mover.counts))

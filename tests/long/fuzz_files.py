@@ -1,12 +1,13 @@
-"""Mutated profiles, machines, plans and timelines: the outcome is a value or a FileFormatError, and nothing
-else.
+"""A fuzzer of profiles, machines, plans and timelines. Each mutated file must give a value or a
+FileFormatError.
 
     python tests/long/fuzz_files.py --count 1000000 --seed 0
 
-Half of the mutations turn bytes, half turn values of the tree. A value that was taken is looked at by an
-oracle that shares no code with the reader: whole numbers in range, plain names, no key twice, ticks in order;
-and it must come back from its own text. An error must be one printable line. CPU time is kept for each file;
-memory is that of the whole run. Prints `name value target PASS|FAIL` and ends with 1 on FAIL.
+Half of the mutations change bytes, and half change values of the parsed tree. An oracle that shares no code
+with the reader checks each accepted value. The oracle requires whole numbers in range, plain names, no key
+twice, and ticks in order. Reading the text of an accepted value must return an equal value. An error must be
+one printable line. The fuzzer measures CPU time per file, and memory over the whole run. The script prints
+lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from teraio.formats.timeline import Counter, Span, Stall, Timeline
 Data = Profile | Machine | Plan | Timeline
 SECONDS_MAX = 1.0
 MEMORY_MIB_MAX = 64
-READ_EVERY = 100  # one in so many goes through a real file
+READ_EVERY = 100  # one of this many mutated files is written to the disk and read from the disk
 
 SEEDS: tuple[Data, ...] = (
     Profile(
@@ -94,7 +95,7 @@ LEAVES: tuple[Any, ...] = (
 
 
 def turn_bytes(random_: random.Random, data: bytes) -> bytes:
-    """A few small damages to the text."""
+    """Return the text with a few changes of its bytes."""
     for _ in range(random_.choice((1, 1, 1, 2, 5))):
         at = random_.randrange(len(data) + 1)
         end = min(len(data), at + random_.choice((1, 1, 2, 8, 40)))
@@ -117,7 +118,9 @@ def turn_bytes(random_: random.Random, data: bytes) -> bytes:
 
 
 def turn_tree(random_: random.Random, data: bytes) -> bytes:
-    """A few values of the tree replaced, moved, renamed, added or removed."""
+    """Return the text after some values of its parsed tree were replaced, moved, renamed, added or
+    removed.
+    """
     top = json.loads(data)
     for _ in range(random_.choice((1, 1, 1, 2, 4))):
         node: Any = top
@@ -132,7 +135,7 @@ def turn_tree(random_: random.Random, data: bytes) -> bytes:
             node = node[key]
     space = random_.choice((None, None, 1, 0))
     text = json.dumps(top, indent=space, ensure_ascii=random_.random() < 0.5)
-    if random_.random() < 0.1:  # a key twice: no tree has that
+    if random_.random() < 0.1:  # a duplicate key, which a parsed tree cannot hold
         pairs = list(re.finditer(r'"[a-z_]+": ?(?:"[^"]*"|[0-9]+), ?', text))
         pair = random_.choice(pairs) if pairs else None
         text = text[: pair.end()] + pair[0] + text[pair.end() :] if pair else text
@@ -140,7 +143,7 @@ def turn_tree(random_: random.Random, data: bytes) -> bytes:
 
 
 def turn_packed(random_: random.Random, turned: bytes, whole: bytes) -> bytes:
-    """Something wrong inside a gzip stream, in it, or at its end."""
+    """Return a gzip stream with a fault: in its content, in the stream itself, or at its end."""
     match random_.randrange(3):
         case 0:
             return gzip.compress(turned, 1)
@@ -167,7 +170,9 @@ def turn_entry(random_: random.Random, node: Any, key: Any) -> None:
 
 
 def strange(value: Any) -> str:
-    """What is wrong with a value that the reader took, by rules written down a second time; or ""."""
+    """Return the fault of a value that the reader accepted, or "". The rules are written independently of the
+    reader.
+    """
     wrong = False
     if dataclasses.is_dataclass(value):
         whats = (
@@ -180,11 +185,11 @@ def strange(value: Any) -> str:
         wrong = len(value) > 1024 or any(ord(c) < 32 for c in value)
     elif value is not None:
         wrong = not isinstance(value, int) or not 0 <= value < 2**53
-    return f"{value!r} should not have been taken" if wrong else ""
+    return f"{value!r} should not have been accepted" if wrong else ""
 
 
 def strange_field(kind: str, value: Any) -> str:
-    """A value against its annotation, then by itself."""
+    """Check a field's value, first against the field's annotation, then by the rules for single values."""
     right = {"int": int, "str": str, "bool": bool}.get(kind.removesuffix(" | None"))
     if (value is None and "None" not in kind) or (right and value is not None and type(value) is not right):
         return f"{value!r} should be {kind}"
@@ -192,7 +197,7 @@ def strange_field(kind: str, value: Any) -> str:
 
 
 def strange_together(value: Any) -> str:
-    """What no single field can tell."""
+    """Check the rules that concern several fields of a value."""
     wrong = False
     match value:
         case Evict(trigger=int(first), free=last) | Fetch(trigger=int(first), ready=last):
@@ -213,7 +218,9 @@ def no_key_twice(pairs: list[tuple[str, Any]]) -> None:
 
 
 def outcome(read: Callable[[bytes], Data], data: bytes) -> str:
-    """ "value" or "error"; anything else is an AssertionError or what the reader let out."""
+    """Return "value" or "error". Raise AssertionError if the result is wrong, or any other error that the
+    reader raised.
+    """
     try:
         value = read(data)
     except FileFormatError as error:
@@ -222,7 +229,7 @@ def outcome(read: Callable[[bytes], Data], data: bytes) -> str:
         return "error"
     assert not (what := strange(value)), what
     json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data, object_pairs_hook=no_key_twice)
-    assert type(value).loads(value.dumps()) == value, "it does not come back"
+    assert type(value).loads(value.dumps()) == value, "reading its own text gives another value"
     return "value"
 
 
@@ -234,21 +241,22 @@ class Tally:
     slowest_s: float = 0.0
 
 
-OPENED: list[str] = []  # by anything in this process, while a file is read
+OPENED: list[str] = []  # names of the files that this process opened during a read
 WATCHED = False
 
 
 def watch() -> None:
-    """Note every file that is opened from now on."""
+    """Record the name of every file that this process opens from now on."""
     global WATCHED
-    "\x1b".encode("unicode_escape")  # the codec is a file that Python loads when it is first asked for
+    # Python loads this codec from a file at its first use, so use it before files are recorded
+    "\x1b".encode("unicode_escape")
     if not WATCHED:
         sys.addaudithook(lambda event, args: OPENED.append(str(args[0])) if event == "open" else None)
         WATCHED = True
 
 
 def fuzz(count: int, seed: int, folder: str) -> Tally:
-    """`count` mutated files, the same for the same seed; prints the first few outcomes that should not be."""
+    """Read `count` mutated files. The same seed gives the same files. Print the first few wrong outcomes."""
     random_ = random.Random(seed)
     tally = Tally()
     path = os.path.join(folder, "mutated.json")
@@ -271,7 +279,7 @@ def fuzz(count: int, seed: int, folder: str) -> Tally:
         try:
             tally.values += outcome(from_file if number % READ_EVERY == 0 else kind.loads, data) == "value"
             assert set(OPENED) <= {path}, f"opened {OPENED}"
-        except Exception as error:  # noqa: BLE001  this is what the run looks for
+        except Exception as error:  # noqa: BLE001  the run searches for such errors
             tally.others += 1
             if tally.others <= 5:
                 print(f"seed {seed}, file {number}: {error!r} from {data[:2000]!r}", file=sys.stderr)
@@ -294,7 +302,7 @@ def main() -> int:
         tally = fuzz(arguments.count, arguments.seed, folder)
     grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     rate = tally.count / (time.process_time() - start)
-    print(f"{tally.count} files, {tally.values} taken, {rate:.0f} per CPU second", file=sys.stderr)
+    print(f"{tally.count} files, {tally.values} accepted, {rate:.0f} per CPU second", file=sys.stderr)
     fine = exactly("fuzz-files-other-outcomes", tally.others)
     fine &= at_most("fuzz-files-slowest-s", tally.slowest_s, SECONDS_MAX)
     fine &= at_most("fuzz-files-memory-mib", grown_mib, MEMORY_MIB_MAX)

@@ -1,9 +1,10 @@
-"""The path for GPUs on the CUDA build of torch, without a GPU: on the stand-in of tests/cuda_without_gpu.
+"""A run of the GPU path on the CUDA build of torch, without a GPU. The stand-in of tests/cuda_without_gpu
+replaces the driver.
 
     python tests/long/gpu_path.py [--all] [options of prove.py]
 
-Prints `name value target PASS|FAIL`, and each check on stderr as it ends; exit code 0 or 1.
-The first run takes 5 GB and some minutes for torch.
+The script prints lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL. When a check
+ends, its result is printed on stderr. The first run installs torch, which takes 5 GB and some minutes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ PROVE = Path(__file__).resolve().parents[1] / "cuda_without_gpu" / "prove.py"
 def main() -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--out", type=Path)
-    asked, rest = parser.parse_known_args()
+    request, rest = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        out = asked.out or Path(folder) / "rows.json"
+        out = request.out or Path(folder) / "rows.json"
         out.unlink(missing_ok=True)
         command = [sys.executable, str(PROVE), "--out", str(out), *rest]
         done = subprocess.run(command, stdout=sys.stderr, check=False)

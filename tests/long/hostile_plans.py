@@ -1,12 +1,20 @@
-"""Plans that a file may hold and no planner makes, on generated models: the numbers of plain training, within
-the budget; the plan costs time.
+"""A run of hostile plans on generated models. A hostile plan is a valid file that no planner would make.
+
+Training must give the numbers of plain training and keep to the budget. A hostile plan may only cost time.
 
     python tests/long/hostile_plans.py [--models 50] [--plans 12] [--first 20000] [--jobs 2]
 
-Six kinds in turn (tests/support/generated_plans.py): everything leaves at once, moves of anything at any time
-and to tiers that are not there, fetches too late, too early, moves out of order and twice, everything let go
-unwritten. Budgets from the smallest to all of it, whatever the plan says of its own. Prints `name value
-target PASS|FAIL`; exit code 0 or 1.
+Six kinds of plans alternate (tests/support/generated_plans.py):
+
+all leave       evicts all tensors together
+anything        moves anything at any time, also to missing tiers
+too late        fetches tensors late
+too early       fetches tensors early
+out of order    moves tensors out of order, and twice
+all dropped     drops every tensor without writing a copy
+
+Budgets range from the smallest one to all memory, independent of the budget for which the plan was made. The
+script prints lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ from differential_run import UNSEEN_BYTES, nothing_beside
 from differential_sweep import complaints, sweep
 from says import at_least, exactly
 
-LEAST = 500  # plans, of a whole run
+LEAST = 500  # least number of plans in a whole run
 
 
 def main() -> int:

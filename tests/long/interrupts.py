@@ -1,8 +1,9 @@
-"""Ctrl-C at random moments inside training steps: the model goes on, with weights and states of whole steps.
+"""A run of Ctrl-C at random moments of training steps. Training must continue with weights and optimizer
+states of whole steps.
 
     python tests/long/interrupts.py [--count 100] [--seed 1]
 
-Prints `name value target PASS|FAIL`; exit code 0 or 1.
+The script prints lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    # A shell starts what is in its background with Ctrl-C ignored.
+    # A shell starts background jobs with Ctrl-C ignored, so install Python's handler.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     found = interrupted(args.count, args.seed)

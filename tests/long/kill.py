@@ -1,10 +1,10 @@
-"""`kill -9`, a hundred times at random moments and at every named point.
+"""A run of `kill -9` on a store, a hundred times at random moments and at every named point.
 
     python tests/long/kill.py [--moments 100] [--times 3] [--dir /mnt/ssd] [--seed 1]
 
-After each kill: no bytes in files with names, no names after the next start, nobody holds the dead store's
-file, and the store of another process in the same directory still has its tensor. Prints `name value target
-PASS|FAIL`; exit code 0 or 1.
+After each kill, all files that have names are empty, and no process holds the killed store's file open. The
+next start of a store removes all names. The store of another process in the same directory still has its
+tensor. The script prints lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from says import as_it_is, exactly
 from store_rig import POINTS, Bystander, Left, disk_for, killed_at_moment, killed_at_point
 
-# Between making and unlinking an empty file and its directory have names.
+# The number of names that exist at each point. Between creation and unlinking, there are two names: an empty
+# file and its directory.
 NAMES = {"made": 1, "locked": 1, "created": 2, "unlinked": 1}
 
 
 class Tally:
-    """What all kills left together; each figure must stay 0."""
+    """Counts of what all kills left behind. Each count must be 0."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

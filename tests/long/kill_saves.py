@@ -1,9 +1,10 @@
-"""`kill -9` in the middle of `teraio.save`, a hundred times at random moments.
+"""A run of `kill -9` in the middle of `teraio.save`, a hundred times at random moments.
 
     python tests/long/kill_saves.py [--kills 100] [--dir /mnt/ssd] [--seed 1]
 
-After each kill the file is whole, the old one or the new one, and at most one temporary file is beside it,
-which the next save removes. Prints `name value target PASS|FAIL`; exit code 0 or 1.
+After each kill the checkpoint file is whole: the old one or the new one. At most one temporary file exists
+beside the checkpoint, and the next save removes this temporary file. The script prints lines `name value
+target PASS|FAIL`, and exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations

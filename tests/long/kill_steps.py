@@ -1,12 +1,14 @@
-"""`kill -9` at random moments of training steps and of the saves between them; in the end by the kernel, as
-memory in the process's control group has run out (root; else that is left out, and said).
+"""A run of `kill -9` at random moments of training steps and of the saves between them.
+
+In the last part, the system's kernel kills the process, because its control group runs out of memory. This
+part needs root. Without root the script reports it as left out.
 
     python tests/long/kill_steps.py [--kills 100] [--out-of-memory 20] [--dir /mnt/ssd] [--seed 1]
 
-The next process goes on from the last checkpoint, so the training is stopped and resumed as often. After each
-kill weights and states in it are those of plain training without a stop, bit for bit, no file of the store is
-left with bytes in it, and the next start finds no names. Prints `name value target PASS|FAIL`; exit code 0
-or 1.
+The next process resumes from the last checkpoint. After each kill, the checkpoint's weights and optimizer
+states are bitwise equal to an uninterrupted plain training's. All remaining files of the store are empty, and
+the next start finds no names of store files. The script prints lines `name value target PASS|FAIL`, and exits
+with 1 if a line says FAIL.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from store_rig import Left, disk_for
 
 
 class Resumed:
-    """A training that is ended and resumed; `figures`: what every end left together, each must stay 0."""
+    """A training that is killed and resumed. `figures` count what all kills left behind, and each count must
+    be 0.
+    """
 
     def __init__(self, root: Path, seed: int) -> None:
         self.root, self.chance, self.steps = root, random.Random(seed), 0
@@ -52,10 +56,12 @@ class Resumed:
 
 
 def out_of_memory(training: Resumed, times: int) -> bool:
-    """False: the kernel did not end it as often."""
+    """Let the kernel kill the process for lack of memory. Return False if this happened fewer than `times`
+    times.
+    """
     reason = control_group.reason_without()
     if reason or not times:
-        print(f"left out  the kernel's own kills: {reason or 'none were asked for'}")
+        print(f"left out  the kernel's own kills: {reason or 'none were requested'}")
         return True
     with control_group.group("teraio-kill-steps") as group:
         for _ in range(times):

@@ -1,9 +1,10 @@
-"""Every optimizer and loop of tests/support/optimizer_loops.py, plainly and under a budget.
+"""A run of every optimizer and loop of tests/support/optimizer_loops.py, plain and under a budget.
 
     python tests/long/optimizers.py [names]
 
-Prints a row each: what is away between steps, what was fetched on demand, and whether losses, weights, states
-and groups are those of the plain run. Exit code 0 or 1. Some 3 s per row.
+For each optimizer and loop, the script prints a row: (1) the tensors evicted between steps, (2) the fetches
+on demand, and (3) a comparison with the plain run. The comparison covers losses, weights, states and groups.
+The script exits with 1 if a row fails. A row takes some 3 s.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ def main() -> int:
         for line in child.stdout:
             row = json.loads(line)
             good += row["same"]
-            away = ", ".join(f"{count} {kind}" for kind, count in sorted(row["away"].items()))
+            evicted = ", ".join(f"{count} {kind}" for kind, count in sorted(row["away"].items()))
             peak = max(row["peaks"]) / 2**20
             print(
                 f"{row['scenario']:22} {'same' if row['same'] else 'DIFFERENT':9} peak {peak:5.2f} MiB, "
-                f"{row['buckets']:2} buckets, misses {row['counts']['misses']:4}, away: {away}",
+                f"{row['buckets']:2} buckets, misses {row['counts']['misses']:4}, away: {evicted}",
                 flush=True,
             )
     return 0 if exactly("optimizers-the-same", good, len(names)) else 1

@@ -1,9 +1,11 @@
-"""The bound, every plan, and the exact planner on hundreds of small random steps: bound <= best = exact.
+"""A test of the bound and of the planners on small random steps. The test finds the best of all possible
+plans, and requires bound <= best plan = plan of the exact planner.
 
     python tests/long/planner_exact.py [--seeds 5000] [--from 0] [--most 1000000] [--json FILE]
 
-The default planner is held against the best plan, too. 2,500 seeds are 600 steps and take a minute. Prints
-figures as run.py reads them. Ends with 1 if one misses its target.
+The script also compares the default planner's plan with the best plan. 2,500 seeds give 600 steps and take a
+minute. The script prints figures in the form that run.py reads, and exits with 1 if a figure misses its
+target.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from says import at_least, exactly
 
 from teraio.passes.planner.planners import plan
 
-CLOSE = 1.02  # of the best plan
-SHARE = 95.0  # per cent of all steps on which the default planner is that close
+CLOSE = 1.02  # largest step time of a close plan, relative to the best plan
+SHARE = 95.0  # per cent of steps on which the default plan must be close
 
 
 def main() -> int:
@@ -34,7 +36,7 @@ def main() -> int:
     )
     parser.add_argument("--seeds", type=int, default=5_000)
     parser.add_argument("--from", type=int, default=0, dest="first")
-    parser.add_argument("--most", type=int, default=10**6, help="steps, at most")
+    parser.add_argument("--most", type=int, default=10**6, help="largest number of steps")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     found = dict.fromkeys(("steps", "bound-too-high", "exact-wrong", "close", "met", "greedy-beaten"), 0)
@@ -62,7 +64,7 @@ def main() -> int:
 
 
 def figures(found: dict[str, int]) -> int:
-    """A line each; 1 if one misses its target."""
+    """Print a line per figure. Return 1 if a figure misses its target."""
     steps = max(found["steps"], 1)
     print(f"{steps} steps: bound met on {found['met']}, greedy beaten on {found['greedy-beaten']}")
     good = exactly("planner-exact-bound-too-high", found["bound-too-high"])

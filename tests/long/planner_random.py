@@ -1,11 +1,12 @@
-"""Hundreds of steps that are random or made to mislead: what the default planner promises, it keeps.
+"""A test of the default planner's promises on hundreds of random or misleading steps.
 
     python tests/long/planner_random.py [--count 300] [--from 0] [--seconds 2] [--jitter-runs 5] [--json FILE]
 
-For each: a plan that the check accepts and that two simulators time alike, or a refusal and no room in the
-relaxation either; a bound that no plan is below; a step no longer than that of any published system's plan;
-and with kernels and transfers that take up to 10 or 20 % more or less, never a byte above the budget.
-Prints figures as run.py reads them. Ends with 1 if one misses its target.
+For each step, the planner must return a plan that plan_check accepts and for which two simulators predict the
+same time. If the planner refuses the step instead, the relaxation of the problem must not fit the budget
+either. No planned step may be shorter than the bound, or longer than the step with the plan of any published
+system. If the durations of kernels and transfers vary by 10 or 20 %, no byte may exceed the budget. The
+script prints figures in the form that run.py reads, and exits with 1 if a figure misses its target.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from random_cases import cases
 from random_verdict import SHARES, Verdict, judge
 from says import at_most, exactly
 
-TARGETS = {0.1: 3.0, 0.2: 7.0}  # per cent that jitter may cost a step on average
+TARGETS = {0.1: 3.0, 0.2: 7.0}  # share of jitter -> largest mean slowdown of a step, in per cent
 
 
 def main() -> int:
@@ -62,7 +63,7 @@ def save(path: Path, found: list[Verdict]) -> None:
 
 
 def figures(found: list[Verdict]) -> int:
-    """A line each; 1 if one misses its target."""
+    """Print a line per figure. Return 1 if a figure misses its target."""
     planned = [verdict for verdict in found if not verdict.refused]
     wrong = sum(bool(verdict.wrong) for verdict in found)
     gaps = [verdict.step_ns / max(verdict.bound_ns, 1) - 1 for verdict in planned]

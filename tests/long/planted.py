@@ -1,14 +1,15 @@
-"""Bugs that a tired engineer could write, one at a time: the tests find each of them.
+"""A run of planted bugs, one at a time, that the tests must find.
 
     python tests/long/planted.py [names] [--jobs 1] [--limit-s 900] [--work FOLDER] [--list]
 
-For each patch of tests/data/planted: a copy of this tree with the bug in it, where nothing but the tests that
-the patch names is run, and each of them must fail: by an assertion, an error, or the end of its process; by a
-hang only if the patch says so. A test that does not even run has found nothing: not with a name that is not
-there, nor with a module that cannot be imported. First the same tests must pass without any bug, once per
-file. csrc is compiled in one folder for all (`--work` keeps it), so that only changed files are.
+For each patch of tests/data/planted, the script makes a copy of this tree with the bug in it and runs only
+the tests that the patch names. Each of them must fail by an assertion, an error or the end of its process. A
+hang counts as a failure only if the patch says so. A test that does not run does not count as a failure, for
+example if its name does not exist or its module cannot be imported.
 
-Prints a line per bug, and `name value target PASS|FAIL`; exit code 0 or 1.
+Before that, the same tests must pass without any bug. One folder holds the compiled csrc for all bugs, so
+that only changed files are recompiled. `--work` keeps this folder. The script prints a line per bug, then
+lines `name value target PASS|FAIL`. It exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations
@@ -41,22 +42,25 @@ from says import exactly
 from teraio import _native
 
 MODULE = Path(_native.__file__)
-# A patch that is broken itself is no bug that was found.
+# An error of these types means that the patch itself is broken, and that the test has not found the bug.
 BROKEN = re.compile(r"\b(ImportError|ModuleNotFoundError|SyntaxError|IndentationError|NameError)\b")
 PYTEST = ("-m", "pytest", "-n", "0", "-vv", "--tb=short", "-p", "no:cacheprovider")
 NO_LIMIT_OF_ITS_OWN = ("-o", "faulthandler_timeout=0")
 RUNNING: set[subprocess.Popen[bytes]] = set()
-COMPILED = shutil.ignore_patterns("__pycache__")  # it names the files that it came from
+# Not copied, because compiled files contain the paths of their sources.
+COMPILED = shutil.ignore_patterns("__pycache__")
 
 
 @dataclass(slots=True)
 class Ran:
-    """Tests by `file::name[case]`: what became of them, and what they said."""
+    """The outcome of a run of tests: the passed and the failed tests as `file::name[case]`, and the
+    output.
+    """
 
     passed: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)
     hung: bool = False
-    crashed: bool = False  # in one of the tests
+    crashed: bool = False  # True if the process died during one of the tests
     output: str = ""
 
     def of(self, finder: Finder, tests: Iterable[str]) -> list[str]:
@@ -64,7 +68,7 @@ class Ran:
         return [test for test in tests if test == whole or test.startswith((f"{whole}[", f"{whole}::"))]
 
     def misses(self, finder: Finder) -> str:
-        """Why this test has not found the bug; empty if it has."""
+        """Return why this test has not found the bug, or an empty string if the test has found it."""
         if self.crashed:
             return ""
         failed = self.of(finder, self.failed)
@@ -78,21 +82,22 @@ class Ran:
 
 
 class Native:
-    """The native module, compiled from csrc with a bug in it or none."""
+    """The native module. It is compiled from csrc with or without a bug."""
 
     def __init__(self, folder: Path) -> None:
         self.source, self.build = folder / "csrc", folder / "build"
         self.lock = threading.Lock()
 
     def put_into(self, copied: Copy) -> None:
-        """From the sources of this copy. Files that are as they were are left alone, so that they are not
-        compiled again."""
+        """Compile the sources of this copy. Unchanged files are not written again, so that the build skips
+        them.
+        """
         with self.lock:
             for path in sorted((copied.root / "csrc").rglob("*")):
-                there = self.source / path.relative_to(copied.root / "csrc")
-                if path.is_file() and (not there.exists() or there.read_bytes() != path.read_bytes()):
-                    there.parent.mkdir(parents=True, exist_ok=True)
-                    there.write_bytes(path.read_bytes())
+                target = self.source / path.relative_to(copied.root / "csrc")
+                if path.is_file() and (not target.exists() or target.read_bytes() != path.read_bytes()):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(path.read_bytes())
             cmake = shutil.which("cmake") or str(Path(sys.executable).with_name("cmake"))
             if not (self.build / "CMakeCache.txt").exists():
                 ninja = ["-G", "Ninja"] if shutil.which("ninja") else []
@@ -109,7 +114,9 @@ def _quietly(*command: str) -> None:
 
 
 class Copy:
-    """A copy of the tree, with an interpreter that finds the package there and all else where ours does."""
+    """A copy of the tree with its own interpreter. The interpreter imports the package from the copy, and all
+    other modules from the current environment.
+    """
 
     def __init__(self, folder: Path, origin: Copy | None) -> None:
         self.folder = folder
@@ -125,7 +132,7 @@ class Copy:
         venv.create(folder / "venv", symlinks=True, with_pip=False)
         self.python = folder / "venv" / "bin" / "python"
         site = next((folder / "venv" / "lib").glob("python*")) / "site-packages"
-        # Before all else, also before what an editable installation of this package puts first.
+        # The first entry of sys.path, so that the copy comes before an editable installation of this package.
         first = f"import sys; sys.path[0:0] = [{str(self.root)!r}]"
         others = [path for path in sys.path if _is_installed(Path(path))]
         (site / "planted.pth").write_text("\n".join([first, *others]) + "\n")
@@ -135,7 +142,7 @@ class Copy:
         return self.root / "teraio" / MODULE.name
 
     def run(self, selectors: Sequence[str], limit_s: float) -> Ran:
-        """These tests, in one process."""
+        """Run these tests in one process."""
         report = self.folder / "report.xml"
         report.unlink(missing_ok=True)
         command = [str(self.python), *PYTEST, *NO_LIMIT_OF_ITS_OWN, f"--junitxml={report}", *selectors]
@@ -173,19 +180,21 @@ class Copy:
 
 
 def _is_installed(path: Path) -> bool:
-    """Not this tree; but an environment may lie in it."""
+    """Return True if the path is outside of this tree, or in an environment inside of it."""
     return path.is_relative_to(sys.prefix) or not path.is_relative_to(tree.ROOT)
 
 
 def _end(running: subprocess.Popen[bytes]) -> None:
-    """It and all that it started: a test may have left a child that hangs."""
+    """Kill the process and its process group, because a test may have left a child that hangs."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(running.pid, signal.SIGKILL)
     running.wait()
 
 
 def _read(report: Path, ran: Ran) -> None:
-    """Only what failed in a test's own code counts: a module that cannot be collected is an error there."""
+    """Read the tests' outcomes. A failure counts only in a test's own code. A module that cannot be collected
+    is an error.
+    """
     for case in ET.parse(report).iter("testcase"):
         test = f"{(case.get('classname') or '').replace('.', '/')}.py::{case.get('name')}"
         failures = case.findall("failure")
@@ -196,17 +205,18 @@ def _read(report: Path, ran: Ran) -> None:
 
 
 class Bench:
-    """Where bugs are planted: in copies of the tree as it was at the beginning, whoever goes on to work on
-    it."""
+    """Copies of the tree. The first copy is taken at the beginning, so that later changes of the tree have no
+    effect.
+    """
 
     def __init__(self, folder: Path, native: Native | None, limit_s: float) -> None:
         self.folder, self.native, self.limit_s = folder, native, limit_s
         self.sound = Copy(folder / "sound", None)
-        if native is not None:  # else no bug is in csrc, and the module that is here serves
+        if native is not None:  # without a native module, no bug is in csrc and the installed module is used
             native.put_into(self.sound)
 
     def fail_anyway(self, bugs: Sequence[Bug]) -> dict[str, str]:
-        """Tests that do not pass without a bug, with the reason."""
+        """Return the named tests that fail without a bug, with the reason for each."""
         finders = {finder.selector: finder for bug in bugs for finder in bug.tests}
         wrong = {}
         for file in sorted({finder.file for finder in finders.values()}):
@@ -221,10 +231,10 @@ class Bench:
         return wrong
 
     def judge(self, bug: Bug, wrong: dict[str, str]) -> str:
-        """Why this bug is not found; empty if it is."""
+        """Return why the tests do not find this bug, or an empty string if they find it."""
         for finder in bug.tests:
             if finder.selector in wrong:
-                return f"{finder.selector} fails without it: {wrong[finder.selector][-600:]}"
+                return f"{finder.selector} fails without the bug: {wrong[finder.selector][-600:]}"
         copied = Copy(self.folder / bug.name.partition("-")[0], self.sound)
         try:
             planted_bugs.plant(bug, copied.root)
@@ -241,22 +251,22 @@ class Bench:
 
 
 def chosen(names: Sequence[str]) -> list[Bug]:
-    """By name, with or without the number before it, or by that alone."""
+    """Return the bugs with these names. A given name may omit the bug's number, or be only the number."""
     known = planted_bugs.bugs()
     parts = [(bug, bug.name.partition("-")) for bug in known]
     by_name = {name: bug for bug, (number, _, words) in parts for name in (bug.name, number, words)}
     if unknown := [name for name in names if name not in by_name]:
-        raise SystemExit(f"there is no {', '.join(unknown)}; --list prints what there is")
+        raise SystemExit(f"unknown bugs: {', '.join(unknown)}; --list prints all")
     return [by_name[name] for name in names] or known
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", help="of patches, or their numbers; all if none is given")
+    parser.add_argument("names", nargs="*", help="names of patches, or their numbers; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="bugs at a time")
-    parser.add_argument("--limit-s", type=float, default=900, help="for the tests of one bug")
-    parser.add_argument("--work", type=Path, help="a folder in which what was compiled is kept")
-    parser.add_argument("--list", action="store_true", help="print what there is, and run nothing")
+    parser.add_argument("--limit-s", type=float, default=900, help="time limit of the tests of one bug")
+    parser.add_argument("--work", type=Path, help="folder that keeps compiled files")
+    parser.add_argument("--list", action="store_true", help="print all bugs, and run nothing")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     bugs = chosen(args.names)
@@ -279,9 +289,11 @@ def main() -> int:
         try:
             for bug, why, took_s in pool.map(judge, bugs):
                 found += not why
-                told = f"NOT FOUND: {why}" if why else f"found by {', '.join(f.selector for f in bug.tests)}"
-                print(f"  {bug.name}: {told}, {took_s:.0f} s", flush=True)
-        finally:  # Ctrl-C, a kill: nothing runs on
+                verdict = (
+                    f"NOT FOUND: {why}" if why else f"found by {', '.join(f.selector for f in bug.tests)}"
+                )
+                print(f"  {bug.name}: {verdict}, {took_s:.0f} s", flush=True)
+        finally:  # stops all tests, also after Ctrl-C or SIGTERM
             pool.shutdown(wait=False, cancel_futures=True)
             for running in list(RUNNING):
                 _end(running)

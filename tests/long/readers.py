@@ -1,9 +1,10 @@
-"""Threads, finalizers and signals that read weights while a model trains in a small budget.
+"""A run of threads, finalizers and signals that read weights while a model trains in a small budget.
 
     python tests/long/readers.py [--seconds 600] [--threads 8] [--memory 5MiB]
 
-The learning rate is 0: each sum that is read must be the one of the beginning. Prints `name value target
-PASS|FAIL`; exit code 0 or 1. A step that takes longer than a minute counts as a hang, and ends the process.
+The learning rate is 0, so each sum of a weight must equal the sum at the start. The script prints lines `name
+value target PASS|FAIL`, and exits with 1 if a line says FAIL. If a step takes longer than a minute, the
+script counts a hang and ends the process.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SIGNAL_S = 0.05
 
 
 class Readers:
-    """What reads, and what it found wrong."""
+    """Readers of a world's weights. They count their reads and the wrong results."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -48,7 +49,7 @@ class Readers:
             self.wrong.append(f"{way} {at}: {found}")
 
     def runs(self, number: int) -> None:
-        """A thread: by operators, by the extension, by an address."""
+        """Read weights in a thread by three ways: operators, the extension, and an address."""
         turn = number
         while not self.ends.is_set():
             turn = turn * 5 + 3

@@ -1,12 +1,16 @@
-"""The native parts under sanitizers: the transfer engine from many threads with faults, under the ones for
-races, addresses and undefined behaviour; the planner under random and hostile steps, under the latter two;
-the observer in a process of Python's that trains and reads, under all three.
+"""A run of the native parts under sanitizers.
+
+There are three sanitizers: for races, for addresses and for undefined behaviour. The transfer engine runs
+with many threads and faults, under all three. The planner runs with random and hostile steps, under the
+sanitizers for addresses and undefined behaviour. The observer runs under all three, in a Python process that
+trains and reads weights.
 
     python tests/long/sanitizers.py [--rounds 2000] [--instances 1000000] [--dir /mnt/ssd] [--build FOLDER]
 
-Compiles csrc's stress programs, which know no Python, once per sanitizer; `--build` keeps that. The observer
-alone of its process is compiled with the sanitizer, whose library is loaded first. Prints `name value target
-PASS|FAIL`; exit code 0 or 1.
+The script compiles csrc's stress programs, which contain no Python, one time per sanitizer. `--build` keeps
+the compiled programs. In the Python process, only the observer is compiled with the sanitizer, and the
+sanitizer's library is preloaded. The script prints lines `name value target PASS|FAIL`, and exits with 1 if a
+line says FAIL.
 """
 
 from __future__ import annotations
@@ -27,7 +31,14 @@ RACES, MEMORY = "thread", "address,undefined"
 LIBRARIES = {RACES: ["tsan"], MEMORY: ["asan", "ubsan"]}
 CHILD = Path(__file__).resolve().parents[1] / "support" / "observer_child.py"
 THREADED = ("threads_and_finalizers", "pointers_at_once")
-ALONE = ("extension", "pointer_writes", "waits_for_us", "modes_are_restored", "arguments_stay", "store_fails")
+ALONE = (
+    "extension",
+    "pointer_writes",
+    "waits_for_us",
+    "modes_are_restored",
+    "arguments_are_kept",
+    "store_fails",
+)
 REPORT = re.compile(r"WARNING: ThreadSanitizer|ERROR: \w+Sanitizer|runtime error:")
 HANGS_S = 7200
 
@@ -46,7 +57,7 @@ def built(sanitizer: str, folder: Path) -> Path:
 
 
 def observed(name: str, sanitizer: str, folder: Path, cases: Sequence[str]) -> bool:
-    """The observer in these cases of `observer_child.py`."""
+    """Run these cases of `observer_child.py` with the observer compiled under a sanitizer."""
     made = folder / f"observer-{name}"
     made.mkdir(mode=0o700, exist_ok=True)
     found = [
@@ -58,8 +69,10 @@ def observed(name: str, sanitizer: str, folder: Path, cases: Sequence[str]) -> b
         "CXX": f"g++ -fsanitize={sanitizer} -fno-omit-frame-pointer -g",
         "READER_FOLDER": str(made),
         "TERAIO_CACHE_DIR": str(made),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python's are not ours
-        # The handler of faults is one by design; and glibc frees what a thread that has ended had as its own.
+        "ASAN_OPTIONS": "detect_leaks=0",  # leaks of Python itself must not count
+        # Reports of signal-unsafe calls are disabled, because the fault handler makes such calls by design.
+        # The suppressions file hides the race that is reported when glibc frees the thread-local memory of
+        # ended threads.
         "TSAN_OPTIONS": f"report_signal_unsafe=0 suppressions={made}/suppressions",
     }
     (made / "suppressions").write_text("race:_dl_deallocate_tls\n")
@@ -67,8 +80,9 @@ def observed(name: str, sanitizer: str, folder: Path, cases: Sequence[str]) -> b
 
 
 def passed(name: str, command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> bool:
-    """Neither a report nor a wrong byte."""
-    # Threads that the kernel maps high are unknown to older runtimes without this.
+    """Return True if the sanitizer reports nothing and the command exits with 0."""
+    # Run without address randomization. With it, the kernel maps threads at addresses that are too high for
+    # older runtimes of the sanitizer.
     quiet = ["setarch", "-R"] if os.path.exists("/usr/bin/setarch") else []
     done = subprocess.run(
         [*quiet, *map(str, command)],
@@ -89,9 +103,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=2000, help="of each of six threads")
+    parser.add_argument("--rounds", type=int, default=2000, help="rounds of each of six threads")
     parser.add_argument("--instances", type=int, default=10**6, help="steps for the planner")
-    parser.add_argument("--dir", type=Path, help="where the engine's files are")
+    parser.add_argument("--dir", type=Path, help="directory of the engine's files")
     parser.add_argument("--build", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="sanitizers-", dir=args.dir) as folder:

@@ -1,6 +1,7 @@
-"""The lines of a long proof, `name value target PASS|FAIL`, which run.py reads.
+"""Functions that print the output lines of a long proof, `name value target PASS|FAIL`. run.py reads these
+lines.
 
-Each tells whether its target was met, by the value as it is; only what is printed is rounded.
+Each function returns True if the exact value meets its target. Only the printed value is rounded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What long proofs found, as a file keeps it and as a table shows it."""
+"""Figures of long proofs, and their two forms: a JSON file and a Markdown table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 LINE = re.compile(r"^(\S+) (\S+) (\S+) (PASS|FAIL)$", re.MULTILINE)
-NO_FIGURE = "exit-code"  # the name of what stands in for one
+NO_FIGURE = "exit-code"  # name of the figure for a script that printed no figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,11 @@ class Figure:
 
 
 def told(script: str, output: str, exit_code: int) -> list[Figure]:
-    """The figures in what a script printed; one that ends before it printed any, or badly and without a
-    figure that says why, has its exit code for one."""
+    """Return the figures that a script has printed.
+
+    The exit code is added as a figure if the script printed no figure, or if it failed without a failed
+    figure.
+    """
     found = [Figure(script, *match) for match in LINE.findall(output)]
     if not found or (exit_code and not any(figure.verdict == "FAIL" for figure in found)):
         verdict = "FAIL" if exit_code or not found else "PASS"
@@ -36,7 +39,9 @@ def told(script: str, output: str, exit_code: int) -> list[Figure]:
 
 
 class Scorecard:
-    """By script. `path`: the file that keeps it, if there is one; `quick`: None, as it is there."""
+    """Figures of proofs, by the proof's script. `path` is the file that keeps the figures. If `path` is None,
+    no file is read. If `quick` is None, the scorecard takes the file's value of `quick`.
+    """
 
     def __init__(self, path: Path | None, quick: bool | None) -> None:
         self.path = path
@@ -59,7 +64,7 @@ class Scorecard:
             self.path.write_text(json.dumps(self.kept, indent=1) + "\n")
 
     def figures(self, scripts: Iterable[str]) -> list[Figure]:
-        """Of these, in their order."""
+        """Return the figures of these scripts, in the order of `scripts`."""
         chosen = [self.found[script] for script in scripts if script in self.found]
         return [Figure(**row) for one in chosen for row in one["figures"]]
 
@@ -75,7 +80,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def table(found: list[Figure], promises: Mapping[str, str]) -> str:
-    """In Markdown; a promise is said beside its first figure."""
+    """Return a Markdown table of the figures. Each promise appears in the row of its first figure."""
     lines = ["| promise | script | figure | value | target | |", "|---|---|---|---|---|---|"]
     for place, each in enumerate(found):
         first = place == 0 or found[place - 1].script != each.script

@@ -1,8 +1,9 @@
-"""The handler of an alarm reads weights and optimizer states at random moments of training and of inference.
+"""A run in which an alarm's signal handler reads weights and optimizer states at random moments of training
+and inference.
 
     python tests/long/signals.py [--count 1000] [--seed 1]
 
-Prints `name value target PASS|FAIL`; exit code 0 or 1.
+The script prints lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations

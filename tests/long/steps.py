@@ -1,8 +1,8 @@
-"""Thousands of training steps: descriptors, threads, files and memory stay what they were.
+"""A run of thousands of training steps in which descriptors, threads, files and memory must not grow.
 
     python tests/long/steps.py [--steps 2000]
 
-Prints `name value target PASS|FAIL`; exit code 0 or 1.
+The script prints lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 from says import as_it_is, at_most
 
 CHILD = Path(__file__).resolve().parents[1] / "support" / "growth_train.py"
-BUDGET_BYTES = 6_815_744  # half of what the steps take
-GROWTH_BYTES = 2 * 2**20  # in all of them: the heap's ups and downs, not a leak per step
+BUDGET_BYTES = 6_815_744  # half of the steps' peak
+GROWTH_BYTES = 2 * 2**20  # for all steps together: allows the heap to vary, but no leak per step
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args()
-    asked = json.dumps({"steps": args.steps, "budget": BUDGET_BYTES})
-    ran = subprocess.run([sys.executable, str(CHILD), asked], capture_output=True, text=True, check=False)
+    request = json.dumps({"steps": args.steps, "budget": BUDGET_BYTES})
+    ran = subprocess.run([sys.executable, str(CHILD), request], capture_output=True, text=True, check=False)
     if ran.returncode:
         print(ran.stderr[-3000:])
         return 1
@@ -36,7 +36,8 @@ def main() -> int:
         name: max(row[name] for row in rows) - min(row[name] for row in rows)
         for name in ("descriptors", "threads", "files")
     }
-    # The least of the last third against the least of the first: what only grows shows, what varies does not.
+    # Compare the minimum of the last third of the steps with the minimum of the first third. This comparison
+    # shows growth and ignores variation.
     for name in ("resident", "peak"):
         figures[name] = min(row[name] for row in rows[-third:]) - min(row[name] for row in rows[:third])
     good = True

@@ -1,9 +1,12 @@
-"""The same training on file systems and under limits that a store may meet: the numbers of plain training, or
-an error of ours that says why. File systems are mounted for it, which needs root; what cannot be had is said.
+"""A run of one training in many surroundings: on each file system and under each system limit that a store
+may meet.
+
+Each training must give the numbers of plain training, or an error of teraio that states the cause. Mounting
+file systems needs root. The script reports file systems that are unavailable.
 
     python tests/long/surroundings.py [names]
 
-A line per place, and `surroundings-right N N PASS` in the end.
+The script prints a line per directory, and `surroundings-right N N PASS` at the end.
 """
 
 from __future__ import annotations
@@ -30,12 +33,12 @@ MIB = 2**20
 
 
 class CannotBeHad(Exception):
-    """Here; the text says why."""
+    """An error for an unavailable file system. Its text is the reason."""
 
 
 def command(*words: object) -> None:
     if shutil.which(str(words[0])) is None:
-        raise CannotBeHad(f"there is no {words[0]}")
+        raise CannotBeHad(f"{words[0]} is missing")
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise CannotBeHad(f"{words[0]}: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
@@ -66,7 +69,7 @@ def memory(mib: int) -> Callable[[Path], Any]:
 
 
 def disk(kind: str, mib: int, *options: str) -> Callable[[Path], Any]:
-    """A file system of its own, in a file."""
+    """Return a function that makes and mounts a file system in an image file."""
 
     @contextlib.contextmanager
     def made(folder: Path) -> Iterator[Path]:
@@ -82,7 +85,7 @@ def disk(kind: str, mib: int, *options: str) -> Callable[[Path], Any]:
 
 @contextlib.contextmanager
 def overlay(folder: Path) -> Iterator[Path]:
-    """On a file system of its own: one overlay cannot lie on another."""
+    """Provide an overlay on its own file system, because overlays cannot be nested."""
     with memory(512)(folder) as below:
         for name in ("lower", "upper", "work"):
             (below / name).mkdir()
@@ -94,12 +97,14 @@ def overlay(folder: Path) -> Iterator[Path]:
 
 
 def fuse(*spoiled: str) -> Callable[[Path], Any]:
-    """Of our own, which spoils operations: "write EIO 7" is every seventh write."""
+    """Return a function that mounts the test's own FUSE file system. `spoiled` names operations that fail:
+    "write EIO 7" makes every seventh write fail.
+    """
 
     @contextlib.contextmanager
     def made(folder: Path) -> Iterator[Path]:
         if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
-            raise CannotBeHad("that takes root and /dev/fuse")
+            raise CannotBeHad("FUSE needs root and /dev/fuse")
         target = folder / "mounted"
         target.mkdir()
         orders = [word for each in spoiled for word in ("--spoil", *each.split())]
@@ -123,18 +128,18 @@ def fuse(*spoiled: str) -> Callable[[Path], Any]:
 class Directory:
     name: str
     where: Callable[[Path], Any] = ordinary
-    outcomes: tuple[str, ...] = (SAME,)  # or the types of errors that are right
+    outcomes: tuple[str, ...] = (SAME,)  # accepted outcomes: `SAME`, or names of error types
     limits: dict[str, int] = field(default_factory=dict)
-    filled: bool = False  # by someone else, in the middle
-    detached: bool = False  # in the middle
-    unanswered: bool = False  # from the middle on: its server ends
+    filled: bool = False  # another process fills the file system during the training
+    detached: bool = False  # the file system is unmounted during the training
+    unanswered: bool = False  # the file system's server is killed during the training
 
 
 FULL = (SAME, "StoreFullError", "StoreError", "StoreWriteError", "BudgetError", "TornStepError")
-LYING = (SAME, "CorruptTensorError", "StoreReadError")  # by digests only is it known
+LYING = (SAME, "CorruptTensorError", "StoreReadError")  # outcomes of faults that only digests detect
 PLACES = (
     Directory("an ordinary folder"),
-    Directory("tmpfs", memory(512), ("StoreError",)),  # it is memory
+    Directory("tmpfs", memory(512), ("StoreError",)),  # a tmpfs is memory, so the store refuses it
     Directory("ext4", disk("ext4", 256)),
     Directory("ext4 of 16 MiB", disk("ext4", 16), FULL),
     Directory("ext4 that others fill", disk("ext4", 64), FULL, filled=True),
@@ -188,7 +193,7 @@ def verdict(place: Directory, folder: Path) -> tuple[bool, str]:
     outcome = SAME if result["same"] else result["error"].partition(":")[0] or "other numbers"
     moved = f"{result['evictions']} evictions, {result['fetches']} fetches"
     if outcome == SAME and not result["fetches"]:
-        return False, f"nothing moved: it shows nothing ({moved})"
+        return False, f"no tensor moved, so the run proves nothing ({moved})"
     if left:
         return False, f"left behind: {left[:3]}"
     return outcome in place.outcomes, f"{outcome}; {moved}" if outcome == SAME else result["error"][:150]
@@ -196,7 +201,7 @@ def verdict(place: Directory, folder: Path) -> tuple[bool, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("names", nargs="*", help="parts of names; all if none is given")
+    parser.add_argument("names", nargs="*", help="parts of names; default: all")
     names = parser.parse_args().names
     chosen = [place for place in PLACES if not names or any(name in place.name for name in names)]
     right = tried = 0

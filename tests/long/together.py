@@ -1,10 +1,11 @@
-"""Processes that train beside each other, in one directory of the store, with one cache of plans: each gets
-the numbers of plain training, also when one of them is killed.
+"""A run of processes that train at the same time and share the store's directory and the plan cache.
+
+Each process must get the numbers of plain training, even if another process is killed.
 
     python tests/long/together.py [--rounds 20] [--steps 100] [--dir /mnt/ssd] [--seed 1]
 
-In each round three start at once, and `kill -9` ends one at a random moment. Prints `name value target
-PASS|FAIL`; exit code 0 or 1.
+In each round three processes start together, and `kill -9` ends one of them at a random moment. The script
+prints lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from store_rig import Left, disk_for
 
 TRAINS = Path(__file__).resolve().parents[1] / "support" / "cache_train.py"
 BESIDE = 3
-LAST_KILL_S = 15.0  # by then they are through
+LAST_KILL_S = 15.0  # seconds after which all processes have ended
 
 
 def started(root: Path, steps: int, **more: str) -> subprocess.Popen[str]:
@@ -64,7 +65,7 @@ def main() -> int:
     figures = dict.fromkeys(("other-numbers", "named-bytes", "names-after-start", "held"), 0)
     killed = moved = 0
     for number in range(args.rounds):
-        if number % 5 == 0:  # who plans, and whose plan the others take, is open again
+        if number % 5 == 0:  # with an empty cache, any of the processes may make the plan
             shutil.rmtree(root / "plans", ignore_errors=True)
         victim, *others = [started(root, args.steps) for _ in range(BESIDE)]
         time.sleep(chance.uniform(0.3, 2 * alone_s))

@@ -1,9 +1,10 @@
-"""Training loops that other people wrote, each plainly and within a budget: the same numbers.
+"""A run of training loops that other people wrote. Each loop runs plainly and within a budget. Both runs must
+give the same numbers.
 
     pip install accelerate peft lightning torchao
     python tests/long/train_loops.py [names]
 
-Prints a row per loop; exit code 0 or 1. About a minute per row.
+The script prints a row per loop, and exits with 1 if a row fails. A row takes about a minute.
 """
 
 from __future__ import annotations

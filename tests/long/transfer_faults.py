@@ -1,9 +1,11 @@
-"""The whole fault loop and many bit flips.
+"""A run of every fault of the transfer engine's operations, and of many bit flips in stored files.
 
     python tests/long/transfer_faults.py [--seeds 8] [--flips 10000] [--dir /mnt/ssd]
 
-Every operation of a scripted workload fails in turn, in every way, once and for good, on the deterministic
-engine under many completion orders and on threads. Prints `name value target PASS|FAIL`; exit code 0 or 1.
+Every operation of a scripted workload fails in turn, in every way. Each fault occurs one time in one run, and
+permanently in another run. The workload runs on the deterministic engine with many orders of completion, and
+on the engine with threads. The script prints lines `name value target PASS|FAIL`, and exits with 1 if a line
+says FAIL.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from teraio.errors import CorruptTensorError
 
 
 class Hang(Exception):
-    """A run that took a minute."""
+    """An error for a run that took more than a minute."""
 
 
 def on_alarm(_number: int, _frame: FrameType | None) -> None:
@@ -38,7 +40,7 @@ class Tally:
         self.injected = self.wrong = self.hangs = self.unusable = self.runs = 0
 
     def run(self, rig: Rig, rule: dict[str, Any], threads: bool = False) -> bool:
-        """One run; True if the rule was hit."""
+        """Run the workload one time. Return True if the fault rule hit an operation."""
         self.runs += 1
         signal.alarm(60)
         try:
@@ -83,7 +85,7 @@ def on_threads(tally: Tally, folder: Path) -> None:
 
 
 def flips_found(count: int) -> int:
-    """Flips one bit of a stored file at a time; how many of them were noticed."""
+    """Flip one bit of a stored file at a time. Return the number of flips that the store detected."""
     draw = random.Random(11)
     found = 0
     with Rig() as rig:

@@ -1,9 +1,13 @@
-"""What people do to a model in training: hooks, copies, pickles, `state_dict` and back, `.to()`, workers
-that are forked or started, checkpoints, errors in the middle: each the same as without a budget.
+"""A run of test suites about the things that people do to a model in training. Each of these things must give
+the same numbers with a budget as without one.
+
+The script covers hooks, copies, pickles, saving and loading by `state_dict`, `.to()`, forked and spawned
+workers, checkpoints, and errors during a step.
 
     python tests/long/what_people_do.py
 
-Counts the cases of the suites below; prints `name value target PASS|FAIL`, exit code 0 or 1.
+The script runs test suites and counts their cases. The script prints lines `name value target PASS|FAIL`, and
+exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Models and training loops that nobody here chose, drawn by a seed, against their plain runs.
+"""A run of models and training loops of other projects, drawn by a seed. Each is compared with its plain run.
 
     python tests/long/what_strangers_write.py [--family hugging_face] [--names ...] [--count 100]
 
-Each case trains in processes of its own, without a budget and within the smallest there is; all bits of
-losses, weights and states have to be equal. A smallest budget has to be used, too: one far above the peak was
-miscounted (`loose`). Every fifth case runs on Inductor. Results are kept in a file as they come: whoever runs
-this again goes on from there. Exit code 0 or 1. Some 20 s per case, minutes on Inductor.
+Each case trains in processes of its own, without a budget and within the smallest budget. All bits of losses,
+weights and states must be equal. The run's peak must also be near the smallest budget. If the smallest budget
+is far above the peak, the budget was computed wrongly, and the outcome is `loose`. Every fifth case runs on
+Inductor. The script adds each result to a file, and a later run continues from that file. The script exits
+with 1 if a case fails. A case takes some 20 s, and minutes on Inductor.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ OUTCOMES = ("equal", "idle", "loose", "refused", "wrong", "crashed", "expected",
 COUNTS = {"hugging_face": 100, "vision": 30, "loops": 1000}
 LIMITS_S = {"eager": 150, "inductor": 480}
 TAIL_LINES = 30
-LOOSE = (1.2, 1 << 20)  # a smallest budget is at most so many times what its run took, and so many bytes more
-TRIES_PER_CASE = 3  # as many are drawn at most before it is said that too few can be used
+# A smallest budget is `loose` if it exceeds the run's peak times the first number, plus the second number in
+# bytes.
+LOOSE = (1.2, 1 << 20)
+TRIES_PER_CASE = 3  # cases drawn per requested case, before the script gives up
 
 Result = dict[str, Any]
 
 
 class Listener:
-    """The process that forks for each run of a case of one family."""
+    """A process that forks for each run of a case. All cases are of one family."""
 
     def __init__(self, family: str, folder: Path) -> None:
         self.log = folder / f"{family}.log"
@@ -51,7 +54,7 @@ class Listener:
         self.child.stdin.flush()
         answered = self.child.stdout.readline()
         if not answered:
-            raise SystemExit(f"{name}: who runs the cases ended with {self.child.wait()}")
+            raise SystemExit(f"{name}: the process that runs the cases ended with {self.child.wait()}")
         result: Result = json.loads(answered)
         lines = self.log.read_text(errors="replace").splitlines()
         result["slow"] = result["exit"] == 1 and any(line.startswith("Timeout (") for line in lines)
@@ -68,7 +71,9 @@ class Listener:
 
 
 def ended_badly(result: Result) -> str:
-    """What a run without a result is called, or what it raised; nothing if it ended."""
+    """Return the name of a failure: the error, the exit code or "slow". Return an empty string if the run
+    ended well.
+    """
     if result["slow"]:
         return "slow"
     if result["exit"]:
@@ -77,7 +82,7 @@ def ended_badly(result: Result) -> str:
 
 
 def compared(plain: Result, budget: Result) -> tuple[str, str]:
-    """The outcome of a case whose plain run ended, and what is to be said of it."""
+    """Return the outcome of a case and a message. The plain run of this case has ended well."""
     if budget["slow"]:
         return "slow", ""
     fault = ended_badly(budget)
@@ -88,7 +93,7 @@ def compared(plain: Result, budget: Result) -> tuple[str, str]:
         first = next((step for step, (one, other) in enumerate(pairs, 1) if one != other), None)
         return (
             "wrong",
-            f"losses differ from step {first} on" if first else "losses are equal, other bits are not",
+            f"losses differ from step {first} on" if first else "losses are equal, other bits differ",
         )
     if not (stats := budget["stats"]):
         return "idle", ""
@@ -107,8 +112,12 @@ def judged(listener: Listener, name: str, inner: str) -> Result:
 
 
 def outcome_of(listener: Listener, name: str, inner: str) -> Result:
-    """Runs a case uncompiled first, which takes a second: what cannot be used is known then, and most give
-    the bits of a plain run, so that few have to be compiled without an engine as well."""
+    """Return the outcome of a case. The case first runs uncompiled.
+
+    The uncompiled run takes a second and shows whether the case can be used. In most cases, the compiled run
+    with a budget gives the same bits as the uncompiled run. If the bits differ or the compiled run fails,
+    this function also compares it with a compiled run without an engine.
+    """
     plain = listener.run(name, "uncompiled", inner)
     if fault := ended_badly(plain):
         return unusable(plain, fault)
@@ -137,7 +146,7 @@ def unusable(plain: Result, fault: str) -> Result:
 
 
 class Kept:
-    """The results so far, in a file that is whole after each."""
+    """The results so far. After each added result, the file on disk is complete."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -166,7 +175,7 @@ def drawn(family: str, seed: int) -> list[str]:
 
 
 def sweep(family: str, args: argparse.Namespace, kept: Kept, folder: Path) -> list[Result]:
-    """Runs cases in the order in which they were drawn until enough of them could be used."""
+    """Run cases in the order of the draw, until the number of usable cases is large enough."""
     names = args.names or drawn(family, args.seed)
     count = len(names) if args.names else args.count or COUNTS[family]
     listener = Listener(family, folder)
@@ -179,10 +188,10 @@ def sweep(family: str, args: argparse.Namespace, kept: Kept, folder: Path) -> li
             result = judged(listener, name, inner)
             kept.add(family, result)
         done.append(result)
-        told = (
+        summary = (
             f"{family} {name} {inner}: {result['outcome']} ({result['seconds']} s) {result['message'][:150]}"
         )
-        print(" ".join(told.split()), flush=True)
+        print(" ".join(summary.split()), flush=True)
         if sum(each["outcome"] != "unusable" for each in done) >= count:
             break
     listener.end()
@@ -203,12 +212,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=2611)
     parser.add_argument("--count", type=int, default=0, help="usable cases per family, default: 100, 30, all")
     parser.add_argument("--inductor-every", type=int, default=5, help="0: none")
-    parser.add_argument("--inner", choices=("eager", "inductor"), help="for all of them")
+    parser.add_argument("--inner", choices=("eager", "inductor"), help="inner program of all cases")
     parser.add_argument("--results", type=Path, default=None, metavar="FILE.json")
-    parser.add_argument("--again", action="store_true", help="also what FILE.json has")
+    parser.add_argument("--again", action="store_true", help="also run cases that FILE.json contains")
     args = parser.parse_args()
     if args.names and len(args.family or FAMILIES) != 1:
-        parser.error("--names are of one --family")
+        parser.error("--names needs exactly one --family")
     kept = Kept(args.results)
     with tempfile.TemporaryDirectory(prefix="teraio-strangers-") as folder:
         results = {family: sweep(family, args, kept, Path(folder)) for family in args.family or FAMILIES}

@@ -1,8 +1,10 @@
-"""Forty classes of Hugging Face and a few others, each under three budgets, against its plain run.
+"""A run of forty model classes of Hugging Face and a few others. Each trains under three budgets and is
+compared with its plain run.
 
     python tests/long/zoo.py [names] [--steps 4] [--inner eager] [--json results.json]
 
-Prints a row per class while it goes, then what is wrong; exit code 0 or 1. Some 15 s per class.
+The script prints a row when a class ends, then the faults. It exits with 1 if there is a fault. A class takes
+some 15 s.
 """
 
 from __future__ import annotations

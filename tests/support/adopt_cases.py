@@ -1,4 +1,4 @@
-"""Storages that cannot be emptied in place, of every kind there is, and what must become of each."""
+"""Storages of every kind that cannot be emptied in place, and the expected outcome of adopting each."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ FOLDER = folder_for_now("adopt")
 
 @dataclass
 class Case:
-    """`tensor` is asked for; `aliases` share its bytes; `others` only have to be alive."""
+    """A storage to adopt. `tensor` is passed to adoption, `aliases` share its bytes, and `others` are only
+    kept alive.
+    """
 
     tensor: torch.Tensor
     aliases: tuple[torch.Tensor, ...] = ()
     others: tuple[Any, ...] = ()
     reason: str | None = None
-    also: tuple[torch.Tensor, ...] = ()  # asked for, too
+    also: tuple[torch.Tensor, ...] = ()  # more tensors that are passed to adoption
 
 
 def values(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -60,7 +62,7 @@ def from_safetensors() -> torch.Tensor:
 
 
 def foreign(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What numpy once shared."""
+    """Return a tensor that once shared its bytes with a numpy array."""
     tensor = values(dtype)
     tensor.view(torch.uint8).numpy()
     return tensor
@@ -77,7 +79,7 @@ def from_file(shared: bool, size: int = SIZE) -> torch.Tensor:
 
 
 def hidden(array: Any) -> None:
-    """Makes it live on without a reference that Python sees."""
+    """Keep the array alive by a reference that Python's garbage collector does not see."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(array))
 
 
@@ -102,7 +104,7 @@ def after_a_backward() -> Case:
 
 
 def saved_by_a_graph() -> Case:
-    """The graph has a tensor of its own of these bytes."""
+    """Make a case whose autograd graph has saved its own tensor over these bytes."""
     with torch.enable_grad():
         out = torch.ones(SIZE, requires_grad=True).exp()
         loss = out.sum()
@@ -208,7 +210,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "of a cycle": weight_in_a_cycle,
     "after a backward": after_a_backward,
     "optimizer states": optimizer_state,
-    # ---- what stays
+    # ---- storages that adoption refuses
     "shared memory": lambda: live(values().share_memory_(), reason=SHARED),
     "torch.from_file, shared": lambda: live(from_file(shared=True), reason=SHARED),
     "a file mapped for writing": lambda: live(from_map("r+"), reason=SHARED),
@@ -228,7 +230,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def state_of(case: Case) -> list[Any]:
-    """What may not change: objects, values, versions, and where the bytes are."""
+    """Return everything that adoption must not change: objects, versions and layouts."""
     return [
         (id(t), t._version, t.is_leaf, t.requires_grad, t.storage_offset(), t.stride(), t._base is None)
         for t in (case.tensor, *case.aliases, *case.also)
@@ -241,7 +243,7 @@ def digest(case: Case) -> list[bytes]:
 
 
 def verdict(case: Case, before: list[Any], bits: list[bytes], address: int, reason: str | None) -> str:
-    """What is wrong with what became of a case, or nothing."""
+    """Return the faults of a case's outcome, or an empty string if there is none."""
     storage = case.tensor.untyped_storage()
     checks: list[tuple[bool, str]] = [
         (reason == case.reason, f"refused because of {reason!r}, not {case.reason!r}"),
@@ -249,26 +251,29 @@ def verdict(case: Case, before: list[Any], bits: list[bytes], address: int, reas
         (digest(case) == bits, "other values"),
     ]
     if case.reason is not None:
-        checks.append((storage.data_ptr() == address, "its memory was taken from others"))
+        checks.append((storage.data_ptr() == address, "a refused storage was moved"))
     else:
         adopted = storage.resizable() and not storage.is_shared()
         checks.append((adopted, "it still cannot be emptied"))
         if not adopted:
-            return "; ".join(wrong for right, wrong in checks if not right)  # writing may not be allowed
+            # The check that aliases see a write is left out, because a write may be forbidden.
+            return "; ".join(wrong for right, wrong in checks if not right)
         storage.fill_(0)  # type: ignore[attr-defined]
         left = [t for t in (case.tensor, *case.aliases) if t.detach().abs().sum()]
-        checks.append((not left, "an alias does not see what is written"))
+        checks.append((not left, "an alias does not see a write"))
     return "; ".join(wrong for right, wrong in checks if not right)
 
 
 def outcomes() -> dict[str, str]:
-    """All cases in one call: the process is looked through once."""
+    """Return the outcomes of all cases. One adoption call handles all of them, because each call searches the
+    whole process for references.
+    """
     gc.collect()
     cases = {name: make() for name, make in CASES.items()}
     before = {
         name: (state_of(c), digest(c), c.tensor.untyped_storage().data_ptr()) for name, c in cases.items()
     }
-    asked = [(name, t) for name, case in cases.items() for t in (case.tensor, *case.also)]
-    result = make_resizable(asked)
+    to_adopt = [(name, t) for name, case in cases.items() for t in (case.tensor, *case.also)]
+    result = make_resizable(to_adopt)
     reasons = {refused.name: refused.reason for refused in result.refused}
     return {name: verdict(case, *before[name], reasons.get(name)) for name, case in cases.items()}

@@ -1,9 +1,10 @@
-"""Trains models whose weights come from files, in a process that counts every byte of every tensor.
+"""A training of models whose weights come from files, in a process that counts every byte of every tensor.
 
     adopt_train.py '["plain", "safetensors", ...]'
 
-prints one JSON object: per source of the weights its losses, a digest, the peaks, what was adopted and
-evicted. The budget of a source is a part of the peak of the last plain run before it.
+The script prints one JSON object. Per source of the weights, it holds the losses, a digest, the peaks, and
+the numbers of adopted and evicted tensors. The budget for a source is a fraction of the peak of the plain run
+before it.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from teraio.options import Settings
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger import adoption
 from teraio.runtime.ledger.mover import Mover
+from teraio.runtime.ledger.record import State
 from teraio.session import session
 
 SHAPE = Shape(vocabulary=512, hidden=128, intermediate=352, layers=3, heads=2, key_heads=1)
-HELD = "layers.1.up_proj.weight"  # of the source "held": numpy keeps its bytes
+HELD = "layers.1.up_proj.weight"  # in the source "held", a numpy array keeps the bytes of this weight
 
 
 class Watch:
-    """What happens to weights while a model trains."""
+    """A watch that counts evictions and memory while a model trains."""
 
     def __init__(self, counting: counting_allocator.Counting) -> None:
         self.counting = counting
@@ -53,14 +55,16 @@ class Watch:
         self.patches.close()
 
     def look(self) -> int:
-        """The peak since the last look but one."""
+        """Update the peak. Return the peak without the bytes that existed when the watch was made."""
         self.peak = max(self.peak, self.counting.peak_bytes())
         return self.peak - self.others
 
     def _end_evict(self, real: Any) -> Any:
         def end_evict(mover: Mover, record: Any) -> None:
+            before = record.state
             real(mover, record)
-            self.evictions += record.kind == "weight"
+            evicted = before is not State.EVICTED and record.state is State.EVICTED
+            self.evictions += evicted and record.kind == "weight"
 
         return end_evict
 
@@ -101,7 +105,7 @@ def model_of(state: dict[str, torch.Tensor]) -> Llama:
 def take(model: Llama, state: dict[str, torch.Tensor]) -> None:
     model.load_state_dict(state, assign=True)
     model.head.weight = model.embedding.weight
-    for layer in model.layers:  # all of them: blocks that differ would not share a program
+    for layer in model.layers:  # in all layers, because layers that differ would not share a program
         layer.attention.q_proj.weight.requires_grad_(False)  # type: ignore[union-attr]
 
 
@@ -154,7 +158,7 @@ def run(source: str, budget: int, counting: counting_allocator.Counting) -> dict
             layer.compile(**settings)
     else:
         compiled = torch.compile(model, **settings)
-    if source == "later":  # compiled for other weights, in an engine that has ended
+    if source == "later":  # the model was compiled for other weights, with an engine that has been closed
         take(model, {name: tensor.clone() for name, tensor in load(source).items()})
         train(source, model, compiled, watch, 1)
         take(model, load(source))

@@ -1,6 +1,5 @@
-// A CUDA driver that knows nothing: every call is a question to the test, which answers with a fake device's
-// streams and events in virtual time. So the copier of the transfer engine runs on the same clock as
-// kernels do.
+// A CUDA driver that passes every call to the test. The test answers with the streams and events of a fake
+// device in virtual time. The transfer engine's copier therefore runs on the same clock as kernels.
 #include <cstddef>
 #include <cstdint>
 

@@ -1,8 +1,9 @@
-"""Every plan of a tiny problem: the judge of bounds and of planners that claim to be exact.
+"""Enumeration of every plan for a tiny problem, to judge bounds and exact planners.
 
-A gap is spent on the device, or away on one of its tensor's routes from any tick to any later one; the first
-away gap of a version writes it, from the gap's first tick on. What is ready at the same tick is issued in the
-order of need. The ledger is the check's.
+In each gap, one of two cases holds: (1) The tensor is resident on the device. (2) The tensor is evicted on
+one of its routes, from any tick to any later tick. When a version of a tensor is evicted for the first time,
+the eviction writes this version. The write begins at the gap's first tick. Moves that become ready at the
+same tick are issued in the order in which they are needed. The ledger of plan_check counts the memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from teraio.passes.planner.simulate.simulate import step_ns
 
 
 def absences(index: int, gap: Gap, route: Route) -> Iterator[Absence]:
-    """Every way to spend a gap away on this route."""
+    """Yield every way to evict the tensor during this gap on this route."""
     write_ns = 0 if gap.version is None else transfer_ns(route.out, gap.size_bytes)
     read_ns = transfer_ns(route.back, gap.size_bytes)
     for free in range(gap.start + 1, gap.end):
@@ -30,7 +31,7 @@ def absences(index: int, gap: Gap, route: Route) -> Iterator[Absence]:
 
 
 def plans(problem: Problem, budget_bytes: int) -> Iterator[Plan]:
-    """All of them, also those that the check refuses."""
+    """Yield all plans, including plans that plan_check refuses."""
     indices = [index for index, gap in enumerate(problem.gaps) if not gap.unused]
     tensors = sorted({problem.gaps[index].tensor for index in indices})
     unused = tuple(index for index, gap in enumerate(problem.gaps) if gap.unused)
@@ -39,10 +40,10 @@ def plans(problem: Problem, budget_bytes: int) -> Iterator[Plan]:
         routes |= {problem.gaps[index].tensor: problem.routes[0] for index in unused}
         ways = [[None, *absences(i, problem.gaps[i], routes[problem.gaps[i].tensor])] for i in indices]
         for taken in product(*ways):
-            away = [absence for absence in taken if absence is not None]
-            away.sort(key=lambda a: (_age(problem, a.gap), a.gap))
-            choice = GapChoice(budget_bytes, (*unused, *(a.gap for a in away)), routes)
-            yield plan_of_absences(problem, choice, away, budget_bytes)
+            evicted = [absence for absence in taken if absence is not None]
+            evicted.sort(key=lambda a: (_age(problem, a.gap), a.gap))
+            choice = GapChoice(budget_bytes, (*unused, *(a.gap for a in evicted)), routes)
+            yield plan_of_absences(problem, choice, evicted, budget_bytes)
 
 
 def _age(problem: Problem, index: int) -> int:
@@ -51,7 +52,7 @@ def _age(problem: Problem, index: int) -> int:
 
 
 def ways(problem: Problem) -> int:
-    """How many plans there are."""
+    """Return the number of plans for the problem."""
     count = len(problem.routes) ** len({gap.tensor for gap in problem.gaps if not gap.unused})
     for gap in problem.gaps:
         length = gap.end - gap.start - 1
@@ -60,7 +61,9 @@ def ways(problem: Problem) -> int:
 
 
 def best(problem: Problem, machine: Machine, budget_bytes: int) -> tuple[int, Plan] | None:
-    """The shortest step of all plans that the check accepts, and one of them; None if it accepts none."""
+    """Return a pair: the shortest step time of all plans that plan_check accepts, and the plan with this step
+    time. Return None if no plan is accepted.
+    """
     found: tuple[int, Plan] | None = None
     for plan in plans(problem, budget_bytes):
         if check_plan_against_profile(plan, problem.profile, machine).feasible:

@@ -1,6 +1,7 @@
-"""A process of its own that trains a small model within half of its memory; prints losses and counts.
+"""A training of a small model within half of its memory, in its own process. The script prints the losses and
+the engine's counts.
 
-cache_train.py [steps]
+    cache_train.py [steps]
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 import teraio
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
-MEMORY_BYTES = 14 * 2**20  # of about 26 MiB that are alive in the backward
+MEMORY_BYTES = 14 * 2**20  # a plain backward needs about 26 MiB
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""Trains within a budget that does not hold all of it, saves and goes on, or loads and goes on.
+"""A training within a budget below its peak. It saves a checkpoint and continues, or loads the checkpoint and
+continues.
 
     checkpoint_child.py straight|resumed PATH
 
-Prints one JSON object: a hash of the weights and of the optimizers' states at the end, and for `straight`
-what the allocator counted while the checkpoint was written.
+The script prints one JSON object: a hash of the final weights and optimizer states. For `straight`, the
+object also holds the counts that the allocator made while the script wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 import teraio
 
 WIDTH, ROWS, LAYERS, STEPS, SAVED_AT = 256, 16, 8, 8, 5
-MEMORY_BYTES = 31 * 2**20  # weights are 8 MiB, gradients 8, states 16
+MEMORY_BYTES = 31 * 2**20  # weights are 8 MiB, gradients 8 MiB, optimizer states 16 MiB
 
 
 class Model(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""A process that saves without end, and is killed in the middle of it."""
+"""A process that saves a checkpoint in an endless loop, and is killed during a save."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def numbered(number: int) -> dict[str, object]:
 
 
 def saved_forever(path: Path) -> None:
-    torch.set_num_threads(
-        1
-    )  # OpenMP's threads did not come along with the fork: a parallel loop waits for them
+    # One thread, because a parallel loop would wait for OpenMP's threads, which a fork does not copy.
+    torch.set_num_threads(1)
     number = 0
     while True:
         number += 1
@@ -30,7 +29,9 @@ def saved_forever(path: Path) -> None:
 
 
 def kill_while_saving(path: Path, seconds: float) -> int:
-    """Returns the number in the file that is there afterwards; -1 if it is not whole."""
+    """Kill the saving process after `seconds`. Return the number in the checkpoint file, or -1 if the file is
+    not whole.
+    """
     pid = in_child(lambda: saved_forever(path))
     time.sleep(seconds)
     os.kill(pid, signal.SIGKILL)

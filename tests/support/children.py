@@ -1,4 +1,6 @@
-"""Processes that tests start. One that hangs fails its test, before pytest would end all of them for it."""
+"""Processes that tests start. A time limit ends a hanging process, so that only its own test fails. pytest's
+timeout would end all tests.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from typing import Any
 
 import ledger
 
-LIMIT_S = 840  # pyproject.toml has faulthandler_timeout: 900
+LIMIT_S = 840  # below the faulthandler_timeout of 900 in pyproject.toml
 
 
 def ended(
@@ -26,7 +28,7 @@ def ended(
     cwd: Path | None = None,
     given: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Of a process that ran to its end."""
+    """Run a process to its end and return its result."""
     return subprocess.run(
         command,
         capture_output=True,
@@ -42,12 +44,14 @@ def ended(
 def forked(
     script: Path, *arguments: str, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script to its end in a process that has torch imported: for trainings that need no fresh one."""
+    """Run a script to its end in a process that has already imported torch. This is for trainings that need
+    no fresh process.
+    """
     argv = [str(script.resolve()), *arguments]
     with tempfile.TemporaryDirectory(prefix="teraio-child-") as name:
         out, err = Path(name, "out"), Path(name, "err")
-        asked = {"argv": argv, "env": dict(os.environ if env is None else env), "cwd": os.getcwd()}
-        code, cpu_s = _nursery().run({**asked, "out": str(out), "err": str(err), "limit_s": LIMIT_S})
+        request = {"argv": argv, "env": dict(os.environ if env is None else env), "cwd": os.getcwd()}
+        code, cpu_s = _nursery().run({**request, "out": str(out), "err": str(err), "limit_s": LIMIT_S})
         ledger.elsewhere(cpu_s)
         return subprocess.CompletedProcess(argv, code, out.read_text(), err.read_text())
 
@@ -58,7 +62,7 @@ def _nursery() -> Nursery:
 
 
 class Nursery:
-    """A process of nursery.py and the requests that it works on; any thread may make one."""
+    """A process that runs nursery.py, and its pending requests. Any thread may make a request."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -68,33 +72,35 @@ class Nursery:
             text=True,
         )
         self.lock = threading.Lock()
-        self.asked: list[Future[tuple[int, float]]] = []
+        self.requests: list[Future[tuple[int, float]]] = []
         threading.Thread(target=self._listen, daemon=True).start()
 
     def run(self, request: dict[str, Any]) -> tuple[int, float]:
-        """Return the exit code and the seconds of CPU time."""
+        """Run a request. Return its exit code and its CPU time in seconds."""
         assert self.process.stdin is not None
         with self.lock:
-            number = len(self.asked)
-            self.asked.append(Future())
+            number = len(self.requests)
+            self.requests.append(Future())
             self.process.stdin.write(json.dumps({**request, "number": number}) + "\n")
             self.process.stdin.flush()
-        return self.asked[number].result(LIMIT_S + 10)
+        return self.requests[number].result(LIMIT_S + 10)
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             number, code, cpu_s = json.loads(line)
-            self.asked[number].set_result((code, cpu_s))
+            self.requests[number].set_result((code, cpu_s))
         with self.lock:
-            for each in self.asked:
+            for each in self.requests:
                 if not each.done():
                     each.set_exception(RuntimeError(f"the nursery has ended: {self.process.wait()}"))
 
 
 def one_by_one(items: Sequence[Any], run: Callable[[Sequence[Any]], Sequence[Any]]) -> list[Any]:
-    """Collects a result for each item, from items that share a process. None stands for an item that ended
-    its process; the items after it go on in another one."""
+    """Collect a result for each item. The items share a process.
+
+    The result is None for an item that ended its process. Another process continues with the next item.
+    """
     found: list[Any] = []
     while len(found) < len(items):
         found += run(items[len(found) :])

@@ -1,10 +1,10 @@
-"""Compilations through Inductor in a process of their own: what came from its cache, what was printed,
-whether the numbers are right and the budget is kept.
+"""Compilations through Inductor in their own process. The results are numbers, budgets, generated programs
+and cache hits.
 
     compile_child.py '[{"task": "train", "name": "ours", "budget": 5000000}, {"task": "twins"}, ...]'
 
-Inductor's cache is where TORCHINDUCTOR_CACHE_DIR says, so that one process finds what another one left.
-Prints one JSON object: the results by name.
+Inductor's cache is in TORCHINDUCTOR_CACHE_DIR, so one process finds the programs that an earlier process
+compiled. The script prints one JSON object: the results by name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BATCH, LENGTH, STEPS = 24, 64, 5
 
 @contextmanager
 def sources() -> Iterator[list[str]]:
-    """The programs that Inductor prints meanwhile."""
+    """Yield a list that receives the source of each program that Inductor generates."""
     printed: list[str] = []
     with patch.object(GraphLowering, "save_output_code", staticmethod(printed.append)):
         yield printed
@@ -56,7 +56,9 @@ def looked_up() -> dict[str, int]:
 
 
 def interrupted(run: Callable[[], Any]) -> int:
-    """How often the engine heard of a program that Ctrl-C ended."""
+    """Run a call, and raise KeyboardInterrupt in its first slot. Return how often the engine's `abandon_call`
+    was called.
+    """
     with (
         patch.object(engine.Engine, "run_slot", side_effect=KeyboardInterrupt),
         patch.object(engine.Engine, "abandon_call") as abandon,
@@ -66,23 +68,26 @@ def interrupted(run: Callable[[], Any]) -> int:
     return abandon.call_count
 
 
-def train(asked: dict[str, Any], counting: counting_allocator.Counting) -> dict[str, Any]:
-    """Trains a small Llama, with a budget or plainly. `version` stands in for another version of the pass.
-    `whole` lets AOTAutograd's cache answer before Inductor's is asked."""
+def train(request: dict[str, Any], counting: counting_allocator.Counting) -> dict[str, Any]:
+    """Train a small Llama, with a budget or plainly.
+
+    `version` replaces the version of Inductor's slot pass. If `whole`, AOTAutograd's cache is searched before
+    Inductor's cache.
+    """
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
     others = counting.alive_bytes()
     model = Llama(SHAPE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    budget = asked.get("budget", 0)
+    budget = request.get("budget", 0)
     os.environ["TERAIO_DISABLE"] = "" if budget else "1"
-    options = {"memory": budget, **asked.get("options", {})} if budget else {}
+    options = {"memory": budget, **request.get("options", {})} if budget else {}
     compiled = torch.compile(model, backend="teraio", options=options)
     losses, peaks = [], []
     counts: list[dict[str, Any]] = [{}]
     generator = torch.Generator().manual_seed(1)
-    with sources() as printed, patch.object(codegen, "VERSION", asked.get("version", codegen.VERSION)):
+    with sources() as printed, patch.object(codegen, "VERSION", request.get("version", codegen.VERSION)):
         for _ in range(STEPS):
             tokens = torch.randint(0, SHAPE.vocabulary, (BATCH, LENGTH + 1), generator=generator)
             counting.reset_peak()
@@ -111,7 +116,7 @@ def train(asked: dict[str, Any], counting: counting_allocator.Counting) -> dict[
 
 
 class Hides(torch.autograd.Function):
-    """Saves a product for its backward; the user never sees it."""
+    """A function that saves a product for its backward, but does not return the product."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -125,7 +130,7 @@ class Hides(torch.autograd.Function):
 
 
 class Shows(torch.autograd.Function):
-    """The same forward, and the user gets the product."""
+    """A function with the same forward as `Hides`, which also returns the product."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -138,8 +143,10 @@ class Shows(torch.autograd.Function):
         return gradients[0] * 2, None
 
 
-def twins(asked: dict[str, Any], counting: counting_allocator.Counting) -> dict[str, Any]:
-    """Roles of the product in the two forwards, and what came from the cache for the second."""
+def twins(request: dict[str, Any], counting: counting_allocator.Counting) -> dict[str, Any]:
+    """Return two results: (1) the product's roles in both forwards, and (2) the cache hits of the second
+    forward.
+    """
     roles, results = [], []
     x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
     for twin in (Hides, Shows):
@@ -156,11 +163,13 @@ def twins(asked: dict[str, Any], counting: counting_allocator.Counting) -> dict[
     return {"roles": roles, "equal": torch.equal(seen, x.detach() @ w), **looked_up()}
 
 
-def slotted(asked: dict[str, Any], counting: counting_allocator.Counting) -> dict[str, Any]:
-    """A model of slots_models.py under the tightest engine, with settings of Inductor's."""
-    settings = inductor_options.merge_checked_settings(asked.get("mode"), asked.get("inductor", {}))
+def slotted(request: dict[str, Any], counting: counting_allocator.Counting) -> dict[str, Any]:
+    """Run a model of slots_models.py under the engine `Tightest`, with Inductor's settings from the
+    request.
+    """
+    settings = inductor_options.merge_checked_settings(request.get("mode"), request.get("inductor", {}))
     with sources() as printed:
-        result = slots_child.run({**asked, "inner": "inductor", "settings": settings}, counting)
+        result = slots_child.run({**request, "inner": "inductor", "settings": settings}, counting)
     return {**result, "printed": printed}
 
 
@@ -172,9 +181,9 @@ def main() -> None:
     torch.set_num_threads(1)
     steady.plans()
     results = {}
-    for asked in json.loads(sys.argv[1]):
-        with functorch_config.patch(enable_autograd_cache=asked.get("whole", False)):
-            results[asked["name"]] = TASKS[asked["task"]](asked, counting)
+    for request in json.loads(sys.argv[1]):
+        with functorch_config.patch(enable_autograd_cache=request.get("whole", False)):
+            results[request["name"]] = TASKS[request["task"]](request, counting)
         gc.collect()
     print(json.dumps({"optimized": not __debug__, **results}))
 

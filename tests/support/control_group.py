@@ -1,4 +1,4 @@
-"""A control group with a limit of memory, of either version. Making one takes root."""
+"""A control group (cgroup version 1 or 2) with a memory limit. Only root can make one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE_S = 60.0
 
 
 class Group:
-    """`first`: how a command begins that is in it."""
+    """A control group. `first` is the beginning of a command line that runs a command in the group."""
 
     def __init__(self, name: str) -> None:
         old = GROUPS / "memory"
@@ -40,10 +40,10 @@ class Group:
 
     @property
     def killed(self) -> int:
-        """Processes that the kernel ended in it for want of memory."""
+        """Return the number of this group's processes that the system's kernel killed for lack of memory."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
-        told = dict(line.split() for line in (self.folder / name).read_text().splitlines())
-        return int(told["oom_kill"])
+        counts = dict(line.split() for line in (self.folder / name).read_text().splitlines())
+        return int(counts["oom_kill"])
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def group(name: str) -> Iterator[Group]:
 
 
 def run_out_of_memory(where: Group, victim: subprocess.Popen[str]) -> None:
-    """Another process takes what the group has left, and the kernel ends the victim, which is in it."""
+    """Fill the group's memory by another process, so that the system's kernel kills the victim."""
     Path(f"/proc/{victim.pid}/oom_score_adj").write_text(FIRST_TO_DIE)
     where.limit(where.used_bytes + SPARE_BYTES)
     stop = time.monotonic() + PATIENCE_S
@@ -75,7 +75,7 @@ def run_out_of_memory(where: Group, victim: subprocess.Popen[str]) -> None:
 
 
 def reason_without() -> str:
-    """Why there can be none here; empty if there can."""
+    """Return the reason why no control group can be made, or an empty string if one can be made."""
     if os.geteuid():
         return "only root can make a control group"
     made = Group("teraio-trial")
@@ -85,4 +85,4 @@ def reason_without() -> str:
         made.folder.rmdir()
     except OSError as error:
         return f"no control group can be made: {error}"
-    return "" if found else f"{made.file} is not there"
+    return "" if found else f"{made.file} does not exist"

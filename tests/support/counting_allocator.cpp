@@ -1,4 +1,5 @@
-// An allocator for tests that counts, exactly, the bytes of all CPU tensor storages: alive now, and the peak.
+// An allocator for tests. It counts the exact bytes of all CPU tensor storages: the bytes now alive, and
+// their peak.
 #include <c10/core/CPUAllocator.h>
 
 #include <atomic>
@@ -10,7 +11,7 @@
 
 namespace {
 
-constexpr size_t kAligned = 64;  // what torch promises
+constexpr size_t kAligned = 64;  // alignment in bytes that torch guarantees
 std::atomic<int64_t> alive{0}, peak{0};
 
 void* take_from_system(uint64_t bytes) {
@@ -25,10 +26,12 @@ Give give = std::free;
 
 struct Block {
   int64_t bytes;
-  Give give;  // it goes back to whom it was taken from
+  Give give;  // the function that frees the block
 };
 std::mutex lock;
-std::unordered_map<void*, Block> blocks;  // nothing is added to a block: it begins where it would without us
+// This table holds the size of each block. If each block had a header with its size, the addresses of tensors
+// would differ from the addresses without counting.
+std::unordered_map<void*, Block> blocks;
 
 void release(void* data) {
   if (data == nullptr) return;
@@ -69,7 +72,7 @@ extern "C" {
 void counting_install() {
   c10::SetCPUAllocator(&counting, 100);
 }
-// Memory comes from these from now on.
+// Uses these functions for allocations from now on.
 void counting_over(Take take_block, Give give_block) {
   take = take_block;
   give = give_block;

@@ -1,5 +1,8 @@
-"""Exact bytes of CPU tensors, by an allocator that counts: built once per torch version with the system's
-compiler. It needs nothing of the product: others are counted by it too, where that is not installed."""
+"""Exact byte counts of CPU tensors, by a counting allocator.
+
+The system's compiler builds the allocator for each torch version only at the first use. The allocator needs
+no part of teraio, so a run without teraio can also be counted.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ SOURCE = Path(__file__).with_name("counting_allocator.cpp")
 
 
 class Counting:
-    """Installed at process start: storages made before it are not counted."""
+    """The counting allocator. It must be installed at process start, because it does not count earlier
+    storages.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -23,7 +28,9 @@ class Counting:
         library.counting_install()
 
     def over(self, take: int, give: int) -> None:
-        """Takes memory from these functions from now on, as the product's allocator does."""
+        """Use the function at `take` to allocate memory, and the function at `give` to free memory, from now
+        on. Teraio's own allocator has such functions.
+        """
         self._library.counting_over(ctypes.c_void_p(take), ctypes.c_void_p(give))
 
     def alive_bytes(self) -> int:
@@ -37,7 +44,9 @@ class Counting:
 
 
 def build() -> Path:
-    """The compiled allocator, from the temporary directory if this version was built before."""
+    """Return the compiled allocator. If this version was built before, take it from the temporary
+    directory.
+    """
     directory = Path(tempfile.gettempdir()) / f"teraio-test-allocator-{torch.__version__}"
     target = directory / f"allocator-{SOURCE.stat().st_mtime_ns}.so"
     if not target.exists():
@@ -71,8 +80,8 @@ def install() -> Counting:
 
 
 def install_over_ours() -> Counting:
-    """Counts what the product's allocator gives, as in a process of a user's."""
-    from teraio import _native  # not everywhere
+    """Count the memory of teraio's own allocator, which a user's process has."""
+    from teraio import _native  # imported here, because the module may be missing
 
     counting = install()
     counting.over(*_native.spare_functions())

@@ -1,7 +1,7 @@
-"""Limits of CPU time that mean the same on a slow or busy machine.
+"""Limits of CPU time that are equally strict on a slow or busy machine.
 
-A loaded machine takes several times the CPU seconds of an idle one for the same work: its cores share
-caches, memory and clock.  A fixed piece of work, timed before and after, tells by how much.
+A loaded machine takes several times the CPU seconds of an idle one for the same work, because its cores share
+caches, memory and clock. A fixed piece of work, timed before and after the measured block, gives the factor.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-IDLE_SECONDS = 0.05  # of the fixed piece of work, on an idle machine with two cores
+IDLE_SECONDS = 0.05  # CPU seconds of the fixed work on an idle machine with two cores
 
 
 def _fixed_work() -> float:
-    """Read a text of some MiB into objects: interpreted code, memory that is new.  Return its CPU seconds."""
+    """Parse a text of some MiB into objects, which runs interpreted code and uses fresh memory. Return its
+    CPU seconds.
+    """
     began = time.process_time()
     rows = [{"name": f"t{i * 7_919 % 9_973}", "size": i, "reads": [i, i + 1]} for i in range(15_000)]
     read = json.loads(json.dumps(rows))
@@ -25,15 +27,15 @@ def _fixed_work() -> float:
 
 
 def slowness() -> float:
-    """Return how many times longer than on an idle machine CPU work takes now; at least 1."""
+    """Return the factor by which CPU work is slower than on an idle machine, at least 1."""
     return max(1.0, min(_fixed_work() for _ in range(3)) / IDLE_SECONDS)
 
 
 @contextmanager
 def at_most(seconds: float, given_s: float = 0.0) -> Iterator[None]:
-    """Fail when the block takes more CPU time than `seconds` of an idle machine.
+    """Fail if the block takes more CPU time than `seconds` on an idle machine.
 
-    `given_s` is a time limit that the block itself keeps by the clock; no slow machine stretches it.
+    `given_s` is a wall-clock limit that the block itself keeps, so a slow machine does not extend it.
     """
     times = slowness()
     began = time.process_time()

@@ -1,4 +1,4 @@
-"""Bugs to put into the product: the differential suite must find each of them."""
+"""Bugs to plant in teraio. The differential suite must find each of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from teraio.runtime.store.store import Store
 
 @contextlib.contextmanager
 def scaled_gradients() -> Iterator[None]:
-    """Every backward program returns its results times 1.01."""
+    """Multiply the results of every backward program by 1.01."""
     slot_eager = backend._insert_eager_slots
 
     def scaled(graph: torch.fx.GraphModule, kind: Any, labels: Any) -> None:
@@ -44,7 +44,9 @@ def _scaled(graph: torch.fx.Graph, node: Any) -> Any:
 
 @contextlib.contextmanager
 def stale_bytes() -> Iterator[None]:
-    """What was evicted once is never written again: its bytes of then come back."""
+    """Let only the first eviction to each extent write its bytes. Fetches after later evictions then return
+    the extent's old bytes.
+    """
     write = Store.write
 
     def first_only(self: Store, extent: Any, *rest: Any, **named: Any) -> Any:
@@ -56,13 +58,14 @@ def stale_bytes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dropped_wait() -> Iterator[None]:
-    """A fetch counts as ready at once. Its read ends when the engine next moves something: late, and harmless
-    to anything but the numbers."""
+    """Report a fetch as ready immediately. The read ends only at the engine's next move, so kernels read the
+    tensor too early.
+    """
     late: list[Pending] = []
 
     def bring_in() -> None:
         while late:
-            pending = late.pop()  # holds the storage until the bytes are there
+            pending = late.pop()  # this reference keeps the storage alive until its bytes are read
             pending.ticket.wait()
 
     def unwaited(self: CpuDevice, pending: Pending) -> bool:

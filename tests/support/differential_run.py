@@ -1,11 +1,13 @@
-"""Generated models train under random valid plans and must agree with plain training in every bit.
+"""A training of generated models under random valid plans. Its results must be bitwise equal to plain
+training's results.
 
     differential_run.py '{"seeds": [0, 1, 2], "plans": 10, "hostile": 0, "inner": "eager", "plants": [""],
                           "steps": 3}'
 
-prints one JSON object per model: what it is, where plain training differs from itself, and per plan what it
-asked for, what the engine did, and where the bits differ. A process of its own, because every byte is counted
-from the start and a planted bug may end it.
+The script prints one JSON object per model. The object holds (1) the model's description, and (2) the names
+of the results that differ between two plain trainings. Per plan, it also holds (3) the request, (4) the
+engine's counts, and (5) the names of the results whose bits differ from plain training. The script runs in
+its own process, for two reasons: it counts every byte from the start, and a planted bug may end the process.
 """
 
 from __future__ import annotations
@@ -52,20 +54,20 @@ from teraio.session import session
 
 Call = Callable[..., Any]
 
-# What the ledger cannot see: storages below 4 KiB, and what library operators take for themselves. In these
-# models convolutions take the most, 97 KiB.
+# The ledger does not count two kinds of memory: (1) storages below 4 KiB, and (2) memory that library
+# operators use internally. In these models, convolutions use the most internal memory: 97 KiB.
 UNSEEN_BYTES = 160 * 1024
 
 OPTIONS = {"memory": "1GiB", "planner": "none", "store_size": "64MiB"}
-SHARES = (0.3, 0.6, 1.0)  # of the bytes of all gaps: each plan moves at least one of these
+SHARES = (0.3, 0.6, 1.0)  # A plan moves at least one of these shares of the bytes in gaps.
 
-# Where the budget lies between the largest working set (0) and everything that is ever alive (1).
+# Positions of the budget between the largest working set (0) and the memory of all living tensors (1).
 LEVELS = (0.0, 1.0, 0.1, 0.5, 0.0, 0.25, 0.03, 0.75, 0.0, 0.4)
 
 
 @dataclass
 class Waits:
-    """Fetches that a plan had begun and whose bytes were not there yet when a kernel came."""
+    """A count of fetches that a plan began and that were unfinished when a kernel needed the tensor."""
 
     early: int = 0
 
@@ -75,8 +77,9 @@ WAITS = Waits()
 
 @contextlib.contextmanager
 def watched_device() -> Iterator[None]:
-    """Counts early waits, and fills fetched memory with NaN before its read begins: bytes that are used too
-    early show."""
+    """Count waits for unfinished fetches. Fill the memory of each fetch with NaN before the read begins. A
+    kernel that uses this memory too early then gives NaN.
+    """
     end_copy_in, resize = CpuDevice.end_copy_in, CpuDevice.resize_storage
 
     def counted(self: CpuDevice, pending: Pending) -> bool:
@@ -95,7 +98,9 @@ def watched_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def drive(seed: int) -> Iterator[str]:
-    """A real file, one whose operations come late, or memory whose bytes arrive when someone waits."""
+    """Let stores open one of three drives: (1) a file, (2) a file with late operations, or (3) memory that
+    receives bytes only when a caller waits.
+    """
 
     def late(inner: _native.Io) -> _native.Io:
         shim = _native.FaultIo(inner)
@@ -119,19 +124,19 @@ def drive(seed: int) -> Iterator[str]:
 
 @dataclass
 class Row:
-    """One plan: what it asked for and what happened."""
+    """The row of a plan: the requested plan and its outcome."""
 
     plan: int
     level: float
     share: float
     moved: float = 0.0
     budget_bytes: int = 0
-    kind: str = "none"  # or `random`, or what is hostile in it
-    over_bytes: int = 0  # peak less budget, at most
+    kind: str = "none"  # "none", "random", or the kind of the hostile plan
+    over_bytes: int = 0  # the largest excess of the peak over the budget
     planned: int = 0
     skipped: int = 0
     misses: int = 0
-    steady_skipped: int = 0  # in the last step's programs: the plan is at work since two steps
+    steady_skipped: int = 0  # moves skipped in the last step, after two steps with the plan
     steady_misses: int = 0
     early: int = 0
     fetches: int = 0
@@ -147,8 +152,9 @@ class Result:
     plant: str
     what: str
     drive: str
-    unstable: list[str] = field(default_factory=list)  # where plain differs from itself
-    untraced: str = ""  # why Dynamo does not trace it, whoever the backend is
+    # Names of results that differ between two plain trainings.
+    unstable: list[str] = field(default_factory=list)
+    untraced: str = ""  # why Dynamo cannot trace the model under any backend
     gaps: int = 0
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
@@ -156,19 +162,21 @@ class Result:
 
 
 class Rig:
-    """One model, compiled plainly and with slots, and an engine."""
+    """An engine and a model that is compiled plainly and with slots."""
 
-    def __init__(self, seed: int, asked: Asked, counting: counting_allocator.Counting) -> None:
-        self.model = make(seed, asked.most_blocks)
+    def __init__(self, seed: int, request: Asked, counting: counting_allocator.Counting) -> None:
+        self.model = make(seed, request.most_blocks)
         self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.counting = counting
         self.others_bytes = self.peak_bytes = 0
         self.begun: dict[str, int] = {}
-        self.steady: dict[str, int] = {}  # what the engine did in the programs of the last step
-        self.options = {**OPTIONS, "inner": asked.inner}
+        # The engine's counts between the beginning of the last step and the end of its backward.
+        self.steady: dict[str, int] = {}
+        self.options = {**OPTIONS, "inner": request.inner}
         self.ours = compiled(self.model, self.options)
-        # Compiled with the same options, Dynamo would give both the program that comes first.
-        self.plain = compiled(self.model, {"inner": asked.inner})
+        # The options of the two compilations must differ. With equal options, Dynamo would use the first
+        # compiled program for both.
+        self.plain = compiled(self.model, {"inner": request.inner})
 
     def run(self, call: Call, steps: int) -> Seen:
         self.model.load_state_dict(self.start)
@@ -180,7 +188,7 @@ class Rig:
             return self.run(self.plain, steps)
 
     def watch(self, when: str, optimizer: torch.optim.Optimizer) -> None:
-        """What the test itself holds is not the model's."""
+        """Update the engine's counts and the peak. The peak excludes memory that the test itself holds."""
         stats = {name: count for name, count in teraio.stats().items() if isinstance(count, int)}
         self.steady = {key: stats.get(key, 0) - self.begun.get(key, 0) for key in stats}
         if when == "begin":
@@ -191,12 +199,14 @@ class Rig:
             self.peak_bytes = max(self.peak_bytes, self.counting.peak_bytes() - self.others_bytes)
 
     def measure(self, steps: int) -> tuple[Seen, Profile]:
-        """Everything fits: the order of the step, its tensors, and what each kernel takes."""
+        """Train with every tensor resident. Return the results, and a profile of a step's order, tensors and
+        kernels.
+        """
         measured: list[Step] = []
         session.ensure_session(Settings.parse(self.options))
         running().on_step = measured.append
         seen = self.run(self.ours, steps)
-        running().end_step()  # or the next step would tell of the last, which has the largest batch
+        running().end_step()  # measure the last step, because it has the largest batch
         running().on_step = None
         return seen, profile_of_steps(measured[-1:], "generated")
 
@@ -209,7 +219,7 @@ class Rig:
             with patch.object(residency, "budget_bytes", budget_bytes):
                 seen = self.run(self.ours, steps)
                 row.over_bytes = self.peak_bytes + residency.reserve_bytes - budget_bytes
-        except Exception as error:  # noqa: BLE001  whatever it is, it is a finding
+        except Exception as error:  # noqa: BLE001  every error is a finding
             row.error = f"{type(error).__name__}: {error}"
             self.model.zero_grad()
         after = teraio.stats()
@@ -223,8 +233,11 @@ class Rig:
 
 
 def nothing_beside(what: str) -> bool:
-    """Compiled whole, with sizes that stay; user code computes nothing of size beside it, not even the sum of
-    two gradients, and touches no weight and no gradient but through its optimizer."""
+    """Return True if the model is compiled whole with static sizes, and user code allocates nothing large
+    beside the program.
+
+    Such user code does not even add two gradients. Only the optimizer touches weights and gradients.
+    """
     style, manner, _, extra = what.split(" | ")[1].split(", ")[:4]
     return style == "whole" and manner == "once" and not extra.startswith("weight")
 
@@ -249,7 +262,7 @@ def compiled(model: Generated, options: dict[str, Any]) -> Call:
 
 
 def own_bytes(model: Generated, optimizer: torch.optim.Optimizer) -> int:
-    """Return what the model and its optimizer have in memory now."""
+    """Return the bytes of the model and its optimizer that are now resident."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     tensors += [
@@ -257,14 +270,14 @@ def own_bytes(model: Generated, optimizer: torch.optim.Optimizer) -> int:
     ]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     known = engine.ENGINE.residency.records if engine.ENGINE is not None else {}
-    away = {key for key, record in known.items() if record.state is State.AWAY}
-    return sum(size for key, size in storages.items() if key not in away)
+    evicted = {key for key, record in known.items() if record.state is State.EVICTED}
+    return sum(size for key, size in storages.items() if key not in evicted)
 
 
 def differences(expected: Seen, got: Seen, without: Sequence[str] = ()) -> list[str]:
-    """Names of what is not the same in every bit."""
+    """Return the names of results that differ in any bit."""
     names = [name for name in expected if name not in without]
-    missing = [f"{name} (only in one of them)" for name in expected.keys() ^ got.keys()]
+    missing = [f"{name} (only in one run)" for name in expected.keys() ^ got.keys()]
     return missing + [name for name in names if name in got and not same(expected[name], got[name])]
 
 
@@ -274,13 +287,13 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))
 
 
-def examine(seed: int, plant: str, asked: Asked, counting: counting_allocator.Counting) -> Result:
+def examine(seed: int, plant: str, request: Asked, counting: counting_allocator.Counting) -> Result:
     began = time.perf_counter()
     with drive(seed) as name, watched_device():
         result = Result(seed, plant, "", name)
         try:
-            _examine(Rig(seed, asked, counting), asked, result)
-        except Exception:  # noqa: BLE001  the next model is another one
+            _examine(Rig(seed, request, counting), request, result)
+        except Exception:  # noqa: BLE001  continue with the next model
             result.error = traceback.format_exc()[-3000:]
         with contextlib.suppress(TeraioError):
             teraio.reset()
@@ -291,47 +304,52 @@ def examine(seed: int, plant: str, asked: Asked, counting: counting_allocator.Co
 
 
 def untraced(rig: Rig) -> str:
-    """Dynamo itself fails with some models, such as those that recompute parts of changing sizes."""
+    """Return Dynamo's own error if Dynamo fails with this model also under the backend eager. Otherwise
+    return an empty string.
+
+    Dynamo fails with some models, for example with models that recompute parts of changing sizes.
+    """
     torch._dynamo.reset()
     try:
         rig.run(torch.compile(rig.model, backend="eager", dynamic=rig.model.style == "dynamic"), 1)
-    except Exception as error:  # noqa: BLE001  Dynamo's own
+    except Exception as error:  # noqa: BLE001  an error of Dynamo's own
         return f"{type(error).__name__}: {error}"[:300]
     return ""
 
 
-def _examine(rig: Rig, asked: Asked, result: Result) -> None:
+def _examine(rig: Rig, request: Asked, result: Result) -> None:
     result.what = rig.model.what
     try:
-        expected = rig.run_plain(asked.steps)
+        expected = rig.run_plain(request.steps)
     except Exception:
         result.untraced = untraced(rig)
         if not result.untraced:
             raise
         return
-    result.unstable = differences(expected, rig.run_plain(asked.steps))
+    result.unstable = differences(expected, rig.run_plain(request.steps))
     strange = [n for n, v in expected.items() if v.is_floating_point() and not v.isfinite().all()]
-    assert not strange, f"not finite, so it shows nothing: {strange[:5]}"
+    assert not strange, f"the plain results are not finite: {strange[:5]}"
     with planted(result.plant):
-        seen, profile = rig.measure(asked.steps)
+        seen, profile = rig.measure(request.steps)
         different = differences(expected, seen, result.unstable)
         if different:
-            result.error = f"differs where nothing moves: {different[:5]}"
+            result.error = f"differs although nothing moves: {different[:5]}"
         result.gaps = len(gaps(profile))
         lowest, highest = max(working_set_bytes(profile)), max(resident_bytes(profile))
-        for number in range(-1, asked.plans + asked.hostile):
+        for number in range(-1, request.plans + request.hostile):
             level, share = LEVELS[number % len(LEVELS)], SHARES[number % len(SHARES)]
             drawn = result.seed * 1000 + number
             if number == -1:
-                level, share, plan = 0.0, 0.0, Plan("", "none", lowest)  # all on demand
+                # An empty plan, so that the engine fetches only on demand.
+                level, share, plan = 0.0, 0.0, Plan("", "none", lowest)
             budget = lowest + int(level * (highest - lowest))
-            if 0 <= number < asked.plans:
+            if 0 <= number < request.plans:
                 plan = random_plan(profile, budget, share, drawn)
             elif number >= 0:
                 share, plan = 0.0, hostile_plan(profile, budget, drawn)
             moved = round(moved_share(profile, plan), 3) if share else 0.0
             row = Row(number, level, share, moved, budget, plan.planner)
-            got = rig.follow(plan, budget, asked.steps, row)
+            got = rig.follow(plan, budget, request.steps, row)
             if not row.error:
                 row.differences = differences(expected, got, result.unstable)[:5]
             result.rows.append(row)
@@ -351,12 +369,12 @@ class Asked:
 def main() -> None:
     counting = counting_allocator.install()
     torch.set_num_threads(1)
-    asked = Asked(**json.loads(sys.argv[1]))
-    gc.freeze()  # torch's own modules need not be looked through again and again: a tenth of the time
+    request = Asked(**json.loads(sys.argv[1]))
+    gc.freeze()  # excludes torch's own modules from each collection, which saves a tenth of the time
     gc.set_threshold(50_000, 20, 100)
-    for seed in asked.seeds:
-        for plant in asked.plants:
-            print(json.dumps(asdict(examine(seed, plant, asked, counting))), flush=True)
+    for seed in request.seeds:
+        for plant in request.plants:
+            print(json.dumps(asdict(examine(seed, plant, request, counting))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Many generated models in a few child processes; what becomes of each comes back as one dictionary."""
+"""A sweep of many generated models in a few child processes. Each model gives a dictionary of results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 CHILD = Path(__file__).with_name("differential_run.py")
-TAIL = 3000  # characters of what a child said last
+TAIL = 3000  # characters that are kept from the end of a child's output
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Models that are tried each time, whatever else is drawn."""
+    """Models that run in every sweep, in addition to the randomly drawn models."""
 
     seeds: tuple[int, ...]
     most_blocks: int
@@ -26,21 +26,26 @@ class Named:
 
 NAMED = {
     "eager": Named((*range(49), 10_147), 3),
-    # Convolution and attention; dropout and a mixture of experts; views and checkpoints; buffers and in-place
-    # operators; tied weights and experts. Two blocks each: Inductor takes seconds per block.
+    # Together these models have (1) convolution and attention, (2) dropout and a mixture of experts, (3)
+    # views and checkpoints, (4) buffers and in-place operators, and (5) tied weights and experts. Each model
+    # has at most two blocks, because Inductor takes seconds per block.
     "inductor": Named((1060, 1020, 1043, 1031, 1083), 2),
 }
 
 
-def sweep(seeds: Iterable[int], jobs: int = 2, per_child: int = 50, **asked: Any) -> Iterator[dict[str, Any]]:
-    """One result per seed, as they come. A child that dies is a result too: the next goes on behind it."""
+def sweep(
+    seeds: Iterable[int], jobs: int = 2, per_child: int = 50, **request: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield one result per seed, in the order in which models end. A child that dies also gives a result, and
+    another child continues with the next seed.
+    """
     chunks: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
     seeds = list(seeds)
     for first in range(0, len(seeds), per_child):
         chunks.put(seeds[first : first + per_child])
     results: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     workers = [
-        threading.Thread(target=_work, args=(chunks, results, asked), daemon=True) for _ in range(jobs)
+        threading.Thread(target=_work, args=(chunks, results, request), daemon=True) for _ in range(jobs)
     ]
     for worker in workers:
         worker.start()
@@ -56,13 +61,13 @@ def sweep(seeds: Iterable[int], jobs: int = 2, per_child: int = 50, **asked: Any
 def _work(
     chunks: queue.SimpleQueue[list[int]],
     results: queue.SimpleQueue[dict[str, Any] | None],
-    asked: dict[str, Any],
+    request: dict[str, Any],
 ) -> None:
     try:
         while True:
             left = chunks.get_nowait()
             while left:
-                left = _child(left, results, asked)
+                left = _child(left, results, request)
     except queue.Empty:
         pass
     finally:
@@ -70,24 +75,24 @@ def _work(
 
 
 def _child(
-    seeds: list[int], results: queue.SimpleQueue[dict[str, Any] | None], asked: dict[str, Any]
+    seeds: list[int], results: queue.SimpleQueue[dict[str, Any] | None], request: dict[str, Any]
 ) -> list[int]:
-    """The seeds that are left when the child has ended."""
-    command = [sys.executable, "-X", "faulthandler", str(CHILD), json.dumps({**asked, "seeds": seeds})]
+    """Run a child. Return the seeds that the child has not examined."""
+    command = [sys.executable, "-X", "faulthandler", str(CHILD), json.dumps({**request, "seeds": seeds})]
     left = list(seeds)
-    said: list[str] = []
+    printed: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stderr is not None
-        listener = threading.Thread(target=said.extend, args=(child.stderr,), daemon=True)
+        listener = threading.Thread(target=printed.extend, args=(child.stderr,), daemon=True)
         listener.start()
         for line in child.stdout:
             result = json.loads(line)
             results.put(result)
-            if result["plant"] == asked.get("plants", [""])[-1]:
+            if result["plant"] == request.get("plants", [""])[-1]:
                 left.pop(0)
         listener.join()
     if child.returncode or left:
-        error = f"the process ended with {child.returncode}: {''.join(said)[-TAIL:]}"
+        error = f"the process ended with {child.returncode}: {''.join(printed)[-TAIL:]}"
         results.put(
             {
                 "seed": left[0] if left else -1,
@@ -102,7 +107,7 @@ def _child(
 
 
 def complaints(result: dict[str, Any]) -> list[str]:
-    """Everything about one model that must not be."""
+    """Return everything that is wrong with the results of one model."""
     name = f"seed {result['seed']} ({result['what']})"
     found = [f"{name}: {result['error']}"] if result["error"] else []
     for row in result["rows"]:
@@ -112,12 +117,12 @@ def complaints(result: dict[str, Any]) -> list[str]:
         if row["differences"]:
             found.append(f"{where}: other bits in {row['differences']}")
         if row["plan"] >= 0 and row["moved"] < row["share"]:
-            found.append(f"{where}: moved {row['moved']} of the gap bytes, {row['share']} were asked for")
+            found.append(f"{where}: moved {row['moved']} of the gap bytes, {row['share']} were requested")
     return found
 
 
 def totals(results: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """What was tried and what moved, summed."""
+    """Return the sums over all results: models, plans, faults and moves."""
     keys = ("planned", "skipped", "misses", "early", "fetches", "evictions", "drops")
     results = list(results)
     rows = [row for result in results for row in result["rows"]]

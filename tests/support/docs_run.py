@@ -1,12 +1,14 @@
-"""Runs the docs in small: reads a JSON object of two lists, `python` of [name, code] and `commands` of [name,
-command line]. Each code is executed in a namespace of its own, with what the docs say is the reader's. Then
-the commands run one after another, in the same folder, which was empty. Prints one JSON object: name -> what
-happened.
+"""A script that runs the code blocks of the docs at small size.
+
+The script reads a JSON object of two lists: `python` holds [name, code], and `commands` holds [name, command
+line]. The script executes each code block in its own namespace, with the names that the docs expect the
+reader to define. Then it runs the commands one after another. Blocks and commands run in one folder, which is
+nearly empty at the start. The script prints one JSON object that maps each name to its result.
 
     python docs_run.py < blocks.json
 
-Every size becomes one in which the model does not fit, so that things move; a model that is made up has two
-layers, and planners have a tenth of a second.
+The script replaces every memory size by a size that is too small for the model, so that tensors move.
+Synthetic models have two layers, and planners have a tenth of a second.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from teraio.cli import main as cli
 from teraio.passes.synth import models
 
 WIDTH, BLOCKS, STEPS = 256, 4, 3
-MEMORY, LESS = "7MiB", "6800KiB"  # 4 MiB of it in reserve; weights, gradients and states are 4 MiB
+MEMORY, LESS = "7MiB", "6800KiB"  # the reserve takes 4 MiB; weights, gradients and states take 4 MiB
 
 Output = namedtuple("Output", "loss")
 
@@ -95,34 +97,38 @@ def names_of_the_reader() -> dict[str, Any]:
 
 
 def run(code: str) -> dict[str, Any]:
-    """What it did, or `error`."""
+    """Run this code. Return the engine's counts, or `error` with the traceback."""
     names = names_of_the_reader()
     try:
         exec(compile(smaller(code), "docs", "exec"), names)
         if "compiled" in names and not teraio.stats().get("slots"):
-            names["train"](names["compiled"])  # what is only compiled is called, too
-        told: dict[str, Any] = dict(teraio.stats())
+            names["train"](names["compiled"])  # train as well if the code only compiles the model
+        results: dict[str, Any] = dict(teraio.stats())
         teraio.reset()
     except Exception:  # noqa: BLE001
-        told = {"error": traceback.format_exc()}
-        with contextlib.suppress(Exception):  # it says once more what went wrong
+        results = {"error": traceback.format_exc()}
+        with contextlib.suppress(Exception):  # reset raises the same error again
             teraio.reset()
     torch._dynamo.reset()
-    return told
+    return results
 
 
 def run_command(line: str) -> str:
-    """Nothing, or what went wrong."""
+    """Run a command line. Return an empty string if the command succeeds. Otherwise return its output and
+    error.
+    """
     words = shlex.split(re.sub(r"\b(20|24)GiB\b", MEMORY, line), comments=True)[1:]
     words += ["--seconds", "0.05"] * (words[0] == "doctor")
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             code = cli.main(words)
     except (Exception, SystemExit):  # noqa: BLE001
-        return f"{said.getvalue()}\n{traceback.format_exc()}"
-    # A machine may have warnings.
-    return "" if code == 0 or (words[0] == "doctor" and code == 1) else f"{said.getvalue()}\nexit code {code}"
+        return f"{printed.getvalue()}\n{traceback.format_exc()}"
+    # `doctor` exits with 1 if it has warnings for this machine.
+    return (
+        "" if code == 0 or (words[0] == "doctor" and code == 1) else f"{printed.getvalue()}\nexit code {code}"
+    )
 
 
 def main() -> None:
@@ -132,15 +138,15 @@ def main() -> None:
             f"{folder}/weights.safetensors",
         )
         os.chdir(folder)
-        asked = json.load(sys.stdin)
-        told = {name: run(code) for name, code in asked["python"]}
+        request = json.load(sys.stdin)
+        results = {name: run(code) for name, code in request["python"]}
         os.environ["TERAIO_PLAN_TIME"] = "100ms"
         for name, (model, parameters) in models.MODELS.items():
             models.MODELS[name] = replace(model, layers=2), parameters
-        told["commands"] = {name: run_command(line) for name, line in asked["commands"]}
-        told["files"] = {path.name: path.stat().st_size for path in Path(folder).iterdir()}
+        results["commands"] = {name: run_command(line) for name, line in request["commands"]}
+        results["files"] = {path.name: path.stat().st_size for path in Path(folder).iterdir()}
         os.chdir("/")
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

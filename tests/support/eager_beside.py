@@ -1,4 +1,6 @@
-"""A model of which programs run a part and eager code the rest; and what sends its weights away."""
+"""A model that runs partly in compiled programs and partly in eager code, and a function that evicts its
+weights.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ Use = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 def trained_beside() -> nn.Module:
-    """Its weights may leave, after two steps; the last layer is in no program."""
+    """Return a model whose weights are evictable, because it has trained for two steps. No compiled program
+    contains the model's last layer.
+    """
     model = three_layers()
     compiled = torch.compile(model[:2], backend="teraio", options={"inner": "eager", "memory": "64MiB"})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -42,13 +46,15 @@ def record(tensor: torch.Tensor) -> Record:
     return engine.ENGINE.known_tensors.records[id(tensor)]
 
 
-def send_away() -> int:
-    """Everything that may leave; how many those are. Whoever asked for an address has forgotten it."""
+def evict_all() -> int:
+    """Evict every evictable tensor, and return the number of evicted tensors. Before the eviction, forget
+    which addresses user code took, because such addresses block eviction.
+    """
     assert engine.ENGINE is not None
     user, residency = engine.ENGINE.user, engine.ENGINE.residency
     assert user.observer is not None
     user.observer.forget_taken_addresses()
-    residency.serial += 1
+    residency.advance_slot()
     before = residency.mover.counts.evictions
     residency.evict_until_fits(2**40, None, user.must_be_resident)
     return residency.mover.counts.evictions - before
@@ -59,7 +65,7 @@ def inputs() -> torch.Tensor:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The same weights, which no engine knows."""
+    """Return a model with the same weights. The engine has not seen the returned model."""
     copy = three_layers()
     copy.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     return copy
@@ -69,13 +75,15 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
 
 
-def gradients(use: Use, model: nn.Module, away: bool) -> list[torch.Tensor]:
-    """Of the input and of the weights that were used."""
+def gradients(use: Use, model: nn.Module, evicted: bool) -> list[torch.Tensor]:
+    """Return the gradients of the input and of the weights that `use` uses. If `evicted`, the weights are
+    evicted before the backward.
+    """
     x = inputs()
     made = use(model, x)
-    if away:
-        send_away()
-        assert record(layer(model, 0).weight).state is State.AWAY
+    if evicted:
+        evict_all()
+        assert record(layer(model, 0).weight).state is State.EVICTED
     made.square().sum().backward()
     found = [x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
     model.zero_grad()

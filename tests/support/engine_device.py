@@ -1,13 +1,14 @@
-"""The fake asynchronous device as the engine meets it: torch storages lie in its memory, and the store's
-copies run on its streams.
+"""The fake asynchronous device for the real engine. The device's memory holds torch storages, and the store
+copies on the device's streams.
 
     engine -> torch storage -> cells of 4 KiB in one arena
     kernels, copies         -> streams in virtual time
-    store   native             the real Store on MemoryIo; its CudaCopier asks a driver that this file answers
-            streams            tickets that are issued and then have an event, as GPUDirect may give
+    store   native             the real Store on MemoryIo; its CudaCopier calls a driver in this file
+            streams            tickets that are issued and then have an event, as with GPUDirect
 
-`native` copies when somebody drives the in-memory I/O, which the passing of time does at random; `streams`
-issues its copies by itself, at once or after a disk has answered. A seed decides every delay.
+With `native`, copies proceed only when the test drives the in-memory I/O. The test does so at random moments
+while virtual time passes. With `streams`, the store issues its copies itself, immediately or after a disk's
+delay. A seed decides every delay.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from teraio import _native
 from teraio.runtime.device.pending_transfer import Mark, Pending, Start
 from teraio.runtime.store.store import Store
 
-CELL = 4096  # bytes: the least that the engine makes a record of
-TORN = -2  # a cell whose words differ
-SLABS = 3  # of one cell: tensors of two and three cells go through them in pieces
+CELL = 4096  # bytes of a cell; the engine records no smaller storage
+TORN = -2  # the content of a cell whose words differ
+SLABS = 3  # number of one-cell slabs; a tensor of two or three cells is copied through them in pieces
 
 SOURCE = Path(__file__).with_name("asked_cuda.cpp")
 
@@ -42,7 +43,7 @@ def cell_bytes(value: int) -> bytes:
 
 
 class Arena:
-    """Cells that are real bytes at an address, each full of one number."""
+    """Cells of real bytes at an address, each filled with one number."""
 
     def __init__(self, cells: int) -> None:
         self.raw = bytearray(cells * CELL)
@@ -60,11 +61,11 @@ class Arena:
 
 
 class DiskWorld(World):
-    """While time passes the disk goes on, too."""
+    """A world whose disk proceeds at random while time passes."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.flying: list[Any] = []  # the store's tickets
+        self.flying: list[Any] = []  # tickets of the store that are in flight
         self.disk = Random(seed)
 
     def pass_time(self) -> None:
@@ -76,7 +77,7 @@ class DiskWorld(World):
 
 
 class Address:
-    """A storage as a store sees it."""
+    """The address of a storage, in the form that the store's methods expect."""
 
     def __init__(self, pointer: int) -> None:
         self.pointer = pointer
@@ -86,7 +87,7 @@ class Address:
 
 
 class EngineDevice(FakeDevice):
-    """A device for the real engine. The streams' events are numbers, as native code knows them."""
+    """A fake device for the real engine. As in native code, its streams' events have numbers."""
 
     world: DiskWorld
 
@@ -95,10 +96,11 @@ class EngineDevice(FakeDevice):
         self.arena = Arena(cells)
         self.cells: Any = self.arena
         self.size = cells
-        self.known: dict[int, tuple[Storage, Any]] = {}  # torch storage -> (cells, weak reference)
+        # torch storage -> (the fake's storage, weak reference)
+        self.known: dict[int, tuple[Storage, Any]] = {}
         self.events: dict[int, Event] = {}
         self.streams: dict[int, Stream] = {}
-        self.fetch_begun: Callable[[], None] = lambda: None  # its memory is taken
+        self.fetch_begun: Callable[[], None] = lambda: None  # called after a fetch has allocated its memory
 
     # ---- torch's storages
 
@@ -106,7 +108,7 @@ class EngineDevice(FakeDevice):
         return self.known[storage._cdata][0]
 
     def empty(self, name: str, cells: int, parameter: bool = False) -> torch.Tensor:
-        """A new tensor, as an allocation of a program or of user code."""
+        """Return a new tensor, allocated as a program or user code would do."""
         self.sweep()
         tensor = torch.empty(cells * CELL, dtype=torch.uint8)
         storage = tensor.untyped_storage()
@@ -116,7 +118,7 @@ class EngineDevice(FakeDevice):
         return torch.nn.Parameter(tensor, requires_grad=False) if parameter else tensor
 
     def sweep(self) -> None:
-        """Memory goes back when the last tensor of its storage has gone."""
+        """Free the memory of storages that no tensor uses any more."""
         for key, (fake, weak) in list(self.known.items()):
             if torch.UntypedStorage._expired(weak):
                 torch.UntypedStorage._free_weak_ref(weak)
@@ -139,7 +141,7 @@ class EngineDevice(FakeDevice):
         cell = (address - self.arena.address) // CELL
         return next(fake for fake, _ in self.known.values() if fake.at == cell)
 
-    # ---- what the store is given
+    # ---- arguments that the store receives
 
     def begin_copy_out(self, storage: Any, start: Start) -> Pending:
         return super().begin_copy_out(storage, self._with_address(start))
@@ -167,10 +169,10 @@ class EngineDevice(FakeDevice):
         self.events[len(self.events) + 1] = event
         return len(self.events)
 
-    # ---- the driver that the copier asks
+    # ---- answers to calls of the copier's driver
 
     def answer(self, what: int, a: int, b: int, c: int, d: int) -> int:
-        """In the order of asked_cuda.cpp's enum."""
+        """Answer a call of the driver. `what` is the call's number in asked_cuda.cpp's enum."""
         try:
             match what:
                 case 0:
@@ -181,7 +183,8 @@ class EngineDevice(FakeDevice):
                 case 2:
                     return self.number_of(Event())
                 case 3:
-                    again = self.events[a] = Event()  # recorded once more: a new point
+                    # Each recording of an event makes a new point in the stream.
+                    again = self.events[a] = Event()
                     self.streams[b].record(again)
                 case 4:
                     event = self.events[a]
@@ -189,12 +192,12 @@ class EngineDevice(FakeDevice):
                 case _:
                     target, source, stream = a, b, self.streams[d]
                     (self._to_slab if what == 5 else self._from_slab)(stream, target, source, c)
-        except BaseException as error:  # noqa: BLE001  nothing passes through C++
+        except BaseException as error:  # noqa: BLE001  no exception may pass through C++
             self.world.faults.append(f"the driver: {error!r}")
         return 0
 
     def _to_slab(self, stream: Stream, slab: int, source: int, size: int) -> None:
-        """What changes under the copy is no good."""
+        """Copy to a slab. If the source changes during the copy, the slab receives POISON."""
         seen: list[bytes] = []
 
         def end() -> None:
@@ -222,8 +225,10 @@ class HostPlace(Place):
 
 
 class FakeHost:
-    """Host memory of so many cells. A place that is given back is the next tensor's, with whatever copies
-    still read and write there."""
+    """Host memory with a limited number of cells.
+
+    A released place is given to the next tensor immediately. Old copies may still read and write the place.
+    """
 
     def __init__(self, device: EngineDevice, cells: int) -> None:
         self.device = device
@@ -256,14 +261,16 @@ class FakeHost:
 
 
 class StreamStore:
-    """A store whose tickets are issued and then have an event: the device waits for it, not the host."""
+    """A store whose tickets are first issued and then have an event. The device waits for the event, and the
+    host does not wait.
+    """
 
     def __init__(self, device: EngineDevice) -> None:
         self.device = device
         self.slab_bytes_total = self.total_written_bytes = self.total_read_bytes = 0
 
     def enable_transfer_times(self) -> None:
-        """Its tickets have no times."""
+        """Do nothing, because these tickets have no times."""
 
     def reserve(self, size_bytes: int, name: str) -> Place:
         return Place()
@@ -286,7 +293,9 @@ class StreamStore:
 
 @cache
 def driver() -> tuple[str, ctypes.CDLL]:
-    """The asking driver, compiled once per process."""
+    """Return the path and the library of the driver in asked_cuda.cpp. The driver is compiled only one time
+    per process.
+    """
     target = folder_for_now("test-driver") / "libcuda_asked.so"
     subprocess.run(["g++", "-std=c++20", "-O1", "-shared", "-fPIC", SOURCE, "-o", target], check=True)
     return str(target), ctypes.CDLL(str(target))
@@ -296,7 +305,9 @@ QUESTION = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int, *[ctypes.c_uint64] * 
 
 
 def native_store(device: EngineDevice, seed: int, folder: Path) -> Store:
-    """The real store over the deterministic engine, its copies on the device's streams."""
+    """Return the real store over the deterministic transfer engine. The store copies on the device's
+    streams.
+    """
     path, library = driver()
     device.question = QUESTION(device.answer)  # type: ignore[attr-defined]  # C++ keeps only the address
     library.asked_by(device.question)  # type: ignore[attr-defined]

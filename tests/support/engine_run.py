@@ -1,11 +1,12 @@
 """Random training steps under the real engine on the fake asynchronous device.
 
-    random blocks -> the real slot layout -> executed event by event; every kernel runs on the fake's compute
-    stream and there reads what it should: what it would read if everything ran at once in program order
+    random blocks -> the real slot layout -> executed event by event
 
-A step is some micro-batches of forwards and backwards over the blocks (some of which share one program, as
-with per-block compile), then an optimizer. Between steps a random plan may be installed: valid moves in gaps
-of tensors, moves that make no sense, or one of the real planner's.
+Every kernel runs on the fake device's compute stream. The kernel must read the same content as in a run that
+has no delays and keeps program order. A step consists of some micro-batches of forwards and backwards over
+the blocks, then an optimizer step. Some blocks share one program, as with per-block compile. Between steps,
+the run may install a random plan. The plan is one of three kinds: (1) valid moves in gaps of tensors, (2)
+senseless moves, or (3) a plan of the real planner.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LINKS = tuple(Link(*ends, 10**9) for tier in ("ssd", "host") for ends in (("devi
 
 @dataclass
 class Value:
-    """A tensor and what it holds in program order."""
+    """A tensor and the content that it has in program order."""
 
     tensor: torch.Tensor
     holds: list[int]
@@ -51,7 +52,7 @@ class Value:
 
 
 class Compiled:
-    """A random program with its slots: what a compiler would have made."""
+    """A random program with slots in the places where a compiler would put them."""
 
     def __init__(self, signature: Signature, events: Sequence[Event], sizes: dict[str, int]) -> None:
         self.signature = signature
@@ -66,8 +67,9 @@ class Compiled:
 
 
 def with_forgets(events: Sequence[tuple[str, Any]], outputs: Sequence[str], given: set[str]) -> list[Event]:
-    """Numbers the events, and lets every name that is not an output, and not kept by the caller, go after
-    its last use."""
+    """Number the events, and add a Forget after the last use of each name. `outputs` and the caller's names
+    get no Forget.
+    """
     last: dict[str, int] = {}
     for position, (kind, event) in enumerate(events):
         names = {event[0]} if kind == "make" else {*event[1], *event[2]}
@@ -86,7 +88,7 @@ def with_forgets(events: Sequence[tuple[str, Any]], outputs: Sequence[str], give
 
 
 class Block:
-    """Weights' sizes, and a forward and a backward program over them."""
+    """The sizes of a block's weights, and a forward and a backward program that use them."""
 
     def __init__(self, random: Random) -> None:
         self.weights = [random.randint(1, 3) for _ in range(random.randint(1, 3))]
@@ -155,11 +157,11 @@ class Block:
 
 
 class Broken(Exception):
-    """A kernel that ends with an error."""
+    """An error in a kernel."""
 
 
 class Run:
-    """One seed: a model, a budget, a store, a schedule of delays, and some steps."""
+    """The run of one seed: a model, a budget, a store, a schedule of delays, and some steps."""
 
     def __init__(
         self, seed: int, folder: Path, kind: type[EngineDevice] = EngineDevice, more: int = 0
@@ -182,11 +184,11 @@ class Run:
         self.number = 0
         self.steps = 0
         self.over: list[str] = []
-        self.place = ""  # the slot that is visited
+        self.place = ""  # name of the running slot, or ""
         self.device.fetch_begun = self._fetch_begun
         self.about = Strategy(0)
         self.states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        self.moments: dict[int, Value] = {}  # the same by the weight's id, with what they hold
+        self.moments: dict[int, Value] = {}  # the optimizer states by the weight's id
         self.plans = random.choice(("none", "gaps", "gaps", "hostile", "greedy"))
         self.part = random.choice((0.3, 0.6, 1.0))
         self.weights = [
@@ -197,7 +199,7 @@ class Run:
     # ---- kernels
 
     def _made(self, name: str, cells: int, parameter: bool = False) -> Value:
-        """User code makes a tensor and fills it."""
+        """Make a tensor in user code and fill it."""
         value = Value(self.device.empty(name, cells, parameter), [0] * cells)
         self._launch([], value)
         return value
@@ -211,7 +213,9 @@ class Run:
         target.holds = result
 
     def _execute(self, compiled: Compiled, arguments: dict[str, Value], breaks: bool = False) -> list[Value]:
-        """Runs a program as generated code would; `arguments` is the caller's only hold on them."""
+        """Run a program as generated code does. The caller must have no references to the tensors except
+        `arguments`.
+        """
         env = dict(arguments)
         arguments.clear()
         stop = self.random.randrange(len(compiled.events)) if breaks else -1
@@ -241,14 +245,17 @@ class Run:
                 self._look(kernel)
 
     def _look(self, place: str) -> None:
-        """Whether the budget is kept to here. The first step meets weights it does not know."""
+        """Check the budget. The first step is exempt, because the engine does not know the weights yet."""
         used = self.device.used_bytes()
         if used > self.budget * CELL and self.steps:
             self.over.append(f"{used // CELL} cells at {place}, memory is {self.budget}")
 
     def _fetch_begun(self) -> None:
-        """A fetch takes its memory when it begins: not only when a kernel runs is the budget to be kept to.
-        User code gets what it touches."""
+        """Check the budget when a slot's fetch allocates its memory. Other checks run only when a kernel
+        runs.
+
+        Fetches for user code may exceed the budget.
+        """
         if self.place:
             self._look(self.place)
 
@@ -263,7 +270,7 @@ class Run:
         self.steps += 1
 
     def _optimizer(self, grads: list[list[list[Value]]]) -> None:
-        """Bucket after bucket. It makes a state per weight in the first step."""
+        """Step the optimizer bucket by bucket. The first step makes one state per weight."""
         values = {id(value.tensor): value for block in self.weights for value in block}
         found: dict[int, list[Value]] = {}
         for batch in grads:
@@ -273,7 +280,7 @@ class Run:
         parameters = [value.tensor for value in values.values()]
         optimizer: Any = SimpleNamespace(param_groups=[{"params": parameters}], state=self.states)
         call = OptimizerCall(self.engine, optimizer, self.about, closure=False)
-        call.closure = True  # gradients are not the parameters' own here
+        call.closure = True  # set, because gradients here are not the parameters' `.grad`
         for bucket in call.iterate_buckets():
             for parameter in bucket.parameters:
                 weight = values[id(parameter)]
@@ -304,7 +311,7 @@ class Run:
         return grads
 
     def _broken_batch(self) -> None:
-        """A forward that a kernel's error ends; user code goes on."""
+        """Run a forward that an error of a kernel ends, and abandon the call."""
         block, weights = self.blocks[0], self.weights[0]
         arguments = {"x": self._made("x", 1), **{f"w{n}": weight for n, weight in enumerate(weights)}}
         try:
@@ -313,7 +320,7 @@ class Run:
             self.engine.abandon_call()
 
     def go(self) -> list[str]:
-        """Everything; what went wrong."""
+        """Run all steps, and return the faults that were found."""
         for _ in range(STEPS):
             if self.random.random() < 0.1:
                 self._broken_batch()
@@ -333,18 +340,21 @@ class Run:
             "greedy": self._planned,
         }
         if self.plans in made:
-            with contextlib.suppress(PlanError):  # the planner sees no way in this budget: on demand
+            # Without a plan for this budget, the engine fetches on demand.
+            with contextlib.suppress(PlanError):
                 self.engine.follow_plan(made[self.plans](lifetimes.profile_of_steps([step], "fake")))
 
     def _tier(self) -> str:
-        """Also where there is no host memory, or not enough: a plan is a hint."""
+        """Return a random tier, which may be missing or full. A plan is only a hint."""
         return self.random.choice(("ssd", "ssd", "host"))
 
     def _plan(self, moves: Sequence[Move]) -> Plan:
         return Plan("", self.plans, self.budget * CELL, (), tuple(moves))
 
     def _moves_in_gaps(self, profile: Profile) -> Plan:
-        """Out and in again between uses of a tensor, anywhere there is time."""
+        """Plan an eviction and a fetch between two uses of a tensor, if at least two kernels run between
+        these uses.
+        """
         random, ticks = self.random, len(profile.kernels)
         moves: list[Move] = []
         for tensor in profile.tensors:
@@ -376,7 +386,9 @@ class Run:
 
 
 def run(seed: int, folder: Path, kind: type[EngineDevice] = EngineDevice) -> tuple[list[str], Run]:
-    """The seed's run in the smallest budget, from the random one upwards, that is not refused."""
+    """Run the seed, and increase the random budget until the engine accepts it. Return the faults and the
+    run.
+    """
     more = 0
     while True:
         one = Run(seed, folder, kind, more)

@@ -1,4 +1,4 @@
-"""Random steps that are small enough to try all their plans, for planners that claim to be exact."""
+"""Random steps for which all plans can be tried, to test planners that claim to be exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from teraio.formats.machine import Machine
 from teraio.passes.planner.problem.problem import Problem, build_problem
 
 ROOM = 10**6
-MOST_GAPS = 6  # up to which the exact planner claims to be exact
+MOST_GAPS = 6  # the exact planner claims to be exact up to this number of used gaps
 MACHINES = (
     toys.machine(device=ROOM, ssd=ROOM),
     toys.machine(device=ROOM, ssd=ROOM, latency_ns=700),
@@ -22,11 +22,13 @@ MACHINES = (
 
 
 def cases(seeds: Iterable[int], most_ways: int) -> Iterator[tuple[int, Problem, Machine, int]]:
-    """(seed, problem, machine, budget): the smallest budget, and one halfway to where everything fits."""
+    """Yield (seed, problem, machine, budget). Each problem has two budgets: (1) the smallest one, and (2) the
+    budget halfway between the smallest one and the one in which all tensors fit.
+    """
     for seed in seeds:
         machine = MACHINES[seed % len(MACHINES)]
         profile = toys.random_profile(seed, 7, 5)
-        if seed % 3 == 1:  # without kernels to hide behind, every transfer shows
+        if seed % 3 == 1:  # kernels take no time, so they hide no transfer
             kernels = tuple(replace(kernel, duration_ns=0) for kernel in profile.kernels)
             profile = replace(profile, kernels=kernels)
         problem = build_problem(profile, machine)

@@ -1,9 +1,11 @@
-"""Runs examples one after the other, each as `python examples/NAME ARGUMENTS` does, in one process: most of
-what a short one takes is the import of torch.
+"""A script that runs examples one after another in one process, each as `python examples/NAME ARGUMENTS`
+would.
+
+All examples share one import of torch, because this import takes most of the time of a short example.
 
     python examples_child.py RUNS.json    a list of {"script", "arguments", "missing"}; prints a list of texts
 
-`missing` are packages that cannot be imported in that run.
+`missing` names packages that the run cannot import.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import teraio
 
 
 def text_of(run: dict[str, Any]) -> str:
-    """What it prints, its log, and how it ended if not well."""
+    """Run an example. Return its output, its log, and the error if the example failed."""
     text, log = StringIO(), logging.getLogger("teraio")
     lines = logging.StreamHandler(text)
     log.addHandler(lines)
@@ -35,7 +37,7 @@ def text_of(run: dict[str, Any]) -> str:
         with mock.patch.object(sys, "argv", [run["script"], *run["arguments"]]):
             try:
                 runpy.run_path(run["script"], run_name="__main__")
-            except (Exception, SystemExit):  # noqa: BLE001  the others run all the same
+            except (Exception, SystemExit):  # noqa: BLE001  the other examples must still run
                 traceback.print_exc()
     for name in run["missing"]:
         del sys.modules[name]

@@ -1,4 +1,6 @@
-"""As much of `torch.cuda` as the CUDA device uses, over the fake driver of native/, which is late."""
+"""The parts of `torch.cuda` that the CUDA device uses, over the fake driver of native/, whose streams run
+late.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ import pytest
 from teraio import _native
 from teraio.runtime.device import cuda, cuda_memory, pinned_host
 
-SIZE = 64 * 1024  # bytes of every storage
+SIZE = 64 * 1024  # the size of every storage in bytes
 
 
 def _classes(driver: Any) -> tuple[Any, Any, Any]:
-    """Return classes of events, streams and foreign streams, over this driver."""
+    """Return the classes Event, Stream and ExternalStream over this driver."""
 
     class FakeEvent:
         def __init__(self, enable_timing: bool = False) -> None:
@@ -77,16 +79,16 @@ def _classes(driver: Any) -> tuple[Any, Any, Any]:
 
 
 class FakeCuda:
-    """`torch.cuda`. Kernels read and write bytes."""
+    """A fake of `torch.cuda`. Its kernels read and write real bytes."""
 
     def __init__(self, library: str) -> None:
         self.driver = ctypes.CDLL(library)
         self.driver.fake_alloc.restype = ctypes.c_uint64
         self.Event, self.Stream, self.ExternalStream = _classes(self.driver)
-        self.asked_for: dict[str, str] = {}  # of the allocator, by a user
+        self.asked_for: dict[str, str] = {}  # the user's settings of the allocator
         self.fraction = 1.0
         self.memory = SimpleNamespace(_snapshot=lambda: {"allocator_settings": self.asked_for})
-        self.recorded: list[tuple[FakeStorage, Any]] = []  # storages, and streams that they were used on
+        self.recorded: list[tuple[FakeStorage, Any]] = []  # (storage, stream) of each record_stream call
         self.compute: Any = self.Stream()
         self.free, self.total, self.reserved, self.used, self.most = 30, 100, 50, 0, 0
         self.settings: list[str] = []
@@ -114,7 +116,9 @@ class FakeCuda:
         return self.fraction
 
     def empty(self, *about: Any, **more: Any) -> Any:
-        """Return a tensor without bytes: it gets those of a storage, and may be recorded on a stream."""
+        """Return a tensor without bytes. `set_` gives it a storage, and record_stream records the storage's
+        use on a stream.
+        """
 
         def take(storage: FakeStorage) -> Any:
             return SimpleNamespace(record_stream=lambda stream: self.recorded.append((storage, stream)))
@@ -131,10 +135,12 @@ class FakeCuda:
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         self.most = 0
 
-    # ---- what a program does
+    # ---- kernels of a program
 
     def write(self, storage: FakeStorage, data: bytes) -> Any:
-        """A kernel that writes. Returns what must live until it has run."""
+        """Launch a kernel that writes `data`. Return an object that must be kept alive until the kernel has
+        run.
+        """
         held = ctypes.create_string_buffer(data, len(data))
         self.write_at(storage.data_ptr(), held)
         return held
@@ -145,10 +151,10 @@ class FakeCuda:
         )
 
     def read(self, storage: FakeStorage) -> Any:
-        """A kernel that reads: the buffer that it fills when it runs."""
+        """Launch a kernel that reads the storage. Return the buffer that the kernel fills when it runs."""
         seen = ctypes.create_string_buffer(SIZE)
-        there = ctypes.c_uint64(storage.data_ptr())
-        self.driver.fake_kernel_read(self.compute.handle, seen, there, ctypes.c_size_t(SIZE))
+        address = ctypes.c_uint64(storage.data_ptr())
+        self.driver.fake_kernel_read(self.compute.handle, seen, address, ctypes.c_size_t(SIZE))
         return seen
 
 
@@ -156,7 +162,7 @@ POISON = ctypes.create_string_buffer(b"\xdd" * SIZE, SIZE)
 
 
 class FakeStorage:
-    """Freed memory goes at once to whatever the compute stream runs next: a kernel that poisons it."""
+    """A storage whose freed memory is poisoned by a kernel on the compute stream, and reused immediately."""
 
     pool: list[int]
     device = ("cuda", 0)
@@ -182,13 +188,13 @@ class FakeStorage:
         return SIZE if self.address else 0
 
     def data_ptr(self) -> int:
-        assert self.address, "a storage is used while it is away"
+        assert self.address, "an evicted storage is used"
         return self.address
 
 
 @contextmanager
 def installed(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """Put a fake in place of torch and of the driver, for the CUDA device."""
+    """Replace torch by a fake, and the driver by a fake driver, in all modules of the CUDA device."""
     made = FakeCuda(library)
     made.driver.fake_set(random.randrange(1000), 300)
     inside = SimpleNamespace(_accelerator_setAllocatorSettings=made.settings.append)
@@ -200,6 +206,7 @@ def installed(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCud
         monkeypatch.delenv(name, raising=False)
     native = SimpleNamespace(Slabs=_native.Slabs, CudaCopier=lambda: _native.CudaCopier(library))
     monkeypatch.setattr(cuda, "_native", native)
-    monkeypatch.setattr(cuda, "observer_of_process", lambda: None)  # these are no storages of torch's
+    # The real observer sees only torch's storages, and the storages here are fake.
+    monkeypatch.setattr(cuda, "observer_of_process", lambda: None)
     yield made
     made.synchronize()

@@ -1,12 +1,12 @@
-"""A device that runs later than the host says so, without a GPU: streams, events and memory in virtual time.
+"""A fake device that runs behind the host, without a GPU: streams, events and memory in virtual time.
 
-    host      launches, marks and waits in program order; time passes while it does
-    streams   queues of work; each piece takes a seeded time, some streams of a schedule are 100 times slower
-    memory    cells that hold numbers; while a cell is being written or was freed it holds POISON
+    host      launches, marks and waits in program order; time passes meanwhile
+    streams   queues of work; a seed decides durations, and some streams are 100 times slower
+    memory    cells of numbers; a cell holds POISON while it is being written and after it was freed
 
-Nothing here is an estimate of a GPU's speed. A schedule is an order of events that CUDA allows: an order that
-a missing wait makes possible turns up in some of a few hundred seeds, as a kernel that reads something else
-than it would read if everything ran at once in program order.
+The fake device does not estimate a GPU's speed. A schedule is an order of events that CUDA allows. If a wait
+is missing, CUDA also allows wrong orders, and some of a few hundred seeds draw a wrong order. In a wrong
+order, a kernel reads a different number than in program order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POISON = -1
 
 
 class Event:
-    """As CUDA's: to wait for one that was not recorded yet is a no-op."""
+    """An event like CUDA's. Waiting for an event that was never recorded returns immediately."""
 
     def __init__(self) -> None:
         self.recorded = False
@@ -35,7 +35,7 @@ class Event:
 
 @dataclass(slots=True)
 class Work:
-    """What a stream does: `begin` when it starts, `end` when its time is over."""
+    """A piece of a stream's work. `begin` runs when the work starts, and `end` when the work ends."""
 
     begin: Callable[[], None]
     end: Callable[[], None]
@@ -53,7 +53,9 @@ class Record:
 
 
 class World:
-    """Virtual time and everything that happens in it. Deterministic: one seed, one schedule."""
+    """Virtual time, and the actions that are due at later times. The world is deterministic: a seed gives
+    exactly one schedule.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -67,7 +69,7 @@ class World:
         heapq.heappush(self._due, (self.now + delay, self._count, then))
 
     def pass_time(self) -> None:
-        """What the host does takes time, now and then much."""
+        """Let the host take some time, occasionally a long time."""
         self._advance(self.now + self.random.choice((0, 0, 1, 3, 10, 100)))
 
     def _advance(self, until: int) -> None:
@@ -80,9 +82,9 @@ class World:
         then()
 
     def run_until(self, reached: Callable[[], bool]) -> None:
-        """The host blocks."""
+        """Block the host until `reached` returns True."""
         while not reached():
-            assert self._due, "deadlock: the host waits for what will never happen"
+            assert self._due, "deadlock: the host waits for an event that never happens"
             self._step()
 
     def run_out(self) -> None:
@@ -144,7 +146,7 @@ class Stream:
 
 @dataclass(slots=True)
 class Storage:
-    """A tensor's cells; where they lie, or None while it is away."""
+    """A tensor's cells, which begin at cell `at`. `at` is None while the tensor is evicted."""
 
     name: str
     size: int
@@ -153,13 +155,15 @@ class Storage:
 
 @dataclass(slots=True)
 class Place:
-    """Host memory or disk: what was copied there."""
+    """A place for a copy in host memory or on disk."""
 
     cells: list[int] = field(default_factory=list)
 
 
 class FakeTicket:
-    """Some other thread issues it. `wait` returns when the bytes have arrived: there is no event."""
+    """A ticket of a copy that another thread issues. The ticket has no event, so `wait` returns when the
+    bytes have arrived.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -173,7 +177,9 @@ class FakeTicket:
 
 
 class FakeStreamTicket(FakeTicket):
-    """`wait` returns when the transfer is issued; the compute stream must wait for its event."""
+    """A ticket whose `wait` returns as soon as the transfer is issued. The compute stream must then wait for
+    the ticket's event.
+    """
 
     def __init__(self, world: World, event: Event) -> None:
         super().__init__(world)
@@ -181,7 +187,9 @@ class FakeStreamTicket(FakeTicket):
 
 
 class FakeDevice(OrderedDevice):
-    """Device memory of `cells` cells; what is freed last is given out first, and at once."""
+    """A device with `cells` cells of memory. The device immediately reuses freed cells, the last freed cells
+    first.
+    """
 
     kind = "fake"
     copier = None
@@ -205,7 +213,8 @@ class FakeDevice(OrderedDevice):
             where = range(storage.at, storage.at + storage.size)
             storage.at = None
             self._free.append((where.start, storage.size))
-            # From here on whatever the compute stream is given may lie there: something does at once.
+            # The next work on the compute stream may reuse this memory. The fake device reuses it
+            # immediately, by poisoning it.
             self.compute.give(lambda: None, lambda: self._poison(where))
 
     def mark_compute_stream(self) -> Mark:
@@ -225,37 +234,41 @@ class FakeDevice(OrderedDevice):
 
     def _take(self, size: int) -> int:
         assert self.room(size), f"{size} cells do not fit"
-        index = max(index for index, (_, there) in enumerate(self._free) if there >= size)
-        start, there = self._free.pop(index)
-        if there > size:
-            self._free.insert(0, (start + size, there - size))
+        index = max(index for index, (_, length) in enumerate(self._free) if length >= size)
+        start, length = self._free.pop(index)
+        if length > size:
+            self._free.insert(0, (start + size, length - size))
         return start
 
     def room(self, size: int) -> bool:
-        """Whether so many cells lie side by side; neighbours are merged only when nothing else is left."""
-        if not any(there >= size for _, there in self._free):
+        """Return True if this many adjacent cells are free. Merge free neighbours only if no free range is
+        large enough.
+        """
+        if not any(length >= size for _, length in self._free):
             merged: list[tuple[int, int]] = []
-            for start, there in sorted(self._free):
+            for start, length in sorted(self._free):
                 if merged and sum(merged[-1]) == start:
                     before, size_before = merged.pop()
-                    merged.append((before, size_before + there))
+                    merged.append((before, size_before + length))
                 else:
-                    merged.append((start, there))
+                    merged.append((start, length))
             self._free = merged
-        return any(there >= size for _, there in self._free)
+        return any(length >= size for _, length in self._free)
 
     def _poison(self, where: range) -> None:
         for cell in where:
             self.cells[cell] = POISON
 
     def _range(self, storage: Storage) -> range:
-        assert storage.at is not None, f"{storage.name} is used while it is away"
+        assert storage.at is not None, f"{storage.name} is used while it is evicted"
         return range(storage.at, storage.at + storage.size)
 
     # ---- work
 
     def launch(self, reads: Sequence[tuple[Storage, list[int]]], target: Storage, result: list[int]) -> None:
-        """A kernel: reads storages, which must then hold what is given with them, and writes a result."""
+        """Launch a kernel that reads storages and writes `result` to `target`. The kernel compares the
+        content of each read storage with the expected content.
+        """
         sources = [(storage.name, self._range(storage), wanted) for storage, wanted in reads]
         where = self._range(target)
 
@@ -309,7 +322,9 @@ class FakeDevice(OrderedDevice):
         return start
 
     def _by_thread(self, mark: Mark, begin: Callable[[], None], end: Callable[[], None]) -> FakeTicket:
-        """Somebody else gives a side stream the copy: at once, soon, or after a disk has answered."""
+        """Issue the copy on a side stream as another thread would: immediately, soon, or after a disk's
+        delay.
+        """
         random = self.world.random
         stream, event = random.choice(self.side), Event()
         blocking = random.random() < 0.3

@@ -1,12 +1,16 @@
-"""A whole training in which one operation of the drive goes wrong: the first, the second, the third, ...
+"""Runs of a whole training. In each run another operation of the drive fails: the first, the second, the
+third, ...
 
     fault_loop.py '[["flip", "read", "once", 1, 1, 200], ...]' [checksum=off]
 
-A chain of layers with AdamW trains four steps under a budget: states are made, steps measured, planned,
-followed. Of each row (kind, operation, once or sticky, first, stride, count) the n-th operation fails in the
-given way, for n = first, first + stride, ... until no operation is left to fail, at most `count` times. Each
-run must end with the numbers of the run without faults, or with an error of ours; and after an error the same
-process trains on, with those numbers. Prints a JSON line per run; a run that hangs ends the process.
+A chain of layers trains four steps with AdamW under a budget. During these four steps, the optimizer makes
+its states. The engine measures one step, makes a plan, and follows the plan. A row is (kind, operation, once
+or sticky, first, stride, count). For each row, the n-th operation fails with this kind of fault. n is first,
+first + stride, and so on, until no operation is left to fail. A row gives at most `count` runs.
+
+Each run must end with the numbers of the run without faults, or with an error of teraio. After an error,
+another run in the same process must give these numbers. The script prints a JSON line per run. A run that
+hangs ends the process.
 """
 
 from __future__ import annotations
@@ -32,16 +36,16 @@ from teraio.runtime.store.store import Store
 from teraio.session import session
 
 WIDTH, LAYERS, ROWS, STEPS = 96, 6, 64, 4
-# Reserve and slabs take 4 MiB of it. Weights, gradients and states are 0.9 MiB.
+# The reserve and the slabs take 4 MiB of the budget. Weights, gradients and states take 0.9 MiB.
 OPTIONS = {"inner": "eager", "memory": 4 * 2**20 + 320 * 2**10, "warmup": 1, "planner": "greedy"}
-DEADLINE_S = 0.5  # for one operation of a drive that loses one; a busy drive may take that long, too
+DEADLINE_S = 0.5  # deadline of one operation in seconds; a busy drive may need this long
 LOST = {"drop", "stall"}
 HANGS_S = 300
 KINDS = ("EIO", "ENOSPC", "short", "drop", "stall", "flip", "stale", "neighbour", "delay")
 
 
 class Loop:
-    """Compiled once; every run has an engine and a store of its own."""
+    """A model that is compiled only one time. Every run has its own engine and store."""
 
     def __init__(self, **options: Any) -> None:
         self.options = {**OPTIONS, **options}
@@ -54,12 +58,12 @@ class Loop:
             plain = torch.compile(self.model, backend="teraio", options={"inner": "eager"}, dynamic=False)
             self.expected = self.train(plain)
         self.clean = self.run()
-        assert self.clean == "same", "without faults it must be right"
+        assert self.clean == "same", "the run without faults is wrong"
         self.operations = self.count()
 
     def train(self, compiled: Any) -> list[Any]:
         self.model.load_state_dict(self.start)
-        self.model.zero_grad()  # of a step that was not finished
+        self.model.zero_grad()  # drops the gradients of a step that a fault ended
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         generator = torch.Generator().manual_seed(1)
         losses = []
@@ -72,13 +76,13 @@ class Loop:
         return [losses, [p.detach().clone() for p in self.model.parameters()]]
 
     def run(self, **fault: Any) -> str:
-        """How a training ends: `same`, `other numbers`, or the name of the error."""
+        """Train, and return the outcome: `same`, `other numbers`, or the name of the error."""
         with self.faulty(**fault):
             try:
                 result = self.train(self.compiled)
             except RuntimeError as error:
                 if not isinstance(error, TeraioError) and not str(error).startswith("teraio: "):
-                    raise  # out of an operator ours is torch's, with our text
+                    raise  # inside an operator, torch wraps an error of teraio in an error with the same text
                 return type(error).__name__
         same = result[0] == self.expected[0] and all(map(torch.equal, result[1], self.expected[1]))
         return "same" if same else "other numbers"
@@ -105,7 +109,7 @@ class Loop:
         try:
             yield
         finally:
-            with contextlib.suppress(TeraioError):  # what was lost is said again
+            with contextlib.suppress(TeraioError):  # reset may report again that bytes were lost
                 teraio.reset()
 
     def outcome(self, fault: dict[str, Any]) -> dict[str, Any]:
@@ -113,10 +117,10 @@ class Loop:
         began = time.monotonic()
         ended = self.run(**fault)
         assert self.fault is not None
-        told = {**fault, "outcome": ended, "hits": self.fault.hits}
-        told["after"] = self.run() if ended != "same" else "same"
+        result = {**fault, "outcome": ended, "hits": self.fault.hits}
+        result["after"] = self.run() if ended != "same" else "same"
         faulthandler.cancel_dump_traceback_later()
-        return {**told, "s": round(time.monotonic() - began, 3)}
+        return {**result, "s": round(time.monotonic() - began, 3)}
 
 
 def main() -> None:
@@ -128,9 +132,9 @@ def main() -> None:
     for kind, op, how, first, stride, count in json.loads(sys.argv[1]):
         for n in range(first, first + stride * count, stride):
             fault = {"kind": kind, "op": op, "nth": n, "sticky": how == "sticky"}
-            told = loop.outcome({**fault, "delay_s": 0.02} if kind == "delay" else fault)
-            print(json.dumps(told), flush=True)
-            if not told["hits"]:
+            result = loop.outcome({**fault, "delay_s": 0.02} if kind == "delay" else fault)
+            print(json.dumps(result), flush=True)
+            if not result["hits"]:
                 break
 
 

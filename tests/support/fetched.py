@@ -1,4 +1,4 @@
-"""Counts of what operators out of programs have waited for: mostly the engine has what comes there."""
+"""Counts of tensors that were fetched for operators outside of compiled programs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ FETCH = UserCode.make_resident_for_user
 
 @contextmanager
 def fetched() -> Iterator[Counter[tuple[str, str]]]:
-    """How many tensors were fetched in the block, by operator and kind of tensor."""
+    """Yield a counter of the tensors that are fetched for user code while the block runs. The counter's keys
+    are pairs (operator, kind of tensor).
+    """
     found: Counter[tuple[str, str]] = Counter()
 
     def fetch(user: UserCode, records: Sequence[Record], live_bytes: int, place: str) -> None:
-        found.update((place, record.kind) for record in records if record.state is State.AWAY)
+        found.update((place, record.kind) for record in records if record.state is State.EVICTED)
         FETCH(user, records, live_bytes, place)
 
     with patch.object(UserCode, "make_resident_for_user", fetch):

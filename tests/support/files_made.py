@@ -1,4 +1,4 @@
-"""Profiles, machines, plans and timelines out of thin air: every value is one that a file may hold."""
+"""Generated profiles, machines, plans and timelines. Every value in them is valid in a file."""
 
 from __future__ import annotations
 

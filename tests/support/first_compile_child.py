@@ -1,8 +1,9 @@
-"""A model that is the first thing its process compiles, so that it meets torch as Dynamo's first trace does.
+"""A training of the first model that its process compiles. torch is then in the state of Dynamo's first
+trace.
 
     first_compile_child.py caches|masks
 
-Prints one JSON object: losses, and a digest of the weights.
+The script prints one JSON object: losses, and a digest of the weights.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ WIDTH, STEPS = 128, 3
 
 
 class Marks(nn.Module):
-    """Writes a trained row where a mask says so: AOTAutograd cannot trace the backward of that.
+    """A model that writes a trained row where a mask is true. AOTAutograd cannot trace the backward of such a
+    write.
 
-    Dynamo breaks the graph before the write, and traces the frame again."""
+    Dynamo therefore breaks the graph before the write, and traces the frame again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +40,9 @@ class Marks(nn.Module):
 
 
 class Caches(nn.Module):
-    """Makes a tensor from a list before that. The weight of its only other program is the embedding's."""
+    """A model that makes a tensor from a list and then writes a row as `Marks` does. After this write, only
+    one program uses the embedding.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +57,9 @@ class Caches(nn.Module):
 
 
 class Masks(Caches):
-    """Builds a mask with vmap before that, as attention of transformers does."""
+    """A model that builds a mask with vmap, as transformers' attention does, and then writes a row as `Marks`
+    does.
+    """
 
     def before(self, h: torch.Tensor) -> torch.Tensor:
         at = torch.arange(WIDTH)

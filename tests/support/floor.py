@@ -1,12 +1,15 @@
-"""The least memory that a step can take, found without the engine: a plain run is executed node by node, and
-at each kernel the bytes that could be elsewhere are taken off those that are there.
+"""The least memory with which a step can run, computed without the engine.
 
-    floor(kernel) = peak while it runs, of all tensors that there are      (counted by the allocator)
+A plain run executes its graphs node by node. For each kernel, the bytes that could be evicted are subtracted
+from the allocated bytes.
+
+    floor(kernel) = peak of all tensors while it runs                      (counted by the allocator)
                   - weights, gradients, optimizer states and saved activations that it does not touch
 
-What remains is what the kernel reads and writes, its workspace, what its program holds for itself, and what
-cannot move: inputs, results. An optimizer's update of one parameter is a kernel. To that comes what the
-engine keeps for itself, whatever the model: its reserve and the slabs of its store.
+The remaining bytes belong to (1) tensors that the kernel reads or writes, (2) the kernel's workspace, (3)
+other tensors of the kernel's program, and (4) unevictable inputs and results. An optimizer's update of one
+parameter counts as a kernel. The engine's own memory is added. It consists of the reserve and the store's
+slabs, and is the same for every model.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ ENGINES_OWN_BYTES = 4 * 2**20
 
 
 def storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    """Of all tensors in a value, however nested."""
+    """Yield the storages of all tensors in a value, also in nested containers."""
     if isinstance(value, torch.Tensor):
         yield value.untyped_storage()
     elif isinstance(value, tuple | list):
@@ -36,22 +39,27 @@ def storages(value: Any) -> Iterator[torch.UntypedStorage]:
 
 
 class Floor:
-    """Watches the programs that `backend` compiled, from `start` to `stop`. Resets the allocator's peak."""
+    """A watch over the programs that `backend` compiled. It begins with the call of `start`, and ends with
+    the call of `stop`. The watch resets the allocator's peak.
+    """
 
     def __init__(self, counting: counting_allocator.Counting) -> None:
         self.counting = counting
-        self.others = 0  # bytes that are not the training's
+        self.others = 0  # bytes of memory that does not belong to the training
         self.watching = False
         self.weights: dict[int, int] = {}
-        self.states: dict[int, int] = {}  # of the optimizer, by the id of the parameter
-        self.saved: dict[int, tuple[StorageWeakRef, int]] = {}  # while it is held, no other has its address
-        self.saved_names: dict[str, int] = {}  # what forwards kept for their backwards, and its bytes
+        self.states: dict[int, int] = {}  # bytes of optimizer states, by the parameter's id
+        # (weak reference, bytes) by address; while the weak reference exists, torch cannot reuse the address
+        self.saved: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.saved_names: dict[str, int] = {}  # bytes that forwards saved for their backwards, by node name
         self.floor_bytes = 0
         self.kernel = ""
         self.calls = 0
 
     def backend(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        """The inner program `eager` as it is without a budget; watched programs run node by node."""
+        """Compile a graph without a budget, for the inner backend eager. While the watch is on, programs run
+        node by node.
+        """
         latest: list[Program] = []
 
         def note(graph: torch.fx.GraphModule, kind: str) -> None:
@@ -68,7 +76,7 @@ class Floor:
         return fx.make_aot_backend(note, around)(gm, example_inputs)
 
     def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, others: int) -> None:
-        """With the step that is about to begin."""
+        """Start watching at the beginning of the next step."""
         self.others = others
         self.states = {
             id(p): sum(s.nbytes() for s in storages(optimizer.state.get(p))) for p in model.parameters()
@@ -79,8 +87,11 @@ class Floor:
         self.watching, self.calls = True, 0
 
     def stop(self, optimizer: torch.optim.Optimizer) -> None:
-        """With the optimizer's step, a loop over parameters: what it takes besides, and the largest of them
-        with its gradient and states."""
+        """Step the optimizer and stop watching.
+
+        The optimizer loops over the parameters. The floor of the optimizer's step is the sum of two amounts:
+        the step's extra memory, and the memory of the largest parameter with its gradient and states.
+        """
         before = self.counting.alive_bytes()
         self.counting.reset_peak()
         optimizer.step()
@@ -90,8 +101,9 @@ class Floor:
         self.watching = False
 
     def at_least(self, touched: set[int]) -> int:
-        """The peak of the kernel that just ran, less the weights and saved activations that it did not
-        touch."""
+        """Return the peak of the last kernel, minus the weights, states and saved activations that the kernel
+        did not touch.
+        """
         self.saved = {key: kept for key, kept in self.saved.items() if not kept[0].expired()}
         elsewhere = sum(size for key, size in self.weights.items() if key not in touched)
         elsewhere += sum(size for key, (_, size) in self.saved.items() if key not in touched)
@@ -104,12 +116,12 @@ class Floor:
 
 
 class Moment(NamedTuple):
-    """A kernel has run."""
+    """The memory of a kernel that has run."""
 
     kernel: str
     touched: set[int]
     size_bytes: int
-    made_count: int  # storages that its program has made so far
+    made_count: int  # number of storages that the program had made when this kernel ended
 
 
 class Program:
@@ -161,8 +173,9 @@ class Program:
         raise AssertionError("a graph without an output")
 
     def _kept(self, result: Any, arguments: set[int], made: dict[int, str]) -> dict[int, int]:
-        """Storages that leave a forward for its backward alone, or a backward as gradients, and their
-        bytes."""
+        """Return the sizes in bytes of two kinds of storages: (1) storages that a forward saves only for its
+        backward, and (2) storages that a backward returns as gradients.
+        """
         if self.kind == "inference":
             return {}
         if self.kind == "backward":
@@ -179,8 +192,9 @@ class Program:
         known: dict[int, StorageWeakRef],
         kept: dict[int, int],
     ) -> None:
-        """Only at its end it is known what the program keeps for its backward. That may leave once it is
-        made."""
+        """Compute the floor of each kernel after the program has ended. Before the end, it is unknown which
+        tensors the program saves. Of the program's own tensors, only saved ones are evictable.
+        """
         order = list(made)
         for moment in moments:
             made_by_now = order[: moment.made_count]

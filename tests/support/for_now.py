@@ -1,4 +1,4 @@
-"""Folders that go with the process that made them."""
+"""Temporary folders. Each is removed when the process that made it ends."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 def folder_for_now(name: str, beside: Path | None = None) -> Path:
-    """In `beside`, which is made if need be, or where the system has such."""
+    """Return a new temporary folder inside `beside`, or in the system's folder for temporary files."""
     if beside is not None:
         beside.mkdir(parents=True, exist_ok=True)
     path, mine = tempfile.mkdtemp(prefix=f"teraio-{name}-", dir=beside), os.getpid()
 
     def remove() -> None:
-        if os.getpid() == mine:  # not a forked child
+        if os.getpid() == mine:  # a forked child must not remove the folder
             shutil.rmtree(path, ignore_errors=True)
 
     atexit.register(remove)

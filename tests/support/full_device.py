@@ -1,4 +1,4 @@
-"""A device that others have filled, for tests on the CPU and on the stand-in for a GPU."""
+"""A device without free memory, for tests on the CPU and on the stand-in for a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ Batch = Callable[[int], torch.Tensor]
 
 
 class Full:
-    """Fetches that fail as with torch's allocator: from a certain one on, or only that one."""
+    """A patched device whose fetches fail with torch's OutOfMemoryError. After a given number of successful
+    fetches, either all fetches fail, or only the next fetch.
+    """
 
     def __init__(self, patch: Callable[[Any, str, Any], None]) -> None:
         self.now, self.after, self.once = False, 0, False
@@ -32,12 +34,14 @@ class Full:
         patch(OrderedDevice, "begin_copy_in", begin_copy_in)
 
     def begins(self, after: int) -> None:
-        """From now on, fetches after so many find no memory."""
+        """Make fetches fail from now on, after `after` successful fetches."""
         self.now, self.seen, self.after = True, 0, after
 
 
 def trained(called: Any, model: torch.nn.Module, batch: Batch, full: Full | None) -> list[float]:
-    """Return losses. With `full`, another fetch of each step finds no memory."""
+    """Train, and return the losses. With `full`, fetches fail in every step. In each step, the first failing
+    fetch comes one fetch later than in the step before.
+    """
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(STEPS):
         if full is not None:
@@ -53,9 +57,11 @@ def trained(called: Any, model: torch.nn.Module, batch: Batch, full: Full | None
 def trained_without_one_batch(
     called: Any, model: torch.nn.Module, batch: Batch, full: Full, after: int, views: int
 ) -> int:
-    """Train, and leave out the batch whose fetches find no memory, as loops do. Return how many that were.
+    """Train, and skip a batch whose fetches find no memory, as user loops do. Return the number of skipped
+    batches.
 
-    The weights are those of before then. Whoever reads them, or the views of the first few, gets them.
+    After a skipped batch, the weights must equal those before the step. Views of the first `views` weights
+    must show the same values.
     """
     weights = list(model.parameters())
     held = [weight.detach() for weight in weights[:views]]

@@ -1,11 +1,14 @@
-"""A file system that fails to order: a server of FUSE's own protocol, in Python. Files are nameless files of
-another folder, and every so many of its operations are spoiled.
+"""A file system that fails on command: a server of FUSE's own protocol, in Python.
+
+The bytes of the server's files are in nameless files of another folder. The server spoils every n-th
+operation.
 
     python tests/support/fuse_disk.py MOUNTED --backing FOLDER [--spoil write EIO 7] [--spoil read flip 9]
 
-Prints `ready` once it is mounted, and ends when it is unmounted; needs root. An operation is spoiled by the
-name of an error, `short` (half of it is done), `flip` (a bit of what is read) or `late` (20 ms). One request
-at a time.
+The script needs root. It prints `ready` when the file system is mounted, and ends when the file system is
+unmounted. A spoiled operation either fails with the named error, or has one of three faults. `short` reads or
+writes only half. `flip` changes a bit of the read bytes. `late` delays the operation by 20 ms. The server
+handles one request at a time.
 """
 
 from __future__ import annotations
@@ -24,17 +27,18 @@ from dataclasses import dataclass, field
 from typing import IO, NamedTuple
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-MOST_BYTES = 2**20  # of one request
+MOST_BYTES = 2**20  # largest size in bytes of one request
 BLOCK = 4096
 IN, OUT = struct.Struct("<IIQQIIIHH"), struct.Struct("<IiQ")
-SETATTR = struct.Struct("<IIQQQQQQIIIIIIII")  # what it sets first; mode, uid and gid near its end
-MODE, SIZE = 1, 8  # of the attributes that SETATTR can set
-FORGET, FORGET_MANY, INTERRUPT = 2, 42, 36  # are not answered
+# The first field is the mask; mode, uid and gid are near the end.
+SETATTR = struct.Struct("<IIQQQQQQIIIIIIII")
+MODE, SIZE = 1, 8  # bits of SETATTR's mask
+FORGET, FORGET_MANY, INTERRUPT = 2, 42, 36  # requests that get no answer
 LATE_S = 0.02
 
 
 class Refused(OSError):
-    """With a number, which is the answer."""
+    """An error of a request. The server answers with the error's number."""
 
 
 class Spoiled(NamedTuple):
@@ -69,12 +73,12 @@ def text(body: bytes) -> bytes:
 
 
 class Disk:
-    """Answers requests; each method is one of them, and gets its node and what came with it."""
+    """A server of requests. Each method answers one kind of request, and gets the request's node and body."""
 
     def __init__(self, backing: str, spoiled: list[Spoiled]) -> None:
         self.backing, self.spoiled = backing, spoiled
         root = Node(1, stat.S_IFDIR | 0o755)
-        self.nodes = {0: root, 1: root}  # 0: of requests about none of them
+        self.nodes = {0: root, 1: root}  # nodes by number; number 0 is in requests without a node
         self.done: Counter[str] = Counter()
         self.answers: dict[int, Callable[[Node, bytes], bytes]] = {
             1: self.look_up, 3: self.get_attributes, 4: self.set_attributes, 9: self.make_directory,
@@ -90,26 +94,28 @@ class Disk:
             return None
         try:
             if op not in self.answers:
-                raise Refused(errno.ENOSYS, "not known here")
+                raise Refused(errno.ENOSYS, "unknown request")
             body, error = self.answers[op](self.nodes[number], request[IN.size :]), 0
         except OSError as refused:
             body, error = b"", -(refused.errno or errno.EIO)
         return OUT.pack(OUT.size + len(body), error, unique) + body
 
     def spoils(self, op: str) -> str:
-        """How this operation goes wrong, if it does."""
+        """Return how this operation is spoiled, or an empty string if it is not. Raise the error if the
+        operation must fail.
+        """
         self.done[op] += 1
         hows = [each.how for each in self.spoiled if each.op == op and self.done[op] % each.every == 0]
         if "late" in hows:
             time.sleep(LATE_S)
         for how in hows:
             if number := getattr(errno, how, 0):
-                raise Refused(number, f"as ordered: {how}")
+                raise Refused(number, f"spoiled: {how}")
         return hows[0] if hows else ""
 
     def begin(self, _: Node, body: bytes) -> bytes:
         _, minor, readahead, flags = struct.unpack_from("<4I", body)
-        wanted = flags & (1 << 5 | 1 << 22)  # large writes, of so many pages
+        wanted = flags & (1 << 5 | 1 << 22)  # flags for large writes and for a page count of large requests
         return struct.pack("<4I2H2I2HI28x", 7, min(minor, 38), readahead, wanted, 16, 12, MOST_BYTES, 1,
                            MOST_BYTES // BLOCK, 0, 0)  # fmt: skip
 
@@ -119,11 +125,11 @@ class Disk:
     def make(self, parent: Node | None, name: bytes, mode: int) -> Node:
         node = Node(max(self.nodes) + 1, mode, links=int(parent is not None))
         if stat.S_ISREG(mode):
-            node.data = tempfile.TemporaryFile(dir=self.backing)  # noqa: SIM115  as long as the node
+            node.data = tempfile.TemporaryFile(dir=self.backing)  # noqa: SIM115  open as long as the node
         self.nodes[node.number] = node
         if parent is not None:
             if name in parent.names:
-                raise Refused(errno.EEXIST, "there is one")
+                raise Refused(errno.EEXIST, "the name exists")
             parent.names[name] = node
         return node
 
@@ -151,7 +157,7 @@ class Disk:
         if (node := parent.names.get(text(body))) is None:
             raise Refused(errno.ENOENT, "no such name")
         if node.names:
-            raise Refused(errno.ENOTEMPTY, "there are names in it")
+            raise Refused(errno.ENOTEMPTY, "the directory is not empty")
         del parent.names[text(body)]
         node.links = 0
         return b""
@@ -209,9 +215,9 @@ def serve(disk: Disk, fd: int) -> None:
         except InterruptedError:
             continue
         except OSError as error:
-            if error.errno == errno.ENODEV:  # unmounted
+            if error.errno == errno.ENODEV:  # the file system is unmounted
                 return
-            if error.errno == errno.ENOENT:  # given up by who asked
+            if error.errno == errno.ENOENT:  # the process that made the request has given up
                 continue
             raise
         if (answer := disk.answer(request)) is not None:

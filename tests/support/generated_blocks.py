@@ -1,6 +1,7 @@
-"""Blocks of generated models: one for each thing that a training program may contain.
+"""Unusual blocks of generated models, one block for each feature that a training program may contain.
 
-Like the layers, they map (batch, length, width) to the same shape, and hold weights of 16 KiB and more.
+Like the layers in generated_layers.py, blocks map (batch, length, width) to the same shape, and hold weights
+of 16 KiB and more.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Reused(nn.Module):
-    """One weight, many uses: transposed, in a loop, and under two names."""
+    """A block that uses one weight several times: transposed, in a loop, and under two names."""
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()
@@ -30,7 +31,7 @@ class Reused(nn.Module):
 
 
 class Flat(nn.Module):
-    """Weights cut out of one flat parameter."""
+    """A block whose weights are parts of one flat parameter."""
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()
@@ -107,7 +108,9 @@ class Noise(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Whatever is inside runs once more in the backward, with the same random numbers."""
+    """A block that recomputes its inner block in the backward, with the same random numbers as in the
+    forward.
+    """
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()
@@ -120,7 +123,7 @@ class Checkpointed(nn.Module):
 
 
 class Buffered(nn.Module):
-    """Buffers of 16 KiB and more: one constant, one that each forward writes."""
+    """A block with two buffers of 16 KiB and more. One is constant, and each forward writes to the other."""
 
     table: torch.Tensor
     mean: torch.Tensor
@@ -151,7 +154,7 @@ class Buffered(nn.Module):
 
 
 class Lora(nn.Module):
-    """A frozen weight with a small trained one beside it."""
+    """A block with a frozen weight and a small trained weight."""
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()
@@ -165,7 +168,7 @@ class Lora(nn.Module):
 
 
 class Spectral(nn.Module):
-    """Complex numbers along the length."""
+    """A block that computes with complex numbers along the length."""
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()
@@ -181,7 +184,9 @@ class Spectral(nn.Module):
 
 
 class Halves(nn.Module):
-    """Weights of two bytes, and of four that are cast for each use."""
+    """A block with two kinds of weights. Weights with two bytes per element are used directly. In half of the
+    draws, weights with four bytes per element are cast for each use.
+    """
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()
@@ -198,7 +203,7 @@ class Halves(nn.Module):
 
 
 class Normed(nn.Module):
-    """A weight that is computed from weights before each use."""
+    """A block that computes a weight from other weights before each use."""
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()
@@ -217,7 +222,7 @@ class Normed(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """The same weights at each position of the length."""
+    """A block that uses the same weights at each position of the length."""
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()
@@ -234,7 +239,7 @@ class Recurrent(nn.Module):
 
 
 class Picked(nn.Module):
-    """Rows and columns that data choose."""
+    """A block that selects rows and columns by the values in a tensor."""
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()

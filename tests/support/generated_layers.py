@@ -1,7 +1,7 @@
-"""Layers of generated models, as everybody uses them. The unusual ones are in generated_blocks.py.
+"""Common layers of generated models. The unusual ones are in generated_blocks.py.
 
-All map (batch, length, width) to the same shape, and hold weights of 16 KiB and more. What a block does in
-detail is drawn from the `Random` that it is given.
+All layers map (batch, length, width) to the same shape, and hold weights of 16 KiB and more. The passed
+`Random` decides a layer's details.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 class Size:
     batch: int
     length: int
-    width: int  # a multiple of 32
+    width: int  # must be a multiple of 32
 
     @property
     def heads(self) -> int:
@@ -47,7 +47,7 @@ class Mlp(nn.Module):
 
 
 class Gated(nn.Module):
-    """Two weights in one storage, and halves of a result that are views."""
+    """A block with two weights in one storage. It multiplies the two halves of a result, which are views."""
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def _pairs(x: torch.Tensor) -> torch.Tensor:
 
 
 class Conv(nn.Module):
-    """Along the length; its norms have buffers that each forward writes."""
+    """A convolution along the length. Each forward writes to the buffers of its norms."""
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Conv(nn.Module):
 
 
 class Conv2d(nn.Module):
-    """The width as an image of channels."""
+    """A convolution over the width, which is treated as an image with channels."""
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Conv2d(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts; data decide which weights a token meets."""
+    """A mixture of experts. The values in a tensor decide which weights a token uses."""
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Experts(nn.Module):
         best, chosen = gates.max(-1)
         if self.way == "all":
             return x + torch.einsum("bld,edk,ble->blk", x, self.experts, gates)
-        if self.way == "gather":  # one expert per row of the batch
+        if self.way == "gather":  # in this mode, one expert handles a whole row of the batch
             picked = self.experts[chosen[:, 0]]
             return x + torch.bmm(x, picked) * best.unsqueeze(-1)
         y = torch.zeros_like(x)

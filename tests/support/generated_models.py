@@ -1,4 +1,6 @@
-"""Models from seeds: random blocks, embeddings, heads, ties, outputs, and ways in which a step calls them."""
+"""Models that a seed defines: random blocks, embeddings, heads, tied weights, outputs, and ways to call the
+model in a step.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from torch import nn
 
 VOCABULARY = 160
 
-# How a model is compiled, and how a step uses it.
+# STYLES are the ways to compile a model. MANNERS are the ways in which a step uses the model.
 STYLES = ("whole",) * 8 + ("blocks", "break", "dynamic")
 MANNERS = (
     *("once",) * 5,
@@ -25,7 +27,9 @@ OPTIMIZERS = ("sgd", "sgd", "momentum", "adamw")
 
 
 class Generated(nn.Module):
-    """`run`: the blocks, compiled one by one, where that is the style."""
+    """A random model. `run` holds the compiled calls of the blocks if the style compiles blocks one by
+    one.
+    """
 
     def __init__(self, seed: int, most_blocks: int) -> None:
         super().__init__()
@@ -40,7 +44,7 @@ class Generated(nn.Module):
             kinds.append(kinds[0])
         self.blocks = nn.ModuleList([kind(size, draw) for kind in kinds])
         if draw.random() < 0.2:
-            self.blocks.append(self.blocks[0])  # the same module once more
+            self.blocks.append(self.blocks[0])  # the model uses the first block a second time
         self.run: list[Callable[..., Any]] = []
         self.tokens = draw.random() < 0.5
         self.embedding: nn.Embedding | None = nn.Embedding(VOCABULARY, size.width) if self.tokens else None
@@ -112,7 +116,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def batch(model: Generated, number: int) -> Batch:
-    """The same for the same number, whoever asks. Where sizes are dynamic, the first step's is short."""
+    """Return the batch with this number, which is always the same. With dynamic sizes, the first step's
+    batches are smaller.
+    """
     generator = torch.Generator().manual_seed(1000 + number)
     short = model.style == "dynamic" and number < 2
     size = (model.size.batch - short, model.size.length)
@@ -133,13 +139,16 @@ def optimizer_of(model: Generated) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=1e-3)
 
 
-Seen = dict[str, torch.Tensor]  # what a run lets its user see, by name
+Seen = dict[str, torch.Tensor]  # results that the run shows to user code, by name
 Watch = Callable[[str, torch.optim.Optimizer], None]
 
 
 def train(model: Generated, call: Callable[..., Any], steps: int, watch: Watch) -> Seen:
-    """A few steps from where the model is; `watch` hears when one begins and when its backward is over.
-    Weights and buffers are looked at in the end only: whoever reads a weight between steps brings it back."""
+    """Train some steps from the model's current state.
+
+    `watch` is called when a step begins and when its backward has ended. Weights and buffers are read only at
+    the end of the training, because reading an evicted weight fetches it.
+    """
     torch.manual_seed(7)
     optimizer = optimizer_of(model)
     seen: Seen = {}
@@ -165,12 +174,12 @@ def train(model: Generated, call: Callable[..., Any], steps: int, watch: Watch) 
     seen["the end: random numbers"] = torch.get_rng_state()
     model.zero_grad()
     model.held = None
-    optimizer.state.clear()  # an optimizer is part of a cycle, and its states would stay for a while
+    optimizer.state.clear()  # the optimizer is part of a reference cycle, so its states would be freed late
     return seen
 
 
 def _backward(model: Generated, call: Callable[..., Any], step: int) -> Seen:
-    """Forward and backward in the model's manner; what came out, not copied."""
+    """Run forward and backward in the model's manner. Return the results without copies."""
     shown: Seen = {}
 
     def forward(part: int) -> torch.Tensor:
@@ -201,7 +210,7 @@ def _backward(model: Generated, call: Callable[..., Any], step: int) -> Seen:
             losses = [forward(0), forward(1)]
             backward(losses[0])
             backward(losses[1])
-        case "hold":  # a forward whose backward never comes; it lives on into the next step
+        case "hold":  # the second forward has no backward, and its loss lives on into the next step
             backward(forward(0))
             model.held = forward(1)
         case "evaluate":
@@ -215,7 +224,8 @@ def _backward(model: Generated, call: Callable[..., Any], step: int) -> Seen:
         case _:
             backward(forward(0))
     for name, value in shown.items():
-        if name.startswith("input's"):  # a hook that remembers the gradient would be part of a cycle
+        # Read `.grad` now, because a hook that keeps the gradient would be part of a reference cycle.
+        if name.startswith("input's"):
             assert value.grad is not None
             shown[name] = value.grad
     return shown

@@ -1,9 +1,11 @@
-"""Random valid plans: which gaps move, and when, is drawn; `teraio.formats.plan_check` has the last word.
+"""Random valid plans. Gaps and ticks are drawn at random, and `teraio.formats.plan_check` must accept each
+plan.
 
-    tick    start      out ...... free ........ trigger ...... ready    end
-    kernel  [last use]  | write    | bytes gone   | read        | there  [next use]
+    tick    start      out ...... free ........ trigger ...... ready     end
+    kernel  [last use]  | write    | evicted      | read        | resident [next use]
 
-All ticks count from the step in which the gap begins; those at or beyond the step's length lie in the next.
+All ticks count from the step in which the gap begins. Ticks at or beyond the step's length are in the next
+step.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Absence:
 
 
 def gaps(profile: Profile) -> list[Gap]:
-    """Every idle interval with at least one kernel in it."""
+    """Return every gap between two uses of a tensor, if at least one kernel runs in the gap."""
     ticks = len(profile.kernels)
     found = []
     for tensor in profile.tensors:
@@ -51,12 +53,14 @@ def gaps(profile: Profile) -> list[Gap]:
 
 
 def _moves(tensor: Tensor) -> bool:
-    """Inputs belong to the user."""
+    """Return True if a plan may move the tensor. Inputs may not move, because they belong to the user."""
     return tensor.kind != "input" and tensor.size_bytes > 0
 
 
 def working_set_bytes(profile: Profile) -> list[int]:
-    """Per tick: what the kernel uses, and all that cannot move. No plan comes below the largest."""
+    """Return, per tick, the number of bytes that the kernel uses or that cannot move. The largest of these
+    numbers is the smallest budget that a plan can have.
+    """
 
     def needed(tensor: Tensor) -> Iterable[int]:
         uses = {*tensor.reads, *tensor.writes}
@@ -66,7 +70,7 @@ def working_set_bytes(profile: Profile) -> list[int]:
 
 
 def resident_bytes(profile: Profile) -> list[int]:
-    """Per tick: everything that is alive."""
+    """Return, per tick, the number of bytes of all living tensors."""
     return _ledger(profile, lambda tensor: _life(profile, tensor))
 
 
@@ -86,7 +90,9 @@ def _ledger(profile: Profile, when: Callable[[Tensor], Iterable[int]]) -> list[i
 
 
 def random_plan(profile: Profile, budget_bytes: int, share: float, seed: int) -> Plan:
-    """Moves at least `share` of the gaps' bytes, within a budget that is at least the largest working set."""
+    """Return a plan that moves at least `share` of the bytes in gaps. The budget must hold the largest
+    working set.
+    """
     draw = Random(seed)
     todo = gaps(profile)
     draw.shuffle(todo)
@@ -107,15 +113,19 @@ def random_plan(profile: Profile, budget_bytes: int, share: float, seed: int) ->
 
 
 def moved_share(profile: Profile, plan: Plan) -> float:
-    """Of the bytes of all gaps, those that come back once per step."""
+    """Return the number of bytes that the plan fetches in a step, divided by the number of bytes in gaps."""
     sizes = {tensor.name: tensor.size_bytes for tensor in profile.tensors}
     moved = sum(sizes[move.tensor] for move in plan.moves if isinstance(move, Fetch))
     return moved / max(1, sum(gap.tensor.size_bytes for gap in gaps(profile)))
 
 
 def _absence(gap: Gap, draw: Random) -> Absence:
-    """At any four ticks of the gap; often at its ends, where order matters most. It is gone before the tick
-    of its use: what a kernel needs the engine does not let go for that kernel."""
+    """Draw the four ticks of an eviction and a fetch in the gap. Many draws are at the gap's ends, because
+    order matters most there.
+
+    The eviction ends before the tick of the next use, because the engine never evicts a tensor that the next
+    kernel needs.
+    """
     first, last = gap.start + 1, gap.end
     ends = [draw.choice([first, last, draw.randint(first, last)]) for _ in range(4)]
     out, free, trigger, ready = sorted(ends)
@@ -125,7 +135,7 @@ def _absence(gap: Gap, draw: Random) -> Absence:
 def _within(
     profile: Profile, budget_bytes: int, todo: list[Gap], chosen: list[Absence], draw: Random
 ) -> list[Absence]:
-    """Where the ledger is over the budget, one more tensor is absent, or one is absent for longer."""
+    """Evict more tensors, or evict tensors for longer, at ticks where the ledger is over the budget."""
     ticks = len(profile.kernels)
     absences = {absence.gap: absence for absence in chosen}
     rows = resident_bytes(profile)
@@ -135,7 +145,7 @@ def _within(
         open_to = [(gap, at) for gap in todo for at in (tick, tick + ticks) if gap.start < at < gap.end]
         draw.shuffle(open_to)
         while rows[tick] > budget_bytes:
-            gap, at = open_to.pop()  # an empty list: the budget is below the working set
+            gap, at = open_to.pop()  # if this list is empty, the budget is smaller than the working set
             old = absences.get(gap)
             if old is not None and old.covers(at):
                 continue
@@ -157,7 +167,7 @@ def _count(rows: list[int], absence: Absence, sign: int) -> None:
 
 
 def _with_drops(profile: Profile, chosen: list[Absence], draw: Random) -> list[Absence]:
-    """Half of the evictions whose tensor has a good copy already need not write."""
+    """Turn up to half of the evictions into drops. A drop requires that the tensor has a clean copy."""
     kernels = tuple(replace(kernel, workspace_bytes=0) for kernel in profile.kernels)
     for index in draw.sample(range(len(chosen)), len(chosen) // 2):
         tensor = chosen[index].gap.tensor
@@ -180,24 +190,27 @@ def _plan(profile: Profile, budget_bytes: int, absences: Iterable[Absence]) -> P
         moves.append(Evict(name, TIER, absence.free - shift, None if absence.drop else out - shift))
         shift = absence.trigger // ticks * ticks
         moves.append(Fetch(name, TIER, absence.trigger - shift, absence.ready - shift))
-        if absence.free < ticks <= absence.ready:  # away, or on its way back, when the step ends
+        # At the end of the step, the tensor is evicted or its fetch is in flight.
+        if absence.free < ticks <= absence.ready:
             homes.append(Home(name, TIER))
     return Plan("", "random", budget_bytes, tuple(homes), tuple(moves))
 
 
-# ---- plans that a file may hold, and that no planner makes
+# ---- plans that are valid in a file, but that no planner makes
 
-FAR = 2**33 - 1  # the last tick that a file may name
+FAR = 2**33 - 1  # the last tick that is valid in a file
 TIERS = (TIER, TIER, TIER, "host", "ssd9", "nowhere")
 
 
 def hostile_plan(profile: Profile, budget_bytes: int, seed: int) -> Plan:
-    """Well formed and senseless: the reader takes it, the check need not. Kinds in turn, by the seed."""
+    """Return a valid but senseless plan. The reader accepts it, but plan_check may refuse it. The seed
+    chooses the kind of plan.
+    """
     draw = Random(seed)
     names = list(HOSTILE)
     homes, moves = HOSTILE[names[seed % len(names)]](profile, draw)
-    told = draw.choice((0, 1, budget_bytes, 2**53 - 1))
-    plan = Plan("", names[seed % len(names)], told, tuple(homes), tuple(moves))
+    budget = draw.choice((0, 1, budget_bytes, 2**53 - 1))
+    plan = Plan("", names[seed % len(names)], budget, tuple(homes), tuple(moves))
     plan.validate()
     return plan
 
@@ -206,7 +219,7 @@ Orders = tuple[list[Home], list[Move]]
 
 
 def _all_leave(profile: Profile, draw: Random) -> Orders:
-    """Everything, at once, before anything has run; it comes back when it is used, or never."""
+    """Evict all tensors together, before any kernel. Fetch each tensor at its first use, or never."""
     ticks = len(profile.kernels)
     moves: list[Move] = []
     for tensor in profile.tensors:
@@ -217,7 +230,7 @@ def _all_leave(profile: Profile, draw: Random) -> Orders:
 
 
 def _anything(profile: Profile, draw: Random) -> Orders:
-    """Of any tensor, to any tier, at any tick of this step and the next, and far beyond."""
+    """Move any tensor to any tier, at any tick of this step, of the next step, or far beyond."""
     names = [*(tensor.name for tensor in profile.tensors), "nobody", "0"]
     ticks = [*range(2 * len(profile.kernels)), FAR]
     moves: list[Move] = []
@@ -235,7 +248,7 @@ def _sensible(profile: Profile, draw: Random) -> list[Move]:
 
 
 def _too_late(profile: Profile, draw: Random) -> Orders:
-    """Fetches begin some kernels after their tensors are used."""
+    """Begin fetches some kernels after the tick at which their tensors should be ready."""
     late = [
         replace(move, trigger=move.ready + by, ready=move.ready + by) if isinstance(move, Fetch) else move
         for move in _sensible(profile, draw)
@@ -245,7 +258,7 @@ def _too_late(profile: Profile, draw: Random) -> Orders:
 
 
 def _too_early(profile: Profile, draw: Random) -> Orders:
-    """All fetches begin when the step does; what leaves does so later."""
+    """Begin all fetches at the start of the step, before the evictions."""
     early = [
         replace(move, trigger=0) if isinstance(move, Fetch) else move for move in _sensible(profile, draw)
     ]
@@ -253,7 +266,7 @@ def _too_early(profile: Profile, draw: Random) -> Orders:
 
 
 def _out_of_order(profile: Profile, draw: Random) -> Orders:
-    """Ticks of moves given to other moves, and each of them twice."""
+    """Give each move the ticks of another move, and repeat moves."""
     moves = _sensible(profile, draw)
     ticks = [(m.trigger or 0, m.free if isinstance(m, Evict) else m.ready) for m in moves]
     draw.shuffle(ticks)
@@ -269,7 +282,7 @@ def _out_of_order(profile: Profile, draw: Random) -> Orders:
 
 
 def _all_dropped(profile: Profile, draw: Random) -> Orders:
-    """Everything is let go unwritten, as if it had a good copy somewhere, after each of its uses."""
+    """Drop every tensor after each of its uses without writing a copy, as if the tensor had a clean copy."""
     moves: list[Move] = []
     for tensor in profile.tensors:
         for used in sorted({*tensor.reads, *tensor.writes}):

@@ -1,10 +1,13 @@
-"""Trains many small steps of mixed batch sizes in a process of its own, and looks at that process from time
-to time: what it has in memory after a step, the most it had in one, its descriptors, threads and files.
+"""A training of many small steps with mixed batch sizes, in its own process. The script measures the process
+from time to time.
+
+At these times, the script measures (1) the memory after a step, (2) the peak within steps, and (3) the
+numbers of descriptors, threads and files.
 
     growth_train.py '{"steps": 500, "budget": 6815744}'
 
-prints one JSON object: the figures after each fiftieth of the steps, then those of some steps with all memory
-that they want, then those when the engine has ended. The same programs run with both budgets.
+The script prints one JSON object: the figures (1) after every 50 steps, (2) after 50 steps with ample memory,
+and (3) after the engine is closed. The same programs run with the small and the ample budget.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from teraio.runtime.store.directories import choose_default_directories
 from teraio.session import session
 
 WIDTH, LAYERS = 64, 8
-BATCHES = (1024, 2048, 1536)  # rows: 256 to 512 KiB per activation
+BATCHES = (1024, 2048, 1536)  # rows per batch; an activation takes 256 to 512 KiB
 TURNS = 50
-PLENTY = 39 * 2**20  # with the same buffers of the store as a smaller budget
+PLENTY = 39 * 2**20  # with this budget, the store has the same buffers as with the smaller budget
 
 
 class Model(nn.Module):
@@ -56,10 +59,10 @@ class Trainer:
         teraio.reset()
         os.environ.update(TERAIO_MEMORY=str(budget), TERAIO_WARMUP="1")
         session.ensure_session(Settings.parse({"inner": "eager"}))
-        for batch in BATCHES * 3:  # compiled, measured, planned
+        for batch in BATCHES * 3:  # these steps compile, measure and plan
             self.step(batch)
         gc.collect()
-        gc.freeze()  # what compiling made is not looked at again and again
+        gc.freeze()  # excludes the compiler's objects from later collections
 
     def step(self, batch: int) -> None:
         self.compiled(torch.randn(batch, WIDTH)).backward()
@@ -67,7 +70,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def steps(self, count: int) -> dict[str, int]:
-        """Afterwards; `peak` is of these steps."""
+        """Run `count` steps and return the figures afterwards. The figure `peak` covers only these steps."""
         gc.collect()
         rss.reset_peak()
         for _ in range(count):
@@ -86,12 +89,12 @@ class Trainer:
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
+    request = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     trainer = Trainer()
-    trainer.begin(asked["budget"])
+    trainer.begin(request["budget"])
     before = {name: count for name, count in teraio.stats().items() if isinstance(count, int)}
-    rows = [trainer.steps(TURNS) for _ in range(asked["steps"] // TURNS)]
+    rows = [trainer.steps(TURNS) for _ in range(request["steps"] // TURNS)]
     after = {name: count for name, count in teraio.stats().items() if isinstance(count, int)}
     did = {name: after[name] - before[name] for name in before}
     trainer.begin(PLENTY)

@@ -1,4 +1,6 @@
-"""What `guard_train.py` trains: blocks of two layers, used in the ways in which user code meets weights."""
+"""The model of `guard_train.py`: six blocks of two layers, with several ways in which user code uses
+weights.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,11 @@ class Block(torch.nn.Module):
 
 
 class Lent(Block):
-    """Takes a weight from its caller, and Dynamo cuts its frame before anything is computed: there it asks
-    what the weight is like, and has no program. Then Python reads it."""
+    """A block that receives a weight from its caller.
+
+    Dynamo reads properties of the weight, breaks the frame before any computation, and makes no program.
+    Python then reads the weight.
+    """
 
     def forward(self, x: torch.Tensor, lent: torch.Tensor | None = None) -> torch.Tensor:
         assert lent is not None and lent.requires_grad
@@ -35,7 +40,9 @@ def is_small(weight: torch.Tensor) -> bool:
 
 @torch._dynamo.disable
 def eagerly(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Autograd keeps its weights until the backward, and no program knows them."""
+    """Call the block eagerly. Autograd saves the block's weights until the backward, and no program contains
+    these weights.
+    """
     out: torch.Tensor = block(x)
     return out
 
@@ -48,7 +55,8 @@ class Model(torch.nn.Module):
         self.breaks = scenario == "breaks"
         self.eager = scenario == "eager blocks"
         self.gives = scenario == "gives views"
-        self.given: list[torch.Tensor] = []  # views of its weights, made when the program has returned
+        # Views of the model's weights, made after the compiled program has returned.
+        self.given: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, block in enumerate(self.blocks):

@@ -1,10 +1,11 @@
-"""User code that touches weights in every way, in a process of its own.
+"""Trainings in their own process, whose user code touches weights in every way.
 
     guard_train.py '["plain", ["prints", "nothing is fetched"], ...]'
 
-trains a small model per scenario, plainly and within a budget that its weights do not fit in beside the
-gradients, and prints one JSON line per scenario: whether losses and weights are the same bit for bit,
-what the engine counted, and how many graphs were compiled. The second of a pair is a bug to plant.
+The script trains a small model per scenario, plainly and within a budget that is smaller than its weights and
+gradients together. The script prints one JSON line per scenario. The line tells whether losses and weights
+are bitwise equal, and holds the engine's counts and the number of compiled graphs. If an argument is a pair,
+its second element names a bug to plant.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ BUDGET = dict.fromkeys(("streamed", *FROZEN), "8MiB")
 BUDGET["keeps views"] = "6.5MiB"
 BUDGET["eager blocks"] = "9.5MiB"
 BUDGET["lends addresses"] = "7.5MiB"
-USUAL = "11.5MiB"  # weights 6 MiB, gradients 6 MiB, 4 MiB in reserve; one block is updated at a time
+USUAL = "11.5MiB"  # weights take 6 MiB, gradients 6 MiB, the reserve 4 MiB; each optimizer updates one block
 
 
 class Run:
-    """One training. `model` is what user code sees, `compiled` what it calls."""
+    """One training. User code reads `model`, and calls `compiled`."""
 
     def __init__(self, scenario: str, memory: str | None) -> None:
         torch._dynamo.reset()
@@ -61,7 +62,7 @@ class Run:
         else:
             os.environ.pop("TERAIO_DISABLE", None)
         self.losses: list[float] = []
-        self.kept: list[Any] = []  # what user code holds on to
+        self.kept: list[Any] = []  # tensors and objects that user code keeps alive
         FIRST.get(scenario, lambda run: None)(self)
         options: Any = {"inner": "eager", "warmup": 2, **({"memory": memory} if memory else {})}
         if scenario == "blocks":
@@ -72,8 +73,8 @@ class Run:
             if scenario == "blocks"
             else torch.compile(self.model, backend="teraio", options=options)
         )
-        self.written: list[int] = []  # bytes so far, after each step
-        self.away: set[int] = set()  # how many weights were away when user code ran
+        self.written: list[int] = []  # for each step, the total number of bytes written until its end
+        self.evicted: set[int] = set()  # the numbers of evicted weights that `look` has found
 
     def train(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -101,17 +102,17 @@ class Run:
     def look(self) -> None:
         if engine.ENGINE is not None:
             known = engine.ENGINE.residency.reachable.values()
-            self.away.add(sum(record.state is State.AWAY for record in known))
+            self.evicted.add(sum(record.state is State.EVICTED for record in known))
 
     def first(self) -> torch.nn.Parameter:
         return self.model.blocks[0].up.weight  # type: ignore[return-value, union-attr]
 
 
-# ---- what user code does before anything is compiled
+# ---- user code before compilation
 
 
 def hooks_first(run: Run) -> None:
-    """They read gradients as soon as a weight has them: often the first that anyone reads of them."""
+    """Register hooks that read gradients as soon as they exist, often before any other code reads them."""
     for parameter in run.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: run.losses.append(p.grad.sum().item()))
 
@@ -119,18 +120,20 @@ def hooks_first(run: Run) -> None:
 FIRST: dict[str, Callable[[Run], None]] = {"hooks first": hooks_first}
 
 
-# ---- what user code does before the forward: (run, input) -> input
+# ---- user code before the forward: (run, input) -> input
 
 
 def mixes_in(run: Run, x: torch.Tensor) -> torch.Tensor:
-    """Eager autograd saves weights, and reads them in C++ after the compiled backward."""
+    """Use weights eagerly. Autograd saves these weights, and its C++ code reads them after the compiled
+    backward.
+    """
     return x + 1e-3 * sum(block.up.weight.square().mean() for block in run.model.blocks)  # type: ignore
 
 
 BEFORE: dict[str, Callable[[Run, torch.Tensor], torch.Tensor]] = {"mixes in": mixes_in}
 
 
-# ---- between forward and backward: (run, step, loss) -> loss
+# ---- user code between forward and backward: (run, step, loss) -> loss
 
 
 def prints(run: Run, step: int, loss: torch.Tensor) -> torch.Tensor:
@@ -141,7 +144,9 @@ def prints(run: Run, step: int, loss: torch.Tensor) -> torch.Tensor:
 
 
 def gives_views(run: Run, step: int, loss: torch.Tensor) -> torch.Tensor:
-    """What user code adds of them is differentiated with the program's own part."""
+    """Add a term to the loss that uses the model's views. One backward then goes through the program and the
+    views.
+    """
     assert len(run.model.given) == len(run.model.blocks)
     return loss + 1e-3 * sum(view.square().mean() for view in run.model.given)
 
@@ -153,7 +158,7 @@ BETWEEN: dict[str, Callable[[Run, int, torch.Tensor], torch.Tensor]] = {
 }
 
 
-# ---- between backward and optimizer, when most of the memory is gradients
+# ---- user code between backward and optimizer, when most of the memory is gradients
 
 
 def prints_later(run: Run) -> None:
@@ -177,7 +182,7 @@ LATER: dict[str, Callable[[Run], None]] = {
 }
 
 
-# ---- and after the step: (run, step)
+# ---- user code after the step: (run, step)
 
 
 def writes_data(run: Run, step: int) -> None:
@@ -191,7 +196,7 @@ def writes_in_place(run: Run, step: int) -> None:
 
 
 def keeps_views(run: Run, step: int) -> None:
-    """Made once, written in every later step."""
+    """Make views in the first step, and write through them in every step."""
     if step == 0:
         run.kept = [block.up.weight.data for block in run.model.blocks]  # type: ignore[union-attr]
     for view in run.kept:
@@ -203,8 +208,8 @@ def writes_by_pointer(run: Run, step: int) -> None:
     (ctypes.c_float * 4).from_address(address)[0] = 0.25 * step
 
 
-def writes_what_is_there(run: Run, step: int) -> None:
-    """By a pointer, and nothing else ever writes it."""
+def writes_resident_by_pointer(run: Run, step: int) -> None:
+    """Write to a resident weight through its address. No other code ever writes to this weight."""
     run.losses.append(run.first().sum().item())
     writes_by_pointer(run, step)
 
@@ -228,7 +233,7 @@ def copies(run: Run, step: int) -> None:
 
 
 def evaluates(run: Run, step: int) -> None:
-    """Eagerly, then compiled in another shape."""
+    """Evaluate the model eagerly, then the compiled model, both without gradients."""
     with torch.no_grad():
         run.losses.append(run.model(torch.ones(4, WIDTH)).sum().item())
         run.losses.append(run.compiled(torch.ones(ROWS, WIDTH)).sum().item())
@@ -244,13 +249,15 @@ def averages(run: Run, step: int) -> None:
 
 
 def replaces(run: Run, step: int) -> None:
-    """Another storage under the same parameter."""
+    """Give a parameter another storage by `.data =`."""
     if step == 4:
         run.first().data = torch.full_like(run.first(), 0.01)
 
 
 def exchanges(run: Run, step: int) -> None:
-    """Averaged weights for an evaluation, then one's own again: meanwhile nothing but `backup` has those."""
+    """Evaluate with averaged weights, then restore the trained weights. During the evaluation, only `backup`
+    refers to the trained weights.
+    """
     parameters = list(run.model.parameters())
     if not run.kept:
         run.kept = [p.detach().clone() for p in parameters]
@@ -267,7 +274,9 @@ def exchanges(run: Run, step: int) -> None:
 
 
 def lends_addresses(run: Run, step: int) -> None:
-    """To another library, which keeps them: nothing of torch counts that, and the bytes must not move."""
+    """Give weights' addresses to another library, which keeps the addresses. Torch does not count such
+    references, so the engine must not move the weights.
+    """
     weights: list[Any] = [run.first(), run.model.blocks[3].down.weight]  # type: ignore[union-attr]
     if step == 2:
         capsules = [torch.utils.dlpack.to_dlpack(weight) for weight in weights]
@@ -279,7 +288,9 @@ def lends_addresses(run: Run, step: int) -> None:
 
 
 def forks(run: Run, step: int) -> None:
-    """In the child the engine is inert; what is here can be read, what is away says so."""
+    """Read weights in a forked child, where the engine is inert. Resident weights can be read, and evicted
+    weights raise an error.
+    """
     child = os.fork()
     if child == 0:
         code = 1
@@ -313,11 +324,11 @@ AFTER: dict[str, Callable[[Run, int], None]] = {
 }
 AFTER["gives views"] = reads_views
 AFTER["frozen, written"] = writes_in_place
-AFTER["frozen, by pointer"] = writes_what_is_there
+AFTER["frozen, by pointer"] = writes_resident_by_pointer
 
 
 LEAVE = observer.Observer.empty_storage
-# Each of these bugs must change the numbers, or end in an error.
+# Each of these bugs must change the numbers or end in an error.
 PLANTS: dict[str, list[Any]] = {
     "nothing is fetched": [
         patch.object(user_code.UserCode, "fetch_for_reader", lambda self, keys, place: None)
@@ -343,7 +354,7 @@ def planted(bug: str) -> Iterator[None]:
 
 
 def compiles() -> list[int]:
-    """Graphs, and frames: some have none."""
+    """Return the numbers of Dynamo's graphs and frames. Some frames have no graph."""
     counters = torch._dynamo.utils.counters
     return [counters["stats"]["unique_graphs"], counters["frames"]["total"]]
 
@@ -359,7 +370,7 @@ def compare(scenario: str) -> dict[str, Any]:
         "compiles": [compiled, compiles()],
         "counts": counts,
         "written": [after - before for before, after in zip(ours.written, ours.written[1:])],
-        "away": max(ours.away),
+        "away": max(ours.evicted),
     }
     teraio.reset()
     weights = list(zip(plain.model.parameters(), ours.model.parameters()))
@@ -371,8 +382,8 @@ def compare(scenario: str) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     steady.plans()
-    for asked in json.loads(sys.argv[1]):
-        scenario, bug = asked if isinstance(asked, list) else (asked, "")
+    for request in json.loads(sys.argv[1]):
+        scenario, bug = request if isinstance(request, list) else (request, "")
         with planted(bug):
             result = compare(scenario)
         print(json.dumps({"scenario": scenario, "bug": bug, **result}), flush=True)

@@ -1,5 +1,7 @@
-"""Trainings whose optimizer steps on the host: a device with memory of its own, which RAM stands in for, and
-what users do between and around the steps."""
+"""Trainings whose optimizer steps on the host. User code runs between the steps and around them.
+
+A RAM device takes the part of a device with its own memory.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class Chain(nn.Module):
         self.layers = nn.Sequential(
             *(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU()))
         ).to(dtype)
-        if flat:  # the weights are views of one tensor
+        if flat:  # make the weights views of one tensor
             parameters = [p for p in self.parameters() if p.ndim > 1]
             joined = torch.cat([p.detach().reshape(-1) for p in parameters])
             parts = joined.split([p.numel() for p in parameters])
@@ -42,7 +44,7 @@ class Chain(nn.Module):
 
 @dataclass
 class Training:
-    """`after` runs at the end of each step."""
+    """A training. `after` is called at the end of each step."""
 
     make: Callable[[Any], Optimizer]
     after: Callable[[Training], None] = lambda training: None
@@ -53,7 +55,7 @@ class Training:
     model: Any = None
     optimizer: Any = None
     number: int = 0
-    seen: list[Any] = field(default_factory=list)  # losses, and what a loop looks at
+    seen: list[Any] = field(default_factory=list)  # losses, and values that the loop's user code reads
 
     def run(self, **options: Any) -> dict[str, Any]:
         torch._dynamo.reset()
@@ -83,7 +85,7 @@ class Training:
 
 
 class Scaled(Training):
-    """A GradScaler, whose second step is one that it leaves out."""
+    """A training with a GradScaler. The GradScaler skips step number 2, because a gradient is infinite."""
 
     def run(self, **options: Any) -> dict[str, Any]:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -112,7 +114,9 @@ def adamw(model: Any) -> Optimizer:
 
 
 def groups(model: Any) -> Optimizer:
-    """Some with other numbers, some that get no gradients; one that is not contiguous."""
+    """Make parameter groups with different options. Some parameters get no gradient, and one weight is not
+    contiguous.
+    """
     parameters = [*model.parameters()]
     parameters[2].requires_grad_(False)
     parameters[4].data = parameters[4].data.t().contiguous().t()
@@ -121,12 +125,12 @@ def groups(model: Any) -> Optimizer:
 
 
 def clip(training: Training) -> None:
-    """For the step that comes: there is no gradient then, so of what the step before left."""
+    """Clip the gradients that the last step left, because the next step's gradients do not exist yet."""
     training.seen.append(nn.utils.clip_grad_norm_(training.model.parameters(), 0.1).item())
 
 
 def look(training: Training) -> None:
-    """At a state, a weight, a gradient; and at all states at once."""
+    """Read a state, a weight and a gradient, then all states together."""
     weight = training.model.layers[4].weight
     state = training.optimizer.state[weight]
     training.seen += [weight.sum().item(), weight.grad.norm().item(), state["exp_avg"].abs().max().item()]
@@ -134,7 +138,7 @@ def look(training: Training) -> None:
 
 
 def write(training: Training) -> None:
-    """Into weights and states, in the ways that users have."""
+    """Write to weights and states in the ways in which users do."""
     with torch.no_grad():
         first, second = training.model.layers[0].weight, training.model.layers[2].weight
         first.mul_(0.99)
@@ -144,7 +148,7 @@ def write(training: Training) -> None:
 
 
 def hold(training: Training) -> None:
-    """Views of a state and of a weight, through which they are read and written in the steps to come."""
+    """Keep views of a state and of a weight. Read and write through these views in later steps."""
     weight = training.model.layers[2].weight
     if training.number == 2:
         training.view = training.optimizer.state[weight]["exp_avg"].view(-1)  # type: ignore[attr-defined]
@@ -155,7 +159,7 @@ def hold(training: Training) -> None:
 
 
 def save_and_load(training: Training) -> None:
-    """Through bytes, in the middle."""
+    """Save the model and the optimizer to bytes, and load them, in the middle of the training."""
     if training.number == 3:
         data = io.BytesIO()
         torch.save([training.model.state_dict(), training.optimizer.state_dict()], data)
@@ -166,7 +170,7 @@ def save_and_load(training: Training) -> None:
 
 
 def another(training: Training) -> None:
-    """A copy of the optimizer's states goes to another optimizer, which goes on."""
+    """Copy the optimizer's states to another optimizer, and continue with the other optimizer."""
     if training.number == 2:
         states = copy.deepcopy(training.optimizer.state_dict())
         training.optimizer = adamw(training.model)
@@ -174,7 +178,7 @@ def another(training: Training) -> None:
 
 
 def share(training: Training) -> None:
-    """Two states are one."""
+    """Make two parameters' states share one tensor."""
     if training.number == 0:
         states = [training.optimizer.state[layer.weight] for layer in training.model.layers[:4:2]]
         states[0]["exp_avg"] = states[1]["exp_avg"]
@@ -205,12 +209,12 @@ LOOPS: dict[str, Callable[[], Training]] = {
         lambda m: type("Own", (torch.optim.AdamW,), {})(m.parameters(), fused=True)
     ),
 }
-# What steps nothing on the host, and what is said of it.
+# Loops whose optimizer does not step on the host, with the reason that the engine logs.
 ON_DEVICE = {
     "has a closure": "its step has a closure",
     "is compiled": "it steps all parameters at once",
     "no states": "",
-    "not torch's own": "torch has fused kernels for the CPU of these alone",
+    "not torch's own": "torch has fused CPU kernels only for these classes",
     "shares": "it steps all parameters at once",
-    "scales": "a GradScaler leaves its work",
+    "scales": "a GradScaler leaves unscaling",
 }

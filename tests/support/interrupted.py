@@ -1,8 +1,9 @@
-"""A training that someone wants to end at any moment: by Ctrl-C, after which it goes on, or by `kill -9`.
+"""A training that is interrupted at any moment, by Ctrl-C or by `kill -9`. After Ctrl-C the training
+continues.
 
-interrupted.py COUNT SEED     prints one JSON object: what so many Ctrl-Cs at random moments came to
-interrupted.py train ROOT     trains on from the last checkpoint, and saves, until it is killed; prints a line
-                              when it is warm
+interrupted.py COUNT SEED     prints one JSON object: the outcomes of COUNT Ctrl-Cs at random moments
+interrupted.py train ROOT     resumes from the last checkpoint, trains and saves until killed; prints a line
+                              after its first steps
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from optimizer_train import BUDGET, ROWS, WIDTH, Chain
 
 import teraio
 
-WARM = 6  # steps until a plan is followed, and all that planning needs is imported
-LATE_S = 2.0  # a signal that has come to nothing by then was swallowed
+WARM = 6  # steps after which the engine follows a plan and has imported the planner
+LATE_S = 2.0  # seconds; a signal without effect after this time was lost
 
 
 class Training:
-    """Within the budget, or plainly; step `n` is the same in both."""
+    """A training, within the budget or plain. The step with a given number is the same in both trainings."""
 
     def __init__(self, options: dict[str, Any] | None) -> None:
         torch.manual_seed(0)
@@ -48,7 +49,7 @@ class Training:
         self.optimizer.step()
 
     def digest(self) -> str:
-        """Of weights and states."""
+        """Return a digest of weights and optimizer states."""
         found = hashlib.sha256()
         for parameter in self.model.parameters():
             for tensor in (parameter, *self.optimizer.state[parameter].values()):
@@ -56,7 +57,7 @@ class Training:
         return found.hexdigest()
 
     def load(self, path: Path) -> int:
-        """Goes on from a checkpoint; the number of the next step."""
+        """Load a checkpoint and return the number of the next step."""
         saved = teraio.load(path)
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
@@ -68,7 +69,7 @@ def within(**more: Any) -> Training:
 
 
 class Timer:
-    """Presses Ctrl-C once, a little later."""
+    """A timer that sends one Ctrl-C to the main thread after a delay."""
 
     def __init__(self, seconds: float) -> None:
         self.fired = False
@@ -87,7 +88,10 @@ class Timer:
 
 
 def expected(steps: int) -> list[str]:
-    """The digest after each step of the plain training. Before there is an engine, which would count it."""
+    """Return a list of digests: the plain training's digest after each step.
+
+    Call this function before an engine exists, because the engine would count the plain training's tensors.
+    """
     plain, states = Training(None), [""]
     for number in range(steps):
         plain.step(number)
@@ -97,12 +101,14 @@ def expected(steps: int) -> list[str]:
 
 
 def interrupted(count: int, seed: int) -> dict[str, int]:
-    """`whole`: steps that were done nevertheless; `undone`: those that left everything as it was."""
+    """Interrupt steps by Ctrl-C. In the returned counts, `whole` is the number of interrupted steps that were
+    completed. `undone` is the number of interrupted steps without any effect.
+    """
     chance = random.Random(seed)
     states = expected(2 * count + 20)
     ours = within()
     figures: Counter[str] = Counter(interrupted=0, whole=0, undone=0, torn=0, swallowed=0, errors=0)
-    done, lately = 0, [0.0]  # how long steps took
+    done, lately = 0, [0.0]  # steps that are done, and the durations of recent steps
     while figures["interrupted"] < count and not figures["torn"] and done + 1 < len(states):
         pressed = False
         timer = None
@@ -116,11 +122,11 @@ def interrupted(count: int, seed: int) -> dict[str, int]:
                 if timer is not None and timer.fired:
                     time.sleep(LATE_S)
                     figures["swallowed"] += 1
-            except Exception as error:  # noqa: BLE001 - whatever Ctrl-C was turned into
+            except Exception as error:  # noqa: BLE001 - other code may turn Ctrl-C into any error
                 print(f"{type(error).__name__}: {error}", file=sys.stderr)
                 figures["errors"] += 1
             if timer is not None:
-                timer.end()  # it may come as late as here
+                timer.end()  # the signal may also arrive during this call
         except KeyboardInterrupt:
             pressed = True
             if timer is not None:
@@ -141,7 +147,7 @@ def interrupted(count: int, seed: int) -> dict[str, int]:
 
 
 def trained_forever(root: Path) -> None:
-    """Saves after each step."""
+    """Train until the process is killed, and save after each step."""
     training, path = within(store=str(root / "store")), root / "last.pt"
     number = first = training.load(path) if path.exists() else 0
     while True:
@@ -159,8 +165,12 @@ def killed(
     first: Sequence[str] = (),
     end: Callable[[subprocess.Popen[str]], None] = subprocess.Popen.kill,
 ) -> None:
-    """Goes on with it, and ends it at a random moment, after some steps. No fork: a process that has compiled
-    something has threads, whose locks a child would wait for. `first`: what its command begins with."""
+    """Resume the training in a new process, and kill it at a random moment after some steps. The process's
+    command line begins with `first`.
+
+    This function does not fork, because a process that has compiled has threads. A forked child would wait
+    for the threads' locks.
+    """
     (root / "store").mkdir(exist_ok=True)
     command = [*first, sys.executable, __file__, "train", str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:

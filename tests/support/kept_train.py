@@ -1,10 +1,13 @@
-"""Trains a model whose graph is broken in the middle: what eager autograd saves there is kept until the
-backward, beside the programs on both sides. Every byte of every tensor is counted.
+"""A training of a model with a graph break in the middle.
+
+The code at the graph break runs eagerly, between two compiled programs. Autograd saves the tensors of this
+code until the backward. The process counts every byte of every tensor.
 
     kept_train.py BUDGET [unseen]
 
-prints one JSON object: the losses, the peak of each step, and what was learnt to be kept, by call. `unseen`:
-it is not looked at, as a planted bug.
+The script prints one JSON object: (1) the losses, (2) the peak of each step, and (3) the engine's estimates.
+Per call, the engine estimates the number of bytes that user code keeps. `unseen` plants a bug: the engine
+does not count the bytes that user code keeps.
 """
 
 from __future__ import annotations

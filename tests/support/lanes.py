@@ -1,4 +1,4 @@
-"""Who may run beside whom: tests share the machine with those of the other process, or have it alone."""
+"""Locks for tests that share the machine with the other test process, and for tests that must run alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 
 class Lanes:
-    """Two locked files. All pass the gate; who wants to be alone keeps it shut until the others have left."""
+    """Two files used as locks: (1) the gate, which every test passes before it runs, and (2) the road, which
+    a test occupies while it runs. A test that runs alone locks the gate and waits until the road is empty.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -34,5 +36,5 @@ class Lanes:
 @contextmanager
 def _locked(path: Path, how: int) -> Iterator[None]:
     with path.open("a") as file:
-        fcntl.flock(file, how)  # closing gives it back
+        fcntl.flock(file, how)  # closing the file releases the lock
         yield

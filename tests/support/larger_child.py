@@ -1,10 +1,13 @@
-"""A model whose weights alone are more than the process may have.
+"""A model whose weights alone are larger than the process's memory limit.
 
     larger_child.py plain|teraio EXTRA_BYTES FILE
 
-It trains, and then infers with weights from a file. The limit is RLIMIT_DATA, set when everything is loaded
-and was run once in small: so many bytes more (0: no limit; then the initial weights are written to FILE).
-Prints one JSON object: losses and outputs, a digest of the weights, counts; or the error that ended it.
+The script trains, and then runs inference with weights from a file. It sets the limit RLIMIT_DATA to the
+bytes in use plus EXTRA_BYTES. Before the limit is set, all modules are loaded, and the training and the
+inference have run at small size. If EXTRA_BYTES is 0, there is no limit, and the script writes the initial
+weights to FILE. The script prints one JSON object. For the training and for the inference, it holds (1)
+losses or outputs, (2) a digest of the weights, and (3) counts. If an error ended one of the two, it holds the
+error instead.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ from torch import nn
 import teraio
 from teraio.runtime.device import cpu
 
-WIDTH, LAYERS, ROWS, STEPS = 768, 42, 8, 3  # a layer has 2.25 MiB, all of them 94
+WIDTH, LAYERS, ROWS, STEPS = 768, 42, 8, 3  # each layer has 2.25 MiB of weights, all layers together 94 MiB
 MEMORY = 20 << 20
-MADE = [False]  # the model's constructor came to its end
+MADE = [False]  # MADE[0] is True after the model's constructor has ended
 
 
 class Chain(nn.Module):
@@ -84,7 +87,7 @@ def attempt(part: Any, *arguments: Any) -> dict[str, Any]:
         result: dict[str, Any] = part(*arguments)
     except (MemoryError, RuntimeError) as error:
         return {"error": str(error), "made": MADE[0]}
-    torch._dynamo.reset()  # the model is garbage: nothing of it need come back
+    torch._dynamo.reset()  # reset fetches no tensor of the model, because the model is garbage
     return result
 
 
@@ -92,14 +95,14 @@ def main() -> None:
     kind, extra, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     steady.plans()
-    cpu.CpuDevice()  # for both: a limit counts what malloc keeps
+    cpu.CpuDevice()  # makes malloc return memory in plain runs too, because the limit includes kept memory
     os.environ.update({"TERAIO_DISABLE": "1"} if kind == "plain" else {"TERAIO_MEMORY": str(MEMORY)})
     os.environ |= {"TERAIO_WARMUP": "1", "TERAIO_PLANNER": "greedy", "TERAIO_INNER": "eager"}
     small = file + ".small"
-    if kind != "plain" or not extra:  # which ends before it would compile
+    if kind != "plain" or not extra:  # a plain run under a limit ends before it compiles
         attempt(train, 16, small)
         attempt(infer, 16, small)
-    torch._dynamo.reset()  # imports what is needed for that, too
+    torch._dynamo.reset()  # also imports the modules that the next reset needs
     base = data_bytes()
     if extra:
         resource.setrlimit(resource.RLIMIT_DATA, (base + extra, base + extra))

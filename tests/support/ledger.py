@@ -1,15 +1,15 @@
-"""What each suite of tests may cost, and what it did cost: rows of budget.toml against measured seconds.
+"""The cost limits of test suites, which compare measured seconds with the rows of budget.toml.
 
-A suite is a file of tests, or the folder native. Its row holds seconds beside one other suite on two cores.
-What is compared with the row is the smaller of wall time and CPU time: on a shared machine wall time grows
-with what the neighbours do and CPU time does not, while a suite that keeps both cores busy has less wall time
-than CPU time. A suite that only waits would pass for free that way, so its wall time is held too, three times
-as loosely.
+A suite is a file of tests, or the folder native. The suite's row holds the seconds that the suite takes on
+two cores while another suite runs. The row is compared with the smaller of wall time and CPU time. On a
+shared machine, other load increases wall time, but not CPU time. A suite that keeps both cores busy has less
+wall time than CPU time. A suite that only waits uses no CPU time, so a limit on the smaller of both times
+would not detect it. Wall time therefore has a limit of its own, three times as high.
 
-CPU time grows as well where neighbours share caches and cores, and on slower machines. A run of everything
-knows by how much: the median suite's seconds against its row is the pace of this run, and rows count that
-many times. So what is found is a suite that outgrew the others, on any machine; all of them growing together
-is found beyond the slowest pace, and by benchmarks/engine/cost.py.
+CPU time also increases on slower machines, and where other processes share caches and cores. A run of all
+suites measures this factor, the run's pace: the median of the suites' seconds divided by their rows. All rows
+are multiplied by the pace. A suite that became slower than the others exceeds its row, on any machine. If all
+suites become slower together, the limit of the pace and benchmarks/engine/cost.py detect it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-# In two processes: nearly a quarter of an hour of two cores.
+# The sum of all rows. Two test processes then take nearly a quarter of an hour on two cores.
 TOTAL_SECONDS = 900.0
-GROWTH = 2.0  # the same suite took 1.6 times as long an hour later: machines are shared
-FLOOR_SECONDS = 5.0  # first imports and compiles land on whichever suite runs first
+# The allowed factor above a row. On a shared machine, one suite took 1.6 times as long an hour later.
+GROWTH = 2.0
+FLOOR_SECONDS = 5.0  # allowed in addition to each row, because the first suite pays for imports and compiles
 WAITING = 3.0
-PACES = (1.0, 6.0)  # of machines; the second half as fast as the slowest that was met
-ENOUGH = 8  # suites that tell a pace, each of
-TELLING_SECONDS = 5.0  # and more: imports are most of what the others take
+PACES = (1.0, 6.0)  # limits of the pace; the slowest machine so far had a pace of 3
+ENOUGH = 8  # least number of suites from which a pace is measured
+TELLING_SECONDS = 5.0  # least row of a suite that measures the pace, because imports dominate shorter suites
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,45 +54,54 @@ _ELSEWHERE_S: list[float] = []
 
 
 def elsewhere(cpu_s: float) -> None:
-    """Count what ran for this process and is no child of it."""
+    """Add the CPU time of a process that worked for this process and is not its child."""
     _ELSEWHERE_S.append(cpu_s)
 
 
 def now() -> Cost:
-    """The clocks of this process and of its children that have ended, such as compilers."""
+    """Return the wall time and the CPU time so far of this process and of its ended children, such as
+    compilers.
+    """
     used = os.times()
-    here = used.user + used.system + used.children_user + used.children_system
-    return Cost(time.perf_counter(), here + sum(_ELSEWHERE_S))
+    cpu_s = used.user + used.system + used.children_user + used.children_system
+    return Cost(time.perf_counter(), cpu_s + sum(_ELSEWHERE_S))
 
 
 @cache
 def rows(path: Path = TESTS / "budget.toml") -> dict[str, float]:
-    """Seconds by suite."""
+    """Return the budgeted seconds by suite."""
     return {name: float(seconds) for name, seconds in tomllib.loads(path.read_text())["seconds"].items()}
 
 
 def suite_of(path: Path, tests: Path = TESTS) -> str:
-    """`tests/native/test_faults.py` -> `native`, `tests/formats/test_files.py` -> `test_files`."""
+    """Return the suite of a test file.
+
+    `tests/native/test_faults.py` gives `native`, `tests/formats/test_files.py` gives `test_files`.
+    """
     return "native" if path.relative_to(tests).parts[0] == "native" else path.stem
 
 
 def suites(tests: Path = TESTS) -> set[str]:
-    """What pytest collects here; tests/long is for people with an afternoon."""
+    """Return the suites that pytest collects in `tests`. tests/long is left out, because it takes hours."""
     return {suite_of(path, tests) for path in tests.rglob("test_*.py") if "long" not in path.parts}
 
 
 def pace(budget: dict[str, float], spent: dict[str, Cost]) -> float:
-    """How many times its row a suite takes in this run; a run of a few suites passes for the slowest."""
-    told = [
+    """Return the run's pace, the factor by which suites exceed their rows. If a run has too few suites to
+    measure the pace, return the largest pace.
+    """
+    ratios = [
         spent[suite].seconds / row
         for suite, row in budget.items()
         if row >= TELLING_SECONDS and suite in spent
     ]
-    return min(max(statistics.median(told), PACES[0]), PACES[1]) if len(told) >= ENOUGH else PACES[1]
+    return min(max(statistics.median(ratios), PACES[0]), PACES[1]) if len(ratios) >= ENOUGH else PACES[1]
 
 
 def complaints(budget: dict[str, float], spent: dict[str, Cost]) -> list[str]:
-    """One line for each suite that costs more than its row allows; without a row, nothing is exceeded."""
+    """Return a line for each suite that costs more than its row allows. A suite without a row has no
+    limit.
+    """
     lines = []
     times = pace(budget, spent)
     for suite, cost in sorted(spent.items()):

@@ -1,7 +1,10 @@
-"""A training under a hard limit of the system: `limited_child.py plain|teraio EXTRA_BYTES` (0: no limit).
+"""A training under a hard memory limit of the system.
 
-The limit is RLIMIT_DATA: what the process has when everything is loaded and compiled once in small, and so
-many bytes more. A mapping beyond it fails. Prints one JSON object: losses, a digest of the weights, counts.
+    limited_child.py plain|teraio EXTRA_BYTES      (0: no limit)
+
+The limit is RLIMIT_DATA: the bytes in use plus EXTRA_BYTES. It is set after all modules are loaded and a
+small model was compiled. A mapping beyond the limit fails. The script prints one JSON object: losses, a
+digest of the weights, and counts.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ MEMORY = 112 << 20
 
 
 class Chain(nn.Module):
-    """Every layer saves 16 MiB for its backward; a weight has 4 KiB."""
+    """A chain of layers. Each layer saves 16 MiB for the backward, and its weight has 4 KiB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +45,7 @@ class Chain(nn.Module):
 
 
 def data_bytes() -> int:
-    """What RLIMIT_DATA counts."""
+    """Return the number of bytes that RLIMIT_DATA counts."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmData")).split()[1]) * 1024
 
@@ -66,7 +69,7 @@ def main() -> None:
     kind, extra = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
     steady.plans()
-    cpu.CpuDevice()  # for both: a limit counts what malloc keeps
+    cpu.CpuDevice()  # makes malloc return memory in plain runs too, because the limit includes kept memory
     os.environ.update({"TERAIO_DISABLE": "1"} if kind == "plain" else {"TERAIO_MEMORY": str(MEMORY)})
     os.environ["TERAIO_WARMUP"] = "1"
     train(Chain(), 64, 2)

@@ -1,5 +1,7 @@
-"""A small model is trained in a budget in which it does not fit. Its steps go by the plan's table, by graphs
-with the plan's moves written in, and by such graphs with a bug in them, in turn.
+"""A training of a small model within a budget that is smaller than its peak.
+
+The moves of a step come from one of three sources: (1) the plan's table, (2) graphs that contain the plan's
+moves, or (3) such graphs with a planted bug. The steps alternate between these sources.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from teraio.passes.fx import materialize
 from teraio.passes.fx import program as fx
 from teraio.runtime.engine import engine, explicit_moves
 from teraio.runtime.ledger.mover import Mover
+from teraio.runtime.ledger.record import State
 from teraio.runtime.step.program import Program
 from teraio.session import planning
 
-ROWS, WIDTH, LAYERS, MEMORY = 512, 256, 5, "6700KiB"  # of it 4 MiB in reserve; a kernel needs 2.3
-KERNEL_NS = 300_000  # the same in every run, so that the plan is; a layer's activation leaves in half of it
+ROWS, WIDTH, LAYERS, MEMORY = 512, 256, 5, "6700KiB"  # the reserve takes 4 MiB; a kernel needs 2.3 MiB
+# Assumed duration of each kernel. It is fixed, so that the plan is always the same. Half of this duration is
+# enough to evict a layer's activation.
+KERNEL_NS = 300_000
 GB = 10**9
 MACHINE = Machine(
     "test",
@@ -38,7 +43,7 @@ MACHINE = Machine(
 )
 
 Acts = dict[int, tuple[Act, ...]]
-Event = tuple[int, str, str]  # the slot, counted from the start of the step; what happened; to whom
+Event = tuple[int, str, str]  # (slot counted from the start of the step, event, tensor)
 
 
 class Model(torch.nn.Module):
@@ -52,44 +57,46 @@ class Model(torch.nn.Module):
         return (x - 1).square().mean()
 
 
-# ---- what may be wrong in a graph
+# ---- bugs in a graph's moves
 
 
 def without(verb: str) -> Callable[[Acts], Acts]:
     def planted(found: Acts) -> Acts:
-        """The first of its kind is not there."""
-        tick, act = next((t, a) for t, there in found.items() for a in there if a.verb == verb)
+        """Remove the first act with the verb `verb`."""
+        tick, act = next((t, a) for t, acts in found.items() for a in acts if a.verb == verb)
         return {**found, tick: tuple(a for a in found[tick] if a != act)}
 
     return planted
 
 
 def too_late(found: Acts) -> Acts:
-    """An eviction begins a kernel later, when it should have ended."""
-    tick, act = next((t, a) for t, there in found.items() for a in there if a.verb == "evict")
+    """Begin the first eviction one kernel late, at the tick at which it should have ended."""
+    tick, act = next((t, a) for t, acts in found.items() for a in acts if a.verb == "evict")
     left = tuple(a for a in found[tick] if a != act)
     return {**found, tick: left, tick + 1: (*found.get(tick + 1, ()), act)}
 
 
 def turned_round(found: Acts) -> Acts:
-    """Two evictions before one kernel, the second first."""
-    for tick, there in found.items():
-        for at, (one, other) in enumerate(pairwise(there)):
+    """Exchange two evictions that begin before the same kernel."""
+    for tick, acts in found.items():
+        for at, (one, other) in enumerate(pairwise(acts)):
             if one.verb == other.verb == "evict":
-                return {**found, tick: (*there[:at], other, one, *there[at + 2 :])}
-    raise AssertionError("no two evictions before one kernel: this shows nothing")
+                return {**found, tick: (*acts[:at], other, one, *acts[at + 2 :])}
+    raise AssertionError("no kernel has two evictions before it, so the run proves nothing")
 
 
 def anywhere(found: Acts) -> Acts:
-    """Everything happens, and nothing of it where it should."""
+    """Move the acts of each tick to another tick."""
     ticks, draw = list(found), random.Random(1)
     draw.shuffle(ticks)
     return dict(zip(ticks, found.values()))
 
 
 def unlawful(found: Acts) -> Acts:
-    """What a kernel needs leaves just before it; only the law is against it."""
-    tick, act = next((t, a) for t, there in found.items() for a in there if a.of == "fetch")
+    """Add a drop of a tensor just before a kernel that needs the tensor. Only the engine's rules prevent the
+    drop.
+    """
+    tick, act = next((t, a) for t, acts in found.items() for a in acts if a.of == "fetch")
     return {**found, tick: (*found[tick], Act("drop", act.tensor, "ssd"))}
 
 
@@ -110,8 +117,11 @@ WAYS += [HOSTILE_TABLE] * 3 + [HOSTILE_GRAPH] * 2
 
 
 def hostile(plan: Plan, profile: Profile) -> Plan:
-    """Moves without any sense, but that a tensor is ready when it is used next: where it is not used, only a
-    graph would wait for it."""
+    """Return a plan of senseless moves. Its fetches still end at a use of their tensor.
+
+    If a fetch ended at another tick, a graph would wait for the fetch and the table would not, so the two
+    would differ.
+    """
     draw, ticks = random.Random(2), len(profile.kernels)
     moves: list[Evict | Fetch] = []
     for _ in range(300):
@@ -125,13 +135,13 @@ def hostile(plan: Plan, profile: Profile) -> Plan:
 
 
 def lost(ticket: Any) -> None:
-    """In place of `Device.join`: the read came to nothing."""
+    """Wait for the ticket, then raise a read error. This replaces `Device.join`."""
     ticket.wait()
     raise StoreReadError("lost")
 
 
 class Losing(explicit_moves.ExplicitMoves):
-    """The first read that this graph waits for fails."""
+    """The moves of a graph. The first fetch among them fails when the graph waits for it."""
 
     lost = False
 
@@ -144,25 +154,27 @@ class Losing(explicit_moves.ExplicitMoves):
             super().wait(tensor, move)
 
 
-# ---- a training whose graphs can be exchanged
+# ---- a training with exchangeable graphs
 
 
 @dataclass
 class Training:
-    """What happened, step by step."""
+    """The record of a training, with one entry per step."""
 
     losses: list[float] = field(default_factory=list)
     events: list[list[Event]] = field(default_factory=list)
-    kernels: list[list[str]] = field(default_factory=list)  # as a timeline has them
+    kernels: list[list[str]] = field(default_factory=list)  # names of kernels, as in a timeline
     skipped: list[int] = field(default_factory=list)
     digest: list[bytes] = field(default_factory=list)
     plan: Plan | None = None
     profile: Profile | None = None
     graphs: list[tuple[GraphModule, Program]] = field(default_factory=list)
-    written: list[GraphModule] = field(default_factory=list)  # forward and backward, moves in them
+    written: list[GraphModule] = field(default_factory=list)  # graphs of forward and backward, with moves
 
     def last(self, way: str) -> int:
-        """The last step that went this way: the first may find tensors where another way left them."""
+        """Return the number of the last step of this way. In the first step of a way, tensors may still be in
+        the tiers to which another way moved them.
+        """
         return len(WAYS) - 1 - WAYS[::-1].index(way)
 
     def of(self, way: str) -> list[Event]:
@@ -170,10 +182,10 @@ class Training:
 
 
 class Bench:
-    """The backend, with every program's graph at hand and a say in which graph runs."""
+    """The backend. It gives access to the graph of each program, and chooses the graph that runs."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.told = Training()
+        self.training = Training()
         self.log: list[Event] = []
         self.run: dict[GraphModule, Callable[..., Any]] = {}
         self.start = 0
@@ -197,36 +209,41 @@ class Bench:
         schedule, connect = fx.insert_slots(gm, kind)
         with backend._label_loaded_programs(labels) as loaded:
             connect(engine.program(schedule.as_json_text))
-        self.told.graphs.append((gm, loaded[-1]))
+        self.training.graphs.append((gm, loaded[-1]))
 
     def planned(self, plan: Any, maker: Any, profile: Profile, step: Any) -> Plan | None:
-        """By the product, but for times that are the same on every machine."""
-        assert self.told.plan is None
+        """Plan with teraio's own planner, but with kernel times that are the same on every machine."""
+        assert self.training.plan is None
         kernels = tuple(replace(kernel, duration_ns=KERNEL_NS) for kernel in profile.kernels)
-        maker.machine, self.told.profile = MACHINE, replace(profile, kernels=kernels)
-        self.told.plan = plan(maker, self.told.profile, step)
-        return self.told.plan
+        maker.machine, self.training.profile = MACHINE, replace(profile, kernels=kernels)
+        self.training.plan = plan(maker, self.training.profile, step)
+        return self.training.plan
 
     def noting(self, name: str, move: Callable[..., None]) -> Callable[..., None]:
-        def noted(mover: Mover, record: Any, *tier: str | None, demand: bool = False) -> None:
+        def noted(mover: Mover, record: Any, *tier: str | None, **rest: Any) -> None:
             assert engine.ENGINE is not None
             number = engine.ENGINE.residency.serial - self.start
-            self.log.append((number, "miss" if demand else name, record.name))
-            move(mover, record, *tier, **({"demand": True} if demand else {}))
+            event = number, "miss" if rest.get("demand") else name, record.name
+            self.log.append(event)
+            before = record.state
+            move(mover, record, *tier, **rest)
+            # This call began no eviction, because one was already in flight.
+            if name == "begin_evict" and before is State.EVICTING:
+                self.log.remove(event)
 
         return noted
 
     def go(self, way: str) -> None:
-        """The next step goes this way."""
+        """Make the next step take its moves in this way."""
         self.run.clear()
-        running, plan = engine.ENGINE, self.told.plan
+        running, plan = engine.ENGINE, self.training.plan
         assert running is not None
         self.start = running.residency.serial
         if way in {"measure", "table"}:
             return
-        assert plan is not None and self.told.profile is not None
+        assert plan is not None and self.training.profile is not None
         if way in {HOSTILE_TABLE, HOSTILE_GRAPH}:
-            plan = hostile(plan, self.told.profile)
+            plan = hostile(plan, self.training.profile)
             running.follow_plan(plan)
         if way == HOSTILE_TABLE:
             return
@@ -235,16 +252,16 @@ class Bench:
         with pytest.MonkeyPatch.context() as patch:
             bug = {**PLANTED, UNLAWFUL: unlawful}.get(way, dict)
             patch.setattr(materialize, "acts_by_tick", lambda *given: bug(acts_by_tick(*given)))
-            for base, (gm, program) in reversed([*zip(expected.base, self.told.graphs)]):
+            for base, (gm, program) in reversed([*zip(expected.base, self.training.graphs)]):
                 runs = next(losing, explicit_moves.ExplicitMoves)(program)
                 made = materialize.copy_graph_with_moves(gm, plan, base, expected.length, runs)
                 self.run[gm] = self.boxed(made).run
                 written.insert(0, made)
         if way == "graph":
-            self.told.written = written
+            self.training.written = written
 
     def train(self, compiled: Any, parameters: list[torch.Tensor]) -> Training:
-        told, optimizer = self.told, torch.optim.AdamW(parameters, lr=1e-4)
+        training, optimizer = self.training, torch.optim.AdamW(parameters, lr=1e-4)
         draw = torch.Generator().manual_seed(1)
         for way in WAYS:
             if engine.ENGINE is not None:
@@ -253,32 +270,32 @@ class Bench:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            told.losses.append(loss.item())
-            told.events.append(self.log)
-            told.skipped.append(int(teraio.stats().get("skipped_moves", 0)))
+            training.losses.append(loss.item())
+            training.events.append(self.log)
+            training.skipped.append(int(teraio.stats().get("skipped_moves", 0)))
             if engine.ENGINE is not None and (recorder := engine.ENGINE.mover.recorder) is not None:
-                told.kernels.append([name for name, _, _ in recorder.step.kernels])
+                training.kernels.append([name for name, _, _ in recorder.step.kernels])
             self.log = []
         states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-        told.digest = [t.detach().numpy().tobytes() for t in (*parameters, *states)]
-        return told
+        training.digest = [t.detach().numpy().tobytes() for t in (*parameters, *states)]
+        return training
 
 
 def train(**options: str) -> Training:
-    """In the budget with these options; plainly without any."""
+    """Train within the budget with these options. Without options, train plainly."""
     torch._dynamo.reset()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums come out the same, bit for bit
+    torch.set_num_threads(1)  # one thread, for a fixed order of sums
     torch.manual_seed(0)
     model = Model()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERAIO_PLANNER", "greedy")
         if not options:
             patch.setenv("TERAIO_DISABLE", "1")
-        asked: dict[str, Any] = {"memory": MEMORY, "inner": "eager", "warmup": 1, **options}
-        compiled = torch.compile(model, backend="teraio", options=asked)
-        told = Bench(patch).train(compiled, list(model.parameters()))
+        request: dict[str, Any] = {"memory": MEMORY, "inner": "eager", "warmup": 1, **options}
+        compiled = torch.compile(model, backend="teraio", options=request)
+        training = Bench(patch).train(compiled, list(model.parameters()))
         teraio.reset()
     torch._dynamo.reset()
     torch.set_num_threads(threads)
-    return told
+    return training

@@ -1,4 +1,4 @@
-"""Addresses of this process, as the system maps them."""
+"""The memory maps of this process, read from /proc."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 
 def rights(address: int) -> str:
-    """Return what may be done there, as in `rw-p`; nothing where nothing is mapped."""
+    """Return the permissions of the mapping at an address, such as `rw-p`. Return an empty string if nothing
+    is mapped there.
+    """
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, found = line.split()[:2]
         begin, end = (int(edge, 16) for edge in span.split("-"))

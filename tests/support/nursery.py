@@ -1,10 +1,11 @@
-"""A process that has imported what takes long and compiled a little: scripts run in forks of it.
+"""A process that has imported slow modules and compiled a small model. Scripts run in forks of this process.
 
     nursery.py
 
-reads a request per line of stdin, which children.py writes, and prints a line when its fork has ended. Half
-of what a short training costs in a new process is imports, and a compiler's first look at torch. A fork has
-both. teraio is not imported here: what it does to torch, and when, is the script's.
+The process reads a request from each line of stdin, and prints a line when the request's fork has ended.
+children.py writes the requests. In a new process, imports and the compiler's first start take half of the
+time of a short training. A fork saves both. The process does not import teraio, because this import changes
+torch, and each script must decide when to import teraio.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STDIN = 0
 
 
 class Small(nn.Module):
-    """A model that has a compiler load and remember most of what it needs for others."""
+    """A model whose compilation makes the compiler load and cache most of what other models need."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Small(nn.Module):
 
 
 def warm() -> None:
-    """Train a small model, in one thread: a fork of a process with threads has none of them."""
+    """Train a small model with one thread, because a fork would not have the other threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model = Small()
@@ -54,12 +55,13 @@ def warm() -> None:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Run the script of this request as Python would, in this process."""
+    """Run the request's script in this process, as the Python interpreter would."""
     for fd, path in enumerate((os.devnull, request["out"], request["err"])):
         opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.dup2(opened, fd)
         os.close(opened)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    # Needed because a shell's background jobs ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable()
     faulthandler.dump_traceback_later(request["limit_s"], exit=True)
     os.environ.clear()
@@ -71,8 +73,8 @@ def become(request: dict[str, Any]) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def told_of_end(number: int, child: int) -> str:
-    """Return the line for a request whose fork has ended: its exit code and its CPU seconds."""
+def line_of_end(number: int, child: int) -> str:
+    """Return the line for a request whose fork has ended, with the fork's exit code and CPU seconds."""
     _, status, used = os.wait4(child, 0)
     return json.dumps((number, os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime))
 
@@ -80,17 +82,18 @@ def told_of_end(number: int, child: int) -> str:
 def main() -> None:
     warm()
     gc.collect()
-    gc.freeze()  # pages that a collection would write to are shared with all forks
+    gc.freeze()  # otherwise a collection in a fork would copy shared pages
     poll = select.poll()
     poll.register(STDIN, select.POLLIN)
-    running: dict[int, tuple[int, int]] = {}  # by what tells of its end: request and process
+    # (number of the request, process id) by the descriptor that signals the end
+    running: dict[int, tuple[int, int]] = {}
     read = b""
     while True:
         ready = [fd for fd, _ in poll.poll()]
         for fd in running.keys() & ready:
             poll.unregister(fd)
             os.close(fd)
-            print(told_of_end(*running.pop(fd)), flush=True)
+            print(line_of_end(*running.pop(fd)), flush=True)
         if STDIN not in ready:
             continue
         if not (got := os.read(STDIN, 2**16)):

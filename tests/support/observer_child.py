@@ -1,5 +1,7 @@
-"""What reads evicted tensors where Python is not asked: extensions, threads, finalizers, forks. Each case is
-a function; this prints what each found.
+"""Cases in which code outside of Python's tensor classes reads evicted tensors: extensions, threads,
+finalizers, forks.
+
+Each case is a function. The script prints the results of each case.
 
     observer_child.py CASE...
 """
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eager_beside import WIDTH, layer, record, send_away
+from eager_beside import WIDTH, evict_all, layer, record
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -39,7 +41,7 @@ THREADS, ROUNDS = 4, 8
 
 
 class Finalizer:
-    """Reads a tensor when it is garbage: wherever Python finds it."""
+    """An object whose finalizer reads a tensor when Python collects the object."""
 
     def __init__(self, tensor: torch.Tensor, found: list[float]) -> None:
         self.tensor, self.found, self.itself = tensor, found, self
@@ -49,7 +51,7 @@ class Finalizer:
 
 
 class World:
-    """A model in a small budget, and the sums of its weights."""
+    """A model with a small budget, and the sum of each weight's elements."""
 
     def __init__(self, memory: str = "64MiB") -> None:
         torch.manual_seed(0)
@@ -67,8 +69,8 @@ class World:
         self.optimizer.step()
 
     def evict(self) -> None:
-        send_away()
-        assert all(record(weight).state is State.AWAY for weight in self.weights)
+        evict_all()
+        assert all(record(weight).state is State.EVICTED for weight in self.weights)
 
     @property
     def observer(self) -> Any:
@@ -78,13 +80,13 @@ class World:
 
 @cache
 def built() -> Path:
-    """The extension, in the folder that the test gives to all cases."""
+    """Return the path of the compiled extension. All cases share the folder that the test gives."""
     folder = Path(os.environ.get("READER_FOLDER") or tempfile.mkdtemp())
     return build.build_unless_built(SOURCE, ("c10", "torch_cpu"), folder)
 
 
 class Reader:
-    """The extension; with the GIL held while it runs, or not."""
+    """The compiled extension, called with the GIL (`held`) or without the GIL."""
 
     def __init__(self, held: bool) -> None:
         self.library: Any = (ctypes.PyDLL if held else ctypes.CDLL)(str(built()))
@@ -108,7 +110,8 @@ class Reader:
 
 
 def close(one: float | str, other: float) -> bool:
-    return isinstance(one, float) and abs(one - other) < 1e-6  # the extension adds in another order
+    # A tolerance is needed, because the extension adds elements in another order.
+    return isinstance(one, float) and abs(one - other) < 1e-6
 
 
 def extension() -> dict[str, Any]:
@@ -118,11 +121,11 @@ def extension() -> dict[str, Any]:
         reader = Reader(held)
         for way in ("operator", "data", "const_data"):
             world.evict()
-            told = [reader.one(way, weight) for weight in world.weights]
-            found[f"{way}, GIL {'held' if held else 'free'}"] = all(map(close, told, world.sums))
+            answer = [reader.one(way, weight) for weight in world.weights]
+            found[f"{way}, GIL {'held' if held else 'free'}"] = all(map(close, answer, world.sums))
         world.evict()
-        told_all = reader.many("parallel", world.weights)
-        found[f"parallel, GIL {'held' if held else 'free'}"] = all(map(close, told_all, world.sums))
+        answers = reader.many("parallel", world.weights)
+        found[f"parallel, GIL {'held' if held else 'free'}"] = all(map(close, answers, world.sums))
     world.evict()
     found["threads, GIL free"] = all(map(close, Reader(False).many("threads", world.weights), world.sums))
     return found
@@ -130,33 +133,35 @@ def extension() -> dict[str, Any]:
 
 def custom_operator() -> dict[str, Any]:
     world = World()
-    Reader(False)  # which registers it
+    Reader(False)  # loading the extension registers the operator
     world.evict()
     scaled = torch.ops.reader.scaled(world.weights[0], 2.0)
     return {"same": torch.equal(scaled, world.weights[0].detach() * 2)}
 
 
 def pointer_writes() -> dict[str, Any]:
-    """What is written through an address is there after the next eviction."""
+    """Check that bytes written through an address survive the next eviction."""
     world, reader = World(), Reader(False)
     world.evict()
-    told = reader.library.reader_write(world.weights[1]._cdata, 3.0)
+    answer = reader.library.reader_write(world.weights[1]._cdata, 3.0)
     world.evict()
-    return {"told": told, "same": bool((world.weights[1] == 3.0).all())}
+    return {"told": answer, "same": bool((world.weights[1] == 3.0).all())}
 
 
 def waits_for_us() -> dict[str, Any]:
-    """Who holds the GIL waits for threads that read: an error, no deadlock, and all is well afterwards."""
+    """Check that a caller that holds the GIL and waits for reading threads gets an error instead of a
+    deadlock.
+    """
     world, reader = World(), Reader(True)
     world.observer.library.teraio_patience(PATIENCE_MS)
     world.evict()
-    told = reader.many("threads", world.weights)
+    answer = reader.many("threads", world.weights)
     after = [float(weight.detach().double().sum()) for weight in world.weights]
-    return {"error": isinstance(told, str) and "releases the GIL" in told, "after": after == world.sums}
+    return {"error": isinstance(answer, str) and "releases the GIL" in answer, "after": after == world.sums}
 
 
 def threads_and_finalizers() -> dict[str, Any]:
-    """While programs run."""
+    """Check reads by threads and finalizers while compiled programs run."""
     world = World("5MiB")
     found: list[float] = []
     wrong: list[Any] = []
@@ -198,7 +203,7 @@ class Counting(TorchDispatchMode):
 
 
 def modes_are_restored() -> dict[str, Any]:
-    """What the engine does for a read is none of the user's modes' business."""
+    """Check that the user's modes do not see the operators that the engine runs to fetch a tensor."""
     world = World()
     world.evict()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), Counting() as counting:
@@ -207,8 +212,10 @@ def modes_are_restored() -> dict[str, Any]:
     return {"names": counting.names, "kept": kept, "inference": made.is_inference()}
 
 
-def arguments_stay() -> dict[str, Any]:
-    """Two arguments, larger together than what the budget leaves: both are there, and that is said."""
+def arguments_are_kept() -> dict[str, Any]:
+    """Check an operator whose arguments together are larger than the free budget. All arguments must be
+    resident together, and the engine must report the overrun.
+    """
     world = World("4608KiB")
     world.evict()
     stacked = torch.cat([weight.detach() for weight in world.weights])
@@ -219,24 +226,26 @@ def arguments_stay() -> dict[str, Any]:
 
 
 def store_fails() -> dict[str, Any]:
-    """A read that fails is an error that names the tensor, by an operator and by an address."""
+    """Check that a failed fetch raises an error that names the tensor. One read is by an operator, and one by
+    an address.
+    """
     world = World()
     world.evict()
     real = Mover.begin_fetch
 
-    def fails(mover: Any, found: Any, demand: bool = False) -> None:
+    def fails(mover: Any, found: Any, **rest: Any) -> None:
         raise StoreError(f"planted: {found.name}")
 
-    told = []
+    answer = []
     Mover.begin_fetch = fails  # type: ignore[assignment, method-assign]
     for read in (world.weights[0].abs, world.weights[1].data_ptr):
         try:
             read()
         except RuntimeError as error:
-            told.append("planted: " in str(error) and "user code" in str(error))
+            answer.append("planted: " in str(error) and "user code" in str(error))
     Mover.begin_fetch = real  # type: ignore[method-assign]
     after = [float(weight.detach().double().sum()) for weight in world.weights]
-    return {"told": told, "after": after == world.sums}
+    return {"told": answer, "after": after == world.sums}
 
 
 def child_of_a_fork() -> dict[str, Any]:
@@ -251,8 +260,8 @@ def child_of_a_fork() -> dict[str, Any]:
             os.write(into, str(error).encode())
         os._exit(0)
     os.close(into)
-    told = os.read(out, 2**16).decode()
-    return {"told": "was forked" in told and "spawn" in told, "code": os.waitpid(child, 0)[1]}
+    answer = os.read(out, 2**16).decode()
+    return {"told": "was forked" in answer and "spawn" in answer, "code": os.waitpid(child, 0)[1]}
 
 
 def profiler_beside() -> dict[str, Any]:
@@ -270,7 +279,9 @@ def scripted(t: torch.Tensor) -> torch.Tensor:
 
 
 def where_no_class_is_asked() -> dict[str, Any]:
-    """A script, functions below Python's classes, functorch, the local tensor of a DTensor."""
+    """Check four reads: (1) by TorchScript, (2) by functions below Python's tensor classes, (3) by functorch,
+    and (4) of the local tensor of a DTensor.
+    """
     world, mesh = World(), one_rank()
     weight = world.weights[0]
     plain = weight.detach().clone()
@@ -308,7 +319,7 @@ def one_rank() -> Any:
 
 
 class Renamed(nn.Sequential):
-    """Compiled anew for each name, until Dynamo gives it up."""
+    """A model that Dynamo recompiles for each new name, until the recompile limit."""
 
     name = ""
 
@@ -318,7 +329,9 @@ class Renamed(nn.Sequential):
 
 
 def recompile_limit() -> dict[str, Any]:
-    """A model that Dynamo gives up runs as Python; its weights were evicted when programs ran."""
+    """Check a model that runs as Python after Dynamo's recompile limit. Its weights were evicted while
+    compiled programs ran.
+    """
     ends = []
     for memory in ("", "5500KiB"):
         torch.manual_seed(0)
@@ -337,7 +350,9 @@ def recompile_limit() -> dict[str, Any]:
 
 
 def pointers_at_once() -> dict[str, Any]:
-    """A materializer is called by whoever comes, and cleared once: nobody gets an address of nothing."""
+    """Let several threads take an evicted tensor's address at the same moment. Check that each thread gets a
+    valid address. The first call clears the materializer that the threads call.
+    """
     world = World()
     wrong = 0
     for _ in range(ROUNDS):
@@ -361,7 +376,7 @@ def pointers_at_once() -> dict[str, Any]:
 
 
 def ends_with_threads() -> dict[str, Any]:
-    """The process ends while threads that Python does not know still read."""
+    """Check the end of the process while threads that Python does not know still read."""
     world, reader = World("5MiB"), Reader(False)
     for weight in world.weights[:2]:
         reader.library.reader_forever(ctypes.c_void_p(weight._cdata))
@@ -379,7 +394,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         waits_for_us,
         threads_and_finalizers,
         modes_are_restored,
-        arguments_stay,
+        arguments_are_kept,
         store_fails,
         child_of_a_fork,
         profiler_beside,
@@ -394,8 +409,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 2
     for name in sys.argv[1:]:
-        told = CASES[name]()
-        print(json.dumps({name: told}), flush=True)
+        answer = CASES[name]()
+        print(json.dumps({name: answer}), flush=True)
         if name != sys.argv[-1]:
             teraio.reset()
             torch._dynamo.reset()

@@ -1,9 +1,11 @@
-"""Two uses of one weight in blocks that are compiled one by one, far apart: autograd adds up their gradients.
+"""A training in which two distant blocks use one weight. The blocks are compiled one by one, and autograd
+adds the two gradients of the weight.
 
     open_forward_train.py
 
-prints a JSON line per case: whether losses, gradients and weights are those of the plain training. A gradient
-that left before it was added to, or bytes that a hook packs while they are away, end the process.
+The script prints a JSON line per case: whether losses, gradients and weights equal the plain training's. The
+process ends with an error if a gradient is evicted before autograd adds to it, or if a hook packs evicted
+bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from fetched import fetched
 from torch import nn
 
 WIDTH, ROUNDS, STEPS_BETWEEN = 256, 2, 4
-MEMORY = 5 * 2**20  # 4 MiB of it in reserve: four of six weights
+MEMORY = 5 * 2**20  # the reserve takes 4 MiB; the other memory holds four of six weights
 CASES = ("held over steps", "another between", "packed")
 
 
@@ -31,7 +33,7 @@ class Block(nn.Module):
 
 
 class Adds(Block):
-    """Saves nothing."""
+    """A block that saves nothing for its backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.weight * 2)[: len(x)] + x
@@ -71,7 +73,7 @@ def train(case: str, backend: str, **options: object) -> list[torch.Tensor]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        if case == "another between":  # the same weight, and a backward of its own
+        if case == "another between":  # this backward gives the same weight another gradient
             saves(torch.randn(8, WIDTH)).square().mean().backward()
         with packing(case):
             loss = (held + last(through(torch.randn(8, WIDTH)))).square().mean()
@@ -89,8 +91,8 @@ def main() -> None:
         plain = train(case, "aot_eager")
         with fetched() as found:
             ours = train(case, "teraio", options={"memory": MEMORY, "inner": "eager", "planner": "none"})
-        told = {"case": case, "same": all(map(torch.equal, plain, ours))}
-        print(json.dumps({**told, "added": found["aten::add", "grad"]}), flush=True)
+        result = {"case": case, "same": all(map(torch.equal, plain, ours))}
+        print(json.dumps({**result, "added": found["aten::add", "grad"]}), flush=True)
 
 
 if __name__ == "__main__":

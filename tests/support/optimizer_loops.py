@@ -1,4 +1,4 @@
-"""Optimizers, torch's own and of the kinds that others write, and what loops do with gradients."""
+"""Optimizers of torch and optimizers like those that users write, and loops with user code on gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from eager_beside import send_away
+from eager_beside import evict_all
 from torch import nn, optim
 
 from teraio.runtime.engine import engine
@@ -16,7 +16,9 @@ Parameters = list[nn.Parameter]
 
 
 class Counted(optim.Optimizer):
-    """A group holds a counter and an average that all updates use, as in schedule-free optimizers."""
+    """An optimizer like schedule-free ones. Its parameter group holds a counter and an average weight for all
+    updates.
+    """
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "k": 0, "weight_sum": 0.0})
@@ -38,7 +40,9 @@ class Counted(optim.Optimizer):
 
 
 class GlobalNorm(optim.Optimizer):
-    """All gradients decide about each update, as in LAMB: in a pass before all, or group by group."""
+    """An optimizer like LAMB, whose every update uses the norm of all gradients. The norm is computed in one
+    pass before all updates, or per group.
+    """
 
     def __init__(self, parameters: Any, lr: float, by_group: bool) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -60,7 +64,9 @@ class GlobalNorm(optim.Optimizer):
 
 
 class FusedAfterAll(optim.Optimizer):
-    """Goes through all states before its first update, by a kernel of torch's that moves no version."""
+    """An optimizer that reads all states before its first update. Its torch kernel updates weights without
+    incrementing their versions.
+    """
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-2})
@@ -83,7 +89,7 @@ def fused(parameter: torch.Tensor, momentum: list[torch.Tensor]) -> None:
 
 
 class Normed(optim.Optimizer):
-    """Changes gradients, and no version tells."""
+    """An optimizer that changes gradients without incrementing the gradients' versions."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-2})
@@ -99,7 +105,7 @@ class Normed(optim.Optimizer):
 
 
 class Inherited(optim.AdamW):
-    """Calls the step that it inherits."""
+    """An optimizer that calls its inherited step."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -139,8 +145,9 @@ WHOLE = frozenset({"global norm", "LBFGS", "compiled step", "one counter"})
 
 @dataclass
 class Loop:
-    """A step: forwards and backwards, what the loop does with the gradients, the optimizer, what it does
-    then."""
+    """One step: forwards and backwards, user code on gradients, the optimizer, and user code after the
+    optimizer.
+    """
 
     batches: int = 1
     begin: Callable[[Any, int], None] = lambda run, step: None
@@ -192,7 +199,9 @@ def halve(*gradients: torch.Tensor) -> None:
 
 
 def hooks(run: Any, step: int) -> None:
-    """On the optimizer, on parameters before and after the engine's own, one that keeps what it sees."""
+    """Register three kinds of hooks: (1) on the optimizer, (2) on parameters, and (3) a hook that keeps a
+    gradient. The parameters' hooks run before and after the engine's own hooks.
+    """
     if step == 1:
         run.optimizer.register_step_pre_hook(
             lambda optimizer, args, kwargs: halve(
@@ -219,7 +228,7 @@ def scales(run: Any, loss: torch.Tensor) -> None:
 
 
 def unscales(run: Any, step: int, again: Any) -> None:
-    """With an overflow in the third step."""
+    """Step with a GradScaler. A gradient overflows in the third step."""
     if step == 2:
         run.model.layers[3].weight.grad[0, 0] = float("inf")
     run.scaler.unscale_(run.optimizer)
@@ -229,19 +238,19 @@ def unscales(run: Any, step: int, again: Any) -> None:
 
 
 def steps_scaled(run: Any, step: int, again: Any) -> None:
-    """The optimizer's kernel divides by the scale."""
+    """Step with a GradScaler. The optimizer's kernel divides the gradients by the scale."""
     run.scaler.step(run.optimizer)
     run.scaler.update()
 
 
 def leaves(run: Any, step: int) -> None:
-    """Gradients have a copy when the step begins."""
+    """Evict the gradients, so that they have a copy when the optimizer's step begins."""
     if engine.ENGINE is not None:
-        send_away()
+        evict_all()
 
 
 def reads_spent(run: Any, step: int) -> None:
-    """What the step has left of the gradients, which leave and come back."""
+    """Read the gradients after the optimizer's step. They are evicted before the read."""
     leaves(run, step)
     for parameter in run.model.parameters():
         run.losses.append(parameter.grad.abs().sum().item())
@@ -277,7 +286,7 @@ def twice(run: Any, loss: torch.Tensor) -> None:
 
 
 def graph_of_the_backward(run: Any, loss: torch.Tensor) -> None:
-    """Gradients by `autograd.grad`, put where the optimizer looks for them."""
+    """Compute gradients by `autograd.grad`, and assign them to the parameters."""
     parameters = list(run.model.parameters())
     for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters)):
         parameter.grad = gradient
@@ -290,25 +299,29 @@ def anomaly(run: Any, loss: torch.Tensor) -> None:
 
 @torch.no_grad()
 def fused_by_hand(run: Any, step: int, again: Callable[[], Any]) -> None:
-    """No optimizer steps."""
+    """Update the parameters without an optimizer."""
     for parameter in run.model.parameters():
         fused(parameter, [])
 
 
 def needs_room(run: Any, step: int, again: Callable[[], Any]) -> None:
-    """In the middle of its update, which has weights and states at hand."""
+    """Step with a closure. The closure runs in the middle of the update, and needs weights while states are
+    in use.
+    """
 
     def closure() -> Any:
         loss = again()
         if engine.ENGINE is not None:
-            send_away()
+            evict_all()
         return loss
 
     run.losses.append(run.optimizer.step(closure).item())
 
 
 def counts_together(run: Any, step: int) -> None:
-    """All parameters have one counter: it counts each of them, before the first update."""
+    """Share one step counter among all parameters. The optimizer increments the counter for each parameter
+    before the first update.
+    """
     states = [*run.optimizer.state.values()]
     for state in states:
         state["step"] = states[0]["step"]

@@ -1,11 +1,11 @@
-"""Trainings that differ in their optimizer and in what the loop does with gradients, each plainly and under a
-budget.
+"""Trainings with different optimizers, and with loops whose user code changes or reads gradients. Each runs
+plainly and under a budget.
 
     optimizer_train.py '["AdamW", ["clips", "updates are forgotten"], ...]'
 
-prints one JSON line per scenario: whether losses, weights, states and groups came out equal, the peaks, what
-moved. The second of a pair is a bug to plant. The model is a chain of layers whose weights, gradients and
-states are most of the memory.
+The script prints one JSON line per scenario. The line tells whether losses, weights, states and groups are
+equal, and holds the peaks and the moves. If an argument is a pair, its second element names a bug to plant.
+The model is a chain of layers whose weights, gradients and states are most of the memory.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from optimizer_loops import LOOPS, OPTIMIZERS, WHOLE, Loop
 
 import teraio
 from teraio.runtime.engine import engine
-from teraio.runtime.ledger import residency
 from teraio.runtime.ledger.mover import Mover
 from teraio.runtime.ledger.record import Record, State
 from teraio.runtime.optimizer import buckets, step_call, trial
 from teraio.runtime.optimizer.buckets import is_bitwise_equal
 
 WIDTH, LAYERS, ROWS, STEPS = 192, 10, 32, 4
-BUDGET = 6 * 2**20  # 4 MiB of it in reserve; weights, gradients and Adam's states are 5.9 MiB
+BUDGET = 6 * 2**20  # the reserve takes 4 MiB; weights, gradients and Adam's states take 5.9 MiB
 WHOLE_BUDGET = 24 * 2**20
 
 
@@ -51,24 +50,25 @@ READ = Mover._read_starter_of_copy
 
 
 def not_gradients(mover: Mover, record: Record, demand: bool) -> Any:
-    """Of a gradient nothing is read: the memory is there, with whatever was in it."""
+    """Read no bytes when a gradient is fetched, so that its memory keeps arbitrary bytes."""
     return READ(mover, record, demand) if record.kind != "grad" else lambda target, mark: unnoted.Done()
 
 
 PLANTS: dict[str, list[Any]] = {
-    # the copy of before the update comes back
+    # With this bug, the engine fetches the copy from before the update.
     "updates are forgotten": [
         *unnoted.writes(),
-        patch.object(residency.Residency, "mark_written", lambda self, bound, written: None),
+        patch("teraio.runtime.engine.engine.wrote_bound", lambda bound, written: None),
+        patch("teraio.runtime.step.quiet_call.wrote_bound", lambda bound, written: None),
     ],
-    # autograd adds to what is not there
+    # With this bug, autograd adds to arbitrary bytes.
     "gradients are not fetched": [patch.object(Mover, "_read_starter_of_copy", not_gradients)],
-    # whatever the optimizer does, it is stepped in buckets
+    # With this bug, the engine steps every optimizer in buckets.
     "nothing is tried": [patch.object(trial, "is_bitwise_equal", lambda one, other: True)],
     "groups are not written back": [
         patch.object(buckets, "write_back_group_options", lambda groups, written: None)
     ],
-    # user code writes gradients, and the copy of before comes back
+    # With this bug, user code writes gradients, but the engine fetches the copy from before the write.
     "operators write unnoted": unnoted.writes(),
 }
 
@@ -101,7 +101,7 @@ class Run:
         self.losses: list[float] = []
         self.peaks: list[int] = []
         self.buckets = 0
-        self.away: dict[str, int] = {}
+        self.evicted: dict[str, int] = {}
 
     def train(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -113,11 +113,11 @@ class Run:
             self.peaks.append(self.counting.peak_bytes() - self.others)
 
     def look(self) -> None:
-        """What is away between steps."""
+        """Count the tensors that are evicted between two steps, by kind."""
         if engine.ENGINE is not None:
             for record in engine.ENGINE.residency.records.values():
-                if record.state is State.AWAY and not record.is_dead():
-                    self.away[record.kind] = self.away.get(record.kind, 0) + 1
+                if record.state is State.EVICTED and not record.is_dead():
+                    self.evicted[record.kind] = self.evicted.get(record.kind, 0) + 1
 
     def outcome(self) -> list[Any]:
         parameters = list(self.model.parameters())
@@ -150,7 +150,7 @@ def compare(scenario: str, counting: counting_allocator.Counting, bug: str) -> d
         "same": is_bitwise_equal(expected, ours.outcome()),
         "peaks": ours.peaks,
         "buckets": max(opened, default=-1) + 1,
-        "away": ours.away,
+        "away": ours.evicted,
         "counts": counts,
     }
 
@@ -159,8 +159,8 @@ def main() -> None:
     counting = counting_allocator.install()
     torch.set_num_threads(1)
     steady.plans()
-    for asked in json.loads(sys.argv[1]):
-        scenario, bug = asked if isinstance(asked, list) else (asked, "")
+    for request in json.loads(sys.argv[1]):
+        scenario, bug = request if isinstance(request, list) else (request, "")
         print(json.dumps({"scenario": scenario, "bug": bug, **compare(scenario, counting, bug)}), flush=True)
 
 

@@ -1,11 +1,13 @@
-"""Trains a Llama whose blocks alone are compiled, in a process that counts every byte of every tensor: its
-head and its loss are user code, which takes more memory than a block.
+"""A training of a Llama in which only the blocks are compiled. The process counts every byte of every tensor.
+
+The Llama's head and loss run as user code, and take more memory than a block.
 
     outside_train.py '[{"name": "half", "part": 0.6, "of": "plenty", "planner": "none", "steps": 4}, ...]'
 
-(and `wide`: the embedding and the head are most of the model)
-prints one JSON object: per run the losses, the peak bytes of each step, the largest overrun until then, what
-was learnt of user code after each call, and the error that ended it. All runs share what the first compiles.
+With `wide`, the embedding and the head are most of the model. The script prints one JSON object. Per run, it
+holds (1) the losses, (2) each step's peak in bytes, and (3) the largest overrun until the end of each step.
+It also holds (4) the error that ended the run, and (5) the number of bytes that the engine, after each call,
+assumes for user code. All runs share the programs that the first run compiles.
 """
 
 from __future__ import annotations
@@ -42,15 +44,15 @@ class Trainer:
         for block in self.model.layers:
             block.compile(backend="teraio", options={"inner": "eager"})
 
-    def run(self, asked: dict[str, Any], done: dict[str, Any]) -> dict[str, Any]:
-        budget = int(max(done[asked["of"]]["peaks"][2:]) * asked["part"]) if "of" in asked else 2**30
+    def run(self, request: dict[str, Any], done: dict[str, Any]) -> dict[str, Any]:
+        budget = int(max(done[request["of"]]["peaks"][2:]) * request["part"]) if "of" in request else 2**30
         result: dict[str, Any] = {"budget": budget, "losses": [], "peaks": [], "error": "", "overruns": []}
         self.model.load_state_dict(self.start)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        os.environ.update(TERAIO_MEMORY=str(budget), TERAIO_WARMUP="2", TERAIO_PLANNER=asked["planner"])
+        os.environ.update(TERAIO_MEMORY=str(budget), TERAIO_WARMUP="2", TERAIO_PLANNER=request["planner"])
         session.ensure_session(Settings.parse({"inner": "eager"}))
         try:
-            self.train(optimizer, asked["steps"], result)
+            self.train(optimizer, request["steps"], result)
         except TeraioError as error:
             result["error"] = f"{type(error).__name__}: {error}"
         teraio.reset()
@@ -83,8 +85,8 @@ def main() -> None:
     torch.set_num_threads(1)
     trainer = Trainer(counting, "wide" in sys.argv[2:])
     done: dict[str, dict[str, Any]] = {}
-    for asked in json.loads(sys.argv[1]):
-        done[asked["name"]] = trainer.run(asked, done)
+    for request in json.loads(sys.argv[1]):
+        done[request["name"]] = trainer.run(request, done)
     print(json.dumps(done))
 
 

@@ -1,11 +1,12 @@
-"""Planted bugs as they are kept: reading a patch, and putting it into a text.
+"""Functions that parse patch files of planted bugs, and plant a bug in a text.
 
-    what is wrong, in a sentence or two
-    found by: tests/test_x.py::test_name           a line per test that must fail; a file: any test of it
-    found by hang: tests/test_x.py::test_name      a test that never ends counts, too
+    the fault, in a sentence or two
+    found by: tests/test_x.py::test_name           a line per test that must fail; a file: any of its tests
+    found by hang: tests/test_x.py::test_name      a test that never ends counts as failed, too
                                                    (an empty line, then a unified diff)
-A patch goes in without git, and only where every line it speaks of is there: a change of the code that makes
-one stale is an error here, not a guess.
+
+Patches are applied without git, and only where all lines of a hunk match. If a change of the code makes a
+patch stale, applying the patch raises an error.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 class PatchError(Exception):
-    """What is wrong with a patch, and where."""
+    """An error in a patch. The message names the place in the patch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finder:
-    """A test that must fail; without a name any of its file."""
+    """A test that must fail. Without the name of a test, any test of the file must fail."""
 
     file: str
     name: str
-    case: str  # in brackets, of a test with several
+    case: str  # the part in brackets of a parametrized test's name
 
     @property
     def selector(self) -> str:
@@ -43,10 +44,10 @@ class Finder:
 
 @dataclass(frozen=True, slots=True)
 class Hunk:
-    line: int  # where it stood when it was made, from 1
+    line: int  # the original number of the hunk's first line, counted from 1
     before: tuple[str, ...]
     after: tuple[str, ...]
-    changes: int  # lines that go or come, whichever are more
+    changes: int  # the larger of two numbers: removed lines and added lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Bug:
     about: str
     tests: tuple[Finder, ...]
     hangs: bool
-    hunks: dict[str, tuple[Hunk, ...]]  # by file
+    hunks: dict[str, tuple[Hunk, ...]]  # hunks by file
 
     @property
     def native(self) -> bool:
@@ -63,7 +64,7 @@ class Bug:
 
     @property
     def changed_lines(self) -> int:
-        """How large it is."""
+        """Return the number of lines that the bug changes."""
         return sum(hunk.changes for hunks in self.hunks.values() for hunk in hunks)
 
 
@@ -89,7 +90,7 @@ def parse(name: str, text: str) -> Bug:
 
 
 def _files(name: str, lines: list[str]) -> dict[str, tuple[Hunk, ...]]:
-    """The diff: per file `--- a/x`, `+++ b/x`, then hunks."""
+    """Parse the diff. Each file has the lines `--- a/x` and `+++ b/x`, followed by hunks."""
     found: dict[str, tuple[Hunk, ...]] = {}
     at = 0
     while at < len(lines):
@@ -110,7 +111,9 @@ def _files(name: str, lines: list[str]) -> dict[str, tuple[Hunk, ...]]:
 
 
 def _hunk(name: str, head: re.Match[str], lines: list[str], at: int) -> tuple[Hunk, int]:
-    """One hunk, and the line after it. Its counts must hold, as git demands."""
+    """Parse one hunk. Return the hunk, and the index of the line after it. As for git, the hunk's line counts
+    must be right.
+    """
     wanted = int(head[2] or 1), int(head[4] or 1)
     before: list[str] = []
     after: list[str] = []
@@ -127,7 +130,9 @@ def _hunk(name: str, head: re.Match[str], lines: list[str], at: int) -> tuple[Hu
 
 
 def planted(text: str, hunks: Sequence[Hunk], what: str) -> str:
-    """The text with the bug in it. A hunk goes where its lines are, nearest to where they were."""
+    """Return the text with the bug planted. A hunk is applied where all its lines match, at the match nearest
+    to its original place.
+    """
     lines = text.split("\n")
     shift = 0
     for hunk in hunks:
@@ -135,8 +140,8 @@ def planted(text: str, hunks: Sequence[Hunk], what: str) -> str:
         places = [at for at in range(len(lines) - size + 1) if tuple(lines[at : at + size]) == hunk.before]
         if not places:
             raise PatchError(
-                f"{what}: the lines that a patch of tests/data/planted changes near line {hunk.line} are no "
-                f"longer there. Make it again for the code as it is, or plant another bug in its place"
+                f"{what}: the lines that a patch of tests/data/planted changes near line {hunk.line} were "
+                f"edited. Update the patch, or plant another bug instead"
             )
         place = min(places, key=lambda at: abs(at - expected))
         lines[place : place + size] = hunk.after
@@ -145,7 +150,7 @@ def planted(text: str, hunks: Sequence[Hunk], what: str) -> str:
 
 
 def plant(bug: Bug, root: Path) -> None:
-    """Into the files under `root`: all of them, or none if one does not fit."""
+    """Plant the bug in the files under `root`. If one file does not match, plant it in none."""
     texts = {
         file: planted((root / file).read_text(), hunks, f"{bug.name}: {file}")
         for file, hunks in bug.hunks.items()
@@ -156,7 +161,7 @@ def plant(bug: Bug, root: Path) -> None:
 
 @cache
 def names_of_tests(path: Path) -> frozenset[str]:
-    """The tests that a file defines."""
+    """Return the names of the tests that a file defines."""
     tree = ast.parse(path.read_text(), str(path))
     names = (node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return frozenset(name for name in names if name.startswith("test_"))

@@ -1,4 +1,4 @@
-"""RAM as a device with host memory beside it: bytes really move there and back."""
+"""A device in RAM that also has host memory. Bytes are really copied between the two."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from teraio.runtime.device.device import Host
 from teraio.runtime.device.link_rates import LinkRates
 from teraio.runtime.device.pending_transfer import Start
 
-FAST = 8 * 10**9  # bytes per second, about what copying in RAM carries
+FAST = 8 * 10**9  # bytes per second; about the rate of copies in RAM
 
 
 class Arrived:
@@ -22,7 +22,7 @@ class Arrived:
 
 
 class Bytes:
-    """A place. What was released is overwritten: whoever still reads there gets other numbers."""
+    """A place in host memory. A released place is overwritten, so that a later read gets wrong numbers."""
 
     def __init__(self, size_bytes: int) -> None:
         self.bytes = bytearray(size_bytes)
@@ -30,7 +30,7 @@ class Bytes:
 
 
 class Ram:
-    """Host memory that copies when it is asked to."""
+    """Host memory that copies synchronously."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes, self.used_bytes, self.most_bytes = limit_bytes, 0, 0
@@ -68,7 +68,9 @@ class RamDevice(cpu.CpuDevice):
 
 
 class LateBytes(Bytes):
-    """What was copied here is seen by copies at once, as on a stream, and by the host when it has waited."""
+    """A place whose new bytes are visible to later copies immediately, as on a stream. The host sees them
+    only after it has waited.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__(size_bytes)
@@ -113,7 +115,9 @@ class LateRam(Ram):
 
 
 class Late(RamDevice):
-    """Copies to host memory are there when the host has waited for the device."""
+    """A device whose copies to host memory become visible to the host only after the host has waited for the
+    device.
+    """
 
     arrived_late = 0
 

@@ -1,13 +1,13 @@
-"""Steps, machines and budgets that planners should not see coming: random ones, and some made to mislead.
+"""Steps, machines and budgets that a planner does not expect. Some are random, and some are made to mislead.
 
-random      any profile that a reader would take, on any machine
+random      any profile that the file reader accepts, on any machine
 training    forward, backward and optimizer of a chain, or of a few decoder blocks
-still       kernels of no duration: nothing hides behind anything, and all ticks are entered at once
-crumbs      one tensor that is nearly all of memory, and many that are nearly nothing
-peaks       short tensors that fill the budget, again and again, over tensors that live long
-late        a latency longer than the kernels: every transfer counts, however small
-equals      tensors of one size and one life: nothing to choose by
-cramped     slow tiers with hardly any room: a plan, or none
+still       kernels without duration, which hide no transfer; all ticks begin together
+crumbs      one tensor of nearly all memory, and many tiny ones
+peaks       many short-lived tensors that each fill the budget, beside long-lived tensors
+late        a latency longer than the kernels, so that even a small transfer is expensive
+equals      tensors of one size and one lifetime, none of which is a better choice
+cramped     slow and almost full tiers, for which a plan may not exist
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from teraio.passes.planner.problem.problem import build_problem
 
 ROOM = 10**12
 FAMILIES = ("random", "training", "still", "crumbs", "peaks", "late", "equals", "cramped")
-PARTS = (0.0, 0.1, 0.3, 0.6)  # of the way from the smallest budget to where everything fits
+# Positions of the budget between the smallest (0) and the one in which all tensors fit (1)
+PARTS = (0.0, 0.1, 0.3, 0.6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,9 @@ class Case:
 
 
 def cases(seeds: Iterable[int]) -> Iterator[Case]:
-    """One per seed, the families in turn; those where everything fits anyway are left out."""
+    """Yield at most one case per seed, with alternating families. Cases in which all tensors fit are left
+    out.
+    """
     for seed in seeds:
         family, random = FAMILIES[seed % len(FAMILIES)], Random(seed)
         profile = _profile(family, random)
@@ -49,7 +52,9 @@ def cases(seeds: Iterable[int]) -> Iterator[Case]:
 
 
 def _machine(family: str, random: Random, beyond_bytes: int) -> Machine:
-    """Drives, often a host tier, often over one bus; rates from hopeless to plenty."""
+    """Return a machine with a drive. The machine often has a host tier, and often one bus for all links.
+    Rates are very low to very high.
+    """
     rate = random.choice((1, 3, 10, 40)) * toys.BYTE_PER_US
     if family == "training":
         rate *= random.choice((1, 1000))
@@ -106,7 +111,7 @@ def _equals(random: Random) -> Profile:
 
 
 def _some(random: Random, ticks: int, count: int, sizes: tuple[int, int]) -> list[Tensor]:
-    """Weights and activations with two to four uses."""
+    """Return weights and activations with two to four uses."""
     found = []
     for index in range(count):
         uses = sorted(random.sample(range(ticks), random.randint(2, 4)))

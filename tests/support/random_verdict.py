@@ -1,4 +1,4 @@
-"""What the default planner owes for one step, and by how much it keeps it."""
+"""A verdict on the default planner's promises for one step."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ JITTER_STEPS, SETTLING = 20, 10
 
 @dataclass(slots=True)
 class Verdict:
-    """`wrong`: promises that were broken. `fluid`: it was refused, proven to have no plan, and the relaxation
-    has room. `slower`: by how much than the best published system, if one had a plan. `jitter`: (share, by
-    step) -> what it costs a step on average."""
+    """The verdict on one case.
+
+    wrong     broken promises
+    fluid     True if the planner proved that the step has no plan, although the relaxation fits
+    slower    relative excess of the step time over the best published system's, if one had a plan
+    jitter    (share, by step) -> mean relative slowdown of a step
+    """
 
     case: str
     wrong: list[str] = field(default_factory=list)
@@ -50,7 +54,7 @@ def judge(case: Case, limit_s: float, seeds: int) -> Verdict:
         return verdict
     checked = check_plan_against_profile(made, profile, machine)
     if not checked.feasible or checked.peak_bytes > budget:
-        verdict.wrong.append(f"the check refuses it: {checked}")
+        verdict.wrong.append(f"the check refuses the plan: {checked}")
     verdict.step_ns, verdict.bound_ns = made.predicted.step_ns, made.predicted.bound_ns
     if event_simulation.simulate_by_events(made, profile, machine).step_ns != made.predicted.step_ns:
         verdict.wrong.append("two simulators disagree")
@@ -62,7 +66,9 @@ def judge(case: Case, limit_s: float, seeds: int) -> Verdict:
 
 
 def may_fit(case: Case) -> bool:
-    """Whether a fluid would find room, looked at before every kernel."""
+    """Return True if the problem's relaxation fits the budget. The relaxation checks memory before every
+    kernel.
+    """
     problem = build_problem(case.profile, case.machine)
     if int(problem.floor.max()) > case.budget_bytes or not problem.routes:
         return False

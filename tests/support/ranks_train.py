@@ -1,5 +1,7 @@
-"""Two ranks with DistributedDataParallel over gloo: `ranks_train.py FOLDER MEMORY` trains plainly and within
-MEMORY per rank, and writes what each rank saw."""
+"""A training on two ranks with DistributedDataParallel over gloo.
+
+`ranks_train.py FOLDER MEMORY` trains plainly and within MEMORY per rank, and writes each rank's results.
+"""
 
 from __future__ import annotations
 

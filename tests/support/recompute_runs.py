@@ -1,4 +1,4 @@
-"""Trainings of recompute_train.py in a process of their own."""
+"""Trainings of recompute_train.py in their own process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from children import forked
 
 
 def child(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what each run found, by its name, and what they logged."""
+    """Return the results of the runs by name, and the log."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
         done = forked(tree.SUPPORT / "recompute_train.py", json.dumps(runs), env=environment)

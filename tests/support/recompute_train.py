@@ -1,11 +1,16 @@
-"""Training in a process of its own, over a link that is said to be slow: activations are made again.
+"""Trainings in their own process. The SSD link has a simulated slow rate, so that the engine recomputes
+activations.
 
     recompute_train.py '[{"name": "off", "model": "mlp", "budget": 14000000, "options": {...}}, ...]'
 
-prints one JSON object: per run its losses, a digest of its weights, the engine's counts per step, the peak of
-all tensors, how often Dynamo compiled, what is made again, and the last plan. `plain`: without teraio.
-`replay`: with the plan of that run; `cut`: only with what it makes again, and no budget to speak of;
-`offline`: with the plan that `teraio plan` makes of that run's profile.
+The script prints one JSON object. Per run, it holds the losses, a digest of the weights, the engine's counts
+per step and the peak of all tensors. It also holds the number of compilations, the recomputed tensors, and
+the last plan. The keys of a run are:
+
+plain      without teraio
+replay     with the plan of the named run
+cut        with the recomputed tensors of the named run's plan, and an ample budget
+offline    with the plan that `teraio plan` makes from the named run's profile
 """
 
 from __future__ import annotations
@@ -35,7 +40,9 @@ from teraio.formats.plan_cache import compiled_extension_folder
 from teraio.runtime.step import eager_memory
 from teraio.session import plan_reuse, session
 
-SLOW_BYTES_PER_S = 10**6  # a kernel that runs again is hundreds of times as fast
+# At this rate of the SSD link, recomputing a kernel's result is hundreds of times as fast as fetching the
+# result.
+SLOW_BYTES_PER_S = 10**6
 WIDTH = 192
 
 
@@ -68,7 +75,9 @@ def model_of(kind: str, layers: int) -> nn.Module:
 
 
 def cache_folder(folder: str) -> Path:
-    """Make a folder for plans that has what is built in C++: building takes longer than these trainings."""
+    """Return a cache folder with a copy of the compiled C++, because building it takes longer than these
+    trainings.
+    """
     made, built = Path(folder) / "cache", compiled_extension_folder()
     if built is not None and built.exists() and not made.exists():
         shutil.copytree(built, made / built.name)
@@ -77,40 +86,40 @@ def cache_folder(folder: str) -> Path:
 
 def plan_offline(run: Path, budget: int, target: str) -> None:
     files = [f"{run}.profile.json", "--machine", f"{run}.machine.json", "-o", target]
-    asked = ["--memory", str(budget), "--planner", "greedy", "--recompute", "auto"]
+    request = ["--memory", str(budget), "--planner", "greedy", "--recompute", "auto"]
     with redirect_stdout(sys.stderr):
-        assert cli.main(["plan", *files, *asked]) == 0
+        assert cli.main(["plan", *files, *request]) == 0
 
 
 def run(
-    asked: dict[str, Any], plans: dict[str, str], counting: counting_allocator.Counting, folder: str
+    request: dict[str, Any], plans: dict[str, str], counting: counting_allocator.Counting, folder: str
 ) -> dict[str, Any]:
-    model = model_of(asked["model"], asked.get("layers", 4))
+    model = model_of(request["model"], request.get("layers", 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    options: dict[str, Any] = {"inner": "eager", "memory": asked.get("budget", 2**34), "planner": "greedy"}
-    options |= {"plan_time": "20s", "warmup": 3, **asked.get("options", {})}
-    files = {name: str(Path(folder) / f"{asked['name']}.{name}.json") for name in ("profile", "plan")}
-    if asked.get("profile"):
+    options: dict[str, Any] = {"inner": "eager", "memory": request.get("budget", 2**34), "planner": "greedy"}
+    options |= {"plan_time": "20s", "warmup": 3, **request.get("options", {})}
+    files = {name: str(Path(folder) / f"{request['name']}.{name}.json") for name in ("profile", "plan")}
+    if request.get("profile"):
         options["profile"] = files["profile"]
-    if "offline" in asked:
+    if "offline" in request:
         options["plan"] = files["plan"]
-        plan_offline(Path(folder) / asked["offline"], asked["budget"], files["plan"])
-    if "replay" in asked or "cut" in asked:
-        plan = Plan.loads(plans[asked.get("replay") or asked["cut"]])
-        if "cut" in asked:
+        plan_offline(Path(folder) / request["offline"], request["budget"], files["plan"])
+    if "replay" in request or "cut" in request:
+        plan = Plan.loads(plans[request.get("replay") or request["cut"]])
+        if "cut" in request:
             plan = replace(plan, moves=(), homes=(), fingerprint="0" * 32)
         options["plan"] = files["plan"]
         plan.write(options["plan"])
     compiled: Any = torch.compile(model, backend="teraio", options=options)
-    if "plain" in asked:
+    if "plain" in request:
         compiled = torch.compile(model, backend="aot_eager")
-    os.environ["TERAIO_CACHE_DIR"] = str(cache_folder(folder)) if asked.get("cache") else "off"
+    os.environ["TERAIO_CACHE_DIR"] = str(cache_folder(folder)) if request.get("cache") else "off"
     others = counting.alive_bytes() - sum(p.nbytes for p in model.parameters())
     result: dict[str, Any] = {"losses": [], "counts": [], "peaks": [], "programs": []}
     torch.manual_seed(1)
     last: dict[str, int] = {}
-    for number in range(asked.get("steps", 11)):
-        x = torch.randn(asked.get("rows", 512), WIDTH, generator=torch.Generator().manual_seed(number))
+    for number in range(request.get("steps", 11)):
+        x = torch.randn(request.get("rows", 512), WIDTH, generator=torch.Generator().manual_seed(number))
         counting.reset_peak()
         loss = compiled(x).square().mean()
         loss.backward()
@@ -125,8 +134,8 @@ def run(
     if session.SESSION is not None:
         chosen = session.SESSION.remaking.sets
         result["nodes"] = sorted(node for nodes in chosen.values() for node in nodes)
-        if asked.get("profile"):
-            session.SESSION.planning.machine.write(f"{folder}/{asked['name']}.machine.json")
+        if request.get("profile"):
+            session.SESSION.planning.machine.write(f"{folder}/{request['name']}.machine.json")
     teraio.reset()
     torch._dynamo.reset()
     counters.clear()
@@ -135,23 +144,25 @@ def run(
     return result
 
 
-def main(asked_for: str, folder: str) -> None:
+def main(requests: str, folder: str) -> None:
     counting = counting_allocator.install()
     torch.set_num_threads(1)
-    eager_memory.NOISE_BYTES = 2**24  # of what the system counts: as much as such a model
+    # The noise that the engine assumes in the system's memory count. This noise is as large as such a small
+    # model.
+    eager_memory.NOISE_BYTES = 2**24
     steady.plans(SLOW_BYTES_PER_S)
     plans: dict[str, str] = {}
     done: dict[str, Any] = {}
     keep = plan_reuse.EarlierPlans.save_plan
-    for asked in json.loads(asked_for):
+    for request in json.loads(requests):
 
-        def kept(self: plan_reuse.EarlierPlans, plan: Plan, name: str = asked["name"]) -> None:
+        def kept(self: plan_reuse.EarlierPlans, plan: Plan, name: str = request["name"]) -> None:
             plans[name] = plan.dumps()
             keep(self, plan)
 
         plan_reuse.EarlierPlans.save_plan = kept  # type: ignore[method-assign]
-        done[asked["name"]] = run(asked, plans, counting, folder)
-        done[asked["name"]]["kept"] = json.loads(plans.get(asked["name"], "{}"))
+        done[request["name"]] = run(request, plans, counting, folder)
+        done[request["name"]]["kept"] = json.loads(plans.get(request["name"], "{}"))
     print(json.dumps(done))
 
 

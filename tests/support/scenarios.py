@@ -1,5 +1,8 @@
-"""What people do with a model besides a plain loop: each is a function that trains with what `run.compile`
-gives it, and says what it saw. What is seen with a budget has to be what is seen without."""
+"""Scenarios of things that people do with a model besides a plain loop.
+
+Each scenario is a function that trains models compiled by `run.compile`, and records values. The recorded
+values of a run with a budget must equal the recorded values of a run without a budget.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ WIDTH, INNER, BLOCKS, ROWS = 128, 384, 3, 1024
 
 
 class Run:
-    """One run of a scenario: how models are compiled in it, and what was seen."""
+    """One run of a scenario: the options of its compilations, and its recorded values."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -31,7 +34,7 @@ class Run:
     def see(self, *values: Any) -> None:
         for value in values:
             if isinstance(value, torch.Tensor):
-                assert value.isfinite().all(), "what is not a number equals nothing"
+                assert value.isfinite().all(), "a NaN cannot be compared"
             self.seen.append(value.detach().clone() if isinstance(value, torch.Tensor) else value)
 
     def see_model(self, model: nn.Module) -> None:
@@ -53,13 +56,13 @@ class Run:
             self.step(model, compiled(self.batch(each)).square().mean(), optimizer)
 
     def fails(self, action: Callable[[], Any]) -> None:
-        """Must raise; with what is seen."""
+        """Check that the action raises an exception, and record the exception."""
         try:
             action()
-        except Exception as error:  # noqa: BLE001  which one is compared
+        except Exception as error:  # noqa: BLE001  the comparison shows wrong errors
             self.see(f"{type(error).__name__}: {str(error).splitlines()[0]}")
             return
-        raise AssertionError("this does not fail")
+        raise AssertionError("the action does not raise")
 
 
 def sgd(*models: nn.Module) -> torch.optim.Optimizer:
@@ -76,7 +79,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Three blocks; `between` is what happens between two of them."""
+    """A model of three blocks. The function `between` runs after each block."""
 
     def __init__(self, between: Callable[[torch.Tensor, nn.Module], torch.Tensor] | None = None) -> None:
         super().__init__()
@@ -100,7 +103,7 @@ def scenario(does: Callable[[Run], None]) -> Callable[[Run], None]:
 
 
 def with_between(between: Callable[[torch.Tensor, nn.Module], torch.Tensor]) -> Callable[[Run], None]:
-    """A scenario that is a loop over a model with this between its blocks."""
+    """Return a scenario. Its training loop trains a model that calls `between` after each block."""
 
     def does(run: Run) -> None:
         model = Net(between)

@@ -1,4 +1,6 @@
-"""Scenarios: what happens inside a forward, what is fed to it, how forwards and backwards follow."""
+"""Scenarios with special code inside a forward, special batches, and special orders of forwards and
+backwards.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from scenarios import ROWS, WIDTH, Net, Run, scenario, sgd, with_between
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# ---- what happens in a forward
+# ---- code in a forward
 
 
 @with_between
@@ -120,7 +122,8 @@ def autocast_around_the_model(run: Run) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return compiled(x).float()
 
-    run.loop(model, forward, (2 * ROWS,) * 4)  # in half as many bytes each
+    # Twice as many rows, because autocast halves the bytes of each activation.
+    run.loop(model, forward, (2 * ROWS,) * 4)
 
 
 # ---- the loop
@@ -148,7 +151,7 @@ def evaluation_in_between(run: Run) -> None:
         model.train()
         loss = compiled(run.batch()).square().mean()
         with torch.no_grad():
-            run.see(compiled(run.batch(64)))  # between a forward and its backward
+            run.see(compiled(run.batch(64)))  # an evaluation between a forward and its backward
         run.step(model, loss, optimizer)
 
 
@@ -213,7 +216,7 @@ def frozen_weights(run: Run) -> None:
     run.loop(model, run.compile(model))
 
 
-# ---- forwards and backwards that do not pair
+# ---- unpaired forwards and backwards
 
 
 @scenario
@@ -229,7 +232,9 @@ def a_second_backward(run: Run) -> None:
 
 @scenario
 def a_backward_through_a_backward(run: Run) -> None:
-    """The inner program cannot do this, and says so; what comes after it works."""
+    """Check that a double backward raises an error, and that training continues afterwards. The inner backend
+    does not support a double backward.
+    """
     model = Net()
     compiled = run.compile(model)
     x = run.batch().requires_grad_()
@@ -274,16 +279,18 @@ def the_later_forward_goes_back_last(run: Run) -> None:
 
 @scenario
 def one_shape_too_many(run: Run) -> None:
-    """Dynamo compiles no more, and what it has no program for runs as it is written."""
+    """Train with more shapes than Dynamo's recompile limit allows. Further shapes run as plain Python."""
     model = Net()
-    run.options = {**run.options, "memory": "5MiB"}  # too little for all weights
+    run.options = {**run.options, "memory": "5MiB"}  # a budget too small for all weights
     with torch._dynamo.config.patch(recompile_limit=2):
         run.loop(model, run.compile(model, dynamic=False), (32, 64, 96, 64, 32, 128, 96))
 
 
 @scenario
 def a_backward_in_a_compiled_function(run: Run) -> None:
-    """Dynamo cuts it there, and looks at all that the backward calls."""
+    """Call backward inside a compiled function. Dynamo breaks the graph at this call, and inspects the
+    functions that the backward calls.
+    """
     model = Net()
     optimizer = sgd(model)
 

@@ -1,4 +1,6 @@
-"""Scenarios: what people do to a model: hooks, functions of it, copies, blocks of it, and what goes wrong."""
+"""Scenarios of things that people do to a model: hooks, functional calls, copies, single blocks, and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,15 @@ def hooks_on_weights(run: Run) -> None:
 
 
 class Loss(torch.Tensor):
-    """Torch does what is asked of one without asking any class about the tensors that it meets."""
+    """A tensor subclass. If an argument has this class, torch does not call the classes of the other
+    arguments.
+    """
 
 
 @scenario
 def hooks_of_a_loss_that_has_a_class_of_its_own(run: Run) -> None:
     model = Net()
-    run.options = {**run.options, "memory": "5MiB"}  # too little for all weights
+    run.options = {**run.options, "memory": "5MiB"}  # a budget too small for all weights
     compiled, optimizer = run.compile(model), sgd(model)
     weights = list(model.parameters())
     weights[0].register_hook(lambda gradient: gradient + sum(w.detach().mean() for w in weights))
@@ -51,7 +55,7 @@ def hooks_of_a_loss_that_has_a_class_of_its_own(run: Run) -> None:
 
 
 @scenario
-def a_callback_when_a_gradient_is_gone(run: Run) -> None:
+def a_callback_after_a_gradient_dies(run: Run) -> None:
     model = Net()
     run.options = {**run.options, "memory": "5MiB"}
     compiled, optimizer = run.compile(model), sgd(model)
@@ -79,7 +83,7 @@ def hooks_on_modules(run: Run) -> None:
 
 @scenario
 def an_optimizer_step_in_the_backward(run: Run) -> None:
-    """One optimizer per weight, stepping as soon as its gradient is there."""
+    """Use one optimizer per weight, which steps as soon as the weight's gradient exists."""
     model = Net()
     compiled = run.compile(model)
     optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
@@ -101,7 +105,7 @@ def an_optimizer_step_in_the_backward(run: Run) -> None:
 
 
 class Rows(Dataset[torch.Tensor]):
-    """The same ones in every process."""
+    """A dataset with the same rows in every process."""
 
     def __len__(self) -> int:
         return 3 * ROWS
@@ -111,7 +115,9 @@ class Rows(Dataset[torch.Tensor]):
 
 
 def _loader(run: Run, how: str, workers: int, epochs: int) -> None:
-    """Its workers are made anew in each epoch, while weights, gradients and states are away."""
+    """Train on batches of a DataLoader. In each epoch the loader starts its workers again, while weights,
+    gradients and states are evicted.
+    """
     model = Net()
     compiled, optimizer = run.compile(model), torch.optim.AdamW(model.parameters())
     batches = DataLoader(Rows(), batch_size=ROWS, num_workers=workers, multiprocessing_context=how)
@@ -130,7 +136,7 @@ def a_loader_with_started_workers(run: Run) -> None:
     _loader(run, "spawn", 1, 1)
 
 
-# ---- functions of a model
+# ---- functional calls of a model
 
 
 @scenario
@@ -148,7 +154,7 @@ def a_functional_call_inside(run: Run) -> None:
 
 @scenario
 def a_gradient_inside(run: Run) -> None:
-    """An inner step of gradient descent within the compiled function, and the outer backward through it."""
+    """Compile a function with an inner step of gradient descent, and differentiate through this step."""
     model = Net()
 
     def loss_of(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -169,7 +175,7 @@ def a_gradient_inside(run: Run) -> None:
 
 @scenario
 def a_copy_of_the_model(run: Run) -> None:
-    """An average of the weights over time, as a copy, and a copy that trains on by itself."""
+    """Average the weights of all steps in a copy of the model, and train another copy independently."""
     model = Net()
     compiled, optimizer = run.compile(model), sgd(model)
     average = copy.deepcopy(model)
@@ -244,7 +250,7 @@ def blocks_that_share_a_program_and_are_checkpointed(run: Run) -> None:
 
 @scenario
 def a_part_of_the_model(run: Run) -> None:
-    """All blocks but one are compiled as one function."""
+    """Compile all blocks except the first as one function."""
     model = Net()
     rest = run.compile(nn.Sequential(*model.blocks[1:]))
 
@@ -287,11 +293,11 @@ def tied_weights(run: Run) -> None:
         run.step(model, compiled(torch.randint(0, 512, (1024,), generator=run.generator)), optimizer)
 
 
-# ---- what goes wrong
+# ---- errors
 
 
 def broken(run: Run, model: nn.Module, compiled: Any, fail: Any) -> None:
-    """Steps, of which the second and the fourth end with an exception."""
+    """Train some steps. Before the second and the fourth, `fail` raises an exception."""
     optimizer = sgd(model)
     for number in range(6):
         if number in {1, 3}:
@@ -325,7 +331,7 @@ def an_exception_between_two_programs(run: Run) -> None:
 
 @scenario
 def an_exception_in_a_kernel(run: Run) -> None:
-    """An index out of range is found by the kernel itself, in the middle of the program."""
+    """Let a kernel in the middle of a program raise an error, because it finds an index out of range."""
     places = torch.zeros(WIDTH, dtype=torch.long)
     model = Net(lambda x, block: x.index_select(1, places))
 
@@ -359,7 +365,7 @@ def an_exception_in_a_backward(run: Run) -> None:
 
 @scenario
 def a_loss_that_is_not_finite(run: Run) -> None:
-    """The step is left out, as a loop with loss scaling does."""
+    """Skip the update if the loss is not finite, as a loop with loss scaling does."""
     model = Net()
     compiled, optimizer = run.compile(model), sgd(model)
     for number in range(5):
@@ -374,7 +380,7 @@ def a_loss_that_is_not_finite(run: Run) -> None:
 
 @scenario
 def a_trace_of_the_model(run: Run) -> None:
-    """Which from then on reads weights that no guard is asked for."""
+    """Trace the model by torch.jit. The traced model reads weights below all Python classes."""
     model = Net()
     compiled, optimizer = run.compile(model), sgd(model)
     traced: Any = None

@@ -1,11 +1,13 @@
-"""Blocks that are compiled one by one, two of which use the same weight: autograd adds its gradients in C++,
-before anyone is asked, and those of a batch to those of the batch before. A gradient that is away then is
-read where nothing is: that ends the process.
+"""A training of blocks that are compiled one by one. Two of the blocks use the same weight.
+
+Autograd adds the two gradients of this weight in C++, without calling Python. It also adds each batch's
+gradients to the previous batch's gradients. If the engine has evicted such a gradient, the addition reads
+empty memory and the process crashes.
 
     shared_weight_train.py something nothing
 
-prints one JSON line for each: whether losses and weights are those of the plain training, and what moved.
-With `nothing`, the blocks of the shared weight save nothing that anyone could see.
+The script prints one JSON line for each argument: whether losses and weights equal the plain training's, and
+the moves. With `nothing`, the blocks that use the shared weight save no tensors for their backward.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from torch import nn
 import teraio
 
 WIDTH, STEPS, BATCHES = 256, 3, 2
-ORDER = (0, 1, 2, 3, 4, 0, 5)  # which weight each block has
-MEMORY = 5 * 2**20  # 4 MiB of it in reserve: four of six weights
+ORDER = (0, 1, 2, 3, 4, 0, 5)  # the number of each block's weight
+MEMORY = 5 * 2**20  # the reserve takes 4 MiB; the other memory holds four of six weights
 
 
 class Block(nn.Module):
@@ -39,11 +41,12 @@ class Adds(Block):
 
 
 def train(saves: str, backend: str, **options: object) -> list[torch.Tensor]:
-    """Losses and weights."""
+    """Train, and return losses and weights."""
     torch._dynamo.reset()
     torch.manual_seed(1)
     weights = [nn.Parameter(torch.randn(WIDTH, WIDTH) / 16) for _ in range(max(ORDER) + 1)]
-    first = Adds if saves == "nothing" else Block  # two of them: the result of one is gone
+    # The class of the blocks that use the first two weights. With `Adds`, the result of one block is freed.
+    first = Adds if saves == "nothing" else Block
     blocks = nn.ModuleList((first if number < 2 else Block)(weights[number]) for number in ORDER)
     for block in blocks:
         block.compile(backend=backend, **options)
@@ -70,8 +73,8 @@ def main() -> None:
             ours = train(saves, "teraio", options={"memory": MEMORY, "inner": "eager", "planner": "none"})
         counts = teraio.stats()
         teraio.reset()
-        told = {"same": all(map(torch.equal, plain, ours)), "counts": counts}
-        print(json.dumps({**told, "added": found["aten::add", "grad"]}), flush=True)
+        result = {"same": all(map(torch.equal, plain, ours)), "counts": counts}
+        print(json.dumps({**result, "added": found["aten::add", "grad"]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A model whose weights and states are read by the handler of an alarm, which rings again and again.
+"""A training or an inference. The handler of a repeated alarm reads its weights and states.
 
-signalled.py train COUNT SEED    each time the digest of weights and states is one of whole steps
-signalled.py infer COUNT SEED    each time a weight is what it always was
-signalled.py leave FILE SEED     trains until SIGTERM comes, whose handler saves and exits
+    signalled.py train COUNT SEED    the digest of weights and states must always be that of a whole step
+    signalled.py infer COUNT SEED    a weight must never change
+    signalled.py leave FILE SEED     trains until SIGTERM, whose handler saves and exits
 
-The first two print one JSON object, the third a line when it is warm. In a process of its own: a handler that
-runs where it must not can end it.
+`train` and `infer` print one JSON object. `leave` prints a line after its first steps. The script runs in its
+own process, because a handler that runs at a wrong moment can crash the process.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from interrupted import WARM, expected, within
 import teraio
 
 SOONEST_S, LATEST_S = 0.001, 0.02
-STEPS_MAX = 20_000  # of inference; training ends with the steps that are known
+STEPS_MAX = 20_000  # largest number of steps of inference; training ends at the last known digest
 LAYERS, SIDE = 16, 256
-BUDGET = "6MiB"  # 4 MiB of it in reserve; weights are 4.1 MiB
+BUDGET = "6MiB"  # the reserve takes 4 MiB; weights take 4.1 MiB
 
 
 class Alarm:
-    """Rings `count` times, each at a random moment after the one before."""
+    """An alarm that sends `count` signals, each after a random delay. The handler checks the weights."""
 
     def __init__(self, count: int, seed: int, good: Callable[[], bool]) -> None:
         self.left, self.wrong, self.errors = count, 0, 0
@@ -44,7 +44,7 @@ class Alarm:
         self.left -= 1
         try:
             self.wrong += not self.good()
-        except Exception as error:  # noqa: BLE001 - whatever it met
+        except Exception as error:  # noqa: BLE001 - the handler may meet any error
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             self.errors += 1
         if self.left:

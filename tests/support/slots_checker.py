@@ -1,6 +1,6 @@
-"""An independent look at a laid-out program: it is run once more, with storages instead of names.
+"""An independent checker of a program's slots. It executes the program with storages instead of names.
 
-For tests of slots: makers of events, and the one checker that all of them share.
+The module also contains functions that make events for tests of slots.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def lay(about: Signature, events: Sequence[Event]) -> tuple[Schedule, list[SlotP
     return lay_slots(about, events, end)
 
 
-# ---- the checker: runs the program once more, in its own way, with storages instead of roots
+# ---- the checker, which executes the program with storages instead of the storages' names
 
 
 @dataclass(eq=False)
 class Storage:
     size_bytes: int
-    buffer: int | None = None  # which buffer of the schedule it is, once it was handed over
+    buffer: int | None = None  # the storage's buffer in the schedule, after a slot has received the storage
     known: bool = False
 
 
 @dataclass
 class Machine:
-    """Variables that hold storages; what a Python interpreter and an allocator would have."""
+    """Variables that hold storages, as in a Python interpreter with an allocator."""
 
     variables: dict[str, Storage] = field(default_factory=dict)
     ever: dict[str, Storage] = field(default_factory=dict)
@@ -58,9 +58,9 @@ class Checker:
         self.about, self.events = about, events
         self.schedule, self.places = laid
         self.machine = Machine()
-        self.given: set[int] = set()  # buffers that were handed over
+        self.given: set[int] = set()  # buffers that slots have received
         self.slot = -1
-        self.high = 0  # most bytes alive since the slot that no buffer of the schedule is
+        self.high = 0  # peak of bytes outside of the schedule's buffers since the last slot
         self.outputs = {name for name in about.outputs if name}
 
     def run(self) -> None:
@@ -102,13 +102,13 @@ class Checker:
                 self.launched(kernel, reads, writes)
 
     def stand(self, argument: bool = False) -> None:
-        """The next slot is visited: what it is handed is alive under that name."""
+        """Run the next slot. Each tensor that the slot receives must be alive under its name."""
         self.slot += 1
         self.high = 0
         place, slot = self.places[self.slot], self.schedule.slots[self.slot]
         assert len(slot.buffers) == len(slot.flags) == len(place.names) == len(set(slot.buffers))
         for buffer, flags, name in zip(slot.buffers, slot.flags, place.names):
-            assert name in self.machine.variables, f"{slot.kernel} is handed {name}, which is no name there"
+            assert name in self.machine.variables, f"{slot.kernel} receives {name}, which is no variable"
             storage = self.machine.variables[name]
             about = self.schedule.buffers[buffer]
             if flags & MADE or argument:
@@ -117,7 +117,7 @@ class Checker:
                 assert (about.role == "argument") == argument
                 self.given.add(buffer)
                 storage.buffer, storage.known = buffer, True
-            assert storage.buffer == buffer, f"{slot.kernel}: {name} is handed over as {about.name}"
+            assert storage.buffer == buffer, f"{slot.kernel}: {name} is received as {about.name}"
 
     def launched(self, kernel: str, reads: frozenset[str], writes: frozenset[str]) -> None:
         slot = self.schedule.slots[self.slot]
@@ -127,9 +127,11 @@ class Checker:
                 storage = self.machine.variables[name]
                 if storage.known:
                     assert storage.buffer is not None
-                    assert flags.get(storage.buffer, 0) & flag, f"{kernel} touches {name} unasked"
+                    assert flags.get(storage.buffer, 0) & flag, (
+                        f"{kernel} touches {name}, unknown to its slot"
+                    )
                 elif flag == WRITE and self.leaves(storage):
-                    storage.known = False  # handed over at the next slot, at the earliest
+                    storage.known = False  # a later slot receives the storage
         alive = max(self.high, self.unknown_bytes())
         assert slot.live_bytes >= alive, f"{kernel}: {alive} bytes are alive, {slot.live_bytes} are counted"
 
@@ -140,7 +142,7 @@ class Checker:
         return any(self.machine.ever.get(name) is storage for name in self.outputs)
 
     def ended(self) -> None:
-        """Everything that leaves was handed over, and as what it is."""
+        """Check that a slot has received each returned tensor, and that the tensor has the right role."""
         visible = {
             id(self.machine.ever[name])
             for position, name in enumerate(self.about.outputs)
@@ -148,7 +150,7 @@ class Checker:
         }
         for name in self.outputs:
             storage = self.machine.ever[name]
-            assert storage.buffer is not None, f"{name} leaves without a word"
+            assert storage.buffer is not None, f"{name} is returned, but no slot received it"
             about = self.schedule.buffers[storage.buffer]
             if about.role != "argument":
                 assert about.role == ("result" if id(storage) in visible else "saved")

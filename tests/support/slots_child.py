@@ -1,11 +1,12 @@
-"""Models whose slots call the tightest engine there is, in a process where every byte is counted.
+"""Runs of models whose slots call the class `Tightest`, in a process that counts every byte. `Tightest`
+stands for an engine with the smallest possible budget.
 
     slots_child.py '[{"model": "block", "inner": "eager"}, ...]'
 
-At each slot all that may be evicted and is not needed is evicted, and what is needed comes back. Between two
-slots no more bytes may be alive than the first of them knew of. Prints one JSON object per case: whether the
-numbers are those of the same program without slots, the kernels that took more than was known, and the rest
-that the tests look at.
+Each slot fetches the tensors that its kernel needs, and evicts all others. Until the next slot, the number of
+living bytes may not exceed the number that the slot declared. The script prints a JSON list with one object
+per case. The object tells whether the numbers equal the numbers without slots, and which kernels exceeded the
+declared bytes. It also holds further facts for the tests.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from teraio.formats.schedule import MADE, READ, WRITE, Schedule
 from teraio.passes.fx import program as fx
 from teraio.passes.inductor import codegen
 
-sys.modules["slots_child"] = sys.modules[__name__]  # where the generated programs look for `program`
+sys.modules["slots_child"] = sys.modules[__name__]  # generated programs import `program` from this module
 
 
 class Known:
-    """A storage that a slot was handed."""
+    """A storage that a slot received."""
 
     def __init__(self, storage: torch.UntypedStorage, movable: bool, weight: bool) -> None:
         self.weak: Any = storage._weak_ref()
         self.size_bytes = storage.nbytes()
         self.movable = movable
         self.weight = weight
-        self.away: bytearray | None = None
+        self.saved_bytes: bytearray | None = None
 
     def storage(self) -> torch.UntypedStorage | None:
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak)
@@ -44,17 +45,17 @@ class Known:
 
     def leave(self) -> None:
         storage = self.storage()
-        if storage is not None and self.away is None and self.size_bytes:
-            self.away = bytearray(ctypes.string_at(storage.data_ptr(), self.size_bytes))
+        if storage is not None and self.saved_bytes is None and self.size_bytes:
+            self.saved_bytes = bytearray(ctypes.string_at(storage.data_ptr(), self.size_bytes))
             storage.resize_(0)
 
     def come(self) -> None:
         storage = self.storage()
-        if storage is not None and self.away is not None:
+        if storage is not None and self.saved_bytes is not None:
             storage.resize_(self.size_bytes)
-            source = (ctypes.c_char * self.size_bytes).from_buffer(self.away)
+            source = (ctypes.c_char * self.size_bytes).from_buffer(self.saved_bytes)
             ctypes.memmove(storage.data_ptr(), source, self.size_bytes)
-            self.away = None
+            self.saved_bytes = None
 
 
 class Tightest:
@@ -100,12 +101,12 @@ class Tightest:
         if last:
             needed += [known for known in self.known.values() if known.weight]
         for known in self.known.values():
-            if known.movable and known not in needed and known.away is None:
+            if known.movable and known not in needed and known.saved_bytes is None:
                 known.leave()
                 self.evicted += 1
         for known in needed:
             known.come()
-        resident = sum(known.size_bytes for known in self.known.values() if known.away is None)
+        resident = sum(known.size_bytes for known in self.known.values() if known.saved_bytes is None)
         if index == 0:
             self.others = self.counting.alive_bytes() - resident
         live = about.live_bytes if live_bytes is None else live_bytes
@@ -191,7 +192,7 @@ def main() -> None:
     for case in json.loads(sys.argv[1]):
         try:
             results.append(run(case, counting))
-        except Exception as error:  # noqa: BLE001  the test looks at it
+        except Exception as error:  # noqa: BLE001  the test checks the error
             results.append({"error": f"{type(error).__name__}: {error}"})
     print(json.dumps(results))
 

@@ -1,4 +1,4 @@
-"""Small models, one for each thing that a program may contain."""
+"""Small models, one model for each feature that a program may contain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 64
 
 
 class Block(nn.Module):
-    """A transformer block, and a head."""
+    """A transformer block with a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Flex(Block):
 
 
 class Rows(Block):
-    """Rows that data choose, and a size that data decide."""
+    """A block that selects rows by the values in a tensor, so that sizes depend on these values."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.out(x)
@@ -117,7 +117,7 @@ class Count(Block):
 
 
 class Twice(Block):
-    """A weight whose view comes back, and a result that the loss does not use."""
+    """A block that returns a view of a weight, and a result that the loss does not use."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = torch.split(self.qkv(x).sin(), [WIDTH, 2 * WIDTH], -1)

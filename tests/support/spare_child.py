@@ -1,4 +1,6 @@
-"""One try with torch's memory from the product's allocator, in a process of its own; prints JSON."""
+"""One trial of teraio's own allocator for torch's CPU memory, in its own process. The script prints a JSON
+object.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,12 @@ BUDGET = 40 * MIB
 
 
 def losses(budget: int) -> tuple[list[float], list[tuple[int, int, int]]]:
-    """Of a few steps, with the bytes taken from the system and reused so far, and the step's peak of the
-    process, less what of it is no tensor and not kept for one."""
+    """Train some steps, and return the losses and the counts of each step.
+
+    There are three counts: (1) the bytes taken from the system so far, (2) the bytes reused so far, and (3)
+    the process's peak in the step. The peak counts only memory that belongs to tensors or that the allocator
+    keeps for tensors.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -61,7 +67,7 @@ def train() -> dict[str, Any]:
     torch.set_num_threads(1)
     plain, _ = losses(BUDGET * 10)
     end()
-    losses(BUDGET)  # plans, for the next time too, and loads what is needed for that
+    losses(BUDGET)  # this run makes the plan for the next run, and loads the modules that planning needs
     end()
     found, counts = losses(BUDGET)
     assert engine.ENGINE is not None
@@ -83,21 +89,21 @@ def foreign() -> dict[str, Any]:
     tensors = [torch.randn(MIB // 4) for _ in range(2)]
     digests = [hashlib.sha256(t.numpy().tobytes()).digest() for t in map(torch.clone, tensors)]
     copies = [t.clone() for t in tensors]
-    here = cpu.CpuDevice()
-    here.limit_tensors_and_spare_memory(8 * MIB)
+    device = cpu.CpuDevice()
+    device.limit_tensors_and_spare_memory(8 * MIB)
     before = [_native.spare().holds(t.data_ptr()) for t in tensors]
-    used = here.used_bytes()
-    for tensor in tensors:  # the first bytes go back to malloc
-        here.drop_bytes(tensor.untyped_storage())
+    used = device.used_bytes()
+    for tensor in tensors:  # returns the first bytes to malloc
+        device.drop_bytes(tensor.untyped_storage())
     for tensor, copy in zip(tensors, copies):
-        assert here.observer is not None
-        block = here.observer.make_empty_block(tensor.untyped_storage())
-        here.resize_storage(block, MIB)
-        here.observer.give_block_to_storage(tensor.untyped_storage(), block)
+        assert device.observer is not None
+        block = device.observer.make_empty_block(tensor.untyped_storage())
+        device.resize_storage(block, MIB)
+        device.observer.give_block_to_storage(tensor.untyped_storage(), block)
         tensor.copy_(copy)
     after = [_native.spare().holds(t.data_ptr()) for t in tensors]
-    counted, full = here.used_bytes() - used, rss.resident_bytes()
-    here.limit_tensors_and_spare_memory(0)
+    counted, full = device.used_bytes() - used, rss.resident_bytes()
+    device.limit_tensors_and_spare_memory(0)
     same = digests == [hashlib.sha256(t.numpy().tobytes()).digest() for t in tensors]
     del tensors, tensor, block
     return {
@@ -110,28 +116,30 @@ def foreign() -> dict[str, Any]:
 
 
 def refused() -> dict[str, Any]:
-    """Why it could not be built: without a compiler, one that fails, a folder that others can write."""
+    """Return the reason why teraio's allocator could not be built, for each of three cases. (1) There is no
+    compiler. (2) The compiler fails. (3) Other users can write to the folder.
+    """
     tries = {"CXX": "none"}, {"CXX": os.environ["FAILING"]}, {"XDG_CACHE_HOME": os.environ["OTHERS"]}
     reasons = []
     for changed in tries:
         with patch.dict(os.environ, changed):
             reasons.append(allocator._build_and_install())
     with patch.dict(os.environ, tries[0]):
-        here = cpu.CpuDevice()
+        device = cpu.CpuDevice()
         cpu.CpuDevice()
     tensors = [torch.ones(2 * MIB, dtype=torch.uint8) for _ in range(16)]
     full = rss.resident_bytes()
-    used_is_resident = here.used_bytes() > full // 2
+    used_is_resident = device.used_bytes() > full // 2
     for tensor in tensors[::2] + tensors[1::2]:
-        here.drop_bytes(tensor.untyped_storage())
+        device.drop_bytes(tensor.untyped_storage())
     freed = full - rss.resident_bytes()
     return {"reasons": reasons, "used_is_resident": used_is_resident, "freed": freed}
 
 
 def fork() -> dict[str, Any]:
-    """Children of a process whose other thread takes and gives all the time."""
-    here = cpu.CpuDevice()
-    here.limit_tensors_and_spare_memory(64 * MIB)
+    """Fork children from a process in which another thread allocates and frees memory all the time."""
+    device = cpu.CpuDevice()
+    device.limit_tensors_and_spare_memory(64 * MIB)
     stop = threading.Event()
 
     def churn() -> None:
@@ -155,7 +163,7 @@ def fork() -> dict[str, Any]:
 
 
 def wait(child: int) -> int:
-    """Its exit code; a child that hangs is ended."""
+    """Wait for the child and return its exit code. Kill a child that hangs."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
         done, status = os.waitpid(child, os.WNOHANG)

@@ -1,9 +1,9 @@
-"""Plans that do not go by the clock: kernels and the drive are said to take what is written here, and whoever
-asks whether bytes have moved finds that they have.
+"""Plans that are independent of the clock, for trainings that count moves.
 
-For trainings in which is counted what moves. On a machine with neighbours two runs of the same training
-measure other times, and their plans move other tensors; and a write that is not done yet leaves no room for a
-fetch that is due.
+Kernels and the drive get fixed durations. A transfer is done whenever the engine checks it, because the check
+waits for the transfer. Without fixed durations, two runs of a training on a loaded machine measure different
+times, and their plans move different tensors. If a write were still unfinished, its memory would be missing
+for a fetch that is due.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from teraio.runtime.device.pending_transfer import Pending
 from teraio.session import plan_reuse, tiers
 
 KERNEL_NS = 10**6
-RATE = 10**9  # bytes per s
+RATE = 10**9  # bytes per second of the link to the drive
 LATENCY_NS = 10**5
 REPLACED = (
     (lifetimes, "_kernel_durations_ns"),
@@ -35,13 +35,13 @@ def _durations(step: Step) -> list[int]:
 
 
 def _done(self: Pending) -> bool:
-    with contextlib.suppress(StoreError):  # whoever ends it meets that, too
+    with contextlib.suppress(StoreError):  # the code that ends the transfer also gets this error
         self.ticket.wait()
     return True
 
 
 def plans(rate: int = RATE) -> None:
-    """From now on, in this process."""
+    """Use fixed durations in this process from this call on."""
 
     def link(directory: Path, device: object, memory_bytes: int) -> LinkRates:
         return LinkRates("ssd", rate, rate, rate, rate, LATENCY_NS, LATENCY_NS)
@@ -49,12 +49,12 @@ def plans(rate: int = RATE) -> None:
     lifetimes._kernel_durations_ns = _durations
     tiers._measure_link_once = link
     Pending.done = _done  # type: ignore[method-assign]
-    plan_reuse.DRIFT_PERCENT = 10**9  # none is planned again because it took another time
+    plan_reuse.DRIFT_PERCENT = 10**9  # so large that no drift makes the engine plan again
 
 
 @contextlib.contextmanager
 def planned(rate: int = RATE) -> Iterator[None]:
-    """In this block."""
+    """Use fixed durations until the end of this block."""
     before = [getattr(owner, name) for owner, name in REPLACED]
     plans(rate)
     try:

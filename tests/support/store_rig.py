@@ -1,4 +1,4 @@
-"""A store on a bench: memory that knows what it should hold, a disk, and processes that get killed."""
+"""A test bench for stores: memory with known content, a folder on a disk, and processes that are killed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from teraio.runtime.store.ticket import StoreTicket
 MIB = 1 << 20
 LOOKS_ALIKE = 5
 
-# The process dies before the drive has done something, or after it and before anyone is told.
+# The process dies before an operation of the drive (kill), or after the operation and before the caller
+# learns of its end (killed).
 OPERATIONS = ("kill write", "killed write", "kill read", "killed read")
 POINTS = (*kill_points.POINTS, *OPERATIONS)
 
 
 class Memory:
-    """Bytes at an address."""
+    """Memory with a known address and random content."""
 
     def __init__(self, size: int, seed: int | None = None) -> None:
         self.size = size
@@ -46,8 +47,9 @@ class Memory:
 
 
 def disk_near(folder: Path) -> Path | None:
-    """`folder`, or a new one beside the tests, which goes with this process, if that lies in memory; None if
-    there is no disk at all."""
+    """Return `folder` if it is on a disk. If it is in memory, return a temporary folder in the tree's build
+    folder. Return None if neither is on a disk.
+    """
     if _on_disk(folder):
         return folder
     beside = folder_for_now("store", Path.cwd() / "build")
@@ -63,15 +65,19 @@ def _on_disk(folder: Path) -> bool:
 
 
 def disk_for(given: Path | None, name: str) -> Path:
-    """Where a script keeps its stores: in the folder that it was given, or in a new one. Ends it without."""
+    """Return the folder for a script's stores, which is `given` or a new folder. Exit the script if no disk
+    is found.
+    """
     root = given or disk_near(folder_for_now(name))
     if root is None:
-        raise SystemExit("no disk here, only memory; give --dir")
+        raise SystemExit("no disk found, only memory; give --dir")
     return root
 
 
 class Faulty:
-    """A store over a fault shim; "memory": on the deterministic engine, "threads": on the real file."""
+    """A store with faults in its I/O: "memory" uses the deterministic engine on memory, and "threads" the
+    real file.
+    """
 
     def __init__(
         self, root: Path, where: str = "threads", size_bytes: int = 8 * MIB, **settings: Any
@@ -98,7 +104,9 @@ class Faulty:
 
 
 def check_extents(extents: Extents, live: list[tuple[Piece, ...]]) -> None:
-    """The one invariant: every block of every file is live, free, dead or fresh, and only one of these."""
+    """Check the extents' invariant: every block of every file is in exactly one of the states live, free,
+    dead and fresh.
+    """
     owner: list[dict[int, str]] = [{} for _ in extents.files]
 
     def claim(file: int, offset: int, size: int, what: str, over: str = "") -> None:
@@ -118,10 +126,10 @@ def check_extents(extents: Extents, live: list[tuple[Piece, ...]]) -> None:
     dead = {(f, b) for f, o, s in extents._dead for b in range(o, o + s, 4096)}
     for number, space in enumerate(extents.files):
         runs = space.list_free_runs()
-        assert all(a + size < b for (a, size), (b, _) in pairwise(runs)), "runs that touch are one run"
+        assert all(a + size < b for (a, size), (b, _) in pairwise(runs)), "adjacent free runs were not merged"
         for offset, size in runs:
             claim(number, offset, size, "run")
-            assert offset + size < space.end, "a run that touches the end is no run"
+            assert offset + size < space.end, "a free run at the end was not merged"
         taken = set(owner[number])
         assert all(block < space.end for block in taken)
         missing = set(range(0, space.end, 4096)) - taken
@@ -131,7 +139,9 @@ def check_extents(extents: Extents, live: list[tuple[Piece, ...]]) -> None:
 
 
 def at_rest(count: Callable[[], Any]) -> Any:
-    """What is counted once it stays the same: a thread that was joined stays listed for a moment."""
+    """Return a count as soon as it no longer changes. For example, the system still lists a joined thread for
+    a moment.
+    """
     looks = [count()]
     while len(looks) < LOOKS_ALIKE or any(look != looks[-1] for look in looks[-LOOKS_ALIKE:]):
         time.sleep(0.02)
@@ -140,8 +150,10 @@ def at_rest(count: Callable[[], Any]) -> Any:
 
 
 def pressed_while_waiting(ticket: StoreTicket, seconds: float) -> bool:
-    """Ctrl-C so much later, in a wait for the ticket; whether the wait heard it. Where this thread is held up
-    it comes before the wait, or there is nothing left to wait for."""
+    """Wait for the ticket, and raise SIGINT after a delay. Return True if SIGINT interrupted the wait itself.
+
+    If this thread is delayed, SIGINT may come before the wait or after it.
+    """
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -155,11 +167,11 @@ def pressed_while_waiting(ticket: StoreTicket, seconds: float) -> bool:
     return False
 
 
-# ---- processes
+# ---- processes that are killed
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Forks; the child does the work and ends without cleaning up. Returns its pid."""
+    """Fork a child that runs `work` and exits without clean-up. Return the child's pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -174,7 +186,9 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def churn(store: Store, rounds: int, seed: int = 0, largest: int = 3 * MIB) -> int:
-    """Tensors of mixed sizes come, go out, come back right, and go. Returns how many."""
+    """Write tensors of mixed sizes, read them back, compare and release them. Return the number of
+    tensors.
+    """
     random_ = random.Random(seed)
     live: list[tuple[Extent, Memory]] = []
     for number in range(rounds):
@@ -194,7 +208,7 @@ def churn(store: Store, rounds: int, seed: int = 0, largest: int = 3 * MIB) -> i
 
 
 def work_until_killed(root: Path, ready: int) -> NoReturn:
-    """Opens stores, uses them and closes them, again and again."""
+    """Open, use and close stores until the process is killed."""
     os.write(ready, b"x")
     for seed in range(10**9):
         store = Store(root, 32 * MIB, accept=("tmpfs",))
@@ -204,7 +218,7 @@ def work_until_killed(root: Path, ready: int) -> NoReturn:
 
 
 def die_at(last: str) -> None:
-    """From now on this process kills itself where the store says `last`."""
+    """Make this process kill itself when the store reaches the kill point `last`."""
 
     def reach(point: str) -> None:
         if point == last:
@@ -214,7 +228,7 @@ def die_at(last: str) -> None:
 
 
 def killed_at_moment(root: Path, delay_s: float) -> None:
-    """A working process, and SIGKILL after the delay."""
+    """Kill a process that works with stores by SIGKILL after the delay."""
     reader, writer = os.pipe()
     pid = in_child(lambda: work_until_killed(root, writer))
     os.close(writer)
@@ -226,8 +240,9 @@ def killed_at_moment(root: Path, delay_s: float) -> None:
 
 
 def killed_at_point(root: Path, point: str) -> None:
-    """A process that kills itself at a named point of the store, or at an operation: `kill write`, `killed
-    read`."""
+    """Run a process that kills itself at a kill point of the store, or at an operation of the drive such as
+    `kill write`.
+    """
 
     def work() -> None:
         if point in OPERATIONS:
@@ -247,7 +262,9 @@ def killed_at_point(root: Path, point: str) -> None:
 
 
 class Left:
-    """What a kill left: bytes in files with names, names before and after the next start, live stores."""
+    """The state after a kill: (1) the bytes in named files, (2) the names before and after the next start,
+    and (3) the processes that hold stores open.
+    """
 
     def __init__(self, root: Path) -> None:
         paths = list(root.rglob("*"))
@@ -259,7 +276,7 @@ class Left:
 
 
 class Bystander:
-    """Another process's store in the same directory, with a tensor in it that must stay as it is."""
+    """A store of another process in the same directory. Its tensor must survive the kills."""
 
     def __init__(self, root: Path) -> None:
         self.store = Store(root, 16 * MIB, accept=("tmpfs",))

@@ -1,9 +1,12 @@
-"""Trains the same model plainly, and once in each of the surroundings that it is given: a folder for the
-store on some file system, limits of the system, something that happens to the file system in the middle.
+"""Trainings of the same model in several surroundings, compared with one plain training.
+
+A surrounding is a folder on some file system for the store, limits of the system, or an event on the file
+system during the training.
 
     surroundings_child.py '[{"name": "few files", "store": "/folder", "limits": {"RLIMIT_NOFILE": 64}}, ...]'
 
-Prints one JSON object: by name, whether losses and weights are those of plain training, or the error.
+The script prints one JSON object. For each name, the object tells whether losses and weights equal the plain
+training's losses and weights, or it holds the error.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import teraio
 from teraio.errors import TeraioError
 
 WIDTH, LAYERS, STEPS = 512, 6, 5
-MEMORY = "24MiB"  # 10 MiB of it in reserve; weights, gradients and states are 25 MiB
+MEMORY = "24MiB"  # the reserve takes 10 MiB; weights, gradients and states take 25 MiB
 MIB = 2**20
 
 
@@ -42,7 +45,7 @@ class Chain(nn.Module):
 
 
 def train(case: dict[str, Any]) -> list[Any]:
-    """What the loop saw, and the weights in the end."""
+    """Train, and return the losses and the final weights."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Chain()
@@ -64,7 +67,7 @@ def train(case: dict[str, Any]) -> list[Any]:
 
 
 def happens(case: dict[str, Any]) -> None:
-    """In the middle of the training."""
+    """Let the surrounding's event happen in the middle of the training."""
     if filled := case.get("fill"):
         with contextlib.suppress(OSError), open(Path(filled) / "other", "wb", buffering=0) as file:
             while True:
@@ -96,8 +99,8 @@ def outcome(case: dict[str, Any], expected: list[Any]) -> dict[str, Any]:
             moved = dict(teraio.stats())
         except TeraioError as raised:
             error = f"{type(raised).__name__}: {raised}"
-        except Exception as raised:  # noqa: BLE001  not one of ours: a finding
-            error = f"not ours: {type(raised).__name__}: {raised}"
+        except Exception as raised:  # noqa: BLE001  an error that is not teraio's own is a finding
+            error = f"not an error of teraio: {type(raised).__name__}: {raised}"
         finally:
             with contextlib.suppress(TeraioError):
                 teraio.reset()

@@ -1,10 +1,10 @@
-"""An optimizer's step that something wants to end in the middle: a state that cannot be read back (`lost`),
-or Ctrl-C (`pressed`).
+"""An optimizer step that ends in the middle, because a state cannot be fetched (`lost`) or because of Ctrl-C
+(`pressed`).
 
     torn_train.py lost pressed
 
-prints one JSON line for each: what was raised at the step and at the next forward, how many of the weights
-had been updated, and whether all of them are in memory afterwards.
+The script prints one JSON line for each argument: the errors at the optimizer's step and at the next forward,
+and the number of updated weights. The line also tells whether all weights are resident at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from optimizer_train import BUDGET, ROWS, WIDTH, Chain
 import teraio
 from teraio.errors import StoreReadError, TeraioError
 from teraio.runtime.ledger import mover
-from teraio.runtime.ledger.record import State
 from teraio.runtime.optimizer import step_call
 
 LOST = "layers.4.weight.exp_avg"
@@ -31,13 +30,13 @@ OPEN = step_call.OptimizerCall.open_bucket
 
 
 def lose(self: Any, record: Any) -> None:
-    """The copy arrives and is found to be wrong."""
+    """End the fetch of the state `LOST` with an error, as if its bytes were corrupt."""
     if record.name != LOST:
         REAL(self, record)
         return
     record.pending.ticket.wait()
     self.device.resize_storage(record.pending.block, 0)
-    record.pending, record.state = None, State.AWAY
+    record.fetch_failed()
     self.resident_bytes -= record.size_bytes
     raise StoreReadError(f"{LOST} did not come back", tensor=LOST)
 
@@ -76,9 +75,9 @@ def torn(how: str) -> dict[str, Any]:
             except (TeraioError, KeyboardInterrupt) as error:
                 raised.append(f"{type(error).__name__}: {error}")
     updated = [not torch.equal(old, p.detach()) for old, p in zip(before, model.parameters())]
-    teraio.reset()  # says nothing that is not known
-    here = all(parameter.data_ptr() for parameter in model.parameters())
-    return {"raised": raised, "updated": sum(updated), "of": len(updated), "here": here}
+    teraio.reset()  # reset does not raise an error that was already raised
+    resident = all(parameter.data_ptr() for parameter in model.parameters())
+    return {"raised": raised, "updated": sum(updated), "of": len(updated), "here": resident}
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""Touches tensors that are away, in a process of its own: a crash ends it, the test goes on with the next.
+"""Cases of operations on evicted tensors. They run in their own process, so that the test can continue with
+the next case after a crash.
 
-    touch_child.py FIRST [bug]     the cases from number FIRST on
+    touch_child.py FIRST [bug]     runs all cases from number FIRST on
 
-Prints one line before each case and one after it, so that whoever reads knows what it died of.
+The script prints one line before each case and one after it. After a crash, the last line names the case.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from teraio.runtime.ledger.record import Record, State
 from teraio.runtime.torch_extension import observer
 
 FLOAT_KINDS = ("gradient", "state", "weight", "frozen", "buffer")
-SHOWN = 200  # characters of a result
+SHOWN = 200  # printed characters of a result
 LAYERS = len(FLOATS) + len(STORAGES) + 2
 
 
 class Layer(torch.nn.Module):
-    """One tensor of each kind; whole numbers and truth values are kinds of their own."""
+    """A layer with one tensor of each kind. Integer and boolean buffers count as separate kinds."""
 
     index: torch.Tensor
     mask: torch.Tensor
@@ -64,7 +65,9 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Each has a layer of its own, those that leave two tensors tied have two."""
+    """Yield the cases. Each case has its own layer. A case that may change a tensor's storage reserves a
+    second layer.
+    """
     number = 0
     for kind in (*FLOAT_KINDS, "index"):
         layer = 0
@@ -76,7 +79,7 @@ def cases() -> Iterator[Case]:
 
 
 class World:
-    """The layers of one side and the optimizer that trains them."""
+    """The layers of one side, compiled or plain, and their optimizer."""
 
     def __init__(self, compiled: bool, layers: int = LAYERS) -> None:
         torch.manual_seed(0)
@@ -103,7 +106,7 @@ class World:
         return parts.get(kind, layer.mask)
 
     def around(self, case: Case) -> list[torch.Tensor]:
-        """All tensors that the operation can reach."""
+        """Return all tensors that the case's operation can reach."""
         kinds = (*FLOAT_KINDS, "index", "mask")
         return [self.tensor(kind, number) for kind in kinds for number in (case.layer, case.layer + 1)]
 
@@ -114,9 +117,11 @@ class World:
 
 
 def twin_of(world: World) -> World:
-    """The same bytes in plain tensors. Nothing is away yet."""
+    """Return a world whose plain tensors have the same bytes. The caller must ensure that no tensor is
+    evicted.
+    """
     twin = World(compiled=False, layers=len(world.layers))
-    twin.train(1)  # makes gradients and states
+    twin.train(1)  # this step makes gradients and states
     with torch.no_grad():
         for number in range(len(world.layers)):
             for kind in ("weight", "frozen", "buffer", "gradient", "state", "index", "mask"):
@@ -127,15 +132,18 @@ def twin_of(world: World) -> World:
     return twin
 
 
-def send_away(tensors: list[torch.Tensor]) -> None:
-    """A step ends; those of these that no one holds leave."""
+def evict_all(tensors: list[torch.Tensor]) -> None:
+    """End a step, and evict those among the tensors that the engine may evict."""
     assert engine.ENGINE is not None
     user, residency = engine.ENGINE.user, engine.ENGINE.residency
     user.end_step()
-    residency.serial += 1
+    residency.advance_slot()
     known = [record for tensor in tensors if (record := record_of(tensor))]
     candidates = {record.key for record in residency._eviction_candidates()}
-    residency._evict_each([record for record in known if record.key in candidates])
+    leaving = [record for record in known if record.key in candidates]
+    for move in (residency.try_evict, residency.try_end_evict):
+        for record in leaving:
+            move(record)
 
 
 def record_of(tensor: torch.Tensor) -> Record | None:
@@ -143,13 +151,13 @@ def record_of(tensor: torch.Tensor) -> Record | None:
     return engine.ENGINE.residency.records.get(tensor.untyped_storage()._cdata)
 
 
-def is_away(tensor: torch.Tensor) -> bool:
+def is_evicted(tensor: torch.Tensor) -> bool:
     record = record_of(tensor)
-    return record is not None and record.state is State.AWAY
+    return record is not None and record.state is State.EVICTED
 
 
 def plain_facts(value: Any) -> Any:
-    """What can be compared with ==, to the last bit."""
+    """Return a value that `==` compares bit by bit."""
     match value:
         case torch.Tensor():
             return facts_of_tensor(value)
@@ -183,35 +191,35 @@ def outcome(operation: Operation, side: Side) -> Any:
 
 
 def judge(case: Case, ours: World, plain: World) -> str:
-    """ "" if all is well."""
+    """Run a case on both sides. Return its fault, or an empty string."""
     side = ours.side(case)
-    send_away(ours.around(case))
-    if not is_away(side.w) or not is_away(side.v):
-        return "it was not away"
+    evict_all(ours.around(case))
+    if not is_evicted(side.w) or not is_evicted(side.v):
+        return "the tensor was not evicted"
     after = outcome(case.operation, side)
     before = after if case.name in REFUSED else outcome(case.operation, plain.side(case))
     if case.name in REFUSED and after[0] != "RuntimeError":
-        return f"it was not refused: {after}"
+        return f"the operation was not refused: {after}"
     if before != after:
         return f"plain: {str(before)[:SHOWN]} here: {str(after)[:SHOWN]}"
     del side
     gc.collect(0)
-    send_away(ours.around(case))
+    evict_all(ours.around(case))
     side, other = ours.side(case), plain.side(case)
-    if case.name not in STORAGES and case.name not in STAY and not is_away(side.w):
+    if case.name not in STORAGES and case.name not in KEPT and not is_evicted(side.w):
         record = record_of(side.w)
-        return f"it never leaves again: {record and (record.state, record.evictable, record.pins)}"
+        return f"never evicted again: {record and (record.state, record.evictable, record.pins)}"
     for mine, its in ((side.w, other.w), (side.v, other.v)):
         if plain_facts(mine) != plain_facts(its):
-            return "what it holds afterwards differs"
+            return "the bytes afterwards differ"
     return ""
 
 
-STAY = WEIGHTS_ONLY = {"vector_to_parameters"}  # it has another storage from then on
+KEPT = WEIGHTS_ONLY = {"vector_to_parameters"}  # this operation gives the tensor another storage
 
 
 LEAVE = observer.Observer.empty_storage
-# Each of these must end in a wrong result, or in a crash.
+# Each of these bugs must cause a wrong result or a crash.
 PLANTS: dict[str, list[Any]] = {
     "nothing is observed": [patch.object(observer.Observer, "_fetch_or_refuse", lambda self, *_: 1)],
     "no write is noted": [

@@ -1,5 +1,8 @@
-"""Ways to touch a tensor from user code, each a function of a `Side`. They are run twice: on a tensor whose
-bytes are away, and on a plain one with the same bytes; results, and what is left, must be the same."""
+"""Operations of user code on a tensor. Each operation is a function of a `Side`.
+
+Each operation runs two times: on an evicted tensor, and on a plain tensor with the same bytes. Both runs must
+give the same results, and leave the same bytes in the tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-ROWS, COLUMNS = 64, 64  # truth values of this shape are just large enough to leave
+ROWS, COLUMNS = 64, 64  # at this shape, a boolean tensor is just large enough to be evicted
 
 
 class Side:
-    """What an operation may use. `w` and `v` are of the kind that is tested, `x` and `y` are in memory."""
+    """The tensors that an operation uses. `w` and `v` are of the tested kind, and `x` and `y` are always in
+    memory.
+    """
 
     def __init__(self, w: torch.Tensor, v: torch.Tensor, layer: Any, other: Any) -> None:
         self.w, self.v, self.layer, self.other = w, v, layer, other

@@ -1,4 +1,6 @@
-"""More ways to touch a tensor: with autograd, with functions of functions, by what lies below a tensor."""
+"""More operations on a tensor, which use autograd or function transforms, or act below the tensor's Python
+class.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from touch_list import (
 
 
 def gradients(out: torch.Tensor, s: Side) -> Any:
-    """Of the operation's inputs; `w` keeps none of it, a plain weight or none at all."""
+    """Return the gradients of the inputs that require gradients. `w` and `v` may require none."""
     inputs = [t for t in (s.w, s.v, s.y) if t.requires_grad and t.is_leaf]
     return torch.autograd.grad(out.square().sum(), inputs, allow_unused=True)
 
@@ -62,7 +64,7 @@ def lstm(s: Side) -> Any:
 
 
 def attention(s: Side) -> Any:
-    """Evaluated, it has a path in C++ of its own."""
+    """Run attention in evaluation mode, which uses a separate C++ path in torch."""
     module = seeded(lambda: torch.nn.MultiheadAttention(COLUMNS, 4)).eval()
     module.out_proj.weight = as_parameter(s.w)
     return quietly(lambda: module(s.x, s.x, s.x)[0])
@@ -74,7 +76,7 @@ def seeded(make: Callable[[], Any]) -> Any:
 
 
 def with_backward(s: Side, out: torch.Tensor) -> Any:
-    """Into `.grad` of what is a leaf, as training does."""
+    """Run a backward that adds to `.grad` of the leaves, as in training."""
     out.square().sum().backward()
     found = [t.grad.clone() for t in (s.w, s.v, s.y) if t.is_leaf and t.grad is not None]
     s.y.grad = None
@@ -98,7 +100,7 @@ def backward_of(s: Side, gradient: torch.Tensor) -> Any:
 
 
 def eager_backward(s: Side) -> Any:
-    """The layer as plain Python, trained by eager autograd: it adds to the gradients that are there."""
+    """Run the layer as plain Python under eager autograd. The backward adds to existing gradients."""
     s.layer.zero_grad(set_to_none=False)
     s.layer.plain(s.y).square().sum().backward()
     s.layer.plain(s.y).square().sum().backward()
@@ -220,7 +222,7 @@ def two_names(s: Side) -> Any:
     return s.v.sum()
 
 
-# Refused by torch: it does not exchange a tensor that someone refers to weakly, as the engine does.
+# Torch refuses to swap a tensor that has weak references. The engine holds weak references to tensors.
 REFUSED: dict[str, Operation] = {"swap_tensors": exchanged}
 
 
@@ -248,7 +250,8 @@ def old_normed(s: Side) -> Any:
     return torch.nn.utils.weight_norm(linear)(s.y)
 
 
-# After these the bytes may stay: someone holds an address, or the storage cannot be emptied any more.
+# After these operations, the engine may keep the tensor resident for two reasons: (1) a reader has the
+# tensor's address, or (2) the tensor's storage can no longer be emptied.
 STORAGES: dict[str, Operation] = {
     "numpy": lambda s: s.w.detach().numpy().copy(),
     "numpy, forced": lambda s: s.w.numpy(force=True).sum(),
@@ -298,7 +301,7 @@ def ones_at(s: Side, index: torch.Tensor) -> Any:
     return s.x
 
 
-# `w` is whole numbers here, `v` truth values.
+# In these operations, `w` is an integer tensor and `v` is a boolean tensor.
 INDICES: dict[str, Operation] = {
     "indexes what is here": lambda s: s.x[s.w],
     "indexes what is here, with others": lambda s: s.x[0, s.w],

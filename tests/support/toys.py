@@ -1,6 +1,6 @@
-"""Toy physics and toy profiles: small enough to be worked out by hand, or generated from a seed.
+"""Toy machines and profiles. They are small enough to be checked by hand, or generated from a seed.
 
-The toy machine has a device of 8 bytes and links that carry 1 byte per microsecond; a kernel takes 1
+The toy machine has a device of 8 bytes and links that carry 1 byte per microsecond. A kernel takes 1
 microsecond.
 """
 
@@ -12,13 +12,15 @@ from teraio.formats.machine import Link, Machine, Tier
 from teraio.formats.profile import Kernel, Kind, Profile, Tensor
 
 US = 1_000  # nanoseconds
-BYTE_PER_US = 1_000_000  # bytes per second
+BYTE_PER_US = 1_000_000  # the rate of 1 byte per microsecond, in bytes per second
 
 
 def machine(
     device: int = 8, ssd: int = 1_000, rate: int = BYTE_PER_US, latency_ns: int = 0, host: int = 0
 ) -> Machine:
-    """A device, an SSD, and a host tier (twice as fast) if it has a capacity."""
+    """Return a machine with a device and an SSD. If `host` is not 0, the machine also has a host tier, whose
+    links are twice as fast.
+    """
     tiers = [Tier("device", device), Tier("ssd", ssd)]
     links = [Link("device", "ssd", rate, latency_ns), Link("ssd", "device", rate, latency_ns)]
     if host:
@@ -28,7 +30,7 @@ def machine(
 
 
 def profile(tensors: list[Tensor], kernels: int, workspace: dict[int, int] | None = None) -> Profile:
-    """Kernels k0, k1, ... of 1 us each."""
+    """Return a profile of kernels k0, k1, ... that take 1 microsecond each."""
     rows = tuple(Kernel(f"k{i}", 0, US, (workspace or {}).get(i, 0)) for i in range(kernels))
     return Profile("toy", 0, rows, tuple(tensors))
 
@@ -42,17 +44,20 @@ def activation(name: str, size: int, made: int, reads: tuple[int, ...]) -> Tenso
 
 
 def diamond() -> Profile:
-    """Activation a (4 bytes) is made at tick 0, idle in ticks 1..8, used at 9; b (6 bytes) in 4..5.
+    """Return a profile of two tensors. `a` (4 bytes) is written at tick 0, idle in ticks 1 to 8, and read at
+    tick 9. `b` (6 bytes) lives in ticks 4 and 5.
 
-    tick   0   1   2   3   4   5   6   7   8   9
-    a 4    W                                   R
-    b 6                    W   R
+        tick   0   1   2   3   4   5   6   7   8   9
+        a 4    W                                   R
+        b 6                    W   R
     """
     return profile([activation("a", 4, 0, (9,)), activation("b", 6, 4, (5,))], 10)
 
 
 def random_profile(seed: int, most_kernels: int = 24, most_tensors: int = 14) -> Profile:
-    """Any profile a reader would take: all kinds, short-lived, persistent, unused, read-only, workspaces."""
+    """Return a random profile that the file reader accepts. Its tensors are of all kinds: short-lived,
+    persistent, unused or read-only. Some kernels have workspaces.
+    """
     random = Random(seed)
     ticks = random.randint(1, most_kernels)
     kernels = tuple(
@@ -84,9 +89,11 @@ def random_profile(seed: int, most_kernels: int = 24, most_tensors: int = 14) ->
 
 
 def training_profile(layers: int = 8, size: int = 100) -> Profile:
-    """Forward, backward and optimizer of a chain: weights, saved activations, gradients, states.
+    """Return a profile of a chain's forward, backward and optimizer, with weights, saved activations,
+    gradients and states.
 
-    Layer i runs forward at tick i, backward at 2L-1-i, its optimizer at 2L+i.
+    With L layers, layer i runs forward at tick i and backward at tick 2L-1-i. The optimizer updates its
+    weight at tick 2L+i.
     """
     total = 3 * layers
     tensors = []
@@ -102,7 +109,9 @@ def training_profile(layers: int = 8, size: int = 100) -> Profile:
 
 
 def llama_like(blocks: int = 32, per_block: int = 15) -> Profile:
-    """About 1,000 kernels and 1,900 tensors with the rhythm of a decoder: for the time planning takes."""
+    """Return a profile of about 1,000 kernels and 1,900 tensors in the order of a decoder, to measure
+    planning time.
+    """
     random, tensors, half = Random(0), [], blocks * per_block
     for block in range(blocks):
         for k in range(per_block):

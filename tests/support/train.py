@@ -1,14 +1,15 @@
-"""Training runs in a process of their own, where every byte of every tensor is counted from the start.
+"""Training runs in their own process, which counts every byte of every tensor from the start.
 
     train.py '[{"name": "plain"}, {"name": "half", "part": 0.5, "of": "plain", "options": {...}}, ...]'
 
-where `part` is a part of the peak of the run `of` (or `budget` a number of bytes), prints one JSON line per
-run: its name (`run`), its losses, a digest of its weights and optimizer states, the peak bytes of each step,
-the engine's counts per step, and the error that ended it, if one did. `plant` names a bug to put into the
-engine.
+The budget of a run is the share `part` of the peak of the run `of`, or `budget` bytes. `plant` names a bug to
+plant in the engine. The script prints one JSON line per run: its name (`run`), its losses, a digest of its
+weights and optimizer states, and the peak bytes of each step. The line also holds the engine's counts per
+step, and the error that ended the run, if any.
 
-The model is compiled twice per inner program, plainly and with slots; the runs share these two and start from
-the same weights: a budget, a plan, a store are no part of a compiled program.
+For each inner backend, the model is compiled twice, plainly and with slots. All runs share these compiled
+models and start from the same weights. Runs can share a compiled program, because it does not depend on
+budget, plan or store.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from teraio.errors import StoreError
 from teraio.formats.plan import Evict, Fetch, Plan
 from teraio.options import Settings
 from teraio.runtime.engine import engine
-from teraio.runtime.ledger import residency
 from teraio.runtime.store import ticket
 from teraio.runtime.store.store import Store
 from teraio.session import session
@@ -47,14 +47,16 @@ BATCH, LENGTH = 24, 96
 
 # Each of these bugs must change the numbers, or end in an error.
 PLANTS: dict[str, list[Any]] = {
-    # kernels run before the bytes are there
+    # With this bug, kernels run before their bytes have arrived.
     "drop_the_wait": [patch.object(ticket.StoreTicket, "wait", lambda self: None)],
-    # dirty tensors are taken for clean: an old copy, or none, comes back
+    # With this bug, dirty tensors count as clean, so the engine fetches an old copy or none.
     "skip_the_write": [patch.object(Store, "write", lambda self, *rest, **named: unnoted.Done())],
-    # what the optimizer wrote is taken for clean: the copy of before comes back
+    # With this bug, the optimizer's writes do not count, so the engine fetches the copy from before the
+    # update.
     "forget_the_update": [
         *unnoted.writes(),
-        patch.object(residency.Residency, "mark_written", lambda self, bound, written: None),
+        patch("teraio.runtime.engine.engine.wrote_bound", lambda bound, written: None),
+        patch("teraio.runtime.step.quiet_call.wrote_bound", lambda bound, written: None),
     ],
 }
 
@@ -69,7 +71,9 @@ def planted(name: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def faulty_store(rule: dict[str, Any] | None) -> Iterator[None]:
-    """Stores that are opened meanwhile have a shim around their I/O that goes wrong as the rule says."""
+    """Put a fault shim around the I/O of stores that are opened in this block. Operations fail by the
+    rule.
+    """
 
     def wrap(inner: _native.Io) -> _native.Io:
         shim = _native.FaultIo(inner)
@@ -85,8 +89,9 @@ def faulty_store(rule: dict[str, Any] | None) -> Iterator[None]:
 
 
 def hostile(seed: int, running: engine.Engine) -> Plan:
-    """A plan of random moves of tensors that exist, at ticks that exist: valid to look at and nothing
-    else."""
+    """Return a plan of random moves at existing ticks, mostly of existing tensors. The plan is well-formed
+    but senseless.
+    """
     choose = random.Random(seed)
     ticks = max(running.tracker.tick_count, 1)
     names = [*(r.name for r in running.residency.records.values()), *running.residency.uses, "no such tensor"]
@@ -105,43 +110,44 @@ OUTSIDE = {name: os.environ[name] for name in ("TERAIO_PLANNER", "TERAIO_CACHE_D
 
 
 class Trainer:
-    """The model in one inner program, compiled plainly and with slots."""
+    """The model for one inner backend, compiled plainly and with slots."""
 
     def __init__(self, inner: str) -> None:
         torch.manual_seed(0)
         self.inner = inner
         self.model = Llama(SHAPE)
         self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
-        # The two must differ in their options, or Dynamo gives both the program that was compiled first.
+        # The options of the two compilations must differ. With equal options, Dynamo would use the first
+        # compiled program for both.
         self.plain = torch.compile(self.model, backend="teraio", options={"inner": inner})
         self.ours = torch.compile(
             self.model, backend="teraio", options={"inner": inner, "on_fallback": "warn"}
         )
 
     def run(
-        self, asked: dict[str, Any], done: dict[str, Any], counting: counting_allocator.Counting
+        self, request: dict[str, Any], done: dict[str, Any], counting: counting_allocator.Counting
     ) -> dict[str, Any]:
         budget = (
-            int(max(done[asked["of"]]["peaks"]) * asked["part"])
-            if "part" in asked
-            else asked.get("budget", 0)
+            int(max(done[request["of"]]["peaks"]) * request["part"])
+            if "part" in request
+            else request.get("budget", 0)
         )
         result: dict[str, Any] = {"losses": [], "peaks": [], "counts": [], "budget": budget, "error": ""}
         self.model.load_state_dict(self.start)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        settings = {"memory": budget or None, "disable": None if budget else 1, **asked.get("options", {})}
+        settings = {"memory": budget or None, "disable": None if budget else 1, **request.get("options", {})}
         environment = {f"TERAIO_{name.upper()}": str(value) for name, value in settings.items() if value}
         for name in [name for name in os.environ if name.startswith("TERAIO_")]:
             del os.environ[name]
         os.environ.update(OUTSIDE | environment)
         try:
             if budget:
-                with faulty_store(asked.get("fault")):
+                with faulty_store(request.get("fault")):
                     session.ensure_session(Settings.parse({"inner": self.inner}))
-            with planted(asked.get("plant")):
-                self._train(self.ours if budget else self.plain, optimizer, asked, result, counting)
+            with planted(request.get("plant")):
+                self._train(self.ours if budget else self.plain, optimizer, request, result, counting)
                 teraio.reset()
-        except Exception as error:  # noqa: BLE001  the test looks at it
+        except Exception as error:  # noqa: BLE001  the test checks the error
             result["error"] = f"{type(error).__name__}: {error}"
             with contextlib.suppress(StoreError):
                 teraio.reset()
@@ -153,14 +159,14 @@ class Trainer:
         self,
         compiled: Any,
         optimizer: Any,
-        asked: dict[str, Any],
+        request: dict[str, Any],
         result: dict[str, Any],
         counting: counting_allocator.Counting,
     ) -> None:
         others = counting.alive_bytes() - sum(p.nbytes for p in self.model.parameters())
         generator = torch.Generator().manual_seed(1)
         last: dict[str, int] = {}
-        for step in range(asked.get("steps", 8)):
+        for step in range(request.get("steps", 8)):
             tokens = torch.randint(0, SHAPE.vocabulary, (BATCH, LENGTH + 1), generator=generator)
             counting.reset_peak()
             loss = compiled(tokens[:, :-1], tokens[:, 1:])
@@ -173,8 +179,8 @@ class Trainer:
             stats = {name: count for name, count in teraio.stats().items() if isinstance(count, int)}
             result["counts"].append({key: stats[key] - last.get(key, 0) for key in stats})
             last = stats
-            if "hostile" in asked and engine.ENGINE is not None:
-                engine.ENGINE.follow_plan(hostile(asked["hostile"] * 1000 + step, engine.ENGINE))
+            if "hostile" in request and engine.ENGINE is not None:
+                engine.ENGINE.follow_plan(hostile(request["hostile"] * 1000 + step, engine.ENGINE))
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -189,12 +195,12 @@ def main() -> None:
     steady.plans()
     trainers: dict[str, Trainer] = {}
     done: dict[str, dict[str, Any]] = {}
-    for asked in json.loads(sys.argv[1]):
-        inner = asked.get("inner", "eager")
+    for request in json.loads(sys.argv[1]):
+        inner = request.get("inner", "eager")
         if inner not in trainers:
             trainers[inner] = Trainer(inner)
-        done[asked["name"]] = trainers[inner].run(asked, done, counting)
-        print(json.dumps({"run": asked["name"], **done[asked["name"]]}), flush=True)
+        done[request["name"]] = trainers[inner].run(request, done, counting)
+        print(json.dumps({"run": request["name"], **done[request["name"]]}), flush=True)
         gc.collect()
 
 

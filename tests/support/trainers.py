@@ -1,10 +1,9 @@
-"""Training loops that other people wrote, each with a small Llama, plainly or within a budget.
+"""Training loops of other libraries with a small Llama. Each loop runs plainly and within a budget.
 
     python trainers.py FOLDER NAME...
 
-prints one JSON object: plain|teraio -> name -> losses, weights, counts.
-
-The loops are theirs, unchanged: teraio is told of the model by `model.compile(...)` before they get it.
+The script prints one JSON object: plain|teraio -> name -> losses, weights, counts. The loops are unchanged.
+Only the call of `model.compile(...)` before a loop selects teraio.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-MEMORY = "12MiB"  # 4 of it in reserve; the plain run's weights, gradients and states are 14 MiB
+MEMORY = "12MiB"  # the reserve takes 4 MiB; the plain run's weights, gradients and states take 14 MiB
 INNER = "eager"
 VOCABULARY, LENGTH, BATCH, STEPS = 256, 64, 4, 6
 
@@ -64,17 +63,19 @@ def compiled(mode: str, module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-# ---- the loops
+# ---- loops
 
 
 def trainer(model: torch.nn.Module, folder: Path) -> list[Any]:
-    """Hugging Face's: accumulation, clipping, evaluation and a checkpoint halfway, workers that load data."""
+    """Train with Hugging Face's Trainer: accumulation, clipping, evaluation, a checkpoint halfway, and worker
+    processes that load data.
+    """
     log = _trainer(model, folder).state.log_history
     return [[entry.get(key) for key in ("loss", "grad_norm", "eval_loss")] for entry in log]
 
 
 def resumed(model: torch.nn.Module, folder: Path) -> list[Any]:
-    """The same from its checkpoint: the second half again."""
+    """Resume from the checkpoint of `trainer`, and train the second half again."""
     log = _trainer(model, folder, folder / f"checkpoint-{STEPS // 2}").state.log_history
     return [[entry.get(key) for key in ("loss", "grad_norm", "eval_loss")] for entry in log]
 
@@ -82,7 +83,7 @@ def resumed(model: torch.nn.Module, folder: Path) -> list[Any]:
 def _trainer(model: torch.nn.Module, folder: Path, checkpoint: Path | None = None) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    asked = TrainingArguments(
+    settings = TrainingArguments(
         str(folder),
         per_device_train_batch_size=BATCH,
         per_device_eval_batch_size=BATCH,
@@ -99,13 +100,13 @@ def _trainer(model: torch.nn.Module, folder: Path, checkpoint: Path | None = Non
         seed=0,
         disable_tqdm=True,
     )
-    made = Trainer(model, asked, train_dataset=Texts(64, 1), eval_dataset=Texts(8, 2))
+    made = Trainer(model, settings, train_dataset=Texts(64, 1), eval_dataset=Texts(8, 2))
     made.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return made
 
 
 def accelerated(model: torch.nn.Module, folder: Path, precision: str = "no") -> list[Any]:
-    """accelerate's: accumulation, clipping, a schedule, its state saved and loaded again."""
+    """Train with accelerate: accumulation, clipping, a schedule, and accelerate's state saved and loaded."""
     from accelerate import Accelerator
 
     owner = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
@@ -130,7 +131,7 @@ def accelerated(model: torch.nn.Module, folder: Path, precision: str = "no") -> 
 
 
 def lightning(model: torch.nn.Module, folder: Path) -> list[Any]:
-    """A module of Lightning: accumulation, clipping, validation, a checkpoint."""
+    """Train a Lightning module with accumulation, clipping, validation and a checkpoint."""
     import lightning as pl
 
     losses: list[Any] = []
@@ -167,7 +168,7 @@ def lightning(model: torch.nn.Module, folder: Path) -> list[Any]:
 
 
 def plain_loop(model: torch.nn.Module, folder: Path, make: Any = torch.optim.AdamW) -> list[Any]:
-    """The loop of a torchtune recipe: clipping, a step, gradients gone."""
+    """Train in a loop like that of a torchtune recipe: clipping, a step, and gradients set to None."""
     optimizer = make([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     losses = []
     for batch in DataLoader(Texts(BATCH * STEPS, 1), batch_size=BATCH):
@@ -189,7 +190,7 @@ def quantized(name: str) -> Loop:
     return loop
 
 
-# ---- the models
+# ---- models
 
 
 def whole(mode: str) -> torch.nn.Module:
@@ -197,7 +198,7 @@ def whole(mode: str) -> torch.nn.Module:
 
 
 def blocks(mode: str) -> torch.nn.Module:
-    """Each layer by itself, as torchtune and torchtitan do."""
+    """Compile each layer separately, as torchtune and torchtitan do."""
     model = llama()
     for layer in model.model.layers:
         compiled(mode, layer)
@@ -205,7 +206,7 @@ def blocks(mode: str) -> torch.nn.Module:
 
 
 def adapted(mode: str) -> torch.nn.Module:
-    """Low-rank adapters: all other weights are frozen."""
+    """Return a model with low-rank adapters. All weights except the adapters are frozen."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(llama(), LoraConfig(r=8, target_modules=["q_proj", "up_proj"], lora_dropout=0.1))
@@ -214,7 +215,7 @@ def adapted(mode: str) -> torch.nn.Module:
 
 ROWS: dict[str, tuple[Callable[[str], torch.nn.Module], Loop]] = {
     "trainer": (whole, trainer),
-    "resumed": (whole, resumed),  # in the folder of the one above
+    "resumed": (whole, resumed),  # uses the checkpoint in the folder of `trainer`
     "accelerate": (whole, accelerated),
     "accelerate bf16": (whole, partial(accelerated, precision="bf16")),
     "blocks": (blocks, plain_loop),

@@ -1,4 +1,4 @@
-"""What becomes of other people's loops, plainly and within a budget, and whether it is the same."""
+"""The results of other libraries' loops, and a comparison of plain runs with runs within a budget."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ CHILD = Path(__file__).with_name("trainers.py")
 
 
 def results(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Train by these loops in one process, because it takes longer to start than to train. Return what came
-    out by mode and name; raise ModuleNotFoundError where a library is not installed."""
+    """Train with these loops in one child process, because starting a process takes longer than training.
+
+    Return the results by mode and name. Raise ModuleNotFoundError if a library is missing.
+    """
     done = forked(CHILD, str(folder), *names)
     last = done.stderr.strip().rpartition("\n")[2]
     if done.returncode and last.startswith("ModuleNotFoundError"):
@@ -27,7 +29,7 @@ def results(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def faults(plain: dict[str, Any], within: dict[str, Any], memory: str) -> list[str]:
-    """What is wrong with a run within a budget, beside the plain one."""
+    """Return the faults of a run within a budget, compared with the plain run of the same loop."""
     counts, wrong = within["counts"], []
     if within["losses"] != plain["losses"]:
         wrong.append(f"losses {within['losses']}, plainly {plain['losses']}")
@@ -36,5 +38,5 @@ def faults(plain: dict[str, Any], within: dict[str, Any], memory: str) -> list[s
     if counts["peak_bytes"] > parse_bytes(memory):
         wrong.append(f"a peak of {counts['peak_bytes']} bytes; memory is {memory}")
     if counts["fetches"] < 20:
-        wrong.append(f"only {counts['fetches']} fetches: nothing was shown")
+        wrong.append(f"only {counts['fetches']} fetches, so the run proves nothing")
     return wrong

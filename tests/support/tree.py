@@ -9,20 +9,24 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SUPPORT = ROOT / "tests" / "support"  # what tests import, and run in processes of their own
+SUPPORT = ROOT / "tests" / "support"  # the folder of modules that tests import, and of scripts that tests run
 
 
 @cache
 def listed() -> tuple[Path, ...]:
-    """What git has or would take and what is there, relative to the root: files, and links as links."""
+    """Return the existing files that git tracks or would add, relative to the root. Symbolic links count as
+    links.
+    """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
     return tuple(Path(name) for name in sorted({*names} - {""}) if os.path.lexists(ROOT / name))
 
 
 def files(*suffixes: str) -> list[Path]:
-    """The files, or those with one of these suffixes. teraio/passes and teraio/runtime are links and not
-    followed, so each file comes once."""
+    """Return the files, or only the files with one of these suffixes.
+
+    teraio/passes and teraio/runtime are links and are not followed, so each file occurs only one time.
+    """
     found = [path for path in listed() if not (ROOT / path).is_symlink()]
     return [path for path in found if not suffixes or path.suffix in suffixes]
 
@@ -39,7 +43,7 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def texts(path: Path) -> tuple[str, ...]:
-    """Return what a module may say: its strings, and its f-strings with a 0 for each value."""
+    """Return all strings of a module. In an f-string, each value is replaced by a 0."""
     found: list[str] = []
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.JoinedStr):
@@ -51,13 +55,15 @@ def texts(path: Path) -> tuple[str, ...]:
 
 
 def module_name(path: Path) -> str:
-    """`passes/planner/auto.py` -> `teraio.passes.planner.auto`: what the rest of the tree calls it."""
+    """Return the module name by which the tree imports a file. `passes/planner/auto.py` gives
+    `teraio.passes.planner.auto`.
+    """
     parts = path.with_suffix("").parts
     parts = parts if parts[0] == "teraio" else ("teraio", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def package() -> dict[str, Path]:
-    """The modules of the package by name."""
+    """Return the modules of the package by name."""
     inside = (path for path in files(".py") if path.parts[0] in ("teraio", "passes", "runtime"))
     return {module_name(path): path for path in inside}

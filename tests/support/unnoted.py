@@ -1,4 +1,4 @@
-"""Bugs to put into what the engine knows of writes and transfers."""
+"""Bugs to plant in the engine's records of writes, and in its transfers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from teraio.runtime.torch_extension.observer import Observer
 
 
 class Done:
-    """A ticket that says the bytes are there."""
+    """A ticket that is always done."""
 
     _demand = False
 
@@ -21,7 +21,7 @@ class Done:
 
 
 def writes() -> list[Any]:
-    """What is written by operators and by address is taken for unchanged."""
+    """Return patches by which writes count as no write. This holds for writes by operators and by address."""
     leave = Observer.empty_storage
     return [
         patch.object(Observer, "is_written_since_copy", lambda self, key: False),

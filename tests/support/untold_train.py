@@ -1,9 +1,10 @@
-"""Trainings in which bytes change where no program tells, or others read them by means of their own: each
-plainly and under a budget.
+"""Trainings in which bytes change or are read outside of any compiled program. Each training runs plainly and
+under a budget.
 
     untold_train.py '["hooks in place", ...]'
 
-prints one JSON line per scenario: whether losses, weights, states and gradients came out equal, what moved.
+The script prints one JSON line per scenario. The line tells whether losses, weights, states and gradients are
+equal, and holds the engine's counts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from unittest.mock import patch
 import numpy
 import steady
 import torch
-from eager_beside import send_away
+from eager_beside import evict_all
 from torch import nn, optim
 
 import teraio
@@ -31,7 +32,7 @@ MIB = 2**20
 
 
 def scaled(x: torch.Tensor, by: float) -> None:
-    """As a kernel of another library writes: through an address."""
+    """Write to `x` without incrementing the version of `x`, as a kernel of another library does."""
     x.data.mul_(by)
 
 
@@ -41,7 +42,7 @@ OTHERS.impl("scale_", scaled, "CPU")
 
 
 class Chain(nn.Module):
-    """Gives views of its weights where it is asked to."""
+    """A chain of layers. If `lends` is set, it also returns views of its weights."""
 
     lends = False
 
@@ -60,7 +61,7 @@ class Chain(nn.Module):
 
 
 class PerParameter(optim.Optimizer):
-    """Momentum, and what `update` does beside it."""
+    """An optimizer with momentum that calls a method `update` for each parameter."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 1e-2})
@@ -81,7 +82,9 @@ class PerParameter(optim.Optimizer):
 
 
 class Late(PerParameter):
-    """Changes gradients from its tenth update of a parameter on: no trial goes on for so long."""
+    """An optimizer that changes gradients from a parameter's tenth update on. The engine's trials of
+    optimizers are shorter than that.
+    """
 
     def update(self, p: nn.Parameter, state: dict[str, Any]) -> None:
         if state["count"] > 9:
@@ -89,14 +92,18 @@ class Late(PerParameter):
 
 
 class Draws(PerParameter):
-    """From Python's and numpy's random numbers, which others draw from, too."""
+    """An optimizer that draws random numbers from Python's and numpy's generators, which other code also
+    uses.
+    """
 
     def update(self, p: nn.Parameter, state: dict[str, Any]) -> None:
         p.add_(1e-3 * random.gauss(0, 1) + 1e-3 * float(numpy.random.rand()))
 
 
 class InTheGradient(PerParameter):
-    """Makes the new weights in the gradient's memory; the two change places."""
+    """An optimizer that computes a new weight in the gradient's memory, then exchanges the memory of weight
+    and gradient.
+    """
 
     def update(self, p: nn.Parameter, state: dict[str, Any]) -> None:
         assert p.grad is not None
@@ -105,7 +112,9 @@ class InTheGradient(PerParameter):
 
 
 class Clips(PerParameter):
-    """All gradients of a group together decide about each, if they are large: some have that built in."""
+    """An optimizer that scales updates down if the norm of a group's gradients is large, as some optimizers
+    do internally.
+    """
 
     most = 50.0
 
@@ -121,7 +130,7 @@ class Clips(PerParameter):
                     p.sub_(self.state[p]["seen"], alpha=group["lr"])
 
 
-# ---- what else a scenario does
+# ---- user code of the scenarios
 
 
 class Run:
@@ -164,9 +173,9 @@ class Run:
 
 
 def leaves() -> None:
-    """All that may, as if it made room."""
+    """Evict every evictable tensor, as if memory were needed."""
     if engine.ENGINE is not None:
-        send_away()
+        evict_all()
 
 
 def reads_gradients(run: Run, step: int) -> None:
@@ -182,7 +191,9 @@ def reads_weights(run: Run, step: int) -> None:
 
 
 def hooks_in_place(run: Run) -> None:
-    """They were there before any program was: what they get is what the program made."""
+    """Register hooks before any program exists. The hooks change in place the gradients that programs
+    make.
+    """
     for number, parameter in enumerate(run.parameters):
         if number % 3 == 0:
             parameter.register_hook(lambda gradient: torch.nan_to_num_(gradient).clamp_(-1e-5, 1e-5))
@@ -202,7 +213,9 @@ def hooks_on_the_step(run: Run) -> None:
 
 
 def counts_together(run: Run, step: int) -> None:
-    """So it is stepped whole."""
+    """Share one step counter among all parameters. The engine then steps the optimizer whole, and not in
+    buckets.
+    """
     states = [*run.optimizer.state.values()]
     for state in states:
         state["step"] = states[0]["step"]
@@ -218,7 +231,7 @@ def others_operator(run: Run, step: int) -> None:
 
 
 def gives_an_address(run: Run, step: int) -> None:
-    """Of a gradient, to another library, which goes on using it."""
+    """Give a gradient's address to another library by DLPack. The library keeps using the address."""
     if step == 3:
         run.held = torch.from_dlpack(run.parameters[0].grad)
     if run.held is not None:
@@ -250,7 +263,7 @@ AFTER: dict[str, Callable[[Run, int], None]] = {
 }
 BACKWARD: dict[str, Callable[[], Any]] = {"a backward in inference mode": torch.inference_mode}
 SCALE = {"clips if they are large": 1e3}
-# 4 MiB of each in reserve; weights, gradients and states of Adam are 6.8 MiB.
+# Each budget includes the reserve of 4 MiB. Weights, gradients and Adam's states take 6.8 MiB.
 BUDGET = {
     "views of frozen weights": int(5.5 * MIB),
     "new weights in the gradients": int(7.85 * MIB),

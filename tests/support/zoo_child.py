@@ -1,9 +1,10 @@
-"""Classes of the zoo train here, in a process of their own, where every byte of every tensor is counted.
+"""Trainings of the zoo's model classes in their own process, which counts every byte of every tensor.
 
     zoo_child.py '{"rows": ["Llama", "T5"], "steps": 4, "inner": "eager"}'
 
-Each trains plainly, its floor is taken on the way; then the smallest budget that works is searched, and it
-trains again under that, under nine tenths of its plain peak, and half way between. One JSON object per row.
+Each class first trains plainly, which also measures its floor (see floor.py). The script then searches for
+the smallest working budget. The class trains again under three budgets: the smallest one, nine tenths of its
+plain peak, and the budget halfway between these two. The script prints one JSON object per row.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from teraio.session import session
 from teraio.units import parse_bytes
 
 PROBES_MAX = 30
-PROBE_STEPS = 2  # optimizer states are there from the second on
+PROBE_STEPS = 2  # steps; optimizer states exist from the second step on
 
 
 class Trainer:
-    """A model, compiled plainly and with slots; all runs share these two and start from the same weights."""
+    """A model that is compiled plainly and with slots. All runs share the two compiled models and start from
+    the same weights.
+    """
 
     def __init__(self, row: zoo_models.Row, inner: str, counting: counting_allocator.Counting) -> None:
         self.row, self.inner, self.counting = row, inner, counting
@@ -43,12 +46,13 @@ class Trainer:
         self.model = row.make().train()
         state = io.BytesIO()
         torch.save(self.model.state_dict(), state)
-        self.start = state.getvalue()  # not as tensors: those would count
+        self.start = state.getvalue()  # serialized, because the bytes of tensors would be counted
         self.floor = Floor(counting)
         if inner == "eager":
             self.plain = torch.compile(self.model, backend=self.floor.backend)
         else:
-            # Other options than below, or Dynamo gives both the program that was compiled first.
+            # The options must differ from the options of `ours`. With equal options, Dynamo would use the
+            # first compiled program for both.
             self.plain = torch.compile(self.model, backend="teraio", options={"inner": inner, "warmup": 1})
         self.ours = torch.compile(self.model, backend="teraio", options={"inner": inner})
 
@@ -58,7 +62,9 @@ class Trainer:
         return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def run(self, steps: int, budget: int = 0, **options: str | int) -> dict[str, Any]:
-        """Losses, the peak of each step, and a digest of weights, buffers and states; or what went wrong."""
+        """Train. Return losses, the peak of each step, and a digest of weights, buffers and states. If the
+        budget is too small, return the error.
+        """
         self.model.load_state_dict(torch.load(io.BytesIO(self.start)))
         optimizer = self.optimizer()
         result: dict[str, Any] = {"losses": [], "peaks": [], "misses": [], "budget": budget, "error": ""}
@@ -110,8 +116,9 @@ class Trainer:
             missed = misses
 
     def _managed(self) -> dict[str, Any]:
-        """Between forward and backward: bytes that may move, of weights and saved activations, and the names
-        of those that may not."""
+        """Return the number of bytes of evictable weights and saved activations. Also return the names of
+        unevictable weights and activations. The training calls this function between forward and backward.
+        """
         assert engine.ENGINE is not None
         records = engine.ENGINE.residency.records
         free = {key: record for key, record in records.items() if record.evictable and not record.is_dead()}
@@ -119,13 +126,16 @@ class Trainer:
         names = {record.name for record in free.values()}
         named = [(n, p.nbytes, p.untyped_storage()._cdata) for n, p in self.model.named_parameters()]
         stuck = {name: size_bytes for name, size_bytes, key in named if key not in free}
-        # An element of a tuple is called after its node: `0.split.1` is of the node `split` in call 0.
+        # An element of a tuple has the name of its node as prefix: `0.split.1` belongs to the node `split` in
+        # call 0.
         nodes = {".".join(name.split(".")[:2]) for name in names}
         stuck |= {n: size for n, size in self.floor.saved_names.items() if n not in nodes}
         return {"bytes": managed, "stuck": sorted(stuck.items(), key=lambda item: -item[1])[:10]}
 
     def smallest(self, start: int) -> int:
-        """The smallest budget that works: an error names what the kernel needs that it stopped at."""
+        """Return the smallest budget that works. If a budget is too small, the engine's error names the next
+        budget to try.
+        """
         budget = start
         for _ in range(PROBES_MAX):
             error = self.run(PROBE_STEPS, budget, PLANNER="none")["error"]
@@ -174,13 +184,14 @@ def train(
 def main() -> None:
     counting = counting_allocator.install_over_ours()
     torch.set_num_threads(1)
-    # Layers share their code, and each is compiled twice: at the limit Dynamo goes on without compiling.
+    # Dynamo's recompile limit must be high, because all layers share their code and each layer is compiled
+    # twice. At the limit, Dynamo would run layers uncompiled.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
-    asked = json.loads(sys.argv[1])
+    request = json.loads(sys.argv[1])
     rows = {row.name: row for row in zoo_models.ROWS}
-    for name in asked["rows"]:
+    for name in request["rows"]:
         torch._dynamo.reset()
-        result = train(rows[name], asked.get("inner", "eager"), asked["steps"], counting)
+        result = train(rows[name], request.get("inner", "eager"), request["steps"], counting)
         print(json.dumps(result), flush=True)
 
 

@@ -1,7 +1,8 @@
-"""The zoo: model classes of Hugging Face with random weights, a few of other houses, and what feeds them.
+"""The zoo: model classes of Hugging Face with random weights, some other models, and their batches.
 
-Sizes are chosen so that a step takes a tenth of a second, the working set of its largest kernel is well above
-what the engine keeps for itself (some 4 MiB, whatever the model), and there is enough else to move.
+Sizes are chosen so that a training step takes a tenth of a second. For every model, the engine's own memory
+is some 4 MiB. The working set of a model's largest kernel is well above that number, and enough other tensors
+can move.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ Optimizer = Literal["sgd", "adamw"]
 
 @dataclass(frozen=True)
 class Row:
-    """A class with its configuration, what feeds it, and what updates it. Under SGD, whose step needs half of
-    what AdamW's does, models are larger."""
+    """A model class with its configuration, batches and optimizer. Models under SGD are larger, because SGD's
+    step needs half as much memory as AdamW's.
+    """
 
     name: str
     optimizer: Optimizer
@@ -32,11 +34,11 @@ class Row:
     batch: Callable[[torch.Generator], Batch]
 
 
-# ---- what feeds them
+# ---- batches
 
 
 def text(batch: int = 5, length: int = 96, **more: Any) -> Callable[[torch.Generator], Batch]:
-    """Token ids that are their own labels."""
+    """Return a function that makes batches of token ids, which are also their own labels."""
 
     def make(generator: torch.Generator) -> Batch:
         ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
@@ -54,7 +56,7 @@ def images(batch: int = 8, size: int = IMAGE) -> Callable[[torch.Generator], Bat
 
 
 def pairs(generator: torch.Generator) -> Batch:
-    """Images and their captions."""
+    """Return a batch of images and their captions."""
     ids = torch.randint(3, VOCABULARY, (8, 64), generator=generator)
     pixels = torch.randn(8, 3, IMAGE, IMAGE, generator=generator)
     return {"input_ids": ids, "pixel_values": pixels, "return_loss": True}
@@ -70,11 +72,13 @@ def waves(generator: torch.Generator) -> Batch:
     return {"input_values": torch.randn(4, 2000, generator=generator), "labels": labels}
 
 
-# ---- how they are configured
+# ---- configurations
 
 
 def of(name: str, **config: Any) -> Callable[[], nn.Module]:
-    """`LlamaForCausalLM` of a `LlamaConfig` with these settings."""
+    """Return a function that makes a model such as `LlamaForCausalLM`, from its configuration class with
+    these settings.
+    """
 
     def make() -> nn.Module:
         import transformers

@@ -1,4 +1,4 @@
-"""Models of the zoo that are not Hugging Face's: what people write by hand."""
+"""Hand-written models of the zoo, in addition to the models of Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def loss_of(value: torch.Tensor) -> Any:
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm, and in-place activations around the shortcut."""
+    """A residual block of two convolutions with batch norm. Its activations are in place."""
 
     def __init__(self, inner: int, outer: int, stride: int = 2) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """Plain modules: learnt positions, one projection for q, k and v, dropout."""
+    """A GPT made of plain modules, with learned positions, one projection for q, k and v, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class NanoGPT(nn.Module):
 
 
 class Tied(nn.Module):
-    """One table for the words that go in and those that come out, and one layer that is used three times."""
+    """A model with one table for input and output words. It uses one layer three times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Tied(nn.Module):
 
 
 class Spectral(nn.Module):
-    """Mixes along time by complex weights, in the frequency domain."""
+    """A model that mixes positions by complex weights in the frequency domain."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is asked of every class of the zoo, and how it is shown."""
+"""The requirements on every class of the zoo, and the table of results."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from children import forked
 
 HERE = Path(__file__).parent
 
-MANAGED_MIN = 0.95  # of the bytes of weights and saved activations
-SMALL_BYTES = 4096  # loose scalars: of a peak and of a floor there may be some more or less
-FLOOR_MAX = 1.1  # the smallest budget that works, against the floor
+MANAGED_MIN = 0.95  # least share of evictable bytes among weights and saved activations
+SMALL_BYTES = 4096  # tolerance in bytes for single scalars in a peak or a floor
+FLOOR_MAX = 1.1  # largest accepted ratio of the smallest working budget to the floor
 HEAD = f"{'class':13} {'plain':>7} {'floor':>7} {'least':>7} {'/floor':>6} {'managed':>8}   peak/budget, MB"
 
 
 def results(rows: Sequence[str], steps: int, inner: str = "eager") -> Iterator[dict[str, Any]]:
-    """Trains these classes in a child; one that ends it is a result too, and the rest go on in another."""
+    """Train these classes in a child process. A class that crashes the child also gives a result, and another
+    child trains the remaining classes.
+    """
     left = list(rows)
     while left:
-        asked = json.dumps({"rows": left, "steps": steps, "inner": inner})
-        child = forked(HERE / "zoo_child.py", asked)
+        request = json.dumps({"rows": left, "steps": steps, "inner": inner})
+        child = forked(HERE / "zoo_child.py", request)
         for line in child.stdout.splitlines():
             if line.startswith("{"):
                 result = json.loads(line)
@@ -34,9 +36,9 @@ def results(rows: Sequence[str], steps: int, inner: str = "eager") -> Iterator[d
 
 
 def faults(result: dict[str, Any]) -> list[str]:
-    """One line for each thing that is asked for and is not so."""
+    """Return a line for each requirement that the result does not meet."""
     if "crash" in result:
-        return [f"it ended: {result['crash']}"]
+        return [f"the process ended: {result['crash']}"]
     found = []
     plain, floor, smallest = result["plain"], result["floor"], result["smallest"]
     if smallest >= 0.9 * max(plain["peaks"]):
@@ -52,14 +54,15 @@ def faults(result: dict[str, Any]) -> list[str]:
             found.append(f"{where}: losses {run['losses']}, not {plain['losses']}")
         if run["digest"] != plain["digest"]:
             found.append(f"{where}: weights, buffers or states are not those of the plain run")
-        # What eager code takes between the programs of a broken graph is only known from the second step on;
-        # and a model that is larger than the budget was made before anyone knew of that.
+        # The first step is not checked in two cases. (1) If the graph is broken, the engine learns in this
+        # step how much memory eager code between the programs needs. (2) If the model is larger than the
+        # budget, the model exists before the engine.
         first = result["calls"] <= 2 and run["own"] + SMALL_BYTES < run["budget"]
         peaks = run["peaks"] if first else run["peaks"][1:]
         if max(peaks) > run["budget"]:
             found.append(f"{where}: peaks {run['peaks']}")
         if max(run["peaks"]) + SMALL_BYTES < result["floor_tensors"]:
-            found.append(f"{where}: peaks {run['peaks']}: the floor of {floor} is none")
+            found.append(f"{where}: peaks {run['peaks']}: below the floor of {floor}")
         if floor and run["managed"]["bytes"] < MANAGED_MIN * result["total"]:
             found.append(
                 f"{where}: {run['managed']['bytes']} of {result['total']} bytes may move; "
@@ -69,7 +72,7 @@ def faults(result: dict[str, Any]) -> list[str]:
 
 
 def line(result: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Return the result's row of the table."""
     name = f"{result['name']:13}"
     if "crash" in result:
         return f"{name} ended"

@@ -1,8 +1,8 @@
-"""Trainings against each other, step by step.
+"""Races: trainings against each other, step by step.
 
-models     what is trained, by name
-ways       how: plainly, by teraio, with hooks or checkpoints by hand, by DeepSpeed
-trainee    one of them in a process of its own, which takes as many steps as it is asked for
-pairs      two trainees in turn, and what their times say
-result     a file with date and machine, and a picture of it
+models     the trained models, by name
+ways       ways of training: plain, teraio, hand-written hooks or checkpoints, DeepSpeed
+trainee    a training in its own process, which takes as many steps as requested
+pairs      two alternating trainees, and the evaluation of their times
+result     a results file with date and machine, and a bar chart
 """

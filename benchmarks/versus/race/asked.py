@@ -1,4 +1,4 @@
-"""The command line that all races have."""
+"""The command line that all races share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from race.pairs import PAIRS_LEAST
 from race.result import RESULTS
 
 
-def command_line(told: str | None, output: str, names: Sequence[str]) -> argparse.ArgumentParser:
-    """Told in the script's own words; `names` are the models it takes if none is given."""
-    parser = argparse.ArgumentParser(description=told, formatter_class=argparse.RawTextHelpFormatter)
+def command_line(description: str | None, output: str, names: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of a race. `description` is the script's own; `names` are the default models."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "subjects", nargs="*", default=names, metavar="model", help=f"of {', '.join(SUBJECTS)}"
+        "subjects", nargs="*", default=names, metavar="model", help=f"one of {', '.join(SUBJECTS)}"
     )
     parser.add_argument("--pairs", type=two_or_more, default=PAIRS_LEAST)
     parser.add_argument("--threads", type=int, default=2)
@@ -23,11 +23,13 @@ def command_line(told: str | None, output: str, names: Sequence[str]) -> argpars
 
 
 def add_part(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--part", type=float, default=0.4, help="of the plain peak of tensors, for teraio")
+    parser.add_argument(
+        "--part", type=float, default=0.4, help="teraio's budget, as a share of the plain peak"
+    )
 
 
 def two_or_more(text: str) -> int:
-    """Read the number of pairs: one has no spread."""
+    """Parse the number of pairs, at least two, because one pair has no spread."""
     if (number := int(text)) < 2:
         raise argparse.ArgumentTypeError(f"{number} is too few: the spread of a ratio needs 2 pairs or more")
     return number

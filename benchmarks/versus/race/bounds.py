@@ -1,6 +1,8 @@
-"""What no plan can beat, for the step that a session runs, from kernel times taken two ways: in the steps it
-measured, and while its plan ran beside them. It is the optimum of a linear program, never less than computing
-and than the bytes that links must carry. And what planning took, and where the step's time goes."""
+"""A lower bound for every plan of the session's step, and the cost of planning.
+
+The bound is the optimum of a linear program, and at least as long as compute time and link time. The bound is
+computed from kernel times taken in the measured steps, and from kernel times taken while the plan ran.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,24 @@ from teraio.runtime.ledger.recorder import Recorder
 from teraio.session import session
 from teraio.session.planning import PAYS_BACK_STEPS, cut_workspaces_to_budget
 
-WATCHED = 5  # steps
-BOUND_S = 10.0  # for the linear program
+WATCHED = 5  # steps in which kernel times are taken
+BOUND_S = 10.0  # time limit of the linear program, in seconds
 
 
 def bounds(step: Callable[[], Any]) -> dict[str, Any]:
-    here = session.SESSION
-    assert here is not None and len(here.measured) == 1, "one kind of step is measured"
-    ((profile, _),) = here.measured.values()
-    machine, budget = here.planning.machine, here.engine.residency.budget_bytes
+    current = session.SESSION
+    assert current is not None and len(current.sources()) == 1, (
+        "the session has not measured one kind of step"
+    )
+    ((profile, _),) = current.sources()
+    machine, budget = current.planning.machine, current.engine.residency.budget_bytes
     loaded, shares = while_planned(profile, step)
     began = time.perf_counter()
-    planners.plan(profile, machine, budget, time_limit_s=here.options.plan_time / 1e9, steps=PAYS_BACK_STEPS)
+    planners.plan(
+        profile, machine, budget, time_limit_s=current.options.plan_time / 1e9, steps=PAYS_BACK_STEPS
+    )
     plan_s = time.perf_counter() - began
-    predicted = here.engine.tracker.expected.predicted
+    predicted = current.engine.tracker.expected.predicted
     return {
         "kernels": len(profile.kernels),
         "tensors": len(profile.tensors),
@@ -56,8 +62,11 @@ def bound_of(profile: Profile, machine: Machine, budget: int) -> int:
 
 
 def while_planned(profile: Profile, step: Callable[[], Any]) -> tuple[Profile, int]:
-    """The same step, with the median times that its kernels take while the plan runs; and what is left of
-    it, which goes to slots: the engine's own work, and waiting."""
+    """Return a pair. The first result is the profile with median kernel times, taken while the plan runs.
+
+    The second result is the time of the step outside kernels. In this time slots do the engine's own work, or
+    wait.
+    """
     running = engine.ENGINE
     assert running is not None, "no program was compiled"
     recorder = Recorder(running.residency.budget_bytes, running.residency.reserve_bytes)

@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO-3 with parameters and optimizer states on `offload`: none, cpu or nvme.
 
-It derives nothing from a budget or from the machine, so a file of settings does (deepspeed.json beside this
-file: what was swept, and what won). Its optimizer is its own CPU Adam; what it compiles is not used, as it
-breaks a graph at every module.
+DeepSpeed derives no settings from a budget or the machine, so deepspeed.json beside this file has two sets:
+the settings that the sweep tries, and the best settings. DeepSpeed's optimizer is its own CPU Adam.
+DeepSpeed's compilation is not used, because it breaks the graph at every module.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ALONE = {
 }
 
 
-def configuration(asked: dict[str, Any]) -> dict[str, Any]:
-    settings = {**json.loads(SETTINGS.read_text())["settings"], **asked.get("settings", {})}
+def configuration(request: dict[str, Any]) -> dict[str, Any]:
+    settings = {**json.loads(SETTINGS.read_text())["settings"], **request.get("settings", {})}
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -44,11 +44,11 @@ def configuration(asked: dict[str, Any]) -> dict[str, Any]:
         },
         "aio": settings["aio"],
     }
-    device = asked["offload"]
+    device = request["offload"]
     if device != "none":
         place: dict[str, Any] = {"device": device, "pin_memory": settings["pin_memory"]}
         if device == "nvme":
-            place["nvme_path"] = asked["folder"]
+            place["nvme_path"] = request["folder"]
         buffers = settings["buffer_count"]
         zero = found["zero_optimization"]
         zero["offload_optimizer"] = {
@@ -62,23 +62,23 @@ def configuration(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 class DeepSpeed:
-    def __init__(self, subject: Subject, asked: dict[str, Any]) -> None:
+    def __init__(self, subject: Subject, request: dict[str, Any]) -> None:
         os.environ.update({**ALONE, "MASTER_PORT": str(20_000 + os.getpid() % 20_000)})
         import deepspeed
 
         deepspeed.init_distributed("gloo")
-        config = configuration(asked)
-        # Of the type that settings name, which is float32: where there is no float16, `dtype` is ignored.
+        config = configuration(request)
+        # `config` sets the type to float32, because without float16 DeepSpeed ignores the argument `dtype`.
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = subject.make()
         other = {p.dtype for p in model.parameters()} - {torch.float32}
-        assert not other, f"it would train in {other}, teraio in float32"
+        assert not other, f"DeepSpeed would train in {other}, teraio in float32"
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=self.optimizer(model, asked), config=config
+            model=model, optimizer=self.optimizer(model, request), config=config
         )
 
     @staticmethod
-    def optimizer(model: torch.nn.Module, asked: dict[str, Any]) -> torch.optim.Optimizer:
+    def optimizer(model: torch.nn.Module, request: dict[str, Any]) -> torch.optim.Optimizer:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(model.parameters(), lr=3e-4, weight_decay=0.01, adamw_mode=True)

@@ -1,4 +1,4 @@
-"""What is trained, by name: Llamas of several sizes and a convolutional network, with their batches."""
+"""The trained models by name: Llamas of several sizes and a convolutional network, with their batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Bottleneck(nn.Module):
-    """ResNet's: narrow, 3x3, wide, around a shortcut."""
+    """ResNet's bottleneck block: narrow, 3x3, wide, with a shortcut."""
 
     def __init__(self, inner: int, width: int, stride: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images and labels in, the mean cross entropy out; with 3, 4, 6, 3 blocks it is ResNet-50."""
+    """A ResNet that returns the mean cross entropy; with 3, 4, 6, 3 blocks it is ResNet-50."""
 
     def __init__(self, depths: tuple[int, ...], classes: int = 1000) -> None:
         super().__init__()
@@ -59,11 +59,11 @@ class ResNet(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    make: Callable[[], Any]  # its blocks are in `layers`
+    make: Callable[[], Any]  # makes the model, whose `layers` are its blocks
     optimizer: Callable[[Any], torch.optim.Optimizer]
     batch: Callable[[torch.Generator], Batch]
-    tokens: int  # or images, in a batch
-    told: str
+    tokens: int  # tokens or images in a batch
+    about: str
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -74,20 +74,20 @@ def _momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
-def llama(shape: Shape, batch: int, length: int, told: str) -> Subject:
+def llama(shape: Shape, batch: int, length: int, about: str) -> Subject:
     def text(generator: torch.Generator) -> Batch:
         tokens = torch.randint(0, shape.vocabulary, (batch, length + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    return Subject(lambda: Llama(shape), _adamw, text, batch * length, told)
+    return Subject(lambda: Llama(shape), _adamw, text, batch * length, about)
 
 
-def resnet(depths: tuple[int, ...], batch: int, side: int, told: str) -> Subject:
+def resnet(depths: tuple[int, ...], batch: int, side: int, about: str) -> Subject:
     def images(generator: torch.Generator) -> Batch:
         labels = torch.randint(0, 1000, (batch,), generator=generator)
         return torch.randn(batch, 3, side, side, generator=generator), labels
 
-    return Subject(lambda: ResNet(depths), _momentum, images, batch, told)
+    return Subject(lambda: ResNet(depths), _momentum, images, batch, about)
 
 
 SUBJECTS: dict[str, Subject] = {
@@ -104,7 +104,9 @@ SUBJECTS: dict[str, Subject] = {
 
 
 def subject_of(asked: str) -> Subject:
-    """By name, or a small Llama that differs where it says so: `layers=12,batch=4,length=128,hidden=256`."""
+    """Return a subject by name, or a small Llama with changes such as
+    `layers=12,batch=4,length=128,hidden=256`.
+    """
     if asked in SUBJECTS:
         return SUBJECTS[asked]
     given = {name: int(value) for name, value in (pair.split("=") for pair in asked.split(","))}

@@ -1,7 +1,8 @@
-"""Two trainees in turn, so that whatever else the machine does meets both, and what their times say.
+"""Two alternating trainees, so that other load on the machine affects both, and the evaluation of their
+times.
 
-A pair is as many steps of each, one by one in turn, as fill some seconds: a single step of a tenth of a
-second is as long as the neighbours of a shared machine make it.
+A pair has as many alternating steps of both trainees as fill some seconds. A single step of a tenth of a
+second is too short, because other load would decide its length.
 """
 
 from __future__ import annotations
@@ -19,28 +20,31 @@ from typing import Any, Literal, Self
 VERSUS = Path(__file__).resolve().parents[1]
 ROOT = VERSUS.parents[1]
 FOUND = os.pathsep.join(map(str, (VERSUS, ROOT / "tests" / "support", ROOT)))
-SETTLE_LEAST, SETTLE_MOST = 3, 24  # steps before those that count
-SPREAD_MOST = 0.05  # of ratios, between their quartiles: what varies more resolves nothing
+SETTLE_LEAST, SETTLE_MOST = 3, 24  # fewest and most steps before the timed steps
+SPREAD_MOST = 0.05  # largest distance of the ratios' quartiles that allows a verdict
 PAIRS_LEAST = 9
-PAIR_S, STEPS_MOST = 12.0, 12  # of each
+PAIR_S, STEPS_MOST = 12.0, 12  # seconds of a pair and its most steps, per trainee
 
 Row = dict[str, Any]
 
 
 class Died(Exception):
-    """A trainee ended before its time; with the end of what it printed."""
+    """A trainee that ended early, with the end of its output."""
 
 
 class Trainee:
-    """`before` its command: what limits it, say."""
+    """A training in a child process.
+
+    `before` is put in front of its command, for example to limit its memory.
+    """
 
     def __init__(
-        self, asked: dict[str, Any], before: Sequence[str] = (), python: str = sys.executable
+        self, request: dict[str, Any], before: Sequence[str] = (), python: str = sys.executable
     ) -> None:
-        self.asked, self.rows = asked, list[Row]()
+        self.asked, self.rows = request, list[Row]()
         environment = {**os.environ, "TERAIO_CACHE_DIR": "off", "TERAIO_LOG": "warning", "PYTHONPATH": FOUND}
         self.process = subprocess.Popen(
-            [*before, python, "-m", "race.trainee", json.dumps(asked)],
+            [*before, python, "-m", "race.trainee", json.dumps(request)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -67,7 +71,7 @@ class Trainee:
         return rows
 
     def settle(self) -> Self:
-        """Until it runs as it will from then on."""
+        """Run steps until the trainee has settled, so that all further steps are alike."""
         self.steps(SETTLE_LEAST)
         while not all(row["settled"] for row in self.rows[-2:]):
             if len(self.rows) >= SETTLE_MOST:
@@ -89,7 +93,9 @@ class Trainee:
 
 @dataclass(slots=True)
 class Race:
-    """`ours` against `theirs`: rows of steps that were taken in turn, `steps` of each to a pair."""
+    """A race of `ours` against `theirs`, in pairs. In a pair, the steps of both trainees alternate, and each
+    trainee takes `steps` steps.
+    """
 
     steps: int = 1
     ours: list[Row] = field(default_factory=list)
@@ -99,7 +105,7 @@ class Race:
         return [one / other for one, other in zip(self._seconds(self.ours), self._seconds(self.theirs))]
 
     def _seconds(self, rows: list[Row]) -> list[float]:
-        """By pair."""
+        """Return the seconds of each pair."""
         firsts = range(0, len(rows), self.steps)
         return [sum(row["seconds"] for row in rows[first : first + self.steps]) for first in firsts]
 
@@ -107,16 +113,16 @@ class Race:
         return median(self.ratios())
 
     def spread(self) -> float:
-        """Between the quartiles, as a part of the median."""
+        """Return the distance of the quartiles, relative to the median."""
         low, _, high = quantiles(self.ratios(), n=4)
         return (high - low) / self.ratio()
 
     def middle(self, whose: Literal["ours", "theirs"]) -> float:
-        """Seconds of a step."""
+        """Return the median seconds of a step."""
         return median(row["seconds"] for row in getattr(self, whose))
 
-    def told(self, theirs: str, ours: str = "ours") -> Row:
-        """What each row of a result says, with names for the two."""
+    def figures(self, theirs: str, ours: str = "ours") -> Row:
+        """Return the figures of a row, with names for the two trainees."""
         return {
             f"{theirs}_s": self.middle("theirs"),
             f"{ours}_s": self.middle("ours"),
@@ -126,20 +132,20 @@ class Race:
         }
 
     def verdict(self, goal: float) -> str:
-        """Of a goal for the ratio."""
+        """Return the verdict on a goal for the ratio."""
         if len(self.ours) < PAIRS_LEAST * self.steps or self.spread() > SPREAD_MOST:
             return "not resolved here"
         return "met" if self.ratio() <= goal else "missed"
 
 
 def plain_peak(subject: str, threads: int) -> int:
-    """Bytes of tensors, without a budget."""
+    """Return the peak bytes of tensors without a budget."""
     with Trainee({"subject": subject, "way": "plain", "threads": threads}) as plain:
         return most(plain.settle().rows, "tensors")
 
 
 def race(ours: Trainee, theirs: Trainee, pairs: int) -> Race:
-    """In turn, the first of two steps now the one's and now the other's."""
+    """Run both trainees alternately; the trainee that steps first changes with every pair."""
     lately_s = median(row["seconds"] for row in theirs.rows[-3:])
     found = Race(min(max(round(PAIR_S / 2 / lately_s), 1), STEPS_MOST))
     for number in range(pairs * found.steps):
@@ -150,7 +156,7 @@ def race(ours: Trainee, theirs: Trainee, pairs: int) -> Race:
 
 
 def equal_losses(one: Trainee, other: Trainee) -> bool:
-    """Of all steps that both have taken; there must be some."""
+    """Return True if the losses of all common steps are equal and there is at least one such step."""
     both = list(zip(one.rows, other.rows))
     return bool(both) and all(a["loss"] == b["loss"] for a, b in both)
 

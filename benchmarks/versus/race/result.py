@@ -1,4 +1,4 @@
-"""A file with date and machine, a table as it grows, and a picture of bars."""
+"""A results file with date and machine, a table printed row by row, and a bar chart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BAR, GAP, LEFT, WIDTH, TOP = 16, 8, 260, 420, 46
 
 
 class Table:
-    """Rows to stderr as they come, with a head."""
+    """A table on stderr, with a head, printed row by row."""
 
     def __init__(self, **widths: int) -> None:
         self.widths = widths
@@ -47,7 +47,10 @@ def write(path: str | Path, benchmark: str, **found: Any) -> None:
 def bars(
     path: str | Path, title: str, rows: Sequence[tuple[str, float, str]], mark: float | None = None
 ) -> None:
-    """Horizontal bars as SVG: label, value and what is written at its end; `mark` is a line across."""
+    """Write horizontal bars as SVG: label, value, and a text at the bar's end.
+
+    `mark` is the value of a line across the bars.
+    """
     top = max([value for _, value, _ in rows] + [mark or 0]) or 1
     height = TOP + len(rows) * (BAR + GAP) + GAP
     parts = [
@@ -57,13 +60,13 @@ def bars(
         '<rect width="100%" height="100%" fill="#fff"/>',
         f'<text x="8" y="20" font-size="14">{escape(title)}</text>',
     ]
-    for number, (label, value, told) in enumerate(rows):
+    for number, (label, value, end_text) in enumerate(rows):
         y, length = TOP + number * (BAR + GAP), WIDTH * value / top
         colour = "#2563a8" if "teraio" in label else "#9aa4af"
         parts += [
             f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end">{escape(label)}</text>',
             f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" fill="{colour}"/>',
-            f'<text x="{LEFT + length + 6:.1f}" y="{y + 12}">{escape(told)}</text>',
+            f'<text x="{LEFT + length + 6:.1f}" y="{y + 12}">{escape(end_text)}</text>',
         ]
     if mark is not None:
         x = LEFT + WIDTH * mark / top

@@ -1,11 +1,11 @@
-"""One training in a process of its own.
+"""One training in its own process.
 
     python -m race.trainee '{"subject": "llama-7m", "way": "teraio", "memory": 100000000, "threads": 2}'
 
-Reads a line at a time: a number is so many steps, answered with a JSON list of one row per step; `facts` is
-answered with what is known at the end; the end of input ends it. `tensors` in a row is the peak of bytes in
-tensors, by an allocator that counts; `resident` that of the whole process; `other` what it holds after the
-step that is neither tensor nor file.
+The script reads requests line by line. There are two requests: (1) a number requests that many steps, and the
+answer is a JSON list with a row per step; (2) `facts` requests the final figures. The script exits at the end
+of input. In a row, `tensors` is the peak of bytes in tensors, from a counting allocator. `resident` is the
+peak of the whole process. `other` is the memory of the process after the step, without tensors and files.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ from race.ways import Way, way_of
 
 
 def status_bytes(name: str) -> int:
-    """A line of /proc/self/status: VmHWM is the most that was resident, RssAnon what is now, but files."""
+    """Return the bytes in a line of /proc/self/status. VmHWM is the peak of resident memory. RssAnon is the
+    resident memory without files.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
 def storage_bytes() -> dict[str, int]:
-    """What the process had its disks write and read, whoever asked for it."""
+    """Return the bytes that the whole process wrote to and read from its disks."""
     rows = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     found = {name: int(value) for name, value in rows}
     return {"disk_written_bytes": found["write_bytes"], "disk_read_bytes": found["read_bytes"]}
 
 
 class Trainee:
-    def __init__(self, asked: dict[str, Any]) -> None:
-        ours = asked["way"] == "teraio" and asked.get("spares", True)
+    def __init__(self, request: dict[str, Any]) -> None:
+        ours = request["way"] == "teraio" and request.get("spares", True)
         self.counting = counting_allocator.install_over_ours() if ours else counting_allocator.install()
-        torch.set_num_threads(asked.get("threads", 2))
-        torch.use_deterministic_algorithms(asked.get("deterministic", True))
+        torch.set_num_threads(request.get("threads", 2))
+        torch.use_deterministic_algorithms(request.get("deterministic", True))
         torch.manual_seed(0)
-        self.subject = subject_of(asked["subject"])
+        self.subject = subject_of(request["subject"])
         self.generator = torch.Generator().manual_seed(1)
-        self.way: Way = way_of(asked["way"])(self.subject, asked)
+        self.way: Way = way_of(request["way"])(self.subject, request)
 
     def sums(self) -> dict[str, int]:
         return {**storage_bytes(), **self.way.figures()}
@@ -81,7 +83,7 @@ class Trainee:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with answers
     trainee = Trainee(json.loads(sys.argv[1]))
     for line in sys.stdin:
         answer = trainee.facts() if line.strip() == "facts" else [trainee.step() for _ in range(int(line))]

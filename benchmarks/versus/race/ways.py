@@ -1,13 +1,13 @@
-"""How a subject is trained, a step at a time, from the same weights and with the same batches.
+"""The ways to train a subject step by step, all from the same weights and with the same batches.
 
 plain         `torch.compile(model, backend="inductor")`, everything in memory
 teraio        the same within `memory` bytes
-without       teraio's inner program without teraio, for the inner program that is not Inductor's
-hooks         saved activations go to files, by `torch.autograd.graph.saved_tensors_hooks`; every block is
-              compiled by itself, because hooks see what a program saved when it has ended
-checkpoint    every block is computed again in the backward
-both          every block is computed again, and what it is computed from goes to a file
-deepspeed     ZeRO-3, parameters and states on `offload`: none, cpu, nvme (see deepspeed_way.py)
+without       the same inner program as `teraio`, but without teraio; not used if it is Inductor's
+hooks         saved activations are written to files by `torch.autograd.graph.saved_tensors_hooks`; every
+              block is compiled separately, because hooks see saved tensors only when a program ends
+checkpoint    every block is recomputed in the backward
+both          every block is recomputed, and its inputs are written to a file
+deepspeed     ZeRO-3 with parameters and states on `offload`, which is none, cpu or nvme (deepspeed_way.py)
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class Way(Protocol):
     def step(self, batch: Batch) -> torch.Tensor: ...
 
     def figures(self) -> dict[str, int]:
-        """Sums since the start."""
+        """Return counts such as written bytes, summed since the start."""
         ...
 
     def settled(self) -> bool:
-        """Whether steps from now on are like those that follow them."""
+        """Return True if all further steps will be alike."""
         ...
 
 
 class Plain:
-    def __init__(self, subject: Subject, asked: dict[str, Any]) -> None:
+    def __init__(self, subject: Subject, request: dict[str, Any]) -> None:
         self.model = subject.make()
-        self.prepare(asked)
+        self.prepare(request)
         self.optimizer = subject.optimizer(self.model.parameters())
-        self.compiled = self.compile(asked)
+        self.compiled = self.compile(request)
 
-    def prepare(self, asked: dict[str, Any]) -> None:
+    def prepare(self, request: dict[str, Any]) -> None:
         pass
 
-    def compile(self, asked: dict[str, Any]) -> Any:
+    def compile(self, request: dict[str, Any]) -> Any:
         return torch.compile(self.model, dynamic=False)
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -69,8 +69,8 @@ class Plain:
 
 
 class Teraio(Plain):
-    def compile(self, asked: dict[str, Any]) -> Any:
-        options = {"memory": asked["memory"], **asked.get("options", {})}
+    def compile(self, request: dict[str, Any]) -> Any:
+        options = {"memory": request["memory"], **request.get("options", {})}
         return torch.compile(self.model, backend="teraio", options=options, dynamic=False)
 
     def figures(self) -> dict[str, int]:
@@ -87,11 +87,11 @@ class Teraio(Plain):
 
 
 class Without(Teraio):
-    """The same inner program, with no slots in it."""
+    """Training with teraio's inner program, but without slots."""
 
-    def compile(self, asked: dict[str, Any]) -> Any:
+    def compile(self, request: dict[str, Any]) -> Any:
         os.environ["TERAIO_DISABLE"] = "1"
-        return super().compile(asked)
+        return super().compile(request)
 
     def figures(self) -> dict[str, int]:
         return {}
@@ -101,7 +101,7 @@ class Without(Teraio):
 
 
 class Again(torch.nn.Module):
-    """Keeps what it is called with, and computes its block again in the backward."""
+    """A block that saves its inputs and is recomputed in the backward."""
 
     def __init__(self, block: torch.nn.Module) -> None:
         super().__init__()
@@ -112,20 +112,23 @@ class Again(torch.nn.Module):
 
 
 class Checkpoint(Plain):
-    def prepare(self, asked: dict[str, Any]) -> None:
+    def prepare(self, request: dict[str, Any]) -> None:
         self.model.layers = torch.nn.ModuleList(map(Again, self.model.layers))
 
 
 class Files:
-    """Saved tensors in files of a folder: written by two threads while the forward goes on, read when asked
-    for. Weights stay, and what is small."""
+    """Saved tensors in files of a folder.
+
+    Two threads write the tensors while the forward continues. Tensors are read on demand. Weights and small
+    tensors are kept in memory.
+    """
 
     LEAST_BYTES = 2**16
     WRITERS = 2
-    QUEUE = 4  # more than so many waiting to be written hold memory instead of saving it
+    QUEUE = 4  # a longer queue would hold memory instead of saving it
 
-    def __init__(self, stay: set[int]) -> None:
-        self.stay = stay
+    def __init__(self, unpacked: set[int]) -> None:
+        self.unpacked = unpacked
         self.folder = tempfile.TemporaryDirectory(prefix="saved-tensors-")
         self.threads = ThreadPoolExecutor(self.WRITERS)
         self.waiting: list[Future[None]] = []
@@ -133,7 +136,7 @@ class Files:
         self.written_bytes = self.read_bytes = 0
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        if tensor.nbytes < self.LEAST_BYTES or tensor.untyped_storage()._cdata in self.stay:
+        if tensor.nbytes < self.LEAST_BYTES or tensor.untyped_storage()._cdata in self.unpacked:
             return tensor
         path = f"{self.folder.name}/{next(self.names)}"
         self.written_bytes += tensor.nbytes
@@ -155,7 +158,9 @@ class Files:
 
 
 def _write(path: str, tensor: torch.Tensor) -> None:
-    """Its elements in the order of memory, so that strides stay what the compiled program expects."""
+    """Write the elements in the order of memory, so that a read tensor has the strides that the program
+    expects.
+    """
     strides = tuple(tensor.stride())
     order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
     dense = tensor.permute(order)
@@ -164,7 +169,7 @@ def _write(path: str, tensor: torch.Tensor) -> None:
 
 
 class Hooks(Plain):
-    def compile(self, asked: dict[str, Any]) -> Any:
+    def compile(self, request: dict[str, Any]) -> Any:
         kept = (*self.model.parameters(), *self.model.buffers())
         self.files = Files({tensor.untyped_storage()._cdata for tensor in kept})
         for layer in self.model.layers:
@@ -180,7 +185,9 @@ class Hooks(Plain):
 
 
 class Both(Hooks, Checkpoint):
-    """Blocks are compiled within what computes them again, so that hooks see the inputs of each."""
+    """A combination of the ways `hooks` and `checkpoint`. Blocks are compiled inside the checkpoint, so that
+    hooks see the inputs of each block.
+    """
 
 
 def way_of(name: str) -> Any:

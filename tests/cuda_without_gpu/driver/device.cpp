@@ -53,7 +53,8 @@ void copy(void* to, const void* from, size_t bytes, Stream* stream) {
   if (out && !in) engine = &engine_out(source.device);
   if (in && !out) engine = &engine_in(target.device);
   const Nanoseconds least = engine != nullptr ? duration(bytes) : Nanoseconds(0);
-  if (source.place == Place::kPageable) {  // the caller may write to it as soon as this returns
+  // The caller may write to pageable memory as soon as this function returns.
+  if (source.place == Place::kPageable) {
     ++pageable;
     auto staged = std::make_shared<std::vector<char>>(static_cast<const char*>(from),
                                                       static_cast<const char*>(from) + bytes);
@@ -94,7 +95,7 @@ Counts counts() {
 
 }  // namespace standin
 
-// Prints what was launched and copied, and what memory was taken.
+// Prints the launched kernels, the copies and the peak of used memory.
 STANDIN_EXPORT void standin_report() {
   using namespace standin;
   const Counts all = counts();
@@ -127,7 +128,7 @@ STANDIN_EXPORT bool standin_computes() {
   return standin::computes();
 }
 
-// For operators.cpp: work in the order of a stream, as long as a kernel.
+// Queues work from operators.cpp on a stream. The work takes at least as long as a kernel.
 STANDIN_EXPORT void standin_push(void* stream, int device, std::function<void()>* work) {
   using namespace standin;
   std::shared_ptr<std::function<void()>> kept(work);

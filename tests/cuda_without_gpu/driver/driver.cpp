@@ -1,4 +1,4 @@
-// The driver interface (libcuda), as far as torch, Triton and teraio use it.
+// The driver interface (libcuda), limited to the functions that torch, Triton and teraio use.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -33,7 +33,7 @@ void* address_of(CUdeviceptr number) {
   return reinterpret_cast<void*>(number);
 }
 
-// Physical memory that expandable segments map.
+// Physical memory to which expandable segments map addresses.
 struct Physical {
   size_t bytes;
   int device;
@@ -44,7 +44,7 @@ struct Function {
   std::string name;
 };
 
-// ---- names that are not modelled: a function for each, since a function is not told by which name it is
+// ---- unknown names: one function for each name, because a function cannot find out by which name it was
 // called
 
 constexpr int kMostUnknown = 256;
@@ -113,7 +113,7 @@ int standin::device_attribute(int attribute, int device) {
     case cudaDevAttrClockRate: return 1'980'000;
     case cudaDevAttrMemoryClockRate: return 2'619'000;
     case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: return 1;
-    default: return 0;  // all other features are absent
+    default: return 0;  // the device lacks all other features
   }
 }
 
@@ -311,7 +311,7 @@ DRIVER cuMemUnmap(CUdeviceptr address, size_t bytes) {
   return CUDA_SUCCESS;
 }
 
-// ---- what Triton compiled: its kernels take their time and compute nothing
+// ---- modules that Triton compiled: their kernels take time and compute nothing
 
 DRIVER cuModuleLoadData(CUmodule* module, const void*) {
   *module = reinterpret_cast<CUmodule>(new int);

@@ -1,9 +1,10 @@
-// Functions of the driver interface by name.
+// Functions of the driver interface, found by name.
 #pragma once
 
 namespace standin {
 
-// What stands for it here; for a name that is not modelled, a function that stops and tells the name.
+// Returns the stand-in's function of this name. For an unknown name, the returned function stops the process
+// and prints the name.
 void* entry_point(const char* name);
 
 int device_attribute(int attribute, int device);

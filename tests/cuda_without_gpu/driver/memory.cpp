@@ -18,7 +18,7 @@ constexpr size_t kPage = 4096;
 
 struct Range {
   size_t bytes;
-  int device;  // -1: pinned
+  int device;  // -1 for pinned memory
 };
 
 std::mutex mutex;
@@ -60,7 +60,8 @@ Found find(const void* address, size_t bytes) {
   auto at = around(begin);
   if (at == ranges().end()) return {};
   const int device = at->second.device;
-  // Mapped pieces lie side by side: a range may cross from one into the next of the same device.
+  // Mapped ranges can be adjacent. The searched range may therefore continue in the next mapped range of the
+  // same device.
   for (uintptr_t reached = at->first + at->second.bytes; reached < end;) {
     at = ranges().find(reached);
     if (at == ranges().end() || at->second.device != device) {

@@ -1,4 +1,4 @@
-// Memory of the devices, which is the host's and begins as 0xDD; pinned memory; addresses that are reserved.
+// Memory of the devices (host memory filled with 0xDD), pinned memory, and reserved addresses.
 #pragma once
 
 #include <cstddef>
@@ -13,18 +13,19 @@ struct Found {
   int device = -1;
 };
 
-// Where the whole range lies. A range that begins in a device's memory and leaves it ends the process.
+// Returns the memory that contains the whole range. If a range begins in a device's memory and ends outside
+// of this memory, the stand-in ends the process.
 Found find(const void* address, size_t bytes);
 
-void* take(int device, size_t bytes);       // null: the device is full
-bool give_back(void* address);              // false: it was never taken
-bool take_bytes(int device, size_t bytes);  // physical memory without an address
+void* take(int device, size_t bytes);       // null if the device is full
+bool give_back(void* address);              // false if `address` was never taken
+bool take_bytes(int device, size_t bytes);  // takes physical memory without an address
 void give_bytes(int device, size_t bytes);
 void* reserve(size_t bytes);
 void map(void* address, size_t bytes, int device);
 void unmap(void* address, size_t bytes);
 void* take_pinned(size_t bytes);
-bool pin(void* address, size_t bytes);  // false: a part of it is pinned already
+bool pin(void* address, size_t bytes);  // false if a part of the range is already pinned
 bool unpin(void* address, bool free);
 size_t used_bytes(int device);
 size_t most_bytes(int device);

@@ -1,8 +1,9 @@
 // ATen's operators on CUDA tensors, computed by ATen's CPU kernels over the same bytes.
 //
-// The launching thread finds out what an operator returns (from its Meta kernel), takes that memory from the
-// real caching allocator, and gives the work to the stream. The stream's thread then runs the CPU kernel. So
-// the host runs ahead as it does of a GPU, and who reads too early reads 0xDD, or what was there before.
+// The launching thread gets the shapes of the results from the operator's Meta kernel and allocates the
+// results from the real caching allocator. The launching thread then queues the work on the stream, whose
+// thread runs the CPU kernel. The host therefore runs ahead as with a GPU. A read that comes too early
+// returns 0xDD or the previous bytes.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -38,7 +39,7 @@ std::map<std::string, long> calls, synchronous;
   std::abort();
 }
 
-// One call of an operator.
+// A call of an operator.
 struct Call {
   const c10::OperatorHandle op;
   const c10::FunctionSchema& schema;
@@ -72,7 +73,7 @@ struct Call {
     return false;
   }
 
-  // Whether all that it returns are arguments that it writes to.
+  // Returns true if every returned value is an argument to which the operator writes.
   bool returns_arguments() const {
     for (const auto& returned : schema.returns())
       if (returned.alias_info() == nullptr || !returned.alias_info()->isWrite()) return false;
@@ -101,7 +102,7 @@ struct Call {
     return made;
   }
 
-  // Nothing if the operator has no Meta kernel.
+  // Returns the results of the operator's Meta kernel, or nullopt if the operator has no Meta kernel.
   std::optional<Stack> meta_results() const {
     if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return std::nullopt;
     Stack stack = arguments(at::kMeta, without_bytes);
@@ -137,11 +138,11 @@ void give_to_stream(const c10::Device& device, std::function<void()> work) {
   standin_push(stream.stream(), device.index(), new std::function<void()>(std::move(work)));
 }
 
-// Runs on the stream's thread.
+// Computes the operator on the stream's thread.
 void compute(const c10::OperatorHandle& op, Stack stack, const std::vector<Tensor>& targets,
              const std::string& name) {
   try {
-    thread_local const bool alone = (at::set_num_threads(1), true);  // sums in one order
+    thread_local const bool alone = (at::set_num_threads(1), true);  // one thread, for a fixed order of sums
     (void)alone;
     at::AutoDispatchBelowAutograd below;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
@@ -172,7 +173,8 @@ void return_arguments(const Call& call, Stack* stack) {
     }
 }
 
-// CUDA's kernels over lists do this themselves; for all others the dispatcher has done it.
+// Increments the version of each tensor in a list to which the operator writes. The dispatcher increments all
+// other versions, but leaves these versions to CUDA's kernels over lists.
 void bump_versions(const Call& call) {
   for (size_t at = 0; at < call.given.size(); ++at)
     if (call.writes(at) && call.given[at].isTensorList())
@@ -180,7 +182,7 @@ void bump_versions(const Call& call) {
         tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// Gives `out` the sizes that the operator returns, as a CUDA kernel does.
+// Resizes `out` to the sizes of the operator's result, as a CUDA kernel does.
 void resize_out(const Call& call, const Stack& results) {
   size_t at = 0;
   for (size_t argument = 0; argument < call.given.size(); ++argument) {
@@ -191,7 +193,8 @@ void resize_out(const Call& call, const Stack& results) {
   }
 }
 
-// Takes memory for what the operator returns, and returns it. What the stream's thread is to fill:
+// Allocates the operator's results and pushes them onto the stack. Returns the tensors that the stream's
+// thread fills.
 std::vector<Tensor> take_results(const Call& call, const Stack& results, Stack* stack) {
   std::vector<Tensor> targets;
   for (const IValue& result : results)
@@ -203,8 +206,8 @@ std::vector<Tensor> take_results(const Call& call, const Stack& results, Stack* 
   return targets;
 }
 
-// The work waits for the stream and is done when this returns: for results whose sizes only their values
-// tell.
+// Synchronizes the stream and computes immediately. This is needed if the sizes of the results depend on the
+// values in a tensor.
 void run_now(const Call& call, Stack* stack) {
   c10::cuda::getCurrentCUDAStream(call.device->index()).synchronize();
   std::vector<std::pair<Tensor, Tensor>> pairs;
@@ -273,7 +276,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   give_to_stream(*call.device, std::move(work));
 }
 
-// Between tensors of one device, and whatever the driver's copies do not do: other types and layouts.
+// Copies within one device. Also copies between different dtypes or layouts, which the driver cannot do.
 Tensor& copy(c10::DispatchKeySet, Tensor& self, const Tensor& source, bool non_blocking) {
   at::AutoDispatchBelowAutograd below;
   const bool plain = self.scalar_type() == source.scalar_type() && self.sizes() == source.sizes() &&
@@ -305,7 +308,7 @@ std::set<std::string> named(const std::string& names) {
   return found;
 }
 
-// Operators that only take memory or make views, and those that read one value: torch's own work as they are.
+// Operators that torch's own code runs: they only allocate memory, make views, or read one value.
 const std::set<std::string> kTorchs = named(
     "empty.memory_format empty_strided resize_ resize_as_ view as_strided _reshape_alias unfold view_as_real "
     "view_as_complex set_ set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor "

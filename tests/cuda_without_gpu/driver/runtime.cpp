@@ -1,4 +1,5 @@
-// The runtime interface (libcudart), as far as torch uses it. What is missing here is made a stop at set-up.
+// The runtime interface (libcudart), limited to the functions that torch uses. For each missing function, the
+// set-up adds a function that stops the process.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -43,7 +44,8 @@ std::map<const void*, std::string>& names() {
   return *all;
 }
 
-// A kernel of torch's own libraries. Nothing computes it, so whatever reads its result would be wrong.
+// Stops the process at a kernel of torch's own libraries. The stand-in does not compute these kernels, so
+// their results would be wrong.
 [[noreturn]] void uncomputed(const void* function) {
   std::lock_guard lock(names_mutex);
   const auto at = names().find(function);
@@ -364,7 +366,7 @@ STANDIN_EXPORT void __cudaRegisterFunction(void**, const char* host, char*, cons
   names()[host] = name;
 }
 
-// ---- the driver by name
+// ---- the driver's functions by name
 
 RUNTIME cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                          cudaDriverEntryPointQueryResult* result) {

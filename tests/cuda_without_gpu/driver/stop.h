@@ -1,4 +1,4 @@
-// How the stand-in ends a process that asks for what it does not model.
+// The end of a process that calls a function which the stand-in does not model.
 #pragma once
 
 namespace standin {
@@ -8,5 +8,5 @@ namespace standin {
 
 }  // namespace standin
 
-// A function that torch or Triton finds by its name.
+// Exports a function that torch or Triton finds by its name.
 #define STANDIN_EXPORT extern "C" __attribute__((visibility("default")))

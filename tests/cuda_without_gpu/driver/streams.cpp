@@ -23,7 +23,8 @@ double number(const char* name, double otherwise) {
 constexpr int kMostDevices = 16;
 std::mutex streams_mutex;
 std::set<Stream*>& streams() {
-  static auto* all = new std::set<Stream*>;  // never destroyed: threads of streams outlive static objects
+  // Never destroyed, because threads of streams outlive static objects.
+  static auto* all = new std::set<Stream*>;
   return *all;
 }
 std::atomic<unsigned> seed{1};
@@ -142,7 +143,7 @@ bool Stream::idle() {
 }
 
 void Stream::run() {
-  prctl(PR_SET_TIMERSLACK, 1);  // else a short sleep takes 50 us longer
+  prctl(PR_SET_TIMERSLACK, 1);  // without this call, a short sleep takes 50 us longer
   for (;;) {
     std::unique_lock lock(mutex_);
     busy_ = false;
@@ -177,7 +178,7 @@ void Stream::execute(Item& item) {
   item.work();
   const auto ends = begins + item.least;
   std::this_thread::sleep_until(ends);
-  // Work that took longer than it was said to takes what it took.
+  // Work that took longer than its set duration counts with its real duration.
   const auto now = Clock::now();
   const bool overran = now - ends > std::chrono::microseconds(500);
   nominal_ = item.least.count() > 0 && !overran ? ends : now;

@@ -1,9 +1,10 @@
-// Streams as threads that are late; points in their order; engines that one copy uses at a time.
+// Parts of a device: (1) streams, (2) points in the order of a stream, and (3) copy engines. A stream is a
+// thread with random delays. A copy engine runs one copy at a time.
 //
-// Each stream keeps two clocks. The real one says when its work has really been done; the nominal one says
-// when a GPU with the durations that were set would have done it. Timing events tell the nominal clock, so
-// that a thread that wakes up late does not count as a slow kernel. A stream never runs ahead of either
-// clock.
+// Each stream keeps two clocks. The real clock gives the time at which the stream's work has really ended.
+// The nominal clock gives the time at which a GPU with the set durations would have ended this work. Timing
+// events report the nominal clock, so a thread that wakes up late does not count as a slow kernel. A stream
+// never runs ahead of either clock.
 #pragma once
 
 #include <atomic>
@@ -24,25 +25,26 @@ using Clock = std::chrono::steady_clock;
 using Nanoseconds = std::chrono::nanoseconds;
 using Work = std::function<void()>;
 
-// What may be set in the environment; see environment.py.
+// Settings from the environment. environment.py explains the variables.
 struct Settings {
   int devices;
   size_t device_bytes;
-  unsigned late_us;         // a piece of work begins up to so much later than it could
-  double bytes_per_second;  // of each copy engine; 0: as fast as memory is
+  unsigned late_us;         // the largest random delay of one piece of work
+  double bytes_per_second;  // the rate of each copy engine; 0: as fast as memory
 };
 const Settings& settings();
-// What a process may change: how long each kernel takes at least; whether it does more than take time.
+// Settings that a process may change. `kernel_ns` is the least duration of each kernel. `computes` is false
+// if kernels only take time.
 std::atomic<int64_t>& kernel_ns();
 std::atomic<bool>& computes();
 
-// A place in a stream's order: passed when all work before it is done.
+// A position in a stream's order. The stream passes a point when all earlier work has ended.
 class Point {
  public:
   void pass(Clock::time_point nominal);
   void wait();
   bool passed();
-  Clock::time_point nominal();  // only after it was passed
+  Clock::time_point nominal();  // valid only after the point was passed
 
  private:
   std::mutex mutex_;
@@ -51,13 +53,13 @@ class Point {
   Clock::time_point nominal_;
 };
 
-// One copy at a time, in the order in which the copies are ready. Priorities of streams do not matter here,
-// as NVIDIA's documentation says of copies between the host and a device.
+// A copy engine, which runs one copy at a time in the order in which the copies become ready. According to
+// NVIDIA's documentation, the priorities of streams do not affect copies between host and device.
 class Engine {
  public:
   void enter();
   void leave(Clock::time_point nominal);
-  Clock::time_point free_at() const { return free_at_; }  // between enter and leave
+  Clock::time_point free_at() const { return free_at_; }  // valid only between the calls of enter and leave
 
  private:
   std::mutex mutex_;
@@ -73,8 +75,8 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Gives the stream work that takes at least `least`; with an engine, no other work of that engine
-  // meanwhile.
+  // Queues work that takes at least `least`. If `engine` is given, the work occupies the engine alone while
+  // it runs.
   void push(Work work, Nanoseconds least = Nanoseconds(0), Engine* engine = nullptr);
   std::shared_ptr<Point> record();
   void wait_for(std::shared_ptr<Point> point);
@@ -106,15 +108,16 @@ class Stream {
   std::thread thread_;
 };
 
-// By the handle that torch knows it by; the special handles are the device's default stream.
+// Returns the stream of torch's handle. CUDA's special handles mean the device's default stream.
 Stream* stream_of(void* handle, int device);
 Stream* make_stream(int device, unsigned flags, int priority);
 void end_stream(void* handle);
 void synchronize_all(int device);
-Engine& engine_out(int device);  // device -> host
-Engine& engine_in(int device);   // host -> device
+Engine& engine_out(int device);  // the engine for copies from the device to the host
+Engine& engine_in(int device);   // the engine for copies from the host to the device
 
-// Waits without Python's lock if the calling thread holds it: the stream's thread may need it.
+// Waits, and releases Python's lock meanwhile if the calling thread holds it, because the stream's thread may
+// need the lock.
 void wait_unlocked(const std::function<void()>& wait);
 
 }  // namespace standin

@@ -1,4 +1,5 @@
-// Tensors that stand for others: over the same bytes on the CPU, without bytes, or with a value of now.
+// Tensors that replace other tensors. A replacement is (1) a CPU tensor over the same bytes, (2) a tensor
+// without bytes, or (3) a copy of the current value.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,7 +16,8 @@ namespace standin {
 using at::Tensor;
 using c10::IValue;
 
-// A tensor of the CPU over the same bytes. It owns nothing: as a kernel of a GPU it has addresses only.
+// Returns a CPU tensor over the same bytes. The tensor does not own the bytes, because a GPU's kernel has
+// only addresses.
 inline Tensor over_same_bytes(const Tensor& tensor, const std::string& name) {
   const auto& storage = tensor.storage();
   const auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
@@ -38,7 +40,7 @@ inline Tensor without_bytes(const Tensor& tensor) {
   return made;
 }
 
-// What a kernel is given of a tensor that lies in RAM: its value when the kernel was launched.
+// Returns a copy of a tensor in RAM, made at the launch. The kernel gets this copy.
 inline Tensor value_of(const Tensor& tensor) {
   Tensor made = tensor.clone();
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -67,7 +69,8 @@ inline IValue each_tensor(const IValue& value, const std::function<Tensor(const 
   return value;
 }
 
-// A generator of the CPU whose numbers follow from the CUDA generator's seed and offset, which moves on.
+// Returns a CPU generator with the CUDA generator's seed and offset, and advances the CUDA generator's
+// offset.
 inline at::Generator numbers_for(const IValue& given, int64_t count) {
   auto generator = given.isGenerator() ? given.toGenerator() : at::cuda::detail::getDefaultCUDAGenerator();
   std::lock_guard lock(generator.mutex());

@@ -1,1 +1,1 @@
-"""Models and training loops that nobody here chose: `tests/long/what_strangers_write.py` trains them."""
+"""Models and training loops of other projects, which `tests/long/what_strangers_write.py` trains."""

@@ -1,4 +1,6 @@
-"""What a family of strangers is made of: a name, and a training that is handed its compiler."""
+"""The interface of a family of strangers. Each case has a name, and a training that receives its compiler as
+an argument.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,23 @@ from typing import Any
 
 from torch import nn
 
-# Compiles in place and gives the module back: `model.compile(backend="teraio", options=...)`.
-# Keywords are torch.compile's own, as `dynamic=True`.
+# A function that compiles a module in place and returns it, as `model.compile(backend="teraio",
+# options=...)`. Keywords are torch.compile's own, such as `dynamic=True`.
 Compile = Callable[..., nn.Module]
 
 
 class UnusableError(Exception):
-    """A case that cannot be built or fed here: says nothing about teraio."""
+    """An error of a case that cannot be built, or for which no batch can be made. Such a case proves nothing
+    about teraio.
+    """
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training of a stranger's model or loop, told apart by its name within its family."""
+    """A training of another project's model or loop, with a name that is unique in its family."""
 
     name: str
-    # Trains what it compiled by the argument. Gives all whose bits are compared: numbers, tensors, modules,
-    # optimizers, or lists, tuples and dicts of those.
+    # Trains models that are compiled by the argument. Yields all values to compare bit by bit: numbers,
+    # tensors, modules, optimizers, or lists, tuples and dicts of them.
     run: Callable[[Compile], Iterable[Any]]
-    reason: str = ""  # why it is expected to fail, if it is
+    reason: str = ""  # why the case is expected to fail; empty if it is not

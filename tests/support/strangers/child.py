@@ -1,11 +1,12 @@
-"""One case of a family of strangers trains here, in a process of its own, and says what came out.
+"""One case of a family of strangers, trained in its own process.
 
     child.py FAMILY NAME MODE eager|inductor      runs the case, prints one JSON object
     child.py FAMILY list [SEED]                   prints the names of the family's cases
     child.py FAMILY listen                        forks for each case that it reads from stdin
 
-MODE is `budget`, `plain`: the same program under TERAIO_DISABLE=1, or `uncompiled`. Who listens has imported
-what takes long and compiled something: a fork of it has that for nothing, and what one breaks ends with it.
+MODE is `budget`, `plain` (the same program under TERAIO_DISABLE=1) or `uncompiled`. The listening process has
+imported slow modules and compiled a small model, and its forks inherit both. A case that crashes ends only
+its own fork.
 """
 
 from __future__ import annotations
@@ -51,8 +52,11 @@ SUMMARY = (
 
 
 def complete_torchvision() -> None:
-    """Names two operators of torchvision whose own library does not load beside a torch without CUDA:
-    otherwise it cannot be imported at all, nor what imports it."""
+    """Define two operators of torchvision, if torchvision's own library does not load together with a torch
+    without CUDA.
+
+    Without these operators, every import of torchvision would fail, also an import by another module.
+    """
     try:
         importlib.import_module("torchvision")
     except RuntimeError:
@@ -66,7 +70,8 @@ def complete_torchvision() -> None:
         pass
 
 
-kept: list[torch.library.Library] = []  # a library's operators end with it
+# The library is kept alive, because torch removes a library's operators when the library is freed.
+kept: list[torch.library.Library] = []
 
 
 def family_of(name: str) -> Any:
@@ -75,8 +80,11 @@ def family_of(name: str) -> Any:
 
 
 def names(family: Any, seed: int) -> list[str]:
-    """Of all cases in the order in which they are drawn. A family that is too large to be made as a whole
-    has `names` and `case`, the others `cases`."""
+    """Return the names of all cases, in the order of the random draw if the family is drawn.
+
+    A family that is too large to be built completely has functions `names` and `case`. Other families have
+    `cases`.
+    """
     return list(family.names(seed)) if hasattr(family, "names") else list(family.cases())
 
 
@@ -86,7 +94,7 @@ def case_of(family: Any, name: str) -> Case:
 
 
 class Warned(logging.Handler):
-    """The lines that teraio says from WARNING on."""
+    """A handler that keeps the lines that teraio logs at WARNING or above."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -96,11 +104,11 @@ class Warned(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-# ---- what is compared
+# ---- compared results
 
 
 def parts(thing: Any) -> Iterator[torch.Tensor | str]:
-    """The tensors of a thing, and all else of it as text."""
+    """Yield the tensors in a value, and all other content of the value as text."""
     if isinstance(thing, torch.Tensor):
         yield thing
     elif isinstance(thing, nn.Module):
@@ -126,7 +134,7 @@ def parts(thing: Any) -> Iterator[torch.Tensor | str]:
 
 
 def digest_into(digest: Any, thing: Any) -> None:
-    """All bits, those of a NaN as well."""
+    """Update the digest with all bits of a value, also the bits of NaN."""
     for part in parts(thing):
         if isinstance(part, str):
             digest.update(part.encode())
@@ -149,7 +157,7 @@ def compiler(mode: str, inner: str) -> Compile:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it was raised for: Dynamo wraps what a backend raises."""
+    """Yield an error and the errors behind it, because Dynamo wraps errors that a backend raises."""
     seen: set[int] = set()
     following: list[BaseException | None] = [error]
     while following:
@@ -179,15 +187,17 @@ def run(case: Case, mode: str, inner: str) -> dict[str, Any]:
         for thing in things:
             if isinstance(thing, float):
                 losses.append(thing)
-            if isinstance(thing, nn.Module | torch.optim.Optimizer):  # reading all of it is no part of a step
+            # The counts are taken before the digest is computed, because the digest's reads would change the
+            # counts.
+            if isinstance(thing, nn.Module | torch.optim.Optimizer):
                 result["stats"] = result.get("stats") or dict(teraio.stats())
             digest_into(digest, thing)
         result["digest"] = digest.hexdigest()
     except Exception as error:  # noqa: BLE001 - whatever a stranger's code raises is a finding
-        told = next((each for each in chain(error) if isinstance(each, TeraioError)), None)
+        refusal = next((each for each in chain(error) if isinstance(each, TeraioError)), None)
         unusable = isinstance(error, UnusableError)
-        result["state"] = "unusable" if unusable else "refused" if told else "raised"
-        result["error"] = f"{type(told or error).__name__}: {told or error}"[:2000]
+        result["state"] = "unusable" if unusable else "refused" if refusal else "raised"
+        result["error"] = f"{type(refusal or error).__name__}: {refusal or error}"[:2000]
         traceback.print_exc()
     stats = result.get("stats") or dict(teraio.stats())
     result["stats"] = {key: stats[key] for key in SUMMARY if key in stats}
@@ -195,11 +205,11 @@ def run(case: Case, mode: str, inner: str) -> dict[str, Any]:
     return result
 
 
-# ---- who listens
+# ---- the listening process
 
 
 def attend(case: Case, request: dict[str, Any], out: Path, folder: str) -> None:
-    """Becomes the process of one case; what it prints goes where the request says."""
+    """Run one case in this process, and write its output to the request's files."""
     with open(request["log"], "wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -210,7 +220,9 @@ def attend(case: Case, request: dict[str, Any], out: Path, folder: str) -> None:
 
 
 def warm() -> None:
-    """Compiles something without an engine, so that the first program with one is the first still."""
+    """Compile a small model without an engine. In a fork, the first program that is compiled with an engine
+    is then also the engine's first program.
+    """
     os.environ.update(ENVIRONMENT)
     os.environ["TERAIO_DISABLE"] = "1"
     for more in ({}, {"dynamic": True}):
@@ -221,8 +233,9 @@ def warm() -> None:
 
 
 def listen(family: Any) -> None:
-    """Answers each line of stdin, once the fork that took it has ended: its result, if there is one, and its
-    exit code."""
+    """Run each request from stdin in a fork. When the fork has ended, print its result, if any, and its exit
+    code.
+    """
     for line in sys.stdin:
         request = json.loads(line)
         with tempfile.TemporaryDirectory(prefix="teraio-strangers-") as folder:

@@ -1,5 +1,7 @@
-"""Batches for models that nobody looked at: made of the names of a forward's arguments and of configuration
-fields. There are several guesses for each, of which the first that a model takes is used."""
+"""Batches for models of other projects, made from names of arguments and fields of configurations.
+
+Several guesses are tried for each model. The first guess that the model accepts is used.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,16 @@ Maker = Callable[[torch.Generator], Batch]
 
 @dataclass(frozen=True)
 class Guess:
-    """What is chosen where a name does not say it."""
+    """A choice for each property of a batch that names do not decide."""
 
-    images: str  # "pixels", "frames", or "none": text alone
-    sound: str  # where frames stand: "last" or "middle"
-    labels: str  # "kind": as the class is called; "tokens", "classes", or "none"
-    more: bool  # also what is optional as a rule
+    images: str  # "pixels", "frames", or "none" for text only
+    sound: str  # position of the frames in a sound's shape: "last" or "middle"
+    labels: str  # "kind" (the name of the class decides), "tokens", "classes", or "none"
+    more: bool  # True to include arguments that are usually optional
 
 
 def field(config: Any, *names: str, default: Any = None) -> Any:
-    """Of a configuration, or of the first of its parts that has one of these names."""
+    """Return the value of the first of these fields that a configuration or one of its parts has."""
     parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", {}))]
     for name, part in itertools.product(names, parts):
         value = getattr(part, name, None) if part is not None else None
@@ -140,7 +142,7 @@ def labelled(
 
 
 def forecast(config: Any, arguments: set[str], generator: torch.Generator) -> Batch:
-    """For models of time series."""
+    """Make a batch for time-series models."""
     if "past_values" not in arguments:
         return {}
     channels = field(config, "num_input_channels", default=1)
@@ -164,7 +166,7 @@ def forecast(config: Any, arguments: set[str], generator: torch.Generator) -> Ba
 
 
 def decided(config: Any, arguments: set[str], generator: torch.Generator) -> Batch:
-    """For models of decisions."""
+    """Make a batch for decision models."""
     if "returns_to_go" not in arguments:
         return {}
     return {

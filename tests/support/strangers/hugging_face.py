@@ -1,7 +1,8 @@
-"""Classes of transformers, drawn by a seed from all that its own mappings name, toy-sized, under AdamW.
+"""Model classes of transformers at toy size, trained with AdamW. A seed draws them from all classes in
+transformers' own mappings.
 
-Nobody here chose them or wrote a configuration or a batch for one: both are made of the names of fields and
-arguments, and what cannot be made so is unusable.
+Configurations and batches are made from the names of fields and arguments. A class for which this does not
+work is unusable.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from strangers.toy_configurations import WAYS, shrunk
 STEPS = 5
 PARAMETERS_MAX = 8_000_000
 PARAMETERS_LEAST = 20_000
-# They name models without a head.
+# These mappings contain models without a head, which have no loss.
 WITHOUT_LOSS = {"MODEL_FOR_BACKBONE", "MODEL_FOR_IMAGE", "MODEL_FOR_TEXT_ENCODING"}
 
 
@@ -70,14 +71,14 @@ def made(model_class: Any, way: str) -> nn.Module:
 
 
 def size(model_class: Any, way: str) -> int:
-    """How many parameters it would have."""
+    """Return the number of parameters of the class at this toy size."""
     config = configured(model_class, way)
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in model_class(config).parameters())
 
 
 def floating(output: Any) -> Iterator[torch.Tensor]:
-    """The floating tensors of an output that gradients go back from."""
+    """Yield the floating-point tensors in an output that require gradients."""
     if isinstance(output, torch.Tensor):
         if output.is_floating_point() and output.requires_grad:
             yield output
@@ -90,18 +91,22 @@ def floating(output: Any) -> Iterator[torch.Tensor]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The model's own, or the mean square of what it gives."""
+    """Return the model's own loss. If the model has no loss, return the sum of the mean squares of its
+    outputs.
+    """
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return loss if loss.dim() == 0 else loss.mean()
     squares = [tensor.float().square().mean() for tensor in floating(output)]
     if not squares:
-        raise UnusableError("gives nothing that has a gradient")
+        raise UnusableError("no output has a gradient")
     return torch.stack(squares).sum()
 
 
 def fed(model: nn.Module, name: str) -> Maker:
-    """What makes the first batch that the model takes, forward and backward."""
+    """Return the function that makes the first kind of batch with which the model's forward and backward
+    run.
+    """
     faults: list[str] = []
 
     def first(image_tokens: int, *, text_only: bool = False) -> Maker | None:
@@ -116,17 +121,19 @@ def fed(model: nn.Module, name: str) -> Maker:
         return None
 
     found = first(0)
-    told = re.search(r"tokens: (\d+)\D+features:? (\d+)", " ".join(faults))
-    if found is None and told:  # how many of its tokens stand for an image
-        found = first(int(told[2]) // SAMPLES)
+    counts = re.search(r"tokens: (\d+)\D+features:? (\d+)", " ".join(faults))
+    if found is None and counts:  # the error named the number of image tokens, so try again with this number
+        found = first(int(counts[2]) // SAMPLES)
     found = found or first(0, text_only=True)
     if found is None:
-        raise UnusableError(f"not to be fed: {' | '.join(dict.fromkeys(faults))[:800]}")
+        raise UnusableError(f"no batch is accepted: {' | '.join(dict.fromkeys(faults))[:800]}")
     return found
 
 
 def fitted(name: str) -> tuple[Any, str, Maker]:
-    """A class, the first way to make it toy-sized that works, and what feeds it."""
+    """Return three results: (1) the class, (2) the first way of making the class toy-sized that works, and
+    (3) the function that makes batches for the class.
+    """
     model_class = class_of(name)
     faults: list[str] = []
     for way in WAYS:

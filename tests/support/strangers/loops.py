@@ -1,4 +1,4 @@
-"""Training loops in the manner in which libraries' documentation shows them, and people write them."""
+"""Training loops in the style of the documentation of several libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES = (loops_torch, loops_words, loops_more, loops_gradients, loops_optimizers
 
 
 def cases() -> dict[str, Case]:
-    """Gives each loop under the name of its function."""
+    """Return a case for each loop, by the loop's name."""
     found: dict[str, Case] = {}
     for each in FILES:
         reasons: dict[str, str] = getattr(each, "REASONS", {})

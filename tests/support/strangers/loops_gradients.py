@@ -1,4 +1,4 @@
-"""Loops that ask for gradients in another way, or give weights other bytes."""
+"""Loops that compute gradients in unusual ways, or that replace the bytes of weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Loop = Callable[[Compile], Iterable[Any]]
 
 
 class Wrapped(nn.Module):
-    """Compiled whole, while its inner model stays as it is for whoever calls that."""
+    """A model that is compiled whole. Its inner model can still be called uncompiled."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -31,7 +31,9 @@ class Wrapped(nn.Module):
 
 
 def per_sample(compile: Compile) -> Iterable[Any]:
-    """Clips the gradient of each sample, found by vmap over grad of the model that is not compiled."""
+    """Clip each sample's gradient, as differentially private training does. vmap over grad of the uncompiled
+    model computes these gradients.
+    """
     model = Wrapped(Perceptron(128))
     compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -52,7 +54,7 @@ def per_sample(compile: Compile) -> Iterable[Any]:
 
 
 class PerSample(nn.Module):
-    """The norms of all samples' gradients, in one compiled program."""
+    """A model that computes each sample's gradients, and returns their means, in one compiled program."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +83,9 @@ def per_sample_compiled(compile: Compile) -> Iterable[Any]:
 
 
 def meta_learns(compile: Compile, first_order: bool) -> Iterable[Any]:
-    """Trains through a step of training: MAML by functional_call."""
+    """Train through an inner training step, as MAML does: the outer gradient also passes through the inner
+    update.
+    """
     model = Wrapped(Perceptron(128))
     compile(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -106,7 +110,7 @@ def meta_learns(compile: Compile, first_order: bool) -> Iterable[Any]:
 
 
 def flattened(compile: Compile) -> Iterable[Any]:
-    """Lays all weights into one buffer, of which they are views from then on."""
+    """Copy all weights into one buffer, and make the weights views of this buffer."""
     model = Perceptron()
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     at = 0
@@ -121,7 +125,9 @@ def flattened(compile: Compile) -> Iterable[Any]:
 
 
 def evolves(compile: Compile) -> Iterable[Any]:
-    """Trains without gradients: weights come from a vector in each try."""
+    """Train without gradients, by an evolution strategy. Each try copies a changed vector into the
+    weights.
+    """
     model = compile(Perceptron(128))
     with torch.no_grad():
         centre = nn.utils.parameters_to_vector(model.parameters()).clone()
@@ -137,7 +143,7 @@ def evolves(compile: Compile) -> Iterable[Any]:
 
 
 def federated(compile: Compile) -> Iterable[Any]:
-    """Trains copies of a model apart, and averages them."""
+    """Train copies of a model separately and average their weights, as federated learning does."""
     server = Perceptron(128)
     client = compile(copy.deepcopy(server))
     for turn in range(3):
@@ -153,7 +159,7 @@ def federated(compile: Compile) -> Iterable[Any]:
 
 
 def attacks(compile: Compile) -> Iterable[Any]:
-    """Trains on inputs that it makes worse by their own gradients first: PGD."""
+    """Train on inputs that were first changed along their own gradients to increase the loss (PGD)."""
     model = compile(Perceptron())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for x, y in rows(4):
@@ -170,7 +176,9 @@ def attacks(compile: Compile) -> Iterable[Any]:
 
 
 def projects(compile: Compile) -> Iterable[Any]:
-    """Takes the gradients of two losses one by one and projects what conflicts: PCGrad."""
+    """Compute the gradients of two losses separately, and remove the conflicting part of one gradient
+    (PCGrad).
+    """
     model = compile(Perceptron(made=2))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     parameters = list(model.parameters())
@@ -191,7 +199,7 @@ def projects(compile: Compile) -> Iterable[Any]:
 
 
 def thaws(compile: Compile) -> Iterable[Any]:
-    """Trains the head, then one layer more at a time, each in a group of its own."""
+    """Train the head first, then one more layer at a time. Each layer gets its own parameter group."""
     model: Any = Perceptron()
     model.requires_grad_(False)
     model.last.requires_grad_(True)
@@ -208,7 +216,9 @@ def thaws(compile: Compile) -> Iterable[Any]:
 
 
 def evaluates(compile: Compile) -> Iterable[Any]:
-    """Evaluates in inference mode between epochs, with an average of the weights in their place."""
+    """Evaluate in inference mode between epochs. Averaged weights replace the weights during the
+    evaluation.
+    """
     model = compile(Perceptron())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     slow = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -229,7 +239,7 @@ def evaluates(compile: Compile) -> Iterable[Any]:
 
 
 def stateless(compile: Compile) -> Iterable[Any]:
-    """Keeps the weights outside of the model, in a dict, and updates them by hand."""
+    """Keep the weights in a dict outside of the model, and update them without an optimizer."""
     model = compile(Perceptron(128))
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     for x, y in rows():
@@ -243,12 +253,12 @@ def stateless(compile: Compile) -> Iterable[Any]:
 
 
 def shared_twice(compile: Compile) -> Iterable[Any]:
-    """Calls one encoder three times a step: triplets."""
+    """Call one encoder three times in a step, for a triplet loss."""
     model = compile(Perceptron(made=32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    says = nn.TripletMarginLoss()
+    criterion = nn.TripletMarginLoss()
     for x, _ in rows():
-        loss = says(model(x), model(x + 0.1), model(x.flip(0)))
+        loss = criterion(model(x), model(x + 0.1), model(x.flip(0)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -257,7 +267,9 @@ def shared_twice(compile: Compile) -> Iterable[Any]:
 
 
 def penalizes_curvature(compile: Compile) -> Iterable[Any]:
-    """Uses products of the Hessian and random signs, as AdaHessian and Sophia do, of what is not compiled."""
+    """Divide gradients by a curvature estimate, as AdaHessian and Sophia do. The estimate uses products of
+    the uncompiled model's Hessian with vectors of random signs.
+    """
     model = Wrapped(Perceptron(128, 2))
     compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

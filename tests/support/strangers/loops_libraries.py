@@ -1,4 +1,4 @@
-"""Loops of Lightning, diffusers, torch_geometric, torchvision, opacus and others."""
+"""Training loops of Lightning, diffusers, torch_geometric, torchvision, opacus and other libraries."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lightning_owner(**more: Any) -> Any:
 
 
 def lightning_plain(compile: Compile, **more: Any) -> Iterable[Any]:
-    """Trains a module of Lightning with accumulation, clipping, validation and an average by its callback."""
+    """Train a Lightning module with gradient accumulation, clipping, validation and optional callbacks."""
     import lightning
 
     losses: list[float] = []
@@ -72,9 +72,9 @@ def lightning_plain(compile: Compile, **more: Any) -> Iterable[Any]:
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
     module = Module()
-    asked = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0} | more
+    settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0} | more
     loaders = DataLoader(vectors(96), batch_size=16), DataLoader(vectors(32), batch_size=16)
-    lightning_owner(**asked).fit(module, *loaders)
+    lightning_owner(**settings).fit(module, *loaders)
     return [*losses, module]
 
 
@@ -87,7 +87,7 @@ def lightning_averages(compile: Compile) -> Iterable[Any]:
 
 
 def lightning_gan(compile: Compile) -> Iterable[Any]:
-    """Optimizes two models by hand, as Lightning's example of a GAN does."""
+    """Optimize two models manually, as in Lightning's GAN example."""
     import lightning
 
     losses: list[float] = []
@@ -99,7 +99,7 @@ def lightning_gan(compile: Compile) -> Iterable[Any]:
             self.painter = compile(Perceptron(made=GIVEN))
             self.critic = compile(Perceptron(made=1))
 
-        def says(self, x: torch.Tensor, real: float) -> torch.Tensor:
+        def criterion(self, x: torch.Tensor, real: float) -> torch.Tensor:
             out = self.critic(x)
             return functional.binary_cross_entropy_with_logits(out, torch.full_like(out, real))
 
@@ -107,14 +107,14 @@ def lightning_gan(compile: Compile) -> Iterable[Any]:
             both: Any = self.optimizers()
             of_painter, of_critic = both
             self.toggle_optimizer(of_painter)
-            loss = self.says(self.painter(torch.randn(16, GIVEN)), 1.0)
+            loss = self.loss_against(self.painter(torch.randn(16, GIVEN)), 1.0)
             self.manual_backward(loss)
             of_painter.step()
             of_painter.zero_grad()
             self.untoggle_optimizer(of_painter)
             self.toggle_optimizer(of_critic)
             fake = self.painter(torch.randn(16, GIVEN)).detach()
-            other = (self.says(batch[0], 1.0) + self.says(fake, 0.0)) / 2
+            other = (self.loss_against(batch[0], 1.0) + self.loss_against(fake, 0.0)) / 2
             self.manual_backward(other)
             of_critic.step()
             of_critic.zero_grad()
@@ -130,7 +130,7 @@ def lightning_gan(compile: Compile) -> Iterable[Any]:
 
 
 def diffusion(compile: Compile) -> Iterable[Any]:
-    """Trains a UNet of diffusers to find the noise, with its average of the weights."""
+    """Train a UNet of diffusers to predict noise. EMAModel of diffusers averages the weights."""
     from diffusers import DDPMScheduler, UNet2DModel
     from diffusers.training_utils import EMAModel
 
@@ -166,7 +166,7 @@ def diffusion(compile: Compile) -> Iterable[Any]:
 
 
 def graphs(compile: Compile, kind: str) -> Iterable[Any]:
-    """Trains a network for graphs, each batch of which has other numbers of nodes and edges."""
+    """Train a graph network on batches with different numbers of nodes and edges."""
     from torch_geometric.data import Batch, Data
     from torch_geometric.nn import GATConv, GCNConv, SAGEConv, global_mean_pool
 
@@ -202,7 +202,7 @@ def graphs(compile: Compile, kind: str) -> Iterable[Any]:
 
 
 def detects(compile: Compile, kind: str) -> Iterable[Any]:
-    """Trains a detector of torchvision's; images and boxes differ in number and size."""
+    """Train a detector of torchvision on images with different numbers and sizes of boxes."""
     from torchvision.models import detection, mobilenet_v3_small
 
     torch.manual_seed(0)
@@ -226,8 +226,10 @@ def detects(compile: Compile, kind: str) -> Iterable[Any]:
     for step in range(3):
         given = [torch.rand(3, 80 + 8 * step, 96, generator=drawn) for _ in range(2)]
         corners = [torch.rand(2 + step, 2, generator=drawn) * 40 for _ in given]
-        told = [{"boxes": torch.cat([c, c + 30], 1), "labels": torch.arange(len(c)) % 3 + 1} for c in corners]
-        losses = model(given, told)
+        targets = [
+            {"boxes": torch.cat([c, c + 30], 1), "labels": torch.arange(len(c)) % 3 + 1} for c in corners
+        ]
+        losses = model(given, targets)
         loss = sum(losses.values(), torch.zeros(()))
         optimizer.zero_grad()
         loss.backward()
@@ -237,7 +239,7 @@ def detects(compile: Compile, kind: str) -> Iterable[Any]:
 
 
 def private(compile: Compile) -> Iterable[Any]:
-    """Trains with opacus, whose hooks find the gradient of each sample."""
+    """Train with opacus, whose hooks compute the gradient of each sample."""
     from opacus import PrivacyEngine
 
     model: Any = Perceptron()
@@ -263,28 +265,28 @@ def private(compile: Compile) -> Iterable[Any]:
 
 
 def segments(compile: Compile, library: str) -> Iterable[Any]:
-    """Trains a UNet of segmentation_models_pytorch or MONAI with their losses."""
+    """Train a UNet of segmentation_models_pytorch or of MONAI, with the same library's loss."""
     torch.manual_seed(0)
     model: Any
-    says: Any
+    criterion: Any
     if library == "smp":
         import segmentation_models_pytorch as smp
 
         model = smp.Unet(
             "mobilenet_v2", encoder_weights=None, classes=4, decoder_channels=(64, 32, 16, 16, 8)
         )
-        says = smp.losses.DiceLoss("multiclass")
+        criterion = smp.losses.DiceLoss("multiclass")
     else:
         from monai.losses import DiceCELoss
         from monai.networks.nets import UNet
 
         model = UNet(2, 3, 4, channels=(32, 64, 128), strides=(2, 2), num_res_units=1)
-        says = DiceCELoss(to_onehot_y=True, softmax=True)
+        criterion = DiceCELoss(to_onehot_y=True, softmax=True)
     compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for x, _ in images(4, size=32):
         mask = (x[:, :1] > 0).long() + (x[:, 1:2] > 0).long()
-        loss = says(model(x), mask if library == "monai" else mask[:, 0])
+        loss = criterion(model(x), mask if library == "monai" else mask[:, 0])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -293,7 +295,9 @@ def segments(compile: Compile, library: str) -> Iterable[Any]:
 
 
 def timm_loop(compile: Compile) -> Iterable[Any]:
-    """Trains as timm's script does: mixup, label smoothing, its average and its schedule."""
+    """Train as timm's training script does: with mixup, label smoothing, timm's weight average and timm's
+    schedule.
+    """
     import timm
     from timm.data import Mixup
     from timm.loss import SoftTargetCrossEntropy
@@ -352,7 +356,7 @@ def counts_with_torchmetrics(compile: Compile) -> Iterable[Any]:
 
 
 def quantization_of_torchao(compile: Compile) -> Iterable[Any]:
-    """Trains with torchao's fake quantization, then converts."""
+    """Train with torchao's fake quantization, then convert the model to a quantized one."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
     from torchao.quantization.granularity import PerGroup
     from torchao.quantization.qat import QATConfig

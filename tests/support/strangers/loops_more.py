@@ -1,4 +1,4 @@
-"""Loops of the tasks that papers and tutorials show: several models, several losses, random choices."""
+"""Training loops from papers and tutorials, with several models, several losses or random choices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
 
 
 class Painter(nn.Module):
-    """The generator of DCGAN."""
+    """The generator network of DCGAN."""
 
     def __init__(self, width: int = 48) -> None:
         super().__init__()
@@ -62,21 +62,21 @@ class Critic(nn.Module):
 
 
 def dcgan(compile: Compile) -> Iterable[Any]:
-    """Trains two models in turn, as torch's tutorial does."""
+    """Train a generator and a critic alternately, as in torch's DCGAN tutorial."""
     painter, critic = compile(Painter()), compile(Critic())
     of_painter = torch.optim.Adam(painter.parameters(), lr=2e-4, betas=(0.5, 0.999))
     of_critic = torch.optim.Adam(critic.parameters(), lr=2e-4, betas=(0.5, 0.999))
-    says = nn.BCEWithLogitsLoss()
+    criterion = nn.BCEWithLogitsLoss()
     for real, _ in images():
         critic.zero_grad()
-        of_real = says(critic(real), torch.ones(8))
+        of_real = criterion(critic(real), torch.ones(8))
         of_real.backward()
         fake = painter(torch.randn(8, 32, 1, 1))
-        of_fake = says(critic(fake.detach()), torch.zeros(8))
+        of_fake = criterion(critic(fake.detach()), torch.zeros(8))
         of_fake.backward()
         of_critic.step()
         painter.zero_grad()
-        loss = says(critic(fake), torch.ones(8))
+        loss = criterion(critic(fake), torch.ones(8))
         loss.backward()
         of_painter.step()
         yield from (of_real.item(), of_fake.item(), loss.item())
@@ -84,7 +84,7 @@ def dcgan(compile: Compile) -> Iterable[Any]:
 
 
 def gradient_penalty(compile: Compile) -> Iterable[Any]:
-    """Trains WGAN-GP: the penalty's second derivative goes through the layers that are not compiled."""
+    """Train WGAN-GP. The second derivative of its gradient penalty goes through the uncompiled layers."""
     painter, critic = compile(Painter()), Critic()
     compile(critic)
     of_painter = torch.optim.Adam(painter.parameters(), lr=1e-4, betas=(0.0, 0.9))
@@ -104,14 +104,14 @@ def gradient_penalty(compile: Compile) -> Iterable[Any]:
 
 
 def distills(compile: Compile) -> Iterable[Any]:
-    """Trains a student on what a frozen teacher says."""
+    """Train a student on the outputs of a frozen teacher."""
     teacher, student = compile(Perceptron().eval().requires_grad_(False)), compile(Perceptron(128))
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
     for x, y in rows():
         with torch.no_grad():
-            told = functional.softmax(teacher(x) / 2, dim=-1)
+            target = functional.softmax(teacher(x) / 2, dim=-1)
         logits = student(x)
-        soft = functional.kl_div(functional.log_softmax(logits / 2, dim=-1), told, reduction="batchmean")
+        soft = functional.kl_div(functional.log_softmax(logits / 2, dim=-1), target, reduction="batchmean")
         yield step(optimizer, 0.5 * functional.cross_entropy(logits, y) + 2 * soft)
     yield from (teacher, student, optimizer)
 
@@ -127,7 +127,9 @@ def simclr(compile: Compile) -> Iterable[Any]:
 
 
 class Momentum(nn.Module):
-    """MoCo: an encoder, its slow copy, and a queue of keys in a buffer."""
+    """The model of MoCo: an encoder, a slowly updated copy of the encoder, and a queue of keys in a
+    buffer.
+    """
 
     queue: torch.Tensor
 
@@ -157,7 +159,7 @@ class Momentum(nn.Module):
 
 
 def moco(compile: Compile) -> Iterable[Any]:
-    """Gives the slow encoder new bytes by `.data =` in each step, and writes into the queue."""
+    """Train MoCo. Each step replaces the slow encoder's weights by `.data =`, and writes to the queue."""
     model: Any = compile(Momentum())
     optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.03, momentum=0.9)
     for x, _ in rows():
@@ -180,7 +182,7 @@ class Variational(nn.Module):
 
 
 class Flow(nn.Module):
-    """RealNVP: affine couplings."""
+    """The model RealNVP, which consists of affine couplings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +200,7 @@ class Flow(nn.Module):
 
 
 def likelihood(compile: Compile, kind: type[nn.Module]) -> Iterable[Any]:
-    """Trains a model whose output is the loss."""
+    """Train a model whose output is its loss."""
     model = compile(kind())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     yield from [step(optimizer, model(x)) for x, _ in rows()]
@@ -206,7 +208,9 @@ def likelihood(compile: Compile, kind: type[nn.Module]) -> Iterable[Any]:
 
 
 class Experts(nn.Module):
-    """Each expert gets the rows that the router gives it: their number is data."""
+    """A mixture of experts. Each expert gets the rows that the router chooses, so the number of rows depends
+    on the values in a tensor.
+    """
 
     def __init__(self, width: int = 128, count: int = 6) -> None:
         super().__init__()
@@ -235,7 +239,7 @@ def classifies(compile: Compile, make: Callable[[], nn.Module]) -> Iterable[Any]
 
 
 def reinforce(compile: Compile) -> Iterable[Any]:
-    """Acts for an episode, one observation at a time, and learns from all of it."""
+    """Run episodes with one observation per call, and make one update from each whole episode (REINFORCE)."""
     policy = compile(Perceptron(made=2))
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
     for episode in range(4):
@@ -250,7 +254,7 @@ def reinforce(compile: Compile) -> Iterable[Any]:
 
 
 def proximal(compile: Compile) -> Iterable[Any]:
-    """Collects without gradients by the old policy, then goes over it in small batches: PPO."""
+    """Collect data by the old policy without gradients, then learn from the data in small batches (PPO)."""
     policy, value = compile(Perceptron(128, made=4)), compile(Perceptron(128, made=1))
     optimizer = torch.optim.Adam([*policy.parameters(), *value.parameters()], lr=3e-4, eps=1e-5)
     for round_number in range(3):

@@ -1,4 +1,4 @@
-"""Loops with optimizers that others wrote."""
+"""Training loops with optimizers of other libraries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def vectors(model: nn.Module) -> list[nn.Parameter]:
 
 
 def muon(compile: Compile) -> Iterable[Any]:
-    """Trains by Muon, and all that is no matrix by its own Adam."""
+    """Train matrices by Muon, and all other parameters by the Adam that Muon's library includes."""
     from muon import SingleDeviceMuonWithAuxAdam
 
     model = compile(Perceptron(width=128))
@@ -39,7 +39,7 @@ def muon(compile: Compile) -> Iterable[Any]:
 
 
 def torch_muon(compile: Compile) -> Iterable[Any]:
-    """Trains by torch's Muon beside AdamW: two optimizers step."""
+    """Train matrices by torch's Muon and all other parameters by AdamW, so that two optimizers step."""
     model = compile(Perceptron(width=128))
     optimizers = torch.optim.Muon(matrices(model), lr=0.02), torch.optim.AdamW(vectors(model), lr=1e-3)
     for x, y in rows():
@@ -53,7 +53,7 @@ def torch_muon(compile: Compile) -> Iterable[Any]:
 
 
 def schedule_free(compile: Compile, name: str) -> Iterable[Any]:
-    """Goes between train() and eval(), which move the weights."""
+    """Call the schedule-free optimizer's train() and eval(), which change the weights."""
     import schedulefree
 
     model = compile(Perceptron())
@@ -87,7 +87,7 @@ def schedule_free_closure(compile: Compile) -> Iterable[Any]:
 
 
 def eight_bits(compile: Compile, library: str, name: str) -> Iterable[Any]:
-    """Trains with states of 8 bits, by torchao or bitsandbytes."""
+    """Train with optimizer states of 4 or 8 bits per element, by torchao or bitsandbytes."""
     import importlib
 
     make = getattr(importlib.import_module(library), name)
@@ -103,7 +103,7 @@ def eight_bits(compile: Compile, library: str, name: str) -> Iterable[Any]:
 
 
 def plain(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Gives the states that are tensors of one piece."""
+    """Return the optimizer states that are plain tensors. States of a tensor subclass are left out."""
     return {
         f"{number}.{name}": value
         for number, state in enumerate(optimizer.state.values())
@@ -113,7 +113,7 @@ def plain(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 
 def collected(compile: Compile, name: str, **given: Any) -> Iterable[Any]:
-    """Trains by one of pytorch_optimizer's."""
+    """Train with an optimizer from the library pytorch_optimizer."""
     import pytorch_optimizer
 
     model = compile(Perceptron(width=128))
@@ -131,7 +131,9 @@ def lookahead(compile: Compile) -> Iterable[Any]:
 
 
 def sharpness_aware(compile: Compile) -> Iterable[Any]:
-    """Goes forward and back twice a step, the second time from where the loss is worst."""
+    """Run forward and backward twice in each step. The second pass uses weights moved to the highest loss
+    nearby (SAM).
+    """
     import pytorch_optimizer
 
     model = compile(Perceptron())
@@ -149,7 +151,7 @@ def sharpness_aware(compile: Compile) -> Iterable[Any]:
 
 
 class SharpnessAware(torch.optim.Optimizer):
-    """The version of it that is most copied."""
+    """The implementation of SAM that users copy most often."""
 
     def __init__(
         self, params: Any, base: type[torch.optim.Optimizer], rho: float = 0.05, **given: Any
@@ -189,7 +191,7 @@ class SharpnessAware(torch.optim.Optimizer):
 
 
 def sharpness_aware_copied(compile: Compile) -> Iterable[Any]:
-    """Gives each parameter its old bytes by `p.data = old` in the second step."""
+    """Train with the copied SAM, whose second step restores each parameter's old bytes by `p.data = old`."""
     model = compile(Perceptron())
     optimizer = SharpnessAware(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
     for x, y in rows():

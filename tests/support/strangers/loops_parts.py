@@ -1,4 +1,4 @@
-"""What loops of strangers train where a library brings nothing of its own: toys, and random batches."""
+"""Models and random batches for loops of other projects whose library brings none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH, GIVEN, CLASSES, WORDS, LENGTH = 16, 64, 10, 512, 16
 
 
 class Perceptron(nn.Module):
-    """Some layers of one width: 1 MiB of weights."""
+    """A perceptron whose hidden layers have one width. At the default size, its weights take 1 MiB."""
 
     def __init__(self, width: int = 256, depth: int = 4, given: int = GIVEN, made: int = CLASSES) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Perceptron(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """A small network for images, with batch norms."""
+    """A small convolutional network for images, with batch norms."""
 
     def __init__(self, width: int = 64, depth: int = 4, given: int = 3, made: int = CLASSES) -> None:
         super().__init__()
@@ -48,7 +48,9 @@ class Convolutions(nn.Module):
 
 
 class Words(nn.Module):
-    """A language model of words: an embedding, recurrent layers or a mean over what was before, a head."""
+    """A language model of words. It consists of (1) an embedding, (2) recurrent layers or a mean over earlier
+    words, and (3) a head.
+    """
 
     def __init__(self, kind: type[nn.RNNBase] | None = None, width: int = 128, sparse: bool = False) -> None:
         super().__init__()
@@ -73,7 +75,7 @@ def random(seed: int = 1) -> torch.Generator:
 
 
 def rows(count: int = STEPS, seed: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields batches of vectors and their classes."""
+    """Yield batches of random vectors with their classes."""
     drawn = random(seed)
     for _ in range(count):
         yield torch.randn(BATCH, GIVEN, generator=drawn), torch.randint(0, CLASSES, (BATCH,), generator=drawn)
@@ -96,7 +98,7 @@ def next_word(logits: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
 
 
 def fit(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = STEPS) -> list[float]:
-    """Trains a classifier of vectors in the plainest loop there is."""
+    """Train a classifier of vectors in a plain loop, and return the losses."""
     losses = []
     for x, y in rows(count):
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Loops with what torch itself has for training: checkpoints, parametrizations, averages, mixed precision."""
+"""Training loops with torch's own features: checkpoints, parametrizations, averages, mixed precision."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ Loop = Callable[[Compile], Iterable[Any]]
 
 
 def accumulates_without_sync(compile: Compile) -> Iterable[Any]:
-    """Accumulates four batches, three of them in the block where DDP would not send."""
+    """Accumulate the gradients of four batches. The first three are inside `no_sync`, in which DDP would not
+    synchronize.
+    """
     model = compile(Perceptron())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for number, (x, y) in enumerate(rows(12), start=1):
@@ -44,7 +46,7 @@ def accumulates_without_sync(compile: Compile) -> Iterable[Any]:
 
 
 def mixed(compile: Compile, scales: bool | None) -> Iterable[Any]:
-    """Trains as the recipe for automatic mixed precision has it."""
+    """Train as in torch's recipe for automatic mixed precision."""
     model = compile(Perceptron())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", enabled=bool(scales), init_scale=1024.0)
@@ -66,7 +68,7 @@ def mixed(compile: Compile, scales: bool | None) -> Iterable[Any]:
 
 
 class Blocks(nn.Module):
-    """A perceptron whose layers are checkpointed."""
+    """A perceptron that recomputes each layer in the backward by torch's checkpoint."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -99,7 +101,7 @@ def checkpointed(compile: Compile, kind: str) -> Iterable[Any]:
 
 
 def checkpointed_outside(compile: Compile) -> Iterable[Any]:
-    """Checkpoints a model that is compiled whole."""
+    """Apply torch's checkpoint to a model that is compiled whole."""
     model = Perceptron()
     whole = compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
@@ -114,7 +116,7 @@ def checkpointed_outside(compile: Compile) -> Iterable[Any]:
 
 
 def parametrized(compile: Compile, which: str) -> Iterable[Any]:
-    """Trains with weight norm, spectral norm or orthogonal weights."""
+    """Train with weight norm, spectral norm or orthogonal weights."""
     from torch.nn.utils import parametrizations
 
     model = Perceptron(width=128)
@@ -126,7 +128,7 @@ def parametrized(compile: Compile, which: str) -> Iterable[Any]:
 
 
 def old_spectral_norm(compile: Compile) -> Iterable[Any]:
-    """Trains with the hook that sets the weight anew before each call."""
+    """Train with torch's old spectral norm, whose hook assigns a new weight before each call."""
     model = Perceptron()
     for layer in model.layers:
         torch.nn.utils.spectral_norm(layer)
@@ -136,7 +138,7 @@ def old_spectral_norm(compile: Compile) -> Iterable[Any]:
 
 
 def pruned(compile: Compile) -> Iterable[Any]:
-    """Prunes twice while it trains, and makes it permanent."""
+    """Prune the weights twice during the training, and make the pruning permanent at the end."""
     from torch.nn.utils import prune
 
     model = Perceptron()
@@ -171,7 +173,7 @@ class Quantized(nn.Module):
 
 
 def quantization_aware(compile: Compile) -> Iterable[Any]:
-    """Trains with fake quantization, and freezes its observers in the last steps."""
+    """Train with fake quantization, and freeze the quantization's observers in the last steps."""
     from torch.ao.quantization import disable_observer
 
     model = compile(Quantized())
@@ -182,7 +184,9 @@ def quantization_aware(compile: Compile) -> Iterable[Any]:
 
 
 def averaged(compile: Compile) -> Iterable[Any]:
-    """Trains with an exponential average and with SWA, whose batch norms are made anew at the end."""
+    """Train with two averages of the weights: an exponential one, and SWA, whose batch norms are updated at
+    the end.
+    """
     from torch.optim import swa_utils
 
     model = compile(Convolutions())
@@ -205,7 +209,7 @@ def averaged(compile: Compile) -> Iterable[Any]:
 
 
 def logs_with_numpy(compile: Compile) -> Iterable[Any]:
-    """Looks at all weights and gradients as arrays of numpy's after each step."""
+    """Read all weights and gradients as numpy arrays after each step."""
     model = compile(Perceptron())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for x, y in rows(6):
@@ -221,7 +225,7 @@ def logs_with_numpy(compile: Compile) -> Iterable[Any]:
 
 
 def copies_in_between(compile: Compile) -> Iterable[Any]:
-    """Keeps a deep copy of the best model, as early stopping does, and goes back to it."""
+    """Keep a deep copy of the best model, as early stopping does, and restore this copy."""
     model = compile(Perceptron())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     yield from fit(model, optimizer)
@@ -233,7 +237,7 @@ def copies_in_between(compile: Compile) -> Iterable[Any]:
 
 
 def saves_in_between(compile: Compile) -> Iterable[Any]:
-    """Goes on from a checkpoint in a new model with a new optimizer."""
+    """Load a checkpoint into a new model and a new optimizer in the middle of the training."""
     model = compile(Perceptron())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     yield from fit(model, optimizer)
@@ -249,7 +253,7 @@ def saves_in_between(compile: Compile) -> Iterable[Any]:
 
 
 def steps_in_the_backward(compile: Compile) -> Iterable[Any]:
-    """Has one optimizer per parameter, which steps as soon as its gradient is there."""
+    """Use one optimizer per parameter, which steps as soon as the parameter's gradient exists."""
     model = compile(Perceptron())
     optimizers = {p: torch.optim.AdamW([p], lr=1e-3, foreach=False) for p in model.parameters()}
 
@@ -267,7 +271,9 @@ def steps_in_the_backward(compile: Compile) -> Iterable[Any]:
 
 
 def packs_saved_tensors(compile: Compile) -> Iterable[Any]:
-    """Keeps what is saved in a list of its own, as offloading of activations does."""
+    """Use saved_tensors_hooks to replace each tensor that autograd saves by a copy, as activation offloading
+    does.
+    """
     model = compile(Perceptron())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -287,7 +293,7 @@ def packs_saved_tensors(compile: Compile) -> Iterable[Any]:
 
 
 def closures(compile: Compile) -> Iterable[Any]:
-    """Trains by L-BFGS with a line search."""
+    """Train by L-BFGS with a line search."""
     model = compile(Perceptron())
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
     for x, y in rows(3):
@@ -303,7 +309,7 @@ def closures(compile: Compile) -> Iterable[Any]:
 
 
 def hooks_read(compile: Compile) -> Iterable[Any]:
-    """Reads a number of each layer's output and gradient by hooks, and clips."""
+    """Read the norms of each layer's output and gradient in hooks, and clip the gradients."""
     model = Perceptron()
     seen: list[float] = []
 

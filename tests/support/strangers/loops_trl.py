@@ -1,4 +1,4 @@
-"""Loops that TRL, Hugging Face and PEFT own."""
+"""Training loops that TRL, Hugging Face's trainer and PEFT contain."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def tokens(count: int, length: int = LENGTH, seed: int = 1) -> list[list[int]]:
     return found
 
 
-def told(trainer: Any) -> list[Any]:
-    """Gives what it logged, and what it trained."""
+def results(trainer: Any) -> list[Any]:
+    """Return the trainer's logged values, its trained weights and its optimizer."""
     keys = ("loss", "grad_norm", "eval_loss", "rewards/margins")
     logged = [entry.get(key) for entry in trainer.state.log_history for key in keys]
     weights = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
@@ -80,10 +80,10 @@ def sft(compile: Compile, checkpointing: bool, **more: Any) -> Iterable[Any]:
     model: Any = compile(llama())
     data = Dataset.from_dict({"input_ids": tokens(16)})
     with tempfile.TemporaryDirectory() as folder:
-        asked = SFTConfig(folder, gradient_checkpointing=checkpointing, max_length=LENGTH, **ASKED | more)
-        trainer = SFTTrainer(model, asked, train_dataset=data, processing_class=tokenizer())
+        settings = SFTConfig(folder, gradient_checkpointing=checkpointing, max_length=LENGTH, **ASKED | more)
+        trainer = SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer())
         trainer.train()
-    return told(trainer)
+    return results(trainer)
 
 
 def dpo(compile: Compile, lora: bool) -> Iterable[Any]:
@@ -97,8 +97,8 @@ def dpo(compile: Compile, lora: bool) -> Iterable[Any]:
     model = llama()
     given: dict[str, Any] = {}
     if lora:
-        asked = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        model = get_peft_model(model, asked)
+        settings = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        model = get_peft_model(model, settings)
     else:
         given = {"ref_model": compile(llama())}
     compile(model)
@@ -114,7 +114,7 @@ def dpo(compile: Compile, lora: bool) -> Iterable[Any]:
             **given,
         )
         trainer.train()
-    return told(trainer)
+    return results(trainer)
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -129,19 +129,21 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def hugging_face(compile: Compile, **more: Any) -> Iterable[Any]:
-    """Trains by Hugging Face's own trainer, with evaluation."""
+    """Train with Hugging Face's Trainer, with evaluation."""
     from transformers import Trainer, TrainingArguments
 
     model = compile(llama())
     with tempfile.TemporaryDirectory() as folder:
-        asked = TrainingArguments(folder, eval_strategy="steps", eval_steps=2, **ASKED | more)
-        trainer = Trainer(model, asked, train_dataset=Rows(16, 1), eval_dataset=Rows(4, 2))
+        settings = TrainingArguments(folder, eval_strategy="steps", eval_steps=2, **ASKED | more)
+        trainer = Trainer(model, settings, train_dataset=Rows(16, 1), eval_dataset=Rows(4, 2))
         trainer.train()
-    return told(trainer)
+    return results(trainer)
 
 
 def adapted(compile: Compile, make: Callable[[], Any]) -> Iterable[Any]:
-    """Trains an adapter of PEFT in a plain loop, merges it where that can be done."""
+    """Train a PEFT adapter in a plain loop. At the end, merge the adapter into the model if its kind allows
+    that.
+    """
     from peft import get_peft_model
 
     model: Any = get_peft_model(llama(), make())

@@ -1,4 +1,4 @@
-"""Loops over texts: recurrent layers, sparse gradients, shapes that vary."""
+"""Training loops over texts, with recurrent layers, sparse gradients or varying shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Loop = Callable[[Compile], Iterable[Any]]
 
 
 def dynamic(compile: Compile, how: bool | None) -> Iterable[Any]:
-    """Trains on another batch size and length in each step."""
+    """Train with a different batch size and length in each step."""
     model = compile(Words(), dynamic=how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     drawn = torch.Generator().manual_seed(1)
@@ -31,7 +31,7 @@ def dynamic(compile: Compile, how: bool | None) -> Iterable[Any]:
 
 
 def recurrent(compile: Compile, kind: type[nn.RNNBase], allowed: bool) -> Iterable[Any]:
-    """Trains with recurrent layers: Dynamo keeps out of them, unless it is told to go through."""
+    """Train recurrent layers. Dynamo traces recurrent layers only if `allow_rnn` is set."""
     torch._dynamo.config.allow_rnn = allowed
     model = compile(Words(kind))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -46,7 +46,9 @@ def recurrent(compile: Compile, kind: type[nn.RNNBase], allowed: bool) -> Iterab
 
 
 def sparse_embedding(compile: Compile, adam: bool) -> Iterable[Any]:
-    """Trains an embedding with sparse gradients by an optimizer of its own, or all by SGD."""
+    """Train an embedding with sparse gradients. If `adam`, SparseAdam steps the embedding and AdamW steps the
+    other parameters. Otherwise SGD steps all parameters.
+    """
     model = compile(Words(sparse=True))
     dense = [p for name, p in model.named_parameters() if name != "embedding.weight"]
     sparse = [p for name, p in model.named_parameters() if name == "embedding.weight"]
@@ -64,7 +66,9 @@ def sparse_embedding(compile: Compile, adam: bool) -> Iterable[Any]:
 
 
 def truncated_backward(compile: Compile) -> Iterable[Any]:
-    """Carries the hidden state over, detached, and updates by hand, as torch's example of words does."""
+    """Train an LSTM whose detached hidden state continues in the next batch. The update needs no optimizer,
+    as in torch's word language model example.
+    """
 
     class Carrying(Words):
         def forward(self, x: torch.Tensor, hidden: Any = None) -> Any:

@@ -1,7 +1,8 @@
-"""Any configuration of transformers, made toy-sized by the names of its fields alone.
+"""Toy-sized versions of any transformers configuration, made only from the names of its fields.
 
-There are several ways to do it, none of which is right for every class: sizes by name, sizes divided by one
-number (which keeps what has to divide what), or only what is never bound to anything else.
+There are several ways to shrink a configuration, and none works for every class. Sizes can be set by the
+fields' names. All sizes can also be divided by one number, which preserves divisibility. Further ways change
+only the number of layers and other limits, or change nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ HEADS = 4
 LAYERS = 2
 IMAGE = 64
 POSITIONS = 128
-FIRST_SPECIAL = 440  # ids below are words, and those from here on are special tokens
+FIRST_SPECIAL = 440  # smaller ids are words; this id and larger ones are special tokens
 
 Rule = tuple[str, Callable[[int], int]]
 
@@ -29,7 +30,7 @@ def divided(factor: int, multiple: int) -> Callable[[int], int]:
     return lambda old: max(multiple, old // factor // multiple * multiple)
 
 
-# The first whose pattern is found in a name decides.
+# Rules for all ways. The first rule whose pattern matches a field's name applies.
 ALWAYS: list[Rule] = [
     (r"vocab_size|^vocab$|vocabulary_size|n_vocab|^(src|tgt)_vocab", fixed(VOCABULARY)),
     (
@@ -68,7 +69,9 @@ NAMED: list[Rule] = [
 
 
 def ratio(factor: int) -> list[Rule]:
-    """All widths and heads by one number; what a head is wide stays."""
+    """Return rules that divide all widths and numbers of heads by one factor, so that the width of a head
+    does not change.
+    """
     return [
         (r"rope_head_dim$|nope_head_dim$|head_dim$|head_size$|^d_kv$|state_size|kernel", lambda old: old),
         (r"heads?$|^n_head|heads_kv|n_groups$", divided(factor, 1)),
@@ -94,7 +97,7 @@ def rules(way: str) -> list[Rule]:
 
 
 def shrunk(config: Any, way: str) -> dict[str, Any]:
-    """What to construct the class of this configuration with; what it works out itself is not among it."""
+    """Return the arguments with which to construct the shrunk configuration. Derived fields are left out."""
     chosen = rules(way)
     found: dict[str, Any] = {}
     for name, value in vars(config).items():
@@ -109,7 +112,7 @@ def shrunk(config: Any, way: str) -> dict[str, Any]:
 
 
 def of_field(name: str, value: Any, chosen: list[Rule], way: str) -> Any:
-    """What a field is to be; None where it stays."""
+    """Return a field's new value, or None to keep the old value."""
     match value:
         case bool():
             return False if name == "use_cache" else None
@@ -126,14 +129,16 @@ def of_field(name: str, value: Any, chosen: list[Rule], way: str) -> Any:
 
 
 def of_kinds(values: list[str]) -> list[str]:
-    """A kind per layer: the first of each kind, as many as there are layers."""
+    """Return the kinds of the remaining layers. The first layer of each kind is preferred."""
     places = [place for place, each in enumerate(values) if each not in values[:place]]
     places += [place for place in range(len(values)) if place not in places]
     return [values[place] for place in sorted(places[:LAYERS])]
 
 
 def of_list(name: str, values: Any, way: str) -> Any:
-    """Lists have an entry per stage, whose number stays: entries shrink, and with them what they bound."""
+    """Return the shrunk form of a list that has one entry per stage. Return None if the list must not change.
+    The number of stages does not change.
+    """
     if re.search(r"^depths$|^(num_)?layers$|blocks$|num_.*layers$", name) and way != "as it is":
         return type(values)(min(each, 1 if way == "named" else 2) for each in values)
     if re.search(r"image_size|img_size|input_size", name) and way != "as it is":
@@ -147,7 +152,9 @@ def of_list(name: str, values: Any, way: str) -> Any:
 
 
 def special(name: str) -> int:
-    """One id for all fields of a name, whatever part of a configuration they are in."""
+    """Return the id of a special token. Fields of the same name get the same id in all parts of a
+    configuration.
+    """
     stem = re.sub(r"_token.*|_id$", "", name)
     return FIRST_SPECIAL + sum(ord(letter) * place for place, letter in enumerate(stem, 1)) % 64
 

@@ -1,4 +1,4 @@
-"""Image models of timm, drawn by a seed among the small ones, under SGD with momentum."""
+"""Small image models of timm, which a seed draws. They are trained by SGD with momentum."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def made(name: str, settings: dict[str, Any]) -> nn.Module:
 
 
 def too_large(name: str) -> bool:
-    """By its parameters alone; what cannot be built without them is built and seen."""
+    """Return True if the model has too many parameters. Return False if this is unknown, because the model
+    cannot be built on the meta device.
+    """
     try:
         with torch.device("meta"):
             model = made(name, {})
@@ -51,7 +53,9 @@ def too_large(name: str) -> bool:
 
 
 def fitted(name: str) -> tuple[dict[str, Any], int]:
-    """The settings of the smallest that can be built and fed, and the side of its images."""
+    """Return a pair: the settings of the smallest version that can be built and run, and the side length of
+    this version's images.
+    """
     if too_large(name):
         raise UnusableError("too many parameters")
     faults = []
@@ -71,7 +75,7 @@ def fitted(name: str) -> tuple[dict[str, Any], int]:
                 return settings, side
             except (ValueError, AssertionError, RuntimeError, IndexError, ZeroDivisionError) as error:
                 faults.append(str(error))
-    raise UnusableError(f"not to be built or fed: {faults[-1][:300]}")
+    raise UnusableError(f"it cannot be built or fed: {faults[-1][:300]}")
 
 
 def train(name: str, compiled: Compile) -> Iterator[Any]:
