@@ -29,7 +29,7 @@ from .published.zero_infinity import zero_infinity
 from .search import search
 from .simulate.simulate import tick_entries_and_period
 
-CLOSE = 1.001  # factor of the bound: a plan this near to the bound is not worth more time
+CLOSE = 1.001  # if a plan takes at most this factor times the bound, the search stops
 FIRST = 4  # number of plans of greedy's portfolio
 # The windows' share of the time limit. The measurement used four steps of Llama 8B and a time limit of 10 s.
 # After greedy, windows got 2.5 s. They brought the plans closer to the bound by 0 to 0.5 %.

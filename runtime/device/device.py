@@ -78,7 +78,7 @@ class Host(Protocol):
 class Device(MemoryCounts, Clock, Protocol):
     """The engine's interface to a device.
 
-    Each begin of a copy has one end. The thread that launches the kernels calls both.
+    Each copy is begun once and ended once. The thread that launches the kernels makes both calls.
     """
 
     kind: str

@@ -295,8 +295,8 @@ class Engine:
             recorder.restart_step_clock()
 
     def follow_plan(self, plan: Plan, order: tuple[str, ...] = ()) -> None:
-        """Follow this plan in steps that run the programs in `order`. Without `order`, follow the plan in
-        steps like the last step."""
+        """Follow this plan in every step whose programs are `order`. Without `order`, follow the plan in
+        every step that runs the same programs as the last step."""
         self.tracker.expectation_of(order).set_plan(plan)
 
     def settle_plan(self, plan: Plan | None, order: tuple[str, ...] = ()) -> None:

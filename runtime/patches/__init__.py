@@ -1,5 +1,5 @@
-"""Wrappers of torch's functions that the observer cannot serve. Each wrapper replaces a function under its
-name.
+"""Wrappers of the torch functions that the observer cannot serve. A wrapper takes the place of the function,
+under the function's name.
 
 In: calls of torch's own functions. Out: the same results. Evicted tensors are fetched one at a time.
 

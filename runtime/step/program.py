@@ -86,7 +86,8 @@ class Program:
         )
 
     def name_arguments(self, labels: Sequence[str]) -> None:
-        """Give the arguments the user's names. If a name is empty, the argument is no weight.
+        """Name the arguments as the user's model names them. An empty name means that the argument is no
+        weight.
 
         If the compiler has left out arguments, the names cannot be matched to arguments. Then forget all
         names.

@@ -17,7 +17,7 @@ LONG_BYTES, LONG_COUNT = 2**25, 40  # bytes of one copy that takes milliseconds,
 
 
 class Training:
-    """A model and its optimizer. With a budget, teraio compiles the model."""
+    """A model and its optimizer. If a budget is given, teraio compiles the model."""
 
     def __init__(self, budget: bool) -> None:
         torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""A training or an inference. The handler of a repeated alarm reads its weights and states.
+"""A training or inference run. An alarm interrupts it again and again, and the alarm's handler reads the
+model's weights and the optimizer's states.
 
     signalled.py train COUNT SEED    the digest of weights and states must always be that of a whole step
     signalled.py infer COUNT SEED    a weight must never change
