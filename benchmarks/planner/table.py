@@ -6,7 +6,8 @@
 Profiles and machines come from profiles/. A row is one planner on one step with one time limit. `auto` runs
 as in a training, including the bound. The planners of published systems have no time limit and compute no
 bound. Each row holds the step, SSD bytes written, SSD bytes saved by dropping clean copies, wall seconds and
-CPU seconds. Rows of `auto` also hold the bound. The native recurrence predicts the step. With `--cpu` time limits are in CPU seconds (cpu_clock.py), for a machine with other load.
+CPU seconds. Rows of `auto` also hold the bound. The native recurrence predicts the step. With `--cpu` time
+limits are in CPU seconds (cpu_clock.py), for a machine with other load.
 
 Cases that FILE already contains are not run again, so a stopped run can continue. The table printed at the
 end gives each row's gap over the best bound that any row of the same step has.
