@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,11 +40,7 @@ def main() -> int:
     parser.add_argument("--seed", help="default: the hash of HEAD")
     parser.add_argument("--answers", action="store_true")
     args = parser.parse_args()
-    head = ["git", "rev-parse", "HEAD"]
-    seed = (
-        args.seed
-        or subprocess.run(head, cwd=tree.ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    )
+    seed = args.seed or tree.commit_hash()
     found = [(path, *about) for path in sorted(tree.package().values()) for about in functions(path)]
     for path, name, about in random.Random(seed).sample(found, args.count):
         print(f"{path}  {name}{f'    {about}' * args.answers}")

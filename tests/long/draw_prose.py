@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,14 +70,11 @@ def main() -> None:
     parser.add_argument("--comments", type=int, default=40)
     parser.add_argument("--paragraphs", type=int, default=20)
     args = parser.parse_args()
-    command = ["git", "rev-parse", "HEAD"]
-    seed = (
-        args.seed or subprocess.run(command, cwd=tree.ROOT, capture_output=True, text=True, check=True).stdout
-    )
-    print(f"seed {seed.strip()}\n\nComments and docstrings:\n")
-    show(list(pieces(*CODE)), seed.strip(), args.comments)
+    seed = args.seed or tree.commit_hash()
+    print(f"seed {seed}\n\nComments and docstrings:\n")
+    show(list(pieces(*CODE)), seed, args.comments)
     print("Paragraphs, list items and cells of the docs:\n")
-    show(list(pieces(".md")), seed.strip(), args.paragraphs)
+    show(list(pieces(".md")), seed, args.paragraphs)
 
 
 if __name__ == "__main__":

@@ -172,8 +172,8 @@ def test_messages_in_troubleshooting_are_printed_by_the_code() -> None:
     """Check that each quoted message shares four successive words with a text of the code."""
     texts: set[tuple[str, ...]] = set()
     for path in tree.package().values():
-        for text in tree.texts(path):
-            texts |= in_a_row(re.sub(r"%\w", "0", text))
+        for string in tree.strings(path):
+            texts |= in_a_row(re.sub(r"%\w", "0", string.text))
     for path in tree.files(".h", ".cpp"):
         for literals in re.findall(r'"[^"\n]*"(?:\s+"[^"\n]*")*', tree.text(path)):
             texts |= in_a_row("".join(literals.split('"')[1::2]))

@@ -37,7 +37,10 @@ def names_of(path: Path) -> frozenset[str]:
 def text_of(package: str) -> str:
     """Return the joined texts of the package's modules."""
     return "\n".join(
-        text for path in modules_of(package) if path.stem != "__init__" for text in tree.texts(path)
+        string.text
+        for path in modules_of(package)
+        if path.stem != "__init__"
+        for string in tree.strings(path)
     )
 
 

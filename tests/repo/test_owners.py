@@ -13,37 +13,37 @@ from pathlib import Path
 
 import tree
 
-# Attributes of library objects that have no method to set them.
-LIBRARY = {
-    "description": "argparse",
-    "epilog": "argparse",
-    "planner": "argparse: a namespace",
-    "grad": "torch: a tensor",
-    "data": "torch: a tensor",
-    "meta": "torch.fx: a node",
-    "state": "torch: an optimizer",
-    "device_codegens": "torch: Inductor's table",
-    "environ": "os",
-    "backend_name": "torch: Dynamo's exception",
-    "inner_exception": "torch: Dynamo's exception",
-    "address": "ctypes: a structure",
-    "data_bytes": "ctypes: a structure",
-    "words10": "ctypes: a structure",
-    "restype": "ctypes",
-    "argtypes": "ctypes",
-    "signal": "a function of a module, which is wrapped",
-    "getsignal": "a function of a module, which is wrapped",
-    "tolist": "a function of torch, which is wrapped",
-    "__new__": "a function of torch, which is wrapped",
-    "_save": "a function of torch, which is wrapped",
-    "_legacy_save": "a function of torch, which is wrapped",
-    "cpu": "a function of torch, which is wrapped",
-}
+# Assignments to library objects that have no method for it, and to functions that are made in the same file.
 PARAMETERS = "solver.parameters"  # a message object of ortools
-# Attributes of functions and objects that are made in the same file.
-OWN_FUNCTIONS = {
-    *("__module__", "__name__", "__qualname__", "_boxed_call", "reset"),
-    *("teraio_captures", "teraio_takes", "_teraio_walk"),
+ANYWHERE = {"parser.description", "parser.epilog"}  # of argparse
+ALLOWED = {
+    "passes/capture/recompute_cut.py": {"forward.meta", "node.meta"},
+    "passes/fx/materialize.py": {
+        "call_runner.__module__",
+        "call_runner.__name__",
+        "call_runner.__qualname__",
+    },
+    "passes/fx/program.py": {"teraio_slot.__module__"},
+    "passes/inductor/codegen.py": {"common.device_codegens"},
+    "runtime/eager/signals.py": {"signal.signal", "signal.getsignal"},
+    "runtime/engine/engine.py": {"run_and_end_call._boxed_call"},
+    "runtime/ledger/adoption.py": {"tensor.data"},
+    "runtime/model/init.py": {"torch.nn.Parameter.__new__", "os.environ"},
+    "runtime/optimizer/buckets.py": {"made._teraio_walk"},
+    "runtime/optimizer/host_step.py": {"twin.grad"},
+    "runtime/optimizer/slices.py": {"part.grad", "optimizer.state"},
+    "runtime/optimizer/trial.py": {"parameter.grad"},
+    "runtime/patches/cuda_graphs.py": {"begin_without_moves.teraio_captures"},
+    "runtime/patches/pickling.py": {"_serialization._save", "_serialization._legacy_save", "storage.cpu"},
+    "runtime/patches/wrapped_functions.py": {"torch.Tensor.tolist", "fetch_and_note_address.teraio_takes"},
+    "runtime/store/drive_health.py": {"command.words10", "command.address", "command.data_bytes"},
+    "runtime/store/files.py": {"_LIBC.fallocate.argtypes"},
+    "runtime/store/gds.py": {"os.environ"},
+    "runtime/torch_extension/allocator.py": {"library.teraio_install.restype"},
+    "runtime/torch_extension/observer.py": {"function.restype", "function.argtypes"},
+    "teraio/backend.py": {"backend.reset", "raised.backend_name", "raised.inner_exception"},
+    "teraio/cli/commands/plan.py": {"args.planner"},
+    "teraio/session/host_choice.py": {"parameter.grad"},
 }
 
 
@@ -83,14 +83,20 @@ def assigned(path: Path) -> Iterator[ast.Attribute]:
             yield node
 
 
-def faults(path: Path) -> Iterator[str]:
-    """Yield a line for each assignment to an attribute of another file's object."""
+def strange(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the target of each assignment to an attribute of another file's object."""
     own, owners = declared(path), {"self", "cls", PARAMETERS, *classes(path)}
     for node in assigned(path):
-        owner = ast.unparse(node.value)
-        if owner in owners or node.attr in own | LIBRARY.keys() | OWN_FUNCTIONS:
-            continue
-        yield f"{path}:{node.lineno} assigns {owner}.{node.attr}: give its class a method for it"
+        if node.attr not in own and ast.unparse(node.value) not in owners:
+            yield node.lineno, ast.unparse(node)
+
+
+def faults(path: Path) -> Iterator[str]:
+    """Yield a line for each such assignment that is not allowed."""
+    allowed = ANYWHERE | ALLOWED.get(path.as_posix(), set())
+    for line, target in strange(path):
+        if target not in allowed:
+            yield f"{path}:{line} assigns {target}: give its class a method for it"
 
 
 def test_attributes_are_assigned_only_in_the_file_of_their_class() -> None:
@@ -98,11 +104,18 @@ def test_attributes_are_assigned_only_in_the_file_of_their_class() -> None:
     assert not found, "\n".join(found)
 
 
+def test_each_allowed_assignment_exists() -> None:
+    allowed = {(path, target) for path, targets in ALLOWED.items() for target in targets}
+    found = {(path.as_posix(), target) for path in tree.package().values() for _, target in strange(path)}
+    assert allowed <= found
+
+
 def test_assignment_to_another_files_object_is_found(tmp_path: Path) -> None:
     """Assign and delete attributes in each possible way. Check that the test above reports each assignment
     and each deletion."""
     ways = ("record.clean = False", "ledger.serial += 1", "del engine.plan", "ledger.records[1] = record")
-    for number, way in enumerate((*ways, "a.x, (b.pins, c) = d")):
+    as_in_libraries = ("record.state = EVICTED", "record.data = bytes", "del place.address")
+    for number, way in enumerate((*ways, *as_in_libraries, "a.x, (b.pins, c) = d")):
         path = tmp_path / f"{number}.py"
         path.write_text(f"class Own:\n    def method(self):\n        self.x = 1\n        {way}\n")
         assert len(list(faults(path))) == 1, way

@@ -2,6 +2,7 @@
 
 Command line: `python tests/support/prose.py [PATH ...]`. Without a path, the script reads the whole tree. It
 prints one line per fault. `tests/data/verbs.txt` lists the verbs with which docstrings of functions may
+begin. `tests/data/verbs_also_nouns.txt` lists the words of that file with which docstrings of classes may
 begin.
 
 The script cannot judge whether a sentence is true, or whether a reader needs the sentence.
@@ -29,83 +30,6 @@ BAD_STARTS = {
     *("what", "whose", "of", "that", "those", "whether", "how", "where", "when", "who", "which", "why"),
     *("it", "its", "they", "their", "them", "as", "so", "but", "also", "not", "if"),
 }
-# Verbs that are also nouns.
-NOUNS = {
-    *(
-        "build",
-        "call",
-        "carry",
-        "change",
-        "check",
-        "copy",
-        "count",
-        "drop",
-        "estimate",
-        "fault",
-        "fetch",
-        "fix",
-    ),
-    *(
-        "group",
-        "guard",
-        "hash",
-        "hold",
-        "hook",
-        "index",
-        "label",
-        "limit",
-        "link",
-        "list",
-        "lock",
-        "log",
-        "look",
-    ),
-    *(
-        "map",
-        "match",
-        "measure",
-        "move",
-        "name",
-        "number",
-        "order",
-        "pack",
-        "page",
-        "pass",
-        "patch",
-        "pick",
-        "pin",
-    ),
-    *(
-        "place",
-        "plan",
-        "plant",
-        "play",
-        "point",
-        "profile",
-        "queue",
-        "record",
-        "release",
-        "report",
-        "request",
-    ),
-    *(
-        "run",
-        "sample",
-        "scale",
-        "scan",
-        "search",
-        "share",
-        "signal",
-        "size",
-        "slice",
-        "sort",
-        "split",
-        "stack",
-    ),
-    *("stamp", "start", "state", "step", "stop", "store", "stream", "sum", "switch", "test", "time", "touch"),
-    *("trace", "track", "train", "update", "view", "wait", "walk", "watch", "work", "block", "mount", "dump"),
-    *("complete", "separate", "open", "free", "empty", "own", "shared", "present", "narrow", "correct"),
-}
 # Each of these expressions hides the direction in which bytes move, or hides the actor. The value is a better
 # word.
 UNCLEAR = {
@@ -132,9 +56,9 @@ class Piece(NamedTuple):
 
 
 @cache
-def verbs() -> frozenset[str]:
-    """Return the words with which a function's docstring may begin."""
-    return frozenset((tree.ROOT / "tests/data/verbs.txt").read_text().split())
+def words_of(name: str) -> frozenset[str]:
+    """Return the words of a file in tests/data."""
+    return frozenset((tree.ROOT / "tests/data" / name).read_text().split())
 
 
 def pieces(path: Path) -> Iterator[Piece]:
@@ -186,20 +110,9 @@ def _python_comments(path: Path) -> Iterator[Piece]:
 
 def _messages(path: Path) -> Iterator[Piece]:
     """Yield the strings of more than three words that are not docstrings."""
-    nodes = tree.tree(path)
-    expressions = {id(n.value) for n in ast.walk(nodes) if isinstance(n, ast.Expr)}
-    parts = {id(part) for n in ast.walk(nodes) if isinstance(n, ast.JoinedStr) for part in n.values}
-    for node in ast.walk(nodes):
-        if id(node) in expressions or id(node) in parts:
-            continue
-        if isinstance(node, ast.JoinedStr):
-            text = "".join(str(p.value) if isinstance(p, ast.Constant) else "0" for p in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            text = node.value
-        else:
-            continue
-        if text.count(" ") > 2:
-            yield Piece(node.lineno, "message", text)
+    for string in tree.strings(path):
+        if not string.is_statement and string.text.count(" ") > 2:
+            yield Piece(string.line, "message", string.text)
 
 
 CPP_COMMENT = re.compile(
@@ -253,15 +166,16 @@ def sentences(text: str) -> Iterator[str]:
 
 def faults(path: Path) -> Iterator[str]:
     """Yield a line for each fault in the prose of a file."""
+    only_verbs = words_of("verbs.txt") - words_of("verbs_also_nouns.txt")
     for piece in pieces(path):
         text = prose_of(piece)
         where = f"{path}:{piece.line}: {piece.kind}"
         first = re.findall(r"[A-Za-z][a-z]*", piece.text)[:1]
         if piece.kind in ("function", "class", "module", "test") and first and first[0].lower() in BAD_STARTS:
             yield f"{where} begins with {first[0]!r}"
-        elif piece.kind == "class" and first and first[0].lower() in verbs() - NOUNS:
+        elif piece.kind == "class" and first and first[0].lower() in only_verbs:
             yield f"{where} begins with a verb: {first[0]!r}"
-        elif piece.kind == "function" and (not first or first[0].lower() not in verbs()):
+        elif piece.kind == "function" and (not first or first[0].lower() not in words_of("verbs.txt")):
             yield f"{where} begins with {' '.join(first)!r}, which is no verb of tests/data/verbs.txt"
         for pattern, better in UNCLEAR_WORDS.items():
             if found := pattern.search(text):

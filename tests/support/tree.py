@@ -7,6 +7,7 @@ import os
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"  # the folder of modules that tests import, and of scripts that tests run
@@ -41,17 +42,38 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(text(path), str(path))
 
 
+class String(NamedTuple):
+    """One string of a module. In an f-string, each value is replaced by a 0."""
+
+    line: int
+    text: str
+    is_statement: bool  # True: a docstring, or another string that stands alone
+
+
 @cache
-def texts(path: Path) -> tuple[str, ...]:
-    """Return all strings of a module. In an f-string, each value is replaced by a 0."""
-    found: list[str] = []
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.JoinedStr):
-            parts = [str(part.value) if isinstance(part, ast.Constant) else " 0 " for part in node.values]
-            found.append("".join(parts))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.append(node.value)
+def strings(path: Path) -> tuple[String, ...]:
+    """Return all strings of a module."""
+    nodes = list(ast.walk(tree(path)))
+    statements = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    found: list[String] = []
+    for node in nodes:
+        match node:
+            case ast.JoinedStr(values=values):
+                text = "".join(str(part.value) if isinstance(part, ast.Constant) else "0" for part in values)
+            case ast.Constant(value=str(text)) if id(node) not in parts:
+                pass
+            case _:
+                continue
+        found.append(String(node.lineno, text, id(node) in statements))
     return tuple(found)
+
+
+@cache
+def commit_hash() -> str:
+    """Return the hash of the commit that is checked out."""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def module_name(path: Path) -> str:
