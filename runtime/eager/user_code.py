@@ -59,7 +59,7 @@ class UserCode:
         self.observer = device.observer
         self.known_tensors = KnownTensors()
         self.eager_memory = EagerMemory(residency, device, tracker, self.must_be_resident)
-        self.prefetch = Prefetch(residency, residency.mover, tracker, self.must_be_resident)
+        self.prefetch = Prefetch(residency, tracker, self.must_be_resident)
         # True: weights are resident whenever user code runs, because the observer may not see user code read
         # them.
         self.keeps_weights = False

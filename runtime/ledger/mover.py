@@ -247,7 +247,7 @@ class Mover:
         record.leave_file()
         if tier == HOST and self.host is not None and self.reserve_host_place(record):
             self._release_extent(record)
-            self.counts.add(to_host_bytes=record.size_bytes)
+            self.counts.to_host_bytes += record.size_bytes
             return self.host.copy_out_starter(record.place)
         self._release_place(record)
         if record.extent is None:
@@ -342,11 +342,11 @@ class Mover:
             raise InUseError
         if pending is not None:
             self._end_copy_counting_stall(self.device.end_copy_and_free, record, pending)
-            self.counts.add(evictions=1)
+            self.counts.evictions += 1
             return
         if storage is not None:
             self.device.drop_bytes(storage)
-        self.counts.add(drops=1)
+        self.counts.drops += 1
         if self.recorder is not None:
             self.recorder.note_drop(record)
 
@@ -389,7 +389,8 @@ class Mover:
             self.begin_fetch(record, demand)
             return
         self.add_resident_bytes(record)
-        self.counts.add(fetches=1, from_host_bytes=record.size_bytes if record.copy_tier == HOST else 0)
+        self.counts.fetches += 1
+        self.counts.from_host_bytes += record.size_bytes if record.copy_tier == HOST else 0
         self.file_bytes += 0 if record.source is None else record.size_bytes
         if self.recorder is not None:
             self.recorder.note_move_begin(record, evict=False, demand=demand)
@@ -474,7 +475,7 @@ class Mover:
             return end(pending)
         finally:
             waited_ns = time.perf_counter_ns() - began_ns
-            self.counts.add(stall_ns=waited_ns)
+            self.counts.stall_ns += waited_ns
             if self.recorder is not None:
                 self.recorder.note_move_end(record, pending.ticket, waited_ns)
 

@@ -183,10 +183,6 @@ class Record:
 
     # ---- use
 
-    def use(self, slot: int) -> None:
-        """Keep the record resident in this slot."""
-        self.used_at = slot
-
     def pin(self) -> None:
         """Keep the record resident until every `pin` is undone by an `unpin`."""
         self.pins += 1

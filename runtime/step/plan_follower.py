@@ -57,7 +57,7 @@ class PlanFollower:
             elif what == FETCH:
                 done = pending.cancel_eviction(record)
             elif self._may_evict(record):
-                done = self.residency.try_evict(record, tier)
+                done = residency.try_evict(record, tier)
                 if done and what == FREE and pending.is_write_done(record):
                     done = residency.try_end_evict(record) is None
                 elif done and what == FREE:

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from teraio import switches
 from teraio.errors import StoreError
 
-from ..ledger.mover import Mover
 from ..ledger.record import Record, State
 from ..ledger.residency import Residency
 from .tracker import StepTracker
@@ -31,11 +30,8 @@ LOST_AFTER = 64  # a touch is searched among so many of the next expected touche
 class Prefetch:
     """Fetches of tensors in the order in which user code touched the tensors in the last step."""
 
-    def __init__(
-        self, residency: Residency, mover: Mover, tracker: StepTracker, keep: Callable[[Record], bool]
-    ) -> None:
+    def __init__(self, residency: Residency, tracker: StepTracker, keep: Callable[[Record], bool]) -> None:
         self.residency = residency
-        self.mover = mover
         self.tracker = tracker
         self.keep = keep
         self.call = -1  # the call of the expected step after which user code runs
@@ -107,7 +103,7 @@ class Prefetch:
             begun = self.residency.fetch_ahead_if_memory(record)
         except StoreError:  # the operator that reads the record will report the error
             return False
-        self.mover.counts.add(ahead=begun)
+        self.residency.mover.counts.add(ahead=begun)
         return begun
 
     def _begin_evictions_for_room(self, wanted_bytes: int) -> None:

@@ -67,11 +67,10 @@ class EarlierPlans:
         """Return an earlier plan for this step; None without a plan, or if the options request a profile."""
         if self.options.profile:
             return None
-        fingerprint = fingerprint_of_profile(lifetimes.profile_of_steps([step], "run"))
-        if self.replay is not None and self.replay.fingerprint == fingerprint:
-            log.info("teraio: replaying %s: %s", self.options.plan, fmt_count(len(self.replay.moves), "move"))
+        fingerprint = fingerprint_of_step(step)
+        if (replay := self.plan_file_for(fingerprint)) is not None:
             self.followed.append(order)
-            return self.replay
+            return replay
         plan = self._find_cached_plan(fingerprint)
         if plan is None:
             self._log_where_step_differs(order, step)
@@ -83,6 +82,13 @@ class EarlierPlans:
         )
         self.followed.append(order)
         return plan
+
+    def plan_file_for(self, fingerprint: str) -> Plan | None:
+        """Return the plan from the plan file if it is for the step with this fingerprint."""
+        if self.replay is None or self.replay.fingerprint != fingerprint:
+            return None
+        log.info("teraio: replaying %s: %s", self.options.plan, fmt_count(len(self.replay.moves), "move"))
+        return self.replay
 
     def _log_where_step_differs(self, order: Order, step: Step) -> None:
         """Log that a step began like a planned step and later differed.
@@ -131,7 +137,7 @@ class EarlierPlans:
         time.
         """
         took_ns, predicted_ns = _measured_step_ns(step), plan.predicted.step_ns
-        if fingerprint_of_profile(lifetimes.profile_of_steps([step], "run")) != plan.fingerprint:
+        if fingerprint_of_step(step) != plan.fingerprint:
             log.info("teraio: this step is not the planned step: it is measured and planned again")
             self.engine.follow_plan(Plan("", "none", self.budget_bytes))
         elif self._has_drifted(took_ns, predicted_ns):
@@ -194,6 +200,11 @@ class EarlierPlans:
         if why not in self.warned:
             self.warned.add(why)
             log.warning(f"teraio: {text}", why)
+
+
+def fingerprint_of_step(step: Step) -> str:
+    """Return the fingerprint that a plan for this step has."""
+    return fingerprint_of_profile(lifetimes.profile_of_steps([step], "run"))
 
 
 def _common_prefix_length(one: Order, other: Order) -> int:

@@ -23,14 +23,13 @@ from teraio.formats.schedule import Step
 from teraio.options import Settings
 from teraio.passes.planner import planners
 from teraio.passes.planner.problem import problem
-from teraio.passes.slots import lifetimes
 from teraio.progress import show_stage
 from teraio.runtime.engine.engine import Engine
 from teraio.session.host_choice import HostChoice
 from teraio.session.log_lines import add_trace_artifact, describe_plan
-from teraio.session.plan_reuse import EarlierPlans
+from teraio.session.plan_reuse import EarlierPlans, fingerprint_of_step
 from teraio.session.recomputation import Recomputation
-from teraio.units import fmt_bytes, fmt_count
+from teraio.units import fmt_bytes
 
 log = logging.getLogger("teraio")
 
@@ -68,7 +67,7 @@ class Planning:
         replay = self.earlier.replay
         if replay is None or not replay.recompute:
             return False
-        if replay.fingerprint != fingerprint_of_profile(lifetimes.profile_of_steps([step], "run")):
+        if replay.fingerprint != fingerprint_of_step(step):
             return False
         self.earlier.use_replay_once()
         return self.remaking.mark_tensors_for_recompute(step, replay.recompute)
@@ -117,9 +116,8 @@ class Planning:
 
     def _replayed_plan(self, replay: Plan, fingerprint: str) -> Plan | None:
         """Return the plan from the plan file. If this plan is for another step, warn and return None."""
-        if replay.fingerprint == fingerprint:
-            log.info("teraio: replaying %s: %s", self.options.plan, fmt_count(len(replay.moves), "move"))
-            return replay
+        if (plan := self.earlier.plan_file_for(fingerprint)) is not None:
+            return plan
         log.warning(
             "teraio: %s is a plan for another step (fingerprint %s, this one has %s): not used, tensors "
             "are moved on demand",

@@ -16,7 +16,7 @@ from teraio.errors import StoreError
 from teraio.formats.plan import Evict, Fetch, Plan
 from teraio.runtime.ledger.mover import MoveCounts
 from teraio.runtime.ledger.pending_evictions import PendingEvictions
-from teraio.runtime.ledger.record import Record, State
+from teraio.runtime.ledger.record import Record, State, use_records
 from teraio.runtime.ledger.residency import Residency
 from teraio.runtime.step.plan_follower import PlanFollower, SlotPosition
 from teraio.runtime.step.tracker import Expectation
@@ -272,8 +272,8 @@ def test_kernel_that_needs_room_waits_for_evictions_in_flight_before_it_begins_a
     ledger = Ledger(4, pending=2, idle=2)
     pending, idle = ledger.by_name["pending"], ledger.by_name["idle"]
     pending.evicting(None)
-    pending.use(0)
-    idle.use(-1)
+    use_records([pending], 0)
+    use_records([idle], -1)
     ledger.pending_evictions.add(pending)
     assert ledger.evict_until_fits(0, None) == (0, None) and not ledger.ended
     assert ledger.evict_until_fits(1, None) == (0, None) and ledger.ended == ["pending"]
