@@ -269,6 +269,15 @@ def settle(
     time of a tick is the time at which the last step enters it.
     """
 
+def last_step(
+    durations_ns: Integers, lanes: Integers, groups: Integers, transfers: Integers
+) -> tuple[int, Integers, Integers, Integers]:
+    """Simulate steps like settle(). Return the times of the last step, measured from its start.
+
+    The four results are the step's duration, the time of each tick, the start and end of each transfer, and
+    the tick and the ns of each stall.
+    """
+
 class Search:
     """A large-neighbourhood search for plans.
 

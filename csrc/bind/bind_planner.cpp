@@ -101,6 +101,24 @@ std::tuple<int64_t, int, Made> settle(const Row& durations, const Table<3>& lane
   return {period_ns, recurrence.steps(), made_of({entered.begin(), entered.end()})};
 }
 
+// Returns for the last simulated step: its time, the entry times of its ticks, the start and end of each
+// transfer, and (tick, ns) of each stall.
+std::tuple<int64_t, Made, Made, Made> last_step(const Row& durations, const Table<3>& lanes,
+                                                const Row& groups, const Table<6>& table) {
+  const std::vector<Transfer> transfers = transfers_of(table);
+  Recurrence recurrence(span_of(durations), sharing_of(lanes, groups));
+  std::vector<int64_t> times, stalls;
+  {
+    nb::gil_scoped_release release;
+    recurrence.settle(transfers);
+    for (const Times& it : recurrence.times(transfers)) times.insert(times.end(), {it.start_ns, it.end_ns});
+  }
+  for (const Stall& it : recurrence.stalls()) stalls.insert(stalls.end(), {it.tick, it.ns});
+  const auto entered = recurrence.entered_ns();
+  return {recurrence.took_ns(), made_of({entered.begin(), entered.end()}), made_of(std::move(times)),
+          made_of(std::move(stalls))};
+}
+
 void make_search(Search* self, const Row& durations, const Row& live, int64_t budget, const Table<6>& gaps,
                  const Table<2>& lives, const Row& capacities, const Row& held, const Row& write_ns,
                  const Row& read_ns, const Row& out_lanes, const Row& back_lanes, const Table<3>& lanes,
@@ -136,5 +154,6 @@ void bind_planner(nb::module_& m) {
       .def("best", &best)
       .def("best_routes", &best_routes);
   m.def("settle", &settle, "durations_ns"_a, "lanes"_a, "groups"_a, "transfers"_a);
+  m.def("last_step", &last_step, "durations_ns"_a, "lanes"_a, "groups"_a, "transfers"_a);
 }
 }  // namespace teraio

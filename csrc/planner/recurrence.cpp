@@ -78,6 +78,7 @@ int64_t Recurrence::settle(std::span<const Transfer> transfers) {
   lane_ns_.assign(static_cast<size_t>(lanes_.lanes()), 0);
   lanes_.begin(transfers.size());
   done_ns_.assign(transfers.size(), 0);
+  waited_.assign(transfers.size(), {});
   entered_ns_.assign(duration_ns_.size(), 0);
   took_ns_.clear();
   begun_.clear();
@@ -139,9 +140,11 @@ int64_t Recurrence::run_sharing(std::span<const Transfer> transfers) {
       int32_t last = -1;
       for (int32_t at = first[direction + 1]; at < first[direction + 2]; ++at) {
         const int32_t i = sorted_[static_cast<size_t>(at)];
-        if (lanes_.done(i)) continue;
-        lanes_.finish(i);
-        last = i;
+        if (!lanes_.done(i)) {
+          lanes_.finish(i);
+          last = i;
+        }
+        waited_[static_cast<size_t>(i)] = {lanes_.started_ns(i), lanes_.done_ns(i)};
       }
       if (lanes_.now_ns() > before_ns) stalls_.push_back({tick, last, lanes_.now_ns() - before_ns});
     }
@@ -152,6 +155,21 @@ int64_t Recurrence::run_sharing(std::span<const Transfer> transfers) {
 
 int64_t Recurrence::done_ns(int32_t transfer) const {
   return (lanes_.needed() ? lanes_.done_ns(transfer) : done_ns_[static_cast<size_t>(transfer)]) - begun_ns_;
+}
+
+std::vector<Times> Recurrence::times(std::span<const Transfer> transfers) const {
+  Recurrence next = *this;
+  if (lanes_.needed()) next.run_sharing(transfers);
+  std::vector<Times> times;
+  for (size_t i = 0; i < transfers.size(); ++i) {
+    const bool ends_in_next_step = transfers[i].wait < transfers[i].issue;
+    times.push_back(!lanes_.needed()    ? Times{done_ns_[i] - transfers[i].ns, done_ns_[i]}
+                    : ends_in_next_step ? next.waited_[i]
+                                        : waited_[i]);
+    times.back().start_ns -= begun_ns_;
+    times.back().end_ns -= begun_ns_;
+  }
+  return times;
 }
 
 void Recurrence::await(int32_t tick, int32_t first, int32_t end, int64_t& now_ns) {

@@ -23,6 +23,11 @@ struct Transfer {
   bool fetch = false;  // false: an eviction; evictions come before fetches within a tick
 };
 
+struct Times {
+  int64_t start_ns = 0;  // the time at which the transfer becomes the first of its lane's queue
+  int64_t end_ns = 0;
+};
+
 struct Stall {
   int32_t tick = 0;
   int32_t transfer = 0;  // the last transfer that compute waits for in this tick and direction
@@ -47,6 +52,10 @@ class Recurrence {
   std::span<const int64_t> entered_ns() const { return entered_ns_; }  // entry time of each tick
   int64_t done_ns(int32_t transfer) const;  // the time at which a transfer of this step ends
   std::span<const Stall> stalls() const { return stalls_; }
+  int64_t took_ns() const { return took_ns_.back(); }  // the end of the step
+  // Returns the times of the transfers issued in this step. `transfers` is the argument of settle(). On lanes
+  // that share bandwidths, one more step is simulated, in which the transfers in flight end.
+  std::vector<Times> times(std::span<const Transfer> transfers) const;
   int steps() const { return static_cast<int>(took_ns_.size()); }
 
  private:
@@ -68,6 +77,7 @@ class Recurrence {
   // index of the first event of that tick and kind.
   std::vector<int32_t> first_, sorted_;
   std::vector<int64_t> lane_ns_, done_ns_, entered_ns_, took_ns_;
+  std::vector<Times> waited_;  // on lanes that share bandwidths: the times of the transfers waited for last
   std::vector<std::vector<int64_t>> begun_;  // state at the begin of each step
   std::vector<Stall> stalls_;
 };

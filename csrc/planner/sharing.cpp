@@ -50,6 +50,7 @@ int64_t Sharing::slowest_ns(int32_t index, int64_t bytes) const {
 }
 
 void Sharing::begin(size_t transfers) {
+  started_ns_.assign(transfers, 0);
   done_ns_.assign(transfers, 0);
   for (Queue& queue : queues_) {
     queue.transfers.clear();
@@ -89,6 +90,7 @@ void Sharing::finish(int32_t transfer) {
 // Begins the first transfer in the queue of a lane.
 void Sharing::load(size_t lane) {
   Queue& queue = queues_[lane];
+  started_ns_[static_cast<size_t>(queue.transfers[queue.first].transfer)] = now_ns_;
   queue.latency_ns = lanes_[lane].latency_ns;
   queue.work = static_cast<Work>(queue.transfers[queue.first].bytes) * kSecond;
   queue.rate = 0;

@@ -35,6 +35,7 @@ class Sharing {
   // Returns the end of a transfer. For a transfer in flight, the end is computed as if its lane had all of
   // its own bandwidth from now on.
   int64_t done_ns(int32_t transfer) const;
+  int64_t started_ns(int32_t transfer) const { return started_ns_[static_cast<size_t>(transfer)]; }
   std::vector<int64_t> left();  // per lane: the transfers in its queue and the remaining work
 
  private:
@@ -60,7 +61,7 @@ class Sharing {
   std::vector<int64_t> groups_;
   std::vector<std::vector<size_t>> of_group_;  // lanes of each group, the slowest lane first
   std::vector<Queue> queues_;
-  std::vector<int64_t> done_ns_;
+  std::vector<int64_t> started_ns_, done_ns_;
   int64_t now_ns_ = 0, since_ns_ = 0, next_ns_ = 0;
   bool needed_ = false;
 };

@@ -3,7 +3,7 @@
     greedy    a portfolio of plans, guided by the relaxation; published systems add their plans in two
               cases: (1) no plan meets the bound, and gaps are few; (2) the best plan is far from the bound
     search    improves the best of these plans
-    ilp       solves windows around the remaining stalls exactly
+    ilp       solves windows around the remaining stalls exactly, in the time that the search leaves
 
 Each planner starts from the best plan so far, so the plan never gets worse. `auto` stops as soon as a plan
 meets the bound. On small steps the search ends by its limit of rounds, long before the time limit.
@@ -31,9 +31,6 @@ from .simulate.simulate import tick_entries_and_period
 
 CLOSE = 1.001  # if a plan takes at most this factor times the bound, the search stops
 FIRST = 4  # number of plans of greedy's portfolio
-# The windows' share of the time limit. The measurement used four steps of Llama 8B and a time limit of 10 s.
-# After greedy, windows got 2.5 s. They brought the plans closer to the bound by 0 to 0.5 %.
-WINDOWS_SHARE = 0.15
 
 # The planners of published systems run as well in two cases. (1) Gaps are few, and these planners therefore
 # take nearly no time. (2) Greedy's plan is far from the bound.
@@ -93,17 +90,15 @@ def plan_by_planners_in_turn(
     best_ns, best = starts[0]
     if best_ns <= bound_ns:
         return best
-    windows_s = WINDOWS_SHARE * time_limit_s
-    left_s = begun + time_limit_s - monotonic() - windows_s
-    if best_ns > close_ns and left_s > 0:
+    stop = begun + time_limit_s
+    if best_ns > close_ns and monotonic() < stop:
         best = search.best_plan_from_starts(
             problem,
             machine,
             [plan for _, plan in starts],
             bound_ns=close_ns,
             seed=seed,
-            time_limit_s=left_s,
+            time_limit_s=stop - monotonic(),
             rounds=search.round_limit(problem),
         )
-    stop = min(monotonic() + windows_s, begun + time_limit_s)
     return ilp.improve_plan_by_windows(problem, machine, best, bound_ns=close_ns, seed=seed, stop=stop)

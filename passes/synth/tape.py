@@ -250,8 +250,8 @@ class Tape:
 
         def add_backward() -> None:
             again = Tape(self.recorder, self.weights, f"{self.prefix}again.", False)
-            remade = run(again, x)
-            again.pending[remade] = [self.sum_gradient_parts(y, name)]
+            recomputed = run(again, x)
+            again.pending[recomputed] = [self.sum_gradient_parts(y, name)]
             again.add_backward_kernels()
             for dx in again.pending.pop(x):
                 self.add_gradient_part(x, dx)

@@ -45,10 +45,10 @@ class Planning:
         machine: Machine,
         engine: Engine,
         earlier: EarlierPlans,
-        remaking: Recomputation,
+        recomputation: Recomputation,
     ) -> None:
         self.options, self.machine, self.engine = options, machine, engine
-        self.earlier, self.remaking = earlier, remaking
+        self.earlier, self.recomputation = earlier, recomputation
         is_open = options.optimizer_step == "auto" and options.planner != "none"
         self.host_choice = HostChoice(engine, machine, is_open)
 
@@ -70,7 +70,7 @@ class Planning:
         if replay.fingerprint != fingerprint_of_step(step):
             return False
         self.earlier.use_replay_once()
-        return self.remaking.mark_tensors_for_recompute(step, replay.recompute)
+        return self.recomputation.mark_tensors_for_recompute(step, replay.recompute)
 
     def choose_plan(self, profile: Profile, step: Step) -> Plan | None:
         """Return the plan from the plan file if it is for this step. Without a plan file, return a new plan.
@@ -106,7 +106,7 @@ class Planning:
         except TeraioError as error:
             log.warning("teraio: no plan, tensors are moved on demand: %s", error)
             return None
-        plan = replace(plan, remade=self.remaking.recomputed_nodes_of(step))
+        plan = replace(plan, remade=self.recomputation.recomputed_nodes_of(step))
         self._report_and_keep(plan, profile)
         return plan
 
@@ -129,13 +129,13 @@ class Planning:
 
     def _begin_recomputation(self, profile: Profile, step: Step) -> bool:
         """Choose the tensors that this step recomputes. Return True if programs must be compiled again."""
-        if not self.remaking.is_recompute_undecided(step) or self.options.planner == "none":
+        if not self.recomputation.is_recompute_undecided(step) or self.options.planner == "none":
             return False
         with show_stage("choosing tensors to recompute", limit_s=self._limit_s, say=log.info):
             names = planners.tensors_to_recompute(
                 profile, self.machine, self.budget_bytes, time_limit_s=self._limit_s
             )
-        return self.remaking.mark_tensors_for_recompute(step, names)
+        return self.recomputation.mark_tensors_for_recompute(step, names)
 
     def _report_and_keep(self, plan: Plan, profile: Profile) -> None:
         """Log a new plan, add it to torch's trace, and save it for later runs."""

@@ -128,8 +128,8 @@ class Recomputation:
         for code in codes:
             reset_code(code)
 
-    def _add_nodes_to_recompute(self, remade: Iterable[RecomputedNode]) -> None:
-        for each in remade:
+    def _add_nodes_to_recompute(self, nodes: Iterable[RecomputedNode]) -> None:
+        for each in nodes:
             self.sets[each.graph] = self.sets.get(each.graph, frozenset()) | {each.node}
 
 

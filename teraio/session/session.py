@@ -100,8 +100,9 @@ class Session:
             host_step.set_host_buckets(self.engine, None if options.optimizer_step == "host" else ())
         self.recording = Recording(self.engine, options.timeline) if options.timeline else None
         self.earlier = EarlierPlans(options, replay, self.engine, self.device.device)
-        self.remaking = Recomputation(replay, self.earlier.cached_plan_of_graph, options.recompute == "auto")
-        self.planning = Planning(options, tiers.machine, self.engine, self.earlier, self.remaking)
+        find, auto = self.earlier.cached_plan_of_graph, options.recompute == "auto"
+        self.recomputation = Recomputation(replay, find, auto)
+        self.planning = Planning(options, tiers.machine, self.engine, self.earlier, self.recomputation)
         if options.memory == SMALLEST:
             self.engine.set_budget(None)
         if left_out := switches.disabled_features():
@@ -150,7 +151,7 @@ class Session:
 
     def phase_of(self, course: Course) -> Phase:
         """Return the phase of a course; RECOMPILING while programs are compiled again."""
-        return Phase.RECOMPILING if self.remaking.due else course.phase
+        return Phase.RECOMPILING if self.recomputation.due else course.phase
 
     def add_measured_step(self, step: Step) -> None:
         """Advance the course of this step's programs. The engine calls this after each measured step."""
@@ -229,7 +230,7 @@ class Session:
 
     def _reset_code_of_due_graphs(self) -> None:
         """Have Dynamo recompile due graphs. The engine calls this when no compiled program runs."""
-        self.remaking.reset_code_of_due_graphs()
+        self.recomputation.reset_code_of_due_graphs()
 
     def fetch_all_and_close(self) -> None:
         """Fetch all evicted tensors, close the engine, and write the timeline of the last step."""
@@ -382,18 +383,18 @@ def nodes_to_recompute(graph: str) -> tuple[Collection[str], int]:
         return (), 0
     residency = SESSION.engine.residency
     room_bytes = residency.budget_bytes - residency.reserve_bytes - residency.budget_bytes // 20
-    return SESSION.remaking.nodes_to_recompute(graph), room_bytes
+    return SESSION.recomputation.nodes_to_recompute(graph), room_bytes
 
 
 def recompute_cache_key() -> str:
     """Return the digest of all chosen nodes, for the keys of caches."""
-    return "" if SESSION is None else SESSION.remaking.cache_key
+    return "" if SESSION is None else SESSION.recomputation.cache_key
 
 
 def note_loaded_program(graph: str) -> None:
     """Record that a program of this joint graph was loaded, newly compiled or from a cache."""
     if SESSION is not None and graph:
-        SESSION.remaking.note_loaded_program(graph)
+        SESSION.recomputation.note_loaded_program(graph)
 
 
 @contextlib.contextmanager

@@ -223,7 +223,7 @@ class Run:
             options=asked,
             engine=self.engine,
             earlier=self.earlier,
-            remaking=SimpleNamespace(due=set()),
+            recomputation=SimpleNamespace(due=set()),
             planning=planning,
         )
 
@@ -298,7 +298,7 @@ def test_measured_step_of_a_planned_course_begins_anew(folder: Path) -> None:
 
 def test_steps_are_ignored_while_programs_are_compiled_anew(folder: Path) -> None:
     run = Run(warmup=1)
-    run.session.remaking.due.add("graph")
+    run.session.recomputation.due.add("graph")
     for _ in range(3):
         run.phase_after(step(1))
     course = run.session.courses[order(step(1))]

@@ -132,7 +132,7 @@ def run(
         last = stats
     result["compiles"] = counters["stats"]["unique_graphs"]
     if session.SESSION is not None:
-        chosen = session.SESSION.remaking.sets
+        chosen = session.SESSION.recomputation.sets
         result["nodes"] = sorted(node for nodes in chosen.values() for node in nodes)
         if request.get("profile"):
             session.SESSION.planning.machine.write(f"{folder}/{request['name']}.machine.json")

@@ -16,7 +16,7 @@ from teraio.formats.plan import Evict, Fetch, Move, Plan
 
 from ..greedy.timing import Absence, Clock
 from ..problem.problem import BytesByTick, Problem, Route
-from ..simulate.simulate import simulate
+from ..simulate.simulate import last_step_times
 
 WIDTHS = (24, 8, 48, 96)  # widths of windows in ticks, tried in this order
 MOST_FREE = 60  # limit for the gaps in a window; with 100 gaps a solve took 2 to 10 s and found nothing
@@ -112,17 +112,9 @@ class SimulatedPlan:
 
     @classmethod
     def from_plan(cls, problem: Problem, machine: Machine, plan: Plan) -> SimulatedPlan:
-        line, ticks = simulate(plan, problem.profile, machine), len(problem.live)
-        entered = [0, *(span.end_ns for span in line.spans if span.track == "compute")]
-        period_ns = entered.pop()
-        ran = [TransferTimes(span.start_ns, span.end_ns) for span in line.spans if span.track != "compute"]
-        issued = [(m.trigger % ticks, isinstance(m, Fetch), m) for m in plan.moves if m.trigger is not None]
-        issued.sort(key=lambda entry: entry[:2])
-        by_move = dict(zip((move for _, _, move in issued), ran, strict=True))
-        waits: dict[int, int] = defaultdict(int)
-        for stall in line.stalls:
-            waits[stall.tick] += stall.ns
-        absences, writes, reads = _absences_with_times(problem, plan, by_move)
+        ran, ticks = last_step_times(plan, problem.profile, machine), len(problem.live)
+        times = {move: TransferTimes(*start_and_end) for move, start_and_end in ran.transfers.items()}
+        absences, writes, reads = _absences_with_times(problem, plan, times)
         evicted: dict[tuple[int, int | None], int] = defaultdict(int)
         runs: dict[tuple[Route, bool], list[tuple[int, TransferTimes]]] = defaultdict(list)
         for absence in absences:
@@ -131,7 +123,8 @@ class SimulatedPlan:
             runs[absence.route, False].append((absence.trigger % ticks, reads[absence.gap]))
             if absence.gap in writes:
                 runs[absence.route, True].append(((gap.start + 1) % ticks, writes[absence.gap]))
-        return cls(problem, plan, absences, Clock(entered, period_ns), writes, reads, waits, evicted, runs)
+        clock = Clock(ran.entered, ran.took)
+        return cls(problem, plan, absences, clock, writes, reads, ran.stalls, evicted, runs)
 
     def ranges_around_stalls(self) -> list[tuple[int, int]]:
         """Return ranges of ticks that end soon after a stall.

@@ -12,7 +12,7 @@ link. All later steps then repeat the steps between these two. The period is the
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,52 @@ def tick_entries_and_period(plan: Plan, profile: Profile, machine: Machine) -> t
         run = simulate_by_events(plan, profile, machine)
         ends_ns = [span.end_ns for span in run.spans if span.track == "compute"]
         return [0, *ends_ns[:-1]], run.step_ns
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The times of the last simulated step, in ns from its start.
+
+    entered      by tick: the time at which compute enters the tick, before any wait
+    took         the duration of the step
+    transfers    start and end of each transfer; a transfer may end after the step
+    stalls       by tick: the time for which compute waits
+    """
+
+    entered: list[int]
+    took: int
+    transfers: dict[Move, tuple[int, int]]
+    stalls: dict[int, int]
+
+
+def last_step_times(plan: Plan, profile: Profile, machine: Machine) -> StepTimes:
+    """Return the times of a plan's last simulated step, which the timeline of the plan has as well."""
+    from teraio import _native
+
+    durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
+    stalls: dict[int, int] = defaultdict(int)
+    try:
+        rows = np.array(native_transfer_rows(plan, profile, machine), np.int64).reshape(-1, 6)
+        took, entered, times, waits = _native.last_step(durations, *native_link_arrays(machine), rows)
+    except OverflowError:  # with very slow links, 64 bits cannot hold the step time
+        return last_step_times_by_events(plan, profile, machine)
+    for tick, ns in waits.reshape(-1, 2).tolist():
+        stalls[tick] += ns
+    moves = (move for move in plan.moves if move.trigger is not None)
+    ran = dict(zip(moves, map(tuple, times.reshape(-1, 2).tolist()), strict=True))
+    return StepTimes(entered.tolist(), took, ran, stalls)
+
+
+def last_step_times_by_events(plan: Plan, profile: Profile, machine: Machine) -> StepTimes:
+    run, ticks = simulate_by_events(plan, profile, machine), len(profile.kernels)
+    *entered, took = [0, *(span.end_ns for span in run.spans if span.track == "compute")]
+    issued = [(m.trigger % ticks, isinstance(m, Fetch), m) for m in plan.moves if m.trigger is not None]
+    issued.sort(key=lambda entry: entry[:2])
+    ran = ((span.start_ns, span.end_ns) for span in run.spans if span.track != "compute")
+    stalls: dict[int, int] = defaultdict(int)
+    for stall in run.stalls:
+        stalls[stall.tick] += stall.ns
+    return StepTimes(entered, took, dict(zip((move for *_, move in issued), ran, strict=True)), stalls)
 
 
 def native_link_arrays(machine: Machine) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -24,6 +24,8 @@ from teraio.passes.planner.planners import plan
 from teraio.passes.planner.problem.problem import smallest_budget
 from teraio.passes.planner.simulate import event_simulation
 from teraio.passes.planner.simulate.simulate import (
+    last_step_times,
+    last_step_times_by_events,
     native_link_arrays,
     native_transfer_rows,
     simulate,
@@ -186,6 +188,7 @@ def test_two_simulators_agree_to_the_nanosecond() -> None:
         assert period_ns == judged.step_ns, seed
         ends_ns = [span.end_ns for span in judged.spans if span.track == "compute"]
         assert entered_ns == [0, *ends_ns[:-1]], seed
+        assert_last_step_is_that_of_timeline(made, profile, machine)
         assert judged.peak_bytes <= made.budget_bytes
         rows = native_transfer_rows(made, profile, machine)
         moves += len(rows)
@@ -194,6 +197,12 @@ def test_two_simulators_agree_to_the_nanosecond() -> None:
         several += len(set(judged.took_ns)) > 1
     # Each of these cases occurs often enough.
     assert min(moves, 10 * crossing, 10 * drops, 20 * several) > 1_000
+
+
+def assert_last_step_is_that_of_timeline(made: Plan, profile: Profile, machine: Machine) -> None:
+    """Compare the times of ticks, transfers and stalls in the last steps of the two simulators."""
+    native = last_step_times(made, profile, machine)
+    assert native == last_step_times_by_events(made, profile, machine)
 
 
 def test_native_recurrence_agrees_with_events_where_links_share() -> None:
@@ -208,6 +217,7 @@ def test_native_recurrence_agrees_with_events_where_links_share() -> None:
         machine = replace(alone, links=tuple(links), shared=shared)
         judged = event_simulation.simulate_by_events(made, profile, machine)
         assert tick_entries_and_period(made, profile, machine)[1] == judged.step_ns, seed
+        assert_last_step_is_that_of_timeline(made, profile, machine)
         slower += judged.step_ns > unshared_step_ns(made, profile, machine)
         several += len(set(judged.took_ns)) > 1
     assert slower > 100 and several > 20
